@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON := $(shell command -v $(PYTHON) || command -v python3)
 
-.PHONY: install train test full quick lint fuzz growth mutants soak docs clean
+.PHONY: install train test test-all full lint fuzz growth mutants mutate soak gpu docs clean
 
 install: $(VENV)/.installed
 
@@ -16,22 +16,30 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 train: install
 	$(BIN)/pipeloom train $(ARGS)
 
-# a test that fails in the crowd runs once more alone; both outcomes are printed
+# A test that fails in the crowd runs once more alone; both outcomes are printed.
+PYTEST = $(BIN)/python -m pytest -q
+again = || { echo "once more, alone:"; $(PYTEST) --last-failed --last-failed-no-failures none; }
+
+# the checks, all of tests/unit, and the tests marked `core` of tests/dist and tests/e2e: minutes
 test: install lint
-	$(BIN)/python -m pytest -n 2 -q || \
-	  { echo "once more, alone:"; $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none; }
-	$(BIN)/python tests/mutants.py --sample 8 --no-baseline
+	$(PYTEST) -n 2 -m "(unit or core) and not full" $(again)
+
+# the rest of tests/dist and tests/e2e, and six of the mutants
+test-all: install
+	$(PYTEST) -n 2 -m "not unit and not core and not full" $(again)
+	$(BIN)/python tests/mutants.py --sample 6 --no-baseline
 
 # every change of tests/mutants.toml must turn a named test red
 mutants: install
 	$(BIN)/python tests/mutants.py $(ARGS)
 
-# the cells that `make test` leaves out
-full: install
-	$(BIN)/python -m pytest -q -m full
+# generated changes of twelve modules, and the share of them that the tests see; ARGS="check simulate --sample 60"
+mutate: install
+	$(BIN)/python tests/mutate.py $(ARGS)
 
-quick: install lint
-	$(BIN)/python -m pytest -n 2 -q -m "not slow and not dist"
+# the cells of the matrices that both leave out
+full: install
+	$(PYTEST) -m full
 
 # make fuzz                                       all parts, 10 minutes
 # make fuzz PART=costs ARGS="--cases 10000"       one part; also --seed N, --minutes M

@@ -26,8 +26,9 @@ from parts import run_parts
 from pipeloom import Costs
 from pipeloom.config import load_layout
 from pipeloom.runtime import Pipeline
-from pipeloom.schedule.measured import hops, measured_costs
-from pipeloom.schedule.period import period as simulated_period
+from pipeloom.schedule.simulate import period as simulated_period
+from pipeloom.schedule.timeline import Timeline
+from pipeloom.traces.measured import hops
 from pipeloom.train.data.batches import Batch
 from pipeloom.train.loop import Trainer
 from pipeloom.train.speculative import SpeculativeOptimizer
@@ -89,7 +90,7 @@ def measure(rank: int, name: str, chunks: int) -> Measured:
 def costs_of(schedule: pl.Schedule, ranks: list[Run]) -> Costs:
     """Each stage's mean F, I and W over the steady steps of one run, and a message's median seconds."""
     steps = [([run.starts[at] for run in ranks], [run.ends[at] for run in ranks]) for at in range(len(ranks[0].starts))]
-    each = [measured_costs(schedule, starts, ends, [{} for _ in ranks]) for starts, ends in steps]
+    each = [Timeline.measured(schedule, starts, ends).costs for starts, ends in steps]
 
     def mean(kind: str) -> tuple[float, ...]:
         return tuple(fmean(values) for values in zip(*(getattr(costs, kind) for costs in each), strict=True))

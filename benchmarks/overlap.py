@@ -36,10 +36,10 @@ from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.schedule.actions import Action, Pair
-from pipeloom.schedule.measured import hops
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts, exposed, length, run_block
 from pipeloom.schedule.transforms import unpair
+from pipeloom.traces.measured import hops
 from pipeloom.train.report.rehearse import Clock, EmulatedBlock
 from processes import run_ranks
 

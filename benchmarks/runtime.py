@@ -44,8 +44,8 @@ from parts import run_parts
 from pipeloom.ops import products, use_onednn_linear
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
 from pipeloom.runtime import Pipeline
-from pipeloom.schedule.measured import hops
 from pipeloom.schedule.transforms import unpair
+from pipeloom.traces.measured import hops
 from processes import run_ranks
 
 PAIRS = 15

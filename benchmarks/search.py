@@ -23,7 +23,7 @@ import pipeloom as pl
 from pipeloom.errors import CapacityError
 from pipeloom.schedule import Costs, check, simulate
 from pipeloom.solver.construct import family_schedules
-from pipeloom.solver.exact import EXACT, certify
+from pipeloom.solver.exact import RELATIVE_ROUNDING, certify
 from pipeloom.solver.instance import Instance
 from pipeloom.solver.search import placements_of
 
@@ -81,7 +81,7 @@ def is_optimal(cell: Cell, costs: Costs, value: float, seconds: float) -> bool:
     instances = [
         Instance(place, cell.microbatches, costs, cell.memory) for place in placements_of(cell.ranks, cell.chunks, None)
     ]
-    return all(certify(instance, value, seconds).bound >= value * (1 - EXACT.rounding) for instance in instances)
+    return all(certify(instance, value, seconds).bound >= value * (1 - RELATIVE_ROUNDING) for instance in instances)
 
 
 def run_cell(cell: Cell, seconds: float, proof: float) -> dict[str, object]:

@@ -127,6 +127,17 @@ def read_file(path: str | Path, most: int, what: str) -> bytes:
     return content
 
 
+def read_text(path: str | Path, most: int, what: str) -> str:
+    """Return the text of a file, read as by `read_file`. Raises UsageError for any file that cannot be read or is not text."""
+    try:
+        return read_file(path, most, what).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not a text file (byte {error.start} is not UTF-8)") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read {shortened(str(path))}: {reason}") from None
+
+
 def read_json(path: str | Path, most: int, what: str, most_nested: int = MOST_NESTED) -> Any:
     """Return the value in a JSON file, read as by `read_file`.
 

@@ -17,7 +17,7 @@ import pipeloom as pl
 from documents import run_python
 from paths import ROOT
 from pipeloom.errors import UsageError, VerifyError
-from pipeloom.models.adapters import LoraOptions, with_adapters
+from pipeloom.models.lora import LoraOptions, with_adapters
 from pipeloom.runtime import Layer, LocalPipeline, LossTerm, RuntimeOptions
 from processes import run_ranks
 

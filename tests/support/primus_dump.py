@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pipeloom as pl
 from pipeloom.schedule.model import parts
 
+CONVERTER = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "timer_dumps.py"))
 NAMES = {"F": "fwd", "B": "bwd", "I": "bwd", "W": "wgrad"}
 
 
@@ -37,3 +39,10 @@ def dump(folder: Path, timeline: pl.Timeline, *, labels: bool, seed: int = 0, ol
         whole = {"total": 1e3 * timeline.makespan, "memory": 10 + 2.5 * timeline.peak_activations[rank], **lists}
         (folder / f"pp_rank_{rank}.json").write_text(json.dumps({"1": whole, "2": whole}))
     return folder
+
+
+def converted(folder: Path) -> Path:
+    """The Chrome trace into which the example converts a dump."""
+    trace = folder.parent / f"{folder.name}.json"
+    CONVERTER["main"](folder, trace)
+    return trace

@@ -21,7 +21,7 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.json_form import from_json, to_json
-from pipeloom.schedule.measured import hops
+from pipeloom.traces.measured import hops
 from processes import free_port, run_ranks
 
 

@@ -23,7 +23,7 @@ from pipeloom.mesh_shape import MeshShape
 from pipeloom.schedule import Costs
 
 HOME = Path(pipeloom.__file__).parent
-LIBRARY = ("schedule", "solver", "draw", "ops", "parallel", "models", "runtime")
+LIBRARY = ("schedule", "solver", "traces", "draw", "ops", "parallel", "models", "runtime")
 SINGLE = ("errors.py", "limits.py", "mesh_shape.py", "decoder_shape.py", "schedules.py")
 KEY = re.compile(
     r"(?<![\w.])(" + "|".join(f"{s}\\.{k}" for s, model in SECTIONS.items() for k in model.model_fields) + r")(?!\w)"

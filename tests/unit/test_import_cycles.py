@@ -13,8 +13,8 @@ EXCEPTIONS = {
     # `Schedule.save` is public and a method of the value, while the text forms read and make that value.
     ("pipeloom.schedule.model", "pipeloom.schedule.files"),
     # A notebook asks the value itself for its drawing, and drawings read the value.
-    ("pipeloom.schedule.model", "pipeloom.draw.notebook"),
-    ("pipeloom.schedule.timeline", "pipeloom.draw.notebook"),
+    ("pipeloom.schedule.model", "pipeloom.draw.html"),
+    ("pipeloom.schedule.timeline", "pipeloom.draw.html"),
 }
 
 

@@ -301,7 +301,7 @@ def table(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs,
 def _cells(timeline: Timeline) -> dict[tuple[str, str], str]:
     from pipeloom.draw.figures import full_rank, messages, number
     from pipeloom.schedule import period
-    from pipeloom.schedule.messages import size_words
+    from pipeloom.schedule.channels import size_words
 
     full = full_rank(timeline.schedule)
     peaks = [peak * full for peak in timeline.peak_activations]
@@ -374,7 +374,7 @@ def volumes_as_dict(rows: Sequence[LayoutVolume]) -> dict[str, Any]:
 
 def volume_table(rows: Sequence[LayoutVolume]) -> str:
     """Return a line for each layout: bytes, and messages or collective operations, by kind, of all workers in a step."""
-    from pipeloom.schedule.messages import size_words
+    from pipeloom.schedule.channels import size_words
 
     kinds = [
         kind

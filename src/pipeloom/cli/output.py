@@ -61,7 +61,7 @@ class OutputFlags:
         if self.as_json and self.csv:
             raise UsageError("--json and --csv both print on standard output; choose one")
         if self.png is not None:
-            from pipeloom.draw.png import require_png
+            from pipeloom.draw.svg import require_png
 
             require_png()
         for path in (self.svg, self.png, self.html, self.trace):
@@ -87,7 +87,7 @@ class OutputFlags:
     def draw_as(self, drawing: Callable[[int], str]) -> None:
         """Write an SVG document, width -> text, to the files of `--svg` and `--png`, where they are given."""
         from pipeloom.draw import LEAST_WIDTH, USUAL_WIDTH
-        from pipeloom.draw.png import png as rendered
+        from pipeloom.draw.svg import png as rendered
 
         width = max(self.width or USUAL_WIDTH, LEAST_WIDTH)
         if self.svg is not None:

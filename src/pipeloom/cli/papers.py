@@ -1,12 +1,17 @@
-"""`pipeloom compare --paper NAME`: a table of a paper, recomputed from the profile that the paper publishes."""
+"""`pipeloom compare --paper NAME`: a table of a paper, recomputed from the profile that the paper publishes (`NAME.toml`)."""
 
 from __future__ import annotations
 
-from typing import Any
+import tomllib
+from importlib import resources
+from typing import TYPE_CHECKING, Any
 
 from pipeloom.errors import UsageError, did_you_mean
 
-PAPERS = ("zero-bubble",)
+if TYPE_CHECKING:
+    from pipeloom.schedule import Costs
+
+PAPERS = {"zero-bubble": "zero_bubble.toml"}
 
 
 def recompute(name: str) -> list[dict[str, Any]]:
@@ -14,28 +19,68 @@ def recompute(name: str) -> list[dict[str, Any]]:
 
     Raises UsageError for an unknown paper.
     """
-    if name not in PAPERS:
-        raise UsageError(f"--paper is {name!r:.200}{did_you_mean(name, PAPERS)}")
-    from pipeloom.schedule.papers import ZERO_BUBBLE_COLUMNS, ZERO_BUBBLE_PROFILES, zero_bubble_rates
-
+    content = paper(name)
     return [
         {
-            "model": profile.model.name,
-            "ranks": profile.ranks,
-            "microbatches": profile.microbatches,
-            "here": dict(zip(ZERO_BUBBLE_COLUMNS, zero_bubble_rates(profile), strict=True)),
-            "published": dict(zip(ZERO_BUBBLE_COLUMNS, profile.published, strict=True)),
+            "model": row["model"],
+            "ranks": row["ranks"],
+            "microbatches": row["microbatches"],
+            "here": _zero_bubble_rates(row, content["models"][row["model"]]),
+            "published": row["published"],
         }
-        for profile in ZERO_BUBBLE_PROFILES
+        for row in content["rows"]
     ]
+
+
+def paper(name: str) -> dict[str, Any]:
+    """Return the data of a paper: title, models, and rows with their profile and published figures. Raises as `recompute`."""
+    if name not in PAPERS:
+        raise UsageError(f"--paper is {name!r:.200}{did_you_mean(name, PAPERS)}")
+    return tomllib.loads((resources.files("pipeloom.cli") / PAPERS[name]).read_text(encoding="utf-8"))
+
+
+def costs_of(row: dict[str, Any], model: dict[str, int]) -> Costs:
+    """Return the costs of a rank, in milliseconds.
+
+    Of the memory of a layer's micro-batch, M_B = 34 h + 5 a s, M_W = 32 h is kept until W (arXiv 2401.10241, section 2.3).
+    """
+    from pipeloom.schedule import Costs
+
+    held = 32 * model["hidden"] / (34 * model["hidden"] + 5 * model["heads"] * model["sequence"])
+    return Costs(**row["costs"], held=held)
+
+
+def _zero_bubble_rates(row: dict[str, Any], model: dict[str, int]) -> dict[str, float]:
+    """Return column -> bubble rate, 1 - m (f + b + w) / largest span.
+
+    The interleaved column is 1 - m (f + b + w) / (makespan - p p2p), which is how the paper's figures are reproduced.
+    """
+    from pipeloom.schedule import simulate
+    from pipeloom.schedule.families import build
+
+    costs, p, m = costs_of(row, model), row["ranks"], row["microbatches"]
+    work: float = m * sum(row["costs"][part] for part in ("forward", "input_grad", "weight_grad"))
+
+    def rate(name: str, **options: object) -> float:
+        return 1 - work / max(simulate(build(name, p, m, None, options, costs), costs).spans)
+
+    chunks = model["chunks"]
+    looped = simulate(build("interleaved", p, m, chunks), costs.scaled(1 / chunks))
+    return {
+        "1f1b": rate("1f1b"),
+        "interleaved": 1 - work / (looped.makespan - p * row["costs"]["p2p"]),
+        "zb-h1": rate("zb-h1"),
+        "zb-h2": rate("zb-h2"),
+        "zb-auto 1p": rate("zb-auto", memory=p, objective="span"),
+        "zb-auto 2p": rate("zb-auto", memory=2 * p, objective="span"),
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as text of at most 80 columns, two lines per row."""
     columns = list(rows[0]["here"])
     lines = [
-        "Zero bubble pipeline parallelism (arXiv 2401.10241), its table of bubble rates",
-        "from its own profile: 1 - m (f + b + w) / largest span.",
+        *paper("zero-bubble")["title"],
         "",
         f"{'model':6}{'p':>3}{'m':>4}  {'':9}"
         + "".join(f"{column.removeprefix('zb-'):>12}" for column in columns[:2])

@@ -18,8 +18,8 @@ from pipeloom.errors import PipeloomError, UsageError, did_you_mean, shortened
 
 if TYPE_CHECKING:
     from pipeloom.schedule import Timeline
-    from pipeloom.schedule.measured import Prediction
     from pipeloom.solver import SearchResult
+    from pipeloom.traces.measured import Prediction
 
 TIMELINES_FILE = "timelines.json"
 
@@ -31,8 +31,7 @@ def command(
         Path,
         typer.Argument(
             metavar="RUN_DIR_OR_TRACE",
-            help="The folder of a run, its timelines.json, a folder of pp_rank_N.json timer files, a Chrome trace or a folder of "
-            "such traces, or a CSV with durations.",
+            help="The folder of a run, its timelines.json, a Chrome trace or a folder of such traces, or a CSV with durations.",
         ),
     ],
     predict: Annotated[
@@ -57,7 +56,7 @@ def command(
     """
     output.require()
     from pipeloom.schedule import simulate
-    from pipeloom.schedule.measured import predict as fit
+    from pipeloom.traces.measured import predict as fit
 
     steps, memory, notes = steps_of(run)
     others = tuple((path, steps_of(path)[0]) for path in predict or ())
@@ -75,18 +74,16 @@ def command(
 
 def steps_of(path: Path) -> tuple[tuple[Timeline, ...], tuple[float, ...], tuple[str, ...]]:
     """Return the measured steps of a run or of another program's trace, the GB of each rank where known, and notes."""
-    from pipeloom.schedule.foreign import is_foreign, load_foreign
+    from pipeloom.traces import reader_of
 
     ours = path.is_dir() and (path / TIMELINES_FILE).is_file()  # a run's folder also contains the trace of one step
-    if not ours and is_foreign(path):
-        foreign = load_foreign(path)
-        return foreign.timelines, foreign.memory, foreign.notes
-    return timelines_of(path), (), ()
+    reader = None if ours else reader_of(path)
+    return reader.read(path) if reader is not None else (timelines_of(path), (), ())
 
 
 def timelines_of(path: Path) -> tuple[Timeline, ...]:
     """Return the measured steps in a run's folder or in a file of timelines. Raises UsageError where there are none."""
-    from pipeloom.schedule import timeline_form
+    from pipeloom.traces import timelines as timeline_files
 
     file = path / TIMELINES_FILE if path.is_dir() else path
     if not file.is_file():
@@ -98,7 +95,7 @@ def timelines_of(path: Path) -> tuple[Timeline, ...]:
         raise UsageError(
             f"there is no {shortened(str(path))}{did_you_mean(path.name, names) if len(names) < 200 else ''}"
         )
-    timelines = timeline_form.load(file)
+    timelines = timeline_files.load(file)
     if not timelines:
         raise UsageError(f"{file} contains no steps")
     return timelines
@@ -151,7 +148,7 @@ class Study:
     @property
     def typical(self) -> Timeline:
         """The settled step with the median makespan."""
-        from pipeloom.schedule.measured import settled
+        from pipeloom.traces.measured import settled
 
         ordered = sorted(settled(self.steps), key=lambda step: step.makespan)
         return ordered[len(ordered) // 2]
@@ -180,7 +177,7 @@ class Study:
 
     def predicted(self) -> list[tuple[Path, float, float]]:
         """Return (run, simulated makespan, measured makespan) of each run in `others`."""
-        from pipeloom.schedule.measured import predict_another
+        from pipeloom.traces.measured import predict_another
 
         fitted = self.typical.schedule
         return [(path, *predict_another(self.prediction.costs, fitted, steps)) for path, steps in self.others]
@@ -210,8 +207,8 @@ class Study:
         return f"the same placement ({where}), {split}, and activations held until W"
 
     def as_dict(self) -> dict[str, Any]:
-        from pipeloom.schedule.measured import drift, settled, slow_stages, step_time, time_spent
-        from pipeloom.schedule.timeline_form import costs_dict
+        from pipeloom.traces.measured import drift, settled, slow_stages, step_time, time_spent
+        from pipeloom.traces.timelines import costs_dict
 
         prediction = self.prediction
         return as_dict(self.typical) | {
@@ -255,7 +252,7 @@ class Study:
     def lines(self) -> list[str]:
         """Return the lines below the drawing in the terminal."""
         from pipeloom.draw.figures import number, time_unit
-        from pipeloom.schedule.measured import drift, settled, slow_stages, time_spent
+        from pipeloom.traces.measured import drift, settled, slow_stages, time_spent
 
         factor, unit = time_unit([self.typical])
         prediction = self.prediction

@@ -44,8 +44,8 @@ def command(arguments: Sequence[str]) -> int:
     from pipeloom.train.workers.worker import is_worker, launched_here, world_size_given
 
     require_torch("train")
-    dry = "--dry-run" in arguments
-    path, overrides = split_arguments([word for word in arguments if word != "--dry-run"])
+    path, overrides = split_arguments(arguments, ("dry-run",))
+    dry = overrides.pop("dry-run", False)
     layout = load_layout(path, overrides, world_size=world_size_given())
     if dry and is_worker() and os.environ["RANK"] != "0":
         return 0
@@ -111,6 +111,7 @@ def _attempts(arguments: Sequence[str], layout: Layout) -> int:
 
 def announce(layout: Layout) -> None:
     """Print a one-line summary of the run, and the notes of the layout."""
+    from pipeloom.cli.verify import unverified
     from pipeloom.config import parameter_count
     from pipeloom.config.volume import words as volume_words
     from pipeloom.schedule.functions import source_file
@@ -137,7 +138,6 @@ def announce(layout: Layout) -> None:
     for note in layout.notes:
         print(f"  {printable(note)}")
     if config.model.source:
-        from pipeloom.config.hub import is_verified
         from pipeloom.train.data.sources import BYTES, tokenizer_name
 
         alien = tokenizer_name(config.data.tokenizer, config.model.source) == BYTES
@@ -145,10 +145,11 @@ def announce(layout: Layout) -> None:
             f"  the model is that of {printable(config.model.source)}"
             + ("; the tokens are bytes (data.tokenizer), not those of its own tokenizer" * alien)
         )
-        if not is_verified(config.model.source):
-            print(
-                "  its family was never verified: pipeloom verify, with the same arguments, compares it with one process"
-            )
+    if layers := unverified(layout):
+        print(
+            f"  never verified: {' and '.join(layers)}; pipeloom verify, with the same arguments, compares the layers with one "
+            "process"
+        )
     print(end="", flush=True)
 
 

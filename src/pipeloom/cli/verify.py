@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import math
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeloom.cli.workers import be_worker, require_torch, start_workers
+from pipeloom.cli.workers import be_worker, hand_over, require_torch, run_workers
 from pipeloom.errors import DistributedError, UsageError
+from pipeloom.limits import expanded
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
 
 TOLERANCE = 1e-5
-VERDICTS = "PIPELOOM_VERDICTS"  # names the file in which rank 0 leaves the verdicts
+_RECORD = "verified.json"  # in log.dir: digests of layers of others with which a layout has passed
 _FAMILIES = "--hf-families"
 _NAME_WIDTH = 44
 VERIFY_USAGE = """Usage: pipeloom verify [CONFIG] [--matrix FILE] [--tolerance 1e-5] [--json]
@@ -93,16 +94,8 @@ def command(arguments: Sequence[str]) -> int:
         require_cuda(layout.config.train.device, request.largest.world_size)
     for file in sorted({layout.code for layout in request.layouts if layout.code is not None}):
         print(f"a schedule is code from {file}", file=sys.stderr)
-    with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
-        verdicts = Path(folder) / "verdicts.json"
-        os.environ[VERDICTS] = str(verdicts)
-        try:
-            code = start_workers("verify", arguments, request.largest.world_size)
-        finally:
-            del os.environ[VERDICTS]
-        if code:
-            return _failed(code, request.as_json)
-        return summarise(request, json.loads(verdicts.read_text(encoding="utf-8")))
+    code, verdicts = run_workers("verify", arguments, request.largest.world_size)
+    return _failed(code, request.as_json) if code else _conclude(request, json.loads(verdicts))
 
 
 def verify_families(arguments: Sequence[str]) -> int:
@@ -155,34 +148,14 @@ def read_request(arguments: Sequence[str]) -> Request:
     from pipeloom.config import load_layout, split_arguments
     from pipeloom.config.matrix import label, load_matrix
 
-    options, rest = _own_options(arguments)
-    path, overrides = split_arguments(rest)
-    tolerance = _tolerance(options.get("tolerance"))
-    as_json = "json" in options
-    if "matrix" not in options:
+    path, overrides = split_arguments(arguments, ("json",), ("matrix", "tolerance"))
+    tolerance, as_json = _tolerance(overrides.pop("tolerance", None)), overrides.pop("json", False)
+    file = overrides.pop("matrix", None)
+    if file is None:
         layout = load_layout(path, overrides)
         return Request((label(layout),), (layout,), (), tolerance, as_json)
-    matrix = load_matrix(options["matrix"], path, overrides)
+    matrix = load_matrix(file, path, overrides)
     return Request(matrix.names, matrix.layouts, matrix.skipped, tolerance, as_json)
-
-
-def _own_options(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the options `matrix`, `tolerance` and `json` that are given, and the other words."""
-    options: dict[str, str] = {}
-    others: list[str] = []
-    words = list(arguments)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        if word == "--json":
-            options["json"] = "yes"
-        elif word.startswith("--") and name in ("matrix", "tolerance"):
-            if not equals and not words:
-                raise UsageError(f"--{name} needs a value: --{name} VALUE")
-            options[name] = value if equals else words.pop(0)
-        else:
-            others.append(word)
-    return options, others
 
 
 def _tolerance(text: str | None) -> float:
@@ -211,11 +184,11 @@ def _work(request: Request) -> int:
                     print(row(verdicts[-1], width), flush=True)
 
     code = be_worker(request.largest, verify)
-    if int(os.environ["RANK"]) != 0:
-        return code
-    if VERDICTS in os.environ:
-        Path(os.environ[VERDICTS]).write_text(json.dumps(verdicts), encoding="utf-8")
-        return code
+    return _conclude(request, verdicts) if hand_over(lambda: json.dumps(verdicts)) else code
+
+
+def _conclude(request: Request, verdicts: list[dict[str, Any]]) -> int:
+    record_verified(request, verdicts)
     return summarise(request, verdicts)
 
 
@@ -266,6 +239,52 @@ def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:
         f"({' and '.join(dtypes)}, max |a-b| / max |b| per parameter)"
     )
     return int(bool(failed))
+
+
+def unverified(layout: Layout) -> list[str]:
+    """Return names of the layers that are not Pipeloom's, and with which no `pipeloom verify` has passed in this `log.dir`.
+
+    Hugging Face families of `verify --hf-families` count as verified. Code that has changed since is not verified.
+    """
+    passed = _recorded(layout)
+    return [name for name, digest in _digests_of_others(layout).items() if digest not in passed]
+
+
+def record_verified(request: Request, verdicts: Sequence[dict[str, Any]]) -> None:
+    """Record in `log.dir` the layers of others with which layouts have passed. A folder that cannot be written stays as it is."""
+    for layout, verdict in zip(request.layouts, verdicts, strict=False):
+        digests = _digests_of_others(layout).values()
+        if not verdict["passed"] or not digests:
+            continue
+        with contextlib.suppress(OSError):
+            path = expanded(layout.config.log.dir) / _RECORD
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(sorted(_recorded(layout).union(digests))), encoding="utf-8")
+
+
+def _recorded(layout: Layout) -> set[str]:
+    try:
+        return set(map(str, json.loads((expanded(layout.config.log.dir) / _RECORD).read_text(encoding="utf-8"))))
+    except (OSError, ValueError, TypeError):  # absent or damaged: nothing is known
+        return set()
+
+
+def _digests_of_others(layout: Layout) -> dict[str, str]:
+    """Return name -> digest of each part of a layout's model whose code is not Pipeloom's."""
+    from pipeloom.config.hub import is_verified
+    from pipeloom.schedule.functions import source_file
+
+    model = layout.config.model
+    files: dict[str, tuple[str, Path | None]] = {}
+    if model.source and not is_verified(model.source):
+        files["the model's family"] = "", expanded(model.source) / "config.json"
+    for key in layout.classes:
+        file = source_file(getattr(model, key))
+        files[f"model.{key}"] = getattr(model, key), None if file is None else Path(file)
+    return {
+        name: hashlib.sha256(text.encode() + b"\n" + (file.read_bytes() if file is not None else b"")).hexdigest()[:16]
+        for name, (text, file) in files.items()
+    }
 
 
 def _finite(value: Any) -> Any:

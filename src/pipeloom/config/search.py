@@ -24,8 +24,8 @@ from pipeloom.config.sections import Config, Positive
 from pipeloom.errors import ArgumentError, ConfigError, did_you_mean
 from pipeloom.limits import MOST_SEARCHED_CELLS, MOST_SEED, MOST_STEPS
 from pipeloom.schedule import Costs, Schedule
-from pipeloom.schedule.families.baseline import baseline, baseline_memory
-from pipeloom.schedule.families.layout import require_sizes
+from pipeloom.schedule.families import baseline, baseline_memory
+from pipeloom.schedule.families.construct.layout import require_sizes
 from pipeloom.schedule.placement import NAMED, named, require_placement
 from pipeloom.schedule.transforms import half_split
 

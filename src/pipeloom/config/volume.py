@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pipeloom.config.layout import Layout
 from pipeloom.config.sections import Config
 from pipeloom.config.stages import layer_sizes
-from pipeloom.schedule.messages import message_counts, size_words
+from pipeloom.schedule.channels import message_counts, size_words
 
 _ITEM = {"bfloat16": 2, "float32": 4, "float64": 8}
 

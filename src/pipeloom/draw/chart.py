@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 from pipeloom.draw import palette
 from pipeloom.draw.boxes import nice_step
 from pipeloom.draw.figures import number
-from pipeloom.draw.svg import LEAST_WIDTH, USUAL_WIDTH, text_width, wrapped
+from pipeloom.draw.svg import LEAST_WIDTH, USUAL_WIDTH, svg_document, text_width, wrapped
 from pipeloom.errors import UsageError, printable
 
 # Okabe and Ito's colours, which every kind of colour vision can tell apart; the yellow is darker, to be visible on white
@@ -48,15 +48,10 @@ def chart(title: str, axis: str, panels: Sequence[Panel], width: float = USUAL_W
     sheet.text((LEFT + width - CHART_RIGHT) / 2, y + 12, axis, "m")
     height = sheet.legend(y + 34) + 16
     style = (
-        "text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;font-size:12px;"
-        f"fill:{palette.INK};font-variant-numeric:tabular-nums}}.h{{font-size:15px;font-weight:600}}.b{{font-weight:600}}"
-        f".e{{text-anchor:end;fill:{palette.FAINT_INK}}}.m{{text-anchor:middle;fill:{palette.FAINT_INK}}}"
+        f".b{{font-weight:600}}.e{{text-anchor:end;fill:{palette.FAINT_INK}}}"
+        f".m{{text-anchor:middle;fill:{palette.FAINT_INK}}}"
     )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '
-        f'role="img"><title>{escape(printable(title))}</title>\n<style>{style}</style>\n'
-        f'<rect width="100%" height="100%" rx="8" fill="{palette.PAPER}"/>\n' + "\n".join(sheet.out) + "\n</svg>\n"
-    )
+    return svg_document((width, height), title, style, sheet.out)
 
 
 @dataclass

@@ -8,8 +8,8 @@ from typing import Any
 
 from pipeloom.errors import printable
 from pipeloom.schedule import Costs, Schedule, Timeline, lower_bound, period
-from pipeloom.schedule.idle import CAUSES
-from pipeloom.schedule.messages import message_counts, message_sizes, size_words
+from pipeloom.schedule.channels import message_counts, message_sizes, size_words
+from pipeloom.schedule.timeline import CAUSES
 
 BUBBLE_WORDS = {
     "bubble_ratio": "Σ idle / Σ busy (Megatron's figure)",

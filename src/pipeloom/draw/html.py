@@ -1,4 +1,7 @@
-"""Timelines as one self-contained page to zoom, trace waits, edit and export. No server, no request, no outside file."""
+"""Timelines as one self-contained page to zoom, trace waits, edit and export. No server, no request, no outside file.
+
+Notebooks show schedules, timelines and search results as the page in a frame, or as an SVG where frames are removed.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,18 @@ from importlib import resources
 from typing import Any
 
 from pipeloom.draw import palette
-from pipeloom.draw.figures import assumptions, heading, messages, time_unit
-from pipeloom.errors import printable
-from pipeloom.schedule import Timeline
+from pipeloom.draw.figures import assumptions, heading, messages, number, time_unit
+from pipeloom.draw.svg import svg
+from pipeloom.errors import PipeloomError, printable
+from pipeloom.schedule import Schedule, Timeline, simulate
 from pipeloom.schedule.actions import EVENTS, MOST_KINDS, Kind, kinds
+from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.costs import StageCosts
 from pipeloom.schedule.json_form import to_dict
-from pipeloom.schedule.messages import size_words
 
 PAGE_FORMAT = "pipeloom.page/1"
+MOST_BOXES = 4000  # of an SVG in a notebook: 0.5 MB
+MOST_ACTIONS = 100_000  # of a page in a notebook: 5 MB
 
 
 def html(timelines: Timeline | Sequence[Timeline], title: str | None = None) -> str:
@@ -163,3 +169,41 @@ def _script() -> str:
 
 def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+# -- notebooks ------------------------------------------------------------------------------------------------------------
+
+
+def svg_of(subject: Schedule | Timeline) -> str | None:
+    """The drawing (of a schedule: with unit costs); None where it is too large or the schedule cannot run."""
+    timeline = _timeline(subject)
+    if not isinstance(timeline, Timeline) or timeline.schedule.actions > MOST_BOXES:
+        return None
+    return svg(timeline)
+
+
+def html_of(subject: Schedule | Timeline) -> str | None:
+    """The page in a sandboxed frame; the reason where a schedule cannot run; None where it is too large.
+
+    The text inside the iframe element is shown by viewers that remove frames.
+    """
+    timeline = _timeline(subject)
+    if not isinstance(timeline, Timeline):
+        return f"<pre>{escape(repr(subject))}\n{escape(str(timeline))}</pre>"
+    if timeline.schedule.actions > MOST_ACTIONS:
+        return None
+    height = min(900, 300 + 85 * timeline.schedule.ranks)
+    words = escape(f"{heading(timeline)}: makespan {number(timeline.makespan)}")
+    return (
+        f'<iframe sandbox="allow-scripts allow-downloads allow-modals" srcdoc="{escape(html(timeline))}" '
+        f'style="width:100%;height:{height}px;border:0" title="{words}">{words}</iframe>'
+    )
+
+
+def _timeline(subject: Schedule | Timeline) -> Timeline | PipeloomError:
+    if isinstance(subject, Timeline):
+        return subject
+    try:
+        return simulate(subject)
+    except PipeloomError as error:
+        return error

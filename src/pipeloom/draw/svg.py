@@ -1,7 +1,11 @@
-"""Timelines as SVG: rows of ranks, colour by action, lightness by chunk, idle hatched; no script, no outside file."""
+"""Timelines as SVG: rows of ranks, colour by action, lightness by chunk, idle hatched; no script, no outside file.
+
+`png` turns an SVG into a PNG, with resvg (the extra `png`).
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +17,7 @@ from pipeloom.draw.figures import assumptions, heading, number, plain, time_unit
 from pipeloom.errors import UsageError, printable
 from pipeloom.schedule import Timeline
 from pipeloom.schedule.actions import kinds
-from pipeloom.schedule.idle import CAUSES, Cause
+from pipeloom.schedule.timeline import CAUSES, Cause
 
 ROW, GAP = 30.0, 5.0
 SHEET_MARGIN, LEAST_LEFT, LEAST_IDLE, PEAK_RIGHT = 16.0, 66.0, 50.0, 54.0
@@ -93,12 +97,25 @@ def svg(timelines: Timeline | Sequence[Timeline], width: float = USUAL_WIDTH, to
             + BETWEEN
         )
     height = _legend(sheet, panels, top - BETWEEN / 2) + 10
-    names = escape(printable("; ".join(heading(timeline) for timeline in panels)))
+    title = "; ".join(heading(timeline) for timeline in panels)
+    return svg_document((width, height), title, _style(sheet), sheet.out, _hatches(sheet))
+
+
+def svg_document(
+    size: tuple[float, float], title: str, style: str, elements: Sequence[str], definitions: str = ""
+) -> str:
+    """Return an SVG document of `size` (width, height) on paper, with the text style of all drawings and `style`."""
+    width, height = map(_n, size)
+    words = escape(printable(title))
+    text_style = (
+        "text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;font-size:12px;"
+        f"fill:{palette.INK};font-variant-numeric:tabular-nums}}.h{{font-size:15px;font-weight:600}}"
+    )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" width="{_n(width)}" '
-        f'height="{_n(height)}" role="img" aria-label="{names.replace(chr(34), "&quot;")}">\n'
-        f"<title>{names}</title>\n<style>{_style(sheet)}</style>\n<defs>{_hatches(sheet)}</defs>\n"
-        f'<rect width="100%" height="100%" rx="8" fill="{palette.PAPER}"/>\n' + "\n".join(sheet.out) + "\n</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" role="img" aria-label="{words.replace(chr(34), "&quot;")}">\n'
+        f"<title>{words}</title>\n<style>{text_style}{style}</style>\n<defs>{definitions}</defs>\n"
+        f'<rect width="100%" height="100%" rx="8" fill="{palette.PAPER}"/>\n' + "\n".join(elements) + "\n</svg>\n"
     )
 
 
@@ -159,9 +176,6 @@ def _hatches(sheet: _TimelineSheet) -> str:
 
 def _style(sheet: _TimelineSheet) -> str:
     rules = [
-        "text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;font-size:12px;"
-        f"fill:{palette.INK};font-variant-numeric:tabular-nums}}",
-        ".h{font-size:15px;font-weight:600}",
         f".f{{fill:{palette.FAINT_INK};font-size:11.5px}}",
         ".r,.e{text-anchor:end}.m{text-anchor:middle}.e{font-size:11.5px}",
         ".n text{text-anchor:middle;font-size:inherit}",
@@ -330,3 +344,17 @@ def _n(value: float) -> str:
 
 def _class(name: str) -> str:
     return f' class="{name}"' if name else ""
+
+
+def png(document: str, zoom: float = 2.0) -> bytes:
+    """The picture of an SVG document, with `zoom` pixels per pixel of the document; raises UsageError without the extra `png`."""
+    require_png()
+    from resvg_py import svg_to_bytes
+
+    return bytes(svg_to_bytes(svg_string=document, zoom=zoom))
+
+
+def require_png() -> None:
+    """Raise UsageError without the extra `png`."""
+    if importlib.util.find_spec("resvg_py") is None:
+        raise UsageError('a PNG needs resvg-py, which the core install leaves out: pip install "pipeloom[png]"')

@@ -3,19 +3,101 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeloom.decoder_shape import DecoderShape
-from pipeloom.models.documents import attend
-from pipeloom.models.rotary import rotary_rows, rotary_table, rotate
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.random_state import Dropout, TokenPart
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.parallel.tensor import TensorParallel, column_linear, project, row_linear
 from pipeloom.parallel.vocabulary import VocabularyHead
+
+
+def rotary_table(
+    length: int, width: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of position t times theta^(-2 i / width): each [length, width / 2]; computed in fp32."""
+    # the beginning of a table of the next power of two: batches of many lengths share few tables
+    cos, sin = _table(1 << max(length - 1, 0).bit_length(), width, theta, dtype, device)
+    return cos[:length], sin[:length]
+
+
+@lru_cache(maxsize=16)
+def _table(length: int, width: int, theta: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
+        angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotary_rows(position_ids: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As `rotary_table`, for the given positions [batch, length]: each [batch, 1, length, width / 2]."""
+    device = position_ids.device
+    frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
+    angles = position_ids[:, None, :, None].to(torch.float32) * frequencies
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """`x` [..., length, width] with the pair (i, i + width / 2) turned by the angles whose cosines and sines are given."""
+    cos, sin = table
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+
+# Mean tokens per document in a batch from which attention runs document by document on a CPU: one call per document then costs
+# less than the masked scores of tokens of different documents. Shorter documents share a call and a mask.
+OWN_CALL_TOKENS = 64
+
+
+def document_numbers(position_ids: Tensor) -> Tensor:
+    """Return the number of each token's document in its row, from 0: [batch, length] int64.
+
+    A document begins wherever a position is not the one before it plus 1, as `transformers` reads packed rows.
+
+    Args:
+        position_ids: [batch, length], each token's position in its document.
+    """
+    begins = torch.ones_like(position_ids, dtype=torch.bool)
+    begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    return begins.cumsum(1) - 1
+
+
+def visible(position_ids: Tensor, start: int = 0, end: int | None = None) -> Tensor:
+    """Return whether a query may attend to a key: one of its own document, and not after it: bool [batch, 1, queries, keys].
+
+    Args:
+        start, end: range of the queries' positions; the keys are those before `end`. Default: all.
+    """
+    documents = document_numbers(position_ids)
+    end = documents.shape[1] if end is None else end
+    same = documents[:, start:end, None] == documents[:, None, :end]
+    return same.tril_(start)[:, None]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -> Tensor:
+    """Return causal attention inside each document: [batch, heads, length, width], with as many key heads or fewer.
+
+    On a GPU it is always one call with a mask, since reading the documents' lengths would wait for the device.
+    """
+    grouped = key.shape[1] < query.shape[1]
+    if query.device.type == "cpu":
+        sizes = [torch.bincount(row).tolist() for row in document_numbers(position_ids)]
+        if OWN_CALL_TOKENS * sum(map(len, sizes)) <= position_ids.numel():
+            rows = zip(sizes, *(torch.split(each, 1) for each in (query, key, value)), strict=True)
+            return torch.cat([_one_by_one(lengths, q, k, v, grouped) for lengths, q, k, v in rows])
+    mask = visible(position_ids)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+
+
+def _one_by_one(sizes: list[int], query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> Tensor:
+    documents = zip(*(torch.split(tensor, sizes, 2) for tensor in (query, key, value)), strict=True)
+    attended = [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped) for q, k, v in documents]
+    return torch.cat(attended, 2)
 
 
 class RMSNorm(nn.Module):

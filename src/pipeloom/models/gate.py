@@ -21,7 +21,7 @@ from pipeloom.parallel.router import (
     Routing,
     RoutingStats,
     capacity_of,
-    limit,
+    drop_over_capacity,
     route,
     sample_noise,
     update_bias,
@@ -112,7 +112,7 @@ class TopKGate(nn.Module):
         """Return `routing`, of all tokens of a micro-batch, without choices beyond the experts' capacity."""
         if self.capacity_factor == 0:
             return routing
-        return limit(routing, capacity_of(routing.tally.tokens, self.gate, self.capacity_factor))
+        return drop_over_capacity(routing, capacity_of(routing.tally.tokens, self.gate, self.capacity_factor))
 
     def attach_aux_loss(self, weights: Tensor, tally: RoutingStats, microbatch: MicrobatchContext | None) -> Tensor:
         """Return `weights`, with a backward that adds the gradient of the micro-batch's auxiliary losses.

@@ -1,26 +1,139 @@
-"""The decoder as a list of layers: factories that build a layer on the rank that holds it."""
+"""The decoder as a list of layers: their names, their first weights, the factories that build them, and their loss."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from pipeloom.decoder_shape import DecoderShape
-from pipeloom.models import names
 from pipeloom.models.decoder import Block, Head
 from pipeloom.models.gate import TopKGate
-from pipeloom.models.init import Deviations, InitSpec, draw
 from pipeloom.models.moe import MoeClasses, SparseBlock
 from pipeloom.models.moe_overlap import OverlappedSparseBlock
 from pipeloom.ops.layer import Layer
-from pipeloom.ops.random_state import set_sources
+from pipeloom.ops.random_state import set_sources, stable_seed
+from pipeloom.parallel import vocabulary
 from pipeloom.parallel.dispatch import ExpertParallel
-from pipeloom.parallel.tensor import TensorParallel, spread
+from pipeloom.parallel.sharding import ParameterSharding, shard_of, shardings_of
+from pipeloom.parallel.tensor import TensorParallel, if_parallel
 from pipeloom.parallel.vocabulary import VocabularyEmbedding
+
+EMBEDDING = "model.embed_tokens"
+HEAD = "head"
+EMBEDDING_WEIGHT = f"{EMBEDDING}.weight"
+HEAD_WEIGHT = f"{HEAD}.lm_head.weight"
+VOCABULARY_WEIGHTS = (
+    HEAD_WEIGHT,
+    EMBEDDING_WEIGHT,
+)  # [vocabulary, hidden]; where they are tied a rank may list one only
+
+
+def block_name(index: int) -> str:
+    """The name of transformer block `index`."""
+    return f"model.layers.{index}"
+
+
+def hub_name(name: str) -> str:
+    """The Hugging Face name of the parameter that is called `name` here.
+
+    They differ in the last layer only, which holds two of Hugging Face's: `model.norm` and `lm_head`.
+    """
+    return {f"{HEAD}.norm.weight": "model.norm.weight", HEAD_WEIGHT: "lm_head.weight"}.get(name, name)
+
+
+def own_name(name: str) -> str:
+    """The inverse of `hub_name`."""
+    return {"model.norm.weight": f"{HEAD}.norm.weight", "lm_head.weight": HEAD_WEIGHT}.get(name, name)
+
+
+# Elements of a block in fp32, 4 MB. A rank draws every block of which it holds an element and drops the rest of it: small
+# blocks keep that little where a weight is cut along its rows. Another number changes the first weights of large matrices.
+BLOCK = 2**20
+
+
+@dataclass(frozen=True)
+class Deviations:
+    """Standard deviations of matrices: `usual`, and others by the last part of their owner's name (`o_proj`)."""
+
+    usual: float
+    special: Mapping[str, float]
+
+    def of(self, name: str) -> float:
+        """That of the parameter with this global name."""
+        return self.special.get(name.split(".")[-2], self.usual)
+
+
+@dataclass(frozen=True)
+class InitSpec:
+    """Distribution of first weights.
+
+    Attributes:
+        seed: of all of them.
+        deviations: their sizes.
+        same: global name -> the name under which it is drawn, for weights that start as copies of another.
+        index: axis -> this rank's index, for weights of which it holds a part.
+    """
+
+    seed: int
+    deviations: Deviations
+    same: Mapping[str, str]
+    index: Mapping[str, int]
+
+
+@torch.no_grad()
+def draw(module: nn.Module, layer: str, drawing: InitSpec) -> None:
+    """Fills the parameters of `module`, which is called `layer`: matrices normal, biases 0, other vectors (norms) 1.
+
+    A matrix is drawn on the CPU in fp32, in blocks of whole rows (of its last dimension) that follow from its whole shape and
+    are seeded by (seed, name, block). Each is cut and converted at once, so that a rank never holds more than its own part and
+    one block; layout, dtype and device change the rounding only.
+    """
+    layouts = shardings_of(module)
+    for inner, parameter in module.named_parameters():
+        if parameter.ndim < 2:
+            parameter.fill_(0.0 if inner.rpartition(".")[2] == "bias" else 1.0)
+            continue
+        name = f"{layer}.{inner}"
+        drawn_as, deviation = drawing.same.get(name, name), drawing.deviations.of(name)
+        _fill(parameter, layouts[inner], drawing.index, (drawing.seed, drawn_as), deviation)
+
+
+def _fill(
+    parameter: Tensor, sharding: ParameterSharding, index: Mapping[str, int], source: tuple[int, str], deviation: float
+) -> None:
+    """Draws the part of a matrix that `parameter` is; `source`: seed and name."""
+    *leading, width = sharding.full_shape(parameter.shape)
+    row_cuts = ParameterSharding(tuple(shard for shard in sharding.shards if shard.dim < len(leading)))
+    column_cut = ParameterSharding(
+        tuple(replace(shard, dim=1) for shard in sharding.shards if shard.dim == len(leading))
+    )
+    numbers = torch.arange(math.prod(leading)).view(leading)
+    rows = shard_of(numbers, row_cuts, index).flatten()  # which of the whole matrix's rows are here, ascending
+    height, part = max(BLOCK // width, 1), parameter.view(rows.numel(), -1)
+    generator, buffer = torch.Generator(), torch.empty(min(height, numbers.numel()), width)
+    for block in torch.unique(rows.div(height, rounding_mode="floor")).tolist():
+        first = block * height
+        generator.manual_seed(stable_seed(*source, block))
+        drawn = buffer[: numbers.numel() - first].normal_(0, deviation, generator=generator)
+        drawn = shard_of(drawn, column_cut, index)
+        start, stop = torch.searchsorted(rows, torch.tensor([first, first + height])).tolist()
+        for at, count in _runs(rows[start:stop]):
+            inside = int(rows[start + at]) - first
+            part[start + at : start + at + count].copy_(drawn[inside : inside + count])
+
+
+def _runs(rows: Tensor) -> Iterator[tuple[int, int]]:
+    """The stretches of consecutive numbers in ascending `rows`: (position, length)."""
+    ends = torch.where(rows.diff() != 1)[0].add(1).tolist()
+    starts = [0, *ends]
+    for start, stop in zip(starts, [*ends, rows.numel()], strict=True):
+        yield start, stop - start
 
 
 def layers(
@@ -51,8 +164,8 @@ def layers(
     deviation = math.sqrt(2 / (5 * shape.hidden_size))
     residual = deviation / math.sqrt(2 * shape.num_hidden_layers)
     deviations = Deviations(deviation, {"o_proj": residual, "down_proj": residual})
-    same = {names.HEAD_WEIGHT: names.EMBEDDING_WEIGHT} if shape.tie_word_embeddings else {}
-    cut = spread(tensor)
+    same = {HEAD_WEIGHT: EMBEDDING_WEIGHT} if shape.tie_word_embeddings else {}
+    cut = if_parallel(tensor)
     index = {"tp": cut.index if cut is not None else 0, "ep": expert.axis.index if expert is not None else 0}
     drawing = InitSpec(seed, deviations, same, index)
     overlaps = expert is not None and expert.size > 1 and max(expert.chunks, expert.blocks) > 1
@@ -77,9 +190,9 @@ def layers(
         return Layer(name, partial(build, name, make))
 
     return [
-        layer(names.EMBEDDING, partial(_embedding, shape, cut)),
-        *(layer(names.block(index), block) for index, block in enumerate(blocks)),
-        layer(names.HEAD, partial(Head, shape, cut)),
+        layer(EMBEDDING, partial(_embedding, shape, cut)),
+        *(layer(block_name(index), block) for index, block in enumerate(blocks)),
+        layer(HEAD, partial(Head, shape, cut)),
     ]
 
 
@@ -94,4 +207,27 @@ def _embedding(shape: DecoderShape, tensor: TensorParallel | None) -> nn.Module:
 
 def tied(shape: DecoderShape) -> tuple[tuple[str, ...], ...]:
     """Groups of parameter names that are one weight."""
-    return ((names.EMBEDDING_WEIGHT, names.HEAD_WEIGHT),) if shape.tie_word_embeddings else ()
+    return ((EMBEDDING_WEIGHT, HEAD_WEIGHT),) if shape.tie_word_embeddings else ()
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """The mean over all targets of -log p(target), in nats: 0-dim, fp32 (fp64 for fp64 logits).
+
+    Args:
+        logits: [batch, length, vocabulary].
+        targets: [batch, length], int64.
+        label_smoothing: the share of each target that is spread over the whole vocabulary.
+    """
+    wide = logits.flatten(0, -2)
+    wide = wide if wide.dtype.itemsize == 8 else wide.float()
+    return F.cross_entropy(wide, targets.flatten(), label_smoothing=label_smoothing)
+
+
+def token_loss(
+    shape: DecoderShape, label_smoothing: float = 0.0, tensor: TensorParallel | None = None
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """`cross_entropy` of what the decoder's last layer puts out: under `tensor`, each rank's part of the logits."""
+    cut = if_parallel(tensor)
+    if cut is None:
+        return partial(cross_entropy, label_smoothing=label_smoothing)
+    return partial(vocabulary.cross_entropy, tensor=cut, vocabulary=shape.vocab_size, label_smoothing=label_smoothing)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeloom.models.decoder import Attention
-from pipeloom.models.documents import visible
+from pipeloom.models.decoder import Attention, visible
 from pipeloom.models.moe import SparseBlock, SparseFeedForward
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.segments import Communication, Compute, Segment, Values, begin, in_order

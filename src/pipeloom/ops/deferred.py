@@ -17,9 +17,21 @@ from torch.autograd.graph import GradientEdge
 
 from pipeloom.errors import UsageError
 from pipeloom.ops.main_gradient import MainGradients
-from pipeloom.ops.products import addmm, adjoint, as_rows, linear, matmul, plain_operations_only
+from pipeloom.ops.products import (
+    addmm,
+    adjoint,
+    as_rows,
+    linear,
+    matmul,
+    not_a_view,
+    plain_operations_only,
+    suits_onednn,
+)
 
+_FORWARD = nn.Linear.forward
 _NO_TASK = -2  # autograd's graph task outside a backward is -1
+# The number of the pass that runs the calling node. torch has no public name for it, and no other way to tell passes apart.
+_current_task = torch._C._current_graph_task_id
 
 
 class Fetched(Protocol):
@@ -118,7 +130,7 @@ class StageBackward:
     @property
     def running(self) -> bool:
         """Return whether the calling node is run by the stage's own pass."""
-        return bool(torch._C._current_graph_task_id() == self._task)
+        return _current_task() == self._task
 
     def run(
         self, roots: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor | None], trusted: bool = False
@@ -137,7 +149,7 @@ class StageBackward:
 
     def _enter(self, _: Any) -> None:
         if self._task is None:
-            self._task = torch._C._current_graph_task_id()
+            self._task = _current_task()
 
 
 class WeightGradContext:
@@ -190,18 +202,19 @@ class WeightGradContext:
 class _Linear(torch.autograd.Function):
     """A linear layer that writes its weight gradient without autograd if the context allows: to a queue, or at once to its sum.
 
-    Its backward can be differentiated: it saves its inputs, and autograd records the products.
+    Its backward can be differentiated: it saves its inputs, and autograd records the products. Without a context it only
+    computes products, which may be oneDNN's.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, grad_context: WeightGradContext
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, grad_context: WeightGradContext | None
     ) -> Tensor:
         ctx.set_materialize_grads(False)  # an output that has no gradient gives the weight none, not zeros
         ctx.save_for_backward(x, weight)
         ctx.weight = weight
-        ctx.grad_context, ctx.queue = grad_context, grad_context.queue
-        return linear(x, weight, bias)
+        ctx.grad_context, ctx.queue = grad_context, None if grad_context is None else grad_context.queue
+        return not_a_view(linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -212,7 +225,7 @@ class _Linear(torch.autograd.Function):
         dx = matmul(gradient, adjoint(weight.to(gradient.dtype))) if ctx.needs_input_grad[0] else None
         db = as_rows(gradient).sum(0) if ctx.needs_input_grad[2] else None
         dw = None
-        if not ctx.grad_context.writes_now(ctx.weight, ctx.queue):
+        if ctx.grad_context is None or not ctx.grad_context.writes_now(ctx.weight, ctx.queue):
             dw = matmul(as_rows(gradient).t(), adjoint(as_rows(x)))
         elif ctx.queue is not None:
             x = x.detach()  # a tensor of the same version, without the graph
@@ -230,6 +243,15 @@ class DefersWeightGrads(Protocol):
     def set_weight_grad_context(self, grad_context: WeightGradContext) -> None: ...
 
 
+class DeferringLayer(nn.Module):
+    """A layer of ours whose forward passes `grad_context` to `apply_linear` or another operation that follows it."""
+
+    grad_context: WeightGradContext | None = None
+
+    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
+        self.grad_context = grad_context
+
+
 def defer_weight_gradients(module: nn.Module, grad_context: WeightGradContext) -> None:
     """Make the plain linear layers inside `module`, and those that are `DefersWeightGrads`, follow the context.
 
@@ -237,18 +259,11 @@ def defer_weight_gradients(module: nn.Module, grad_context: WeightGradContext) -
     class keep their forward, and their weight gradients stay in I. So does that of a weight with a hook (`register_hook`,
     `register_post_accumulate_grad_hook`).
     """
-    replaced = _forward_is_replaced(nn.Linear)
     for part in module.modules():
         if isinstance(part, DefersWeightGrads):
             part.set_weight_grad_context(grad_context)
-        elif type(part) is nn.Linear and not replaced and _is_plain(part.__dict__.get("forward")):
+        elif type(part) is nn.Linear and nn.Linear.forward is _FORWARD and _is_plain(part.__dict__.get("forward")):
             part.forward = partial(_forward, part, grad_context)  # type: ignore[method-assign]
-
-
-def _forward_is_replaced(kind: type[nn.Module]) -> bool:
-    """Return whether the forward of a class of torch's comes from another file than its constructor."""
-    code = getattr(kind.forward, "__code__", None)
-    return code is None or code.co_filename != kind.__init__.__code__.co_filename
 
 
 def _is_plain(forward: Any) -> bool:
@@ -267,24 +282,14 @@ def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grad_context: W
     A weight that is computed from others (pruned, normed), or replaced by a transform of `torch.func`, gets its gradient from
     autograd too.
     """
-    if (
-        grad_context is None
-        or not grad_context.writes
-        or not _is_plain_operand(x)
-        or not _is_trained(weight)
-        or plain_operations_only()
-    ):
-        return linear(x, weight, bias)
-    return _Linear.apply(as_autocast(x), weight, bias, grad_context)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _is_plain_operand(x: Tensor) -> bool:
-    return type(x) is Tensor or type(x) is nn.Parameter
-
-
-def _is_trained(weight: Tensor) -> bool:
-    """Return whether the optimizer trains this very weight, and autograd records its uses."""
-    return type(weight) is nn.Parameter and weight.requires_grad and torch.is_grad_enabled()
+    # Whether the optimizer trains this very weight, and autograd records its uses.
+    trained = type(weight) is nn.Parameter and weight.requires_grad and torch.is_grad_enabled()
+    writes = grad_context is not None and grad_context.writes and trained and type(x) in (Tensor, nn.Parameter)
+    if writes and not plain_operations_only():
+        return _Linear.apply(as_autocast(x), weight, bias, grad_context)  # type: ignore[no-any-return, no-untyped-call]
+    if torch.is_grad_enabled() and suits_onednn(x, weight, bias):
+        return _Linear.apply(x, weight, bias, None)  # type: ignore[no-any-return, no-untyped-call]
+    return linear(x, weight, bias)
 
 
 def run_backward(

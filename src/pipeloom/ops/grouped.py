@@ -1,6 +1,6 @@
 """Grouped matrix products: consecutive groups of rows, each multiplied by its own matrix.
 
-`torch._grouped_mm` if it exists and supports the operands, else one product per group. Groups may be empty.
+`torch.nn.functional.grouped_mm` if it exists and supports the operands, else one product per group. Groups may be empty.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.ops.products import adjoint, plain_operations_only
 
 _CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_GROUPED_MM: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+_GROUPED_MM: Any = getattr(torch.nn.functional, "grouped_mm", None)
 
 
 def apply_grouped_linear(

@@ -27,20 +27,20 @@ class MainGradients:
 
     def __init__(self) -> None:
         self.accepting = True
-        self._buffers: dict[nn.Parameter, Tensor] = {}
+        self._buffer_of: dict[nn.Parameter, Tensor] = {}
         self._empty: set[nn.Parameter] = set()
         self.absent: set[nn.Parameter] = set()
         self._hooked: set[nn.Parameter] = set()
 
     def __contains__(self, parameter: Tensor) -> bool:
         """Return whether gradients of `parameter` go to a buffer now."""
-        return self.accepting and parameter in self._buffers
+        return self.accepting and parameter in self._buffer_of
 
     def attach(self, parameter: nn.Parameter, buffer: Tensor) -> None:
         """Direct gradients of `parameter` to `buffer` from now on, and leave its values as they are."""
         if buffer.shape != parameter.shape:
             raise ValueError(f"a buffer of {list(buffer.shape)} for a parameter of {list(parameter.shape)}")
-        self._buffers[parameter] = buffer
+        self._buffer_of[parameter] = buffer
         self._empty.discard(parameter)
         if parameter not in self._hooked and parameter.requires_grad:
             self._hooked.add(parameter)
@@ -48,7 +48,7 @@ class MainGradients:
 
     def of(self, parameter: nn.Parameter) -> Tensor:
         """The buffer; what it holds is undefined between `reset` and the first gradient or `finalize`."""
-        return self._buffers[parameter]
+        return self._buffer_of[parameter]
 
     def reset(self, parameters: Iterable[nn.Parameter]) -> None:
         """Discard the values of the buffers of these parameters."""
@@ -63,7 +63,7 @@ class MainGradients:
             if parameter.grad is not None:
                 self.collect(parameter)
             if parameter in self._empty:
-                self._buffers[parameter].zero_()
+                self._buffer_of[parameter].zero_()
                 self._empty.discard(parameter)
 
     def watched(self, parameter: Tensor) -> bool:
@@ -86,7 +86,7 @@ class MainGradients:
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """buffer += gradient, of any floating dtype."""
-        buffer = self._buffers[parameter]
+        buffer = self._buffer_of[parameter]
         self.absent.discard(parameter)
         if parameter in self._empty:
             self._empty.discard(parameter)
@@ -99,12 +99,12 @@ class MainGradients:
         first = weight in self._empty
         self._empty.discard(weight)
         self.absent.discard(weight)
-        _add_product(self._buffers[weight], rows, columns, first)
+        _add_product(self._buffer_of[weight], rows, columns, first)
 
     @torch.no_grad()
     def add_products(self, weight: nn.Parameter, rows: Tensor, columns: Tensor, counts: Sequence[int]) -> None:
         """As `add_product` for a stack of matrices [groups, out, in], each with its own run of `counts` rows."""
-        buffer, start = self._buffers[weight], 0
+        buffer, start = self._buffer_of[weight], 0
         first = weight in self._empty
         self._empty.discard(weight)
         self.absent.discard(weight)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
+from torch.overrides import _get_current_function_mode_stack, has_torch_function
 
 _LEAST_WORK = 2**20  # multiplications; below this size oneDNN's call overhead of about 10 microseconds is not recovered
 _TYPES = (Tensor, nn.Parameter)
+_LINEAR = F.linear
 _use_onednn = False  # of this process, as PyTorch's own switches of its backends are
 
 
@@ -48,44 +48,44 @@ def adjoint(factor: Tensor) -> Tensor:
 
 
 def plain_operations_only() -> bool:
-    """Tell if a linear layer must call PyTorch's own operation.
+    """Return whether a linear layer must call PyTorch's own operation.
 
     A compiler or a transform (`torch.func`, forward-mode AD) supports no other. A function mode, or a function that someone has
     put in the place of `torch.nn.functional.linear`, may compute something else, whose gradients only autograd knows.
     """
+    # PyTorch has no public names for whether a transform is active, nor for the modes, of which the default device's is one.
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or F.linear is not torch._C._nn.linear
-        or (torch._C._len_torch_function_stack() > 0 and _in_function_mode())
+        or F.linear is not _LINEAR
+        or (has_torch_function((None,)) and any(map(_changes_results, _get_current_function_mode_stack())))  # type: ignore[no-untyped-call]
     )
 
 
-def _in_function_mode() -> bool:
-    """Return whether a function mode is active that is not the default device's."""
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return any(not isinstance(mode, DeviceContext) for mode in modes)
+def _changes_results(mode: Any) -> bool:
+    """Return whether a function mode may change what operations compute: any but the default device's."""
+    return type(mode).__name__ != "DeviceContext"
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weight^T + bias: [..., inputs], [outputs, inputs] and [outputs] -> [..., outputs]."""
-    if not _suits(x, weight, weight.shape[0]) or (bias is not None and bias.dtype != x.dtype):
-        return _as_own(F.linear(x, weight, bias))
-    if not torch.is_grad_enabled():
-        return _by_onednn(x, weight, bias)
-    return _OneDnnLinear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+    if torch.is_grad_enabled() or not suits_onednn(x, weight, bias):
+        return F.linear(x, weight, bias)
+    return _by_onednn(x, weight, bias)
 
 
-def _as_own(out: Tensor) -> Tensor:
-    """Return `out` over the same storage, not as the view that a library makes of the rows of a product of several dimensions.
+def suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether `linear` goes through oneDNN, which autograd does not differentiate."""
+    return _suits(x, weight, weight.shape[0]) and (bias is None or bias.dtype == x.dtype)
+
+
+def not_a_view(out: Tensor) -> Tensor:
+    """Return `out` over the same storage, not as the view that PyTorch makes of the rows of a product of several dimensions.
 
     A custom Function that returns a view forbids its caller to change it in place, as in `relu_(linear(x))`.
     """
-    if torch.is_grad_enabled() or not out._is_view():
-        return out
-    view: Tensor = torch.ops.aten._unsafe_view.default(out, out.shape)
-    return view
+    return out if out.dim() == 2 else out.new_empty(0).set_(out)  # type: ignore[call-overload]
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -125,30 +125,6 @@ def machine_prefers_onednn() -> bool:
     )
 
 
-class _OneDnnLinear(torch.autograd.Function):
-    """A linear layer with oneDNN's products. A backward that is differentiated itself takes PyTorch's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight)
-        return linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (gradient,) = gradients
-        if gradient is None:
-            return None, None, None
-        x, weight = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        rows = as_rows(gradient)
-        return (
-            matmul(gradient, weight) if wants_x else None,
-            matmul(rows.t(), as_rows(x)) if wants_weight else None,
-            rows.sum(0) if wants_bias else None,
-        )
-
-
 def _suits(x: Tensor, y: Tensor, columns: int) -> bool:
     """Return whether oneDNN takes x y or x y^T, of so many columns, and less time for it."""
     return (
@@ -168,12 +144,13 @@ def _suits(x: Tensor, y: Tensor, columns: int) -> bool:
 
 def _by_onednn(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
     """x y^T + bias; autograd records nothing."""
-    return _as_own(onednn_operation()(x, y, bias, "none", [], ""))
+    product: Tensor = onednn_operation()(x, y, bias, "none", [], "")
+    return product
 
 
 @cache
 def onednn_operation() -> Any:
-    """Return oneDNN's linear operation, which PyTorch's compiler calls; None where PyTorch has none."""
+    """Return oneDNN's linear operation, which PyTorch's compiler calls; it has no public name. None where PyTorch has none."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipeloom.schedule.exposed import CommunicationKind
+from pipeloom.schedule.timeline import CommunicationKind
 
 Values = tuple[Any, ...]
 
@@ -132,70 +132,51 @@ def beside(communication: Communication, moved: Sequence[int], compute: Compute)
         moved: positions of the values that the communication replaces. `compute` gets empty tensors there and passes them on,
             like all values that the communication's backward needs in `saved`.
     """
-    transfer = _Transfer()
-    return [_Start(communication, tuple(moved), transfer), compute, _Finish(communication, tuple(moved), transfer)]
-
-
-class _Transfer:
-    """One communication that two segments share while it is in progress."""
-
-    def __init__(self) -> None:
-        self._pending: Pending | None = None
-
-    def put(self, pending: Pending) -> None:
-        self._pending = pending
-
-    def take(self) -> Pending:
-        pending, self._pending = self._pending, None
-        assert pending is not None, "a communication was waited for before its start"
-        return pending
+    pending: list[Pending] = []
+    ends = [_End(communication, tuple(moved), pending, first) for first in (True, False)]
+    return [ends[0], compute, ends[1]]
 
 
 @dataclass(frozen=True)
-class _Half:
-    """One end of a communication that another segment starts or waits for."""
+class _End:
+    """One end of a communication; the other end is another segment.
+
+    Attributes:
+        moved: positions of the values that it replaces.
+        pending: holds the communication while it is in progress, for both ends.
+        first: whether this end starts it in the forward, and waits for it in the backward.
+    """
 
     communication: Communication
     moved: tuple[int, ...]
-    transfer: _Transfer
+    pending: list[Pending]
+    first: bool
 
     @property
     def name(self) -> str:
         return self.communication.name
 
+    @property
+    def quick(self) -> bool:
+        return self.communication.quick or not self.first  # a pair switches actions once, at the start
+
+    def start(self, values: Values) -> Pending:
+        return self._begun(self.communication.start(values), values) if self.first else self._ended(values)
+
+    def start_backward(self, gradients: Values, saved: Values) -> Pending:
+        if self.first:
+            return self._ended(gradients)
+        return self._begun(self.communication.start_backward(gradients, saved), gradients)
+
     def _begun(self, pending: Pending, values: Values) -> Pending:
         """Keep `pending`; at the positions that it fills, empty tensors of the same dtype connect the graph."""
-        self.transfer.put(pending)
+        self.pending.append(pending)
         return Done(
             tuple(v.new_empty(0) if at in self.moved and isinstance(v, Tensor) else v for at, v in enumerate(values))
         )
 
     def _ended(self, values: Values) -> Pending:
-        return _Ending(self.transfer.take(), self.moved, values)
-
-
-class _Start(_Half):
-    @property
-    def quick(self) -> bool:
-        return self.communication.quick
-
-    def start(self, values: Values) -> Pending:
-        return self._begun(self.communication.start(values), values)
-
-    def start_backward(self, gradients: Values, saved: Values) -> Pending:
-        return self._ended(gradients)
-
-
-class _Finish(_Half):
-    @property
-    def quick(self) -> bool:
-        return True  # the pair switches actions once, at the start
-
-    def start(self, values: Values) -> Pending:
-        return self._ended(values)
-
-    def start_backward(self, gradients: Values, saved: Values) -> Pending:
-        return self._begun(self.communication.start_backward(gradients, saved), gradients)
+        return _Ending(self.pending.pop(), self.moved, values)
 
 
 @dataclass(frozen=True)
@@ -244,10 +225,10 @@ def begin(communication: Communication, values: Values) -> Callable[[], Values]:
     if not moving:
         return partial(_arrive, communication.name, communication.start(values))
     call = _CommunicationCall(communication, values, moving)
-    marks = _Begin.apply(call, *(values[at] for at in moving))  # type: ignore[no-untyped-call]
+    marks = _BeginNode.apply(call, *(values[at] for at in moving))  # type: ignore[no-untyped-call]
 
     def finish() -> Values:
-        carried = _End.apply(call, *marks)  # type: ignore[no-untyped-call]
+        carried = _EndNode.apply(call, *marks)  # type: ignore[no-untyped-call]
         results = list(call.results)
         for at, value in zip(moving, carried, strict=True):
             results[at] = value
@@ -285,7 +266,7 @@ class _CommunicationCall:
             return pending.wait()
 
 
-class _Begin(torch.autograd.Function):
+class _BeginNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _CommunicationCall, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
@@ -300,7 +281,7 @@ class _Begin(torch.autograd.Function):
         return None, *(gradients[at] for at in ctx.call.moving)
 
 
-class _End(torch.autograd.Function):
+class _EndNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _CommunicationCall, *marks: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call

@@ -13,7 +13,7 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from pipeloom.errors import UsageError
 from pipeloom.ops.segments import standstill
 from pipeloom.parallel.mesh import Axis
-from pipeloom.schedule.exposed import CommunicationKind
+from pipeloom.schedule.timeline import CommunicationKind
 
 
 def goes_through_host(device: torch.device, group: Any) -> bool:
@@ -70,6 +70,8 @@ class ThroughHost:
             self._out.copy_(self._host[0])
 
 
+Received = TypeVar("Received")
+
 # torch 2.13 calls them so, and warns of the older names
 _GATHER, _SCATTER = (
     ("all_gather_single", "reduce_scatter_single")
@@ -79,51 +81,34 @@ _GATHER, _SCATTER = (
 
 
 @dataclass(frozen=True)
-class PendingCollective:
+class PendingCollective(Generic[Received]):
     """A collective in progress.
 
     Attributes:
         work: torch's handle.
-        finish: returns the result once the work is done.
+        finish: returns the result once the work is done: a tensor, or one from each rank in the order of the axis.
         read: the tensor that other threads may still read; the reference keeps it alive.
         kind: the ranks that take part, for the breakdown of a step's time.
     """
 
     work: Any
-    finish: Callable[[], Tensor]
+    finish: Callable[[], Received]
     read: Tensor
     kind: CommunicationKind = "tp"
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Received:
         """Wait for the collective and return its result. On CUDA the current stream waits, not the process."""
         with standstill("collective", self.kind):
             self.work.wait()
         return self.finish()
 
 
-@dataclass(frozen=True)
-class PendingParts:
-    """A collective in progress whose result is one part from each rank.
-
-    Attributes:
-        finish: waits for the work, and returns the parts.
-        read: the tensor that other threads may still read; the reference keeps it alive.
-    """
-
-    finish: Callable[[], list[Tensor]]
-    read: Tensor | None = None
-
-    def wait(self) -> list[Tensor]:
-        """Wait for the collective and return the parts, in the order of the axis."""
-        return self.finish()
-
-
-def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> PendingCollective:
+def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> PendingCollective[Tensor]:
     """Start the sum (or another `op`) over the axis in place: `x` must be contiguous, and holds the result."""
     return PendingCollective(start_collective(dist.all_reduce, x, None, op, group=axis.group), lambda: x, x)
 
 
-def start_all_gather(x: Tensor, axis: Axis) -> PendingCollective:
+def start_all_gather(x: Tensor, axis: Axis) -> PendingCollective[Tensor]:
     """[..., t, width] of each rank -> [..., size · t, width]: the ranks' tokens one after the other."""
     part = x.contiguous()
     parts = part.new_empty((axis.size, *part.shape))
@@ -136,7 +121,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> PendingCollective:
     return PendingCollective(work, finish, part)
 
 
-def start_gather_slices(flat: Tensor, axis: Axis) -> PendingCollective:
+def start_gather_slices(flat: Tensor, axis: Axis) -> PendingCollective[Tensor]:
     """Start to gather every rank's slice of `flat` [size · n] in place: rank r's slice is r·n to (r+1)·n."""
     parts = flat.view(axis.size, -1)
     part = parts[axis.index].clone() if flat.device.type == "cpu" else parts[axis.index]  # NCCL works in place
@@ -144,20 +129,20 @@ def start_gather_slices(flat: Tensor, axis: Axis) -> PendingCollective:
     return PendingCollective(work, lambda: flat, part, "dp")
 
 
-def start_gather_columns(x: Tensor, axis: Axis, sizes: Sequence[int]) -> PendingParts:
+def start_gather_columns(x: Tensor, axis: Axis, sizes: Sequence[int]) -> PendingCollective[list[Tensor]]:
     """[..., own columns] of each rank, `sizes` of them -> every rank's, in the order of the axis."""
     widest = max(sizes)
     filled = F.pad(x, (0, widest - x.shape[-1])).unsqueeze(-1)
     pending = start_all_gather(filled, axis)
 
     def finish() -> list[Tensor]:
-        columns = torch.split(pending.wait().squeeze(-1), widest, -1)
+        columns = torch.split(pending.finish().squeeze(-1), widest, -1)
         return [column[..., :size] for column, size in zip(columns, sizes, strict=True)]
 
-    return PendingParts(finish)
+    return PendingCollective(pending.work, finish, pending.read)
 
 
-def start_tokens_for_columns(x: Tensor, axis: Axis, sizes: Sequence[int]) -> PendingParts:
+def start_tokens_for_columns(x: Tensor, axis: Axis, sizes: Sequence[int]) -> PendingCollective[list[Tensor]]:
     """[..., tokens, own columns] -> every rank's columns, `sizes` of them, of this rank's tokens / size; one all-to-all.
 
     Raises UsageError when the axis does not divide the tokens.
@@ -168,13 +153,15 @@ def start_tokens_for_columns(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Pen
     return _exchange(list(parts), shapes, axis)
 
 
-def start_columns_for_tokens(parts: Sequence[Tensor], axis: Axis) -> PendingParts:
+def start_columns_for_tokens(parts: Sequence[Tensor], axis: Axis) -> PendingCollective[list[Tensor]]:
     """Each rank's columns of this rank's tokens -> own columns of every rank's tokens: the inverse."""
     shape = parts[axis.index].shape
     return _exchange(parts, [tuple(shape)] * axis.size, axis)
 
 
-def _exchange(parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], axis: Axis) -> PendingParts:
+def _exchange(
+    parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], axis: Axis
+) -> PendingCollective[list[Tensor]]:
     """Send `parts[r]` to rank r, and receive a tensor of `shapes[r]` from it."""
     sending = torch.cat([part.reshape(-1) for part in parts])
     counts = [prod(shape) for shape in shapes]
@@ -183,10 +170,9 @@ def _exchange(parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], axis: 
     work = start_collective(dist.all_to_all_single, received, sending, counts, lengths, group=axis.group)
 
     def finish() -> list[Tensor]:
-        work.wait()
         return [piece.view(shape) for piece, shape in zip(torch.split(received, counts), shapes, strict=True)]
 
-    return PendingParts(finish, sending)
+    return PendingCollective(work, finish, sending)
 
 
 def _token_parts(x: Tensor, axis: Axis) -> Tensor:
@@ -200,7 +186,7 @@ def _token_parts(x: Tensor, axis: Axis) -> Tensor:
     return x.reshape(*x.shape[:-2], axis.size, tokens // axis.size, x.shape[-1]).movedim(-3, 0)
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis) -> PendingCollective:
+def start_reduce_scatter(x: Tensor, axis: Axis) -> PendingCollective[Tensor]:
     """Start the sum of `x` [..., tokens, width] over the axis; each rank gets its tokens / size of the tokens.
 
     Raises UsageError when the axis does not divide the tokens.
@@ -209,14 +195,13 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> PendingCollective:
     if parts.device.type == "cpu" or goes_through_host(parts.device, axis.group):
         return _exchange_and_sum(parts, axis)
     total = torch.empty_like(parts[0])
-    out, given = (
-        torch.view_as_real(x) if x.is_complex() else x for x in (total, parts)
-    )  # as torch does in its other sums
+    # As torch does in its other sums.
+    out, given = (torch.view_as_real(x) if x.is_complex() else x for x in (total, parts))
     work = start_collective(getattr(dist, _SCATTER), _rows(out), _rows(given), group=axis.group)
     return PendingCollective(work, lambda: total, parts)
 
 
-def _exchange_and_sum(parts: Tensor, axis: Axis) -> PendingCollective:
+def _exchange_and_sum(parts: Tensor, axis: Axis) -> PendingCollective[Tensor]:
     """Reduce-scatter by an all-to-all, summed in rank order: gloo's is an all-reduce, which sends twice as much."""
     received = torch.empty_like(parts)
     work = start_collective(dist.all_to_all_single, _rows(received), _rows(parts), group=axis.group)

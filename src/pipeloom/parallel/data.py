@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,36 +34,8 @@ from pipeloom.parallel.collectives import (
 from pipeloom.parallel.mesh import Axis, Mesh, group_of_members
 from pipeloom.parallel.shared_memory_sum import SharedBuffers
 
-
-class Reduction(Protocol):
-    """A reduction in progress."""
-
-    def wait(self) -> Tensor:
-        """Wait for the reduction; return the sum, or this rank's slice of it."""
-
-
-@dataclass(frozen=True)
-class _Through:
-    """A reduction through shared memory, of the bucket that is buffer `at`."""
-
-    buffers: SharedBuffers
-    at: int
-    bucket: Bucket
-    timeout: float
-
-    def wait(self) -> Tensor:
-        self.buffers.wait(self.at, self.timeout)
-        return self.bucket.flat[self.bucket.share] if self.buffers.sharded else self.bucket.flat
-
-
-@dataclass(frozen=True)
-class _Nothing:
-    """The reduction over a single rank: nothing to do."""
-
-    flat: Tensor
-
-    def wait(self) -> Tensor:
-        return self.flat
+Reduction = Callable[[], Tensor]
+"""A reduction in progress: waits for it, and returns the sum or this rank's slice of it."""
 
 
 class Reducer:
@@ -79,7 +51,8 @@ class Reducer:
         self, buckets: Sequence[Bucket], mesh: Mesh, *, sharded: bool, share_memory: bool, timeout: float
     ) -> None:
         self._sharded = sharded
-        self._through: dict[Bucket, _Through] = {}
+        self._timeout = timeout
+        self._shared: dict[Bucket, tuple[SharedBuffers, int]] = {}  # bucket -> its buffers, and its number among them
         for axis in dict.fromkeys(bucket.axis for bucket in buckets) if share_memory else ():
             mine = [bucket for bucket in buckets if bucket.axis == axis]
             if axis.size == 1 or any(bucket.flat.device.type != "cpu" for bucket in mine):
@@ -91,19 +64,24 @@ class Reducer:
             shared.spins = mesh.everyone.size <= usable_cores()
             for at, bucket in enumerate(mine):
                 bucket.flat = bucket.part = shared.own[at]
-                self._through[bucket] = _Through(shared, at, bucket, timeout)
+                self._shared[bucket] = shared, at
 
     def start(self, bucket: Bucket) -> Reduction:
         """Start the reduction of a bucket that holds all its gradients."""
-        through = self._through.get(bucket)
-        if through is not None:
-            through.buffers.start(through.at)
-            return through
+        if bucket in self._shared:
+            buffers, at = self._shared[bucket]
+            buffers.start(at)
+            return partial(self._finish_shared, bucket)
         if bucket.axis.size == 1:
-            return _Nothing(bucket.flat)
+            return lambda: bucket.flat
         if self._sharded:
-            return start_reduce_scatter(bucket.flat.view(bucket.axis.size, -1), bucket.axis)
-        return start_all_reduce(bucket.flat, bucket.axis)
+            return start_reduce_scatter(bucket.flat.view(bucket.axis.size, -1), bucket.axis).wait
+        return start_all_reduce(bucket.flat, bucket.axis).wait
+
+    def _finish_shared(self, bucket: Bucket) -> Tensor:
+        buffers, at = self._shared[bucket]
+        buffers.wait(at, self._timeout)
+        return bucket.flat[bucket.share] if self._sharded else bucket.flat
 
 
 class StepStream:
@@ -154,7 +132,7 @@ class WeightGathers:
             if axis.size > 1 and axis.ranks not in self._axes:
                 group = group_of_members(axis.ranks)
                 self._axes[axis.ranks] = replace(axis, group=group)
-        self._pending: dict[Bucket, PendingCollective] = {}
+        self._pending: dict[Bucket, PendingCollective[Tensor]] = {}
 
     @property
     def pending(self) -> bool:
@@ -235,15 +213,14 @@ class GradientSync:
         self._reducer = Reducer(self.buckets, mesh, sharded=sharded, share_memory=share_memory, timeout=timeout)
         self.syncing = True
         self._stage_backward = stage_backward
-        self._inner: set[int] = (
-            set()
-        )  # buckets that a pass inside a layer adds to, so that the stage's own may not fill them
+        # Buckets that a pass inside a layer adds to, so that their gradients may be incomplete when the stage's own pass ends.
+        self._inner: set[int] = set()
         self._first = stage_backward is not None
         self.absent: set[nn.Parameter] = set()
         self.fills_grad = True
         self.changed: list[Callable[[], None]] = []
         self._views: dict[str, Tensor] = {}
-        self._parameters: dict[str, nn.Parameter] = {}
+        self._by_name: dict[str, nn.Parameter] = {}
         self._pending: dict[int, Reduction] = {}
         self._open: dict[int, set[int]] = {}  # bucket -> stages that are not done
         self._awaited: dict[int, set[nn.Parameter]] = {}  # bucket -> parameters that the last backward has not reached
@@ -253,7 +230,7 @@ class GradientSync:
         self._hooks: list[Any] = []  # autograd's nodes live only as long as something holds them
         for at, bucket in enumerate(self.buckets):
             for slot, view in bucket.views(bucket.flat):
-                self._parameters[slot.held.name] = slot.held.parameter
+                self._by_name[slot.held.name] = slot.held.parameter
                 self.main.attach(slot.held.parameter, view)
                 self._views[slot.held.name] = view
             for parameter in bucket.parameters if bucket.axis.size > 1 else ():
@@ -321,7 +298,7 @@ class GradientSync:
                 self._start(at)
             marks = self._start_marks()
             for at, bucket in zip(numbers, buckets, strict=True):
-                bucket.part = self._pending[at].wait().view(-1)
+                bucket.part = self._pending[at]().view(-1)
             sums: dict[Bucket, Tensor] = {}
             for marked, pending in marks:
                 sums |= zip(marked, torch.split(pending.wait(), [len(each.slots) for each in marked]), strict=True)
@@ -363,7 +340,7 @@ class GradientSync:
         """
         if name not in self._views:
             raise UsageError(f"no gradient is kept for {name!r}")
-        return None if self._parameters[name] in self.absent else self._views[name]
+        return None if self._by_name[name] in self.absent else self._views[name]
 
     @torch.no_grad()
     def whole_gradients(self) -> dict[str, Tensor | None]:
@@ -440,7 +417,7 @@ class GradientSync:
             bucket.mark(self.main.absent)
         self._pending[at] = self._reducer.start(bucket)
 
-    def _start_marks(self) -> list[tuple[list[Bucket], PendingCollective]]:
+    def _start_marks(self) -> list[tuple[list[Bucket], PendingCollective[Tensor]]]:
         """Start summing the marks of all buckets, with one all-reduce per axis; needed only if gradients are sharded."""
         axes = dict.fromkeys(bucket.axis for bucket in self.buckets if bucket.axis.size > 1) if self.sharded else ()
         started = []
@@ -459,9 +436,8 @@ class GradientSync:
         absent = self.main.absent.intersection(bucket.parameters)
         if not absent or not (bucket.axis.size > 1 or bucket.partial):
             return absent
-        totals = (
-            bucket.flat[bucket.marks] if sums is None else sums
-        ).tolist()  # synchronizes with a GPU, but only if a gradient is absent
+        # Waits for a GPU, but only if a gradient is absent.
+        totals = (bucket.flat[bucket.marks] if sums is None else sums).tolist()
         return {parameter for parameter, total in zip(bucket.parameters, totals, strict=True) if not total}
 
     def _sum_partial(self, buckets: Iterable[Bucket]) -> None:

@@ -219,17 +219,19 @@ def _two_level(routings: Sequence[Routing], parallel: ExpertParallel) -> Dispatc
     exchange = _CountExchange(table, parallel.axis)
 
     def finish() -> list[DispatchPlan]:
-        told, heard = (x.view(nodes, places, len(routings), 1 + per_node) for x in exchange.wait())
+        sent_counts, received_counts = (x.view(nodes, places, len(routings), 1 + per_node) for x in exchange.wait())
         # chunks arrive by place, expert and node
         place = torch.arange(places).view(-1, 1, 1)
         keys = torch.arange(local_experts).view(-1, 1) * parallel.size + torch.arange(nodes) * places + place
         plans = []
         for at, (assignment, route) in enumerate(zip(leaving, routes, strict=True)):
-            sent, received = told[:, inside.index, at, 0], heard[:, inside.index, at, 0]
+            sent, received = sent_counts[:, inside.index, at, 0], received_counts[:, inside.index, at, 0]
             first = AllToAllSplit(across, tuple(sent.tolist()), tuple(received.tolist()))
-            handed_on = heard[:, inside.index, at, 1:].view(nodes, places, local_experts).sum((0, 2))
+            handed_on = received_counts[:, inside.index, at, 1:].view(nodes, places, local_experts).sum((0, 2))
             handed_here = (
-                heard[:, :, at, 1:].view(nodes, places, places, local_experts)[:, :, inside.index].permute(1, 2, 0)
+                received_counts[:, :, at, 1:]
+                .view(nodes, places, places, local_experts)[:, :, inside.index]
+                .permute(1, 2, 0)
             )
             second = AllToAllSplit(inside, tuple(handed_on.tolist()), tuple(handed_here.sum((1, 2)).tolist()))
             arrival = _arrival(keys, handed_here, local_experts, route.device)

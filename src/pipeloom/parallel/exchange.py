@@ -61,19 +61,7 @@ def all_gather_tree(value: Any, group: Any, device: torch.device) -> list[Any]:
     Raises:
         UsageError: a value has another type, or a tensor an unsupported dtype.
     """
-    tensors: list[Tensor] = []
-    shapes = all_gather_json(_describe(value, tensors), group)
-    trees = []
-    for index, shape in enumerate(shapes):
-        source = dist.get_global_rank(group, index)
-        received = _like(shape, _device(group))
-        if source == dist.get_rank():
-            received = [tensor.detach().to(_device(group)).contiguous() for tensor in tensors]
-        for tensor in received:
-            if tensor.numel():
-                dist.broadcast(_bytes_of(tensor), source, group=group)
-        trees.append(_build(shape, iter([tensor.to(device) for tensor in received])))
-    return trees
+    return _exchange_trees(value, group, None, device)
 
 
 def gather_tree(value: Any, group: Any, destination: int) -> list[Any] | None:
@@ -81,25 +69,34 @@ def gather_tree(value: Any, group: Any, destination: int) -> list[Any] | None:
 
     `value` is as for `all_gather_tree`. Collective over the group.
     """
-    tensors: list[Tensor] = []
-    shapes = all_gather_json(_describe(value, tensors), group)
-    device = _device(group)
-    if dist.get_rank() != destination:
-        for tensor in tensors:
-            if tensor.numel():
-                dist.send(_bytes_of(tensor.detach().to(device).contiguous()), destination, group=group, tag=Tag.ROWS)
-        return None
-    trees = []
+    trees = _exchange_trees(value, group, destination, torch.device("cpu"))
+    return trees if dist.get_rank() == destination else None
+
+
+def _exchange_trees(value: Any, group: Any, destination: int | None, device: torch.device) -> list[Any]:
+    """Return the values of all processes on rank `destination`, or on all ranks (None); an empty list on other ranks."""
+    own_tensors: list[Tensor] = []
+    shapes = all_gather_json(_describe(value, own_tensors), group)
+    me, trees = dist.get_rank(), []
     for index, shape in enumerate(shapes):
         source = dist.get_global_rank(group, index)
-        if source == destination:
-            trees.append(_build(shape, iter([tensor.detach().cpu() for tensor in tensors])))
+        if me == source:
+            tensors = [tensor.detach().to(_device(group)).contiguous() for tensor in own_tensors]
+        elif destination in (None, me):
+            tensors = _like(shape, _device(group))
+        else:
             continue
-        received = _like(shape, device)
-        for tensor in received:
-            if tensor.numel():
-                dist.recv(_bytes_of(tensor), source, group=group, tag=Tag.ROWS)
-        trees.append(_build(shape, iter([tensor.cpu() for tensor in received])))
+        for tensor in tensors:
+            data = tensor.view(-1).view(torch.uint8)  # as bytes, because gloo does not support every dtype
+            if destination is None and data.numel():
+                dist.broadcast(data, source, group=group)
+            elif source != destination and data.numel():
+                if me == source:
+                    dist.send(data, destination, group=group, tag=Tag.ROWS)
+                else:
+                    dist.recv(data, source, group=group, tag=Tag.ROWS)
+        if destination in (None, me):
+            trees.append(_build(shape, iter([tensor.to(device) for tensor in tensors])))
     return trees
 
 
@@ -119,11 +116,6 @@ def _from_bytes(data: Tensor) -> Any:
         return json.loads(bytes(data.tolist()))
     except ValueError as error:
         raise DistributedError(f"another rank sent {data.numel()} bytes that are not JSON: {error}") from None
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as uint8, because gloo does not support every dtype."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _describe(value: Any, tensors: list[Tensor]) -> Any:

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeloom.ops.deferred import WeightGradContext, apply_linear
+from pipeloom.ops.deferred import DeferringLayer, apply_linear
 from pipeloom.ops.grouped import apply_grouped_linear
 from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.sharding import ParameterSharding, Shard
 from pipeloom.parallel.tensor import TensorParallel
 
 
-class ExpertLinear(nn.Module):
+class ExpertLinear(DeferringLayer):
     """One matrix of each of this rank's experts: weight [own experts, outputs, inputs].
 
     Args:
@@ -42,13 +42,9 @@ class ExpertLinear(nn.Module):
             shape[cut] = shards[-1].sizes[tensor.index]
         self._laid = ParameterSharding(tuple(shards))
         self.weight = nn.Parameter(torch.empty(shape))
-        self.grad_context: WeightGradContext | None = None
 
     def sharding(self) -> Mapping[str, ParameterSharding]:
         return {"weight": self._laid}
-
-    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
-        self.grad_context = grad_context
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         return apply_grouped_linear(rows, self.weight, counts, self.grad_context)
@@ -80,7 +76,7 @@ class Experts(nn.Module):
         return out
 
 
-class PartialSumLinear(nn.Module):
+class PartialSumLinear(DeferringLayer):
     """A linear layer of which each tensor-parallel rank computes one term; the caller distributes the input and sums the terms.
 
     Args:
@@ -96,13 +92,9 @@ class PartialSumLinear(nn.Module):
             sizes = tensor.split(shape[cut], "columns inside the shared experts")
             shape[cut], self._laid = sizes[tensor.index], ParameterSharding((Shard("tp", cut, sizes),))
         self.weight = nn.Parameter(torch.empty(shape))
-        self.grad_context: WeightGradContext | None = None
 
     def sharding(self) -> Mapping[str, ParameterSharding]:
         return {"weight": self._laid}
-
-    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
-        self.grad_context = grad_context
 
     def forward(self, x: Tensor) -> Tensor:
         return apply_linear(x, self.weight, None, self.grad_context)

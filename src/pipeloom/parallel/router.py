@@ -177,7 +177,7 @@ def route(
     scale: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Routing:
-    """Return the experts of each token, without a capacity limit (see `limit`).
+    """Return the experts of each token, without a capacity limit (see `drop_over_capacity`).
 
     Args:
         gate: configuration of the router.
@@ -218,7 +218,7 @@ def capacity_of(tokens: int, gate: Gate, factor: float) -> int:
     return math.ceil(factor * tokens * gate.choices / gate.experts)
 
 
-def limit(routing: Routing, capacity: int) -> Routing:
+def drop_over_capacity(routing: Routing, capacity: int) -> Routing:
     """Return `routing` with at most `capacity` choices kept per expert.
 
     Choices are kept in a fixed order: all first choices in token order, then all second choices, and so on. The tokens are
@@ -236,7 +236,7 @@ def limit(routing: Routing, capacity: int) -> Routing:
 
 
 def dropped_between(wanted: Routing, limited: Routing) -> Tensor | None:
-    """Return the number of choices that `limit` dropped from `wanted` to give `limited`: 0-dim int64; None without a limit."""
+    """Return the number of choices of `wanted` that are dropped in `limited`: 0-dim int64; None without a limit."""
     if limited.kept is None or limited.kept is wanted.kept:
         return None
     lost = ~limited.kept if wanted.kept is None else wanted.kept & ~limited.kept

@@ -55,14 +55,14 @@ class SharedBuffers:
         self._filled = [count[: len(sizes)] for count in counts]
         self._summed = [count[len(sizes) :] for count in counts]
         starts = _starts(sizes, dtypes)
-        self._buffers = [
+        self._tensors = [
             [
                 torch.frombuffer(each, dtype=dtype, count=size, offset=start)
                 for size, dtype, start in zip(sizes, dtypes, starts, strict=False)
             ]
             for each in maps
         ]
-        self.own = self._buffers[axis.index]
+        self.own = self._tensors[axis.index]
         self._turn = [0] * len(sizes)
         self._pending: list[int] = []
         self._fence = threading.Lock()
@@ -73,14 +73,11 @@ class SharedBuffers:
 
         The memory is anonymous and is freed when the processes exit.
         """
-        mine = OfferedMemory.create(_starts(sizes, dtypes)[-1]) if hasattr(os, "memfd_create") else None
-        offers = all_gather_json(mine.offer if mine is not None else None, axis.group)
-        maps = [map_offered(offer) for offer in offers]
-        if mine is not None:
-            maps[axis.index] = mine.map
+        offer = offer_memory(_starts(sizes, dtypes)[-1]) if hasattr(os, "memfd_create") else None
+        maps = [map_offered(each) for each in all_gather_json(offer, axis.group)]
         answers = all_gather_json(None not in maps, axis.group)
-        if mine is not None:
-            os.close(mine.descriptor)
+        if offer is not None:
+            os.close(offer[1])
         opened = [each for each in maps if each is not None]
         return cls(axis, opened, sizes, dtypes) if all(answers) else None
 
@@ -133,7 +130,7 @@ class SharedBuffers:
         share = math.ceil(size / self._axis.size)
         first, last = self._axis.index * share, min((self._axis.index + 1) * share, size)
         for start in range(first, last, _BLOCK):
-            parts = [each[at][start : min(start + _BLOCK, last)] for each in self._buffers]
+            parts = [each[at][start : min(start + _BLOCK, last)] for each in self._tensors]
             total = parts[0] + parts[1]
             for part in parts[2:]:
                 total += part  # one rank sums each slice, in rank order, so results are bitwise equal everywhere
@@ -148,7 +145,7 @@ class SharedMemoryAllReduce:
         self._axis = axis
         self._spins = spins
         self._timeout = timeout
-        self._buffers: dict[tuple[int, torch.dtype], SharedBuffers | None] = {}
+        self._tensors: dict[tuple[int, torch.dtype], SharedBuffers | None] = {}
         self._busy: set[tuple[int, torch.dtype]] = set()
 
     @classmethod
@@ -166,11 +163,11 @@ class SharedMemoryAllReduce:
     def start(self, x: Tensor) -> SharedSum | None:
         """Start summing `x` in place. Return None without shared memory, or while a sum of this size is pending."""
         key = x.numel(), x.dtype
-        if key not in self._buffers:
-            connected = self._buffers[key] = SharedBuffers.connect(self._axis, [key[0]], [key[1]])
+        if key not in self._tensors:
+            connected = self._tensors[key] = SharedBuffers.connect(self._axis, [key[0]], [key[1]])
             if connected is not None:
                 connected.spins = self._spins
-        buffers = self._buffers[key]
+        buffers = self._tensors[key]
         if buffers is None or key in self._busy:
             return None
         self._busy.add(key)
@@ -199,26 +196,17 @@ class SharedSum(NamedTuple):
             return self.sums.finish(self.key, self.buffers, self.x)
 
 
-class OfferedMemory:
-    """Anonymous memory that other processes of the same user can map.
+def offer_memory(size: int) -> tuple[int, int, int, str]:
+    """Create anonymous memory that other processes of the same user can map.
 
-    Attributes:
-        offer: (process id, descriptor, size in bytes, token in hex); the token at the start of the memory identifies it.
+    Returns:
+        (process id, descriptor, size in bytes, token in hex); the token at the start of the memory identifies it.
     """
-
-    def __init__(self, descriptor: int, mapped: mmap.mmap, offer: tuple[int, int, int, str]) -> None:
-        self.descriptor = descriptor
-        self.map = mapped
-        self.offer = offer
-
-    @classmethod
-    def create(cls, size: int) -> OfferedMemory:
-        descriptor = os.memfd_create("pipeloom")
-        os.ftruncate(descriptor, size)
-        mapped = mmap.mmap(descriptor, size)
-        token = secrets.token_bytes(_SUM_TOKEN_BYTES)
-        mapped[:_SUM_TOKEN_BYTES] = token
-        return cls(descriptor, mapped, (os.getpid(), descriptor, size, token.hex()))
+    descriptor = os.memfd_create("pipeloom")
+    os.ftruncate(descriptor, size)
+    token = secrets.token_bytes(_SUM_TOKEN_BYTES)
+    os.pwrite(descriptor, token, 0)
+    return os.getpid(), descriptor, size, token.hex()
 
 
 def map_offered(offer: Sequence[Any] | None) -> mmap.mmap | None:

@@ -16,10 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import ArgumentError, UsageError, divisors, nearest
-from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, add_weight_gradient, apply_linear, as_autocast
+from pipeloom.errors import ArgumentError, divisors, nearest
+from pipeloom.ops.deferred import (
+    DeferringLayer,
+    WeightGradContext,
+    WeightGradQueue,
+    add_weight_gradient,
+    apply_linear,
+    as_autocast,
+)
 from pipeloom.ops.main_gradient import MainGradients
-from pipeloom.ops.products import addmm, adjoint, as_rows, linear, matmul, plain_operations_only
+from pipeloom.ops.products import addmm, adjoint, as_rows, linear, matmul, not_a_view
 from pipeloom.parallel.collectives import (
     PendingCollective,
     start_all_gather,
@@ -71,12 +78,12 @@ class TensorParallel:
         return (*(base,) * (self.size - 1), count - base * (self.size - 1))
 
 
-def spread(tensor: TensorParallel | None) -> TensorParallel | None:
+def if_parallel(tensor: TensorParallel | None) -> TensorParallel | None:
     """Return `tensor`, or None if it has only one rank, so that layers are built unsharded."""
     return tensor if tensor is not None and tensor.size > 1 else None
 
 
-class ColumnLinear(nn.Module):
+class ColumnLinear(DeferringLayer):
     """Linear layer that holds this rank's rows of a weight [outputs, inputs] and computes these outputs for all tokens.
 
     [batch, tokens, inputs] -> [batch, tokens, local outputs]; with sequence parallelism the input is
@@ -113,14 +120,10 @@ class ColumnLinear(nn.Module):
         outputs_here = self.parts[tensor.index]
         self.weight = nn.Parameter(torch.empty(outputs_here, inputs))
         self.bias = nn.Parameter(torch.empty(outputs_here)) if bias else None
-        self.grad_context: WeightGradContext | None = None
 
     def sharding(self) -> Mapping[str, ParameterSharding]:
         sharding = ParameterSharding((self.shard,))
         return {"weight": sharding} if self.bias is None else {"weight": sharding, "bias": sharding}
-
-    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
-        self.grad_context = grad_context
 
     def forward(self, x: Tensor) -> Tensor:
         (out,) = project(x, self)
@@ -131,7 +134,7 @@ class ColumnLinear(nn.Module):
         return gather_columns(out, self.tensor, self.shard) if self.gather_output else out
 
 
-class RowLinear(nn.Module):
+class RowLinear(DeferringLayer):
     """Linear layer that holds this rank's columns of a weight [outputs, inputs] and sums the outputs over the ranks.
 
     [batch, tokens, local inputs] -> [batch, tokens, outputs]; with sequence parallelism the output is
@@ -162,15 +165,11 @@ class RowLinear(nn.Module):
         self.input_is_parallel = input_is_parallel
         self.weight = nn.Parameter(torch.empty(outputs, self.parts[tensor.index]))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-        self.grad_context: WeightGradContext | None = None
 
     def sharding(self) -> Mapping[str, ParameterSharding]:
         sharding = {"weight": ParameterSharding((Shard("tp", 1, self.parts),))}
         # the bias is added to this rank's tokens only
         return sharding if self.bias is None else sharding | {"bias": ParameterSharding(partial=self.tensor.sequence)}
-
-    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
-        self.grad_context = grad_context
 
     def own_inputs(self, x: Tensor) -> Tensor:
         """Return the input of the matrix product: the local input features of all tokens."""
@@ -388,11 +387,6 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def _column(x: Tensor, linears: Sequence[ColumnLinear]) -> tuple[Tensor, ...]:
-    if plain_operations_only():
-        raise UsageError(
-            "a tensor-parallel layer ran inside a transform (torch.func, forward-mode AD, torch.compile), which cannot see its "
-            "communication; keep the layer outside of it, or use tp=1"
-        )
     weights = [layer.weight for layer in linears]
     biases = [layer.bias for layer in linears]
     call = _ColumnCall(linears[0].tensor, linears[0].grad_context)
@@ -418,7 +412,7 @@ class _Column(torch.autograd.Function):
         ctx.call, ctx.weights = call, weights
         ctx.queue = None if call.grad_context is None else call.grad_context.queue
         whole = start_all_gather(x, tensor.axis).wait() if tensor.sequence else x
-        return tuple(linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        return tuple(not_a_view(linear(whole, weight, bias)) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -479,7 +473,7 @@ def _recorded_gradients(
 
 def start_input_gradient(
     gradients: Sequence[Tensor], weights: Sequence[Tensor], tensor: TensorParallel
-) -> PendingCollective | SharedSum:
+) -> PendingCollective[Tensor] | SharedSum:
     """Start summing the input gradient, the sum over layers of gradient · weight, over the ranks."""
     rows = matmul(as_rows(gradients[0]), adjoint(weights[0].to(gradients[0].dtype)))
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
@@ -488,7 +482,7 @@ def start_input_gradient(
     return start_reduce_scatter(dx, tensor.axis) if tensor.sequence else _start_sum(dx, tensor)
 
 
-def _start_sum(x: Tensor, tensor: TensorParallel) -> PendingCollective | SharedSum:
+def _start_sum(x: Tensor, tensor: TensorParallel) -> PendingCollective[Tensor] | SharedSum:
     """Start summing `x` over the ranks in place, through shared memory if possible."""
     through = tensor.sums.start(x) if tensor.sums is not None else None
     return through if through is not None else start_all_reduce(x, tensor.axis)

@@ -17,10 +17,8 @@ from pipeloom.runtime.overlap import CommStream
 from pipeloom.runtime.p2p.base import Transport
 from pipeloom.runtime.program import RankProgram, RankPrograms
 from pipeloom.runtime.tensor_spec import ShapeCache
-from pipeloom.schedule.exposed import Exposed
-from pipeloom.schedule.measured import measured_costs
 from pipeloom.schedule.model import Schedule
-from pipeloom.schedule.timeline import Timeline
+from pipeloom.schedule.timeline import Exposed, Timeline
 
 _ROUND_TRIPS = 5  # of a clock's comparison: the quickest one is seldom disturbed, and all take well below a millisecond
 
@@ -169,8 +167,7 @@ def merged_timeline(schedule: Schedule, ranks: Sequence[Mapping[str, Any]]) -> T
             Exposed(each["exposed"], each["after"], max(each["end"] - origin, last[-1]))
             for each, last in zip(ranks, ends, strict=True)
         )
-    costs = measured_costs(schedule, starts, ends, turns)
-    return Timeline(schedule, costs, starts, ends, source="measured", exposed=exposed)
+    return Timeline.measured(schedule, starts, ends, turns, exposed)
 
 
 def clock_offset(mesh: PipelineMesh, group: Any) -> float:

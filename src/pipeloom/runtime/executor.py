@@ -19,7 +19,7 @@ from pipeloom.ops.checksum import message_checksum
 from pipeloom.ops.segments import report_standstills_to
 from pipeloom.runtime.batch import Microbatches
 from pipeloom.runtime.health.fault_injection import Faults
-from pipeloom.runtime.health.status import Names, Status
+from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.loss import Loss, LossSum, MicrobatchLoss
 from pipeloom.runtime.overlap import CommStream, Coroutine, interleave
 from pipeloom.runtime.p2p.base import Delivery, Outgoing, Transport
@@ -539,7 +539,7 @@ class Executor:
         checksum = message_checksum(delivery.values)
         if checksum != delivery.checksum:
             source, destination, kind = message.channel
-            names = self.hooks.status.names or Names()
+            names = self.hooks.status.names
             raise DistributedError(
                 f"{message.words} arrived damaged on the {kind} channel from {names.on_line(source)} to "
                 f"{names.on_line(destination)}: its checksum is {checksum:x} here and was {delivery.checksum or 0:x} there"

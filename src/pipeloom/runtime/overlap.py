@@ -27,7 +27,7 @@ from pipeloom.ops.segments import Communication, Compute, Pending, Values, is_se
 from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.stage_modules import StageModules
 from pipeloom.runtime.tensor_spec import as_values
-from pipeloom.schedule.exposed import CommunicationKind
+from pipeloom.schedule.timeline import CommunicationKind
 
 CoroutineResult = TypeVar("CoroutineResult")
 Coroutine = Generator[None, None, CoroutineResult]

@@ -20,8 +20,7 @@ from pipeloom.ops.layer import Layer as Layer
 from pipeloom.ops.layer import LossTerm as LossTerm
 from pipeloom.ops.random_state import seeded, stable_seed
 from pipeloom.ops.segments import is_segmented
-from pipeloom.schedule.model import Schedule
-from pipeloom.schedule.named import NamedTensor
+from pipeloom.schedule.model import NamedTensor, Schedule
 
 LayerSource = Callable[[], nn.Module] | nn.Module
 

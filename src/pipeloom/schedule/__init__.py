@@ -4,10 +4,8 @@ from pipeloom.schedule.actions import Action, Kind, Pair, register_kind
 from pipeloom.schedule.bounds import lower_bound
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.model import Schedule
-from pipeloom.schedule.named import NamedTensor
-from pipeloom.schedule.period import period
-from pipeloom.schedule.simulate import simulate
+from pipeloom.schedule.model import NamedTensor, Schedule
+from pipeloom.schedule.simulate import period, simulate
 from pipeloom.schedule.timeline import Timeline
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeloom.errors import UsageError, printable, shortened
-from pipeloom.limits import SCHEDULE_BYTES, read_file
+from pipeloom.limits import SCHEDULE_BYTES, read_text
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.json_form import from_json, to_json
 from pipeloom.schedule.model import Schedule
@@ -26,13 +26,7 @@ def load(path: str | Path) -> Schedule:
         ScheduleError: a cell or number that no schedule can have, with file:line:column.
     """
     where = Path(path)
-    try:
-        text = read_file(where, SCHEDULE_BYTES, "a schedule").decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not a text file (byte {error.start} is not UTF-8)") from None
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot read {shortened(str(path))}: {reason}") from None
+    text = read_text(path, SCHEDULE_BYTES, "a schedule")
     if text.lstrip("\ufeff \t\r\n").startswith("{") or where.suffix.lower() == ".json":
         return from_json(text, source=str(path))
     return from_csv(text, name=printable(where.stem), source=str(path))

@@ -14,6 +14,7 @@ Its message may arrive later, however, so a walk that counts hops waits for it, 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -174,49 +175,25 @@ class _ReadyQueue:
 
 
 def runnable_prefix(schedule: Schedule, graph: Graph) -> list[int]:
-    """rank -> how many entries of its program can run, with data dependencies and program order alone.
-
-    The loops of this file are written out, one for each shape of entry: a call for each action would cost as much as the rest,
-    and `walk` with times of 0 takes 1.4 times as long as this.
-    """
+    """rank -> how many entries of its program can run, with data dependencies and program order alone."""
+    if schedule.has_pairs:
+        nothing = WalkCosts([0.0] * schedule.no_action, None, defaultdict(float))
+        return list(map(len, walk(schedule, graph, nothing).ends))
     happened = bytearray(graph.always + 2)
     happened[graph.always] = 1
-    if schedule.has_pairs:
-        _reach_pairs(schedule, graph, happened)
-    else:
-        turns = _ReadyQueue([zip(graph.events_of(p), graph.needs_of(p), strict=True) for p in schedule.codes])
-        ready, waiting = turns.ready, turns.waiting
-        while ready:
-            rank = ready.pop()
-            for event, need in turns.entries(rank):
-                if not happened[need]:
-                    turns.stop(rank, (event, need), need)
-                    break
-                happened[event] = 1
-                if event in waiting:
-                    ready.append(waiting.pop(event))
-    firsts = [schedule.split_entries(rank)[0] for rank in range(schedule.ranks)]
-    return [sum(map(happened.__getitem__, graph.events_of(program))) for program in firsts]
-
-
-def _reach_pairs(schedule: Schedule, graph: Graph, happened: bytearray) -> None:
-    feeds: list[Iterator[Any]] = []
-    for rank in range(schedule.ranks):
-        entries = schedule.split_entries(rank)
-        columns = [column(codes) for codes in entries for column in (graph.events_of, graph.needs_of)]
-        feeds.append(zip(*columns, strict=True))
-    turns = _ReadyQueue(feeds)
-    while turns.ready:
-        rank = turns.ready.pop()
-        for entry in turns.entries(rank):
-            event, need, event2, need2 = entry
-            if not (happened[need] and happened[need2]):
-                turns.stop(rank, entry, need2 if happened[need] else need)
+    turns = _ReadyQueue([zip(graph.events_of(p), graph.needs_of(p), strict=True) for p in schedule.codes])
+    ready, waiting = turns.ready, turns.waiting
+    # `walk` with times of 0 would take 1.4 times as long as this loop, in which most of `check` is spent.
+    while ready:
+        rank = ready.pop()
+        for event, need in turns.entries(rank):
+            if not happened[need]:
+                turns.stop(rank, (event, need), need)
                 break
-            happened[event] = happened[event2] = 1
-            for produced in (event, event2):
-                if produced in turns.waiting:
-                    turns.ready.append(turns.waiting.pop(produced))
+            happened[event] = 1
+            if event in waiting:
+                ready.append(waiting.pop(event))
+    return [sum(map(happened.__getitem__, graph.events_of(program))) for program in schedule.codes]
 
 
 def walk(
@@ -234,13 +211,11 @@ def walk(
     end_of = [NEVER] * graph.always + [0.0, 0.0]
     run = WalkResult([[] for _ in schedule.codes], [[] for _ in schedule.codes], [])
     clock = list(clocks) if clocks is not None else [0.0] * schedule.ranks
-    if weights.named is not None:
-        feeds = [_named_feed(schedule, rank, graph, weights, weights.named) for rank in range(schedule.ranks)]
-        _walk_named(_ReadyQueue(feeds), end_of, run, clock, overlap_p2p)
-    elif schedule.has_pairs or (weights.hop is not None and not overlap_p2p):
-        feeds = [_pair_feed(schedule, rank, graph, weights) for rank in range(schedule.ranks)]
-        _walk_pairs(_ReadyQueue(feeds), end_of, run, clock, overlap_p2p)
+    if weights.named is not None or schedule.has_pairs or (weights.hop is not None and not overlap_p2p):
+        feeds = [_general_feed(schedule, rank, graph, weights) for rank in range(schedule.ranks)]
+        _walk_generally(_ReadyQueue(feeds), end_of, run, clock, overlap_p2p)
     else:
+        # Two loops written out for actions alone: a call for each action would cost as much as the rest.
         feeds = [_feed(program, graph, weights) for program in schedule.codes]
         (_walk if weights.hop is None else _walk_hops)(_ReadyQueue(feeds), end_of, run, clock)
     run.stuck.extend(rank for rank, program in enumerate(schedule.codes) if len(run.ends[rank]) < len(program))
@@ -300,76 +275,44 @@ def _walk_hops(turns: _ReadyQueue, end_of: list[float], run: WalkResult, clocks:
         clocks[rank] = clock
 
 
-def _pair_feed(schedule: Schedule, rank: int, graph: Graph, weights: WalkCosts) -> Iterator[Any]:
-    """The duration of every entry, then event, need and hop of its first action and of its second, or ones that do nothing."""
-    limit = schedule.pair_stride
-    times = [weights.duration[code] if code < limit else weights.pair[code] for code in schedule.codes[rank]]
-    hop = weights.hop if weights.hop is not None else [0.0] * (schedule.no_action + 1)
-    columns: list[Iterable[Any]] = [times]
-    for codes in schedule.split_entries(rank):
-        columns += [graph.events_of(codes), graph.needs_of(codes), map(hop.__getitem__, codes)]
-    return zip(*columns, strict=True)
-
-
-def _walk_pairs(
-    turns: _ReadyQueue, end_of: list[float], run: WalkResult, clocks: list[float], overlap_p2p: bool
-) -> None:
-    """As `_walk_hops`, for programs with pairs and for hops that keep their receiver waiting."""
-    ready, waiting = turns.ready, turns.waiting
-    while ready:
-        rank = ready.pop()
-        clock = clocks[rank]
-        for entry in turns.entries(rank):
-            duration, event, need, hop, event2, need2, hop2 = entry
-            at, at2 = end_of[need], end_of[need2]
-            if at == NEVER or at2 == NEVER:
-                turns.stop(rank, entry, need if at == NEVER else need2)
-                break
-            if overlap_p2p:
-                clock = max(clock, at + hop, at2 + hop2)
-            else:
-                clock = max(max(clock, at) + hop, max(clock, at2) + hop2)
-            run.starts[rank].append(clock)
-            clock += duration
-            end_of[event] = end_of[event2] = clock
-            run.ends[rank].append(clock)
-            for produced in (event, event2):
-                if produced in waiting:
-                    ready.append(waiting.pop(produced))
-        clocks[rank] = clock
-
-
-def _named_feed(
-    schedule: Schedule, rank: int, graph: Graph, weights: WalkCosts, named: dict[int, list[tuple[int, float]]]
-) -> Iterator[Any]:
+def _general_feed(schedule: Schedule, rank: int, graph: Graph, weights: WalkCosts) -> Iterator[Any]:
     """The duration of every entry, the events that it produces, and (event, hop) of each message that it waits for."""
-    limit, none, event = schedule.pair_stride, schedule.no_action, graph.event
-    assert event is not None
+    limit, none, needs = schedule.pair_stride, schedule.no_action, graph.needs
+    event = graph.event if graph.event is not None else range(none)
+    named = weights.named if weights.named is not None else {}
+    hop = weights.hop if weights.hop is not None else [0.0] * none
     for code, first, second in zip(schedule.codes[rank], *schedule.split_entries(rank), strict=True):
-        codes = [each for each in (first, second) if each != none]
-        hop = [0.0 if weights.hop is None else weights.hop[each] for each in codes]
-        needs = [(graph.needs[each], time) for each, time in zip(codes, hop, strict=True)]
-        needs += [need for each in codes for need in named.get(each, ())]
-        yield weights.duration[code] if code < limit else weights.pair[code], [event[each] for each in codes], needs
+        codes = (first,) if second == none else (first, second)
+        waits = [(needs[each], hop[each]) for each in codes]
+        if named:
+            waits += [need for each in codes for need in named.get(each, ())]
+        yield weights.duration[code] if code < limit else weights.pair[code], [event[each] for each in codes], waits
 
 
-def _walk_named(
+def _walk_generally(
     turns: _ReadyQueue, end_of: list[float], run: WalkResult, clocks: list[float], overlap_p2p: bool
 ) -> None:
-    """As `_walk_pairs`, for entries that wait for any number of messages."""
+    """As `_walk_hops`, for pairs, for messages by name and for hops that keep their receiver waiting."""
     ready, waiting = turns.ready, turns.waiting
     while ready:
         rank = ready.pop()
         clock = clocks[rank]
         for entry in turns.entries(rank):
             duration, events, needs = entry
-            missing = next((event for event, _ in needs if end_of[event] == NEVER), None)
+            free = clock
+            missing = None
+            for event, hop in needs:
+                end = end_of[event]
+                if end == NEVER:
+                    missing = event
+                    break
+                arrival = (end if overlap_p2p or end > free else free) + hop
+                if arrival > clock:
+                    clock = arrival
             if missing is not None:
+                clock = free
                 turns.stop(rank, entry, missing)
                 break
-            free = clock
-            for event, hop in needs:
-                clock = max(clock, (end_of[event] if overlap_p2p else max(free, end_of[event])) + hop)
             run.starts[rank].append(clock)
             clock += duration
             run.ends[rank].append(clock)

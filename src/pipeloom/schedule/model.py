@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeloom.errors import ScheduleError, echo
 from pipeloom.limits import require_schedule
@@ -28,9 +28,24 @@ from pipeloom.schedule.actions import (
     kinds,
     parse_cell,
 )
-from pipeloom.schedule.named import NamedTensor, normalized, require_tensors
 
 Program = tuple[int, ...]
+
+
+class NamedTensor(NamedTuple):
+    """A tensor with a name, sent from the stage that writes it to each stage that reads it, past the stages in between.
+
+    A name may be written again by a later stage: that is another NamedTensor, and a stage reads the latest one before it.
+
+    Attributes:
+        name: a Python identifier.
+        producer: the position in a route of the stage that writes it.
+        consumers: the positions of the stages that read it, ascending, all after `producer`.
+    """
+
+    name: str
+    producer: int
+    consumers: tuple[int, ...]
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,7 +80,7 @@ class Schedule:
                 f"a schedule cannot be called {self.name[:200]!a}: its name is printed and drawn, and these characters "
                 f"cannot be; nearest: {''.join(c for c in self.name[:200] if c.isprintable())!r:.200}"
             )
-        require_tensors(self.tensors, self.positions)
+        _check_tensors(self.tensors, self.positions)
 
     def with_tensors(self, tensors: Iterable[NamedTensor | tuple[str, int, Sequence[int]]]) -> Schedule:
         """Return this schedule with messages for tensors that stages read by name.
@@ -79,7 +94,7 @@ class Schedule:
 
         Raises ScheduleError for a tensor sent backwards, one without a consumer, and one that a stage would receive twice.
         """
-        return replace(self, tensors=normalized([NamedTensor(n, p, tuple(c)) for n, p, c in tensors]))
+        return replace(self, tensors=tuple(sorted(NamedTensor(n, p, tuple(sorted(c))) for n, p, c in tensors)))
 
     @classmethod
     def of(
@@ -260,13 +275,13 @@ class Schedule:
 
     def _repr_svg_(self) -> str | None:
         """For notebooks: the drawing with unit costs."""
-        from pipeloom.draw.notebook import svg_of
+        from pipeloom.draw.html import svg_of
 
         return svg_of(self)
 
     def _repr_html_(self) -> str | None:
         """For notebooks: the page with unit costs."""
-        from pipeloom.draw.notebook import html_of
+        from pipeloom.draw.html import html_of
 
         return html_of(self)
 
@@ -343,3 +358,36 @@ def _check_routes(
             f"route_of must give each of the {microbatches} micro-batches a route 0..{len(routes) - 1}; "
             f"got {echo(list(route_of))}"
         )
+
+
+def _check_tensors(tensors: Sequence[NamedTensor], positions: int) -> None:
+    """Raise ScheduleError for an invalid name or position, a tensor sent backwards or read by no stage, and one given twice."""
+    reads: set[tuple[str, int]] = set()
+    writes: set[tuple[str, int]] = set()
+    for name, producer, consumers in tensors:
+        if not isinstance(name, str) or not name.isidentifier() or name == "output":
+            raise ScheduleError(f"a tensor is called {echo(name)}; give a Python identifier other than 'output'")
+        for position in (producer, *consumers):
+            if not isinstance(position, int) or not 0 <= position < positions:
+                raise ScheduleError(
+                    f"tensor {name!r:.200} names the stage position {echo(position)}; there are {positions} (0..{positions - 1})"
+                )
+        if not consumers:
+            raise ScheduleError(f"tensor {name!r:.200} of position {producer} is read by no stage; give its consumers")
+        for consumer in consumers:
+            if consumer <= producer:
+                raise ScheduleError(
+                    f"tensor {name!r:.200} goes from position {producer} to position {consumer}, and a micro-batch passes "
+                    f"through position {consumer} first, so that every order of actions deadlocks; "
+                    f"nearest: a producer before {consumer}"
+                )
+            if (name, consumer) in reads:
+                raise ScheduleError(
+                    f"position {consumer} reads tensor {name!r:.200} from two positions; it can read one"
+                )
+            reads.add((name, consumer))
+        if (name, producer) in writes:
+            raise ScheduleError(
+                f"tensor {name!r:.200} of position {producer} is given twice; give its consumers together"
+            )
+        writes.add((name, producer))

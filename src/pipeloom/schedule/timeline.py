@@ -1,22 +1,72 @@
-"""A timeline: when every entry of a schedule starts and ends, simulated or measured, and the figures derived from it."""
+"""A timeline: when every entry of a schedule starts and ends, simulated or measured, and the figures derived from it.
+
+Among these are the gaps of each rank, cut by the cause of the wait, and the critical path.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import Literal, NamedTuple
+from statistics import fmean
+from typing import Literal, NamedTuple, get_args
 
-from pipeloom.schedule.actions import WEIGHT_GRADIENT, kind_of, kinds
+from pipeloom.schedule.actions import OUTPUT, WEIGHT_GRADIENT, kind_of, kinds
 from pipeloom.schedule.costs import Costs, PairTimes
-from pipeloom.schedule.critical import critical_path
-from pipeloom.schedule.exposed import Exposed
-from pipeloom.schedule.idle import CAUSES, Cause, Gap, gaps
+from pipeloom.schedule.graph import Graph
 from pipeloom.schedule.model import Schedule, parts
 
 Objective = Literal["makespan", "span"]
 """The value by which schedules are compared: the makespan, or the largest span of a rank."""
+
+
+Cause = Literal["dependency", "message", "memory", "end of step", "overhead"]
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+"""Causes for which a rank idles.
+
+- dependency: what the next entry needs is not computed yet.
+- message: it is computed, and on its way.
+- memory: the rank waits for a backward while a later forward of its program has its input, and running that forward now
+  would exceed the rank's own peak memory.
+- end of step: the rank has nothing left to do.
+- overhead: everything is there and nothing runs; a simulated timeline has none.
+"""
+
+
+class Gap(NamedTuple):
+    """An interval in which a rank idles for one cause, before entry `at` of its program (its length: at the end)."""
+
+    start: float
+    end: float
+    cause: Cause
+    at: int
+
+
+CommunicationKind = Literal["p2p", "tp", "dp", "all-to-all"]
+COMMUNICATIONS: tuple[CommunicationKind, ...] = get_args(CommunicationKind)
+"""Kinds of communication.
+
+- p2p: messages between stages, and the gradients of weights that several pipeline ranks hold.
+- tp: collectives of tensor-parallel ranks.
+- dp: gradients summed over the replicas, and weights that other replicas have stepped.
+- all-to-all: tokens and their gradients between expert-parallel ranks, and the counts of them.
+"""
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """Communications of one rank in one step that no computation hid.
+
+    Attributes:
+        inside: kind -> seconds for which computation stood still inside the rank's actions.
+        after: kind -> seconds after its last action.
+        end: when its gradients were complete, on the clock of the timeline's starts and ends.
+    """
+
+    inside: Mapping[str, float] = field(default_factory=dict)
+    after: Mapping[str, float] = field(default_factory=dict)
+    end: float = 0.0
 
 
 class Idle(NamedTuple):
@@ -51,6 +101,24 @@ class Timeline:
     source: str = "simulated"
     overlap_p2p: bool = True
     exposed: tuple[Exposed, ...] = ()
+
+    @classmethod
+    def measured(
+        cls,
+        schedule: Schedule,
+        starts: Sequence[Sequence[float]],
+        ends: Sequence[Sequence[float]],
+        turns: Sequence[Mapping[int, float]] = (),
+        exposed: tuple[Exposed, ...] = (),
+    ) -> Timeline:
+        """Return the timeline of a measured step, with the mean costs that it shows.
+
+        Args:
+            turns: rank -> entry of a pair -> the time at which its forward ends and its backward begins; default: half-way.
+        """
+        costs = _measured_costs(schedule, starts, ends, turns)
+        rows = tuple(map(tuple, starts)), tuple(map(tuple, ends))
+        return cls(schedule, costs, *rows, source="measured", exposed=exposed)
 
     @cached_property
     def makespan(self) -> float:
@@ -123,8 +191,9 @@ class Timeline:
 
     @cached_property
     def gaps(self) -> tuple[tuple[Gap, ...], ...]:
-        """rank -> the intervals in which it idles, each with its cause (`pipeloom.schedule.idle`)."""
-        return gaps(self)
+        """rank -> the intervals in which it idles, each with its cause, in order. Linear in the number of entries."""
+        ranks = range(self.schedule.ranks)
+        return tuple(self._gaps_of(rank) if any(self.starts) else () for rank in ranks)
 
     @cached_property
     def idle_by_cause(self) -> tuple[dict[Cause, float], ...]:
@@ -208,17 +277,96 @@ class Timeline:
         Backwards from the entry that ends last: the one before is the rank's previous entry or the one that sent the message
         waited for, whichever let it start later (the message, if both at the same time).
         """
-        return critical_path(self.schedule, self.costs, self.ends, self.overlap_p2p)
+        entries = [self.schedule.split_entries(rank) for rank in range(self.schedule.ranks)]
+        _, rank, at = max((ends[-1], rank, len(ends) - 1) for rank, ends in enumerate(self.ends) if ends)
+        path = [(rank, at)]
+        while True:
+            candidates = []
+            for code in (column[at] for column in entries[rank]):
+                for end, hop, source, position in self._inputs(rank, code):
+                    arrival = end + hop if self.overlap_p2p else end  # else the hop starts when the wait ends
+                    candidates.append((arrival, source != rank, (source, position)))
+            if at:
+                candidates.append((self.ends[rank][at - 1], False, (rank, at - 1)))
+            if not candidates:
+                return tuple(reversed(path))
+            rank, at = max(candidates)[2]
+            path.append((rank, at))
+
+    @cached_property
+    def _makers(self) -> tuple[Graph, dict[int, tuple[int, int]], tuple[float, ...]]:
+        """The graph with the needs of each code; event -> (rank, position) of what produces it; micro-batch -> factor."""
+        graph = Graph.of(self.schedule, full=True)
+        assert graph.event is not None
+        place: dict[int, tuple[int, int]] = {}
+        for rank in range(self.schedule.ranks):
+            for codes in self.schedule.split_entries(rank):
+                for at, code in enumerate(codes):
+                    if graph.event[code] < graph.always:
+                        place[graph.event[code]] = rank, at
+        return graph, place, self.costs.factors(self.schedule.microbatches)
+
+    def _inputs(self, rank: int, code: int) -> Iterator[tuple[float, float, int, int]]:
+        """Yield (end, hop from there, rank, position) of each entry whose result the action `code` of `rank` waits for."""
+        if code == self.schedule.no_action:
+            return
+        graph, place, factors = self._makers
+        for event, name in graph.waits_of(code):
+            if event in place:
+                source, position = place[event]
+                hop = self.costs.hop(source, rank, factors[code % self.schedule.microbatches], name)
+                yield self.ends[source][position], hop, source, position
+
+    def _arrival(self, rank: int, code: int, clock: float) -> tuple[float, float, int] | None:
+        """(arrival, end of what produces it, rank of that) of what the action waits for longest; None if it waits for nothing.
+
+        `clock`: when its rank is free. Without `overlap_p2p` the message travels only from then on.
+        """
+        return max(
+            (
+                ((end if self.overlap_p2p else max(clock, end)) + hop, end, source)
+                for end, hop, source, _ in self._inputs(rank, code)
+            ),
+            default=None,
+        )
+
+    def _gaps_of(self, rank: int) -> tuple[Gap, ...]:
+        schedule, change = self.schedule, self.memory_changes
+        firsts, seconds = schedule.split_entries(rank)
+        forwards = [OUTPUT in kind.produces for kind in kinds()]
+        none, stride = schedule.no_action, schedule.kind_stride
+        clock = min(starts[0] for starts in self.starts if starts)
+        finish = max(ends[-1] for ends in self.ends if ends)
+        dust = 1e-9 * (finish - clock)
+        peak, level = self.peak_memory[rank], 0.0
+        upcoming = _upcoming_forwards(firsts, [forwards[code // stride] for code in firsts])
+        rank_gaps: list[Gap] = []
+        for at, (first, second) in enumerate(zip(firsts, seconds, strict=True)):
+            start = self.starts[rank][at]
+            if start > clock + dust:
+                waits = [self._arrival(rank, code, clock) for code in (first, second)]
+                latest = max((wait for wait in waits if wait is not None), default=None)
+                cuts = _cuts(clock, start, latest, rank)
+                later = upcoming[at]
+                if later is not None and not forwards[first // stride] and level + change[later] > peak + 1e-9 * peak:
+                    ready = self._arrival(rank, later, clock)
+                    cuts = _for_memory(cuts, clock if ready is None else ready[0])
+                rank_gaps += (Gap(*cut, at) for cut in cuts if cut[1] > cut[0] + dust)
+            level += change[first] + (change[second] if second != none else 0.0)
+            clock = self.ends[rank][at]
+        if finish > clock + dust:
+            rank_gaps.append(Gap(clock, finish, "end of step", len(firsts)))
+        return tuple(rank_gaps)
 
     def _repr_svg_(self) -> str | None:
         """For notebooks: the drawing."""
-        from pipeloom.draw.notebook import svg_of
+        from pipeloom.draw.html import svg_of
 
         return svg_of(self)
 
     def _repr_html_(self) -> str | None:
         """For notebooks: the page."""
-        from pipeloom.draw.notebook import html_of
+        from pipeloom.draw.html import html_of
 
         return html_of(self)
 
@@ -243,3 +391,71 @@ def _memory_changes(schedule: Schedule, costs: Costs) -> list[float]:
 def _plain(value: float) -> float:
     """`value` without the rounding error of adding and subtracting floats: 0.30000000000000004 -> 0.3."""
     return round(value, 9) + 0.0
+
+
+def _measured_costs(
+    schedule: Schedule,
+    starts: Sequence[Sequence[float]],
+    ends: Sequence[Sequence[float]],
+    turns: Sequence[Mapping[int, float]],
+) -> Costs:
+    """Return each stage's mean F, I and W, in the unit of the times. p2p is 0.
+
+    A stage whose backward is never split counts half of B as I and half as W. `backward` is given where a stage has both.
+    """
+    times: dict[tuple[str, int], list[float]] = {}
+    for rank, program in enumerate(schedule.programs):
+        for at, (cell, start, end) in enumerate(zip(program, starts[rank], ends[rank], strict=True)):
+            actions = parts(cell)
+            moments = [start, end]
+            if len(actions) > 1:
+                moments.insert(1, turns[rank][at] if turns else (start + end) / 2)
+            for action, begin, stop in zip(actions, moments, moments[1:], strict=False):
+                times.setdefault((action.kind, action.stage), []).append(stop - begin)
+
+    def mean(kind: str, stage: int) -> float:
+        samples = times.get((kind, stage))
+        if samples is None and kind != "F":
+            samples = [time / 2 for time in times.get(("B", stage), [0.0])]
+        return fmean(samples or [0.0])
+
+    stages = range(schedule.stages)
+    parted = tuple(mean("I", s) + mean("W", s) for s in stages)
+    whole = tuple(mean("B", s) if ("B", s) in times else parted[s] for s in stages)
+    return Costs(
+        forward=tuple(mean("F", s) for s in stages),
+        input_grad=tuple(mean("I", s) for s in stages),
+        weight_grad=tuple(mean("W", s) for s in stages),
+        backward=whole if any(("B", s) in times and ("I", s) in times for s in stages) else None,
+    )
+
+
+def _upcoming_forwards(codes: Sequence[int], is_forward: list[bool]) -> list[int | None]:
+    """position -> the code of the first forward at it or after it."""
+    upcoming: list[int | None] = [None] * len(is_forward)
+    following: int | None = None
+    for at in reversed(range(len(is_forward))):
+        if is_forward[at]:
+            following = codes[at]
+        upcoming[at] = following
+    return upcoming
+
+
+_Cut = tuple[float, float, Cause]
+
+
+def _cuts(clock: float, start: float, wait: tuple[float, float, int] | None, rank: int) -> list[_Cut]:
+    """The interval from `clock` to `start` as dependency, message and overhead, given the last arrival waited for."""
+    if wait is None:
+        return [(clock, start, "overhead")]
+    arrival, end, source = wait
+    computed = min(start, max(clock, end))
+    moving = source != rank and arrival > clock
+    return [(clock, computed, "dependency"), (computed, start, "message" if moving else "overhead")]
+
+
+def _for_memory(cuts: list[_Cut], ready: float) -> list[_Cut]:
+    """`cuts` with everything from `ready` on attributed to memory."""
+    before: list[_Cut] = [(start, min(end, ready), cause) for start, end, cause in cuts if start < ready]
+    start, end = max(cuts[0][0], ready), cuts[-1][1]
+    return [*before, (start, end, "memory")] if start < end else before

@@ -1,4 +1,9 @@
-"""The driver of a search: warm starts, the search for a period, tabu search from several starts, and a proof."""
+"""The driver of a search: warm starts, the search for a period, tabu search from several starts, and a proof.
+
+The walks of tabu search form a portfolio that shares one incumbent: warm starts first, then restarts from serial sequences. Its
+rounds follow one another as the instances and the seed determine, whatever the budget: a search with more moves or seconds
+continues one with fewer, and is never worse. In a round, walks race: after each turn the better half continues, twice as long.
+"""
 
 from __future__ import annotations
 
@@ -14,47 +19,39 @@ from pipeloom.schedule import Schedule, simulate
 from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.families import build
 from pipeloom.solver.bounds import bound_of, pairs_gain
-from pipeloom.solver.budget import Budget
 from pipeloom.solver.construct import (
-    CONSTRUCTION,
+    FIRST_RULES,
+    LARGEST_WALKED,
+    OTHER_RULES,
     family_schedules,
     interleaved_rounds,
     list_scheduled,
     reduced_instances,
     sequences_of,
+    variants_with_pairs,
 )
-from pipeloom.solver.cyclic.search import modulo_starts
-from pipeloom.solver.cyclic.unroll import repeat_period
 from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.exact import certify
-from pipeloom.solver.incumbent import Incumbent, Progress, value_of
+from pipeloom.solver.incumbent import Budget, Incumbent, Progress, value_of
 from pipeloom.solver.instance import Instance, Sequences
 from pipeloom.solver.merge_backward import merge_weight_grads
-from pipeloom.solver.pairing import FIRST_RULES, OTHER_RULES, variants_with_pairs
-from pipeloom.solver.periods import PERIODIC_ORIGIN, PeriodSearches
-from pipeloom.solver.portfolio import Portfolio, WarmStart, warm_start
-from pipeloom.solver.tabu import WITH_PAIRS, WITH_WHOLE, WITHOUT_PAIRS, TabuParameters
+from pipeloom.solver.period_search import PERIODIC_ORIGIN, PeriodSearches, modulo_starts
+from pipeloom.solver.periodic import repeat_period
+from pipeloom.solver.tabu import WITH_PAIRS, WITH_WHOLE, WITHOUT_PAIRS, TabuParameters, TabuSearch
 
-
-@dataclass(frozen=True)
-class DriverParameters:
-    """Division of a search's effort between warm starts, the search for a period and tabu search."""
-
-    # Warm starts from list scheduling that are tried however long they take.
-    fewest_starts: int = 8
-    # The share of the time after which no more warm starts are constructed, and the same for large instances, for which no tabu
-    # search follows.
-    starts_share: float = 0.3
-    large_starts_share: float = 0.5
-    # With pairs: list schedules per placement taken as warm starts, and warm starts tried with all pairing rules. More diversify,
-    # and take the time from tabu search.
-    list_schedules: int = 3
-    all_rules: int = 3
-    # With pairs: the share of the time after which no more warm starts are constructed.
-    pair_starts_share: float = 1 / 3
-
-
-DRIVER = DriverParameters()
+# Division of a search's effort between warm starts, the search for a period and tabu search.
+# Warm starts from list scheduling that are tried however long they take.
+FEWEST_STARTS = 8
+# The share of the time after which no more warm starts are constructed, and the same for large instances, for which no tabu
+# search follows.
+STARTS_SHARE = 0.3
+LARGE_STARTS_SHARE = 0.5
+# With pairs: list schedules per placement taken as warm starts, and warm starts tried with all pairing rules. More diversify,
+# and take the time from tabu search.
+LIST_SCHEDULES = 3
+STARTS_WITH_ALL_RULES = 3
+# With pairs: the share of the time after which no more warm starts are constructed.
+PAIR_STARTS_SHARE = 1 / 3
 PAIRED = ("1f1b-overlap", "interleaved-overlap", "dualpipev")
 
 
@@ -135,7 +132,7 @@ class SearchDriver:
         for group in groups.values():
             if self.incumbent.proved:
                 return []
-            if group[0].nodes <= CONSTRUCTION.largest:
+            if group[0].nodes <= LARGEST_WALKED:
                 self._list_scheduled_starts(starts, group)
             else:
                 self._large_starts(group[0])
@@ -148,7 +145,7 @@ class SearchDriver:
             self._offer_family(schedule, first)
             if self._starts_are_due():
                 return
-            if first.nodes <= CONSTRUCTION.largest:
+            if first.nodes <= LARGEST_WALKED:
                 sequences = sequences_of(first, schedule)
                 for instance in group:
                     self._start(starts, instance, sequences, schedule.name)
@@ -164,12 +161,12 @@ class SearchDriver:
         yield from family_schedules(*sizes, instance.costs, instance.memory_limit)
         if instance.costs.uneven:  # families made for a memory limit assume equal micro-batches
             yield from family_schedules(*sizes, instance.even.costs, instance.memory_limit)
-        if self.pairs and instance.nodes > CONSTRUCTION.largest:
+        if self.pairs and instance.nodes > LARGEST_WALKED:
             yield from families_with_pairs(instance)  # few others are built at that size
 
     def _list_scheduled_starts(self, starts: list[WarmStart], group: list[Instance]) -> None:
         for count, seed in enumerate(chain(interleaved_rounds(group[0]), list_scheduled(group[0]))):
-            if count >= DRIVER.fewest_starts and self._starts_are_due():
+            if count >= FEWEST_STARTS and self._starts_are_due():
                 return
             for instance in group:
                 self._start(starts, instance, seed.sequences, seed.origin)
@@ -180,7 +177,7 @@ class SearchDriver:
             for start in modulo_starts(instance):
                 self._start([], instance, start.unrolled(instance), PERIODIC_ORIGIN)
                 break
-        if self._starts_are_due(DRIVER.large_starts_share):
+        if self._starts_are_due(LARGE_STARTS_SHARE):
             return
         best = math.inf
         for small, sequences, origin in reduced_instances(instance):
@@ -191,10 +188,10 @@ class SearchDriver:
                 longer = repeat_period(small, sequences, instance)
                 if longer is not None:
                     self._start([], instance, longer, f"{origin} of {small.microbatches} micro-batches, repeated")
-            if self._starts_are_due(DRIVER.large_starts_share) or self.incumbent.proved:
+            if self._starts_are_due(LARGE_STARTS_SHARE) or self.incumbent.proved:
                 return
 
-    def _starts_are_due(self, share: float = DRIVER.starts_share) -> bool:
+    def _starts_are_due(self, share: float = STARTS_SHARE) -> bool:
         """Return whether to end the construction of starts: this share of the time is spent, and there is an incumbent."""
         budget = self.budget
         return self.incumbent.best is not None and budget.seconds > share * (budget.deadline - budget.begin)
@@ -205,7 +202,7 @@ class SearchDriver:
         if start is None:
             return
         starts.append(start)
-        if instance.nodes <= CONSTRUCTION.largest and not self.pairs:
+        if instance.nodes <= LARGEST_WALKED and not self.pairs:
             self.seeds.setdefault(instance, []).append((start.value, instance, sequences))
         if self.incumbent.improves(start.value):
             self.incumbent.offer(start.value, origin, instance, start.sequences)
@@ -215,7 +212,7 @@ class SearchDriver:
         instances = sorted(self.instances, key=lambda instance: self.incumbent.bounds[instance])
         searches = [] if self.pairs else instances
         periods = PeriodSearches(searches, self.seeds, self.budget, self.incumbent, self.random)
-        if instances[0].nodes > CONSTRUCTION.largest:
+        if instances[0].nodes > LARGEST_WALKED:
             periods.run_alone(self.budget.allowed)
             return
         portfolio = Portfolio(starts, instances, self.budget, self.incumbent, self.random, periods, self._parameters)
@@ -236,7 +233,7 @@ class SearchDriver:
             if (
                 not incumbent.can_improve(instance)
                 or left <= 0
-                or instance.nodes > CONSTRUCTION.largest
+                or instance.nodes > LARGEST_WALKED
                 or pairs_gain(instance)
             ):
                 continue  # the solver does not model pairs: where they gain, only bounds by formula hold
@@ -263,10 +260,10 @@ class SearchDriver:
                     self._start(starts, instance, paired, schedule.name)
                 value = min((start.value for start in starts[first:]), default=math.inf)
                 seeds.append((value, len(seeds), instance, sequences, schedule.name))
-                if self._starts_are_due(DRIVER.pair_starts_share) or self.incumbent.proved:
+                if self._starts_are_due(PAIR_STARTS_SHARE) or self.incumbent.proved:
                     break
-        for _, _, instance, sequences, origin in sorted(seeds, key=lambda seed: seed[:2])[: DRIVER.all_rules]:
-            if self._starts_are_due(DRIVER.pair_starts_share) or self.incumbent.proved:
+        for _, _, instance, sequences, origin in sorted(seeds, key=lambda seed: seed[:2])[:STARTS_WITH_ALL_RULES]:
+            if self._starts_are_due(PAIR_STARTS_SHARE) or self.incumbent.proved:
                 break
             for paired in variants_with_pairs(instance, sequences, OTHER_RULES, (0.0, 1.0)):
                 self._start(starts, instance, paired, origin)
@@ -277,16 +274,16 @@ class SearchDriver:
         for schedule in self._families(instance):
             self._offer_family(schedule, instance)
             yield schedule
-        if instance.nodes > CONSTRUCTION.largest or not self.incumbent.can_improve(instance):
+        if instance.nodes > LARGEST_WALKED or not self.incumbent.can_improve(instance):
             return
         listed = []
         for at, seed in enumerate(list_scheduled(instance)):
             evaluation = evaluate(instance, seed.sequences)
             if evaluation is not None:
                 listed.append((evaluation.value, at, instance.schedule_of(seed.sequences, seed.origin)))
-            if self._starts_are_due(DRIVER.pair_starts_share):
+            if self._starts_are_due(PAIR_STARTS_SHARE):
                 break
-        for _, _, schedule in sorted(listed, key=lambda one: one[:2])[: DRIVER.list_schedules]:
+        for _, _, schedule in sorted(listed, key=lambda one: one[:2])[:LIST_SCHEDULES]:
             yield schedule
 
 
@@ -308,3 +305,145 @@ def _best_of(starts: list[WarmStart]) -> list[WarmStart]:
     for start in starts:
         best.setdefault((round(start.value, 9), start.instance.placement, start.instance.order), start)
     return sorted(best.values(), key=lambda start: start.value)
+
+
+# Lengths of turns and number of walks.
+# Walks that a round begins with: more of them find more basins, and get fewer moves each.
+WALKS = 4
+# Moves of each walk's turn at the beginning of the first round, and of the longest rounds, per node of the instance.
+FIRST_TURN = 0.125
+LONGEST_TURN = 2.0
+# The least moves per node from which on restarts from serial sequences take part: with fewer they stay far behind.
+RESTART_TURN = 0.5
+# Most operations evaluated in the first turn: large instances get fewer moves.
+TURN_WORK = 250_000
+# Turns of a round's length that the best walk so far gets after each round.
+BEST_TURNS = 4
+# Turns of a round's length in a round: of four, then of two twice and one four times as long, and of the best.
+ROUND_TURNS = 16
+
+
+@dataclass
+class WarmStart:
+    """Sequences to improve.
+
+    Attributes:
+        value: the best value so far.
+        origin: the family or the rule that constructed them.
+        search: the tabu search that improves them; None before its first turn.
+    """
+
+    value: float
+    instance: Instance
+    sequences: Sequences
+    origin: str
+    search: TabuSearch | None = None
+
+
+class Portfolio:
+    """The walks of one search.
+
+    Args:
+        starts: warm starts, the best first; they take part in the first rounds.
+        instances: those that restarts take turns in.
+        periods: searches for a period, which run between the turns.
+        parameters: instance -> parameters of its tabu search.
+    """
+
+    def __init__(
+        self,
+        starts: Sequence[WarmStart],
+        instances: Sequence[Instance],
+        budget: Budget,
+        incumbent: Incumbent,
+        random: Random,
+        periods: PeriodSearches,
+        parameters: Callable[[Instance], TabuParameters],
+    ) -> None:
+        self.waiting, self.instances = list(starts), instances
+        self.budget, self.incumbent, self.random = budget, incumbent, random
+        self._parameters, self.periods = parameters, periods
+        self.best: WarmStart | None = None
+        self._restarts = 0
+
+    @property
+    def over(self) -> bool:
+        return self.budget.over or self.incumbent.proved
+
+    def run(self) -> None:
+        """Run rounds until the budget is spent or the bound reached."""
+        nodes = self.instances[0].nodes
+        turn = max(1, int(min(FIRST_TURN * nodes, TURN_WORK / nodes)))
+        longest = max(turn, int(LONGEST_TURN * nodes))
+        while not self.over:
+            self._round(turn)
+            turn = min(2 * turn, longest)
+            self.periods.drop_worst()
+
+    def _round(self, turn: int) -> None:
+        self.periods.advance(ROUND_TURNS * turn)
+        walks, length = self._entrants(turn), turn
+        while walks:
+            for walk in walks:
+                self._walk(walk, length)
+            walks.sort(key=lambda walk: walk.value)
+            if self.best is None or walks[0].value < self.best.value:
+                self.best = walks[0]
+            walks, length = walks[: len(walks) // 2], 2 * length
+        if self.best is not None:
+            self._walk(self.best, BEST_TURNS * turn)
+
+    def _entrants(self, turn: int) -> list[WarmStart]:
+        """Return warm starts that have not run, and serial sequences if the turns are long enough to improve those."""
+        better = (warm_start(*solution, PERIODIC_ORIGIN) for solution in self.periods.improved())
+        self.waiting = [start for start in better if start is not None] + self.waiting
+        self.waiting = [start for start in self.waiting if self.incumbent.can_improve(start.instance)]
+        entrants = self.waiting[:WALKS]
+        del self.waiting[:WALKS]
+        open_ = [instance for instance in self.instances if self.incumbent.can_improve(instance)]
+        while len(entrants) < WALKS and open_ and turn >= RESTART_TURN * open_[0].nodes:
+            entrants.append(serial_start(open_[self._restarts % len(open_)]))
+            self._restarts += 1
+        return entrants
+
+    def _walk(self, start: WarmStart, moves: int) -> None:
+        budget, before = self.budget, self.budget.used
+        moves = min(moves, budget.allowed - before)
+        if moves <= 0 or self.over or not self.incumbent.can_improve(start.instance):
+            return
+
+        def carry_on(sequences: Sequences, value: float, done: int) -> bool:
+            budget.used = before + done
+            if not self.incumbent.improves(value):
+                self.incumbent.report()
+            else:
+                self.incumbent.offer(value, start.origin, start.instance, sequences)
+            return budget.in_time
+
+        if start.search is None:
+            start.search = TabuSearch(start.instance, start.sequences, self.random, self._parameters(start.instance))
+        start.search.walk(moves, self.incumbent.bounds[start.instance], carry_on)
+        start.value = start.search.value
+
+
+def warm_start(instance: Instance, sequences: Sequences, origin: str) -> WarmStart | None:
+    """Return a start with these sequences, all I and W in one B if that is no longer; None if they have a cycle or do not fit."""
+    if instance.table.saved:
+        sequences = merge_weight_grads(instance, sequences, work=1)
+    evaluation = evaluate(instance, sequences)
+    if evaluation is None or not instance.fits(sequences):
+        return None
+    return WarmStart(evaluation.value, instance, sequences, origin)
+
+
+def serial_start(instance: Instance) -> WarmStart:
+    """Return the sequences that run one micro-batch after the other. They fit whenever any do, and lead to every other order."""
+    stages, m, stride = instance.stages, instance.microbatches, instance.table.stride
+    sequences: Sequences = [[] for _ in range(instance.ranks)]
+    for microbatch in range(m):
+        for stage, rank in enumerate(instance.placement):
+            sequences[rank].append(stage * m + microbatch)
+        for stage in reversed(range(stages)):
+            node = stride + stage * m + microbatch
+            sequences[instance.placement[stage]] += [node, node + stride]
+    return WarmStart(float("inf"), instance, sequences, "restart")

@@ -22,20 +22,13 @@ from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.instance import Instance, Sequences
 
-
-@dataclass(frozen=True)
-class ExactParameters:
-    """Conversion of costs to the integers that CP-SAT requires."""
-
-    # Factors tried in turn, until all times are whole numbers: the smallest keeps the domains small.
-    factors: tuple[int, ...] = (1, 2, 4, 5, 8, 10, 20, 100, 1000, 10_000)
-    # If none of them works, times are rounded down to multiples of 1 / finest: finer gives a tighter bound and a slower proof.
-    finest: int = 100_000
-    # The relative tolerance within which a value counts as equal to its bound, and the unit of memory.
-    rounding: float = 1e-6
-
-
-EXACT = ExactParameters()
+# Conversion of costs to the integers that CP-SAT requires.
+# Factors tried in turn, until all times are whole numbers: the smallest keeps the domains small.
+FACTORS = (1, 2, 4, 5, 8, 10, 20, 100, 1000, 10_000)
+# If none of them works, times are rounded down to multiples of 1 / finest: finer gives a tighter bound and a slower proof.
+FINEST_FACTOR = 100_000
+# The relative tolerance within which a value counts as equal to its bound, and the unit of memory.
+RELATIVE_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,7 @@ def certify(instance: Instance, value: float, seconds: float, hint: Sequences | 
     times = _least_times(instance)
     factor = _factor(instance, times)
     # the difference of two times that were rounded down may be a unit larger than it was; a span has two of them
-    slack = 2 if factor == EXACT.finest and instance.objective == "span" else 0
+    slack = 2 if factor == FINEST_FACTOR and instance.objective == "span" else 0
     model = _Model(cp_model, instance, times, factor, math.ceil(value * factor - TIME_TOLERANCE) + slack)
     if hint is not None:
         model.hint(hint)
@@ -110,13 +103,13 @@ def _least_times(instance: Instance) -> list[float]:
 
 
 def _factor(instance: Instance, times: list[float]) -> int:
-    """Return the smallest factor that makes all times integers, or `EXACT.finest` if none does."""
+    """Return the smallest factor that makes all times integers, or `FINEST_FACTOR` if none does."""
     table = instance.table
     values = {*times, *table.hop, *table.wait, *table.saved.values()}
-    for factor in EXACT.factors:
+    for factor in FACTORS:
         if all(abs(v * factor - round(v * factor)) < TIME_TOLERANCE for v in values):
             return factor
-    return EXACT.finest
+    return FINEST_FACTOR
 
 
 class _Model:
@@ -157,7 +150,7 @@ class _Model:
             self._memory(nodes, horizon)
         model.add(start[0] == 0)
         for stage in range(1, instance.stages):
-            if instance.placement[stage] in instance.placement[:stage] or factor == EXACT.finest:
+            if instance.placement[stage] in instance.placement[:stage] or factor == FINEST_FACTOR:
                 break  # with rounded times, sums of times do not give exact starts
             # Nothing comes before this F on its rank, so that it starts when its message arrives. It need not be the message that
             # arrives first: a rank that begins with a later micro-batch begins its span later.
@@ -217,8 +210,8 @@ class _Model:
                 if share * activation[stage] > 0:
                     length = model.new_int_var(0, horizon, "")
                     parts.append(model.new_interval_var(self.start[node], length, self.end[until], ""))
-                    demands.append(math.floor(share * activation[stage] / EXACT.rounding + TIME_TOLERANCE))
-        model.add_cumulative(parts, demands, math.ceil(memory_limit / EXACT.rounding))
+                    demands.append(math.floor(share * activation[stage] / RELATIVE_ROUNDING + TIME_TOLERANCE))
+        model.add_cumulative(parts, demands, math.ceil(memory_limit / RELATIVE_ROUNDING))
 
     def hint(self, sequences: Sequences) -> None:
         timing = evaluate(self.instance, sequences)

@@ -1,7 +1,9 @@
-"""Incumbent of a search: the best schedule so far, with the lower bounds and the progress callback."""
+"""State of a search: the moves and seconds that remain, the best schedule so far, the lower bounds, the progress callback."""
 
 from __future__ import annotations
 
+import math
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +11,43 @@ from dataclasses import dataclass
 from pipeloom.schedule import Schedule, Timeline
 from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.timeline import Objective
-from pipeloom.solver.budget import Budget
-from pipeloom.solver.exact import EXACT
+from pipeloom.solver.exact import RELATIVE_ROUNDING
 from pipeloom.solver.instance import Instance, Sequences
+
+# Division of a search's moves and time.
+# Nodes evaluated if neither moves nor seconds are given: about ten seconds.
+DEFAULT_WORK = 8_000_000
+# The fewest moves where no limit is given, so that large instances get some too.
+FEWEST_MOVES = 100
+# Seconds of a proof without a time limit.
+PROOF_SECONDS = 120.0
+# The share of the time for warm starts and tabu search if a proof follows: a good incumbent shortens the proof.
+SEARCH_SHARE_BEFORE_PROOF = 0.25
+
+
+class Budget:
+    """The remaining budget of a search: moves, seconds, or both."""
+
+    def __init__(self, size: int, time_limit: float | None, iterations: int | None, prove: bool) -> None:
+        self.begin = time.monotonic()
+        self.proof_end = self.begin + (time_limit if time_limit is not None else PROOF_SECONDS) if prove else 0.0
+        share = SEARCH_SHARE_BEFORE_PROOF if prove else 1.0  # of the time, for the starts and the local search
+        self.deadline = math.inf if time_limit is None else self.begin + share * time_limit
+        default_moves = 10**9 if time_limit is not None else max(FEWEST_MOVES, int(share * DEFAULT_WORK) // size)
+        self.allowed = iterations if iterations is not None else default_moves
+        self.used = 0
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.begin
+
+    @property
+    def in_time(self) -> bool:
+        return time.monotonic() < self.deadline
+
+    @property
+    def over(self) -> bool:
+        return self.used >= self.allowed or not self.in_time
 
 
 def value_of(timeline: Timeline, objective: Objective) -> float:
@@ -78,7 +114,7 @@ class Incumbent:
     @property
     def proved(self) -> bool:
         """Return whether the best solution is proved optimal, within the tolerances."""
-        return self.best is not None and self.value <= self.bound + max(TIME_TOLERANCE, EXACT.rounding * self.value)
+        return self.best is not None and self.value <= self.bound + max(TIME_TOLERANCE, RELATIVE_ROUNDING * self.value)
 
     def can_improve(self, instance: Instance) -> bool:
         """Return whether the instance's bound allows a better solution."""
@@ -92,7 +128,7 @@ class Incumbent:
         self, value: float, origin: str, instance: Instance, solution: Schedule | Sequences, replace: bool = False
     ) -> bool:
         """Accept a schedule, or sequences of the instance, if better (with `replace`, also if equal); return whether accepted."""
-        if value < self.bounds[instance] * (1 - EXACT.rounding) - TIME_TOLERANCE:
+        if value < self.bounds[instance] * (1 - RELATIVE_ROUNDING) - TIME_TOLERANCE:
             warnings.warn(
                 f"the lower bound {self.bounds[instance]:g} exceeds the value {value:g} of a schedule, so it is ignored: please "
                 f"report {instance}",

@@ -7,7 +7,7 @@ later.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pipeloom.schedule import Costs, Schedule
 from pipeloom.schedule.costs import TIME_TOLERANCE
@@ -16,16 +16,9 @@ from pipeloom.schedule.timeline import Objective
 from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.instance import Instance, Sequences
 
-
-@dataclass(frozen=True)
-class MergeParameters:
-    """Effort spent on merging I and W."""
-
-    # Operations to evaluate; backwards not tried by then stay split. More would find the last few merges; these take 0.5 s.
-    work: int = 1_000_000
-
-
-MERGING = MergeParameters()
+# Effort spent on merging I and W.
+# Operations to evaluate; backwards not tried by then stay split. More would find the last few merges; these take 0.5 s.
+MERGE_WORK = 1_000_000
 
 
 def merge_backwards(
@@ -45,7 +38,7 @@ def merge_backwards(
     return replace(schedule, codes=instance.schedule_of(sequences).codes)
 
 
-def merge_weight_grads(instance: Instance, sequences: Sequences, work: int = MERGING.work) -> Sequences:
+def merge_weight_grads(instance: Instance, sequences: Sequences, work: int = MERGE_WORK) -> Sequences:
     """Return the sequences with W merged into the operation of its I where that does not increase the value.
 
     W moves forward to its I, so no rank needs more memory. Groups of W are tried whole, then in halves, larger groups first,

@@ -11,14 +11,13 @@ from pipeloom.errors import ArgumentError, CapacityError, UsageError, did_you_me
 from pipeloom.limits import MOST_SEARCHED_CELLS, MOST_SECONDS, MOST_STEPS, require_at_most
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.costs import TIME_TOLERANCE
-from pipeloom.schedule.families.layout import require_sizes
+from pipeloom.schedule.families.construct.layout import require_sizes
 from pipeloom.schedule.placement import NAMED, named, require_placement
 from pipeloom.schedule.timeline import Objective
 from pipeloom.solver.bounds import pairs_gain
-from pipeloom.solver.budget import Budget
 from pipeloom.solver.driver import SearchDriver
 from pipeloom.solver.exact import require_solver
-from pipeloom.solver.incumbent import Progress, value_of
+from pipeloom.solver.incumbent import Budget, Progress, value_of
 from pipeloom.solver.instance import Instance
 
 OBJECTIVES = ("makespan", "span")

@@ -12,8 +12,9 @@ from torch import Tensor
 from pipeloom.config import Config, Layout
 from pipeloom.config.problems import naming_keys
 from pipeloom.limits import expanded
-from pipeloom.models import MoeClasses, cross_entropy, hf, layers, names, tied, token_loss
-from pipeloom.models.adapters import LoraOptions, with_adapters
+from pipeloom.models import MoeClasses, cross_entropy, hf, layers, tied, token_loss
+from pipeloom.models.layers import block_name
+from pipeloom.models.lora import LoraOptions, with_adapters
 from pipeloom.ops.layer import Layer
 from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
@@ -162,4 +163,4 @@ def recomputed(config: Config) -> Literal["none"] | frozenset[str]:
     if config.model.source:
         trunk = foreign(config.model.source, PARAMETER_DTYPES[config.train.dtype])[1:]
         return frozenset(trunk[number].name for number in blocks)
-    return frozenset(names.block(number) for number in blocks)
+    return frozenset(block_name(number) for number in blocks)

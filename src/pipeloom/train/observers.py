@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.config import Config, training_flops
-from pipeloom.models import names
 from pipeloom.models.gate import balance, gates_of, take_loads
+from pipeloom.models.layers import block_name
 from pipeloom.parallel.collectives import carrier_of
 from pipeloom.runtime import Pipeline
 from pipeloom.schedule import Timeline
@@ -228,7 +228,7 @@ class ExpertLoads:
         self._pipeline = pipeline
         self._experts = config.model.num_experts
         self._biased = config.model.router == "sigmoid"
-        blocks = [names.block(number) for number, experts in enumerate(config.model.expert_blocks) if experts]
+        blocks = [block_name(number) for number, experts in enumerate(config.model.expert_blocks) if experts]
         self._blocks = len(blocks)
         held = [(at, pipeline.modules[name]) for at, name in enumerate(blocks) if name in pipeline.modules]
         self._gates = [(at, gate) for at, module in held for gate in gates_of([module])]

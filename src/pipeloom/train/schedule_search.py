@@ -28,8 +28,8 @@ from pipeloom.schedule import Costs, Schedule, Timeline, check, simulate
 from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.files import load
 from pipeloom.schedule.json_form import from_json, to_dict, to_json
-from pipeloom.schedule.measured import costs_of
 from pipeloom.schedule.transforms import half_split
+from pipeloom.traces.measured import costs_of
 from pipeloom.train.report.metrics import shared_cores
 from pipeloom.train.report.report import Report
 

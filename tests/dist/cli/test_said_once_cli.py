@@ -47,6 +47,7 @@ def worker(rank: int, text: str) -> Any:
     return SimpleNamespace(rank=rank, lines=text.splitlines())
 
 
+@pytest.mark.core
 def test_the_launcher_repeats_no_reason(capsys: pytest.CaptureFixture[str]) -> None:
     """Rank 0 has written its own; what the others wrote besides is shown."""
     failures = {rank: WorkerFailure(rank, time.time(), 2, "refused\nfor two reasons") for rank in range(3)}

@@ -38,6 +38,7 @@ def test_everything_is_drawn() -> None:
     assert any(case.ties and case.one_object and case.dp for case in drawn)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "compiled"])
 def test_every_kind_trains_in_one_process(kind: str) -> None:
     """Between two linear layers, and alone."""
@@ -49,6 +50,7 @@ def test_every_kind_trains_in_one_process(kind: str) -> None:
         assert any(seen.gradients[1].values()) or layers == (kind,)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("hook", HOOKS)
 def test_every_hook_fires_in_one_process(hook: str) -> None:
     case = Case(layers=("linear", str(Layout("mlp", hooks=(hook,)))), microbatches=2, rows=(1, 2))
@@ -58,6 +60,7 @@ def test_every_hook_fires_in_one_process(hook: str) -> None:
     assert (seen.kept != 0) == (hook == "keep")
 
 
+@pytest.mark.core
 def test_a_planted_defect_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that cross a boundary are too large."""
     right = Stage.backward
@@ -97,6 +100,7 @@ def _number(argument: int) -> int:
     return argument + 1
 
 
+@pytest.mark.core
 def test_a_hang_is_reported_and_the_crew_goes_on() -> None:
     crew = Crew(2)
     try:

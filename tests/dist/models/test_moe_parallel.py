@@ -121,6 +121,7 @@ def own_classes(rank: int) -> None:
     compare(model(), Way(sequence=True), mesh_of(dp=1, tp=2), serial(model(), 1))
 
 
+@pytest.mark.core
 def test_own_experts_and_an_own_router_over_ranks_are_those_of_one_process() -> None:
     run_ranks(own_classes, 2)
 
@@ -141,6 +142,7 @@ def broken(rank: int, what: str) -> float:
     return worst(step_on(mesh, shape, Way())[1], want)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "what",
     ["the gate gets no gradient", "the share of the auxiliary loss is left out", "experts get each other's rows"],
@@ -186,6 +188,7 @@ def events(rank: int, way: Way, shared: int = 0, nodes: int = 1, world: int = 2)
     return log
 
 
+@pytest.mark.core
 def test_shared_experts_compute_while_tokens_are_under_way() -> None:
     """Forward behind the dispatch, and backward behind the dispatch's backward."""
     assert run_ranks(partial(events, way=Way(), shared=1), 2)[0] == [
@@ -195,6 +198,7 @@ def test_shared_experts_compute_while_tokens_are_under_way() -> None:
     ]
 
 
+@pytest.mark.core
 def test_a_chunk_travels_inside_its_node_while_the_next_crosses_nodes() -> None:
     """And on the way back a chunk crosses nodes while the next one is summed inside its node."""
     log = run_ranks(partial(events, way=Way(chunks=2), nodes=2, world=4), 4)[0]
@@ -213,6 +217,7 @@ def test_a_chunk_travels_inside_its_node_while_the_next_crosses_nodes() -> None:
     ]
 
 
+@pytest.mark.core
 def test_what_runs_while_rows_are_under_way() -> None:
     """In chunks the experts of other tokens, in sequence blocks the attention of other tokens; neither otherwise."""
     plain, chunks, blocks = (run_ranks(partial(events, way=way), 2)[0] for way in (Way(), Way(chunks=3), Way(blocks=3)))

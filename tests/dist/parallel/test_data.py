@@ -20,6 +20,8 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding, Shard
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 EXPERT = ParameterSharding((Shard("ep", 0, (1, 1)),))
 
 
@@ -224,19 +226,10 @@ def early(rank: int) -> None:
     close(net, sync, reference(net, [0], 2), "early")
 
 
-@dataclass
-class Finished:
-    """A reduction that has been waited for."""
-
-    total: Tensor
-
-    def wait(self) -> Tensor:
-        return self.total
-
-
-def at_once(self: Reducer, bucket: Bucket, start: Callable[[Reducer, Bucket], Reduction] = Reducer.start) -> Finished:
+def at_once(self: Reducer, bucket: Bucket, start: Callable[[Reducer, Bucket], Reduction] = Reducer.start) -> Reduction:
     """Start a bucket's reduction and wait for it."""
-    return Finished(start(self, bucket).wait())
+    total = start(self, bucket)()
+    return lambda: total
 
 
 def mutations(rank: int) -> None:

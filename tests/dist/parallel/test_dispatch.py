@@ -32,9 +32,11 @@ from pipeloom.parallel.dispatch import (
 )
 from pipeloom.parallel.expert import Experts
 from pipeloom.parallel.mesh import Axis, Mesh
-from pipeloom.parallel.router import Gate, Routing, limit, route
+from pipeloom.parallel.router import Gate, Routing, drop_over_capacity, route
 from pipeloom.parallel.sharding import shard_of, shardings_of
 from processes import run_ranks
+
+pytestmark = pytest.mark.core
 
 EXPERTS, HIDDEN, INNER = 8, 12, 20
 
@@ -70,7 +72,7 @@ def normal(*size: int, seed: int) -> Tensor:
 def routing_of(case: Case, logits: Tensor) -> Routing:
     masked = logits + torch.full((EXPERTS,), -30.0).index_fill(0, torch.tensor(case.only), 0.0)
     routing = route(Gate("softmax", EXPERTS, case.k), masked)
-    return limit(routing, case.capacity) if case.capacity else routing
+    return drop_over_capacity(routing, case.capacity) if case.capacity else routing
 
 
 def experts_of(parallel: ExpertParallel | None) -> Experts:

@@ -12,6 +12,8 @@ from pipeloom.errors import DistributedError, UsageError
 from pipeloom.parallel.exchange import all_gather_json, all_gather_tree, broadcast_json, gather_tree
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 CPU = torch.device("cpu")
 DTYPES = (
     torch.float64,

@@ -11,6 +11,8 @@ from pipeloom.errors import ConfigError, DistributedError
 from pipeloom.parallel.mesh import Axis, Mesh, PipelineMesh, group_of_members
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 NAMES = ("tp", "ep", "edp", "dp", "everyone")
 
 

@@ -18,7 +18,7 @@ from pipeloom import checkpoint
 from pipeloom.errors import ArgumentError, UsageError
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
-from pipeloom.parallel.adapters import AdaptedLinear
+from pipeloom.models.lora import AdaptedLinear
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.sharding import ParameterSharding, Shard, from_plain, join, shard_of, shardings_of, to_plain
 from pipeloom.parallel.tensor import (
@@ -227,6 +227,7 @@ def contents(path: Path) -> dict[str, Tensor]:
     return {key: reader.region(key, Box((0,) * len(shape), shape)) for key, shape in reader.tensors.items()}
 
 
+@pytest.mark.core
 def test_a_fused_weight_is_saved_as_one_process_has_it(tmp_path: Path) -> None:
     """A step's gradients, and a checkpoint from one process to two ranks and back, bit by bit."""
     pipeline, optimizer, want_loss = stepped(None, None, 1)
@@ -260,6 +261,7 @@ def of_ranks(size: int) -> TensorParallel:
     return TensorParallel(Axis(tuple(range(size)), 0, None))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("outputs", "size", "words"),
     [
@@ -273,6 +275,7 @@ def test_heads_that_cannot_be_cut_are_refused(outputs: tuple[int, ...], size: in
         fused_column_linear(WIDTH, outputs, of_ranks(size), "heads", unit=HEAD)
 
 
+@pytest.mark.core
 def test_projections_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(UsageError, match=r"projections of \[4, 3\] cannot be cut"):
         Shard("tp", 0, (4, 3), (4, 3))
@@ -280,6 +283,7 @@ def test_projections_that_do_not_add_up_are_refused() -> None:
         Shard("tp", 0, (4, 2), (4, 4))
 
 
+@pytest.mark.core
 def test_parts_of_fused_projections_join_to_the_whole() -> None:
     sharding = ParameterSharding((Shard("tp", 1, (4, 4), (4, 2, 2)),))
     full = torch.arange(24.0).view(3, 8)

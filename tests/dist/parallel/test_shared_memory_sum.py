@@ -16,6 +16,8 @@ from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.shared_memory_sum import SharedBuffers, SharedMemoryAllReduce
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 SIZES, DTYPES = [300_001, 5, 12], [torch.float32, torch.float64, torch.float32]
 
 
@@ -106,8 +108,7 @@ def test_three_ranks() -> None:
 
 
 def test_memory_of_another_process_is_known_by_its_token() -> None:
-    memory = shared_memory_sum.OfferedMemory.create(3 * 4096)
-    process, descriptor, size, token = memory.offer
+    process, descriptor, size, token = shared_memory_sum.offer_memory(3 * 4096)
     found = shared_memory_sum.map_offered((process, descriptor, size, token))
     assert found is not None
     assert found[:16] == bytes.fromhex(token)

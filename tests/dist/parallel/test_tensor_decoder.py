@@ -86,6 +86,7 @@ class Done:
         """Nothing was started."""
 
 
+@pytest.mark.core
 def test_runs_are_bitwise_equal_and_mutations_are_seen() -> None:
     results = run_ranks(twice_and_wrong, 2)
     assert all(same for same, _, _ in results)

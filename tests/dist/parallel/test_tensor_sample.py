@@ -15,6 +15,8 @@ from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.hub.generate import generate
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 
 def sampled(rank: int, shape: MeshShape) -> str:
     mesh = Mesh.of(shape)

@@ -22,6 +22,8 @@ from pipeloom.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, wh
 from pipeloom.parallel.vocabulary import cross_entropy as spread_cross_entropy
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 VOCABULARY, WIDTH = 257, 6
 
 

@@ -11,10 +11,11 @@ from layouts import LENGTH, Way, model, step, tensor_parallel
 from pipeloom.config import load_layout, parameter_count
 from pipeloom.config.volume import Volume, boundary_bytes, volumes, words
 from pipeloom.parallel import collectives
-from pipeloom.schedule.channels import traffic
+from pipeloom.schedule.channels import message_counts, size_words, traffic
 from pipeloom.schedule.families import FAMILIES, build
-from pipeloom.schedule.messages import message_counts, size_words
 from processes import run_ranks
+
+pytestmark = pytest.mark.core
 
 # bytes that leave a rank, over the bytes of the larger of its two tensors and (ranks - 1) / ranks
 MOVES = {"all_reduce": 2.0, "all_gather_single": 1.0, "all_gather_into_tensor": 1.0, "all_to_all_single": 1.0}

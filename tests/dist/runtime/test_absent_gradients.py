@@ -136,6 +136,7 @@ SCHEDULES = [S.one_f_one_b(2, 4), S.one_f_one_b(3, 4), S.zb_h1(3, 4), S.interlea
 KINDS = ["detach", "bins", "one of two", "some", "spare"]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
 def test_local(kind: str, schedule: pl.Schedule) -> None:
@@ -218,6 +219,7 @@ def test_replicas(pp: int) -> None:
                 raise AssertionError(f"rank {rank}, {case}: {error}") from None
 
 
+@pytest.mark.core
 def test_gradients_that_the_caller_drops_or_writes_between_steps() -> None:
     """After a step under no_sync, whose gradients wait for the next sum: what is dropped does not come back, and what is written
     counts.
@@ -266,6 +268,7 @@ def two_routes(rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.core
 def test_two_routes() -> None:
     for found in run_ranks(two_routes, 2):
         for case, gradients in found.items():
@@ -293,6 +296,7 @@ def trained(rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.core
 def test_an_optimizer_leaves_what_nobody_used_alone() -> None:
     """Neither weight decay nor momentum nor a step count, with gradients sharded or whole."""
     built = [(layer.name, layer()) for layer in layers("sometimes")]
@@ -323,6 +327,7 @@ def test_an_optimizer_leaves_what_nobody_used_alone() -> None:
                 )
 
 
+@pytest.mark.core
 def test_a_gradient_that_comes_and_goes_asks_for_shapes_each() -> None:
     """The first message said that there is none, and the other rank drops what comes in its place."""
     channel = Channel(1, 0, "gradient")
@@ -364,6 +369,7 @@ def _detaching_later(rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.core
 def test_a_gradient_that_is_absent_in_a_later_step_is_none_or_refused() -> None:
     """Receives are posted before anybody knows that no gradient comes: zeros would stand where one process has None."""
     first, second = run_ranks(_detaching_later, 2)

@@ -15,6 +15,8 @@ from pipeloom.parallel.mesh import PipelineMesh
 from pipeloom.runtime import LocalPipeline, Pipeline
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 S = pl.schedules
 FIRST = S.interleaved_zb(2, 5, 2)
 SECOND = pl.search(2, 5, pl.Costs(forward=(1, 2, 1, 3)), 3, placement="loop", chunks=2, iterations=200)

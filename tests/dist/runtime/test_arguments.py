@@ -20,6 +20,8 @@ from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.runtime.stage_modules import split_layers
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 S = pl.schedules
 QUIET = RuntimeOptions(monitor=False)
 

@@ -37,6 +37,7 @@ class ByKeyword(Plain):
         return torch.tanh(self.linear(input=x))
 
 
+@pytest.mark.core
 @schedules
 def test_a_linear_layer_takes_its_input_by_keyword(schedule: Schedule) -> None:
     assert differences([ByKeyword, Plain, Plain, ByKeyword], schedule) == []
@@ -53,6 +54,7 @@ class Rounded(Plain):
         return Straight.apply(self.linear(x) if self.inside else x, self.scale)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("inside", [False, True])
 @schedules
 def test_a_function_that_gives_its_input_no_gradient_leaves_none_before_it(schedule: Schedule, inside: bool) -> None:
@@ -74,6 +76,7 @@ class WantsGradient(Plain):
         return x + force
 
 
+@pytest.mark.core
 @schedules
 def test_a_layer_asks_for_the_gradient_of_an_input_that_carries_none(schedule: Schedule) -> None:
     assert differences([Plain, Split, WantsGradient, Plain], schedule) == []
@@ -84,6 +87,7 @@ class Detaches(Plain):
         return super().forward(x.detach_())
 
 
+@pytest.mark.core
 @schedules
 def test_a_layer_detaches_its_input_in_place(schedule: Schedule) -> None:
     assert differences([Plain, Plain, Detaches, Plain], schedule, steps=20) == []
@@ -96,6 +100,7 @@ class Retains(Plain):
         return super().forward(x)
 
 
+@pytest.mark.core
 @schedules
 def test_a_layer_retains_the_gradient_of_its_input(schedule: Schedule) -> None:
     gradients = []
@@ -126,6 +131,7 @@ class Clamped(Plain):
         return inner + self.linear(x)
 
 
+@pytest.mark.core
 def test_a_gradient_that_a_hook_changes_before_its_weight_gradient_is_refused() -> None:
     layers = [Plain, Clamped, Clamped, Plain]
     assert differences(layers, ONE_ROUTE[0]) == []
@@ -146,6 +152,7 @@ class OfABuffer(Plain):
         return x + self.linear(self.mean)
 
 
+@pytest.mark.core
 def test_an_input_that_another_forward_changes_before_its_weight_gradient_is_refused() -> None:
     layers = [Plain, Plain, Plain, OfABuffer]
     assert differences(layers, ONE_ROUTE[0]) == []
@@ -161,6 +168,7 @@ class Drawing(Plain):
         return super().forward(torch.tanh(self.linear(x)) * (random.random() + np.random.rand()))
 
 
+@pytest.mark.core
 def test_a_layer_that_is_recomputed_draws_again_what_python_and_numpy_drew() -> None:
     found = []
     for pipelined in (False, True):
@@ -197,6 +205,7 @@ def conjugates(rank: int, transport: str, checksum: bool) -> tuple[float, dict[s
     return loss, {name: gradient.tolist() for name, gradient in gradients(pipeline).items()}
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("checksum", [False, True])
 @pytest.mark.parametrize("transport", ["individual", "batched", "shared"])
 def test_conjugates_and_negatives_cross_as_the_numbers_that_they_are(transport: str, checksum: bool) -> None:
@@ -227,12 +236,14 @@ class InFunctionMode(Plain):
             return super().forward(x)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @schedules
 def test_a_function_mode_changes_what_linear_layers_compute(schedule: Schedule, recompute: str) -> None:
     assert differences([InFunctionMode] * 4, schedule, recompute) == []
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("where", [F, nn.Linear], ids=["functional.linear", "Linear.forward"])
 @schedules
 def test_another_function_in_the_place_of_torchs(
@@ -255,6 +266,7 @@ def test_another_function_in_the_place_of_torchs(
     assert not torch.equal(want[0][1], one_process(built([Plain] * 4), 4)[0][1])
 
 
+@pytest.mark.core
 def test_a_default_device_leaves_weight_gradients_to_the_pipeline() -> None:
     """torch.set_default_device is a function mode, too."""
     assert not plain_operations_only()

@@ -17,6 +17,8 @@ from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.runtime.replicas import BatchCheck
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 S = pl.schedules
 
 

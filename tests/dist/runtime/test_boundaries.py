@@ -95,6 +95,7 @@ def spread(schedule: pl.Schedule) -> list[int]:
     return [4 // schedule.positions] * schedule.positions
 
 
+@pytest.mark.core
 def test_weights_of_an_unused_output_get_none() -> None:
     """As in one process: the next stage's gradient of that output is None."""
     layers = [*chain(Unused, First), *blocks(1)]
@@ -127,6 +128,7 @@ def variable_step(pipeline: Any) -> tuple[float, float]:
     return abs(loss.item() / total.item() - 1), worst(got, {name: every[name] for name in got})  # type: ignore[misc]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("schedule", [S.gpipe(4, 4), S.one_f_one_b(2, 4), S.interleaved(2, 4, 2)], ids=repr)
 def test_lengths_that_depend_on_the_data(schedule: pl.Schedule) -> None:
     pipeline = LocalPipeline(
@@ -138,6 +140,7 @@ def test_lengths_that_depend_on_the_data(schedule: pl.Schedule) -> None:
         pipeline.zero_grad()
 
 
+@pytest.mark.core
 def test_lengths_that_depend_on_the_data_need_shapes_each() -> None:
     pipeline = LocalPipeline(variable(), S.gpipe(4, 4), loss=mse)
     with pytest.raises(UsageError, match=r'micro-batch 2 is .*2, 1, 6.*was .*2, 3, 6.*shapes = "each"') as caught:
@@ -149,6 +152,7 @@ def dense() -> list[Layer]:
     return [Layer(f"linear{i}", lambda: nn.Linear(6, 6)) for i in range(4)]
 
 
+@pytest.mark.core
 def test_autocast_in_some_steps_only_is_called_by_its_name() -> None:
     pipeline = LocalPipeline(dense(), S.one_f_one_b(2, 4), loss=mse)
     x, y = batch(4)
@@ -167,6 +171,7 @@ def test_autocast_in_some_steps_only_is_called_by_its_name() -> None:
                 pipeline.step(x, y)
 
 
+@pytest.mark.core
 def test_layers_frozen_between_steps_are_called_by_their_name() -> None:
     pipeline = LocalPipeline(dense(), S.one_f_one_b(2, 4), loss=mse)
     x, y = batch(4)
@@ -177,6 +182,7 @@ def test_layers_frozen_between_steps_are_called_by_their_name() -> None:
         pipeline.step(x, y)
 
 
+@pytest.mark.core
 def test_another_number_of_outputs_is_called_by_its_name() -> None:
     class Sometimes(Block):
         def forward(self, x: Tensor) -> Any:
@@ -205,6 +211,7 @@ def keyword_step(pipeline: Any) -> tuple[float, float]:
     return abs(loss.item() / whole.item() - 1), worst(got, {name: every[name] for name in got})  # type: ignore[misc]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
 def test_keyword_arguments_reach_every_stage(schedule: pl.Schedule) -> None:
     pipeline = LocalPipeline(chain(*[Scaled] * 4), schedule, loss=mse, stages=spread(schedule))
@@ -212,6 +219,7 @@ def test_keyword_arguments_reach_every_stage(schedule: pl.Schedule) -> None:
     assert max(off) <= 1e-5, off
 
 
+@pytest.mark.core
 def test_a_dictionary_is_refused_with_the_layer() -> None:
     layers = [*blocks(1), Layer("head", lambda: Dictionary(1)), Layer("tail", lambda: Block(2))]
     pipeline = LocalPipeline(layers, S.gpipe(3, 2), loss=mse)
@@ -225,6 +233,7 @@ def test_a_dictionary_is_refused_with_the_layer() -> None:
         inside.step(*batch(4))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
 def test_counters_advance_once_a_microbatch(schedule: pl.Schedule) -> None:
     built = [Normed(i) for i in range(4)]

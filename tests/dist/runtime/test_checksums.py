@@ -19,6 +19,7 @@ S = pl.schedules
 TRANSPORTS = ("shared", "individual", "batched")
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
 @pytest.mark.parametrize("size", [0, 1, 3, 1023, 8 * 1024 + 5, 40_000])
 def test_every_flipped_bit_changes_the_sum(dtype: torch.dtype, size: int) -> None:
@@ -35,6 +36,7 @@ def test_every_flipped_bit_changes_the_sum(dtype: torch.dtype, size: int) -> Non
     assert int(checksum(tensor)) == before
 
 
+@pytest.mark.core
 def test_order_and_place_count_and_strides_do_not() -> None:
     tensor = torch.arange(30_000.0)
     rolled = tensor.roll(1024 * 2)
@@ -49,6 +51,7 @@ def test_order_and_place_count_and_strides_do_not() -> None:
     assert message_checksum((a, None, b)) == message_checksum((None, a, b)) != message_checksum((b, a))
 
 
+@pytest.mark.core
 def test_a_joint_checksum_is_of_every_tensor_in_order() -> None:
     tensors = [torch.arange(float(size)) for size in (3, 0, 100_000, 5, 80_000)]
     before = int(joint_checksum(tensors))
@@ -81,6 +84,7 @@ def train(rank: int, transport: Any, fault: Any) -> None:
     pipeline.close()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_messages_that_are_whole_are_taken(transport: Any) -> None:
     run_ranks(train, 2, transport, None)
@@ -99,6 +103,7 @@ def test_a_flipped_bit_is_named_by_channel_micro_batch_and_rank(transport: Any, 
         run_ranks(train, 2, transport, flip(source, number))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_in_one_process_too(rank: int) -> None:
     def step(options: RuntimeOptions) -> None:

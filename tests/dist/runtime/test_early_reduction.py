@@ -16,6 +16,8 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 
 class Wide(nn.Linear):
     """In fp64, so that its gradients have a bucket of their own."""

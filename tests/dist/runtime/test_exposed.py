@@ -17,6 +17,8 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 LATE = 0.3  # seconds, of each of two micro-batches
 
 

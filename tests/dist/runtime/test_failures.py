@@ -56,6 +56,7 @@ class Bad(Block):
         return super().forward(x)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_exception_stops_all_ranks_within_two_seconds(transport: Any, tmp_path: Path) -> None:
     layers = [*blocks(4), Layer("bad", lambda: Bad(tmp_path)), *blocks(6)[5:]]
@@ -71,12 +72,14 @@ def test_an_exception_stops_all_ranks_within_two_seconds(transport: Any, tmp_pat
         assert f"[rank {rank}] step 0" in ends[rank].words
 
 
+@pytest.mark.core
 def test_a_fault_raises_at_its_action(tmp_path: Path) -> None:
     ends = run(tmp_path, "raise:2:5B1", "auto")
     assert [end.code for end in ends] == [6, 6, 1]
     assert all("InjectedFault" in end.words and "(rank 2, B of stage 5 micro-batch 1)" in end.words for end in ends)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_lost_message_is_reported_by_every_rank(transport: Any, tmp_path: Path) -> None:
     """Rank 0 sends the outputs of stage 0 first; its third is micro-batch 2's."""
@@ -95,6 +98,7 @@ def test_a_lost_message_is_reported_by_every_rank(transport: Any, tmp_path: Path
     assert "from rank 0" in ends[1].words
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_killed_rank_is_named(transport: Any, victim: int, tmp_path: Path) -> None:
@@ -122,6 +126,7 @@ def train_slowly(rank: int, layers: Any, options: RuntimeOptions) -> None:
         pipeline.step(*batch(14, seed=step))
 
 
+@pytest.mark.core
 def test_a_rank_that_died_before_its_loss_was_asked_for_is_named(tmp_path: Path) -> None:
     options = RuntimeOptions(transport="individual", fault=parse_fault("kill:2:1"))
     ends = run_until_dead(train_slowly, 3, tmp_path, blocks(6), options)
@@ -129,6 +134,7 @@ def test_a_rank_that_died_before_its_loss_was_asked_for_is_named(tmp_path: Path)
     assert all("because rank 2 is gone" in end.words for end in ends[:2])
 
 
+@pytest.mark.core
 def test_the_death_of_the_stores_host_ends_all(tmp_path: Path) -> None:
     ends = run(tmp_path, "kill:0:1", "auto")
     assert [end.code for end in ends] == [-9, 6, 6]
@@ -136,6 +142,7 @@ def test_the_death_of_the_stores_host_ends_all(tmp_path: Path) -> None:
     assert all("rank 0" in end.words and "gone" in end.words for end in ends[1:])
 
 
+@pytest.mark.core
 def test_a_rank_that_leaves_its_schedule_is_named(tmp_path: Path) -> None:
     """A rank that leaves its schedule without a word: its peers stall, and every rank ends."""
 
@@ -206,6 +213,7 @@ def reversed_gpipe() -> pl.Schedule:
     return pl.Schedule.of(programs, placement=[2, 1, 0], microbatches=4, name="gpipe")
 
 
+@pytest.mark.core
 def test_the_handshake_names_every_difference_on_every_rank() -> None:
     for rank, found in enumerate(run_ranks(handshakes, 3)):
         wanted = {
@@ -242,5 +250,6 @@ def absent(rank: int) -> str:
     return refusal(lambda: Pipeline(blocks(2), S.gpipe(2, 2), loss=mse, options=options))
 
 
+@pytest.mark.core
 def test_the_handshake_names_a_rank_that_does_not_come() -> None:
     assert "rank 1 did not join the handshake within 1 s" in run_ranks(absent, 2)[0]

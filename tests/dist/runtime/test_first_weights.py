@@ -18,6 +18,8 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 S = pl.schedules
 
 

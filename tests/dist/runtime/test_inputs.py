@@ -15,6 +15,8 @@ from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.runtime.batch import split_sizes
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 
 class InPlace(Block):
     """Changes its input in place, before and after others have used it."""

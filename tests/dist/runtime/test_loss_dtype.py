@@ -17,6 +17,8 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 S = pl.schedules
 SCHEDULES = {"one route": S.one_f_one_b(2, 3), "two routes": S.chimera(2, 3)}
 

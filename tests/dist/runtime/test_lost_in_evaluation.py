@@ -20,6 +20,8 @@ from pipeloom.runtime import Pipeline, RuntimeOptions
 from pipeloom.runtime.health.report import FailureReporter, PeerGone, plain_words, timed_out
 from pipeloom.runtime.health.status import Status
 
+pytestmark = pytest.mark.core
+
 
 
 def evaluate(rank: int, transport: Any, group_seconds: float, timeout: float, monitor: bool) -> None:

@@ -17,6 +17,8 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 
 class Asking(nn.Module):
     """Keeps what it was told with the value that it worked on."""

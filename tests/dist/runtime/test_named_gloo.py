@@ -113,6 +113,7 @@ def disagree(rank: int) -> str:
     return ""
 
 
+@pytest.mark.core
 def test_ranks_with_other_weights_of_a_loss_are_refused() -> None:
     for words in run_ranks(disagree, 2):
         assert "losses of layers: {'one': 0.3, 'two': 2.0, 'three': 0.25} on rank 0" in words

@@ -158,6 +158,7 @@ def _broken(rank: int, how: str, rows: int) -> Found | None:
         return None
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "how",
     [
@@ -235,6 +236,7 @@ def _one_sends_late(rank: int) -> None:
     pipeline.step(*data(0, 6))
 
 
+@pytest.mark.core
 def test_a_dispatch_that_never_comes_is_reported(tmp_path: Path) -> None:
     ends = run_until_dead(_one_sends_late, 2, tmp_path)
     assert ends[0].code == 6

@@ -109,5 +109,6 @@ def _unpaid(rank: int) -> list[str]:
     return [name for name, gradient in found[1].items() if not torch.equal(gradient, want[1][name])]
 
 
+@pytest.mark.core
 def test_a_lost_weight_gradient_shows() -> None:
     assert all(len(different) == 1 for different in run_ranks(_unpaid, 2))

@@ -18,6 +18,8 @@ from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.train.optimizer import Optimizer
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 RATE, STEPS = 0.05, 3
 
 

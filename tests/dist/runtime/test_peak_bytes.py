@@ -113,6 +113,7 @@ def test_one_rank(name: str, block: type[nn.Module]) -> None:
     assert 0 < measured - simulated < TALKS.activation / 2, (measured, simulated)  # type: ignore[operator]
 
 
+@pytest.mark.core
 def test_overlapped_pairs_are_worth_an_activation() -> None:
     """interleaved-overlap holds one more stage-micro-batch than interleaved; in bytes that is nothing, and unpaired all of it."""
     schedules = on_one_rank()
@@ -146,6 +147,7 @@ def test_two_ranks(name: str, paired: bool) -> None:
         assert -0.1 < (measured - simulated[rank]) / TALKS.activation < 0.5, (rank, measured, simulated)  # type: ignore[operator]
 
 
+@pytest.mark.core
 def test_a_search_within_interleaved_s_memory_finds_the_overlapped_order() -> None:
     """Memory counts as the runtime takes it: the pairs of interleaved-overlap fit interleaved's."""
     costs = Costs(1.0, 1.0, 0.5, all_to_all=0.5)

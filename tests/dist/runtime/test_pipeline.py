@@ -192,16 +192,19 @@ def test_step_equals_one_process(reports: list[dict[str, Any]]) -> None:
             assert each["worst"] <= 1e-6, (rank, each)
 
 
+@pytest.mark.core
 def test_a_rank_holds_its_own_stages_only(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         assert all(each["layers"] and each["bytes"] for each in report["plans"])
 
 
+@pytest.mark.core
 def test_activations_alive_equal_the_simulated_peaks(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         assert [each["peak"] for each in report["plans"]] == [each["expected peak"] for each in report["plans"]]
 
 
+@pytest.mark.core
 def test_evaluation_between_steps_leaves_gradients_alone(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         for each in report["evaluation"]:
@@ -212,6 +215,7 @@ def test_evaluation_between_steps_leaves_gradients_alone(reports: list[dict[str,
             assert each["zeroed"]
 
 
+@pytest.mark.core
 def test_buffers_do_not_grow(reports: list[dict[str, Any]]) -> None:
     """Receive buffers are a pool: all are made in the first step, fewer than messages; nothing else is kept either."""
     for report in reports:
@@ -227,6 +231,7 @@ def test_buffers_do_not_grow(reports: list[dict[str, Any]]) -> None:
     assert sum(each["made"][0] for each in looped) < sum(each["messages"] for each in looped)
 
 
+@pytest.mark.core
 def test_the_measured_timeline_has_the_simulated_boxes(reports: list[dict[str, Any]]) -> None:
     ranks = len(reports)
     schedule = S.interleaved(ranks, 2 * ranks + 1, 2)

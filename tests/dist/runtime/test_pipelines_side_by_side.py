@@ -16,6 +16,8 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 
 S = pl.schedules
 BOUND = 2e-6

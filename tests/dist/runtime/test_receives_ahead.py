@@ -14,6 +14,8 @@ from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.runtime.program import lower
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 S = pl.schedules
 
 

@@ -86,6 +86,7 @@ def run(schedule: pl.Schedule, recompute: Any, frozen: int = 0) -> tuple[Log, li
     return log, alive, pipeline.step(x, y).item(), pipeline
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("frozen", [0, 1])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
 def test_the_same_bits_as_without(schedule: pl.Schedule, frozen: int) -> None:
@@ -107,6 +108,7 @@ def pipeline_modules(pipeline: LocalPipeline) -> dict[str, Any]:
     return dict(pipeline.modules)
 
 
+@pytest.mark.core
 def test_selected_layers() -> None:
     schedule = S.interleaved(2, 5, 2)
     _, _, loss, reference = run(schedule, "none")
@@ -116,6 +118,7 @@ def test_selected_layers() -> None:
     assert log.forwards == 4 * 5 + 2 * 5
 
 
+@pytest.mark.core
 def test_random_numbers_that_are_not_replayed_are_seen() -> None:
     """A layer that draws from a generator of its own gets another mask the second time: the gradients tell."""
     own = torch.Generator().manual_seed(0)
@@ -141,6 +144,7 @@ def test_random_numbers_that_are_not_replayed_are_seen() -> None:
     assert worst(step("full"), step("none")) > 1e-2
 
 
+@pytest.mark.core
 def test_what_it_may_be() -> None:
     with pytest.raises(ConfigError, match="recompute is 'some'; it must be 'none', 'full' or a frozenset"):
         RuntimeOptions(recompute="some")  # type: ignore[arg-type]
@@ -209,6 +213,7 @@ def state(modules: dict[str, nn.Module]) -> dict[str, Tensor]:
     return {f"{n}.{inner}": b.clone() for n, module in modules.items() for inner, b in module.named_buffers()}
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", STATEFUL)
 @pytest.mark.parametrize("schedule", SCHEDULES[:-1], ids=repr)
 def test_buffers_are_those_of_one_process_and_are_read_as_the_first_time(schedule: pl.Schedule, kind: Any) -> None:
@@ -229,6 +234,7 @@ def test_buffers_are_those_of_one_process_and_are_read_as_the_first_time(schedul
 TWO_ROUTES = [S.build("dualpipe", 2, 4), S.build("chimera", 2, 4)]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("schedule", TWO_ROUTES, ids=repr)
 def test_statistics_over_two_routes_are_refused(schedule: pl.Schedule) -> None:
     def layers(make: Any) -> list[Layer]:
@@ -251,6 +257,7 @@ def _counting(rank: int, schedule: pl.Schedule) -> None:
     pipeline.step(*batch(8))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "schedule", [TWO_ROUTES[0], pl.schedules.chimera(ranks=2, microbatches=1)], ids=["half each", "all or nothing"]
 )
@@ -270,6 +277,7 @@ class Adding(nn.Module):
         return x.add_(1).clone()
 
 
+@pytest.mark.core
 def test_a_forward_that_changes_its_input_is_refused() -> None:
     """The second run would get another input, and nothing that it saved for the backward would tell."""
     x = torch.ones(2, WIDTH, requires_grad=True) * 2
@@ -284,6 +292,7 @@ class Changing(Block):
         return super().forward(x.mul_(0.5).relu_()).sigmoid()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("schedule", [S.one_f_one_b(2, 4), S.zbv(2, 4)], ids=repr)
 def test_a_layer_that_changes_its_input_works_on_a_copy(schedule: pl.Schedule) -> None:
     """In forwards after the first 64, too."""
@@ -328,6 +337,7 @@ class Reading(nn.Module):
         return x + again
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("named", [False, True])
 def test_a_layer_that_changes_a_tensor_with_another_of_its_memory_is_refused(named: bool) -> None:
     """In one process the other one would change with it."""
@@ -357,6 +367,7 @@ class Remembering(Block):
         return super().forward(x) * (1 + self.calls % 3) + torch.rand(WIDTH, generator=self.generator) * x
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("schedule", [S.zb_h1(2, 4), S.zbv(2, 4)], ids=repr)
 def test_numbers_generators_and_input_hooks_are_as_in_the_first_run(schedule: pl.Schedule) -> None:
     found = []
@@ -376,6 +387,7 @@ class Jacobian(Block):
         return super().forward(out) + pull(out)[0]
 
 
+@pytest.mark.core
 def test_the_layer_is_named_that_torch_cannot_recompute() -> None:
     layers = [Layer(f"layer{n}", lambda n=n: Jacobian(n)) for n in range(2)]
     pipeline = LocalPipeline(layers, S.gpipe(2, 2), loss=mse, options=RuntimeOptions(recompute="full"))

@@ -7,6 +7,9 @@ import subprocess
 import sys
 
 from paths import SUPPORT
+import pytest
+
+pytestmark = pytest.mark.core
 
 
 def test_a_registered_kind_works_everywhere() -> None:

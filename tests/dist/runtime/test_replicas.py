@@ -20,6 +20,8 @@ from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.train.optimizer import Optimizer
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 S = pl.schedules
 
 

@@ -23,6 +23,8 @@ from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.runtime.tied_weights import merged
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 S = pl.schedules
 WORDS = 9
 OPTIONS = RuntimeOptions(monitor=False)

@@ -21,6 +21,8 @@ from pipeloom.schedule.actions import Action
 from pipeloom.schedule.model import Schedule
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 
 def zero_bubble(m: int = 6) -> Schedule:
     return pl.schedules.build("zb-h1", 2, m)

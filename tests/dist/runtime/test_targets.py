@@ -21,6 +21,8 @@ from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.runtime.batch import count_targets
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 S = pl.schedules
 CLASSES, LENGTH = 5, 3
 BOUND = 2e-6

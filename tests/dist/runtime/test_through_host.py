@@ -26,6 +26,8 @@ from pipeloom.schedule.actions import OUTPUT
 from pipeloom.schedule.channels import Channel, Edge, Message
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 
 def work(rank: int) -> dict[str, Any]:
     collectives.goes_through_host = torch_p2p.goes_through_host = lambda device, group: True

@@ -115,6 +115,7 @@ CASES: list[tuple[pl.Schedule, int, list[tuple[str, ...]]]] = [
 ]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize(("schedule", "middle", "ties"), CASES, ids=[repr(case[0]) for case in CASES])
 def test_tied_weights_train_as_in_one_process(schedule: Any, middle: int, ties: Any, optimizer: str) -> None:
@@ -127,6 +128,7 @@ def test_tied_weights_train_as_in_one_process(schedule: Any, middle: int, ties: 
     assert len(got[0]) == len(want[0]) - sum(len(names) - 1 for names in ties)
 
 
+@pytest.mark.core
 def test_without_the_tie_the_gradients_are_others() -> None:
     """The comparison above would see two silent copies."""
     pipeline = LocalPipeline(language_model(2), S.one_f_one_b(2, 3), loss=loss_of)
@@ -135,6 +137,7 @@ def test_without_the_tie_the_gradients_are_others() -> None:
     assert worst({"w": got[EMBEDDING[0]]}, {"w": want[EMBEDDING[0]]}) > 0.05
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -199,6 +202,7 @@ def first_values(rank: int) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.core
 def test_tied_weights_start_with_the_first_holders_values_on_every_rank() -> None:
     cases = [case for case in CASES if case[0].ranks == 2]
     for (_, middle, ties), ranks in zip(cases, zip(*run_ranks(first_values, 2), strict=True), strict=True):
@@ -210,6 +214,7 @@ def test_tied_weights_start_with_the_first_holders_values_on_every_rank() -> Non
             assert parameters.keys() & {name for names in ties for name in names}
 
 
+@pytest.mark.core
 def test_the_first_holders_values_win() -> None:
     pipeline = LocalPipeline(
         [Layer("a", lambda: Block(1)), Layer("b", lambda: Block(2))],
@@ -233,6 +238,7 @@ def accumulate(rank: int) -> list[dict[str, list[float]]]:
     return found
 
 
+@pytest.mark.core
 def test_tied_gradients_of_two_steps_add_up() -> None:
     """What an earlier step left in a tied weight's `.grad` stays there, once."""
     modules = {layer.name: layer() for layer in language_model(2)}
@@ -278,6 +284,7 @@ def one_frozen(rank: int) -> list[Any]:
     return found
 
 
+@pytest.mark.core
 def test_a_tied_weight_trains_as_its_first_name_does() -> None:
     """Also where the layer of the other name has frozen it: in one process there is one object."""
     for which in (0, 1):
@@ -329,6 +336,7 @@ def listed(pipeline: Any) -> dict[str, Any]:
     return {name: torch.view_as_real(g).tolist() if g.is_complex() else g.tolist() for name, g in grads.items()}
 
 
+@pytest.mark.core
 def test_replicas_of_weights_of_several_dtypes() -> None:
     """They are summed together, and none is rounded to the dtype of another, nor loses its imaginary part."""
     x, y = batch(6)
@@ -355,6 +363,7 @@ def main_gradients_of_one_route(rank: int) -> dict[str, Any]:
     return {name: pipeline.sync.gradient(name).flatten().tolist() for name, _ in pipeline.named_parameters()}
 
 
+@pytest.mark.core
 def test_main_gradients_that_one_holder_lacks() -> None:
     """The rank that computed none sends zeros of the same dtype as the other's fp32 gradients."""
     first, second = run_ranks(main_gradients_of_one_route, 2)

@@ -20,6 +20,7 @@ from processes import run_ranks
 CPU = torch.device("cpu")
 
 
+@pytest.mark.core
 def test_a_norm_that_is_not_finite_is_bad_at_once_and_a_spike_after_twenty_steps() -> None:
     steps = BadSteps("skip", "stop")
     assert [steps.judge(value) for value in (math.nan, math.inf)] == ["nan", "nan"]
@@ -68,6 +69,7 @@ def trained(tmp_path: Any, bad: dict[int, float], **changes: Any) -> tuple[Train
     return trainer, events
 
 
+@pytest.mark.core
 def test_stop_names_the_step(tmp_path: Any) -> None:
     with pytest.raises(PipeloomError, match=r"step 4: the loss is .* and the gradient norm nan: .*; training diverged"):
         trained(tmp_path, {3: math.nan})
@@ -142,6 +144,7 @@ def test_skip_leaves_the_weights_and_goes_on(tmp_path: Any) -> None:
     )
 
 
+@pytest.mark.core
 def test_rollback_goes_on_from_the_last_checkpoint_past_the_bad_batch(tmp_path: Any) -> None:
     """Step 6, of batch 5, is bad: back to step 4, whose batches 4 and 5 are left out."""
     trainer, events = trained(tmp_path, {5: math.inf}, on_nan="rollback")
@@ -152,6 +155,7 @@ def test_rollback_goes_on_from_the_last_checkpoint_past_the_bad_batch(tmp_path: 
     assert all(bool(p.isfinite().all()) for p in trainer.pipeline.parameters())
 
 
+@pytest.mark.core
 def test_rollbacks_are_limited(tmp_path: Any) -> None:
     with pytest.raises(PipeloomError, match=r"another bad step after 2 rollbacks \(train.rollbacks\)"):
         trained(tmp_path, dict.fromkeys(range(3, 100), math.nan), on_nan="rollback", rollbacks=2)

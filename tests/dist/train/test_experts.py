@@ -16,6 +16,8 @@ from pipeloom.train.build import build_pipeline
 from pipeloom.train.observers import ExpertLoads, Loads, observers
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 MODEL = {
     "model.num_experts": 4,
     "model.num_hidden_layers": 3,

@@ -99,6 +99,7 @@ def test_norm_and_clipping_are_those_of_one_process(case: str) -> None:
     assert compared or layout.config.optimizer.zero1
 
 
+@pytest.mark.core
 def test_local() -> None:
     layers = [
         Layer("a", lambda: nn.Linear(4, 4)),
@@ -130,6 +131,7 @@ def test_local() -> None:
             pipeline.clip_grad_norm_(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.core
 def test_a_norm_of_float64_gradients_keeps_their_digits() -> None:
     for run in (LocalPipeline, Pipeline):
         layers = [Layer("a", lambda: nn.Linear(4, 4).double())]
@@ -163,6 +165,7 @@ def one(rank: int) -> tuple[float, float]:
     return norm, want
 
 
+@pytest.mark.core
 def test_main_gradients() -> None:
     ((norm, want),) = run_ranks(one, 1)
     assert norm == pytest.approx(want, rel=1e-6)

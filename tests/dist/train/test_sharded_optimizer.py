@@ -23,6 +23,8 @@ from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.speculative import OptimizerCopy
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 STEPS, RATE = 5, 1e-2
 
 

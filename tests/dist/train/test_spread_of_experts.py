@@ -13,6 +13,8 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.train.build import build_pipeline
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 
 BASE = {
     "model.num_experts": 4,

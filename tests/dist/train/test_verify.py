@@ -65,6 +65,7 @@ def step(loss: float = 2.0, **gradients: Any) -> ComparedStep:
     return ComparedStep(loss, {name: None if g is None else torch.tensor(g) for name, g in gradients.items()})
 
 
+@pytest.mark.core
 def test_differences_are_relative_to_the_largest_serial_value() -> None:
     found = [step(a=[1.0, 3.0]), step(b=[0.0])]
     result = compare(found, step(a=[1.0, 4.0], b=[0.0]), (), 0.25)
@@ -74,6 +75,7 @@ def test_differences_are_relative_to_the_largest_serial_value() -> None:
     assert not compare(found, step(a=[1.0, 4.0], b=[0.0]), (), 0.2).passed
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "found",
     [
@@ -107,6 +109,7 @@ def test_whatever_differs_fails(found: list[ComparedStep]) -> None:
     assert not compare(found, reference, (), 1e-5).passed
 
 
+@pytest.mark.core
 def test_a_tied_weight_counts_under_the_names_that_ranks_hold() -> None:
     reference = step(a=[1.0], b=[1.0], c=[1.0])
     assert compare([step(a=[1.0], c=[1.0])], reference, [("a", "b")], 1e-5).passed
@@ -114,6 +117,7 @@ def test_a_tied_weight_counts_under_the_names_that_ranks_hold() -> None:
     assert not compare([step(a=[1.0], c=[1.0]), step(b=[0.5])], reference, [("a", "b")], 1e-5).passed
 
 
+@pytest.mark.core
 def test_zero_and_missing_gradients() -> None:
     zero, one = torch.zeros(2), torch.ones(2)
     assert relative_error(None, None) == 0
@@ -122,6 +126,7 @@ def test_zero_and_missing_gradients() -> None:
     assert relative_error(None, zero) == float("inf")
 
 
+@pytest.mark.core
 def test_the_serial_step_is_the_mean_over_all_targets() -> None:
     """Cut into other micro-batches it is the same step up to rounding."""
     layouts = [load_layout("tiny", {"schedule.microbatches": m, "train.dtype": "float64"}) for m in (1, 2, 5, 8)]
@@ -130,6 +135,7 @@ def test_the_serial_step_is_the_mean_over_all_targets() -> None:
         assert compare([other], first, (), 1e-12).passed
 
 
+@pytest.mark.core
 def test_no_two_rows_of_the_batch_are_alike() -> None:
     tokens, targets, _ = make_batch(load_layout("tiny"))
     assert tokens.shape == targets.shape == (8, 16)

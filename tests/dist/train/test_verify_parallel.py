@@ -116,6 +116,7 @@ def test_what_is_left_out_is_seen(name: str) -> None:
     assert result.passed == name.startswith("sound"), (result.loss_error, max(result.errors.values()))
 
 
+@pytest.mark.core
 def test_parts_are_joined_and_every_copy_comes_once() -> None:
     shape = MeshShape(1, 2, 2)
     sharding = ParameterSharding((Shard("tp", 0, (2, 3)),))
@@ -134,6 +135,7 @@ def test_parts_are_joined_and_every_copy_comes_once() -> None:
     assert found[0]["none"] is None
 
 
+@pytest.mark.core
 def test_a_part_that_has_no_gradient_is_no_gradient_of_the_whole() -> None:
     shape = MeshShape(1, 1, 2)
     sharding = ParameterSharding((Shard("tp", 0, (2, 2)),))

@@ -21,6 +21,8 @@ from pipeloom.train.loop import Trainer
 from pipeloom.train.speculative import OptimizerCopy
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 CPU = torch.device("cpu")
 STEPS = 2
 CHUNKS: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,7 @@ from pipeloom.errors import ConfigError, DistributedError, Preempted, ScheduleEr
 from pipeloom.train.workers import worker
 from pipeloom.train.workers.launch import Patience, launch
 from pipeloom.train.workers.preflight import worker_threads
+from processes import free_port
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -68,6 +70,7 @@ def test_workers_compute_with_as_many_threads_as_the_user_asks_for(
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["3", "3"]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("variable", "torchrun", "configured", "threads"),
     [
@@ -92,11 +95,13 @@ def test_the_variable_replaces_the_key_unless_torchrun_set_it(
     assert worker_threads(configured, 2) == threads
 
 
+@pytest.mark.core
 def test_more_workers_than_cores_have_a_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert worker_threads("auto", 10**6) == 1
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("value", ["many", "0", "-2", "1.5", "9" * 5000, "1025"])
 def test_a_variable_that_is_no_number_of_threads_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", value)
@@ -153,6 +158,29 @@ def test_torchrun_starts_the_same_worker(tmp_path: Path) -> None:
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["3.0 2"] * 2
 
 
+@pytest.mark.parametrize("secrets", [("one", "another"), ("one", "")], ids=["two", "one"])
+def test_workers_with_different_secrets_end_with_6_and_a_sentence(tmp_path: Path, secrets: tuple[str, str]) -> None:
+    """The rank that does not serve the store may see first that it is gone."""
+    path, port = script(tmp_path, ""), str(free_port())
+    workers = []
+    for rank, secret in enumerate(secrets):
+        where = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        where |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "PIPELOOM_SECRET": secret,
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        environment = {**os.environ, **where, "HOME": str(tmp_path)}
+        line = [sys.executable, str(path)]
+        workers.append(subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=environment))
+    said = [worker.communicate(timeout=100)[1].strip() for worker in workers]
+    assert [worker.returncode for worker in workers] == [6, 6]
+    assert [len(text.splitlines()) for text in said] == [1, 1], said
+    assert any("was not written by a rank of this run (PIPELOOM_SECRET differs?)" in text for text in said)
+
+
+@pytest.mark.core
 def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -167,12 +195,14 @@ def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     assert [worker.claim_device("auto", rank, 2).index for rank in range(2)] == [0, 1]
 
 
+@pytest.mark.core
 def test_nccl_takes_a_device_for_each_worker() -> None:
     assert [worker.backend_for(devices, 4) for devices in (0, 1, 3, 4, 8)] == ["gloo"] * 3 + ["cpu:gloo,cuda:nccl"] * 2
     assert worker.shared_devices(4, 1).startswith("4 workers share 1 CUDA device: ")
     assert worker.shared_devices(4, 3).startswith("4 workers share 3 CUDA devices: ")
 
 
+@pytest.mark.core
 def test_exit_codes_and_texts() -> None:
     assert worker.describe(KeyboardInterrupt()) == (130, "interrupted")
     assert worker.describe(Preempted("stopped")) == (75, "stopped")
@@ -184,6 +214,7 @@ def test_exit_codes_and_texts() -> None:
     assert text.endswith("ZeroDivisionError: nothing there")
 
 
+@pytest.mark.core
 def test_a_port_that_is_in_use_is_named_by_a_worker_too(monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
@@ -203,6 +234,7 @@ def test_a_port_that_is_in_use_is_named_by_a_worker_too(monkeypatch: pytest.Monk
             worker.start(load_layout("tiny"))
 
 
+@pytest.mark.core
 def test_environment_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "two")
@@ -213,6 +245,7 @@ def test_environment_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not worker.is_worker()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("text", ["two", "-1", "1.0", "²", "٣", ""])
 def test_an_environment_without_numbers_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -221,6 +254,7 @@ def test_an_environment_without_numbers_is_refused(text: str, monkeypatch: pytes
         worker.world_size_given()
 
 
+@pytest.mark.core
 def test_a_restarted_worker_finds_nothing_of_the_attempt_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun may serve one store for all restarts: the address of a dead worker's socket would still be in it."""
     server = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)

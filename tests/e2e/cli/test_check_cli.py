@@ -17,6 +17,8 @@ from paths import DATA
 from pipeloom.schedule.csv_form import to_csv
 from pipeloom.schedule.json_form import to_json
 
+pytestmark = pytest.mark.core
+
 Run = Callable[[str], Any]
 GOLDEN = DATA / "torch"
 

@@ -16,6 +16,8 @@ from pipeloom import __version__
 from pipeloom.cli.failures import exit_code_of
 from pipeloom.errors import CapacityError, ConfigError
 
+pytestmark = pytest.mark.core
+
 Run = Callable[[str], Any]
 
 

@@ -83,6 +83,7 @@ def test_a_worker_killed_from_outside_leaves_no_orphan(tmp_path: Path, corpus: P
     assert not any(Path(f"/proc/{pid}").exists() for pid in victims.values())
 
 
+@pytest.mark.core
 def test_an_exception_on_one_rank_ends_all_with_its_traceback(tmp_path: Path, corpus: Path) -> None:
     done = pipeloom(*command(corpus, tmp_path, "--debug.fault", "raise:1:3F2"))
     assert done.returncode not in (0, 2, 75)
@@ -113,6 +114,7 @@ def test_ctrl_c_exits_130_quietly(tmp_path: Path, corpus: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("matrix", "layouts"),
     [("verify_quick.toml", 26), pytest.param("verify_families.toml", 132, marks=pytest.mark.full)],

@@ -15,8 +15,8 @@ import pipeloom as pl
 from browser import Opened, browser
 from paths import ROOT
 from pipeloom.draw import html, svg
-from pipeloom.schedule.exposed import Exposed
 from pipeloom.schedule.files import load
+from pipeloom.schedule.timeline import Exposed
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,7 @@ def opened(running: Any, tmp_path: Path) -> Iterator[Opened]:
     page.close()
 
 
+@pytest.mark.core
 def test_the_card_says_what_a_box_is_and_what_it_waited_for(opened: Opened) -> None:
     timeline = _interleaved()
     rank, at = 1, 0

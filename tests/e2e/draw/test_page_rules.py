@@ -18,8 +18,8 @@ from pipeloom.draw import figures, svg, terminal
 from pipeloom.draw.figures import number, plain, time_unit
 from pipeloom.draw.html import document
 from pipeloom.schedule.csv_form import to_csv
-from pipeloom.schedule.idle import CAUSES
 from pipeloom.schedule.json_form import to_dict
+from pipeloom.schedule.timeline import CAUSES
 
 CASES = 200
 

@@ -14,10 +14,9 @@ from hf_families import MODEL_FAMILIES, make_batch
 from pipeloom.config import MeshShape, ModelSection, load
 from pipeloom.errors import ArgumentError
 from pipeloom.models import cross_entropy, hf, layers, tied, token_loss
-from pipeloom.models.adapters import LoraOptions, adapter_name, is_adapter, linear_layers, with_adapters
 from pipeloom.models.hf.library import transformers
+from pipeloom.models.lora import AdaptedLinear, LoraOptions, adapter_name, is_adapter, linear_layers, with_adapters
 from pipeloom.ops.random_state import stable_seed
-from pipeloom.parallel.adapters import AdaptedLinear
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.sharding import join, shard_of
 from pipeloom.parallel.tensor import ColumnLinear, TensorParallel

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import pipeloom as pl
 from pipeloom.config import MeshShape, ModelSection, load
-from pipeloom.models import documents, layers, tied, token_loss
-from pipeloom.models.documents import attend, document_numbers, visible
-from pipeloom.models.rotary import rotary_rows, rotary_table
+from pipeloom.models import decoder as documents
+from pipeloom.models import layers, tied, token_loss
+from pipeloom.models.decoder import attend, document_numbers, rotary_rows, rotary_table, visible
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Mesh

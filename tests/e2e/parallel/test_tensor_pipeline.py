@@ -17,7 +17,7 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import join
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.runtime import Pipeline, RuntimeOptions
-from pipeloom.schedule.measured import step_time, time_spent
+from pipeloom.traces.measured import step_time, time_spent
 from processes import run_ranks
 
 SHAPE = model(num_hidden_layers=6, tie_word_embeddings=True, dropout=0.1)

@@ -19,7 +19,7 @@ from hf_families import MODEL_FAMILIES
 from pipeloom import checkpoint
 from pipeloom.config import load, load_layout
 from pipeloom.errors import CheckpointError, ConfigError
-from pipeloom.models.adapters import is_adapter
+from pipeloom.models.lora import is_adapter
 from pipeloom.runtime import Pipeline
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint import folder as folder_module

@@ -105,6 +105,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("source", "flags"), [("hub", ("--pp", "2")), pytest.param("ckpt", ("--tp", "2"), marks=pytest.mark.full)]
 )

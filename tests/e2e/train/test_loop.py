@@ -54,6 +54,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, log.read_text().splitlines()) if event["event"] == kind]
 
 
+@pytest.mark.core
 @pytest.mark.timeout(240)
 def test_two_runs_are_equal_bit_by_bit_and_tell_what_they_did(tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
@@ -97,6 +98,7 @@ def test_torchrun_gives_the_same_bits(tmp_path: Path) -> None:
         assert second.read_text().startswith("--- rank 1, process ")
 
 
+@pytest.mark.core
 @pytest.mark.timeout(120)
 def test_sigterm_finishes_the_step_and_ends_with_75(tmp_path: Path) -> None:
     source = tmp_path / "text.py"

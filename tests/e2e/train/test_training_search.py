@@ -20,7 +20,7 @@ from pipeloom.config import Layout, load_layout
 from pipeloom.errors import CapacityError
 from pipeloom.schedule.files import load
 from pipeloom.schedule.json_form import to_dict
-from pipeloom.schedule.measured import costs_of
+from pipeloom.traces.measured import costs_of
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.loop import Trainer

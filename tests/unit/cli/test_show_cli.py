@@ -13,8 +13,8 @@ import pipeloom as pl
 from pipeloom.cli import app
 from pipeloom.cli.show import layers_of
 from pipeloom.errors import PipeloomError, UsageError
-from pipeloom.schedule import timeline_form
-from primus_dump import dump
+from pipeloom.traces import timelines as timeline_files
+from primus_dump import converted, dump
 
 
 def _steps(count: int = 6) -> list[pl.Timeline]:
@@ -38,7 +38,7 @@ def _run(*words: str) -> str:
 def folder(tmp_path: Path) -> Path:
     run = tmp_path / "runs" / "one"
     run.mkdir(parents=True)
-    (run / "timelines.json").write_text(json.dumps(timeline_form.to_dict(_steps())))
+    (run / "timelines.json").write_text(json.dumps(timeline_files.to_dict(_steps())))
     return run
 
 
@@ -74,7 +74,7 @@ def test_costs_of_one_run_predict_another(folder: Path, tmp_path: Path) -> None:
     other, looped = tmp_path / "zb.json", tmp_path / "looped.json"
     for path, schedule in ((other, pl.schedules.zb_h1(4, 8)), (looped, pl.schedules.interleaved(4, 8))):
         timeline = dataclasses.replace(pl.simulate(schedule, costs), source="measured")
-        path.write_text(json.dumps(timeline_form.to_dict([timeline])))
+        path.write_text(json.dumps(timeline_files.to_dict([timeline])))
     (found,) = json.loads(_run(str(folder), "--predict", str(other), "--json"))["others"]
     want = pl.simulate(pl.schedules.zb_h1(4, 8), pl.Costs(1.0, 1.1, 0.9).scaled(1.015e-3)).makespan
     assert found["simulated"] == pytest.approx(want)
@@ -139,8 +139,8 @@ def test_timelines_round_trip() -> None:
             overlap_p2p=False,
         ),
     )
-    form = json.dumps(timeline_form.to_dict(timelines))
-    assert timeline_form.from_json(form) == timelines
+    form = json.dumps(timeline_files.to_dict(timelines))
+    assert timeline_files.from_json(form) == timelines
     assert len(json.loads(form)["schedules"]) == 2
 
 
@@ -148,12 +148,12 @@ def test_a_dump_of_another_program_is_shown_and_searched(tmp_path: Path) -> None
     """Zero bubble's order with each W behind its I, at 10 GB and 2.5 GB for each micro-batch: a search does what ZB-H1 does."""
     timeline = pl.simulate(pl.schedules.zb_h1(ranks=4, microbatches=8), pl.Costs().scaled(1e-2))
     slow = pl.simulate(_with_late_weights(timeline.schedule), timeline.costs)
-    folder = dump(tmp_path / "dump", slow, labels=True)
-    text = _run(str(folder), "--search", "2")
-    assert "micro-batches and chunks as labelled" in text
+    trace = converted(dump(tmp_path / "dump", slow, labels=True))
+    text = _run(str(trace), "--search", "2")
+    assert "actions by the names of the events" in text
     assert "assumed: the same placement (linear), I and W as measured, and activations held until W" in text
     assert "memory per rank: 10 GB, plus 2.5 GB for each stage-micro-batch" in text
-    found = json.loads(_run(str(folder), "--search", "2", "--json"))
+    found = json.loads(_run(str(trace), "--search", "2", "--json"))
     assert found["memory_law"] == pytest.approx([10, 2.5])
     assert found["search"]["makespan"] <= timeline.makespan + 1e-9 < slow.makespan
 
@@ -164,7 +164,7 @@ def test_a_search_names_the_stages_whose_backward_never_ran_split(folder: Path) 
     programs[2][-1:] = ["2I7", "2W7"]
     schedule = pl.Schedule.of(programs, placement=range(4), microbatches=8)
     timeline = dataclasses.replace(pl.simulate(schedule), source="measured")
-    (folder / "timelines.json").write_text(json.dumps(timeline_form.to_dict([timeline])))
+    (folder / "timelines.json").write_text(json.dumps(timeline_files.to_dict([timeline])))
     assert "I and W of stages 0, 1, 3 as half of B each" in _run(str(folder), "--search", "0.1")
     assert json.loads(_run(str(folder), "--search", "0.1", "--json"))["search"]["halved_stages"] == [0, 1, 3]
 

@@ -14,7 +14,7 @@ from pipeloom.config import layer_sizes, load, load_layout, parameter_count, res
 from pipeloom.config.sections import RouterName
 from pipeloom.decoder_shape import ROUTERS
 from pipeloom.errors import ConfigError
-from pipeloom.models import names
+from pipeloom.models.layers import block_name
 from pipeloom.train.build import build_pipeline, model_layers, moe_classes
 
 EXPERTS = {"model.num_experts": 8, "parallel.dp": 4, "train.global_batch_size": 40}
@@ -136,7 +136,7 @@ def test_own_classes_are_imported_from_the_folder_of_the_file_that_names_them(tm
     )
     layout = load_layout(file, {"parallel.pp": 1, "schedule.name": "gpipe", "model.num_hidden_layers": 1})
     pipeline = build_pipeline(layout, torch.device("cpu"))
-    block = pipeline.modules[names.block(0)]
+    block = pipeline.modules[block_name(0)]
     assert type(block.mlp.experts).__name__ == "MyExperts"
     assert type(block.mlp.gate).__name__ == "MyRouter"
     built = model_layers(layout.config, torch.float32, torch.device("cpu"), classes=moe_classes(layout))[1]()

@@ -12,8 +12,7 @@ from torch import Tensor
 from pipeloom.config import layer_sizes, load
 from pipeloom.config.sections import ModelSection
 from pipeloom.models import cross_entropy, hub_name, layers
-from pipeloom.models.decoder import Attention, FeedForward, RMSNorm
-from pipeloom.models.rotary import rotary_table, rotate
+from pipeloom.models.decoder import Attention, FeedForward, RMSNorm, rotary_table, rotate
 
 
 def shape(**changes: Any) -> ModelSection:

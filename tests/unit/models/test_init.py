@@ -11,7 +11,7 @@ from live_bytes import LiveBytes
 from pipeloom import schedules
 from pipeloom.config import load
 from pipeloom.models import cross_entropy, layers, tied
-from pipeloom.models.init import BLOCK, stable_seed
+from pipeloom.models.layers import BLOCK, stable_seed
 from pipeloom.ops.layer import Layer
 from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Axis

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import pipeloom as pl
 from pipeloom.ops import products, use_onednn_linear
+from pipeloom.ops.deferred import apply_linear
 from pipeloom.runtime import LocalPipeline
 
 ROWS, INPUTS, OUTPUTS = 96, 128, 160
@@ -38,6 +39,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     assert not use_onednn_linear(False)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return apply_linear(x, weight, bias, None)
+
+
 def operands(*lead: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     parts = torch.randn(*lead, INPUTS), torch.randn(OUTPUTS, INPUTS), torch.randn(OUTPUTS)
@@ -49,7 +54,7 @@ def operands(*lead: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_a_linear_layer_and_its_gradients(lead: tuple[int, ...], bias: bool, calls: list[Any]) -> None:
     x, weight, b = operands(*lead)
     inputs = (x, weight, b) if bias else (x, weight)
-    out, usual = products.linear(*inputs), F.linear(*inputs)
+    out, usual = linear(*inputs), F.linear(*inputs)
     torch.testing.assert_close(out, usual, rtol=1e-5, atol=1e-4)
     gradient = torch.randn_like(out)
     for ours, theirs in zip(*(torch.autograd.grad(o, inputs, gradient) for o in (out, usual)), strict=True):
@@ -59,7 +64,7 @@ def test_a_linear_layer_and_its_gradients(lead: tuple[int, ...], bias: bool, cal
         (*lead, OUTPUTS),
         (OUTPUTS, ROWS),
     ]  # the output, the input's gradient, the weight's
-    products.linear(*inputs).relu_()  # autograd refuses it for a view that a custom Function returns
+    linear(*inputs).relu_()  # autograd refuses it for a view that a custom Function returns
 
 
 def test_strided_operands(calls: list[Any]) -> None:
@@ -106,7 +111,7 @@ def test_a_backward_that_is_differentiated(calls: list[Any]) -> None:
     """The gradient of a gradient's norm, as of a penalty."""
     inputs = operands(ROWS)
     found = []
-    for layer in (products.linear, F.linear):
+    for layer in (linear, F.linear):
         (gradient,) = torch.autograd.grad(layer(*inputs).square().sum(), inputs[0], create_graph=True)
         found.append(torch.autograd.grad(gradient.square().sum(), inputs[:2]))
     assert calls

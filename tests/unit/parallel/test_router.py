@@ -14,8 +14,8 @@ from pipeloom.parallel.router import (
     Gate,
     RouterNoise,
     capacity_of,
+    drop_over_capacity,
     dropped_between,
-    limit,
     route,
     sample_noise,
     update_bias,
@@ -185,7 +185,7 @@ def test_drops_come_in_order_of_choices_then_tokens() -> None:
     logits = torch.full((5, 3), -9.0)
     for token, (first, second) in enumerate(experts):
         logits[token, first], logits[token, second] = 2.0, 1.0
-    found = limit(route(Gate("softmax", 3, 2), logits), capacity=3)
+    found = drop_over_capacity(route(Gate("softmax", 3, 2), logits), capacity=3)
     assert found.experts.tolist() == experts
     assert found.kept is not None
     assert found.kept.tolist() == [[True, True], [True, False], [True, False], [True, False], [True, True]]
@@ -194,7 +194,7 @@ def test_drops_come_in_order_of_choices_then_tokens() -> None:
 def test_a_second_choice_that_chance_refused_takes_no_place() -> None:
     logits = torch.tensor([[2.0, 1.0], [2.0, 1.0], [2.0, 1.0]])
     routing = route(Gate("gshard", 2, 2), logits, RouterNoise(second=torch.tensor([0.99, 0.0, 0.0])))
-    limited = limit(routing, capacity=1)
+    limited = drop_over_capacity(routing, capacity=1)
     assert limited.kept is not None
     assert limited.kept.tolist() == [[True, False], [False, True], [False, False]]
     dropped = dropped_between(routing, limited)
@@ -212,7 +212,9 @@ def test_capacity_is_the_factor_times_an_even_share_rounded_up() -> None:
 def test_no_tokens_route_nowhere() -> None:
     for router, k in (("softmax", 2), ("noisy", 2), ("switch", 1), ("gshard", 2), ("sigmoid", 2)):
         gate = Gate(router, 4, k)
-        found = limit(route(gate, torch.zeros(0, 4), sample_noise(gate, 0, 8, torch.float32, [generator()])), 1)
+        found = drop_over_capacity(
+            route(gate, torch.zeros(0, 4), sample_noise(gate, 0, 8, torch.float32, [generator()])), 1
+        )
         assert found.experts.shape == (0, k)
         assert found.tally.balance_loss().item() == found.tally.z_loss().item() == 0
 

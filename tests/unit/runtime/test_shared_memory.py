@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeloom.runtime.health.links import RunStore
 from pipeloom.runtime.p2p.base import BufferPool, Outgoing, PeerGone
 from pipeloom.runtime.p2p.shared_memory import SharedLinks, SharedMemoryTransport
 from pipeloom.runtime.tensor_spec import boundary_of
@@ -23,7 +24,7 @@ def message(number: int) -> Message:
 
 
 def links() -> list[SharedLinks]:
-    store = dist.HashStore()
+    store = RunStore(dist.HashStore(), b"", 20.0)
     with ThreadPoolExecutor(2) as threads:
         made = [threads.submit(SharedLinks, store, "test", rank, (CHANNEL, BACK), 20.0, False) for rank in range(2)]
         return [each.result() for each in made]
@@ -47,4 +48,22 @@ def test_what_a_rank_sent_before_it_ended_arrives() -> None:
         assert torch.equal(values[0], sent[number])
     with pytest.raises(PeerGone, match="closed its connection"):
         into.take(message(2))
+    receiver.close()
+
+
+def test_what_a_rank_sent_before_it_ended_arrives_although_it_did_not_read_all() -> None:
+    """The system reports unread data of a closed socket as an error, ahead of what that socket had sent."""
+    sender, receiver = links()
+    pool = BufferPool(torch.device("cpu"))
+    out, into = SharedMemoryTransport(sender, pool), SharedMemoryTransport(receiver, pool)
+    sent = send(out, 0)
+    unread = torch.zeros(3)
+    answer = Message(BACK, Edge(0, 1, "output"), 0, 0)
+    into.exchange([Outgoing(answer, (unread,), boundary_of((unread,)))], ())
+    sender.close()
+    (value,) = into.take(message(0)).values
+    assert value is not None
+    assert torch.equal(value, sent)
+    with pytest.raises(PeerGone, match="closed its connection"):
+        into.take(message(1))
     receiver.close()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipeloom as pl
-from pipeloom.schedule.idle import Gap
+from pipeloom.schedule.timeline import Gap
 
 
 def test_each_cause_of_1f1b() -> None:

@@ -10,10 +10,9 @@ import pytest
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule import Costs, NamedTensor, Schedule, check, simulate
 from pipeloom.schedule.batched_p2p import check_batches
-from pipeloom.schedule.channels import Message, posting_plan, smallest_depths, traffic
+from pipeloom.schedule.channels import Message, message_counts, posting_plan, smallest_depths, traffic
 from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.json_form import from_json, to_json
-from pipeloom.schedule.messages import message_counts
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.transforms import cut_stages, forward_only, split_cooldown, unpair
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeloom.errors import ArgumentError, PipeloomError, UsageError
-from pipeloom.schedule.families import BASELINES, FAMILIES, ONE_ROUTE, build
-from pipeloom.schedule.families.baseline import baseline, baseline_memory
+from pipeloom.schedule.families import BASELINES, FAMILIES, ONE_ROUTE, baseline, baseline_memory, build
 from pipeloom.schedule.placement import NAMED, linear, loop, name_of, named, require_placement, vee
 
 

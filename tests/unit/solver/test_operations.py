@@ -13,12 +13,11 @@ from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.families import build
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.segments import LayerSegments, SegmentCosts
-from pipeloom.solver.construct import sequences_of
+from pipeloom.solver.construct import FIRST_RULES, OTHER_RULES, sequences_of, variants_with_pairs
 from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.instance import Instance, Sequences
 from pipeloom.solver.merge_backward import merge_weight_grads
 from pipeloom.solver.neighbourhood import SequenceState, critical_blocks, estimate, neighbours, shift
-from pipeloom.solver.pairing import FIRST_RULES, OTHER_RULES, variants_with_pairs
 from pipeloom.solver.tabu import WITH_PAIRS
 
 MODEL = SegmentCosts.uniform(LayerSegments(dispatch=1.5, combine=1.5)).costs(p2p=0.25, held=0.5)

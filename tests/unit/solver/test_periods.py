@@ -12,13 +12,17 @@ from pipeloom.schedule import Costs, check, simulate
 from pipeloom.schedule.families import build
 from pipeloom.schedule.placement import linear, loop, vee
 from pipeloom.solver.construct import list_scheduled, sequences_of
-from pipeloom.solver.cyclic.anneal import AnnealingRun
-from pipeloom.solver.cyclic.modulo import modulo_packed
-from pipeloom.solver.cyclic.period import PeriodicSchedule
-from pipeloom.solver.cyclic.search import PeriodSearch, modulo_starts, periodic_starts, widened
-from pipeloom.solver.cyclic.unroll import balanced_window, periodic_part, repeat_period, with_repeated_part
 from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.instance import Instance
+from pipeloom.solver.period_search import AnnealingRun, PeriodSearch, modulo_starts, periodic_starts, widened
+from pipeloom.solver.periodic import (
+    PeriodicSchedule,
+    balanced_window,
+    modulo_packed,
+    periodic_part,
+    repeat_period,
+    with_repeated_part,
+)
 
 COSTS = [Costs(), Costs(10, 12, 8, 1), Costs((3.0, 1.0, 2.0, 5.0), 2.0, (0.0, 1.0, 4.0, 2.0), 0.5, held=0.5)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -16,7 +15,6 @@ from pipeloom.schedule.families import build
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts
 from pipeloom.solver import driver
 from pipeloom.solver.bounds import pair_bound, pairs_gain
-from pipeloom.solver.construct import CONSTRUCTION
 from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.instance import Instance
 
@@ -79,7 +77,7 @@ def test_never_worse_than_a_family(memory: float, chunks: int, share: float) -> 
 
 def test_large_sizes_know_the_families_with_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the size that is searched: the families, and what their orders become."""
-    monkeypatch.setattr(driver, "CONSTRUCTION", replace(CONSTRUCTION, largest=100))
+    monkeypatch.setattr(driver, "LARGEST_WALKED", 100)
     costs = Costs(weight_grad=0.6, all_to_all=0.4)
     instance = Instance(tuple(range(4)), 30, costs, 8.0)
     found = pl.search(4, 30, costs, 8, placement="linear", pairs=True)

@@ -14,7 +14,7 @@ import torch
 from pipeloom import Costs, schedules, simulate
 from pipeloom.config import load, load_layout
 from pipeloom.errors import ConfigError
-from pipeloom.schedule import timeline_form
+from pipeloom.traces import timelines as timeline_files
 from pipeloom.train.hub.generate import printable
 from pipeloom.train.report.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
 from pipeloom.train.report.report import Report, make_folder, typical
@@ -114,7 +114,7 @@ def test_the_log_keeps_every_bit(tmp_path: Path, capsys: pytest.CaptureFixture[s
     svg = ElementTree.fromstring(report.folder.svg.read_text())
     assert svg.tag.endswith("svg")
     assert "measured" in report.folder.svg.read_text()
-    assert timeline_form.load(report.folder.timelines) == (measured,)
+    assert timeline_files.load(report.folder.timelines) == (measured,)
     assert "pipeloom.page/1" in report.folder.page.read_text()
 
 

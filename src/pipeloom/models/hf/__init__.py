@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeloom.models.hf.conv1d import separate_share
 from pipeloom.models.hf.cut import Cut, cut
 from pipeloom.models.hf.library import RANGE, causal_model, read_config, transformers
+from pipeloom.models.hf.parts import separate_share
 from pipeloom.ops.layer import Layer
 
 __all__ = ["RANGE", "ModelLayers", "hub_name", "layers"]

@@ -12,13 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import ConfigError, UsageError
-from pipeloom.models.hf.conv1d import with_separate_weight_gradients
-from pipeloom.models.hf.first_weights import initialize
 from pipeloom.models.hf.library import require_decoder
-from pipeloom.models.hf.parts import FamilyErrors, FirstPart, LastPart, TrunkLayer
-from pipeloom.models.hf.recorders import Altered, Recorder, Replay, Stop, Tape
-from pipeloom.models.hf.stubs import Stubs, set_tensor
-from pipeloom.models.hf.weights import PretrainedWeights
+from pipeloom.models.hf.parts import (
+    Altered,
+    FamilyErrors,
+    FirstPart,
+    LastPart,
+    Recorder,
+    Replay,
+    Stop,
+    Stubs,
+    Tape,
+    TrunkLayer,
+    set_tensor,
+    with_separate_weight_gradients,
+)
+from pipeloom.models.hf.weights import PretrainedWeights, initialize
 
 FIRST, LAST = "first", "last"
 _MOST_EXTRA = 4  # numbers of values that a decoder layer may return after the hidden states

@@ -1,9 +1,10 @@
-"""Connections between the processes of a run for the control plane: links of neighbouring ranks, and the store at start-up.
+"""Connections between the processes of a run, and what they need to find each other: torch's store and the run's secret.
 
 `inherited`: the launcher of a run on one machine makes a socket pair for each two neighbours before it starts them, so
-that nothing listens and a death is seen from the first instruction on. `meet`: processes that someone else started listen
-(a unix socket in a folder of mode 0700 where all are on one machine, else TCP) and prove to each other that they know the
-run's secret.
+that nothing listens and a death is seen from the first instruction on. `connect`: processes that someone else started listen
+(a unix socket in a folder of mode 0700 where all are on one machine, else TCP), and prove to each other that they know the
+run's secret. After that a connection is trusted: only the two processes at its ends can write to it, unless someone controls
+the network between their machines.
 
 `RunStore` is torch's store. A call of torch's store has no deadline if the process that serves it is frozen, so each call here
 runs on a thread that can be abandoned. Values carry a MAC with the run's secret, which is in no key and no value, so that
@@ -25,7 +26,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,17 +34,22 @@ from pipeloom.errors import DistributedError
 from pipeloom.runtime.health.status import machine
 
 LINKS = "PIPELOOM_LINKS"  # rank:descriptor,… of the sockets that the launcher made
-_MAC_BYTES = 16
-_LONGEST_FRAME = 1 << 18
+_LONGEST_MESSAGE = 1 << 18
 _LARGEST_BACKLOG = 1 << 20  # bytes queued for a neighbour that does not read, because it is frozen
-_NONCE_BYTES = 16
-_MOST_STRANGERS = 64  # handshakes of connections that run at once
-_HANDSHAKE_SECONDS = 10.0
+
+_MAGIC = b"pipeloom"
+_NONCE_BYTES, _MAC_BYTES = 16, 32
+_HELLO = struct.Struct(f"<{len(_MAGIC)}si{_NONCE_BYTES}s")
+_HANDSHAKE_SECONDS = 10.0  # a rank answers at once; a stranger's thread ends after this
+_RETRY_SECONDS = 0.02
 _LONGEST_SECRET = 4096  # bytes
+_POLL_SECONDS = 0.05  # between two looks into the store
+
+T = TypeVar("T")
 
 
 class LinkClosed(Exception):
-    """The neighbour has closed its end, or received data is not from it."""
+    """The neighbour has closed its end, or has sent data that are no message."""
 
 
 def neighbours(rank: int, world: int) -> list[int]:
@@ -58,14 +64,10 @@ def neighbours(rank: int, world: int) -> list[int]:
 class Link:
     """Messages to and from one neighbour. No call blocks: for a neighbour that does not read, at most 1 MiB is queued."""
 
-    def __init__(self, rank: int, peer: int, connection: socket.socket, key: bytes) -> None:
+    def __init__(self, peer: int, connection: socket.socket) -> None:
         self.peer = peer
-        self.heard = time.monotonic()
         self._connection = connection
-        self._key = key
-        self._names = f"{rank}>{peer}", f"{peer}>{rank}"
-        self._sent = self._received = 0
-        self._incoming = bytearray()
+        self._incoming = b""
         self._outgoing = bytearray()
         self._closed: str | None = None
         connection.setblocking(False)
@@ -77,9 +79,7 @@ class Link:
     def send(self, message: Mapping[str, Any]) -> None:
         """Queue a message, and send as much as the socket accepts."""
         if len(self._outgoing) < _LARGEST_BACKLOG:
-            body = json.dumps(message).encode()
-            self._outgoing += self._mac(self._names[0], self._sent, body) + b" " + body + b"\n"
-            self._sent += 1
+            self._outgoing += json.dumps(message).encode() + b"\n"
         self.flush()
 
     def flush(self) -> bool:
@@ -97,38 +97,23 @@ class Link:
 
     def receive(self) -> list[dict[str, Any]]:
         """Return the messages received. Raises LinkClosed after the last one if the neighbour has closed its end."""
-        if self._closed is not None:
-            raise LinkClosed(self._closed)
         try:
-            while chunk := self._connection.recv(1 << 16):
+            while self._closed is None and len(self._incoming) <= _LONGEST_MESSAGE:
+                chunk = self._connection.recv(1 << 16)
                 self._incoming += chunk
-                if len(self._incoming) > _LONGEST_FRAME:
-                    break
-            else:
-                self._closed = "its connection closed"
+                if not chunk:
+                    self._closed = "its connection closed"
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
             self._closed = f"its connection broke: {error.strerror}"
+        *lines, self._incoming = self._incoming.split(b"\n")
         messages = []
-        *lines, rest = self._incoming.split(b"\n")
-        self._incoming = bytearray(rest)
-        for line in lines:
-            mac, _, body = bytes(line).partition(b" ")
-            if not hmac.compare_digest(mac, self._mac(self._names[1], self._received, body)):
-                self._closed = "its connection brought a message that it did not write"
-                break
-            try:
-                message = json.loads(body)
-            except (ValueError, RecursionError):
-                message = None
-            if not isinstance(message, dict):
-                self._closed = "its connection brought a message that makes no sense"
-                break
-            self._received += 1
-            self.heard = time.monotonic()
-            messages.append(message)
-        if len(self._incoming) > _LONGEST_FRAME:
+        try:
+            messages = [dict(json.loads(line)) for line in lines]
+        except (ValueError, TypeError, RecursionError):
+            self._closed = "its connection brought a message that makes no sense"
+        if len(self._incoming) > _LONGEST_MESSAGE:
             self._closed = "its connection brought a message without an end"
         if self._closed is not None and not messages:
             raise LinkClosed(self._closed)
@@ -137,149 +122,172 @@ class Link:
     def close(self) -> None:
         self._connection.close()
 
-    def _mac(self, name: str, count: int, body: bytes) -> bytes:
-        text = f"{name} {count} ".encode() + body
-        return hmac.new(self._key, text, hashlib.sha256).hexdigest()[: 2 * _MAC_BYTES].encode()
 
-
-def inherited(rank: int) -> list[Link] | None:
+def inherited() -> list[Link] | None:
     """Return the links whose sockets the launcher passed in the environment, at the first call; None without a launcher."""
     text = os.environ.pop(LINKS, None)
     if text is None:
         return None
     pairs = [pair.split(":") for pair in text.split(",") if pair]
-    return [Link(rank, int(peer), socket.socket(fileno=int(descriptor)), b"") for peer, descriptor in pairs]
+    return [Link(int(peer), socket.socket(fileno=int(descriptor))) for peer, descriptor in pairs]
 
 
-def meet(store: Any, prefix: str, rank: int, world: int, secret: bytes, seconds: float) -> list[Link]:
-    """Return links to this rank's neighbours; collective. `store`: has `set` and `get` of text, both with deadlines.
-
-    Raises DistributedError that names a rank that did not join within `seconds`.
-    """
-    if world == 1:
-        return []
-    deadline = time.monotonic() + seconds
-    here = f"{machine('net', 'mnt')} {os.getuid()}"
-    store.set(f"{prefix}/machine/{rank}", here)
+def meet(store: RunStore, prefix: str, rank: int, world: int, seconds: float) -> list[Link]:
+    """Return links to this rank's neighbours. Collective. Raises DistributedError as `connect` does."""
+    store.set(f"{prefix}/machine/{rank}", f"{machine('net', 'mnt')} {os.getuid()}")
     machines = {store.get(f"{prefix}/machine/{other}") for other in range(world)}
-    folder = None
+    local = len(machines) == 1 and bool(machine())
+    connections = connect(store, f"{prefix}/control", rank, neighbours(rank, world), seconds, local=local)
+    return [Link(peer, connection) for peer, connection in sorted(connections.items())]
+
+
+# -- meeting ---------------------------------------------------------------------------------------------------------------
+
+
+def connect(
+    store: RunStore,
+    prefix: str,
+    rank: int,
+    peers: Collection[int],
+    seconds: float,
+    *,
+    local: bool,
+    kind: socket.SocketKind = socket.SOCK_STREAM,
+) -> dict[int, socket.socket]:
+    """Return a non-blocking connection to each of `peers`. Collective: every rank has this one among its peers.
+
+    A rank connects to those with lower numbers, and is connected to by those with higher ones.
+
+    Args:
+        local: whether all ranks are processes of one user on this machine, and use unix sockets in private folders.
+        kind: SOCK_SEQPACKET for sockets that keep the boundaries of messages; `local` only.
+
+    Raises DistributedError that names a rank which did not connect within `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    door = _Door(store, prefix, rank, {peer for peer in peers if peer > rank}, kind, local)
     try:
-        if len(machines) == 1 and machine() and hasattr(socket, "AF_UNIX"):
-            folder = tempfile.mkdtemp(prefix="pipeloom-")  # of mode 0700
-            listener = socket.socket(socket.AF_UNIX)
-            listener.bind(f"{folder}/control")
-            address: Any = f"{folder}/control"
+        store.set(f"{prefix}/{rank}", json.dumps(door.address))
+        for peer in sorted(peer for peer in peers if peer < rank):
+            door.connections[peer] = _call(store, prefix, rank, peer, kind, deadline)
+        with door.change:
+            door.change.wait_for(lambda: not door.missing, timeout=max(0.0, deadline - time.monotonic()))
+            if door.missing:
+                raise DistributedError(f"{', '.join(f'rank {peer}' for peer in sorted(door.missing))} did not connect")
+            connections = dict(door.connections)
+    except (OSError, DistributedError) as error:
+        door.close()
+        for connection in door.connections.values():
+            connection.close()
+        raise DistributedError(f"rank {rank}: {error} (within {seconds:g} s)") from None
+    door.close()
+    for connection in connections.values():
+        connection.setblocking(False)
+    return connections
+
+
+class _Door:
+    """The listening end of one rank. A thread accepts connections, and each is greeted in a thread of its own, so that strangers
+    who say nothing hold up nobody.
+
+    Attributes:
+        address: the private folder of its unix socket, or its (host, port).
+        missing: ranks that have not connected yet.
+        connections: rank -> connection.
+        change: condition of `missing` and `connections`.
+    """
+
+    def __init__(
+        self, store: RunStore, prefix: str, rank: int, missing: set[int], kind: socket.SocketKind, local: bool
+    ) -> None:
+        self.missing = missing
+        self.connections: dict[int, socket.socket] = {}
+        self.change = threading.Condition()
+        self._store, self._prefix, self._rank = store, prefix, rank
+        self._socket = socket.socket(socket.AF_UNIX if local else socket.AF_INET, kind)
+        if local:
+            self.address: Any = tempfile.mkdtemp(prefix="pipeloom-")  # of mode 0700
+            with _short(self.address) as path:
+                self._socket.bind(path)
         else:
-            listener = socket.socket()
-            listener.bind((_own_address(), 0))
-            address = list(listener.getsockname())
-        listener.listen(128)
-        store.set(f"{prefix}/control/{rank}", json.dumps(address))
-        return _Meeting(store, prefix, rank, world, secret, deadline).links(listener)
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            self._socket.bind((_own_address(), 0))
+            self.address = list(self._socket.getsockname())
+        self._socket.listen(128)
+        _in_thread(self._accept)
 
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # the listener was shut down
+            while True:
+                connection, _ = self._socket.accept()
+                _in_thread(self._greet, connection)
 
-class _Meeting:
-    """Connections to the neighbours: threads connect to those with lower numbers and accept those with higher ones."""
-
-    def __init__(self, store: Any, prefix: str, rank: int, world: int, secret: bytes, deadline: float) -> None:
-        self._store, self._prefix, self._rank, self._secret, self._deadline = store, prefix, rank, secret, deadline
-        self._wanted = set(neighbours(rank, world))
-        self._found: dict[int, Link] = {}
-        self._change = threading.Condition()
-        self._errors: list[str] = []
-
-    def links(self, listener: socket.socket) -> list[Link]:
-        """Return all links, and close `listener`."""
-        lower = [peer for peer in self._wanted if peer < self._rank]
-        addresses = {peer: json.loads(self._store.get(f"{self._prefix}/control/{peer}")) for peer in lower}
-        for peer, address in addresses.items():
-            self._in_thread(self._connect, peer, address)
-        self._in_thread(self._accept, listener)
-        with self._change:
-            self._change.wait_for(
-                lambda: self._found.keys() >= self._wanted, timeout=max(0.0, self._deadline - time.monotonic())
-            )
-            missing = sorted(self._wanted - self._found.keys())
-        with contextlib.suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)  # ends the accepting thread
-        listener.close()
-        if missing:
-            why = f" ({self._errors[-1]})" if self._errors else ""
-            raise DistributedError(f"rank {self._rank}: rank {missing[0]} has not opened its control connection{why}")
-        return [self._found[peer] for peer in sorted(self._found)]
-
-    def _in_thread(self, work: Any, *arguments: Any) -> None:
-        threading.Thread(target=work, args=arguments, name="pipeloom-meet", daemon=True).start()
-
-    def _connect(self, peer: int, address: Any) -> None:
-        while time.monotonic() < self._deadline:
-            connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
-            connection.settimeout(_HANDSHAKE_SECONDS)
-            try:
-                connection.connect(address if isinstance(address, str) else tuple(address))
-                if isinstance(address, str) and _uid_of(connection) not in (None, os.getuid()):
-                    raise OSError(0, "a process of another user listens there")
-                nonce = secrets.token_bytes(_NONCE_BYTES)
-                connection.sendall(struct.pack("<i", self._rank) + nonce)
-                answer = _exactly(connection, _NONCE_BYTES + 32)
-                key = self._key(self._rank, peer, nonce, answer[:_NONCE_BYTES])
-                if not hmac.compare_digest(answer[_NONCE_BYTES:], _sign(key, b"accepted")):
-                    raise OSError(0, "its secret is another one")
-                connection.sendall(_sign(key, b"connected"))
-                self._add(peer, connection, key)
-                return
-            except OSError as error:
-                connection.close()
-                self._errors.append(f"{error.strerror or error}")
-                time.sleep(0.1)
-
-    def _accept(self, listener: socket.socket) -> None:
-        slots = threading.Semaphore(_MOST_STRANGERS)
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            slots.acquire()
-            self._in_thread(self._greet, connection, slots)
-
-    def _greet(self, connection: socket.socket, slots: threading.Semaphore) -> None:
+    def _greet(self, connection: socket.socket) -> None:
         try:
-            if connection.family == socket.AF_UNIX and _uid_of(connection) not in (None, os.getuid()):
-                raise OSError(0, "a process of another user connected")
             connection.settimeout(_HANDSHAKE_SECONDS)
-            first = _exactly(connection, 4 + _NONCE_BYTES)
-            (peer,) = struct.unpack("<i", first[:4])
-            nonce = secrets.token_bytes(_NONCE_BYTES)
-            key = self._key(peer, self._rank, first[4:], nonce)
-            connection.sendall(nonce + _sign(key, b"accepted"))
-            if not hmac.compare_digest(_exactly(connection, 32), _sign(key, b"connected")):
-                raise OSError(0, "its secret is another one")
-            if peer not in self._wanted or peer < self._rank:
-                raise OSError(0, f"rank {peer} is not a neighbour")
-            self._add(peer, connection, key)
+            peer = _shake_hands(connection, self._store, self._prefix, self._rank, self.missing)
         except OSError:
             connection.close()
-        finally:
-            slots.release()
+            return
+        with self.change:
+            if peer in self.missing:
+                self.missing.discard(peer)
+                self.connections[peer] = connection
+                self.change.notify_all()
 
-    def _add(self, peer: int, connection: socket.socket, key: bytes) -> None:
-        with self._change:
-            if peer in self._found:
-                connection.close()
-                return
-            self._found[peer] = Link(self._rank, peer, connection, key)
-            self._change.notify_all()
-
-    def _key(self, connects: int, accepts: int, first: bytes, second: bytes) -> bytes:
-        return _sign(self._secret, f"{self._prefix} {connects}>{accepts} ".encode() + first + second)
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the accepting thread
+        self._socket.close()
+        if isinstance(self.address, str):
+            shutil.rmtree(self.address, ignore_errors=True)
 
 
-def _sign(key: bytes, text: bytes) -> bytes:
-    return hmac.new(key, text, hashlib.sha256).digest()
+def _in_thread(work: Callable[..., None], *arguments: Any) -> None:
+    threading.Thread(target=work, args=arguments, name="pipeloom-meet", daemon=True).start()
+
+
+def _call(
+    store: RunStore, prefix: str, rank: int, peer: int, kind: socket.SocketKind, deadline: float
+) -> socket.socket:
+    """Return a connection to a rank that listens. Raises DistributedError with the reason at `deadline`."""
+    try:
+        address = json.loads(store.get(f"{prefix}/{peer}", max(0.0, deadline - time.monotonic())))
+    except DistributedError as error:
+        raise DistributedError(f"rank {peer} did not connect: {error}") from None
+    local = isinstance(address, str)
+    while True:
+        connection = socket.socket(socket.AF_UNIX if local else socket.AF_INET, kind)
+        connection.settimeout(max(0.01, deadline - time.monotonic()))
+        try:
+            with _short(address) if local else contextlib.nullcontext(tuple(address)) as target:
+                connection.connect(target)
+            _shake_hands(connection, store, prefix, rank, {peer})
+            return connection
+        except OSError as error:  # a full queue of the listener among them
+            connection.close()
+            if time.monotonic() + _RETRY_SECONDS > deadline:
+                raise DistributedError(f"rank {peer} did not connect: {error}") from None
+            time.sleep(_RETRY_SECONDS)
+
+
+def _shake_hands(connection: socket.socket, store: RunStore, prefix: str, rank: int, expected: Collection[int]) -> int:
+    """Return the rank at the other end, once both ends have proved that they know the run's secret; raises OSError otherwise.
+
+    Each end sends its rank and a random number, then a MAC of both ends' numbers and its own rank: a recorded or reflected MAC
+    fits no other handshake.
+    """
+    if connection.family == socket.AF_UNIX and _user(connection) != os.getuid():
+        raise OSError("a process of another user is there")
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(_HELLO.pack(_MAGIC, rank, nonce))
+    magic, peer, other_nonce = _HELLO.unpack(_exactly(connection, _HELLO.size))
+    if magic != _MAGIC or peer not in expected:
+        raise OSError("it is not a rank that is expected there")
+    ends = b"".join(number for _, number in sorted([(rank, nonce), (peer, other_nonce)]))
+    connection.sendall(store.sign(f"{prefix} {rank} ".encode() + ends))
+    if not hmac.compare_digest(_exactly(connection, _MAC_BYTES), store.sign(f"{prefix} {peer} ".encode() + ends)):
+        raise OSError("its secret is another one")
+    return int(peer)
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
@@ -287,17 +295,26 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     while len(data) < size:
         chunk = connection.recv(size - len(data))
         if not chunk:
-            raise OSError(0, "it closed the connection")
+            raise OSError("it closed the connection")
         data += chunk
     return data
 
 
-def _uid_of(connection: socket.socket) -> int | None:
-    """Return the user at the other end of a unix socket; None if the system does not provide it."""
+def _user(connection: socket.socket) -> int:
+    """Return the user of the process at the other end of a unix socket; this user where the system does not tell."""
     if not hasattr(socket, "SO_PEERCRED"):
-        return None
-    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return int(uid)
+        return os.getuid()
+    return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1])
+
+
+@contextlib.contextmanager
+def _short(folder: str) -> Iterator[str]:
+    """Yield a path of the folder's socket that fits into an address, which takes 107 bytes."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/socket"
+    finally:
+        os.close(descriptor)
 
 
 def _own_address() -> str:
@@ -305,13 +322,10 @@ def _own_address() -> str:
 
     PIPELOOM_ADDRESS overrides it.
     """
-    configured = os.environ.get("PIPELOOM_ADDRESS")
-    if configured:
+    if configured := os.environ.get("PIPELOOM_ADDRESS"):
         return configured
-    for target in (
-        os.environ.get("MASTER_ADDR", ""),
-        "192.0.2.1",
-    ):  # the second address is unassigned; no packet is sent
+    # The second target is an unassigned address (RFC 5737), behind the default route. No packet is sent to either.
+    for target in (os.environ.get("MASTER_ADDR", ""), "192.0.2.1"):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
             probe.connect((target, 9))
             address = str(probe.getsockname()[0])
@@ -332,13 +346,12 @@ def read_secret() -> bytes | None:
     path = Path(named) if named else Path.home() / ".config" / "pipeloom" / "secret"
     try:
         status = path.stat()
-        mode = status.st_mode
-        if not stat.S_ISREG(mode) or status.st_size > _LONGEST_SECRET:
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LONGEST_SECRET:
             raise DistributedError(
                 f"{path} is not a regular file of at most {_LONGEST_SECRET} bytes: no secret is read from it"
             )
-        if mode & 0o077:
-            raise DistributedError(f"{path} can be read by others (mode {mode & 0o777:o}): chmod 600 {path}")
+        if status.st_mode & 0o077:
+            raise DistributedError(f"{path} can be read by others (mode {status.st_mode & 0o777:o}): chmod 600 {path}")
         return path.read_bytes().strip() or None
     except OSError as error:
         if named:
@@ -346,31 +359,30 @@ def read_secret() -> bytes | None:
         return None
 
 
-T = TypeVar("T")
-_LOOKS_SECONDS = 0.05
+# -- torch's store -----------------------------------------------------------------------------------------------------------
 
 
 def within(seconds: float, call: Callable[[], T], words: str) -> T:
     """Return the result of `call`, or raise its error. Raises DistributedError with `words` after `seconds`; the call is then
     abandoned.
     """
-    box: list[Any] = []
-    done = threading.Event()
+    results: list[T] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            box.append((True, call()))
+            results.append(call())
         except BaseException as error:
-            box.append((False, error))
-        done.set()
+            errors.append(error)
 
-    threading.Thread(target=run, name="pipeloom-store", daemon=True).start()
-    if not done.wait(seconds):
+    thread = threading.Thread(target=run, name="pipeloom-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
         raise DistributedError(f"{words} within {seconds:g} s: the process that serves it is frozen or out of reach")
-    good, value = box[0]
-    if not good:
-        raise value
-    return value  # type: ignore[no-any-return]
+    return results[0]
 
 
 def _answer(seconds: float, call: Callable[[], T], words: str) -> T:
@@ -411,7 +423,7 @@ class RunStore:
         while not _answer(patience, lambda: self._store.check([key]), "the store did not answer"):
             if time.monotonic() > give_up:
                 raise DistributedError(f"no value arrived under {key} within {patience:g} s")
-            time.sleep(_LOOKS_SECONDS)
+            time.sleep(_POLL_SECONDS)
         value = _answer(patience, lambda: self._store.get(key).decode(), "the store gave no value")
         mac, _, text = value.partition(" ")
         if not hmac.compare_digest(mac.encode(), self._mac(key, text).encode()):
@@ -423,12 +435,17 @@ class RunStore:
     def add(self, key: str, amount: int) -> int:
         return int(_answer(self._seconds, lambda: self._store.add(key, amount), "the store did not count"))
 
+    def sign(self, data: bytes) -> bytes:
+        """Return a MAC of `data` with the run's secret."""
+        return hmac.new(self._secret, data, hashlib.sha256).digest()
+
     def _mac(self, key: str, text: str) -> str:
-        return hmac.new(self._secret, f"{key}={text}".encode(), hashlib.sha256).hexdigest()
+        return self.sign(f"{key}={text}".encode()).hex()
 
 
 def run_store(seconds: float) -> RunStore:
     """Return the store of torch's default process group."""
     import torch.distributed as dist
 
+    # The group's own store, under whose prefix no key of another run is found; torch has no public name for it.
     return RunStore(dist.distributed_c10d._get_default_store(), read_secret() or b"", seconds)

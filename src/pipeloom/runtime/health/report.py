@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 _PATIENCE_SECONDS = 1.5
-_TOLD = "__pipeloom_told__"  # key in an error's __dict__, which works for every class of errors
+_REPORTED_KEY = "__pipeloom_reported__"  # in an error's __dict__, which works for every class of errors
 _TIMED_OUT = re.compile(r"timed out|time-?out", re.IGNORECASE)
 _CPP_PLACE = re.compile(r"\[[^\]\s]+\.(?:cc|cpp|h|hpp):\d+\]\s*")
 _ADVICE = re.compile(r"\.?\s*This is typically caused by a remote worker crashing\..*", re.DOTALL)
@@ -100,41 +100,38 @@ class FailureReporter:
 
     def tell(self, error: BaseException) -> None:
         """Report an error to the other ranks, once; raises DistributedError as `reporting` does."""
-        if error.__dict__.get(_TOLD):
+        if error.__dict__.get(_REPORTED_KEY):
             return
         status, watchdog = self.status, self.watchdog
         if not lost_peer(error):
             if watchdog is not None:
                 trace, what = _texts(error)
                 watchdog.failed(f"{status.name} failed: {status.words}: {what}", (status.number,), trace)
-            error.__dict__[_TOLD] = True
+            error.__dict__[_REPORTED_KEY] = True
             return
         late = timed_out(error)
         # A connection may be closed because its other end has failed, and itself waits for the cause before it reports that.
         patience = _PATIENCE_SECONDS if late else 2 * _PATIENCE_SECONDS
         known = watchdog.cause(patience) if watchdog is not None else None
-        if known is None:
-            peer, why = _peer(error, status), plain_words(error)
-            if late:
-                peer = None  # it may be alive, and a lost message is not a fault of any rank
-                text = f"the {status.kind} stalls: {status.name}, {status.words}: {why}"
-            elif peer is None:
-                text = f"{status.name} has lost a peer: {status.words}: {why}"
-            else:
-                name = f"rank {peer}" if status.names is None else status.names.of(peer)
-                # not "is gone": no watchdog has reported that, and it may have closed its connections while alive
-                text = f"the connection to {name} is closed: {status.name}, {status.words}: {why}"
-            blames: tuple[int, ...] = () if peer is None else (peer,)
-            if watchdog is not None:
-                text = watchdog.failed(text, blames).shown_on(watchdog.output)
-        else:
+        if known is not None:
             text, blames = known.text, known.blames
-            if watchdog is not None:
-                text = watchdog.failed(text, blames).shown_on(watchdog.output)
+        else:
+            # A peer that is late may be alive, and a lost message is not a fault of any rank.
+            peer, why = None if late else _peer(error, status), plain_words(error)
+            blames = () if peer is None else (peer,)
+            if late:
+                what = f"the {status.kind} stalls: {status.name},"
+            elif peer is None:
+                what = f"{status.name} has lost a peer:"
+            else:  # not "is gone": no watchdog has reported that, and it may have closed its connections while alive
+                what = f"the connection to {status.names.of(peer)} is closed: {status.name},"
+            text = f"{what} {status.words}: {why}"
+        if watchdog is not None:
+            text = watchdog.failed(text, blames).shown_on(watchdog.output)
         stopped = status.signed(f"stopped, because {text}")
-        told = DistributedError(f"{status.signed(status.words)}\n{stopped}")
-        told.__dict__[_TOLD] = True
-        raise told from None
+        reported = DistributedError(f"{status.signed(status.words)}\n{stopped}")
+        reported.__dict__[_REPORTED_KEY] = True
+        raise reported from None
 
 
 class _Reporting(AbstractContextManager[None]):
@@ -163,5 +160,5 @@ def _texts(error: BaseException) -> tuple[str, str]:
 def _peer(error: BaseException, status: Status) -> int | None:
     """Return the number in the run of the lost rank, if the error names one."""
     if isinstance(error, PeerGone):
-        return error.rank if status.names is None else status.names.number(error.rank)
+        return status.names.number(error.rank)
     return status.source if isinstance(status.waiting, Message) else None

@@ -33,7 +33,7 @@ class Names:
 
     def place(self, number: int) -> str:
         """Return the place of a rank, by its number in the run: `"pp 1, dp 0, tp 1"`; empty if the run is a single pipeline."""
-        if self.mesh is None or self.mesh.shape.world == self.mesh.shape.pp:
+        if self.mesh is None or self.mesh.shape.world == self.mesh.shape.pp or number >= self.mesh.shape.world:
             return ""
         place, shape = self.mesh.shape.place(number), self.mesh.shape
         axes = (("pp", place.pp), ("dp", place.dp), ("tp", place.tp))
@@ -82,9 +82,7 @@ class Limits:
 
     def of(self, phase: str, slowest: float) -> float:
         """Return the limit of a phase in seconds; `slowest`: seconds of the slowest step so far."""
-        if (
-            self.timeout is not None
-        ):  # a limit for one action, while a wait for the device may take the time of a whole step
+        if self.timeout is not None:  # for one action, while a wait for the device may take the time of a whole step
             return max(self.timeout, _PHASES[phase]) if phase == "device" else self.timeout
         return _PHASES.get(phase, min(_LONGEST_LIMIT, max(_SHORTEST_LIMIT, _SLOWEST_STEPS * slowest)))
 
@@ -101,9 +99,9 @@ class Status:
     """
 
     def __init__(self, rank: int, names: Names | None = None) -> None:
-        self.names = names
-        self.number = rank if names is None else names.number(rank)
-        self.name = f"rank {rank}" if names is None else names.of(self.number)
+        self.names = names or Names()
+        self.number = self.names.number(rank)
+        self.name = self.names.of(self.number)
         self.phase = "start-up"
         self.slowest = 0.0
         self.step = -1
@@ -132,7 +130,7 @@ class Status:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Apply the limit of `phase` inside."""
+        """Return a context in which stalls are judged by the limit of `phase`."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -144,8 +142,7 @@ class Status:
         """The number in the run of the rank from which this one awaits a message."""
         if not isinstance(self.waiting, Message):
             return None
-        source = self.waiting.channel.source
-        return source if self.names is None else self.names.number(source)
+        return self.names.number(self.waiting.channel.source)
 
     @property
     def kind(self) -> str:
@@ -171,14 +168,13 @@ class Status:
         if action is None:
             return f"start-up ({for_seconds})" if step == "start-up" else f"between actions, {step} ({for_seconds})"
         if waiting is not None:
-            source = waiting.channel.source
-            name = f"rank {source}" if self.names is None else self.names.on_line(source)
-            return f"{step}, {action.words}: waits for {waiting.words} from {name} ({for_seconds})"
+            source = self.names.on_line(waiting.channel.source)
+            return f"{step}, {action.words}: waits for {waiting.words} from {source} ({for_seconds})"
         return f"{step}, in {action.words} ({for_seconds})"
 
     def signed(self, text: str) -> str:
         """Return `text` after this rank's name, as every line of a report begins."""
-        where = "" if self.names is None else self.names.place(self.number)
+        where = self.names.place(self.number)
         return f"[rank {self.number}] {f'({where}) ' if where else ''}{text}"
 
 

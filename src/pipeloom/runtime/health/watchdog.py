@@ -22,19 +22,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeloom.errors import printable
-from pipeloom.runtime.health.links import Link, LinkClosed, RunStore, meet, read_secret
+from pipeloom.runtime.health.links import Link, LinkClosed, RunStore, meet
 from pipeloom.runtime.health.status import Limits, Status, identity, is_stopped, machine, main_thread_communicates
 
 POLL_SECONDS = 0.25
-SUSPENDED_SECONDS = 3.0  # seconds; after a longer pause of this thread the process counts as suspended
-ROLL_CALL_SECONDS = 2.0
-NOTICE_SECONDS = 10.0
-LAST_WORDS_SECONDS = 0.5
-OWN_WORDS_SECONDS = 0.75
+SUSPENDED_SECONDS = 3.0  # after a longer pause of this thread the process counts as suspended
+ROLL_CALL_SECONDS = 2.0  # wait for answers to a call; a process that is frozen or holds the GIL gives none
+NOTICE_SECONDS = 10.0  # without progress, until a line is printed
+LAST_WORDS_SECONDS = 0.5  # for the last messages to leave a process that ends
+OWN_WORDS_SECONDS = 0.75  # for the main thread to report by itself a failure that it meets too
 EXIT_CODE = 6
 # characters of a failure: at most 12 bytes each in a message, and a link reads 256 KiB
 _LONGEST_TEXT, _LONGEST_TRACE = 4096, 16384
-_TOLD = {signal.SIGTERM: 75, signal.SIGINT: 130}  # signal -> exit code
+_EXIT_CODE_OF_SIGNAL = {signal.SIGTERM: 75, signal.SIGINT: 130}
 NOTICE = "pipeloom: "  # prefix of a line that the launcher prints at once, whichever rank wrote it
 
 
@@ -168,7 +168,7 @@ class Watchdog:
         self.limits = limits
         self.folder: str | None = None
         self._links = {link.peer: link for link in links}
-        self._record = record
+        self._record = record or (lambda failure, code, words: None)
         self._end = end
         self._stop = threading.Event()
         self._known = threading.Event()  # a failure is
@@ -189,14 +189,13 @@ class Watchdog:
         self._reporting = False
         self._leaving = False
         self._waited = 0.0
-        self._asked: float | None = None  # time at which SIGTERM or SIGINT was received
-        self._asked_by = signal.SIGTERM
+        self._signal: signal.Signals | None = None  # SIGTERM or SIGINT, once received
+        self._signalled = 0.0  # when
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
         for pipe_end in (self._wake, self._waker):
             pipe_end.setblocking(False)
-        self._selector.register(self._wake, selectors.EVENT_READ, self._drain)
-        self._signals: socket.socket | None = None
+        self._selector.register(self._wake, selectors.EVENT_READ)
         for link in self._links.values():
             self._selector.register(link, selectors.EVENT_READ, link)
         self._thread = threading.Thread(target=self._run, name=f"pipeloom-watchdog-{self.number}", daemon=True)
@@ -211,19 +210,17 @@ class Watchdog:
 
     def guard_signals(self) -> None:
         """From now on a SIGTERM during a call that never returns ends the process too. Call it in the main thread."""
-        self._signals, write = socket.socketpair()
-        self._signals.setblocking(False)
-        write.setblocking(False)
-        signal.set_wakeup_fd(write.detach(), warn_on_full_buffer=False)
-        self._selector.register(self._signals, selectors.EVENT_READ, self._read_signals)
-        self._wake_up()
+        # Python's handlers run only between instructions of the main thread, but the number of a signal is written here at once:
+        # to a copy that stays open, so that it is never written to another file.
+        signal.set_wakeup_fd(os.dup(self._waker.fileno()), warn_on_full_buffer=False)
 
     def close(self) -> None:
         """End the thread; the other ranks do not report this rank as lost."""
         if self._stop.is_set():
             return
         self._post({"kind": "bye", "rank": self.number})
-        self._flushed.wait(LAST_WORDS_SECONDS) if self._thread.is_alive() else None
+        if self._thread.is_alive():
+            self._flushed.wait(LAST_WORDS_SECONDS)
         self._stop.set()
         self._wake_up()
         self._thread.join(timeout=2)
@@ -280,7 +277,7 @@ class Watchdog:
 
     def _wake_up(self) -> None:
         with contextlib.suppress(OSError):
-            self._waker.send(b"!")
+            self._waker.send(b"\0")  # no signal has this number
 
     def _flood(self, message: dict[str, Any], but: int | None = None) -> None:
         if "id" not in message:
@@ -323,7 +320,7 @@ class Watchdog:
                 if isinstance(key.data, Link):
                     self._read(key.data)
                 else:
-                    key.data()
+                    self._read_signals()
             if self._failure is not None:
                 self._send_posted()
                 if not self._reporting and not self._fails_too() and self._report_in_thread():
@@ -341,17 +338,11 @@ class Watchdog:
         if all([link.flush() for link in self._links.values()]):
             self._flushed.set()
 
-    def _drain(self) -> None:
-        with contextlib.suppress(OSError):
-            while self._wake.recv(4096):
-                pass
-
     def _read_signals(self) -> None:
-        assert self._signals is not None
         with contextlib.suppress(OSError):
-            for number in self._signals.recv(4096):
-                if number in _TOLD and self._asked is None:
-                    self._asked, self._asked_by = time.monotonic(), signal.Signals(number)
+            for number in self._wake.recv(4096):
+                if number in _EXIT_CODE_OF_SIGNAL and self._signal is None:
+                    self._signal, self._signalled = signal.Signals(number), time.monotonic()
 
     def _read(self, link: Link) -> None:
         try:
@@ -441,7 +432,7 @@ class Watchdog:
             self._fail(f"the {self.status.kind} stalls: {self._blame(blames, call.states)}{this_rank}", blames)
             return
         still = [s for rank, s in call.states.items() if rank != self.number and s.seconds < NOTICE_SECONDS / 2]
-        if [s for s in still if not s.between] and self._asked is None:
+        if [s for s in still if not s.between] and self._signal is None:
             return  # others make progress
         late = {rank: state for rank, state in call.states.items() if rank not in blames and state.waits}
         waits = "; ".join(f"{self._name(rank)}, {state.words}" for rank, state in sorted(late.items()))
@@ -453,7 +444,10 @@ class Watchdog:
     def _complete(self, call: _WatchedCall) -> bool:
         """Return whether no more answers can arrive: a stopped process of this machine gives none."""
         missing = set(range(self.ranks)) - call.states.keys() - self._left
-        return all(is_stopped(self._identities.get(rank, ("",))[0]) for rank in missing)
+        return all(map(self._stopped, missing))
+
+    def _stopped(self, rank: int) -> bool:
+        return rank in self._identities and is_stopped(self._identities[rank][0])
 
     def _blame(self, blames: Sequence[int], states: Mapping[int, RankState]) -> str:
         """Return a clause about the ranks that stall the run, with a semicolon; "" for none."""
@@ -463,7 +457,7 @@ class Watchdog:
                 doing = f"is busy: {states[rank].words}"
             elif rank in self._left:
                 doing = "has ended its part"
-            elif is_stopped(self._identities.get(rank, ("",))[0]):
+            elif self._stopped(rank):
                 doing = "is stopped (SIGSTOP)"
             else:
                 doing = "does not answer: it is frozen, holds Python's global lock, or its machine cannot be reached"
@@ -471,21 +465,17 @@ class Watchdog:
         return "".join(words)
 
     def _look_at_sigterm(self, now: float) -> None:
-        """End a process that was told to stop and cannot, because what it waits for does not arrive."""
-        if self._asked is None or self.status.waiting is None:
+        """End a process that was signalled to stop and cannot, because what it waits for does not arrive."""
+        if self._signal is None or self.status.waiting is None:
             return
         phase = self.status.phase
         patience = 2.0 if phase == "start-up" else NOTICE_SECONDS
         if phase in ("save", "load"):  # other ranks may write for long, and a checkpoint is worth the wait
             patience = self.limits.of(phase, 0.0)
-        if now - self._asked > patience and self._elapsed() > patience:
-            words = self.status.signed(f"stopped by {self._asked_by.name}: {self.status.words}")
-            if not self._report_in_thread():
-                return
-            failure = Failure(self.number, words)
-            if self._record is not None:
-                self._record(failure, _TOLD[self._asked_by], words)
-            self._end(words, _TOLD[self._asked_by])
+        if now - self._signalled > patience and self._elapsed() > patience and self._report_in_thread():
+            words = self.status.signed(f"stopped by {self._signal.name}: {self.status.words}")
+            self._record(Failure(self.number, words), _EXIT_CODE_OF_SIGNAL[self._signal], words)
+            self._end(words, _EXIT_CODE_OF_SIGNAL[self._signal])
 
     def _fails_too(self) -> bool:
         """Return whether the main thread, before the first step or in a checkpoint, will report the same failure by itself, with
@@ -504,8 +494,7 @@ class Watchdog:
         until = time.monotonic() + LAST_WORDS_SECONDS
         while not all([link.flush() for link in self._links.values()]) and time.monotonic() < until:
             time.sleep(0.01)
-        if self._record is not None:
-            self._record(failure, EXIT_CODE, words)
+        self._record(failure, EXIT_CODE, words)
         self._end(words, EXIT_CODE)
 
     def forget(self) -> None:
@@ -516,9 +505,7 @@ class Watchdog:
                 link.close()
 
     def _name(self, rank: int) -> str:
-        names = self.status.names
-        known = names is not None and names.mesh is not None and rank < names.mesh.everyone.size
-        return names.of(rank) if names is not None and known else f"rank {rank}"
+        return self.status.names.of(rank)
 
     def _process(self, rank: int) -> str:
         known = self._identities.get(rank)
@@ -538,7 +525,7 @@ def start_watchdog(
         index, size: this process's number in the run, and the number of processes.
         timeout: seconds to wait for the others.
     """
-    links = meet(store, prefix, index, size, read_secret() or b"", timeout)
+    links = meet(store, prefix, index, size, timeout)
     watchdog = Watchdog(links, status, size, limits)
     watchdog.start()
     return watchdog

@@ -6,7 +6,7 @@ full it reads from all peers, as it does whenever it waits.
 
 Memory comes from `memfd_create`, and its descriptors are sent over the sockets, so a killed rank leaves nothing behind.
 
-A notice is a `struct`: received data is never executed. `local_sockets` connects the ranks, and keeps other users out.
+A notice is a `struct`: received data is never executed. The sockets keep other users out (`connect` in health/links.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import DistributedError, UsageError
+from pipeloom.runtime.health.links import RunStore, connect
 from pipeloom.runtime.p2p.base import BufferPool, Delivery, Outgoing, PeerGone
-from pipeloom.runtime.p2p.local_sockets import meet
 from pipeloom.runtime.tensor_spec import BoundaryValues, TensorSpecs, boundary_of, from_numbers, to_numbers
 from pipeloom.schedule.channels import Channel, Message, MessageKind
 
@@ -96,29 +96,30 @@ class _SharedInbox:
         self.segments: list[_SharedSegment] = []
         self.boundaries: list[TensorSpecs] = []
         self.descriptors_next = False
-        self.gone: object = None  # the reason why no more messages can arrive
+        self.gone: str | None = None  # the reason why no more messages can arrive
 
 
 class SharedLinks:
     """Connections to the peers; constructing them is collective over the pipeline's ranks."""
 
     def __init__(
-        self, store: Any, prefix: str, rank: int, channels: Sequence[Channel], timeout: float, spin: bool
+        self, store: RunStore, prefix: str, rank: int, channels: Sequence[Channel], timeout: float, spin: bool
     ) -> None:
-        self.rank = rank
         self.spin = _SPIN_SECONDS if spin else 0.0
-        senders = sorted({c.source for c in channels if c.destination == rank})
-        receivers = sorted({c.destination for c in channels if c.source == rank})
         self.arrived: dict[tuple[int, str, int], deque[tuple[list[int], int, int]]] = {}
-        incoming, outgoing = meet(store, prefix, rank, senders, receivers, timeout)
-        self.inboxes = {peer: _SharedInbox(connection) for peer, connection in incoming.items()}
-        self.outboxes = {peer: _Outbox(connection) for peer, connection in outgoing.items()}
+        peers = {end for channel in channels if rank in channel[:2] for end in channel[:2]} - {rank}
+        # A socket per peer, with whole notices: one read never returns a part of a notice, or parts of two.
+        self._connections = connect(
+            store, f"{prefix}/socket", rank, peers, timeout, local=True, kind=socket.SOCK_SEQPACKET
+        )
+        self.inboxes = {peer: _SharedInbox(connection) for peer, connection in self._connections.items()}
+        self.outboxes = {peer: _Outbox(connection) for peer, connection in self._connections.items()}
         self._notice = bytearray(_NOTICE_BYTES)
         self._poll = select.poll()
         self._by_descriptor: dict[int, int] = {}
-        for peer, inbox in self.inboxes.items():
-            self._poll.register(inbox.connection, select.POLLIN)
-            self._by_descriptor[inbox.connection.fileno()] = peer
+        for peer, connection in self._connections.items():
+            self._poll.register(connection, select.POLLIN)
+            self._by_descriptor[connection.fileno()] = peer
 
     def notify(self, peer: int, notice: bytes, descriptors: list[int]) -> None:
         """Send a notice; read from all peers while this peer's socket is full."""
@@ -161,10 +162,14 @@ class SharedLinks:
                 length = inbox.connection.recv_into(data)
         except BlockingIOError:
             return False
-        except ConnectionError as error:
-            return self._mark_gone(inbox, error)
+        except ConnectionResetError:
+            # The peer has exited without reading all that this rank sent. The error is reported once, before what the peer itself
+            # had sent, which may be all that this rank needs.
+            return self.read(peer)
         if not length:
-            return self._mark_gone(inbox, "it has closed its connection")
+            inbox.gone = "it has closed its connection"
+            self._poll.unregister(inbox.connection)
+            return False
         if length == 1:
             inbox.descriptors_next = True
             return self.read(peer)
@@ -186,11 +191,6 @@ class SharedLinks:
             queue = self.arrived[key] = deque()
         queue.append((numbers, boundary, checksum))
         return True
-
-    def _mark_gone(self, inbox: _SharedInbox, why: object) -> bool:
-        inbox.gone = why
-        self._poll.unregister(inbox.connection)
-        return False
 
     def read_all(self, timeout: float | None) -> None:
         """Read all notices that have arrived; wait up to `timeout` seconds for a first one."""
@@ -218,10 +218,8 @@ class SharedLinks:
         return queue.popleft()
 
     def close(self) -> None:
-        for inbox in self.inboxes.values():
-            inbox.connection.close()
-        for outbox in self.outboxes.values():
-            outbox.connection.close()
+        for connection in self._connections.values():
+            connection.close()
 
 
 class SharedMemoryTransport:

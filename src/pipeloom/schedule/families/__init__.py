@@ -1,93 +1,56 @@
-"""The schedule families, one file each, and the table that finds them by name."""
+"""The schedule families by name. Every module of this package registers its own with `@family`."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib
 import inspect
+import pkgutil
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeloom.errors import UsageError, did_you_mean
-from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.families.chimera import chimera
-from pipeloom.schedule.families.dualpipe import dualpipe
-from pipeloom.schedule.families.dualpipev import dualpipev
-from pipeloom.schedule.families.gpipe import gpipe
-from pipeloom.schedule.families.hanayo import hanayo
-from pipeloom.schedule.families.interleaved import interleaved
-from pipeloom.schedule.families.interleaved_overlap import interleaved_overlap
-from pipeloom.schedule.families.interleaved_zb import interleaved_zb
-from pipeloom.schedule.families.looped_bfs import looped_bfs
-from pipeloom.schedule.families.one_f_one_b import one_f_one_b
-from pipeloom.schedule.families.one_f_one_b_overlap import one_f_one_b_overlap
-from pipeloom.schedule.families.v_half import v_half
-from pipeloom.schedule.families.v_min import v_min
-from pipeloom.schedule.families.zb_auto import zb_auto
-from pipeloom.schedule.families.zb_h1 import zb_h1
-from pipeloom.schedule.families.zb_h2 import zb_h2
-from pipeloom.schedule.families.zbv import zbv
+from pipeloom.errors import ArgumentError, UsageError, did_you_mean
+from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
+from pipeloom.schedule.families.construct.layout import REGISTRY, Family, encoded
+from pipeloom.schedule.families.construct.list_scheduling import (
+    MemoryDeadlock,
+    PriorityRule,
+    programs_of,
+    single_route,
+)
 from pipeloom.schedule.functions import importable_from, run_user_code, user_object
 from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.placement import NAMED, name_of
+from pipeloom.schedule.simulate import simulate
 from pipeloom.schedule.transforms import split_cooldown
-
-Family = Callable[..., Schedule]
 
 COOLDOWNS = ("whole", "split")
 
 _ARGUMENTS = ("ranks", "microbatches", "costs")  # parameters of families that are not options
 
-FAMILIES: dict[str, Family] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "looped-bfs": looped_bfs,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zb-auto": zb_auto,
-    "interleaved-zb": interleaved_zb,
-    "zbv": zbv,
-    "v-half": v_half,
-    "v-min": v_min,
-    "1f1b-overlap": one_f_one_b_overlap,
-    "interleaved-overlap": interleaved_overlap,
-    "dualpipe": dualpipe,
-    "dualpipev": dualpipev,
-    "hanayo": hanayo,
-    "chimera": chimera,
-}
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+_ORDERED = sorted(REGISTRY.items(), key=lambda entry: entry[1].order)
+
+FAMILIES: dict[str, Family] = {name: entry.function for name, entry in _ORDERED}
 
 # Name of a placement -> the families made for it that a searched schedule is compared with, in order of preference.
 BASELINES: dict[str, tuple[str, ...]] = {
-    "linear": ("1f1b",),
-    "loop": ("interleaved", "interleaved-zb"),
-    "vee": ("zbv", "v-half", "v-min"),
+    placement: tuple(name for name, entry in _ORDERED if entry.baseline and entry.placement == placement)
+    for placement in NAMED
 }
-# The same -> all families of one route that are made for it: searches start from them.
+# The same -> all families of one route that are made for it, the baselines first: searches start from them.
 ONE_ROUTE: dict[str, tuple[str, ...]] = {
-    "linear": (*BASELINES["linear"], "zb-h1", "zb-h2", "zb-auto", "gpipe", "1f1b-overlap"),
-    "loop": (*BASELINES["loop"], "looped-bfs", "interleaved-overlap"),
-    "vee": (*BASELINES["vee"], "dualpipev", "hanayo"),
+    placement: tuple(
+        dict.fromkeys([*BASELINES[placement], *(name for name, entry in _ORDERED if entry.placement == placement)])
+    )
+    for placement in NAMED
 }
-
 # Other names of the families, as `_plain` writes them. A leading "Schedule" (torch's classes) is dropped before the look-up.
-ALIASES: dict[str, str] = {
-    "afab": "gpipe",
-    "allforwardallbackward": "gpipe",
-    "fthenb": "gpipe",
-    "pipedreamflush": "1f1b",
-    "dapple": "1f1b",
-    "interleaved1f1b": "interleaved",
-    "vpp": "interleaved",
-    "virtualpipeline": "interleaved",
-    "bfs": "looped-bfs",
-    "breadthfirst": "looped-bfs",
-    "interleavedzerobubble": "interleaved-zb",
-    "zbvpp": "interleaved-zb",
-    "zbvzerobubble": "zbv",
-}
+ALIASES: dict[str, str] = {alias: name for name, entry in _ORDERED for alias in entry.aliases}
 
 __all__ = [
     "ALIASES",
@@ -95,6 +58,8 @@ __all__ = [
     "FAMILIES",
     "ONE_ROUTE",
     "Family",
+    "baseline",
+    "baseline_memory",
     "build",
     "canonical_name",
     "require",
@@ -212,3 +177,55 @@ def _find(name: str, folder: Path) -> Family:
     if ":" in name:
         return user_object(name, folder, "schedule")  # type: ignore[no-any-return]
     raise _unknown_name(name)
+
+
+def baseline_memory(placement: Sequence[int], ranks: int, microbatches: int) -> tuple[float, str]:
+    """Return (stage-micro-batches, family): the peak of the placement's first family, on its fullest rank.
+
+    Without such a family, the peak of 1F1B: p micro-batches in every stage of a rank.
+    """
+    for schedule in _baselines(placement, (ranks, microbatches), None):
+        return float(max(simulate(schedule).peak_activations)), schedule.name
+    return float(ranks * max(placement.count(rank) for rank in range(ranks))), "1f1b"
+
+
+def baseline(
+    placement: Sequence[int], ranks: int, microbatches: int, memory: float, costs: Costs | None = None
+) -> Schedule:
+    """Return the placement's first family that fits the memory, else a list schedule.
+
+    Args:
+        memory: the largest peak memory of a rank, in units of `Costs.activation`.
+        costs: of a stage, for the families that plan with them.
+
+    Raises:
+        ArgumentError: nothing fits the memory.
+    """
+    known = costs if costs is not None else Costs()
+    for schedule in _baselines(placement, (ranks, microbatches), costs):
+        if max(simulate(schedule, known).peak_memory) <= memory + TIME_TOLERANCE:
+            return schedule
+    for late in (True, False):
+        # Every stage may hold its share of the memory, so that list scheduling cannot get stuck.
+        caps = [max(1.0, memory // placement.count(rank)) for rank in placement]
+        problem = single_route(placement, microbatches, known, [memory] * ranks, caps)
+        try:
+            programs = programs_of(problem, PriorityRule(late=late))
+        except MemoryDeadlock:
+            continue
+        codes = encoded(programs, len(placement), microbatches)
+        return Schedule.of_codes(codes, placement=placement, microbatches=microbatches, name="list scheduling")
+    raise ArgumentError("memory", f" is {memory:g}; no schedule was found that fits it; give more")
+
+
+def _baselines(placement: Sequence[int], sizes: tuple[int, int], costs: Costs | None) -> Iterator[Schedule]:
+    """Yield the families for this placement that accept the sizes."""
+    kind = name_of(placement, sizes[0])
+    for name in BASELINES.get(kind, ()):
+        chunks = len(placement) // sizes[0] if kind == "loop" else None
+        try:
+            schedule = build(name, *sizes, chunks, {}, costs)
+        except UsageError:  # sizes that this family refuses
+            continue
+        if schedule.placement == tuple(placement):
+            yield schedule

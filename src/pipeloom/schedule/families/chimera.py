@@ -6,12 +6,13 @@ import math
 
 from pipeloom.errors import UsageError
 from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.families.greedy import PriorityRule, SchedulingProblem, programs_of
-from pipeloom.schedule.families.layout import Coder, require_sizes
+from pipeloom.schedule.families.construct.layout import encoded, family, require_sizes
+from pipeloom.schedule.families.construct.list_scheduling import PriorityRule, SchedulingProblem, programs_of
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.simulate import simulate
 
 
+@family("chimera", order=170)
 def chimera(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
     """Two routes over the same ranks in opposite directions; rank k holds replicas of stages k and p-1-k.
 
@@ -37,7 +38,6 @@ def chimera(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedu
     ways = [(equal, [min(ranks - k, ranks // 2) for k in range(ranks)], False)]
     if microbatches > ranks:
         ways.append((unit, [ranks - k for k in range(ranks)], True))
-    code = Coder(stages, microbatches)
     schedules = []
     for plan, caps, turns in ways:
         problem = SchedulingProblem(
@@ -45,10 +45,7 @@ def chimera(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedu
         )
         schedules.append(
             Schedule.of_codes(
-                [
-                    [code.of(*action) for action in program]
-                    for program in programs_of(problem, PriorityRule(turns=turns))
-                ],
+                encoded(programs_of(problem, PriorityRule(turns=turns)), stages, microbatches),
                 placement=placement,
                 microbatches=microbatches,
                 name="chimera",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pipeloom.schedule.families.layout import Coder, require_sizes
+from pipeloom.schedule.families.construct.layout import Coder, family, require_sizes
 from pipeloom.schedule.model import Schedule
 
 
+@family("gpipe", "afab", "allforwardallbackward", "fthenb", placement="linear", order=10)
 def gpipe(ranks: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards.
 

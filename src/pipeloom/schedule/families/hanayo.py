@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import product
 
 from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.families.greedy import PriorityRule, programs_of, single_route
-from pipeloom.schedule.families.layout import Coder, require_sizes
+from pipeloom.schedule.families.construct.layout import encoded, family, require_sizes
+from pipeloom.schedule.families.construct.list_scheduling import PriorityRule, programs_of, single_route
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import vee
 from pipeloom.schedule.simulate import simulate
@@ -17,6 +17,7 @@ from pipeloom.schedule.simulate import simulate
 MOST_TASKS_WITH_CAPS = 4_000
 
 
+@family("hanayo", placement="vee", order=160)
 def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Schedule:
     """One route that runs down and up the ranks `waves` times: 2 · waves chunks per rank, and no hop at the turns.
 
@@ -27,7 +28,6 @@ def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Schedule:
     """
     require_sizes(ranks=ranks, microbatches=microbatches, waves=waves)
     placement = vee(ranks, 2 * waves)
-    code = Coder(len(placement), microbatches)
     turns = (False,) if microbatches <= ranks else (False, True)
     small = len(placement) * microbatches <= MOST_TASKS_WITH_CAPS
     caps = (2 * ranks, 3 * ranks // 2) if microbatches > ranks and small else (2 * ranks,)
@@ -37,7 +37,7 @@ def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Schedule:
         programs = programs_of(replace(problem, fused=True), PriorityRule(turns=turn))
         schedules.append(
             Schedule.of_codes(
-                [[code.of(*action) for action in program] for program in programs],
+                encoded(programs, len(placement), microbatches),
                 placement=placement,
                 microbatches=microbatches,
                 name="hanayo",

@@ -1,17 +1,26 @@
-"""Interleaved 1F1B (Narayanan et al., arXiv 2104.04473), for any number of micro-batches."""
+"""Interleaved 1F1B (Narayanan et al., arXiv 2104.04473) for any number of micro-batches, as it is and with overlapped pairs."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, get_args
 
 from pipeloom.errors import UsageError, did_you_mean
-from pipeloom.schedule.families.layout import Coder, require_sizes, warmup_then_alternate
+from pipeloom.schedule.actions import KindName
+from pipeloom.schedule.families.construct.layout import (
+    Coder,
+    family,
+    require_sizes,
+    warmup_then_alternate,
+    warmup_then_pairs,
+)
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import loop
 
 Rounds = Literal["balanced", "tail", "head", "paper"]
 
 
+@family("interleaved", "interleaved1f1b", "vpp", "virtualpipeline", placement="loop", baseline=True, order=30)
 def interleaved(
     ranks: int,
     microbatches: int,
@@ -30,22 +39,48 @@ def interleaved(
         group_size: rounds of this size (p <= N <= m), from depth-first (p) to one round of m, as in Llama 3's tunable
             schedule (arXiv 2407.21783, section 3.3.2).
     """
+    return _by_rounds("interleaved", (ranks, microbatches, chunks), rounds, group_size, paired=False)
+
+
+@family("interleaved-overlap", placement="loop", order=130)
+def interleaved_overlap(
+    ranks: int,
+    microbatches: int,
+    chunks: int = 2,
+    rounds: Rounds = "balanced",
+    group_size: int | None = None,
+) -> Schedule:
+    """`interleaved` with one more warm-up forward on every rank, its steady F and B run as pairs (arXiv 2412.19437).
+
+    Megatron-Core hides all-to-all in this way. Idle with uniform stages and pairs without gain: interleaved's. Peak activations:
+    interleaved's + 1, at most m v.
+    """
+    return _by_rounds("interleaved-overlap", (ranks, microbatches, chunks), rounds, group_size, paired=True)
+
+
+def _by_rounds(
+    name: str, sizes: tuple[int, int, int], rounds: Rounds, group_size: int | None, *, paired: bool
+) -> Schedule:
+    """Return the schedule of sizes (p, m, v), with one more warm-up forward and with pairs if `paired`."""
+    ranks, microbatches, chunks = sizes
     require_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
-    sizes = round_sizes(ranks, microbatches, rounds, group_size)
+    size_of_rounds = round_sizes(ranks, microbatches, rounds, group_size)
     code = Coder(ranks * chunks, microbatches)
-    order = chunk_order(sizes, chunks)
+    in_turn = partial(warmup_then_pairs, code) if paired else warmup_then_alternate
+    order = chunk_order(size_of_rounds, chunks)
     programs = []
     for r in range(ranks):
         forwards = [code.f(c * ranks + r, mb) for mb, c in order]
         backwards = [code.b((chunks - 1 - c) * ranks + r, mb) for mb, c in order]
-        programs.append(warmup_then_alternate(forwards, backwards, 2 * (ranks - r - 1) + (chunks - 1) * max(sizes)))
+        warmup = 2 * (ranks - r - 1) + (chunks - 1) * max(size_of_rounds)
+        programs.append(in_turn(forwards, backwards, warmup + paired))
     options: dict[str, object] = {"chunks": chunks}
     options |= {"group_size": group_size} if group_size is not None else {"rounds": rounds}
     return Schedule.of_codes(
         programs,
         placement=loop(ranks, chunks),
         microbatches=microbatches,
-        name="interleaved",
+        name=name,
         options=options,
     )
 
@@ -104,3 +139,18 @@ def chunk_order(sizes: list[int], chunks: int) -> list[tuple[int, int]]:
         order += [(mb, c) for c in range(chunks) for mb in range(first, first + size)]
         first += size
     return order
+
+
+def round_sequences(ranks: int, chunks: int, sizes: list[int], slope: int) -> list[list[tuple[KindName, int]]]:
+    """rank -> its (kind, stage) of F and I in rounds of `sizes`: the warm-up, then one of each in turn.
+
+    Rank r warms up with slope (p-r-1) + (v-1) g forwards, g the largest round: `interleaved` has a slope of 2.
+    """
+    order = chunk_order(sizes, chunks)
+    sequences: list[list[tuple[KindName, int]]] = []
+    for r in range(ranks):
+        forwards: list[tuple[KindName, int]] = [("F", c * ranks + r) for _, c in order]
+        backwards: list[tuple[KindName, int]] = [("I", (chunks - 1 - c) * ranks + r) for _, c in order]
+        warmup = slope * (ranks - r - 1) + (chunks - 1) * max(sizes)
+        sequences.append(list(warmup_then_alternate(forwards, backwards, warmup)))
+    return sequences

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from pipeloom.errors import CapacityError, UsageError
+from pipeloom.errors import CapacityError
 from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.families.greedy import MemoryDeadlock, SchedulingProblem, programs_along, single_route
-from pipeloom.schedule.families.interleaved import Rounds, chunk_order, interleaved, round_sizes
-from pipeloom.schedule.families.layout import Coder, require_sizes, warmup_then_alternate
-from pipeloom.schedule.families.steady import shortest
+from pipeloom.schedule.families.construct.layout import (
+    Coder,
+    family,
+    require_memory,
+    require_sizes,
+)
+from pipeloom.schedule.families.construct.list_scheduling import (
+    MemoryDeadlock,
+    SchedulingProblem,
+    programs_along,
+    single_route,
+)
+from pipeloom.schedule.families.construct.steady import shortest
+from pipeloom.schedule.families.interleaved import Rounds, interleaved, round_sequences, round_sizes
 from pipeloom.schedule.model import Program, Schedule
 from pipeloom.schedule.timeline import Timeline
 
@@ -25,6 +36,7 @@ MOST_TASKS_PLANNED = 40_000
 ROUNDS_PLANNED = 4
 
 
+@family("interleaved-zb", "interleavedzerobubble", "zbvpp", placement="loop", baseline=True, order=80)
 def interleaved_zb(
     ranks: int,
     microbatches: int,
@@ -49,8 +61,7 @@ def interleaved_zb(
     Raises:
         CapacityError: no plan fits the memory.
     """
-    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0):
-        raise UsageError(f"memory is {memory!r:.200}; it must be a number above 0")
+    require_memory(memory)
     require_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
     cost_model = costs if costs is not None else Costs()
     sizes = round_sizes(ranks, microbatches, rounds, group_size)
@@ -84,7 +95,7 @@ def _within(candidates: list[list[list[int]]], base: Schedule, memory: float | N
     """Return the candidates that fit `memory`. Raises CapacityError where none does."""
     if memory is None:
         return candidates
-    peaks = [max(_alive(program, base.kind_stride) for program in programs) for programs in candidates]
+    peaks = [max(_peak(program, base.kind_stride) for program in programs) for programs in candidates]
     if min(peaks) > memory:
         raise CapacityError(
             f"memory is {memory:g}; interleaved-zb needs at least {min(peaks)} stage-micro-batches here"
@@ -96,7 +107,6 @@ def _programs(base: Schedule, sizes: list[int], costs: Costs) -> list[list[list[
     """Return the candidates, rank -> codes, with the order of interleaved's forwards in rounds of `sizes`."""
     ranks, chunks, largest = base.ranks, base.chunks, max(sizes)
     code = Coder(base.stages, base.microbatches)
-    order = chunk_order(sizes, chunks)
     base_peaks = [_peak(program, code.stride) for program in base.codes]
     highest = max(base_peaks)
     low = min(highest, (chunks - 1) * largest + ranks)
@@ -110,7 +120,7 @@ def _programs(base: Schedule, sizes: list[int], costs: Costs) -> list[list[list[
     few = base.stages * base.microbatches > MOST_TASKS_WITH_VARIANTS
     candidates = [[_adjacent(program, code) for program in base.codes]]
     for slope, memory_limit, share in variants[1:3] if few else variants:
-        sequences = _sequences(base, order, [slope * (ranks - r - 1) + (chunks - 1) * largest for r in range(ranks)])
+        sequences = round_sequences(ranks, chunks, sizes, slope)
         problem = single_route(
             base.placement, base.microbatches, replace(costs, activation=1.0, held=1.0), memory_limit
         )
@@ -123,17 +133,6 @@ def _quality(timeline: Timeline, added: float) -> tuple[float, int, int]:
     """Return a key to sort by: the makespan, the highest peak, the sum of the peaks."""
     peaks = timeline.peak_activations
     return round(timeline.makespan + added, 9), max(peaks), sum(peaks)
-
-
-def _sequences(base: Schedule, order: list[tuple[int, int]], warmups: list[int]) -> list[list[tuple[KindName, int]]]:
-    """rank -> its (kind, stage) of F and I: the warm-up, then one of each in turn."""
-    ranks, chunks = base.ranks, base.chunks
-    sequences: list[list[tuple[KindName, int]]] = []
-    for r, warmup in enumerate(warmups):
-        forwards: list[tuple[KindName, int]] = [("F", c * ranks + r) for _, c in order]
-        backwards: list[tuple[KindName, int]] = [("I", (chunks - 1 - c) * ranks + r) for _, c in order]
-        sequences.append(list(warmup_then_alternate(forwards, backwards, warmup)))
-    return sequences
 
 
 def _late(
@@ -165,13 +164,10 @@ def _lagging(word: list[tuple[KindName, int]], lag: int, code: Coder) -> list[in
     return [*program, *pending]
 
 
-def _peak(program: Program, stride: int) -> int:
-    return max(accumulate(1 if action < stride else -1 for action in program))
-
-
-def _alive(program: list[int], stride: int) -> int:
-    """The most stage-micro-batches alive in a program of F, I and W."""
-    return max(accumulate(1 if action < stride else -(action >= 3 * stride) for action in program))
+def _peak(program: Sequence[int], stride: int) -> int:
+    """The most stage-micro-batches alive in a program: F allocates, B and W free."""
+    changes = (1, -1, 0, -1)
+    return max(accumulate(changes[action // stride] for action in program))
 
 
 def _adjacent(program: Program, code: Coder) -> list[int]:

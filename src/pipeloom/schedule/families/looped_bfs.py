@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from pipeloom.schedule.families.layout import Coder, require_sizes
+from pipeloom.schedule.families.construct.layout import Coder, family, require_sizes
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import loop
 
 
+@family("looped-bfs", "bfs", "breadthfirst", placement="loop", order=40)
 def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """Looped placement; all forwards chunk by chunk, then all backwards, last chunk first.
 

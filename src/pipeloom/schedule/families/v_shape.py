@@ -1,28 +1,34 @@
-"""Shared construction of the V schedules: the best order of their building blocks for given costs."""
+"""ZB-V (Qi et al., arXiv 2401.10241, section 6), V-Half and V-Min (Qi et al., arXiv 2405.15362): split backwards on a V.
+
+The best order of the families' building blocks for given costs, and for ZB-V a construction round by round, by the rule of the
+zero-bubble paper for two stages per rank: fill the time before the first backward with forwards, as memory allows; then, round
+by round, one I and one F on each rank, of the half of the V that comes second as soon as its input is known, else of the other.
+A weight gradient fills a wait that is long enough, a shorter one if waiting would make this rank the one with the most idle time,
+and runs wherever memory is short.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 from pipeloom.limits import MOST_PLANNED_CELLS
 from pipeloom.schedule.actions import KindName
-from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.families.building_block import BuildingBlock, repeated_programs, sequences_of_block
-from pipeloom.schedule.families.greedy import (
+from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, StageCosts
+from pipeloom.schedule.families.construct.building_block import BuildingBlock, repeated_programs, sequences_of_block
+from pipeloom.schedule.families.construct.layout import Planned, encoded, family, require_sizes
+from pipeloom.schedule.families.construct.list_scheduling import (
     MemoryDeadlock,
-    Planned,
     PriorityRule,
     programs_along,
     programs_of,
     single_route,
 )
-from pipeloom.schedule.families.layout import Coder, require_sizes
-from pipeloom.schedule.families.steady import plan
-from pipeloom.schedule.families.v_rounds import round_programs
+from pipeloom.schedule.families.construct.steady import plan
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import vee
 from pipeloom.schedule.timeline import Objective
@@ -33,9 +39,53 @@ SHY = 1.05  # A W planned 5 % too long, with hops 10 % too long, is not placed i
 MOST_CELLS_WITH_ALL_RULES = 1_500
 
 Programs = list[list[Planned]]
+DOWN, UP = 0, 1  # the half of the V that runs from rank 0 to the last, and the half that runs back
 
 
-def v_schedule(
+@family("zbv", "zbvzerobubble", placement="vee", baseline=True, order=90)
+def zbv(ranks: int, microbatches: int, costs: Costs | None = None, objective: Objective = "makespan") -> Schedule:
+    """Stages r and 2p-1-r on rank r, B split: zero bubble inside every span at f = b = w for m >= 2p-1.
+
+    Makespan bubble at unit costs: p-1 in stage units, (p-1)/2 in full-rank units. Peak activations: 2p of a stage at most, as
+    much as 1F1B's p on rank 0. Any m >= 1.
+
+    Args:
+        costs: the costs that the schedule is planned for; default 1, 1, 1, 0.
+        objective: "makespan", for a step that ends in a barrier, or "span", the largest span of a rank, for one that does not.
+
+    Raises:
+        UsageError: another objective.
+    """
+    blocks = [BuildingBlock((3, 3, 3, 3), (0, 0, 0)), BuildingBlock((3, 3, 3, 3), (1, 0, 0))]
+    options = {} if objective == "makespan" else {"objective": objective}
+    return _v_schedule("zbv", (ranks, microbatches), costs, blocks, 2 * ranks, objective, rounds=True, options=options)
+
+
+@family("v-half", placement="vee", baseline=True, order=100)
+def v_half(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
+    """Half of 1F1B's activations on a V placement, for a larger bubble.
+
+    Makespan bubble at unit costs, even p >= 4 and m = 3p: (3p-7)/2 in full-rank units (a fit). Peak activations: p+2 of a
+    stage at most for even p, (p+2)/2 full-rank, and p+1 for odd p. Any m >= 1. `costs` place the weight gradients; default
+    1, 1, 1, 0.
+    """
+    blocks = [BuildingBlock((2, 1, 2, 1), turns) for turns in ((0, 3, 1), (1, 3, 0), (0, 1, 0), (0, 0, 1))]
+    return _v_schedule("v-half", (ranks, microbatches), costs, blocks, 2 * (ranks // 2) + 2)
+
+
+@family("v-min", placement="vee", baseline=True, order=110)
+def v_min(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
+    """A third of 1F1B's activations on a V placement, for a bubble that can exceed 1F1B's.
+
+    Makespan bubble at unit costs, even p and m = 3p, in full-rank units: at most 2p-2.5 (2p-3.5 when 6 divides p;
+    a fit, tested for p up to 16). Peak activations: 2 floor((p+4)/3) of a stage at most. Any m >= 1. `costs` place the
+    weight gradients; default 1, 1, 1, 0.
+    """
+    blocks = [BuildingBlock((1, 1, 1, 1), turns) for turns in ((0, 0, 0), (0, 2, 0), (0, 4, 0))]
+    return _v_schedule("v-min", (ranks, microbatches), costs, blocks, 2 * ((ranks + 4) // 3))
+
+
+def _v_schedule(
     name: str,
     sizes: tuple[int, int],
     costs: Costs | None,
@@ -48,22 +98,16 @@ def v_schedule(
     """The shortest schedule of `sizes` (p, m) at these costs with at most `memory_limit` stage-micro-batches on a rank.
 
     The building blocks give the order of F and I; the weight gradients are placed for the costs, in several ways. With `rounds`
-    the programs of `round_programs` are candidates too, where p m is at most `MOST_CELLS_WITH_ALL_RULES`.
+    the programs of `_round_programs` are candidates too, where p m is at most `MOST_CELLS_WITH_ALL_RULES`.
     """
     ranks, microbatches = sizes
     require_sizes(MOST_PLANNED_CELLS, ranks=ranks, microbatches=microbatches)
     cost_model = costs if costs is not None else Costs()
 
     def candidates(planned: int) -> Iterator[Schedule]:
-        code = Coder(2 * ranks, planned)
         for programs in _programs((ranks, planned), cost_model, blocks, memory_limit, rounds):
-            yield Schedule.of_codes(
-                [[code.of(*action) for action in program] for program in programs],
-                placement=vee(ranks),
-                microbatches=planned,
-                name=name,
-                options=dict(options or {}),
-            )
+            codes = encoded(programs, 2 * ranks, planned)
+            yield Schedule.of_codes(codes, placement=vee(ranks), microbatches=planned, name=name, options=options)
 
     return plan(sizes, cost_model, objective, candidates)
 
@@ -100,7 +144,7 @@ def _programs(
         for turns in (True, False):
             yield programs_of(problem, PriorityRule(turns=turns))
     if rounds and not many:
-        yield from round_programs(ranks, microbatches, costs, memory_limit)
+        yield from _round_programs(ranks, microbatches, costs, memory_limit)
 
 
 def _without_weights(program: list[Planned]) -> list[tuple[KindName, int]]:
@@ -113,3 +157,190 @@ def _plans(costs: Costs) -> list[Costs]:
     longer = tuple(w * SHY for w in weight) if isinstance(weight, tuple) else weight * SHY
     slower = tuple(tuple(c * SHY**2 for c in row) for row in p2p) if isinstance(p2p, tuple) else p2p * SHY**2
     return [costs, replace(costs, weight_grad=longer, p2p=slower), Costs()]
+
+
+@dataclass
+class _RoundsRank:
+    stages: tuple[int, int]
+    clock: float = 0.0
+    alive: int = 0
+    idle: float = 0.0
+    pending: deque[Planned] = field(default_factory=deque)
+    program: list[Planned] = field(default_factory=list)
+
+
+def _round_programs(ranks: int, microbatches: int, costs: Costs, memory_limit: int) -> list[list[list[Planned]]]:
+    """Complete programs, rank -> (kind, stage, micro-batch), at most `memory_limit` stage-micro-batches alive on a rank.
+
+    One for each choice of whether a W that is longer than the wait may precede forwards, and the backwards of the half that
+    gradients enter first. Each is constructed again, with the ranks' idle times of the construction before as allowances, as long
+    as that shortens the largest idle time. Choices that the rule cannot complete are left out.
+    """
+    complete = []
+    for before_backwards, before_forwards in product((True, False), repeat=2):
+        allowed: list[float] | None = None
+        while True:
+            rounds = _Rounds(ranks, microbatches, costs, memory_limit, (before_backwards, before_forwards), allowed)
+            try:
+                rounds.run()
+            except MemoryDeadlock:
+                break
+            idle = [rank.idle for rank in rounds.ranks]
+            if allowed is not None and max(idle) >= max(allowed) - TIME_TOLERANCE:
+                break
+            complete.append([rank.program for rank in rounds.ranks])
+            allowed = idle
+    return complete
+
+
+class _Rounds:
+    def __init__(
+        self,
+        ranks: int,
+        microbatches: int,
+        costs: Costs,
+        memory_limit: int,
+        before: tuple[bool, bool],
+        allowed: Sequence[float] | None,
+    ) -> None:
+        self.microbatches, self.costs, self.memory_limit = microbatches, costs, memory_limit
+        self.before_backwards, self.before_forwards = before
+        spread = StageCosts.of(costs, 2 * ranks)
+        self.time = {"F": spread.forward, "I": spread.input_grad, "W": spread.weight_grad}
+        self.ends: dict[str, list[list[float]]] = {kind: [[] for _ in range(2 * ranks)] for kind in ("F", "I")}
+        self.ranks = [_RoundsRank((rank, 2 * ranks - 1 - rank)) for rank in range(ranks)]
+        # The least idle time of the worst rank that each rank assumes: the slack that it had in the construction before.
+        self.slack = [max(allowed) - idle for idle in allowed] if allowed is not None else [0.0] * ranks
+
+    def run(self) -> None:
+        """Construct all programs. Raises MemoryDeadlock."""
+        self._warm_up()
+        for _ in range(2 * self.microbatches):
+            self._backwards()
+            self._forwards()
+        for at, rank in enumerate(self.ranks):
+            while rank.pending:
+                self._weight(at)
+
+    def _done(self, kind: str, at: int, half: int) -> int:
+        return len(self.ends[kind][self.ranks[at].stages[half]])
+
+    def _ready(self, kind: str, at: int, half: int) -> int:
+        """Return the number of `kind` of `half` whose input from this rank itself is computed."""
+        if half == UP:
+            return self._done("F", at, DOWN if kind == "F" else UP)
+        return self.microbatches if kind == "F" else self._done("I", at, UP)
+
+    def _arrival(self, kind: str, at: int, half: int) -> float | None:
+        """Return the arrival time of the next `kind`'s input from another rank; 0 if it needs none, None if not known yet."""
+        stage = self.ranks[at].stages[half]
+        index, origin = len(self.ends[kind][stage]), stage + (-1 if kind == "F" else 1)
+        neighbour = at - 1 if (half == DOWN) == (kind == "F") else at + 1
+        if not 0 <= neighbour < len(self.ranks):
+            return 0.0
+        ends = self.ends[kind][origin]
+        return ends[index] + self.costs.hop(neighbour, at) if index < len(ends) else None
+
+    def _put(self, kind: KindName, at: int, half: int) -> None:
+        rank = self.ranks[at]
+        stage, index, arrival = rank.stages[half], self._done(kind, at, half), self._arrival(kind, at, half)
+        if index >= self.microbatches or arrival is None or (kind == "F" and rank.alive >= self.memory_limit):
+            raise MemoryDeadlock
+        if index >= self._ready(kind, at, half):
+            raise MemoryDeadlock
+        start = max(rank.clock, arrival or 0.0)
+        if rank.program:
+            rank.idle += start - rank.clock
+        rank.clock = start + self.time[kind][stage]
+        self.ends[kind][stage].append(rank.clock)
+        rank.program.append((kind, stage, index))
+        if kind == "I":
+            rank.pending.append(("W", stage, index))
+        else:
+            rank.alive += 1
+
+    def _weight(self, at: int) -> None:
+        rank = self.ranks[at]
+        if not rank.pending:
+            raise MemoryDeadlock
+        action = rank.pending.popleft()
+        rank.program.append(action)
+        rank.clock += self.time["W"][action[1]]
+        rank.alive -= 1
+
+    def _warm_up(self) -> None:
+        count, microbatches = len(self.ranks), self.microbatches
+        for at in range(count):
+            self._put("F", at, DOWN)
+        for at in reversed(range(count)):
+            rank = self.ranks[at]
+            while at + 1 < count and self._done("F", at, DOWN) < microbatches:
+                arrival = self._arrival("F", at, UP) or 0.0
+                late = rank.clock + self.time["F"][rank.stages[DOWN]] > arrival
+                if late or rank.alive + 2 * (at + 1) > self.memory_limit:
+                    break
+                for upstream in range(at + 1):
+                    self._put("F", upstream, DOWN)
+            self._put("F", at, UP)
+        half = DOWN
+        for at in range(1, count):
+            while self._behind(at):
+                runs = [rank for rank in reversed(range(at, count)) if self._done("F", rank, half) < microbatches]
+                for rank_index in runs:
+                    self._put("F", rank_index, half)
+                half = 1 - half
+
+    def _behind(self, at: int) -> bool:
+        """Return whether rank `at` still lacks as many forwards as the rank before has run, with one more of the upper half."""
+        here, before = ([self._done("F", rank, half) for half in (DOWN, UP)] for rank in (at, at - 1))
+        return sum(here) < sum(before) or here[UP] <= before[UP] < self.microbatches
+
+    def _backwards(self) -> None:
+        halves = [self._next_backward(at) for at in range(len(self.ranks))]
+        for at in reversed(range(len(self.ranks))):
+            if halves[at] == DOWN:
+                self._fill("I", at, DOWN, True)
+                self._put("I", at, DOWN)
+        for at in range(len(self.ranks)):
+            if halves[at] == UP:
+                self._fill("I", at, UP, self.before_backwards)
+                self._put("I", at, UP)
+
+    def _next_backward(self, at: int) -> int:
+        """Return DOWN where it lags behind UP and its gradient is known; else UP, the half that gradients enter first."""
+        done = self._done("I", at, UP)
+        if self._done("I", at, DOWN) >= done:
+            return UP
+        return DOWN if self._arrival("I", at, DOWN) is not None or done >= self.microbatches else UP
+
+    def _forwards(self) -> None:
+        for at in range(len(self.ranks)):
+            if self._done("F", at, UP) >= self.microbatches:
+                continue
+            half = self._next_forward(at)
+            if half is None:
+                continue
+            while self.ranks[at].alive >= self.memory_limit:
+                self._weight(at)
+            self._fill("F", at, half, self.before_forwards)
+            self._put("F", at, half)
+
+    def _next_forward(self, at: int) -> int | None:
+        if self._done("F", at, UP) >= self._done("F", at, DOWN):
+            return DOWN
+        if at + 1 == len(self.ranks) or self._arrival("F", at, UP) is not None:
+            return UP
+        if self._done("F", at, DOWN) < self.microbatches and self._arrival("F", at, DOWN) is not None:
+            return DOWN
+        return None
+
+    def _fill(self, kind: KindName, at: int, half: int, short: bool) -> None:
+        """Run weight gradients in the time until the next `kind` of `half` can start."""
+        rank, arrival = self.ranks[at], self._arrival(kind, at, half)
+        if arrival is None:
+            raise MemoryDeadlock
+        while rank.pending and arrival >= rank.clock + self.time["W"][rank.pending[0][1]]:
+            self._weight(at)
+        worst = max(max(other.idle for other in self.ranks), self.slack[at])
+        if short and rank.pending and arrival - rank.clock > worst - rank.idle:
+            self._weight(at)

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from pipeloom.config import Layout, load_layout
-from pipeloom.config.adapter import ADAPTER_CONFIG, read_adapter_config
 from pipeloom.config.checks import CLASS_KEYS
-from pipeloom.config.hub import is_directory
+from pipeloom.config.hub import ADAPTER_CONFIG, is_directory, read_adapter_config
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
-from pipeloom.models import names
 from pipeloom.models.hf.library import read_config
+from pipeloom.models.layers import VOCABULARY_WEIGHTS
 from pipeloom.ops.random_state import stable_seed
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.parallel.vocabulary import whole_logits
@@ -144,7 +143,7 @@ def _whole(pipeline: Pipeline | LocalPipeline, logits: Tensor) -> Tensor:
     """Return the logits [vocabulary] of one position, from each tensor-parallel rank's part."""
     if pipeline.mesh.tp.size == 1:
         return logits
-    shard = next(pipeline.layouts[name].over("tp") for name in names.VOCABULARY_WEIGHTS if name in pipeline.layouts)
+    shard = next(pipeline.layouts[name].over("tp") for name in VOCABULARY_WEIGHTS if name in pipeline.layouts)
     assert shard is not None
     return whole_logits(logits, TensorParallel(pipeline.mesh.tp), sum(shard.sizes))
 

@@ -21,7 +21,8 @@ from pipeloom import draw
 from pipeloom.config import Config, to_toml
 from pipeloom.errors import ConfigError, printable
 from pipeloom.limits import expanded
-from pipeloom.schedule import Timeline, timeline_form
+from pipeloom.schedule import Timeline
+from pipeloom.traces import timelines as timeline_files
 from pipeloom.train.checkpoint.folder import locked
 from pipeloom.train.report.metrics import StepMetrics, simulated
 from pipeloom.train.workers.failures import DIGESTS_FILE, EXIT_FILE
@@ -274,7 +275,7 @@ class Report:
         page = expanded(self._html) if self._html else self.folder.page
         texts: tuple[tuple[Path, Callable[[], str]], ...] = (
             (self.folder.trace, lambda: json.dumps(draw.trace(measured))),
-            (self.folder.timelines, lambda: json.dumps(timeline_form.to_dict(steps))),
+            (self.folder.timelines, lambda: json.dumps(timeline_files.to_dict(steps))),
             (self.folder.svg, lambda: draw.svg(both)),
             (page, lambda: draw.html(both, f"{self.folder.root.name}: measured and simulated")),
         )

@@ -15,9 +15,9 @@ from torch import Tensor
 from pipeloom.config import Layout
 from pipeloom.mesh_shape import AXES, MeshShape, Place
 from pipeloom.models import cross_entropy
-from pipeloom.models.init import stable_seed
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
 from pipeloom.ops.layer import KEYWORD, MicrobatchContext
+from pipeloom.ops.random_state import stable_seed
 from pipeloom.parallel.exchange import gather_tree
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import ParameterSharding, from_plain, join, to_plain

@@ -203,7 +203,7 @@ def start(layout: Layout, requests: Requests | None = None, watching: list[Watch
 def _inherited_watchdog(layout: Layout) -> list[Watchdog]:
     """Yield this worker's watchdog over the launcher's sockets, or None under another launcher."""
     rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
-    links = inherited(rank)
+    links = inherited()
     return [] if links is None else [_watch(links, layout, rank, world)]
 
 
@@ -219,7 +219,7 @@ def _meeting_watchdog(layout: Layout, store: Store, rank: int, world: int, secon
     patience = min(seconds, _MEET_SECONDS)
     run_store = RunStore(store, secret or b"", patience)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    links = meet(run_store, f"pipeloom/workers {attempt}", rank, world, secret or b"", patience)
+    links = meet(run_store, f"pipeloom/workers {attempt}", rank, world, patience)
     return _watch(links, layout, rank, world)
 
 

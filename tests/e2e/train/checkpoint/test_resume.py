@@ -54,6 +54,7 @@ def test_four_and_four_steps_are_eight(flags: tuple[str, ...], tmp_path: Path) -
     assert [step for step, _ in steps_of(folder)] == [*range(1, 7), *range(5, 9)]
 
 
+@pytest.mark.core
 def test_sigterm_saves_and_the_next_run_goes_on_with_the_next_batch(tmp_path: Path) -> None:
     run = subprocess.Popen(
         words(tmp_path, "a", "--train.steps", "100000", "--log.every", "1000"),

@@ -9,8 +9,8 @@ import pytest
 from pipeloom import schedules
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule import Costs, Schedule, check, simulate
+from pipeloom.schedule.families.construct.layout import warmup_then_alternate
 from pipeloom.schedule.families.interleaved import chunk_order, round_sizes
-from pipeloom.schedule.families.layout import warmup_then_alternate
 from pipeloom.schedule.placement import loop
 
 EQUAL = Costs(forward=1, input_grad=0.5, weight_grad=0.5)  # f = B = 1

@@ -7,7 +7,7 @@ import pytest
 from pipeloom import schedules
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule import Costs, Pair, check, simulate
-from pipeloom.schedule.families.one_f_one_b_overlap import paired_one_f_one_b
+from pipeloom.schedule.families.one_f_one_b import paired_one_f_one_b
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.transforms import unpair
 

@@ -6,7 +6,8 @@ import pytest
 
 from pipeloom import schedules
 from pipeloom.schedule import Costs, Schedule, check, simulate
-from pipeloom.schedule.families import build, steady
+from pipeloom.schedule.families import build
+from pipeloom.schedule.families.construct import steady
 
 MEASURED = Costs(10, 12, 8, 1)
 

@@ -8,8 +8,8 @@ import pytest
 
 from pipeloom import schedules
 from pipeloom.schedule import Costs, Schedule, check, simulate
-from pipeloom.schedule.families import building_block
-from pipeloom.schedule.families.building_block import BuildingBlock
+from pipeloom.schedule.families.construct import building_block
+from pipeloom.schedule.families.construct.building_block import BuildingBlock
 
 Case = tuple[Callable[..., Schedule], Callable[[int], float], Callable[[int], int]]
 # family, bubble of the makespan at unit costs and m = 3p in full-rank units, stage-micro-batches that it may hold

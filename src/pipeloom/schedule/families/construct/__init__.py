@@ -1,0 +1,1 @@
+"""Construction that several families share: layout of programs, list scheduling, building blocks, repeated steady states."""

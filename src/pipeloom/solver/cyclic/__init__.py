@@ -1,1 +1,0 @@
-"""Periodic schedules: modulo scheduling, annealing of one period, and unrolling it to all micro-batches."""

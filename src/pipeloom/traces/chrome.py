@@ -1,0 +1,258 @@
+"""Chrome traces: one file with a process for each rank, or a folder with a Kineto trace of each rank.
+
+An event is an action if it has the name of one: `3F0` or `0F5|3B1`, as in Pipeloom's traces; the same after torch's `PP:`; or
+`Forward 3` and `Backward 3`, as in torch's GPipe, where the stage is the rank. Where the same names are measured on a GPU
+(`gpu_user_annotation`), only those events count. `ProfilerStep#N` cuts a file into steps; without it each occurrence of an action
+is another step.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeloom.errors import ScheduleError, UsageError, shortened
+from pipeloom.limits import SCHEDULE_BYTES, read_file
+from pipeloom.schedule.actions import Action, Cell, Pair, parse_cell
+from pipeloom.schedule.check import check
+from pipeloom.schedule.model import Schedule, parts
+from pipeloom.schedule.timeline import Timeline
+from pipeloom.traces.measured import MeasuredSteps, aligned
+
+_BEGINNING = 2**20  # bytes within which a trace is recognised: the ranks' process groups are written before the events
+_SUFFIXES = (".json", ".json.gz")
+_STEP = re.compile(r"ProfilerStep#\d+")
+_SINGLE = re.compile(r"(Forward|Backward) (\d{1,7})")
+_NUMBER = re.compile(r"(?:rank|worker)[-_ ]?(\d{1,6})", re.IGNORECASE)
+_MOST_BYTES = 32 * SCHEDULE_BYTES
+
+
+class _NamedEvent(NamedTuple):
+    start: float
+    end: float
+    cell: Cell
+
+
+class _Row(NamedTuple):
+    """One rank's steps, each a list of events by start."""
+
+    rank: int
+    steps: list[list[_NamedEvent]]
+    memory: float  # GB, 0 where the trace does not give it
+
+
+def accepts(path: Path) -> bool:
+    """Return whether the file is a Chrome trace, by its beginning, or the folder contains one."""
+    return bool(_trace_files(path)) if path.is_dir() else _is_trace(path)
+
+
+def _is_trace(path: Path) -> bool:
+    if not path.name.lower().endswith(_SUFFIXES) or not path.is_file():
+        return False
+    try:
+        with gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb") as file:
+            head = file.read(_BEGINNING)
+    except (OSError, EOFError):
+        return False
+    return b'"traceEvents"' in head or (head.lstrip().startswith(b"[") and b'"ph"' in head)
+
+
+def _trace_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if _is_trace(path))
+
+
+def read(path: Path) -> MeasuredSteps:
+    """Return the steps of a trace or of a folder of traces. Raises as `TraceReader.read`."""
+    rows, notes = _of_folder(path) if path.is_dir() else (_of_file(path), [])
+    return _timelines(path, rows, ["actions by the names of the events", *notes])
+
+
+def _of_file(path: Path) -> list[_Row]:
+    """A row for each process of one file."""
+    processes: dict[Any, list[dict[str, Any]]] = {}
+    for event in _events_of(_read(path), path):
+        processes.setdefault(event.get("pid"), []).append(event)
+    rows: list[_Row] = []
+    for pid in sorted(processes, key=lambda pid: (str(type(pid)), pid if isinstance(pid, (int, str)) else str(pid))):
+        row = _row(processes[pid], len(rows), path)
+        if row.steps:
+            rows.append(row)
+    if not rows:
+        raise UsageError(f"{path}: no event has the name of an action, such as 0F0, PP:3B2 or 0F5|3B1")
+    return rows
+
+
+def _of_folder(folder: Path) -> tuple[list[_Row], list[str]]:
+    """A row for each file: the ranks of one pipeline, in order of their stages; replicas are left out."""
+    rows: dict[int, _Row] = {}
+    for at, path in enumerate(_trace_files(folder)):
+        trace = _read(path)
+        rank = _rank_of(trace, path, at)
+        if rank in rows:
+            raise UsageError(f"{folder}: two files are of rank {rank}; keep one trace for each rank, of one run")
+        row = _row(_events_of(trace, path), rank, path)
+        if row.steps:
+            rows[rank] = row
+    if not rows:
+        raise UsageError(f"{folder}: no event has the name of an action, such as 0F0, PP:3B2 or 0F5|3B1")
+    lines: dict[frozenset[int], _Row] = {}
+    for rank in sorted(rows):
+        held = frozenset(action.stage for event in rows[rank].steps[-1] for action in parts(event.cell))
+        lines.setdefault(held, rows[rank])
+    best_rows = [lines[held] for held in sorted(lines, key=min)]
+    left = len(rows) - len(best_rows)
+    notes = [f"{left} of {len(rows)} files hold the stages of another one (replicas) and are left out"] if left else []
+    return best_rows, notes
+
+
+def _rank_of(trace: Any, path: Path, default: int) -> int:
+    """Return the rank given in a trace, else in the name of its file, else `default`."""
+    info = trace.get("distributedInfo") if isinstance(trace, dict) else None
+    rank = info.get("rank") if isinstance(info, dict) else None
+    if isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0:
+        return rank
+    number = _NUMBER.search(path.name)
+    return int(number[1]) if number else default
+
+
+def _read(path: Path) -> Any:
+    try:
+        content = read_file(path, _MOST_BYTES, "a trace")
+        if path.name.lower().endswith(".gz"):
+            with gzip.GzipFile(fileobj=BytesIO(content)) as file:
+                content = file.read(_MOST_BYTES + 1)
+            if len(content) > _MOST_BYTES:
+                raise UsageError(f"{path} has more than {_MOST_BYTES:,} bytes; trace fewer steps")
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON: {error}") from None
+    except (OSError, EOFError) as error:
+        raise UsageError(f"cannot read {shortened(str(path))}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _events_of(trace: Any, path: Path) -> list[dict[str, Any]]:
+    events = trace.get("traceEvents") if isinstance(trace, dict) else trace
+    if not isinstance(events, list):
+        raise UsageError(f"{path}: traceEvents is not a list")
+    return [event for event in events if isinstance(event, dict) and event.get("ph") in ("X", "C")]
+
+
+def _row(events: Sequence[dict[str, Any]], rank: int, path: Path) -> _Row:
+    """One rank's steps; none where no event is an action."""
+    slices = [event for event in events if event["ph"] == "X"]
+    counters = [event.get("args") for event in events if event["ph"] == "C" and event.get("name") == "memory"]
+    levels = [args.get("GB") for args in counters if isinstance(args, dict)]
+    memory = [level for level in levels if isinstance(level, (int, float)) and math.isfinite(level)]
+    return _Row(rank, _steps(slices, rank, path), max(memory, default=0.0))
+
+
+def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list[_NamedEvent]]:
+    """The actions among one rank's events, step by step; none where no event is an action."""
+    host: list[_NamedEvent] = []
+    device: list[_NamedEvent] = []
+    steps: list[tuple[float, float]] = []
+    for event in events:
+        name = str(event.get("name", ""))
+        on_device = event.get("cat") == "gpu_user_annotation"
+        if _STEP.fullmatch(name):
+            if not on_device:
+                steps.append(_interval(event, name, path))
+            continue
+        cell = _cell_of(name, rank)
+        if cell is not None:
+            (device if on_device else host).append(_NamedEvent(*_interval(event, name, path), cell))
+    outermost = _outermost(sorted(device or host, key=lambda event: (event.start, -event.end)))
+    if len(steps) > 1 and not device:  # on a device the work of a step runs on into the host's next one
+        groups = [[action for action in outermost if low <= action.start < high] for low, high in sorted(steps)]
+    else:
+        groups = []
+        counts: dict[Cell, int] = {}
+        for action in outermost:
+            number = counts[action.cell] = counts.get(action.cell, 0) + 1
+            while len(groups) < number:
+                groups.append([])
+            groups[number - 1].append(action)
+    return [group for group in groups if group]
+
+
+def _outermost(events: Sequence[_NamedEvent]) -> list[_NamedEvent]:
+    """Return the events without the actions that lie inside the event of their pair."""
+    outermost: list[_NamedEvent] = []
+    for event in events:
+        last = outermost[-1] if outermost else None
+        inside = last is not None and event.end <= last.end and isinstance(last.cell, Pair)
+        if not (inside and last is not None and event.cell in last.cell):
+            outermost.append(event)
+    return outermost
+
+
+def _interval(event: dict[str, Any], name: str, path: Path) -> tuple[float, float]:
+    """Start and end of an event in seconds."""
+    start, duration = event.get("ts"), event.get("dur")
+    for value in (start, duration):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise UsageError(f"{path}: the event {name!r:.60} has no ts and dur")
+    assert start is not None
+    assert duration is not None
+    if duration < 0 or abs(start) > 1e18 or duration > 1e15:
+        raise UsageError(f"{path}: the event {name!r:.60} takes {duration:g} µs from {start:g} µs on")
+    return start / 1e6, (start + duration) / 1e6
+
+
+def _cell_of(name: str, rank: int) -> Cell | None:
+    """The action or pair that an event is named after; None for other events."""
+    text = name.removeprefix("PP:")
+    single = _SINGLE.fullmatch(text)
+    if single is not None:
+        return Action("F" if single[1] == "Forward" else "B", rank, int(single[2]))
+    if not text[:1].isdecimal() and not text.startswith("("):
+        return None
+    try:
+        return parse_cell(f"({text.replace('|', ';')})" if "|" in text else text)
+    except ScheduleError:
+        return None
+
+
+def _timelines(path: Path, rows: Sequence[_Row], notes: list[str]) -> MeasuredSteps:
+    """Return a timeline for each step that all ranks ran in full."""
+    actions = [action for row in rows for step in row.steps for event in step for action in parts(event.cell)]
+    largest = max(max(action.stage, action.microbatch) for action in actions)
+    if largest >= len(actions):
+        raise ScheduleError(f"{path}: {len(actions)} actions do not name a valid stage or micro-batch {largest}")
+    placement = [0] * (1 + max(action.stage for action in actions))
+    for at, row in enumerate(rows):
+        for event in row.steps[-1]:
+            for action in parts(event.cell):
+                placement[action.stage] = at
+    count = max(len(row.steps) for row in rows)
+    timelines: list[Timeline] = []
+    reason: ScheduleError | None = None
+    for step in range(count):
+        events = [row.steps[step] if step < len(row.steps) else [] for row in rows]
+        try:
+            schedule = Schedule.of(
+                [[event.cell for event in row] for row in events],
+                placement=placement,
+                microbatches=1 + max((a.microbatch for row in events for e in row for a in parts(e.cell)), default=0),
+                name=path.name.split(".")[0] or "trace",
+            )
+            check(schedule)
+            starts = [[event.start for event in row] for row in events]
+            ends = [[event.end for event in row] for row in events]
+            timelines.append(aligned(schedule, starts, ends))
+        except ScheduleError as error:
+            reason = reason or ScheduleError(f"{path}: {error}")
+    if not timelines:
+        assert reason is not None
+        raise reason
+    if count > len(timelines):
+        left = count - len(timelines)
+        notes = [*notes, f"{left} of {count} steps are incomplete and are left out"]
+    memory = tuple(row.memory for row in rows)
+    return MeasuredSteps(tuple(timelines), memory if any(memory) else (), tuple(notes))

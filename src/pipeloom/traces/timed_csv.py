@@ -1,0 +1,90 @@
+"""torch's CSV with durations: `0F0:1.25`, the action as in the plain CSV and its milliseconds.
+
+Several steps are several durations, `0F0:1.25:1.31`. torch writes the orders of actions as CSV and no times; whoever times the
+actions appends them. A duration does not tell when an action ran: it starts when its rank is free and its inputs are computed,
+so hops take no time and no rank idles without a reason.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from pipeloom.errors import UsageError, printable
+from pipeloom.limits import SCHEDULE_BYTES, read_text
+from pipeloom.schedule.check import check
+from pipeloom.schedule.csv_form import from_csv
+from pipeloom.schedule.graph import Graph, WalkCosts, walk
+from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.timeline import Timeline
+from pipeloom.traces.measured import MeasuredSteps, aligned
+
+_MOST_MILLISECONDS = 1e12
+
+
+def accepts(path: Path) -> bool:
+    """Return whether it is a CSV file."""
+    return path.suffix.lower() == ".csv" and path.is_file()
+
+
+def read(path: Path) -> MeasuredSteps:
+    """Return the steps of the file. Raises as `TraceReader.read`, also for cells with different numbers of durations."""
+    text = read_text(path, SCHEDULE_BYTES, "a schedule")
+    lines, times = _taken_apart(text, path)
+    schedule = from_csv("\n".join(lines), name=printable(path.stem), source=str(path))
+    check(schedule)
+    rows = [row for row in times if row]
+    if [len(row) for row in rows] != [len(program) for program in schedule.programs if program]:
+        raise UsageError(f"{path}: REDUCE_GRAD takes no duration here; leave it out")
+    codes = [code for program in schedule.codes for code in program]
+    seconds = [[each / 1e3 for each in cell] for row in rows for cell in row]
+    timelines = [_timeline(schedule, dict(zip(codes, step, strict=True))) for step in zip(*seconds, strict=True)]
+    return MeasuredSteps(tuple(timelines), (), ("durations of actions alone: each starts as soon as it can",))
+
+
+def _taken_apart(text: str, path: Path) -> tuple[list[str], list[list[tuple[float, ...]]]]:
+    """The lines without durations, and the durations of their cells."""
+    lines: list[str] = []
+    times: list[list[tuple[float, ...]]] = []
+    count = 0
+    for number, line in enumerate(text.removeprefix("\ufeff").rstrip().splitlines(), start=1):
+        cells, row = [], []
+        for piece in line.split(","):
+            word = piece.strip().strip('"').strip()
+            action, *rest = word.split(":")
+            cells.append(action)
+            if not action and not rest:
+                continue
+            where = f"{path}:{number}: {word!r:.60}"
+            if not action:
+                raise UsageError(f"{where} is a duration without an action, such as 0F0:1.25")
+            if not rest:
+                raise UsageError(f"{where} has no duration; write milliseconds after each action, such as 0F0:1.25")
+            values = tuple(map(_milliseconds, rest))
+            if any(math.isnan(value) for value in values):
+                raise UsageError(f"{where}: a duration is a number of milliseconds from 0 on, such as 1.25")
+            count = count or len(values)
+            if len(values) != count:
+                raise UsageError(f"{where} has {len(values)} durations, and the first cell {count}; one for each step")
+            row.append(values)
+        lines.append(",".join(cells))
+        times.append(row)
+    if not count:
+        raise UsageError(f"{path}: the file contains no actions")
+    return lines, times
+
+
+def _milliseconds(text: str) -> float:
+    """The number in `text`; NaN if it is not a number or is out of range."""
+    try:
+        value = float(text)
+    except ValueError:
+        return math.nan
+    return value if 0 <= value < _MOST_MILLISECONDS else math.nan
+
+
+def _timeline(schedule: Schedule, seconds: dict[int, float]) -> Timeline:
+    """Return the timeline in which each entry, of code -> `seconds`, starts as soon as its rank is free and its inputs exist."""
+    actions = [seconds.get(code, 0.0) for code in range(schedule.no_action)]
+    run = walk(schedule, Graph.of(schedule), WalkCosts(actions, None, seconds))
+    return aligned(schedule, run.starts, run.ends)

@@ -1,0 +1,111 @@
+"""Timelines as JSON: schedules, costs, starts and ends, as a run writes them to its folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeloom.errors import PipeloomError, ScheduleError, UsageError
+from pipeloom.limits import SCHEDULE_BYTES, read_text
+from pipeloom.schedule import json_form
+from pipeloom.schedule.costs import Costs
+from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.timeline import COMMUNICATIONS, Exposed, Timeline
+
+TIMELINES_FORMAT = "pipeloom.timelines/1"
+
+
+def to_dict(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """The keys of the JSON form, ready for `json.dumps`: format, schedules (each once), timelines (in order)."""
+    schedules = list(dict.fromkeys(timeline.schedule for timeline in timelines))
+    return {
+        "format": TIMELINES_FORMAT,
+        "schedules": [json_form.to_dict(schedule) for schedule in schedules],
+        "timelines": [
+            {
+                "schedule": schedules.index(timeline.schedule),
+                "source": timeline.source,
+                "overlap_p2p": timeline.overlap_p2p,
+                "costs": costs_dict(timeline.costs),
+                "starts": timeline.starts,
+                "ends": timeline.ends,
+                "exposed": [dataclasses.asdict(each) for each in timeline.exposed],
+            }
+            for timeline in timelines
+        ],
+    }
+
+
+def costs_dict(costs: Costs) -> dict[str, Any]:
+    """The fields of `Costs`, an infinite bandwidth as null."""
+    fields = dataclasses.asdict(costs)
+    return fields | {"bandwidth": fields["bandwidth"] if math.isfinite(fields["bandwidth"]) else None}
+
+
+def load(path: str | Path) -> tuple[Timeline, ...]:
+    """The timelines in the file `path`.
+
+    Raises UsageError for a file that cannot be read or has another format, ScheduleError for an invalid schedule or times.
+    """
+    return from_json(read_text(path, SCHEDULE_BYTES, "timelines"), str(path))
+
+
+def from_json(text: str, source: str = "json") -> tuple[Timeline, ...]:
+    """The timelines in `text`; `source` is the file, for messages. Raises as `load`."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{source} is not JSON: {error}") from None
+    if not isinstance(content, dict) or content.get("format") != TIMELINES_FORMAT:
+        given = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise UsageError(f"{source}: format is {given!r:.200}; this version reads '{TIMELINES_FORMAT}'")
+    try:
+        schedules = [json_form.from_json(json.dumps(form), source) for form in content["schedules"]]
+        return tuple(_timeline(form, schedules, source) for form in content["timelines"])
+    except PipeloomError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise UsageError(f"{source}: not as a run writes it: {type(error).__name__} {error}") from None
+
+
+def _timeline(form: dict[str, Any], schedules: Sequence[Schedule], source: str) -> Timeline:
+    schedule = schedules[form["schedule"]]
+    costs = form["costs"] | {
+        "bandwidth": math.inf if form["costs"]["bandwidth"] is None else form["costs"]["bandwidth"]
+    }
+    costs["microbatch"] = tuple(costs["microbatch"])
+    starts, ends = (tuple(tuple(map(float, row)) for row in form[name]) for name in ("starts", "ends"))
+    lengths = list(map(len, schedule.codes))
+    for name, rows in (("starts", starts), ("ends", ends)):
+        if list(map(len, rows)) != lengths or not all(math.isfinite(time) for row in rows for time in row):
+            raise ScheduleError(f"{source}: {name} do not give each action of the schedule one finite time")
+    exposed = tuple(_exposed(each) for each in form.get("exposed", ()))
+    if exposed and len(exposed) != schedule.ranks:
+        raise ScheduleError(f"{source}: exposed has {len(exposed)} rows; the schedule has {schedule.ranks} ranks")
+    if form["source"] not in ("simulated", "measured"):
+        raise UsageError(f"{source}: source is {form['source']!r:.60}; it is simulated or measured")
+    return Timeline(
+        schedule,
+        Costs(**costs),
+        starts,
+        ends,
+        source=form["source"],
+        overlap_p2p=bool(form["overlap_p2p"]),
+        exposed=exposed,
+    )
+
+
+def _exposed(form: dict[str, Any]) -> Exposed:
+    """One rank's communications. Raises ValueError for an unknown kind or an invalid time."""
+    inside, after = ({str(kind): float(form[name][kind]) for kind in form[name]} for name in ("inside", "after"))
+    end = float(form["end"])
+    unknown = sorted((inside.keys() | after.keys()) - set(COMMUNICATIONS))
+    if unknown:
+        raise ValueError(f"kind of communication {unknown[0]!r:.60}; they are {', '.join(COMMUNICATIONS)}")
+    if not all(math.isfinite(time) and time >= 0 for time in (*inside.values(), *after.values(), end)):
+        raise ValueError("a communication takes a finite time of at least 0")
+    return Exposed(inside, after, end)
