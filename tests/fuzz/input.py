@@ -375,7 +375,7 @@ def answer(case: Case) -> Answer:
         start = time.process_time()
         with (
             patch("pipeloom.cli.train.start_workers", lambda *_: 0),
-            patch("pipeloom.cli.verify.start_workers", _no_verdicts),
+            patch("pipeloom.cli.workers.start_workers", _no_verdicts),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
         ):
@@ -396,7 +396,7 @@ def _inside(folder: str) -> Iterator[None]:
 
 
 def _no_verdicts(*_: object) -> int:
-    Path(os.environ["PIPELOOM_VERDICTS"]).write_text("[]")
+    Path(os.environ["PIPELOOM_RESULT"]).write_text("[]")
     return 0
 
 

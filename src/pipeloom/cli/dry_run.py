@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from pipeloom.config import Config, Layout
@@ -43,14 +43,9 @@ def report_lines(layout: Layout) -> list[str]:
 
 def expected_timeline(layout: Layout) -> Timeline:
     """Simulate the schedule with costs in proportion to each stage's FLOPs; F, I and W take the same time."""
-    schedule = layout.schedule
     forward = [flops / 3 for flops in stage_costs(layout.config, layout.stage_layers)]
-    costs = [0.0] * schedule.stages
-    for route in schedule.routes:
-        for position, stage in enumerate(route):
-            costs[stage] = forward[position]
-    stage_times = tuple(costs)
-    return simulate(schedule, Costs(forward=stage_times, input_grad=stage_times, weight_grad=stage_times))
+    costs = tuple(forward[position] for position in layout.schedule.position_of)
+    return simulate(layout.schedule, Costs(forward=costs, input_grad=costs, weight_grad=costs))
 
 
 def measured_timeline(layout: Layout, costs: LayerCosts) -> Timeline:
@@ -84,12 +79,8 @@ def peak_bytes(layout: Layout, costs: LayerCosts, timeline: Timeline) -> list[fl
 
 def _spans(layout: Layout) -> list[tuple[int, int]]:
     """Return stage -> (index of its first layer, index after its last layer)."""
-    ends = list(accumulate(layout.stage_layers))
-    spans = [(0, 0)] * layout.schedule.stages
-    for route in layout.schedule.routes:
-        for position, stage in enumerate(route):
-            spans[stage] = (ends[position] - layout.stage_layers[position], ends[position])
-    return spans
+    spans = list(pairwise([0, *accumulate(layout.stage_layers)]))
+    return [spans[position] for position in layout.schedule.position_of]
 
 
 def _measured_lines(layout: Layout) -> list[str]:
@@ -132,16 +123,8 @@ def _measured_lines(layout: Layout) -> list[str]:
 def rank_parameters(layout: Layout) -> list[int]:
     """Return rank -> parameters of all stages of that pipeline rank, before tensor or expert parallelism divides them."""
     sizes = [size.parameters for size in layer_sizes(layout.config.model, layout.config.train.seq_len)]
-    schedule, start = layout.schedule, 0
-    held = [0] * schedule.ranks
-    of_position = []
-    for count in layout.stage_layers:
-        of_position.append(sum(sizes[start : start + count]))
-        start += count
-    for route in schedule.routes:
-        for position, stage in enumerate(route):
-            held[schedule.placement[stage]] += of_position[position]
-    return held
+    of_stage = [sum(sizes[start:end]) for start, end in _spans(layout)]
+    return [sum(of_stage[stage] for stage in stages) for stages in layout.schedule.stages_of]
 
 
 def rank_table(mesh: MeshShape) -> list[str]:
@@ -187,19 +170,13 @@ def _rank_lines(layout: Layout, timeline: Timeline) -> list[str]:
 def _layers(layout: Layout) -> list[str]:
     """Return stage -> its layers in words, such as `E 0-1` or `2-3 L`."""
     names = ["E", *map(str, range(layout.config.model.num_hidden_layers)), "L"]
-    words, start = [], 0
-    for count in layout.stage_layers:
-        held = names[start : start + count]
-        blocks = [name for name in held if name.isdecimal()]
+    words = []
+    for start, end in _spans(layout):
+        blocks = [name for name in names[start:end] if name.isdecimal()]
         span = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else "".join(blocks)
-        ends = [*(["E"] if "E" in held else []), *([span] if span else []), *(["L"] if "L" in held else [])]
-        words.append(" ".join(ends) or "-")
-        start += count
-    stages = ["-"] * layout.schedule.stages
-    for route in layout.schedule.routes:
-        for position, stage in enumerate(route):
-            stages[stage] = words[position]
-    return stages
+        ends = ["E" * (start == 0 < end), span, "L" * (start < end == len(names))]
+        words.append(" ".join(filter(None, ends)) or "-")
+    return words
 
 
 def _state(config: Config, parameters: int) -> str:

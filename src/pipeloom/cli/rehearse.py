@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,7 +16,7 @@ from typer.core import TyperCommand
 from pipeloom.cli.options import CostFlags, FamilyFlags, Sizes, with_options
 from pipeloom.cli.output import OutputFlags
 from pipeloom.cli.show import Study
-from pipeloom.cli.workers import be_worker, require_torch, start_workers
+from pipeloom.cli.workers import be_worker, hand_over, require_torch, run_workers
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.limits import MOST_SECONDS
 from pipeloom.schedule.check import TransportName
@@ -29,7 +26,6 @@ if TYPE_CHECKING:
     from pipeloom.schedule import Costs, Schedule, Timeline
     from pipeloom.train.report.rehearse import Rehearsal
 
-_STEPS_FILE = "PIPELOOM_REHEARSAL"
 _PRINTED_WORDS = "words"
 _MEAN_ACTION = 0.010
 """Seconds that the mean action takes where `--unit` is not given, multiplied by the number of ranks per core: the runtime
@@ -182,14 +178,8 @@ def _run(rehearsal: Rehearsal, device: str, words: Sequence[str]) -> tuple[int, 
         file=sys.stderr,
         flush=True,
     )
-    with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
-        file = Path(folder) / "steps.json"
-        os.environ[_STEPS_FILE] = str(file)
-        try:
-            code = start_workers("rehearse", words, ranks)
-        finally:
-            del os.environ[_STEPS_FILE]
-        return (code, ()) if code else (0, timeline_files.load(file))
+    code, steps = run_workers("rehearse", words, ranks)
+    return code, () if code else timeline_files.from_json(steps)
 
 
 def _require_machine(rehearsal: Rehearsal, device: str) -> None:
@@ -215,7 +205,7 @@ def _require_machine(rehearsal: Rehearsal, device: str) -> None:
 
 
 def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]:
-    """Run one worker; rank 0 writes the steps for its launcher, or returns them where torchrun started it."""
+    """Run one worker; rank 0 hands the steps over to its launcher, or returns them where torchrun started it."""
     from pipeloom.traces import timelines as timeline_files
     from pipeloom.train.report.rehearse import run
 
@@ -226,12 +216,8 @@ def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]
         measured_steps = run(rehearsal, context)
 
     code = be_worker(_layout(rehearsal, device), body)
-    if code or int(os.environ["RANK"]):
-        return code, ()
-    if _STEPS_FILE not in os.environ:
-        return 0, measured_steps
-    Path(os.environ[_STEPS_FILE]).write_text(json.dumps(timeline_files.to_dict(measured_steps)), encoding="utf-8")
-    return 0, ()
+    reports = hand_over(lambda: json.dumps(timeline_files.to_dict(measured_steps)))
+    return code, measured_steps if reports else ()
 
 
 def _layout(rehearsal: Rehearsal, device: str) -> Layout:

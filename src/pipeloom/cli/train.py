@@ -44,8 +44,8 @@ def command(arguments: Sequence[str]) -> int:
     from pipeloom.train.workers.worker import is_worker, launched_here, world_size_given
 
     require_torch("train")
-    dry = "--dry-run" in arguments
-    path, overrides = split_arguments([word for word in arguments if word != "--dry-run"])
+    path, overrides = split_arguments(arguments, ("dry-run",))
+    dry = overrides.pop("dry-run", False)
     layout = load_layout(path, overrides, world_size=world_size_given())
     if dry and is_worker() and os.environ["RANK"] != "0":
         return 0

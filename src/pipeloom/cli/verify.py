@@ -6,15 +6,13 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeloom.cli.workers import be_worker, require_torch, start_workers
+from pipeloom.cli.workers import be_worker, hand_over, require_torch, run_workers
 from pipeloom.errors import DistributedError, UsageError
 from pipeloom.limits import expanded
 
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from pipeloom.config import Layout
 
 TOLERANCE = 1e-5
-VERDICTS = "PIPELOOM_VERDICTS"  # names the file in which rank 0 leaves the verdicts
 _RECORD = "verified.json"  # in log.dir: digests of layers of others with which a layout has passed
 _FAMILIES = "--hf-families"
 _NAME_WIDTH = 44
@@ -97,16 +94,8 @@ def command(arguments: Sequence[str]) -> int:
         require_cuda(layout.config.train.device, request.largest.world_size)
     for file in sorted({layout.code for layout in request.layouts if layout.code is not None}):
         print(f"a schedule is code from {file}", file=sys.stderr)
-    with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
-        verdicts = Path(folder) / "verdicts.json"
-        os.environ[VERDICTS] = str(verdicts)
-        try:
-            code = start_workers("verify", arguments, request.largest.world_size)
-        finally:
-            del os.environ[VERDICTS]
-        if code:
-            return _failed(code, request.as_json)
-        return summarise(request, json.loads(verdicts.read_text(encoding="utf-8")))
+    code, verdicts = run_workers("verify", arguments, request.largest.world_size)
+    return _failed(code, request.as_json) if code else _conclude(request, json.loads(verdicts))
 
 
 def verify_families(arguments: Sequence[str]) -> int:
@@ -159,34 +148,14 @@ def read_request(arguments: Sequence[str]) -> Request:
     from pipeloom.config import load_layout, split_arguments
     from pipeloom.config.matrix import label, load_matrix
 
-    options, rest = _own_options(arguments)
-    path, overrides = split_arguments(rest)
-    tolerance = _tolerance(options.get("tolerance"))
-    as_json = "json" in options
-    if "matrix" not in options:
+    path, overrides = split_arguments(arguments, ("json",), ("matrix", "tolerance"))
+    tolerance, as_json = _tolerance(overrides.pop("tolerance", None)), overrides.pop("json", False)
+    file = overrides.pop("matrix", None)
+    if file is None:
         layout = load_layout(path, overrides)
         return Request((label(layout),), (layout,), (), tolerance, as_json)
-    matrix = load_matrix(options["matrix"], path, overrides)
+    matrix = load_matrix(file, path, overrides)
     return Request(matrix.names, matrix.layouts, matrix.skipped, tolerance, as_json)
-
-
-def _own_options(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the options `matrix`, `tolerance` and `json` that are given, and the other words."""
-    options: dict[str, str] = {}
-    others: list[str] = []
-    words = list(arguments)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        if word == "--json":
-            options["json"] = "yes"
-        elif word.startswith("--") and name in ("matrix", "tolerance"):
-            if not equals and not words:
-                raise UsageError(f"--{name} needs a value: --{name} VALUE")
-            options[name] = value if equals else words.pop(0)
-        else:
-            others.append(word)
-    return options, others
 
 
 def _tolerance(text: str | None) -> float:
@@ -215,11 +184,11 @@ def _work(request: Request) -> int:
                     print(row(verdicts[-1], width), flush=True)
 
     code = be_worker(request.largest, verify)
-    if int(os.environ["RANK"]) != 0:
-        return code
-    if VERDICTS in os.environ:
-        Path(os.environ[VERDICTS]).write_text(json.dumps(verdicts), encoding="utf-8")
-        return code
+    return _conclude(request, verdicts) if hand_over(lambda: json.dumps(verdicts)) else code
+
+
+def _conclude(request: Request, verdicts: list[dict[str, Any]]) -> int:
+    record_verified(request, verdicts)
     return summarise(request, verdicts)
 
 
@@ -248,9 +217,6 @@ def row(verdict: dict[str, Any], width: int) -> str:
 def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:
     """Print the failing parameters and the number that passed, or everything as JSON; return 0 if all passed, otherwise 1."""
     failed = [verdict for verdict in verdicts if not verdict["passed"]]
-    for layout, verdict in zip(request.layouts, verdicts, strict=True):
-        if verdict["passed"]:
-            record_verified(layout)
     if request.as_json:
         report = {
             "passed": not failed,
@@ -284,10 +250,12 @@ def unverified(layout: Layout) -> list[str]:
     return [name for name, digest in _digests_of_others(layout).items() if digest not in passed]
 
 
-def record_verified(layout: Layout) -> None:
-    """Record in `log.dir` that a layout with layers of others has passed. A folder that cannot be written is left as it is."""
-    digests = _digests_of_others(layout).values()
-    if digests:
+def record_verified(request: Request, verdicts: Sequence[dict[str, Any]]) -> None:
+    """Record in `log.dir` the layers of others with which layouts have passed. A folder that cannot be written stays as it is."""
+    for layout, verdict in zip(request.layouts, verdicts, strict=False):
+        digests = _digests_of_others(layout).values()
+        if not verdict["passed"] or not digests:
+            continue
         with contextlib.suppress(OSError):
             path = expanded(layout.config.log.dir) / _RECORD
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +16,9 @@ from pipeloom.errors import UsageError
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
+
+
+_RESULT = "PIPELOOM_RESULT"  # names the file in which rank 0 leaves its result
 
 
 def require_torch(command: str) -> None:
@@ -40,6 +45,30 @@ def start_workers(command: str, arguments: Sequence[str], world_size: int) -> in
         world_size,
         obedient=command == "train",
     )
+
+
+def run_workers(command: str, arguments: Sequence[str], world_size: int) -> tuple[int, str]:
+    """Run this command line as `start_workers` does; return the exit code, and what rank 0 handed over where that is 0."""
+    with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
+        file = Path(folder) / "result"
+        os.environ[_RESULT] = str(file)
+        try:
+            code = start_workers(command, arguments, world_size)
+        finally:
+            del os.environ[_RESULT]
+        return code, "" if code else file.read_text(encoding="utf-8")
+
+
+def hand_over(result: Callable[[], str]) -> bool:
+    """Give the result of rank 0 to the process that started this worker.
+
+    Return whether there is none, so that this worker has to report the result itself: rank 0 under torchrun.
+    """
+    if int(os.environ["RANK"]) != 0:
+        return False
+    if _RESULT in os.environ:
+        Path(os.environ[_RESULT]).write_text(result(), encoding="utf-8")
+    return _RESULT not in os.environ
 
 
 def be_worker(layout: Layout, body: Callable[[Any], None]) -> int:

@@ -399,8 +399,8 @@ class TrainSection(Section):
     )
     eval_batches: Count = Field(description="most batches per evaluation, spread evenly over the held-out text")
     check_every: StepsOrNone = Field(
-        description="steps between comparisons of the weights that several ranks replicate, which are compared before each "
-        "checkpoint too, and of the batch among the ranks of one replica; 0: never"
+        description="steps between comparisons of the state that several ranks replicate, which is compared at each checkpoint "
+        "too, and of the batch among the ranks of one replica; 0: never, at a checkpoint neither"
     )
     profile_from: StepsOrNone = Field(
         description="first step whose operators torch.profiler records, into profile.json in the run's folder; 0: none"

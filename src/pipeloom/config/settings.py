@@ -11,7 +11,7 @@ import difflib
 import json
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from math import prod
@@ -421,11 +421,16 @@ def _toml(value: Any) -> str:
 # -- flags
 
 
-def split_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
+def split_arguments(
+    arguments: Sequence[str], switches: Collection[str] = (), options: Collection[str] = ()
+) -> tuple[str | None, dict[str, Any]]:
     """(path of the configuration or None, dotted key -> value) from a command's arguments.
 
     A value is read as TOML, else taken as text. A switch (a key that is true or false) may stand alone. Raises
-    UsageError for a second path, a flag without a dot, or one without its value.
+    UsageError for a second path, an unknown flag without a dot, or one without its value.
+
+    Args:
+        switches, options: the command's own flags, without `--`; their values (True, or text) are among the keys.
     """
     path: str | None = None
     overrides: dict[str, Any] = {}
@@ -441,7 +446,10 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, Any
             continue
         flag, equals, text = word.removeprefix("--").partition("=")
         flag = SHORT.get(flag, flag)
-        if not word.startswith("--") or "." not in flag:
+        if word == f"--{flag}" and flag in switches:
+            overrides[flag] = True
+            continue
+        if not word.startswith("--") or ("." not in flag and flag not in options):
             raise UsageError(f"there is no option {word!r:.200}{_near_flag(flag)}")
         key = flag.replace("-", "_")
         switch = _annotation(key) is bool
@@ -452,7 +460,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, Any
                 text = "true"
             else:
                 raise UsageError(f"--{flag} needs a value: --{flag} VALUE")
-        overrides[key] = parse_value(key, text)
+        overrides[key] = text if flag in options else parse_value(key, text)
     return path, overrides
 
 

@@ -28,18 +28,7 @@ def checksum(tensor: Tensor) -> Tensor:
     A sum modulo 2^64 of the memory's words, each row of 8 KB multiplied by an odd number of its own: any one flipped bit
     changes it, and so does the order of rows.
     """
-    data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    if data.storage_offset() % 8:
-        data = data.clone()
-    whole = data.numel() // 8 * 8
-    words, rest = data[:whole].view(torch.int64), data[whole:]
-    shifts = torch.arange(0, 8 * rest.numel(), 8, device=rest.device)
-    rows = words.numel() // _ROW
-    total = words[rows * _ROW :].sum() * (2 * rows + 1) + (rest.long() << shifts).sum() * (2 * rows + 3)
-    if rows:
-        sums = words[: rows * _ROW].view(rows, _ROW).sum(1)
-        total += (sums * torch.arange(1, 2 * rows, 2, device=sums.device)).sum()
-    return total
+    return _weighted(torch.cat(_row_sums(tensor)))
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
@@ -50,6 +39,7 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
     return values
 
 
+@torch.no_grad()
 def joint_checksum(tensors: Sequence[Tensor]) -> Tensor:
     """One checksum for all tensors of a device, in order: int64, 0-dim. Fast even for many small tensors."""
     plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors if tensor.nbytes <= _SMALL_BYTES]
@@ -57,13 +47,28 @@ def joint_checksum(tensors: Sequence[Tensor]) -> Tensor:
     parts = [tensor for tensor in tensors if tensor.nbytes > _SMALL_BYTES]
     if small:
         parts.append(torch.cat(small))
-    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
-    for at, part in enumerate(parts):
-        total += checksum(part) * (2 * at + 1)
-    return total
+    return _weighted(torch.cat([sums for part in parts for sums in _row_sums(part)]))
 
 
 def message_checksum(values: Sequence[Tensor | None]) -> int:
     """Return one checksum for several tensors in order; None is skipped."""
     tensors = [value for value in values if value is not None]
     return int(joint_checksum(tensors)) if tensors else 0
+
+
+def _row_sums(tensor: Tensor) -> list[Tensor]:
+    """Return the sums of a tensor's rows of 8 KB, of the words behind them, and of the bytes behind those, if any."""
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    whole = data.numel() // 8 * 8
+    words, rest = data[:whole].view(torch.int64), data[whole:]
+    aligned = words.numel() // _ROW * _ROW
+    sums = [words[:aligned].view(-1, _ROW).sum(1), words[aligned:].sum().view(1)]
+    if rest.numel():
+        sums.append((rest.long() << torch.arange(0, 8 * rest.numel(), 8, device=rest.device)).sum().view(1))
+    return sums
+
+
+def _weighted(sums: Tensor) -> Tensor:
+    return (sums * torch.arange(1, 2 * sums.numel(), 2, device=sums.device)).sum()

@@ -135,13 +135,17 @@ def costs_of(timelines: Sequence[Timeline]) -> Costs:
 
 
 def _factors(timelines: Sequence[Timeline]) -> tuple[float, ...]:
-    """Return micro-batch -> its time over the mean one, the median over the steps; empty where they differ by no more than noise.
+    """Return micro-batch -> its time over the mean one, a median; empty where they differ by no more than noise.
 
-    One step cannot tell noise from a difference.
+    The median and the noise are those over the steps, or, of a single step, over the actions of one kind and stage.
     """
-    if len(timelines) < 2:
+    if len(timelines) > 1:
+        rows = [_ratios(step)[""] for step in timelines]
+    else:
+        rows = [row for name, row in _ratios(timelines[0]).items() if name]
+    if len(rows) < 2:
         return ()
-    columns = list(zip(*map(_factors_of_step, timelines), strict=True))
+    columns = list(zip(*rows, strict=True))
     factors = [median(column) for column in columns]
     noise = median(median(abs(x - f) for x in column) for column, f in zip(columns, factors, strict=True))
     mean = fmean(factors)
@@ -150,18 +154,24 @@ def _factors(timelines: Sequence[Timeline]) -> tuple[float, ...]:
     return tuple(factor / mean for factor in factors)
 
 
-def _factors_of_step(timeline: Timeline) -> list[float]:
-    """Return micro-batch -> the time of its actions, those of pairs left out, over that with the step's mean costs."""
+def _ratios(timeline: Timeline) -> dict[str, list[float]]:
+    """Return micro-batch -> the time of its actions over that with the step's mean costs, of each kind and stage and (under "")
+    of all; pairs are left out.
+    """
     schedule = timeline.schedule
     expected = durations(schedule, replace(timeline.costs, microbatch=()))
-    spent, due = [0.0] * schedule.microbatches, [0.0] * schedule.microbatches
+    empty = [0.0] * schedule.microbatches
+    spent, due = {"": [*empty]}, {"": [*empty]}
     for codes, starts, ends in zip(schedule.codes, timeline.starts, timeline.ends, strict=True):
         for code, start, end in zip(codes, starts, ends, strict=True):
             if code < schedule.no_action and expected[code] > 0:
-                microbatch = parts(schedule.decode(code))[0].microbatch
-                spent[microbatch] += end - start
-                due[microbatch] += expected[code]
-    return [time / mean if mean else 1.0 for time, mean in zip(spent, due, strict=True)]
+                action = parts(schedule.decode(code))[0]
+                for name in ("", f"{action.kind} of stage {action.stage}"):
+                    spent.setdefault(name, [*empty])[action.microbatch] += end - start
+                    due.setdefault(name, [*empty])[action.microbatch] += expected[code]
+    return {
+        name: [time / mean if mean else 1.0 for time, mean in zip(spent[name], due[name], strict=True)] for name in due
+    }
 
 
 def hops(schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> list[float]:

@@ -7,11 +7,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import pipeloom as pl
-from cli.conftest import Ended
 
 pytestmark = pytest.mark.core
 
@@ -43,9 +43,9 @@ SIZES = "--ranks 2 --microbatches 4"
     ],
 )
 def test_what_cannot_be_rehearsed_is_refused_before_a_process_starts(
-    pipeloom: Callable[[str], Ended], monkeypatch: pytest.MonkeyPatch, line: str, code: int, words: str
+    pipeloom: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, line: str, code: int, words: str
 ) -> None:
-    monkeypatch.setattr("pipeloom.cli.rehearse.start_workers", lambda *_: pytest.fail("a worker was started"))
+    monkeypatch.setattr("pipeloom.cli.workers.start_workers", lambda *_: pytest.fail("a worker was started"))
     monkeypatch.setattr("pipeloom.train.workers.preflight.memory_of_machine", lambda: 64 * 2**30)
     ended = pipeloom(f"rehearse {line}")
     assert (ended.code, ended.out) == (code, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,7 @@ from pipeloom.errors import ConfigError, DistributedError, Preempted, ScheduleEr
 from pipeloom.train.workers import worker
 from pipeloom.train.workers.launch import Patience, launch
 from pipeloom.train.workers.preflight import worker_threads
+from processes import free_port
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -154,6 +156,28 @@ def test_torchrun_starts_the_same_worker(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
     subprocess.run(command, check=True, timeout=100, capture_output=True)
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["3.0 2"] * 2
+
+
+@pytest.mark.parametrize("secrets", [("one", "another"), ("one", "")], ids=["two", "one"])
+def test_workers_with_different_secrets_end_with_6_and_a_sentence(tmp_path: Path, secrets: tuple[str, str]) -> None:
+    """The rank that does not serve the store may see first that it is gone."""
+    path, port = script(tmp_path, ""), str(free_port())
+    workers = []
+    for rank, secret in enumerate(secrets):
+        where = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        where |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "PIPELOOM_SECRET": secret,
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        environment = {**os.environ, **where, "HOME": str(tmp_path)}
+        line = [sys.executable, str(path)]
+        workers.append(subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=environment))
+    said = [worker.communicate(timeout=100)[1].strip() for worker in workers]
+    assert [worker.returncode for worker in workers] == [6, 6]
+    assert [len(text.splitlines()) for text in said] == [1, 1], said
+    assert any("was not written by a rank of this run (PIPELOOM_SECRET differs?)" in text for text in said)
 
 
 @pytest.mark.core

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeloom.cli import train, verify
+from pipeloom.cli import train, workers
 from pipeloom.config import load_layout, parameter_count
 from pipeloom.train.workers import preflight
 
@@ -24,7 +24,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def start(*arguments: object) -> int:
         return 99
 
-    for command in (train, verify):
+    for command in (train, workers):
         monkeypatch.setattr(command, "start_workers", start)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

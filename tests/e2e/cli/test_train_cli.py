@@ -35,7 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return 0
 
     monkeypatch.setattr(train, "start_workers", note)
-    monkeypatch.setattr(verify, "start_workers", note)
+    monkeypatch.setattr(workers, "start_workers", note)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return calls
@@ -207,6 +207,6 @@ def test_verify_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_workers_of_verify_that_fail_give_their_code(
     capsys: pytest.CaptureFixture[str], started: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "start_workers", lambda *a: 6)
+    monkeypatch.setattr(workers, "start_workers", lambda *a: 6)
     assert verify.command(["tiny", "--json"]) == 6
     assert json.loads(capsys.readouterr().out)["error"]["exit_code"] == 6

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeloom.cli.train import announce
-from pipeloom.cli.verify import Request, summarise, unverified
+from pipeloom.cli.verify import Request, record_verified, unverified
 from pipeloom.config import Layout, load_layout
 from pipeloom.parallel.expert import Experts
 
@@ -33,33 +33,32 @@ def layout_in(folder: Path) -> Layout:
     return load_layout("tiny", keys)
 
 
-def summarised(layout: Layout, passed: bool) -> int:
-    verdict = {"layout": "it", "passed": passed, "loss_error": 0.5, "failing": {}, "worst_error": 0.0}
-    return summarise(Request(("it",), (layout,), (), 1e-5, False), [verdict])
+def verified(layout: Layout, passed: bool) -> None:
+    record_verified(Request(("it",), (layout,), (), 1e-5, False), [{"passed": passed}])
 
 
 def test_code_is_unverified_until_a_layout_with_it_passes(folder: Path) -> None:
     layout = layout_in(folder)
     assert unverified(layout) == ["model.experts_class"]
-    summarised(layout, passed=False)
+    verified(layout, passed=False)
     assert unverified(layout) == ["model.experts_class"]
-    summarised(layout, passed=True)
+    verified(layout, passed=True)
     assert unverified(layout) == []
 
 
 def test_code_that_has_changed_is_unverified_again(folder: Path) -> None:
     layout = layout_in(folder)
-    summarised(layout, passed=True)
+    verified(layout, passed=True)
     (folder / "experts_to_verify.py").write_text(CODE + "\n# another version\n")
     assert unverified(layout) == ["model.experts_class"]
-    summarised(layout, passed=True)
+    verified(layout, passed=True)
     (folder / "experts_to_verify.py").write_text(CODE)
     assert unverified(layout) == []  # a version that has passed before
 
 
 def test_a_damaged_record_is_as_none(folder: Path) -> None:
     layout = layout_in(folder)
-    summarised(layout, passed=True)
+    verified(layout, passed=True)
     (folder / "runs" / "verified.json").write_text("{")
     assert unverified(layout) == ["model.experts_class"]
 
@@ -67,7 +66,7 @@ def test_a_damaged_record_is_as_none(folder: Path) -> None:
 def test_own_layers_leave_no_record(tmp_path: Path) -> None:
     layout = load_layout("tiny", {"log.dir": str(tmp_path / "runs")})
     assert unverified(layout) == []
-    summarised(layout, passed=True)
+    verified(layout, passed=True)
     assert not (tmp_path / "runs").exists()
 
 
@@ -84,7 +83,7 @@ def test_training_says_so_in_one_line(folder: Path, capsys: pytest.CaptureFixtur
     announce(layout)
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "never verified" in line)
     assert line.startswith("  never verified: model.experts_class; pipeloom verify, with the same arguments, ")
-    summarised(layout, passed=True)
+    verified(layout, passed=True)
     capsys.readouterr()
     announce(layout)
     assert "never verified" not in capsys.readouterr().out

@@ -135,7 +135,20 @@ def test_costs_of_steps_have_the_factors_of_their_micro_batches() -> None:
     assert fitted.microbatch == pytest.approx(factors, abs=0.03)
     assert abs(predict(_uneven_steps(factors, 8)).error) < 0.02
     assert costs_of(_uneven_steps((1.0, 1.03, 0.97, 1.0), 5)).microbatch == ()
-    assert costs_of(_uneven_steps(factors, 1)).microbatch == ()  # which may be noise
+
+
+def test_the_stages_of_a_single_step_tell_factors_from_noise() -> None:
+    factors = (0.8, 1.6, 0.4, 1.2)
+    (step,) = _uneven_steps(factors, 1)
+    assert costs_of([step]).microbatch == pytest.approx(factors, abs=0.03)
+    assert abs(predict([step]).error) < 0.02
+    # a stall of 4 actions' length in one stage is not a longer micro-batch
+    forward = next(at for at, cell in enumerate(step.schedule.programs[1]) if str(cell) == "1F1")
+    (even,) = _uneven_steps((1.0, 1.0, 1.0, 1.0), 1)
+    starts = tuple(time + 8e-3 * (at > forward) for at, time in enumerate(even.starts[1]))
+    ends = tuple(time + 8e-3 * (at >= forward) for at, time in enumerate(even.ends[1]))
+    stalled = replace(even, starts=(even.starts[0], starts), ends=(even.ends[0], ends))
+    assert costs_of([stalled]).microbatch == ()
 
 
 def test_drift_is_the_median_slope() -> None:

@@ -12,7 +12,8 @@ import secrets
 import shutil
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -42,11 +43,14 @@ DTYPE_NAMES = {
 DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], meanwhile: Callable[[], None] | None = None) -> StoredFile:
     """Write contiguous CPU tensors as a safetensors file, and wait until it is on disk.
 
     The safetensors library would first copy all of them into one buffer, and the file would have to be read again for its
     checksum. Tensors with the largest elements are first, so that every tensor is aligned to the size of its elements.
+
+    Args:
+        meanwhile: called while the file system writes.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -61,7 +65,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return _write(path, iter([len(text).to_bytes(8, "little") + text, *(_bytes_of(tensor) for _, tensor in ordered)]))
+    parts: list[bytes | memoryview] = [len(text).to_bytes(8, "little") + text]
+    parts += (_bytes_of(tensor) for _, tensor in ordered)
+    return _write(path, iter(parts), meanwhile)
 
 
 def write_bytes(path: Path, data: bytes) -> StoredFile:
@@ -105,7 +111,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
-def _write(path: Path, parts: Iterator[bytes | memoryview]) -> StoredFile:
+def _write(path: Path, parts: Iterator[bytes | memoryview], meanwhile: Callable[[], None] | None = None) -> StoredFile:
     hasher, size = hashlib.sha256(), 0
     with path.open("wb", buffering=0) as file:
         for part in parts:
@@ -115,7 +121,13 @@ def _write(path: Path, parts: Iterator[bytes | memoryview]) -> StoredFile:
                 hasher.update(piece)
                 _write_all(file.fileno(), piece)
             size += len(view)
-        os.fsync(file.fileno())
+        if meanwhile is None:
+            os.fsync(file.fileno())
+        else:
+            with ThreadPoolExecutor(1, "pipeloom-fsync") as thread:
+                synced = thread.submit(os.fsync, file.fileno())
+                meanwhile()
+            synced.result()
     return StoredFile(size, hasher.hexdigest())
 
 

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -460,15 +461,19 @@ class RunCheckpoints:
         if self._saved == (step, batch):
             return
         self._settle()
-        if self._replicas is not None:
-            self._replicas.before_save(step)
-            self._saver.equal_until = self._replicas.equal_until
-        path = self._saver.save(step, self._facts())
+        if self._asynchronous:  # the state changes while it is written
+            self._compare(step)
+        path = self._saver.save(step, self._facts(), None if self._asynchronous else partial(self._compare, step))
         self._saved, before, self.path = (step, batch), self.path, path
         if not self._asynchronous:
             self._tell(step, path)
             return
         self._pending = step, path, before
+
+    def _compare(self, step: int) -> None:
+        if self._replicas is not None:
+            self._replicas.before_save(step)
+            self._saver.equal_until = self._replicas.equal_until
 
     _pending: tuple[int, Path, Path | None] | None = None
 

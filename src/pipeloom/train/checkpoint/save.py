@@ -16,9 +16,10 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -127,11 +128,15 @@ class Saver:
         self._path: Path | None = None
         self._held: int | None = None  # the folder, locked, on the first rank while it saves
 
-    def save(self, step: int, extra: Mapping[str, Any] | None = None) -> Path:
+    def save(
+        self, step: int, extra: Mapping[str, Any] | None = None, meanwhile: Callable[[], None] | None = None
+    ) -> Path:
         """Save the state after `step` steps; collective.
 
         Args:
             extra: a JSON object to store with it; the first rank's is stored.
+            meanwhile: called on every rank while the file system writes, before the checkpoint is complete; not if
+                asynchronous. What it raises on every rank is raised here, and nothing is saved.
 
         Returns:
             the checkpoint's directory: complete, or (asynchronous) complete when `wait` returns.
@@ -162,9 +167,7 @@ class Saver:
         try:
             self._agree(parts, numbers, prepared, partial)
         except BaseException:
-            if self._held is not None:  # this rank prepared it
-                shutil.rmtree(partial, ignore_errors=True)
-            self.release()
+            self._abandon(partial)
             if failure is not None:
                 raise failure from None
             raise
@@ -174,7 +177,7 @@ class Saver:
         trained = frozenset(name for at, name in self._plan.mine if parts[at].key in self._trained_keys())
         stored = ("model", *["optimizer"] * (self._optimizer is not None), *["extra"] * (content is not None))
         entries, writer = self._plan.entries, _writer(self._world)
-        manifest = Manifest(step, stored, entries, self._numbers, {}, writer, self.base, self.equal_until)
+        manifest = Manifest(step, stored, entries, self._numbers, {}, writer, self.base)
         job = _Job(self, final, partial, named, trained, self._plan.writers, manifest, content)
         self._path = final
         if self._asynchronous:
@@ -182,7 +185,11 @@ class Saver:
             self._thread.start()
             self.stalled = time.perf_counter() - begun
             return final
-        job.run()
+        try:
+            job.run(meanwhile)
+        except BaseException:
+            self._abandon(partial)
+            raise
         self._raise_together()
         self.stalled = time.perf_counter() - begun
         return final
@@ -237,6 +244,12 @@ class Saver:
         except OSError as error:
             return f"{partial}: cannot be created: {error.strerror or error}"
         return ""
+
+    def _abandon(self, partial: Path) -> None:
+        """Remove what was written, and unlock the folder, if this rank prepared them."""
+        if self._held is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+        self.release()
 
     def release(self) -> None:
         """Unlock the folder, so that other runs can save into it."""
@@ -302,14 +315,15 @@ class _Job:
     manifest: Manifest
     extra: bytes | None
 
-    def run(self) -> None:
+    def run(self, meanwhile: Callable[[], None] | None = None) -> None:
         """Write this rank's file; on the first rank also wait for the others' and publish. File errors go to `Saver._problem`."""
         saver, begun = self.saver, time.thread_time()
         rank = saver._rank
+        once = cache(meanwhile or (lambda: None))  # called with the file, or after it
         problem = saver._problem or self._not_finite()
         try:
             if not problem and rank in self.writers:
-                stored = write_tensors(self.partial / file_name(rank), self.tensors)
+                stored = write_tensors(self.partial / file_name(rank), self.tensors, once)
                 saver.written = stored.size
                 note = {"bytes": stored.size, "sha256": stored.sha256}
             else:
@@ -320,6 +334,7 @@ class _Job:
             )
             with contextlib.suppress(OSError):  # frees its space, which the note needs too
                 (self.partial / file_name(rank)).unlink()
+        once()  # collective, so also on a rank that writes nothing, or could not
         if problem:
             note = {"problem": problem}
         saver.writer_cpu = time.thread_time() - begun
@@ -370,7 +385,8 @@ class _Job:
                 raise CheckpointError(f"{self.partial / name}: expected {stored.size:,} bytes, found {size:,}")
         if self.extra is not None:
             files[EXTRA] = write_bytes(self.partial / EXTRA, self.extra)
-        write_bytes(self.partial / MANIFEST, to_bytes(replace(self.manifest, files=files)))
+        manifest = replace(self.manifest, files=files, equal_until=self.saver.equal_until)
+        write_bytes(self.partial / MANIFEST, to_bytes(manifest))
         for rank in range(1, self.saver._world):
             self._note_path(rank).unlink()
         publish(self.partial, self.final)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import torch
 
 from checkpoint_states import Run, layout_of
 from pipeloom import checkpoint
-from pipeloom.errors import CheckpointError
+from pipeloom.errors import CheckpointError, DistributedError
 from pipeloom.train.checkpoint.folder import complete
 
 CALLS = ("mkdir", "write", "fsync", "rename", "unlink", "rmdir")
@@ -104,6 +105,42 @@ def test_a_kill_at_any_moment_leaves_a_whole_newest_checkpoint(
     publication = next(at for at, (name, what) in enumerate(calls) if name == "rename" and what.endswith(".partial"))
     assert names[:publication].count("fsync") >= 4
     assert "fsync" in names[publication:]
+
+
+def test_nothing_is_saved_where_what_runs_beside_the_writing_fails(tmp_path: Path) -> None:
+    run = Run(layout_of("one"))
+    saver = checkpoint.Saver(tmp_path, run.pipeline, run.optimizer)
+    written: list[list[str]] = []
+
+    def differ() -> None:
+        written.append([file.name for file in sorted((tmp_path / ".step-000001.partial").iterdir())])
+        raise DistributedError("replicas differ")
+
+    with pytest.raises(DistributedError, match="replicas differ"):
+        saver.save(1, {}, differ)
+    assert written == [["rank-00000.safetensors"]]  # the manifest is not there yet
+    assert list(tmp_path.iterdir()) == []
+    saver.save(2, {}, lambda: None)  # the folder is not locked any more
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_what_runs_beside_the_writing_runs_once_where_writing_fails_too(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is collective: without this rank the others would wait for it."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = Run(layout_of("one"))
+    saver = checkpoint.Saver(tmp_path, run.pipeline, run.optimizer)
+    calls: list[str] = []
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        saver.save(1, {}, lambda: calls.append("called"))
+    assert calls == ["called"]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
