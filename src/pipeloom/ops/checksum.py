@@ -1,4 +1,4 @@
-"""Whether tensors are equal or have changed: checksums of their bits, computed on their device, and the number of changes.
+"""Comparison of tensors: checksums of their bits, computed on their device, and the number of changes in place.
 
 Equal tensors have equal checksums, and a flipped bit changes them.
 """
