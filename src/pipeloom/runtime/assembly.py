@@ -89,6 +89,7 @@ class Assembly:
     @property
     def transient_buffers(self) -> frozenset[str]:
         """Return the names of buffers that a module's own `state_dict` omits (`persistent=False`)."""
+        # torch has no public name for this set, and `state_dict` would call hooks and copy.
         return frozenset(
             f"{name}.{path}.{inner}" if path else f"{name}.{inner}"
             for name, module in self.modules.items()
@@ -405,7 +406,7 @@ class BuiltParameters:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], summed: str | None) -> None:
-        # The dicts of each part, not `named_parameters`, which would take longer than an action in every step.
+        # The dicts of each part, which have no public name: `named_parameters` would take longer than an action in every step.
         self._dicts = [
             (f"{layer}.{path}" if path else layer, held, tuple(held.items()))
             for layer, module in modules.items()

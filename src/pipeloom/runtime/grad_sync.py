@@ -54,7 +54,7 @@ class StepGradients:
         self._alarm = alarm
         self._shared = ties.by_holders(assembly.ties)
         self._tied = ties.by_holders({tie: weight for tie, weight in assembly.ties.items() if len(tie.names) > 1})
-        self._parameters = assembly.parameters
+        self._by_name = assembly.parameters
         self._before: list[Tensor | None] = []
         self._warned = False
         self.sync: GradientSync | None = None
@@ -221,7 +221,7 @@ class StepGradients:
         Raises UsageError if gradients have not been summed over the replicas yet.
         """
         if self.sync is None:
-            return [(name, p.grad) for name, p in self._parameters.items() if p.grad is not None]
+            return [(name, p.grad) for name, p in self._by_name.items() if p.grad is not None]
         gradients = []
         for bucket in self.sync.buckets:
             if bucket.content == "local":

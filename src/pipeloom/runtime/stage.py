@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeloom.errors import ConfigError, UsageError
+from pipeloom.ops.checksum import version_of
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients, run_backward
 from pipeloom.ops.recompute import recomputed
 from pipeloom.ops.segments import Communication, carries, saved_of
@@ -455,13 +456,13 @@ class ChangeableInputs:
         if self._left <= 0 or not torch.is_grad_enabled():
             return inputs
         self._left -= 1
-        self._versions = tuple(value._version for value in inputs if carries(value))
+        self._versions = tuple(version_of(value) for value in inputs if carries(value))
         return tuple(_Given.apply(v) if carries(v) else v for v in inputs)  # type: ignore[no-untyped-call]
 
     def note_changes(self, inputs: tuple[Any, ...]) -> None:
         """Keep inputs changeable in all later forwards if a layer has changed one of these since `changeable`."""
         versions, self._versions = self._versions, ()
-        if versions and versions != tuple(value._version for value in inputs if carries(value)):
+        if versions and versions != tuple(version_of(value) for value in inputs if carries(value)):
             self._left = math.inf
 
     def on_change(self, layer: str) -> Callable[[], None] | None:
@@ -541,11 +542,6 @@ class NamedInForward:
                     "write a clone of it, or work on a copy (inplace=False)"
                 )
         return {name: self._tensors[name] for name in self._program.writes}
-
-
-def version_of(value: Tensor) -> int:
-    """Return the tensor's version counter; 0 for one made in inference mode, which has none."""
-    return 0 if value.is_inference() else value._version
 
 
 def _by_name(module: nn.Module, accepted: Mapping[str, Any], keywords: Sequence[str], *values: Any) -> Any:

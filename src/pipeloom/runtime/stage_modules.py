@@ -384,8 +384,9 @@ def _materialize(source: LayerSource, device: torch.device) -> nn.Module:
 
 def keywords_of(module: nn.Module) -> frozenset[str] | None:
     """Return the arguments that `forward` takes by name, without its first, the layer's input; None: it takes any."""
+    # A module of torch.compile has a forward that takes any arguments; torch has no public name for the module inside.
     while isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
-        module = inner  # of torch.compile, whose forward takes any arguments
+        module = inner
     parameters = list(inspect.signature(module.forward).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
