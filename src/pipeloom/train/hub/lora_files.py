@@ -7,7 +7,6 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -22,12 +21,11 @@ from pipeloom.models.hf.library import causal_model, read_config
 from pipeloom.models.hf.weights import Folder, PretrainedWeights
 from pipeloom.models.lora import LoraOptions, adapter_name, is_adapter
 from pipeloom.models.stored_tensors import StoredTensors
-from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import Reader, agreed_checkpoint, on_every_rank, verified
 from pipeloom.train.checkpoint.manifest import BaseWeights, read_manifest
-from pipeloom.train.checkpoint.state import Holder, holders, require_shapes
+from pipeloom.train.checkpoint.state import Holder, from_every_rank, holders, require_shapes
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # prefix of every name in peft's files
@@ -146,10 +144,7 @@ def _require_adapters(config: Config, pipeline: Pipeline) -> None:
         name.split(".")[-2] for name, p in pipeline.named_parameters() if p.ndim == 2 and name.endswith(".weight")
     }
     facts = [len(mine), sorted(weights)]
-    everyone: list[Any] = [facts]
-    if pipeline.mesh.everyone.size > 1:
-        with pipeline.waiting("the other ranks to count their adapters"):
-            everyone = all_gather_json(facts, pipeline.run_control)
+    everyone = from_every_rank(pipeline, facts, "the other ranks to count their adapters", "load")
     if not sum(count for count, _ in everyone):
         known = sorted({name for _, names in everyone for name in names})
         raise ConfigError(
@@ -201,10 +196,8 @@ def read_adapter(folder: Path, pipeline: Pipeline) -> None:
         keys = _read_parts(folder / ADAPTER_WEIGHTS, here)
     except ConfigError as error:
         keys, problem = [], str(error)
-    answers: list[Any] = [[problem, keys, [adapter_name(held.name) for held in here]]]
-    if pipeline.mesh.everyone.size > 1:
-        with pipeline.waiting("the other ranks to read an adapter", "load"):
-            answers = all_gather_json(answers[0], pipeline.run_control)
+    answer = [problem, keys, [adapter_name(held.name) for held in here]]
+    answers = from_every_rank(pipeline, answer, "the other ranks to read an adapter", "load")
     for problem, *_ in answers:
         if problem:
             raise ConfigError(problem)
