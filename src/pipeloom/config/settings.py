@@ -479,13 +479,16 @@ def parse_value(key: str, text: str) -> Any:
 def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """section -> key -> value (and deeper for a key that is a table) from dotted keys.
 
-    Raises ConfigError for keys or values that are too large; UsageError for a key that is given both a value and keys below it.
+    Raises ConfigError for keys or values that are too large, and for a text with lone surrogates, which cannot be written to a
+    file; UsageError for a key that is given both a value and keys below it.
     """
     tables: dict[str, Any] = {}
     for dotted, value in overrides.items():
         if dotted.count(".") >= MOST_NESTED:
             raise ConfigError(f"--{shortened(dotted)}: a key has at most {MOST_NESTED} parts")
         _require_small({dotted: value}, f"--{shortened(dotted)}")
+        if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+            raise ConfigError(f"{dotted} is {value[:200]!a}: it is not text (UTF-8)")
         table = tables
         *path, last = dotted.split(".")
         for part in path:
