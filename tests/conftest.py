@@ -27,8 +27,14 @@ EXCEPTIONS = {
     "unit/test_floors.py": "imports the whole library in a new process; parses every module",
     "unit/test_import_cycles.py": "parses every module",
     "unit/test_names.py": "parses every module",
-    "unit/test_private_names.py": "parses every module",
-    "unit/solver/test_search.py": "searches of sizes that take seconds",
+    "unit/test_limits.py": "builds what is just below a limit; one new process",
+    "unit/test_mutants.py::test_the_runner_tells_a_found_mutant_from_one_that_survives": "runs two mutants",
+    "unit/config/test_config_load.py": "imports the configuration in a new process",
+    "unit/solver/": "searches and proofs that take seconds",
+    "unit/fuzz/test_random_costs.py": "hundreds of random schedules",
+    "unit/schedule/families/test_looped.py::test_balanced_everywhere": "13,000 sizes",
+    "unit/models/test_auto_layers.py": "imports transformers",
+    "unit/schedule/test_docs.py": "prints the tables of a page",
 }
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
