@@ -66,6 +66,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (-cost[item.path], str(item.path)))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Import what torch puts off until a first backward or optimizer: once here, not in a test's call or every forked rank."""
+    if "torch" in sys.modules and session.items:
+        import torch._dynamo
+        import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
+
 def _cpu_seconds() -> float:
     """Return the CPU seconds of this process and of the processes that it has waited for."""
     times = os.times()
