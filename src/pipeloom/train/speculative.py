@@ -43,6 +43,7 @@ class Copies:
             self._copies = [torch.empty_like(tensor) for tensor in tensors]
         self._originals = [tensor.detach() for tensor in tensors]
         if self._copies:
+            # One call for all tensors, as torch's optimizers make it; it has no public name.
             torch._foreach_copy_(self._copies, self._originals)
 
     @torch.no_grad()

@@ -61,6 +61,7 @@ class Clock:
     def compute(self, name: str, kind: str, seconds: float) -> None:
         """Occupy the device for `seconds`; on a GPU, enqueue a kernel that does. `name` and `kind` are the key in `seconds`."""
         if self._cycles:
+            # The only kernel of torch that occupies a GPU for a given time; its own tests use it too.
             torch.cuda._sleep(round(seconds * self._cycles))  # type: ignore[no-untyped-call]
             return
         begun = time.perf_counter()
