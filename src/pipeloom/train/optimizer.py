@@ -40,7 +40,7 @@ class Optimizer:
     """The optimizer of `[optimizer]`: AdamW (arXiv 1711.05101), SGD, or Muon for the matrices of blocks and AdamW for the rest.
 
     Matrices decay by `weight_decay`, embeddings and the output layer by `embedding_decay`, norms and biases by `vector_decay`
-    (`roles.role_of`).
+    (`role_of`).
 
     Without a GradientSync it steps the parameters and reads their `.grad`. With one it steps masters: fp32 values of bf16
     parameters, and only this rank's slices where gradients are sharded. Then `step` is collective over dp (Muon's over dp and
