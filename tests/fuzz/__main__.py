@@ -13,8 +13,10 @@ may define `replay(text: str) -> int`, which runs that case alone: `--case` call
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
+import time
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -42,3 +44,16 @@ def run(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # the tests' own modules (processes, fuzz, ...) by name, as in conftest.py
     sys.path[:0] = [str(FOLDER.parent), str(FOLDER.parent / "support")]
+    if chosen.case is not None:
+        if len(names) != 1 or not hasattr(part := importlib.import_module(f"fuzz.{names[0]}"), "replay"):
+            parser.error("--case needs one PART that runs a case from its text")
+        return part.replay(chosen.case)  # type: ignore[no-any-return]
+    failures = 0
+    for name in names:
+        deadline = None if chosen.minutes is None else time.monotonic() + 60 * chosen.minutes / len(names)
+        failures += importlib.import_module(f"fuzz.{name}").main(chosen.seed, chosen.cases, deadline)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run())

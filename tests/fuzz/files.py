@@ -277,7 +277,7 @@ def answer(words: tuple[str, ...]) -> tuple[int, str, str, float]:
     with (
         tempfile.TemporaryFile("w+", errors="replace") as err,  # with a descriptor, which faulthandler needs
         patch("pipeloom.cli.train.start_workers", work),
-        patch("pipeloom.cli.generate.start_workers", work),
+        patch("pipeloom.cli.hub.start_workers", work),
         patch("pipeloom.train.workers.worker.leave", sys.exit),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(err),

@@ -42,6 +42,8 @@ class LiveBytes(TorchDispatchMode):
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor) and not value.is_meta:  # what is on the meta device has no memory
                 storage = value.untyped_storage()
+                if not storage.resizable():
+                    continue  # a view of a mapped file: pages that the kernel can drop
                 if storage._cdata not in given and storage._cdata not in self._known and storage.nbytes():
                     self._known[storage._cdata] = storage.nbytes()
                     self.now += storage.nbytes()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from pipeloom.cli import check, compare, generate, hub, rehearse, schedule, search, show
+from pipeloom.cli import check, compare, hub, rehearse, schedule, search, show
 from pipeloom.cli.failures import exit_code_of, protect_streams
 
 _OWN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -39,7 +39,7 @@ app.command("rehearse", cls=rehearse.RehearseCommand)(rehearse.command)
 app.command("show")(show.command)
 app.command("export")(hub.export)
 app.command("import")(hub.import_)
-app.command("generate")(generate.command)
+app.command("generate")(hub.generate)
 
 
 @app.command("train", context_settings=_OWN_OPTIONS)

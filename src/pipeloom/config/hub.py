@@ -1,10 +1,15 @@
-"""The sizes of a Hugging Face directory's model as keys of `[model]`; reads `config.json` and needs no `transformers`."""
+"""Hugging Face directories as keys of the configuration: a model's sizes as `[model]`, an adapter's as `[lora]`.
+
+Reads `config.json` and `adapter_config.json`, and needs neither `transformers` nor `peft`.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
@@ -84,7 +89,7 @@ def _size(key: str) -> Any:
 
 
 _SIZES: dict[str, Any] = {name: (_size(key), None) for key, names in _SPELLINGS.items() for name in names}
-_SCHEMA = create_model("_Schema", __base__=_ConfigFile, **_SIZES)
+_SCHEMA = create_model("ModelConfig", __base__=_ConfigFile, **_SIZES)
 
 
 def is_directory(path: str) -> bool:
@@ -281,3 +286,62 @@ def expert_blocks(values: Mapping[str, Any], blocks: int) -> tuple[bool, ...]:
 def _number(values: Mapping[str, Any], key: str, default: int) -> int:
     value = values.get(key)
     return value if type(value) is int else default
+
+
+ADAPTER_CONFIG = "adapter_config.json"
+_MOST_RANK = 65_536  # wider than the weights of published models, so that a damaged file asks for no terabytes
+_MOST_ADAPTER_BYTES = 10_000_000
+# Options of peft that make an adapter compute something other than s B A x on whole linear layers; None or empty: unused.
+_UNSUPPORTED = (
+    *("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "layers_pattern"),
+    *("target_parameters", "exclude_modules", "trainable_token_indices", "megatron_config", "layer_replication"),
+    *("lora_bias", "alora_invocation_tokens", "use_bdlora"),
+)
+
+
+class _AdapterFile(BaseModel):
+    """The part of `adapter_config.json` that is read, apart from options that are not supported."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    peft_type: Literal["LORA"]
+    bias: Literal["none"] = "none"
+    r: Annotated[int, Field(ge=1, le=_MOST_RANK)]
+    lora_alpha: float
+    lora_dropout: float | None = None
+    use_rslora: bool | None = None
+    target_modules: Annotated[str | list[str], Field(min_length=1)]
+
+
+def adapter_keys(adapter: str) -> dict[str, Any]:
+    """Return the keys of `[lora]` that describe the adapter in the directory `adapter`.
+
+    Raises ConfigError where its configuration cannot be read, or asks for more than low-rank products on linear layers.
+    """
+    where = f'lora.adapter = "{adapter}"'
+    values = read_adapter_config(expanded(adapter), where)
+    for key in _UNSUPPORTED:
+        if values.get(key):
+            raise ConfigError(f"{where}: it uses {key}, which is not supported")
+    try:
+        file = _AdapterFile.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {ADAPTER_CONFIG}: {file_sentence(error)}") from None
+    return {
+        "r": file.r,
+        "lora_alpha": file.lora_alpha * (math.sqrt(file.r) if file.use_rslora else 1.0),
+        "lora_dropout": file.lora_dropout or 0.0,
+        "target_modules": file.target_modules if isinstance(file.target_modules, str) else sorted(file.target_modules),
+    }
+
+
+def read_adapter_config(folder: Path, where: str) -> dict[str, Any]:
+    """Return the content of `adapter_config.json` in `folder`. Raises ConfigError with a message that begins with `where`."""
+    path = folder / ADAPTER_CONFIG
+    try:
+        content = read_json(path, _MOST_ADAPTER_BYTES, "an adapter's configuration")
+    except (OSError, UsageError) as error:
+        raise ConfigError(f"{where}: {path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where}: {path} is not a JSON object")
+    return content

@@ -215,10 +215,10 @@ class SearchDriver:
         if instances[0].nodes > LARGEST_WALKED:
             periods.run_alone(self.budget.allowed)
             return
-        portfolio = Portfolio(starts, instances, self.budget, self.incumbent, self.random, periods, self._parameters)
+        portfolio = Portfolio(starts, instances, self.budget, self.incumbent, self.random, periods, self._settings)
         portfolio.run()
 
-    def _parameters(self, instance: Instance) -> TabuParameters:
+    def _settings(self, instance: Instance) -> TabuParameters:
         if self.pairs:
             return WITH_PAIRS
         return WITH_WHOLE if instance.table.saved else WITHOUT_PAIRS
@@ -362,7 +362,7 @@ class Portfolio:
     ) -> None:
         self.waiting, self.instances = list(starts), instances
         self.budget, self.incumbent, self.random = budget, incumbent, random
-        self._parameters, self.periods = parameters, periods
+        self._settings, self.periods = parameters, periods
         self.best: WarmStart | None = None
         self._restarts = 0
 
@@ -421,7 +421,7 @@ class Portfolio:
             return budget.in_time
 
         if start.search is None:
-            start.search = TabuSearch(start.instance, start.sequences, self.random, self._parameters(start.instance))
+            start.search = TabuSearch(start.instance, start.sequences, self.random, self._settings(start.instance))
         start.search.walk(moves, self.incumbent.bounds[start.instance], carry_on)
         start.value = start.search.value
 

@@ -71,7 +71,7 @@ class Parameters:
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], settings: Settings) -> None:
         trained = [(name, p) for name, p in named if p.requires_grad]
-        self._parameters = [p for _, p in trained]
+        self._trained = [p for _, p in trained]
         self.pieces = [MasterPiece(name, p.shape, 0, p.numel(), p, 0) for name, p in trained]
         self.settings: dict[nn.Parameter, Setting] = {p: settings(name) for name, p in trained}
 
@@ -91,7 +91,7 @@ class Parameters:
         pass
 
     def hold(self) -> Callable[[], None]:
-        held = [(p, p.grad) for p in self._parameters]
+        held = [(p, p.grad) for p in self._trained]
 
         def put_back() -> None:
             for parameter, gradient in held:
@@ -100,7 +100,7 @@ class Parameters:
         return put_back
 
     def changing(self) -> list[Tensor]:
-        return [p.detach() for p in self._parameters]
+        return [p.detach() for p in self._trained]
 
 
 class Buckets:

@@ -31,7 +31,7 @@ def role_of(name: str, dimensions: int) -> RoleName:
     - embedding: any other matrix, the output layer included.
     """
     words = name.split(".")
-    if dimensions < 2 or words[-1] == "bias" or words[-1].endswith("_bias"):
+    if dimensions < 2 or words[-1].split("_")[-1] == "bias":
         return "vector"
     return "matrix" if any(word.isdecimal() for word in words) else "embedding"
 
@@ -73,7 +73,7 @@ class Optimizer:
         self.clip_norm = options.clip_norm
         self._options = options
         self._shapes = {name: p.shape for name, p in named}
-        self._parameters = [parameter for _, parameter in named]
+        self._trained = [parameter for _, parameter in named]
         self._sync = sync
         self._counts = counts
         setting = self._setting
@@ -193,7 +193,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for tensor in (*self._all, *self._parameters):
+        for tensor in (*self._all, *self._trained):
             tensor.grad = None
         if self._sync is not None:
             self._sync.zero_grad()
@@ -215,7 +215,7 @@ class Optimizer:
         """Bytes of the moments after the first step, and of masters that do not share memory with the parameters."""
         moment_counts = {piece.master: len(self.moments(piece.name)) for piece in self._pieces}
         moments = sum(moment_counts.get(master, 0) * master.nbytes for master in self._all)
-        shared = {parameter.untyped_storage().data_ptr() for parameter in self._parameters}
+        shared = {parameter.untyped_storage().data_ptr() for parameter in self._trained}
         return moments + sum(m.nbytes for m in self._all if m.untyped_storage().data_ptr() not in shared)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:

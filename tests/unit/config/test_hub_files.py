@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeloom.config.adapter import adapter_keys
-from pipeloom.config.hub import own_sizes, sizes
+from pipeloom.config.hub import adapter_keys, own_sizes, sizes
 from pipeloom.errors import ConfigError
 
 MODEL = {

@@ -63,18 +63,20 @@ def _materialize(module: nn.Module, draw: bool) -> tuple[dict[str, nn.Parameter]
     copies: dict[int, nn.Parameter] = {}  # one that stands in several places stays one
     for path, part in module.named_modules():
         dot = f"{path}." if path else ""
-        for name, parameter in list(part._parameters.items()):
-            if parameter is not None and parameter.is_meta:
+        for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter.is_meta:
                 if id(parameter) not in copies:
                     value = torch.empty_like(parameter, device="cpu")
                     copied = nn.Parameter(_unset(value) if draw else value, requires_grad=parameter.requires_grad)
                     if not draw:
-                        copied._is_hf_initialized = True  # type: ignore[attr-defined]
+                        copied._is_hf_initialized = True  # type: ignore[attr-defined]  # `transformers` draws nothing into it
                     copies[id(parameter)] = copied
-                part._parameters[name] = parameters[f"{dot}{name}"] = copies[id(parameter)]
-        for name, buffer in list(part._buffers.items()):
-            if buffer is not None and buffer.is_meta:
-                part._buffers[name] = buffers[f"{dot}{name}"] = _unset(torch.empty_like(buffer, device="cpu"))
+                parameters[f"{dot}{name}"] = copies[id(parameter)]
+                setattr(part, name, copies[id(parameter)])
+        for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer.is_meta:
+                buffers[f"{dot}{name}"] = _unset(torch.empty_like(buffer, device="cpu"))
+                setattr(part, name, buffers[f"{dot}{name}"])
     return parameters, buffers
 
 
@@ -85,7 +87,7 @@ def _rules(module: nn.Module, prefix: str, model: Any) -> Iterator[tuple[Callabl
     for path, part in _inner_first(module):
         full = f"{prefix}{path}".rstrip(".")
         owner = max((name for name in owners if not name or full == name or full.startswith(f"{name}.")), key=len)
-        yield owners[owner]._init_weights, part
+        yield owners[owner]._init_weights, part  # by which `transformers` itself initializes; it has no public name
 
 
 def _inner_first(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -120,6 +122,7 @@ def _constructed_buffers(model: Any) -> Mapping[str, Tensor]:
     """The buffers of a model constructed anew, whose weights stay on the meta device."""
     config = copy.deepcopy(model.config)
     with _WeightsOnMeta():
+        # For a class that the caller knows; the public `from_config` belongs to the Auto classes, which choose one.
         whole = type(model)._from_config(config, dtype=config.dtype)
     return dict(whole.named_buffers())
 
@@ -159,22 +162,6 @@ class _Group:
 
     conversion: Any
     sources: list[tuple[str, str]]
-
-    def stacked(self, folder: Folder, target: Tensor) -> bool:
-        """Fill `target` where the conversion only puts tensors into one, such as experts; whether it does.
-
-        Then no tensor is in memory twice, as it would be in the conversion's own way.
-        """
-        tiles = self.tiles(folder, tuple(target.shape)) if target.is_contiguous() else None
-        if tiles is None:
-            return False
-        for key, place in tiles:
-            if len(place) == target.ndim:
-                folder.read_into(key, target)
-            else:
-                expert, row = place
-                folder.read_into(key, target[expert, row : row + folder.entries[key].shape[0]])
-        return True
 
     def tiles(self, folder: Folder, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]] | None:
         """Return the tensors that a weight of `shape` is put together from, where the conversion does nothing else.
@@ -227,61 +214,56 @@ class PretrainedWeights:
         self.folder = Folder(path)
         self._model = model
         self._groups = _groups(self.folder, model)
+        self._twins = _twins(model)
+
+    def _stored_name(self, name: str) -> str | None:
+        """Return the name under which the directory has the weight `name`, which may be that of a twin; None: it has none."""
+        return next((each for each in [name, *self._twins.get(name, ())] if each in self._groups), None)
 
     def require(self, module: nn.Module, prefix: str) -> None:
         """Raise ConfigError for a parameter that the directory lacks, or has fewer elements of; call it before it has memory.
 
         Args: as of `load`.
         """
-        twins = _twins(self._model)
         for name, parameter in module.named_parameters():
-            names = [prefix + name, *twins.get(prefix + name, ())]
-            group = next((self._groups[full][1] for full in names if full in self._groups), None)
-            if group is None:
+            stored = self._stored_name(prefix + name)
+            if stored is None:
                 raise ConfigError(f"{self.folder.path} has no weights for {prefix}{name}")
-            shapes = [self.folder.entries[key].shape for key, _ in group.sources]
+            shapes = [self.folder.entries[key].shape for key, _ in self._groups[stored][1].sources]
             if sum(map(prod, shapes)) < parameter.numel():
                 words = " and ".join(str(list(shape)) for shape in shapes[:3])
                 raise ConfigError(
                     f"{self.folder.path}: {prefix}{name} is {words}, and the configuration says {list(parameter.shape)}"
                 )
 
-    @torch.no_grad()
     def load(self, module: nn.Module, prefix: str) -> None:
-        """Fill the parameters and buffers of `module`, whose names begin with `prefix` in the model.
+        """Fill the parameters of `module`, whose names begin with `prefix` in the model, and the buffers that the directory has.
 
         Raises ConfigError for a weight that the directory lacks, or that has another shape.
         """
-        places = dict(module.named_parameters(remove_duplicate=False))
-        optional = {name: buffer for name, buffer in module.named_buffers()}
-        missing = set(places)
-        twins = _twins(self._model)
-        for name in [*places, *optional]:
-            for full in [prefix + name, *twins.get(prefix + name, ())]:
-                if full in self._groups:
-                    missing -= self._fill(full, prefix, name, {**optional, **places})
-                    break
-        if missing:
-            raise ConfigError(f"{self.folder.path} has no weights for {prefix}{min(missing)}")
+        buffers = {name: value for name, value in module.named_buffers() if self._stored_name(prefix + name)}
+        for name, target in {**dict(module.named_parameters()), **buffers}.items():
+            self.load_part(prefix + name, target, [0] * target.ndim, target.shape)
 
     @torch.no_grad()
     def load_part(self, name: str, target: Tensor, offset: Sequence[int], shape: Sequence[int]) -> None:
-        """Fill a contiguous tensor with the part, beginning at `offset`, of the model's weight `name` of `shape`.
+        """Fill `target` with the part, beginning at `offset`, of the model's weight `name` of `shape`.
 
-        Nothing else is read where the directory's tensors are only put together, as those of experts; else the weight is made
-        whole. Raises ConfigError for a weight that the directory lacks, or that has another shape.
+        Nothing else is read, and nothing is in memory twice, where the directory's tensors are only put together, as those of
+        experts; else the weight is made whole. Raises ConfigError for a weight that the directory lacks, or that has another
+        shape.
         """
-        full = next((each for each in [name, *_twins(self._model).get(name, ())] if each in self._groups), None)
-        if full is None:
+        stored = self._stored_name(name)
+        if stored is None:
             raise ConfigError(f"{self.folder.path} has no weights for {name}")
-        known, group = self._groups[full]
+        known, group = self._groups[stored]
         tiles = group.tiles(self.folder, tuple(shape))
         if tiles is None:
-            value = group.convert(known, self.folder, self._model)[full]
+            value = group.convert(known, self.folder, self._model)[stored]
             value = value[0] if isinstance(value, list) else value
             if tuple(value.shape) != tuple(shape):
                 raise ConfigError(
-                    f"{self.folder.path}: {full} is {list(value.shape)}, and the configuration says {list(shape)}"
+                    f"{self.folder.path}: {stored} is {list(value.shape)}, and the configuration says {list(shape)}"
                 )
             target.copy_(value[tuple(slice(a, a + n) for a, n in zip(offset, target.shape, strict=True))])
             return
@@ -294,25 +276,6 @@ class PretrainedWeights:
             if offset[0] <= expert < offset[0] + target.shape[0] and first < stop:
                 part = target[expert - offset[0], first - offset[1] : stop - offset[1]]
                 self.folder.read_into(key, part, (first - row, *offset[2:]))
-
-    def _fill(self, full: str, prefix: str, name: str, places: Mapping[str, Tensor]) -> set[str]:
-        """Read what the weight `full` is made of; the names in the module of all that this fills."""
-        known, group = self._groups[full]
-        if name in places and group.stacked(self.folder, places[name]):
-            return {name}
-        filled = set()
-        for target, converted in group.convert(known, self.folder, self._model).items():
-            value = converted[0] if isinstance(converted, list) else converted
-            place = name if target == full else target.removeprefix(prefix)  # `full` may be a twin, named elsewhere
-            if place not in places:
-                continue
-            if value.shape != places[place].shape:
-                raise ConfigError(
-                    f"{self.folder.path}: {target} is {list(value.shape)}, and the configuration says {list(places[place].shape)}"
-                )
-            places[place].copy_(value)
-            filled.add(place)
-        return filled
 
 
 def _groups(folder: Folder, model: Any) -> dict[str, tuple[str, _Group]]:

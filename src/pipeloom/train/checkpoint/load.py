@@ -73,7 +73,6 @@ class Reader:
     def _read(self, stored: StoredBox, key: str, wanted: Box) -> Tensor:
         path, name = self.directory / stored.file, stored.name
         try:
-            # Not `safetensors.safe_open`, which maps the file: a mapped file that is cut short ends the process by SIGBUS.
             if stored.file not in self._files:
                 self._files[stored.file] = StoredTensors([path], DTYPES_BY_NAME)
             entry = self._files[stored.file].entries.get(name)

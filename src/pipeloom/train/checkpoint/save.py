@@ -320,7 +320,7 @@ class _Job:
         """Write this rank's file; on the first rank also wait for the others' and publish. File errors go to `Saver._problem`."""
         saver, begun = self.saver, time.thread_time()
         rank = saver._rank
-        once = cache(meanwhile or (lambda: None))  # called with the file, or after it
+        once = None if meanwhile is None else cache(meanwhile)  # called with the file, or after it
         problem = saver._problem or self._not_finite()
         try:
             if not problem and rank in self.writers:
@@ -335,7 +335,8 @@ class _Job:
             )
             with contextlib.suppress(OSError):  # frees its space, which the note needs too
                 (self.partial / file_name(rank)).unlink()
-        once()  # collective, so also on a rank that writes nothing, or could not
+        if once is not None:
+            once()  # collective, so also on a rank that writes nothing, or could not
         if problem:
             note = {"problem": problem}
         saver.writer_cpu = time.thread_time() - begun
@@ -504,6 +505,9 @@ def _writer(ranks: int) -> dict[str, Any]:
         pipeloom = "unknown"
     time_of_writing = datetime.now().astimezone().isoformat(timespec="seconds")
     return {"pipeloom": pipeloom, "ranks": ranks, "time": time_of_writing}
+
+
+# -- from one process --------------------------------------------------------------------------------------------------
 
 
 def write_whole(folder: Path, step: int, groups: Iterable[Mapping[str, Tensor]], extra: Mapping[str, Any]) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.limits import expanded
 from pipeloom.models import hf, hub_name, tied
 from pipeloom.models.hf.library import causal_model, read_config, transformers
+from pipeloom.models.hf.weights import SINGLE, WEIGHTS_INDEX
 from pipeloom.models.layers import own_name
 from pipeloom.models.lora import LoraOptions, adapter_name, is_adapter, is_transposed, merged
 from pipeloom.train.checkpoint.boxes import Box
@@ -154,10 +155,7 @@ def _write(
     config.dtype = dtype
     model = causal_model(config, dtype)
     out.mkdir(parents=True, exist_ok=True)
-    writer = _Writer(out)
-    for tensors in layers_of:
-        writer.add(_as_written(model, tensors))
-    writer.finish()
+    _write_files(out, (item for tensors in layers_of for item in _as_written(model, tensors).items()))
     if source is not None:
         _copy_texts(source, out, ("config.json",))
     config.architectures = [type(model).__name__]
@@ -403,41 +401,36 @@ def _whole(reader: Reader, name: str) -> Box:
     return Box((0,) * len(shape), shape)
 
 
-class _Writer:
-    """Writes tensors, in the order in which they are added, into files of at most `_SHARD_BYTES`, and the index of the files."""
+def _write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write tensors, in their order, into files of at most `_SHARD_BYTES`, and the index of the files if there are several.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._waiting: dict[str, Tensor] = {}
-        self._files: list[list[str]] = []
-        self._bytes = self._total = 0
+    The tensors arrive layer by layer, so that the number of files, which is part of their names, is known at the end only.
+    """
+    waiting: dict[str, Tensor] = {}
+    files: list[list[str]] = []
+    total = 0
 
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            if self._waiting and self._bytes + tensor.nbytes > _SHARD_BYTES:
-                self._flush()
-            self._waiting[name] = tensor.clone(memory_format=torch.contiguous_format)
-            self._bytes += tensor.nbytes
-            self._total += tensor.nbytes
+    def part(number: int) -> Path:
+        return folder / f"part-{number:05d}.safetensors"
 
-    def _flush(self) -> None:
-        save_file(self._waiting, self._part(len(self._files)), metadata={"format": "pt"})
-        self._files.append(list(self._waiting))
-        self._waiting, self._bytes = {}, 0
+    def write() -> None:
+        save_file(waiting, part(len(files)), metadata={"format": "pt"})
+        files.append(list(waiting))
+        waiting.clear()
 
-    def _part(self, number: int) -> Path:
-        return self._folder / f"part-{number:05d}.safetensors"
-
-    def finish(self) -> None:
-        self._flush()
-        count = len(self._files)
-        if count == 1:
-            self._part(0).rename(self._folder / "model.safetensors")
-            return
-        index: dict[str, str] = {}
-        for number, names in enumerate(self._files):
-            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            self._part(number).rename(self._folder / file)
-            index |= dict.fromkeys(names, file)
-        text = json.dumps({"metadata": {"total_size": self._total}, "weight_map": index}, indent=1)
-        (self._folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    for name, tensor in tensors:
+        if waiting and sum(each.nbytes for each in waiting.values()) + tensor.nbytes > _SHARD_BYTES:
+            write()
+        waiting[name] = tensor.clone(memory_format=torch.contiguous_format)
+        total += tensor.nbytes
+    write()
+    if len(files) == 1:
+        part(0).rename(folder / SINGLE)
+        return
+    index: dict[str, str] = {}
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        part(number).rename(folder / file)
+        index |= dict.fromkeys(names, file)
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
+    (folder / WEIGHTS_INDEX).write_text(text, encoding="utf-8")

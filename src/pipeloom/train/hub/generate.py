@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from pipeloom.config import Layout, load_layout
-from pipeloom.config.adapter import ADAPTER_CONFIG, read_adapter_config
 from pipeloom.config.checks import CLASS_KEYS
-from pipeloom.config.hub import is_directory
+from pipeloom.config.hub import ADAPTER_CONFIG, is_directory, read_adapter_config
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
 from pipeloom.models.hf.library import read_config
 from pipeloom.models.layers import VOCABULARY_WEIGHTS

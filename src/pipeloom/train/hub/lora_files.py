@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeloom.config import Config
-from pipeloom.config.adapter import ADAPTER_CONFIG
-from pipeloom.config.hub import is_directory
+from pipeloom.config.hub import ADAPTER_CONFIG, is_directory
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.limits import expanded
 from pipeloom.models import hub_name
@@ -110,7 +109,6 @@ def read_directory(path: Path, pipeline: Pipeline) -> int:
         if is_adapter(held.name) or not held.parameter:
             continue
         for box, values in held.parts(held.tensor):
-            target = values if values.is_contiguous() else values.contiguous()
             name, offset, shape = hub_name(held.name), list(box.offset), list(held.shape)
             stem, _, matrix = name.removesuffix(".weight").rpartition("experts.")
             if matrix in ("gate_proj", "up_proj") and len(shape) == 3:
@@ -118,9 +116,7 @@ def read_directory(path: Path, pipeline: Pipeline) -> int:
                 name, shape[1] = f"{stem}experts.gate_up_proj", 2 * shape[1]
             elif matrix == "down_proj" and len(shape) == 3:
                 name = f"{stem}experts.down_proj"
-            weights.load_part(name, target, offset, shape)
-            if target is not values:
-                values.copy_(target)
+            weights.load_part(name, values, offset, shape)
     return weights.folder.bytes_read
 
 
@@ -228,9 +224,7 @@ def _read_parts(path: Path, here: Iterable[Holder]) -> list[str]:
             if shape != held.shape:
                 raise ConfigError(f"{path}: {name} is {list(shape)}, and the model's is {list(held.shape)}")
             for box, values in held.parts(held.tensor):
-                part = torch.empty(box.shape, dtype=values.dtype)
-                file.read_into(f"{_PREFIX}{name}", part, box.offset)
-                values.copy_(part)
+                file.read_into(f"{_PREFIX}{name}", values, box.offset)
         return keys
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {str(error)[:200]}") from error

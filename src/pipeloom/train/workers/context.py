@@ -21,7 +21,7 @@ from pipeloom.train.workers.network import refuse_connections
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 STOP, INTERRUPT, SAVE = 1, 2, 4  # bits: SIGTERM, SIGINT, SIGUSR1
@@ -120,6 +120,8 @@ class WorkerContext:
         """Return the requests that this worker has received, as bits: STOP, INTERRUPT, SAVE."""
         return self.requests.flags
 
+
+# -- agreement ---------------------------------------------------------------------------------------------------------
 
 # The paths of the data may differ from machine to machine: their content is compared. Only rank 0 uses the folder of logs.
 MAY_DIFFER = frozenset(

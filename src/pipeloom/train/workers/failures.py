@@ -145,7 +145,7 @@ def first_to_say(text: str) -> bool:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if FAILURES in os.environ or "TORCHELASTIC_RUN_ID" not in os.environ or address is None or not port.isdecimal():
         return True
-    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     key = f"pipeloom/said/{start}/{hashlib.sha256(text.encode()).hexdigest()}"
@@ -155,6 +155,8 @@ def first_to_say(text: str) -> bool:
     except RuntimeError:  # no store of torchrun's or rank 0's: better twice than never
         return True
 
+
+# -- the folder of a run that is restarted -----------------------------------------------------------------------------
 
 NOTE = "PIPELOOM_RUN_NOTE"  # a file into which a run's first rank writes the path of its folder
 FOLDER = "PIPELOOM_RUN_FOLDER"  # of the previous attempt, in which to continue
@@ -173,6 +175,8 @@ def restarted_run() -> Path | None:
     folder = os.environ.get(FOLDER)
     return Path(folder) if folder else None
 
+
+# -- each rank's output ------------------------------------------------------------------------------------------------
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and cursor movements of a terminal
 _KEPT_LINES = 1000  # lines kept until the run's folder is known

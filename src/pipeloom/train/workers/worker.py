@@ -39,7 +39,7 @@ from pipeloom.train.workers.preflight import require_devices, worker_threads
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 _MEET_SECONDS = 300.0
@@ -175,12 +175,11 @@ def start(layout: Layout, requests: Requests | None = None, watching: list[Watch
         watchdog.status.wait_between("the other workers at start-up")
         _obey_signals(requests, watchdog)
     store = workers_store(rank, world, timedelta(seconds=seconds))
-    if watchdog is None and world > 1:
-        watchdog = _meeting_watchdog(layout, store, rank, world, seconds)
-        watching.append(watchdog)
+    if watchdog is None:
+        if world > 1:
+            watchdog = _meeting_watchdog(layout, store, rank, world, seconds)
+            watching.append(watchdog)
         _obey_signals(requests, watchdog)
-    elif watchdog is None:
-        _obey_signals(requests, None)
     devices = torch.cuda.device_count() if device.type == "cuda" else 0
     backend = backend_for(devices, local_world)
     if 0 < devices < local_world and rank == 0:
@@ -339,7 +338,7 @@ def workers_store(rank: int, world: int, timeout: timedelta) -> Store:
     Raises DistributedError if the workers cannot reach it within `timeout`.
     """
     import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore
+    from torch.distributed import FileStore, HashStore, PrefixStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
 
     path = os.environ.get(STORE)
