@@ -182,7 +182,7 @@ def _require_machine(rehearsal: Rehearsal, device: str) -> None:
     memory = memory_of_machine()
     size = int(rehearsal.costs.message)
     need = size * sum(rehearsal.simulated().peak_activations) * 2  # an input and an output per activation
-    if memory is not None and need > memory:
+    if need > memory:
         raise CapacityError(
             f"--message {size:,} bytes: the micro-batches in flight take {need / 1e9:,.0f} GB, and this machine has "
             f"{memory / 1e9:,.0f} GB; at most {size * memory // need:,}"

@@ -43,6 +43,9 @@ DTYPE_NAMES = {
 DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], meanwhile: Callable[[], None] | None = None) -> StoredFile:
     """Write contiguous CPU tensors as a safetensors file, and wait until it is on disk.
 
@@ -135,6 +138,8 @@ def _write_all(descriptor: int, piece: memoryview) -> None:
     while piece:
         piece = piece[os.write(descriptor, piece) :]
 
+
+# -- folders -----------------------------------------------------------------------------------------------------------
 
 _STEP = re.compile(r"step-(\d{6,15})")
 _REPLACED = re.compile(r"\.(step-\d+)\.replaced")
@@ -249,6 +254,8 @@ def prune(folder: Path, step: int, keep: int, keep_every: int) -> None:
             path.rename(hidden)
             shutil.rmtree(hidden)
 
+
+# -- locks -------------------------------------------------------------------------------------------------------------
 
 RUN_ID = "run-id"  # in a folder of checkpoints: the id of the run that saves there, and the number of its attempt
 TAKEN = "another run saves there now, or another attempt of this one"

@@ -106,6 +106,8 @@ def validated(model: type[_Model], values: Any, directory: Path) -> _Model:
         ) from None
 
 
+# -- the start of a run ------------------------------------------------------------------------------------------------
+
 # Keys that determine the names and shapes of parameters and buffers.
 _MODEL_KEYS = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias"),
@@ -331,6 +333,8 @@ def _sizes(config: Mapping[str, Any]) -> str:
     except (KeyError, TypeError, ZeroDivisionError):
         return ""
 
+
+# -- saves -------------------------------------------------------------------------------------------------------------
 
 _PROBE = ".pipeloom-probe"
 

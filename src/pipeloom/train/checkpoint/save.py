@@ -506,6 +506,9 @@ def _writer(ranks: int) -> dict[str, Any]:
     return {"pipeloom": pipeloom, "ranks": ranks, "time": time_of_writing}
 
 
+# -- from one process --------------------------------------------------------------------------------------------------
+
+
 def write_whole(folder: Path, step: int, groups: Iterable[Mapping[str, Tensor]], extra: Mapping[str, Any]) -> Path:
     """Write a checkpoint of weights from one process, one file for each of `groups`, of which one at a time is in memory.
 

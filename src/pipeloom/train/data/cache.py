@@ -108,17 +108,13 @@ class Writer:
         self._files: dict[str, tuple[BinaryIO, np.dtype[Any], int]] = {}
         self.facts: dict[str, Any] = {}
 
-    def create(self, name: str, kind: Any) -> None:
-        """Create an empty array, to which `add` appends."""
-        self._files[name] = (open(self._folder / f"{name}.raw", "wb"), np.dtype(kind), 0)  # noqa: SIM115  # closed in `finish`
-
-    def add(self, name: str, values: np.ndarray) -> None:
-        file, kind, count = self._files[name]
-        file.write(np.ascontiguousarray(values, dtype=kind).data)
-        self._files[name] = (file, kind, count + len(values))
-
-    def has(self, name: str) -> bool:
-        return name in self._files
+    def add(self, name: str, kind: str, values: Sequence[int] | np.ndarray = ()) -> None:
+        """Append `values` to an array with elements of type `kind`, which the first call creates."""
+        if name not in self._files:
+            self._files[name] = (open(self._folder / f"{name}.raw", "wb"), np.dtype(kind), 0)  # noqa: SIM115  # closed in `finish`
+        file, dtype, count = self._files[name]
+        file.write(np.ascontiguousarray(values, dtype=dtype).data)
+        self._files[name] = (file, dtype, count + len(values))
 
     def finish(self) -> None:
         for file, _, _ in self._files.values():

@@ -113,6 +113,8 @@ def first_fit_decreasing(sizes: Sequence[int], room: int) -> list[list[int]]:
     return bins
 
 
+# -- sorted by length --------------------------------------------------------------------------------------------------
+
 # The length of a batch is a multiple of this many tokens, so that documents of the same rounded length can change places from
 # epoch to epoch, and few shapes occur. On average half of it stays empty per row: 1.5 % of the places for lengths from 16 to 512.
 MULTIPLE = 8

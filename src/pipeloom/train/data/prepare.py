@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pipeloom.config import Config
 from pipeloom.errors import ConfigError
-from pipeloom.limits import expanded
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.train.data import cache, store
 from pipeloom.train.data.batches import Batch, Batches, Mixture, PackedRows, Rows, SortedDocuments, SpanRows, spread
@@ -95,11 +94,10 @@ def prepare(config: Config) -> Plan:
     """Tokenize and pack what is not in the cache. Raises ConfigError for data that cannot be read."""
     data, tokenizer = config.data, tokenizer_of(config)
     folder = cache.folder_of(data.cache)
-    reading = _reading(config)
     plan: Plan = []
     stores = []
     for source in _sources(config):
-        entry = None if source.kind == "tokens" else store.tokenized(source, tokenizer, reading, folder)
+        entry = None if source.kind == "tokens" else store.tokenized(source, tokenizer, data, folder)
         stores.append(_store(source, entry, config, tokenizer))
         plan.append({"entry": None if entry is None else str(entry.path)})
     arrangement = _arrangement(config, stores)
@@ -141,25 +139,16 @@ def opened(config: Config, plan: Plan) -> Data:
         whole = train[0] if len(train) == 1 else Mixture(train, weights)
         budget = max(1, config.train.eval_batches // len(held))
         batches = [batch for rows in held for batch in spread(rows, config.train.global_batch_size, length, budget)]
+    trained, held_out = (stores[:-1], stores[-1:]) if data.validation else (stores, stores)
     facts = {
-        "data, to train on": ", ".join(
-            source_store.digest for source_store in (stores[:-1] if data.validation else stores)
-        ),
-        "data, held out": ", ".join(
-            source_store.digest for source_store in (stores[-1:] if data.validation else stores)
-        ),
+        "data, to train on": ", ".join(each.digest for each in trained),
+        "data, held out": ", ".join(each.digest for each in held_out),
         "tokenizer": tokenizer.digest[:16],
     }
     counted = "" if tokenizer.eos is None else f", documents end with {tokenizer.eos}"
-    words = "\n".join(
-        (
-            f"data: tokens of {tokenizer.name} (up to {tokenizer.vocab_size:,}{counted})",
-            *(f"  {line}" for line in lines),
-        )
-    )
-    return Data(
-        tokenizer, whole, batches, facts, words, "byte" if tokenizer.name == BYTES else "token", arrangement == "pack"
-    )
+    words = "\n  ".join([f"data: tokens of {tokenizer.name} (up to {tokenizer.vocab_size:,}{counted})", *lines])
+    unit = "byte" if tokenizer.name == BYTES else "token"
+    return Data(tokenizer, whole, batches, facts, words, unit, arrangement == "pack")
 
 
 def _rows(config: Config, stores: list[store.Store], plan: Plan, packs: bool) -> tuple[list[Rows], list[Rows]]:
@@ -191,32 +180,22 @@ def _sorted(config: Config, stores: list[store.Store], plan: Plan) -> tuple[Sort
     both = []
     for at, what in enumerate(_PARTS):
         documents = [
-            (
-                source_store.tokens,
-                source_store.counts,
-                cache.Entry(Path(entries["pieces"][at]))["pieces"].reshape(-1, 2),
-            )
-            for source_store, entries in zip(stores, plan, strict=True)
+            (each.tokens, each.counts, cache.Entry(Path(entries["pieces"][at]))["pieces"].reshape(-1, 2))
+            for each, entries in zip(stores, plan, strict=True)
             if entries["pieces"][at] is not None
         ]
-        both.append(
-            SortedDocuments(
-                documents, train.global_batch_size, train.seq_len, train.seed, config.data.remainder, multiple
-            )
-        )
+        rows, remainder = train.global_batch_size, config.data.remainder
+        both.append(SortedDocuments(documents, rows, train.seq_len, train.seed, remainder, multiple))
         if not both[-1].documents:
-            raise ConfigError(
-                f"data.source: the {what} of {' and '.join(source_store.words for source_store in stores)} {_NOTHING}"
-            )
+            raise ConfigError(f"data.source: the {what} of {' and '.join(each.words for each in stores)} {_NOTHING}")
     return both[0], both[1]
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
     """Load the run's tokenizer. Raises ConfigError if it cannot be read, or if it has more tokens than the model."""
     data = config.data
-    tokenizer = load_tokenizer(
-        tokenizer_name(data.tokenizer, config.model.source or config.model.weights), data.bos, data.eos
-    )
+    name = tokenizer_name(data.tokenizer, config.model.source or config.model.weights)
+    tokenizer = load_tokenizer(name, data.bos, data.eos)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size = {config.model.vocab_size}: the tokenizer {tokenizer.name} has {tokenizer.vocab_size:,} tokens; "
@@ -246,19 +225,6 @@ def _sources(config: Config) -> list[Source]:
     data = config.data
     sources = [find(name, data.format) for name in data.source]
     return [*sources, find(data.validation, data.format)] if data.validation else sources
-
-
-def _reading(config: Config) -> store.Reading:
-    data = config.data
-    name = tokenizer_name(data.tokenizer, config.model.source or config.model.weights)
-    folder = expanded(name)
-    return store.Reading(
-        data.field,
-        data.on_error == "skip",
-        data.loss_on == "answers",
-        data.template,
-        folder if name != BYTES and folder.is_dir() else None,
-    )
 
 
 def _store(source: Source, entry: cache.Entry | None, config: Config, tokenizer: Tokenizer) -> store.Store:
@@ -297,10 +263,8 @@ def _pieces(source_store: store.Store, part: Spans, config: Config, folder: Path
         pieces = pieces_of(part, length, source_store.counts)
         if packs:
             pieces, rows = packed(pieces, length)
-            writer.create("rows", "<i8")
-            writer.add("rows", rows)
-        writer.create("pieces", "<i8")
-        writer.add("pieces", pieces.reshape(-1))
+            writer.add("rows", "<i8", rows)
+        writer.add("pieces", "<i8", pieces.reshape(-1))
 
     which = cache.digest_of([part.starts.tolist()[:1], part.ends.tolist()[-1:], len(part.starts), _every(config)])
     kind = "packed" if packs else "pieces"

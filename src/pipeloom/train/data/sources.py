@@ -130,6 +130,8 @@ def _read(files: Iterable[Path], source: str) -> list[bytes]:
     return [content for content in contents if b"\0" not in content]
 
 
+# -- sources -----------------------------------------------------------------------------------------------------------
+
 FileKind = Literal["text", "jsonl", "parquet", "tokens", "dataset"]
 
 _SUFFIXES: dict[str, FileKind] = {
@@ -480,6 +482,8 @@ _READERS: dict[str, Callable[[Path, Source, _Fields], Iterator[Record | BadRecor
 
 
 BYTES, AUTO, NONE = "bytes", "auto", "none"
+# -- choices that need no torch ----------------------------------------------------------------------------------------
+
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")  # a tokenizer's directory has one of them
 
 

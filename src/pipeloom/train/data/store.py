@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeloom.config.sections import DataSection
 from pipeloom.errors import ConfigError, UsageError, shortened
 from pipeloom.limits import open_file
 from pipeloom.train.data import cache
@@ -52,26 +53,7 @@ class Store:
     chat: bool = False
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Settings for turning documents into tokens, besides the tokenizer.
-
-    Attributes:
-        field: field of records to train on; empty: "messages" or "text", whichever the first record has.
-        skips: whether bad records are left out.
-        answers_only: whether only the answers of conversations are targets.
-        template: "auto", "simple" or "tokenizer".
-        folder: the tokenizer's directory; None: it has none.
-    """
-
-    field: str = ""
-    skips: bool = False
-    answers_only: bool = True
-    template: str = "auto"
-    folder: Path | None = None
-
-
-def tokenized(source: Source, tokenizer: Tokenizer, reading: Reading, folder: Path) -> cache.Entry:
+def tokenized(source: Source, tokenizer: Tokenizer, data: DataSection, folder: Path) -> cache.Entry:
     """Return the cache's entry of a source's tokens, created if absent.
 
     Raises ConfigError, with file and line, for documents that cannot be read.
@@ -80,12 +62,12 @@ def tokenized(source: Source, tokenizer: Tokenizer, reading: Reading, folder: Pa
         "files": [[source.kind, digest] for digest in cache.digests(source.files)],
         "names": [file.name for file in source.files] if source.kind == "dataset" else [],
         "tokenizer": [tokenizer.digest, tokenizer.bos, tokenizer.eos],
-        "field": reading.field,
-        "skips": reading.skips,
-        "answers only": reading.answers_only,
-        "template": _template_words(reading),
+        "field": data.field,
+        "skips": data.on_error == "skip",
+        "answers only": data.loss_on == "answers",
+        "template": _template_words(tokenizer, data),
     }
-    return cache.entry(folder, cache.digest_of(description), _Tokenization(source, tokenizer, reading).write)
+    return cache.entry(folder, cache.digest_of(description), _Tokenization(source, tokenizer, data).write)
 
 
 def opened(entry: cache.Entry, source: Source) -> Store:
@@ -103,32 +85,27 @@ def opened(entry: cache.Entry, source: Source) -> Store:
     return Store(entry["tokens"], entry["starts"], counts, entry.path.name, words, facts["chat"])
 
 
-def _template_words(reading: Reading) -> str:
+def _template_words(tokenizer: Tokenizer, data: DataSection) -> str:
     """Return a text that differs where conversations are rendered differently, for the cache's key."""
-    files = (
-        []
-        if reading.folder is None
-        else [reading.folder / name for name in ("chat_template.jinja", "tokenizer_config.json")]
-    )
-    held = [file.read_bytes() for file in files if file.is_file()]
-    return f"{reading.template} {hashlib.sha256(b'|'.join(held)).hexdigest()}"
+    folder, names = tokenizer.folder, ("chat_template.jinja", "tokenizer_config.json")
+    files = [] if folder is None else [folder / name for name in names]
+    content = b"|".join(file.read_bytes() for file in files if file.is_file())
+    return f"{data.template} {hashlib.sha256(content).hexdigest()}"
 
 
-def _template(tokenizer: Tokenizer, reading: Reading) -> Template:
+def _template(tokenizer: Tokenizer, data: DataSection) -> Template:
     """Return the template for conversations. Raises ConfigError if the tokenizer's is configured, and it has none."""
-    there = reading.folder is not None and has_template(reading.folder)
-    if reading.template == "tokenizer" and not there:
+    folder = tokenizer.folder if tokenizer.folder is not None and has_template(tokenizer.folder) else None
+    if data.template == "tokenizer" and folder is None:
         raise ConfigError(f'data.template = "tokenizer": {tokenizer.name} has no chat template; nearest: "simple"')
-    if reading.folder is None or not there or reading.template == "simple":
-        return SimpleTemplate(tokenizer)
-    return TokenizerTemplate(reading.folder)
+    return SimpleTemplate(tokenizer) if folder is None or data.template == "simple" else TokenizerTemplate(folder)
 
 
 class _Tokenization:
     """Writes the tokens of a source to an entry of the cache."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, reading: Reading) -> None:
-        self._source, self._tokenizer, self._reading = source, tokenizer, reading
+    def __init__(self, source: Source, tokenizer: Tokenizer, data: DataSection) -> None:
+        self._source, self._tokenizer, self._data = source, tokenizer, data
         self._chat: bool | None = None
         self._template: Template | None = None
         self._bad = 0
@@ -137,9 +114,9 @@ class _Tokenization:
 
     def write(self, writer: cache.Writer) -> None:
         size = self._tokenizer.vocab_size
-        writer.create("tokens", "<u1" if size <= 2**8 else "<u2" if size <= 2**16 else "<u4")
-        writer.create("starts", "<i8")
-        writer.add("starts", np.zeros(1))
+        self._type = "<u1" if size <= 2**8 else "<u2" if size <= 2**16 else "<u4"
+        writer.add("tokens", self._type)  # also where all documents are left out
+        writer.add("starts", "<i8", [0])
         batch: list[tuple[list[Piece], bool]] = []
         characters = 0
         for pieces, last in self._documents():
@@ -149,12 +126,12 @@ class _Tokenization:
                 self._flush(batch, writer)
                 batch, characters = [], 0
         self._flush(batch, writer)
-        field = "" if self._source.kind == "text" else self._reading.field or ("messages" if self._chat else "text")
+        field = "" if self._source.kind == "text" else self._data.field or ("messages" if self._chat else "text")
         writer.facts |= {"left out": self._bad, "first left out": self._shown, "field": field, "chat": bool(self._chat)}
 
     def _documents(self) -> Iterator[tuple[list[Piece], bool]]:
         """Yield the pieces of each document, or of a part of one, and whether the document ends with them."""
-        for record in records(self._source, self._reading.field):
+        for record in records(self._source, self._data.field):
             if isinstance(record, BadRecord):
                 self._refuse(record.place, record.why)
                 continue
@@ -171,7 +148,7 @@ class _Tokenization:
             elif chat:
                 try:
                     if self._template is None:
-                        self._template = _template(self._tokenizer, self._reading)
+                        self._template = _template(self._tokenizer, self._data)
                     yield self._template.pieces(record.value), True
                 except BadConversation as error:
                     self._refuse(record.place, str(error))
@@ -187,7 +164,7 @@ class _Tokenization:
         return pieces
 
     def _refuse(self, place: str, why: str) -> None:
-        if not self._reading.skips:
+        if self._data.on_error != "skip":
             raise ConfigError(f'data.source: {place}: {why}; data.on_error = "skip" leaves such documents out')
         self._bad += 1
         if len(self._shown) < _SHOWN_LINES:
@@ -203,18 +180,16 @@ class _Tokenization:
             for content, counted in pieces:
                 piece_tokens = next(encoded) if isinstance(content, str) else np.array([content])
                 tokens.append(piece_tokens)
-                counts.append(np.full(len(piece_tokens), counted or not self._reading.answers_only, dtype=bool))
+                counts.append(np.full(len(piece_tokens), counted or self._data.loss_on != "answers", dtype=bool))
                 self._end += len(piece_tokens)
             if last:
                 ends.append(self._end)
         if not tokens:
             return
-        writer.add("tokens", np.concatenate(tokens))
-        writer.add("starts", np.array(ends))
+        writer.add("tokens", self._type, np.concatenate(tokens))
+        writer.add("starts", "<i8", ends)
         if self._chat:
-            if not writer.has("counts"):
-                writer.create("counts", "|b1")
-            writer.add("counts", np.concatenate(counts))
+            writer.add("counts", "|b1", np.concatenate(counts))
 
 
 # -- token files -----------------------------------------------------------------------------------------------------------

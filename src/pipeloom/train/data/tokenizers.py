@@ -27,6 +27,7 @@ class Tokenizer(Protocol):
         vocab_size: larger than every token.
         bos, eos: the tokens that begin and end a document; None: there is none.
         digest: equal for tokenizers that encode alike.
+        folder: directory of `transformers`; None: it is not from one.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Tokenizer(Protocol):
     bos: int | None
     eos: int | None
     digest: str
+    folder: Path | None
 
     def encode(self, text: str) -> Tensor:
         """Return the tokens of a text: [length], without `bos` and `eos`."""
@@ -52,6 +54,7 @@ class ByteTokenizer:
     bos: int | None = None
     eos: int | None = 10  # a line end
     digest = "bytes"
+    folder: Path | None = None
 
     def encode(self, text: bytes | str) -> Tensor:
         """Return the bytes of a text: [length] uint8, the smallest type that holds them; batches are int64."""
@@ -78,6 +81,7 @@ class VocabularyTokenizer:
     """
 
     def __init__(self, inner: Any, name: str, bos: str, eos: str, known: dict[str, str | None]) -> None:
+        self.folder = Path(name) if Path(name).is_dir() else None
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
@@ -197,6 +201,8 @@ def _specials(folder: Path) -> dict[str, str | None]:
         specials[key] = value if isinstance(value, str) else None
     return specials
 
+
+# -- conversations -----------------------------------------------------------------------------------------------------
 
 ANSWERS = "assistant"
 

@@ -121,6 +121,8 @@ class WorkerContext:
         return self.requests.flags
 
 
+# -- agreement ---------------------------------------------------------------------------------------------------------
+
 # The paths of the data may differ from machine to machine: their content is compared. Only rank 0 uses the folder of logs.
 MAY_DIFFER = frozenset(
     {"data.source", "data.validation", "data.tokenizer", "data.cache", "log.dir", "train.device", "train.timeout"}

@@ -156,6 +156,8 @@ def first_to_say(text: str) -> bool:
         return True
 
 
+# -- the folder of a run that is restarted -----------------------------------------------------------------------------
+
 NOTE = "PIPELOOM_RUN_NOTE"  # a file into which a run's first rank writes the path of its folder
 FOLDER = "PIPELOOM_RUN_FOLDER"  # of the previous attempt, in which to continue
 
@@ -173,6 +175,8 @@ def restarted_run() -> Path | None:
     folder = os.environ.get(FOLDER)
     return Path(folder) if folder else None
 
+
+# -- each rank's output ------------------------------------------------------------------------------------------------
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and cursor movements of a terminal
 _KEPT_LINES = 1000  # lines kept until the run's folder is known

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -19,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from pipeloom.errors import INTERRUPTED, DistributedError, Preempted, UsageError
 from pipeloom.runtime.health.links import LINKS, neighbours
 from pipeloom.runtime.health.watchdog import NOTICE
 from pipeloom.train.workers.failures import FAILURES, OBEYED, STORE, WorkerFailure, first_failure, read_failures
-from pipeloom.train.workers.network import NETWORK, Network, private_network, wanted
+from pipeloom.train.workers.network import NETWORK, Network, allow_descriptors, private_network, wanted
 
 _PR_SET_PDEATHSIG = 1
 _KEPT_LINES = 400
@@ -132,9 +131,10 @@ def launch(
     workers: list[_Worker] = []
     with _private_folder() as folder:
         try:
-            with _SocketPairs(world_size) as pairs, _network(world_size, base) as network:
+            with contextlib.ExitStack() as stack:
+                links, network = _socket_pairs(world_size, stack), _network(world_size, base, stack)
                 for rank in range(world_size):
-                    workers.append(_start(command, rank, world_size, base, pairs.take(rank), folder, network))
+                    workers.append(_start(command, rank, world_size, base, links[rank], folder, network))
             for worker in workers:
                 _read_output(worker)
             return _watch(workers, signals, patience, Path(folder), obedient)
@@ -151,62 +151,33 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
         raise UsageError(f"cannot create a temporary folder (TMPDIR): {error.strerror or error}") from None
 
 
-class _SocketPairs:
-    """Socket pairs, one for every two workers that are neighbours on the control plane."""
+def _socket_pairs(world: int, stack: contextlib.ExitStack) -> list[dict[int, int]]:
+    """Return, for each worker, neighbour on the control plane -> descriptor of a socket that is connected to it.
 
-    def __init__(self, world: int) -> None:
-        self._ends: dict[int, dict[int, socket.socket]] = {rank: {} for rank in range(world)}
-        pairs = [(rank, peer) for rank in range(world) for peer in neighbours(rank, world) if rank < peer]
-        _allow_descriptors(2 * len(pairs) + 4 * world + 64)
-        for rank, peer in pairs:
-            self._ends[rank][peer], self._ends[peer][rank] = socket.socketpair()
-        self._taken: list[socket.socket] = []
-
-    def take(self, rank: int) -> dict[int, int]:
-        """Return neighbour -> descriptor for the worker of this rank, and close the descriptors of the last call."""
-        self._close(self._taken)
-        ends = self._ends.pop(rank)
-        self._taken = list(ends.values())
-        return {peer: end.fileno() for peer, end in ends.items()}
-
-    def __enter__(self) -> _SocketPairs:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close all sockets here: only the workers keep them, so that the exit of one closes its connections."""
-        self._close([*self._taken, *(end for ends in self._ends.values() for end in ends.values())])
-
-    @staticmethod
-    def _close(ends: Sequence[socket.socket]) -> None:
-        for end in ends:
-            end.close()
+    `stack` closes all of them here: only the workers keep them, so that the exit of one closes its connections.
+    """
+    links: list[dict[int, int]] = [{} for _ in range(world)]
+    pairs = [(rank, peer) for rank in range(world) for peer in neighbours(rank, world) if rank < peer]
+    allow_descriptors(2 * len(pairs) + 4 * world + 64)
+    for rank, peer in pairs:
+        ends = socket.socketpair()
+        links[rank][peer], links[peer][rank] = (stack.enter_context(end).fileno() for end in ends)
+    return links
 
 
-@contextlib.contextmanager
-def _network(world: int, environment: Mapping[str, str]) -> Iterator[Network]:
-    """Yield the network of the workers: a private one, or the machine's, with a warning if no private one can be created."""
-    with contextlib.ExitStack() as stack:
-        network = Network()
-        if wanted(environment.get(NETWORK, "")) and world > 1:
-            try:
-                network = stack.enter_context(private_network())
-            except OSError as error:
-                print(
-                    "pipeloom: other users of this machine can connect to the workers, because the system refuses them a "
-                    f"network of their own ({printable(str(error.strerror))}); see docs/security.md",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        yield network
-
-
-def _allow_descriptors(count: int) -> None:
-    """Raise this process's soft limit of open files to `count`, as far as the system allows it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < count:
-        wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+def _network(world: int, environment: Mapping[str, str], stack: contextlib.ExitStack) -> Network:
+    """Return the network of the workers: a private one, or the machine's, with a warning if no private one can be created."""
+    if wanted(environment.get(NETWORK, "")) and world > 1:
+        try:
+            return stack.enter_context(private_network())
+        except OSError as error:
+            print(
+                "pipeloom: other users of this machine can connect to the workers, because the system refuses them a "
+                f"network of their own ({printable(str(error.strerror))}); see docs/security.md",
+                file=sys.stderr,
+                flush=True,
+            )
+    return Network()
 
 
 def _start(

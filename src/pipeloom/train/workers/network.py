@@ -12,9 +12,12 @@ import struct
 import sys
 from collections.abc import Iterator
 
+import psutil
+
 from pipeloom.errors import ConfigError, did_you_mean
 
 NETWORK = "PIPELOOM_NETWORK"  # "private" or "host"
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # CLONE_NEWUSER and CLONE_NEWNET, see namespaces(7)
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1  # SIOCGIFFLAGS, SIOCSIFFLAGS and IFF_UP, see netdevice(7)
 
@@ -120,6 +123,8 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
+# -- listening sockets -------------------------------------------------------------------------------------------------
+
 _SO_ATTACH_FILTER = 26  # socket(7); Python has no name for it
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF_RET 0: a program that drops every packet
 _DESCRIPTORS = 65536
@@ -128,51 +133,31 @@ _DESCRIPTORS = 65536
 def refuse_connections() -> int:
     """Make every listening TCP socket of this process drop incoming packets. Return the number of these sockets.
 
-    Existing connections are not affected. On systems without socket filters nothing changes.
+    gloo listens on a TCP port for the lifetime of each process group, accepts every connection, and keeps those that it cannot
+    assign: any user of the machine could exhaust this process's descriptors. A group connects only once, when it is created, so
+    its socket needs no further connections; existing ones are not affected. Without socket filters nothing changes.
     """
     program = ctypes.create_string_buffer(_DROP)
-    count = 0
-    for listener in _listeners():
-        with listener, contextlib.suppress(OSError):
+    listening = [each.fd for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    for descriptor in listening:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
             listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
-            count += 1
-    return count
+    return len(listening)
 
 
-def allow_descriptors() -> None:
-    """Raise the soft limit of open files: while a process group is created, each connection of a stranger takes a descriptor."""
+def allow_descriptors(count: int = _DESCRIPTORS) -> None:
+    """Raise this process's soft limit of open files to `count`, as far as the system allows it.
+
+    While a process group is created, each connection of a stranger takes a descriptor, hence the default.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
-def _listeners() -> Iterator[socket.socket]:
-    """Yield this process's listening TCP sockets, each as a duplicate that the caller closes."""
-    try:
-        names = os.listdir("/proc/self/fd")
-    except OSError:
-        return
-    for name in names:
-        try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            duplicate = socket.socket(fileno=os.dup(int(name)))
-        except OSError:
-            continue
-        try:
-            listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        except OSError:
-            listens = 0
-        if listens and duplicate.family in (socket.AF_INET, socket.AF_INET6):
-            yield duplicate
-        else:
-            duplicate.close()
-
-
-_VARIABLE = "GLOO_SOCKET_IFNAME"
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR, see netdevice(7)
+# -- several machines --------------------------------------------------------------------------------------------------
 
 
 def require_interface(local_workers: int, workers: int) -> None:
@@ -184,48 +169,44 @@ def require_interface(local_workers: int, workers: int) -> None:
         return
     host, local = socket.gethostname(), addresses()
     right = _towards(os.environ.get("MASTER_ADDR", ""), local)
-    advice = f"set {_VARIABLE}={right}" if right else f"set {_VARIABLE} to the interface that the other hosts reach"
-    setting = os.environ.get(_VARIABLE, "")
+    advice = f"set {_INTERFACE}={right}" if right else f"set {_INTERFACE} to the interface that the other hosts reach"
+    setting = os.environ.get(_INTERFACE, "")
     for name in filter(None, setting.split(",")):
         if name not in local:
             near = f"; {advice}" if right else did_you_mean(name, local)
-            raise ConfigError(f"{_VARIABLE} = {name!r}: {host} has no such interface, but {', '.join(local)}{near}")
+            raise ConfigError(f"{_INTERFACE} = {name!r}: {host} has no such interface, but {', '.join(local)}{near}")
         if local[name].startswith("127."):
             raise ConfigError(
-                f"{_VARIABLE} = {name!r}: the other hosts of this run cannot reach {local[name]}, a loopback address; {advice}"
+                f"{_INTERFACE} = {name!r}: the other hosts of this run cannot reach {local[name]}, a loopback address; {advice}"
             )
         if not local[name]:
-            raise ConfigError(f"{_VARIABLE} = {name!r}: that interface of {host} has no IPv4 address; {advice}")
+            raise ConfigError(f"{_INTERFACE} = {name!r}: that interface of {host} has no IPv4 address; {advice}")
     if setting:
         return
     try:
         address = socket.gethostbyname(host)
     except OSError:
         raise ConfigError(
-            f"{_VARIABLE} is not set, and the name of this host, {host}, resolves to no address; {advice}"
+            f"{_INTERFACE} is not set, and the name of this host, {host}, resolves to no address; {advice}"
         ) from None
     if address.startswith("127."):
         raise ConfigError(
-            f"{_VARIABLE} is not set, and the name of this host, {host}, resolves to {address}, which the other hosts of this "
+            f"{_INTERFACE} is not set, and the name of this host, {host}, resolves to {address}, which the other hosts of this "
             f"run cannot reach; {advice}"
         )
     if address not in local.values():
         raise ConfigError(
-            f"{_VARIABLE} is not set, and the name of this host, {host}, resolves to {address}, which no interface here has; "
+            f"{_INTERFACE} is not set, and the name of this host, {host}, resolves to {address}, which no interface here has; "
             f"{advice}"
         )
 
 
 def addresses() -> dict[str, str]:
     """Return the interfaces of this host and their IPv4 addresses, "" for those without one."""
-    interfaces: dict[str, str] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            interfaces[name] = ""
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
-                interfaces[name] = socket.inet_ntoa(answer[20:24])
-    return interfaces
+    return {
+        name: next((each.address for each in known if each.family == socket.AF_INET), "")
+        for name, known in psutil.net_if_addrs().items()
+    }
 
 
 def _towards(target: str, interfaces: dict[str, str]) -> str:

@@ -49,6 +49,8 @@ def environment_lines(environment: Mapping[str, str] | None = None) -> list[str]
     return ["# environment of rank 0:", *lines] if lines else []
 
 
+# -- checks ------------------------------------------------------------------------------------------------------------
+
 # The held-out part of the standard library is several times longer in every version of Python. Reading it takes most of a
 # second, which the launcher saves for runs with shorter sequences.
 _STDLIB_TOKENS = 100_000
@@ -81,7 +83,7 @@ def require_room(workers: int, what: str = "parallel.pp x dp x tp") -> None:
             "fewer, or torchrun on several machines"
         )
     memory = memory_of_machine()
-    if memory is not None and workers * WORKER_BYTES > memory:
+    if workers * WORKER_BYTES > memory:
         raise CapacityError(
             f"{workers:,} workers ({what}) need about {workers * WORKER_BYTES / 1e9:,.0f} GB before they hold any "
             f"weights, and this machine has {memory / 1e9:,.0f} GB; at most {memory // WORKER_BYTES:,} workers fit"
@@ -93,24 +95,19 @@ def require_memory(layout: Layout) -> None:
     memory, config = memory_of_machine(), layout.config
     need = 16 * held_parameters(config.model, config.parallel.dp, config.parallel.ep)
     host = config.train.device == "cpu" or (config.train.device == "auto" and not Path("/dev/nvidiactl").exists())
-    if host and memory is not None and need > memory:
+    if host and need > memory:
         raise CapacityError(
             f"the model has {parameter_count(config.model):,} parameters: weights, gradients and AdamW's averages take about "
             f"{need / 1e9:,.0f} GB, and this machine has {memory / 1e9:,.0f} GB; use a smaller model, or several machines"
         )
 
 
-def memory_of_machine() -> int | None:
-    """Return the bytes of memory of this machine, or those that its control group allows if fewer; None where unknown."""
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        allowed = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except (OSError, ValueError):
-        allowed = ""
-        with contextlib.suppress(OSError, ValueError):
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return None
-    return min(total, int(allowed)) if allowed.isdecimal() else total
+def memory_of_machine() -> int:
+    """Return the bytes of memory of this machine, or those that its control group allows if fewer."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # no control group, or "max": no limit
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return memory
 
 
 def require_cuda(name: str, workers: int) -> None:

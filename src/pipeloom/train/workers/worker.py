@@ -175,12 +175,11 @@ def start(layout: Layout, requests: Requests | None = None, watching: list[Watch
         watchdog.status.wait_between("the other workers at start-up")
         _obey_signals(requests, watchdog)
     store = workers_store(rank, world, timedelta(seconds=seconds))
-    if watchdog is None and world > 1:
-        watchdog = _meeting_watchdog(layout, store, rank, world, seconds)
-        watching.append(watchdog)
+    if watchdog is None:
+        if world > 1:
+            watchdog = _meeting_watchdog(layout, store, rank, world, seconds)
+            watching.append(watchdog)
         _obey_signals(requests, watchdog)
-    elif watchdog is None:
-        _obey_signals(requests, None)
     devices = torch.cuda.device_count() if device.type == "cuda" else 0
     backend = backend_for(devices, local_world)
     if 0 < devices < local_world and rank == 0:

@@ -98,9 +98,8 @@ def test_two_runs_at_once_make_one_whole_entry(tmp_path: Path, monkeypatch: pyte
     found: list[list[int]] = []
 
     def write(writer: cache.Writer) -> None:
-        writer.create("a", "<i8")
         both.wait()  # both are writing now
-        writer.add("a", np.arange(5))
+        writer.add("a", "<i8", np.arange(5))
 
     def run() -> None:
         found.append(cache.entry(folder, "e", write)["a"].tolist())
