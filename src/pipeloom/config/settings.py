@@ -10,6 +10,7 @@ import copy
 import difflib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -312,8 +313,25 @@ def _computed(config: Config, world_size: int | None) -> tuple[Config, list[str]
 
 def built_in(name: str) -> dict[str, Any]:
     """The tables of a configuration that comes with the package."""
-    text = resources.files("pipeloom.config").joinpath(f"{name}.toml").read_text(encoding="utf-8")
-    return read_toml(Path(f"{name}.toml"), text)
+    return read_toml(Path(f"{name}.toml"), _text_of(name))
+
+
+def _text_of(name: str) -> str:
+    return resources.files("pipeloom.config").joinpath(f"{name}.toml").read_text(encoding="utf-8")
+
+
+def descriptions() -> dict[str, str]:
+    """ "section.key" -> its description, the comment above it in default.toml."""
+    described: dict[str, str] = {}
+    section, comment = "", ""
+    for line in _text_of("default").splitlines():
+        if key := re.match(r"(?:# )?(\w+) =", line):
+            described[f"{section}.{key[1]}"], comment = comment.strip(), ""
+        elif line.startswith("["):
+            section, comment = line.strip("[]"), ""
+        else:
+            comment += line.removeprefix("#")
+    return described
 
 
 def _lay_file(merged: Merged, path: Path, extended_by: tuple[Path, ...] = ()) -> None:
