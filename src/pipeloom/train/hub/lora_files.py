@@ -25,7 +25,8 @@ from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import Reader, agreed_checkpoint, on_every_rank, verified
 from pipeloom.train.checkpoint.manifest import BaseWeights, read_manifest
-from pipeloom.train.checkpoint.state import Holder, from_every_rank, holders, require_shapes
+from pipeloom.train.checkpoint.state import Holder, holders, require_shapes
+from pipeloom.train.collect import from_every_rank
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # prefix of every name in peft's files
@@ -144,7 +145,7 @@ def _require_adapters(config: Config, pipeline: Pipeline) -> None:
         name.split(".")[-2] for name, p in pipeline.named_parameters() if p.ndim == 2 and name.endswith(".weight")
     }
     facts = [len(mine), sorted(weights)]
-    everyone = from_every_rank(pipeline, facts, "the other ranks to count their adapters", "load")
+    everyone = from_every_rank(pipeline, facts, "the other ranks to count their adapters")
     if not sum(count for count, _ in everyone):
         known = sorted({name for _, names in everyone for name in names})
         raise ConfigError(
