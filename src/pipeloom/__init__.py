@@ -13,7 +13,6 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and sys.path[:1] == [os.ge
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pipeloom import schedules
 from pipeloom.errors import PipeloomError, ScheduleError, VerifyError
 from pipeloom.schedule import (
     Action,
@@ -32,6 +31,7 @@ from pipeloom.schedule.files import load
 
 if TYPE_CHECKING:
     from pipeloom import draw as draw
+    from pipeloom import schedules as schedules
     from pipeloom.models import hf as hf
     from pipeloom.models.auto_layers import auto_layers as auto_layers
     from pipeloom.runtime.verify import verify as verify
@@ -73,9 +73,11 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """`pl.auto_layers`, `pl.draw`, `pl.hf`, `pl.search` and `pl.verify`."""
+    """`pl.auto_layers`, `pl.draw`, `pl.hf`, `pl.schedules`, `pl.search` and `pl.verify`."""
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
-    if name in ("draw", "hf"):
-        return importlib.import_module({"draw": "pipeloom.draw", "hf": "pipeloom.models.hf"}[name])
+    if name in ("draw", "schedules"):
+        return importlib.import_module(f"pipeloom.{name}")
+    if name == "hf":
+        return importlib.import_module("pipeloom.models.hf")
     raise AttributeError(f"module 'pipeloom' has no attribute {name!r}")

@@ -18,6 +18,7 @@ def test_a_mutant_applies(mutant: mutants.Mutant) -> None:
     path, text = mutants.mutated(mutant)
     assert text != ast.unparse(ast.parse((mutants.SOURCE / path).read_text())) + "\n"
     assert mutant.tests
+    assert mutant.why
     for test in mutant.tests:
         assert (mutants.ROOT / test.split("::")[0]).exists(), test
 

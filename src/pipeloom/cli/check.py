@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from pipeloom.cli.output import JsonOption
+from pipeloom.cli.output import JSON_HELP
 from pipeloom.errors import UsageError
 
 
@@ -19,7 +19,7 @@ def command(
     transport: Annotated[
         Literal["individual", "batched"], typer.Option(help="Also check the message order of this transport.")
     ] = "individual",
-    as_json: JsonOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
     """Check that a schedule is complete and free of deadlock.
 

@@ -16,6 +16,7 @@ from pipeloom.cli.options import (
     FLAGS,
     CostFlags,
     Sizes,
+    flag,
     message_with_flags,
     options_of,
     require_schedule,
@@ -56,23 +57,17 @@ class Row(NamedTuple):
 class TableFlags:
     """Tables of another kind than one comparison."""
 
-    sweep: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE=A..B",
-            help="Tabulate makespan and memory over a range of ranks, microbatches or chunks; --svg draws them.",
-        ),
-    ] = None
-    volume: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CONFIG",
-            help="Compare the bytes that a step of this configuration sends, as a pipeline and as tensor parallelism.",
-        ),
-    ] = None
-    paper: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Recompute a paper's table; available: zero-bubble.")
-    ] = None
+    sweep: str | None = flag(
+        None,
+        "SIZE=A..B",
+        "Tabulate makespan and memory over a range of ranks, microbatches or chunks; --svg draws them.",
+    )
+    volume: str | None = flag(
+        None,
+        "CONFIG",
+        "Compare the bytes that a step of this configuration sends, as a pipeline and as tensor parallelism.",
+    )
+    paper: str | None = flag(None, "NAME", "Recompute a paper's table; available: zero-bubble.")
 
 
 @with_options(without=("csv", "trace"))

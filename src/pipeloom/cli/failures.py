@@ -18,14 +18,12 @@ import typer
 from pipeloom.cli.options import message_with_flags
 from pipeloom.errors import (
     INTERRUPTED,
-    LONGEST_ECHO,
     ArgumentError,
     ConfigError,
     PipeloomError,
     from_machine,
     printable,
     sentence,
-    shortened,
 )
 
 # newer versions of typer contain their own copy of click, so the base class of its usage errors is looked up here
@@ -94,9 +92,9 @@ def exit_code_of(run: Callable[[], Any], as_json: bool, given: Sequence[str] = (
     with the traceback if PIPELOOM_DEBUG=1. A closed pipe is not a failure.
 
     Args:
-        given: the words of the command line; messages shorten the long ones.
+        given: the words of the command line.
     """
-    code = _exit_code_of(run, as_json, given)
+    code = _exit_code_of(run, as_json)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     failure = _output_failure()
@@ -115,7 +113,7 @@ def exit_code_of(run: Callable[[], Any], as_json: bool, given: Sequence[str] = (
     return 0 if trains else 2
 
 
-def _exit_code_of(run: Callable[[], Any], as_json: bool, given: Sequence[str]) -> int:
+def _exit_code_of(run: Callable[[], Any], as_json: bool) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -129,31 +127,19 @@ def _exit_code_of(run: Callable[[], Any], as_json: bool, given: Sequence[str]) -
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one does not change how the command ends
         return INTERRUPTED
     except PipeloomError as error:
-        return _report(error, _shortened(message_with_flags(error), given), error.exit_code, as_json)
+        return _report(error, message_with_flags(error), error.exit_code, as_json)
     except _ClickError as error:
-        return _usage(error, as_json, given)
+        return _usage(error, as_json)
     except Exception as error:
         known = from_machine(error)
         if known is not None:
-            return _report(error, _shortened(known[1], given), known[0], as_json)
+            return _report(error, known[1], known[0], as_json)
         if os.environ.get("PIPELOOM_DEBUG") == "1":
             traceback.print_exc()
-        text = f"{type(error).__name__}: {error}"
-        text = _shortened(text, given)
-        return _report(error, f"internal error (please report): {text}", 1, as_json, hint=True)
+        return _report(error, f"internal error (please report): {type(error).__name__}: {error}", 1, as_json, hint=True)
 
 
-def _shortened(text: str, given: Sequence[str]) -> str:
-    """Return `text` with long words of the command line, and any other long words, shortened to what a message repeats."""
-    for word in given:
-        if len(word) > LONGEST_ECHO:
-            for form in (word, repr(word)[1:-1], word.partition("=")[2]):
-                if len(form) > LONGEST_ECHO:
-                    text = text.replace(form, shortened(form))
-    return sentence(text)
-
-
-def _usage(error: Any, as_json: bool, given: Sequence[str]) -> int:
+def _usage(error: Any, as_json: bool) -> int:
     """Report a usage error of typer, and return its exit code. For a command without arguments, print its help instead."""
     text = error.format_message().rstrip()
     if type(error).__name__ == "NoArgsIsHelpError":
@@ -161,10 +147,11 @@ def _usage(error: Any, as_json: bool, given: Sequence[str]) -> int:
         return int(error.exit_code)
     context = getattr(error, "ctx", None)
     where = f" ({context.command_path} --help shows the options)" if context is not None else ""
-    return _report(error, f"{_shortened(text, given)}{where}", int(error.exit_code), as_json)
+    return _report(error, f"{text}{where}", int(error.exit_code), as_json)
 
 
 def _report(error: Exception, message: str, code: int, as_json: bool, hint: bool = False) -> int:
+    message = sentence(message)
     if as_json:
         report: dict[str, Any] = {"type": type(error).__name__, "message": message, "exit_code": code}
         if isinstance(error, ConfigError):

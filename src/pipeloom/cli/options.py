@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _MOST_MESSAGE = 2**34
+
+
+def flag(default: Any, metavar: str | None, help: str, *names: str, **limits: Any) -> Any:
+    """Declare a field of a dataclass as an option of a command, which is named after the field if `names` are not given."""
+    return field(default=default, metadata={"option": typer.Option(*names, metavar=metavar, help=help, **limits)})
 
 
 def with_options(
@@ -40,23 +45,20 @@ def with_options(
             if given.name not in groups:
                 parameters.append(given.replace(annotation=hints[given.name], kind=inspect.Parameter.KEYWORD_ONLY))
                 continue
-            types = get_type_hints(groups[given.name], include_extras=True)
-            parameters += [
-                inspect.Parameter(
-                    field.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=defaults.get(field.name, field.default),
-                    annotation=types[field.name],
-                )
-                for field in fields(groups[given.name])
-                if field.name not in without
-            ]
+            types = get_type_hints(groups[given.name])
+            for each in fields(groups[given.name]):
+                if each.name not in without:
+                    annotation: Any = Annotated[(types[each.name], each.metadata["option"])]
+                    default = defaults.get(each.name, each.default)
+                    parameters.append(
+                        inspect.Parameter(each.name, given.KEYWORD_ONLY, default=default, annotation=annotation)
+                    )
 
         @wraps(command)
         def run(**values: Any) -> None:
             for name, group in groups.items():
-                names = [field.name for field in fields(group) if field.name in values]
-                values[name] = group(**{field: values.pop(field) for field in names})
+                names = [each.name for each in fields(group) if each.name in values]
+                values[name] = group(**{each: values.pop(each) for each in names})
             command(**values)
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -70,11 +72,9 @@ def with_options(
 class Sizes:
     """The sizes of a schedule; None: not given."""
 
-    ranks: Annotated[int | None, typer.Option(metavar="P", help="Number of pipeline ranks.")] = None
-    microbatches: Annotated[int | None, typer.Option(metavar="M", help="Micro-batches of one step.")] = None
-    chunks: Annotated[
-        int | None, typer.Option(metavar="V", help="Stages per rank, for families that let you choose.")
-    ] = None
+    ranks: int | None = flag(None, "P", "Number of pipeline ranks.")
+    microbatches: int | None = flag(None, "M", "Micro-batches of one step.")
+    chunks: int | None = flag(None, "V", "Stages per rank, for families that let you choose.")
 
     @property
     def missing(self) -> str:
@@ -87,17 +87,12 @@ class Sizes:
 class FamilyFlags:
     """Options of a family, and transforms."""
 
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="An option of the family, such as rounds=tail; repeatable."),
-    ] = None
-    transform: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Transform the schedule, for instance with unpair or defer-last-stage-weights=2; repeatable, applied in order.",
-        ),
-    ] = None
+    option: list[str] | None = flag(None, "KEY=VALUE", "An option of the family, such as rounds=tail; repeatable.")
+    transform: list[str] | None = flag(
+        None,
+        "NAME",
+        "Transform the schedule, for instance with unpair or defer-last-stage-weights=2; repeatable, applied in order.",
+    )
 
     def schedule(self, name: str, sizes: Sizes, costs: CostFlags) -> tuple[Schedule, Costs]:
         """Return the schedule called `name`, as `schedule_of` does, and its costs. Unknown transforms are refused first."""
@@ -113,47 +108,27 @@ class FamilyFlags:
 class CostFlags:
     """Costs as they are written on the command line: a number, or numbers separated by commas."""
 
-    forward: Annotated[str, typer.Option(metavar="F", help="Time of one forward (F).")] = "1"
-    input_grad: Annotated[str, typer.Option(metavar="I", help="Time of one input gradient (I).")] = "1"
-    weight_grad: Annotated[
-        str,
-        typer.Option(metavar="W", help="Time of one weight gradient (W); a backward B takes I + W."),
-    ] = "1"
-    p2p: Annotated[str, typer.Option(metavar="C", help="Time of one message between two ranks.")] = "0"
-    held: Annotated[
-        str,
-        typer.Option(
-            "--held-until-weight-grad",
-            metavar="SHARE",
-            help="Share of a micro-batch's activation memory that is kept from I until W, 0 to 1.",
-        ),
-    ] = "1"
-    all_to_all: Annotated[
-        str,
-        typer.Option(
-            metavar="X",
-            help="Share of F and of I spent in the experts' all-to-all, 0 to 1; overlapped pairs hide it.",
-        ),
-    ] = "0"
-    pair: Annotated[
-        str | None,
-        typer.Option(metavar="T", help="Time of an overlapped pair F|B; default: computed from --all-to-all."),
-    ] = None
-    microbatch_costs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="X,Y,…",
-            help="A factor on the costs of each micro-batch (sequences of different lengths).",
-        ),
-    ] = None
-    message: Annotated[
-        str | None,
-        typer.Option(metavar="BYTES", help="Size of one message between stages, such as 65536, 64KiB or 4MiB."),
-    ] = None
-    overlap_p2p: Annotated[
-        bool,
-        typer.Option("--overlap-p2p/--no-overlap-p2p", help="Transfer messages while their receiver computes."),
-    ] = True
+    forward: str = flag("1", "F", "Time of one forward (F).")
+    input_grad: str = flag("1", "I", "Time of one input gradient (I).")
+    weight_grad: str = flag("1", "W", "Time of one weight gradient (W); a backward B takes I + W.")
+    p2p: str = flag("0", "C", "Time of one message between two ranks.")
+    held: str = flag(
+        "1",
+        "SHARE",
+        "Share of a micro-batch's activation memory that is kept from I until W, 0 to 1.",
+        "--held-until-weight-grad",
+    )
+    all_to_all: str = flag(
+        "0", "X", "Share of F and of I spent in the experts' all-to-all, 0 to 1; overlapped pairs hide it."
+    )
+    pair: str | None = flag(None, "T", "Time of an overlapped pair F|B; default: computed from --all-to-all.")
+    microbatch_costs: str | None = flag(
+        None, "X,Y,…", "A factor on the costs of each micro-batch (sequences of different lengths)."
+    )
+    message: str | None = flag(None, "BYTES", "Size of one message between stages, such as 65536, 64KiB or 4MiB.")
+    overlap_p2p: bool = flag(
+        True, None, "Transfer messages while their receiver computes.", "--overlap-p2p/--no-overlap-p2p"
+    )
 
     def values(self) -> Costs:
         """Return the costs. Raises UsageError for a value that is not a number or not a valid cost."""
@@ -173,7 +148,7 @@ class CostFlags:
 
 
 FLAGS = {
-    **{field.name: f"--{field.name.replace('_', '-')}" for field in fields(CostFlags)},
+    **{each.name: f"--{each.name.replace('_', '-')}" for each in fields(CostFlags)},
     **{name: f"--{name.replace('_', '-')}" for name in ("memory", "time_limit", "prove", "pairs")},
     "held": "--held-until-weight-grad",
     "microbatch": "--microbatch-costs",
@@ -286,10 +261,10 @@ def _agree(name: str, schedule: Schedule, sizes: Sizes, options: object) -> None
     """Raise UsageError for options, and for sizes that differ from the file's."""
     if options:
         raise UsageError(f"{name} is a file: it takes no options")
-    for field in fields(Sizes):
-        given, actual = getattr(sizes, field.name), getattr(schedule, field.name)
+    for each in fields(Sizes):
+        given, actual = getattr(sizes, each.name), getattr(schedule, each.name)
         if given is not None and given != actual:
-            raise UsageError(f"--{field.name} is {given}, and {name} has {actual}; leave the option out")
+            raise UsageError(f"--{each.name} is {given}, and {name} has {actual}; leave the option out")
 
 
 def _numbers(option: str, text: str, of_what: str = "stage") -> float | tuple[float, ...]:

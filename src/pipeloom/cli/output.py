@@ -10,46 +10,33 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
+from pipeloom.cli.options import flag
 from pipeloom.errors import UsageError
 
 if TYPE_CHECKING:
     from pipeloom.schedule import Costs, Timeline
 
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+JSON_HELP = "Print one JSON object and nothing else."
 
 
 @dataclass(frozen=True)
 class OutputFlags:
     """The files and forms in which a command writes its result."""
 
-    as_json: JsonOption = False
-    csv: Annotated[bool, typer.Option("--csv", help="Print the schedule in torch's CSV format.")] = False
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the drawing as SVG.")] = None
-    png: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write the drawing as PNG, at twice its size in pixels (needs the extra png)."
-        ),
-    ] = None
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write an interactive HTML page, which works offline."),
-    ] = None
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace that Perfetto opens.")] = None
-    width: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=20,
-            max=20000,
-            help="Width of the drawing: columns in the terminal, pixels in the SVG.",
-        ),
-    ] = None
+    as_json: bool = flag(False, None, JSON_HELP, "--json")
+    csv: bool = flag(False, None, "Print the schedule in torch's CSV format.", "--csv")
+    svg: Path | None = flag(None, "FILE", "Write the drawing as SVG.")
+    png: Path | None = flag(
+        None, "FILE", "Write the drawing as PNG, at twice its size in pixels (needs the extra png)."
+    )
+    html: Path | None = flag(None, "FILE", "Write an interactive HTML page, which works offline.")
+    trace: Path | None = flag(None, "FILE", "Write a trace that Perfetto opens.")
+    width: int | None = flag(
+        None, "N", "Width of the drawing: columns in the terminal, pixels in the SVG.", min=20, max=20000
+    )
 
     @property
     def columns(self) -> int:

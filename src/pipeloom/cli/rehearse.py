@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from pipeloom.cli.options import CostFlags, FamilyFlags, Sizes, with_options
+from pipeloom.cli.options import CostFlags, FamilyFlags, Sizes, flag, with_options
 from pipeloom.cli.output import OutputFlags
 from pipeloom.cli.show import Study
 from pipeloom.cli.workers import be_worker, hand_over, require_torch, run_workers
@@ -44,26 +44,17 @@ class RehearseCommand(TyperCommand):
 class Emulation:
     """The emulation of computation in a rehearsal."""
 
-    unit: Annotated[
-        float | None,
-        typer.Option(
-            metavar="S", help="Seconds that a cost of 1 takes; default: chosen for this machine, and printed."
-        ),
-    ] = None
-    steps: Annotated[int, typer.Option(metavar="N", min=2, max=10_000, help="Steps to record.")] = 8
-    slow: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="STAGE=X", help="Make a stage X times slower without changing the simulation; repeatable."
-        ),
-    ] = None
-    transport: Annotated[TransportName, typer.Option(metavar="NAME", help="auto, individual, batched or shared.")] = (
-        "auto"
+    unit: float | None = flag(
+        None, "S", "Seconds that a cost of 1 takes; default: chosen for this machine, and printed."
     )
-    device: Annotated[
-        Literal["cpu", "cuda"],
-        typer.Option(metavar="NAME", help="cpu: emulated computation sleeps; cuda: it keeps one GPU per rank busy."),
-    ] = "cpu"
+    steps: int = flag(8, "N", "Steps to record.", min=2, max=10_000)
+    slow: list[str] | None = flag(
+        None, "STAGE=X", "Make a stage X times slower without changing the simulation; repeatable."
+    )
+    transport: TransportName = flag("auto", "NAME", "auto, individual, batched or shared.")
+    device: Literal["cpu", "cuda"] = flag(
+        "cpu", "NAME", "cpu: emulated computation sleeps; cuda: it keeps one GPU per rank busy."
+    )
 
 
 @with_options(without=("p2p", "pair", "overlap_p2p", "csv"), message="64KiB")

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from pipeloom.cli.options import CostFlags, Sizes, with_options
+from pipeloom.cli.options import CostFlags, Sizes, flag, with_options
 from pipeloom.cli.output import OutputFlags, as_dict
 from pipeloom.errors import INTERRUPTED, UsageError
 
@@ -23,28 +23,20 @@ if TYPE_CHECKING:
 class SearchFlags:
     """The limits of a search and its objective."""
 
-    placement: Annotated[
-        str | None,
-        typer.Option(metavar="PLACE", help="linear, loop, vee, or the rank of each stage, such as 0,1,1,0."),
-    ] = None
-    memory: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="Most activation memory per rank, in stage-micro-batches; default: no limit."),
-    ] = None
-    objective: Annotated[
-        str,
-        typer.Option(
-            metavar="WHAT",
-            help="Minimise the makespan (for steps that end in a barrier) or the largest span of a rank (for steps that do not).",
-        ),
-    ] = "makespan"
-    time_limit: Annotated[float | None, typer.Option(metavar="S", help="Longest search, in seconds.")] = None
-    iterations: Annotated[int | None, typer.Option(metavar="N", help="Most moves of the local search.")] = None
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random choices.")] = 0
-    pairs: Annotated[bool, typer.Option("--pairs", help="Search over overlapped pairs too.")] = False
-    prove: Annotated[
-        bool, typer.Option("--prove", help="Try to prove optimality with OR-Tools (needs the extra opt).")
-    ] = False
+    placement: str | None = flag(None, "PLACE", "linear, loop, vee, or the rank of each stage, such as 0,1,1,0.")
+    memory: float | None = flag(
+        None, "X", "Most activation memory per rank, in stage-micro-batches; default: no limit."
+    )
+    objective: str = flag(
+        "makespan",
+        "WHAT",
+        "Minimise the makespan (for steps that end in a barrier) or the largest span of a rank (for steps that do not).",
+    )
+    time_limit: float | None = flag(None, "S", "Longest search, in seconds.")
+    iterations: int | None = flag(None, "N", "Most moves of the local search.")
+    seed: int = flag(0, "N", "Seed of the random choices.")
+    pairs: bool = flag(False, None, "Search over overlapped pairs too.", "--pairs")
+    prove: bool = flag(False, None, "Try to prove optimality with OR-Tools (needs the extra opt).", "--prove")
 
 
 @with_options(without=("message",))

@@ -93,7 +93,8 @@ class Point:
 
     @classmethod
     def of(cls, value: int, timeline: Timeline) -> Point:
-        from pipeloom.draw.figures import full_rank, plain
+        from pipeloom.draw.figures import full_rank
+        from pipeloom.schedule.timeline import plain
 
         full = full_rank(timeline.schedule)
         peaks = max(timeline.peak_activations) * full, max(timeline.peak_memory)

@@ -83,18 +83,20 @@ def be_worker(layout: Layout, body: Callable[[Any], None]) -> int:
 
 def describe_keys() -> str:
     """Return every configuration key with its description and default, by section, at the width of the terminal."""
-    from pipeloom.config import SECTIONS, load
+    from pipeloom.config import descriptions, load
 
     default = load().model_dump()
     lines = []
     width = max(60, min(120, shutil.get_terminal_size().columns))
-    for section, model in SECTIONS.items():
+    described = descriptions()
+    for section, values in default.items():
         lines.append(f"\n[{section}]")
-        for key, field in model.model_fields.items():
-            value = default[section][key]
+        for key, value in values.items():
             default_text = "" if value is None or value == "" else f" ({_shown(value)})"
             flag = f"  --{section}.{key:<{29 - len(section)}} "
-            text = textwrap.wrap(f"{field.description}{default_text}", width - len(flag), break_on_hyphens=False)
+            text = textwrap.wrap(
+                f"{described[f'{section}.{key}']}{default_text}", width - len(flag), break_on_hyphens=False
+            )
             lines += [(flag if at == 0 else " " * len(flag)) + words for at, words in enumerate(text)]
     return "\n".join(lines)
 

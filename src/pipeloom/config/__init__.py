@@ -3,7 +3,7 @@
 from pipeloom.config.fault import Fault, parse_fault
 from pipeloom.config.layout import Layout, even_sizes, resolve, stage_costs
 from pipeloom.config.sections import SECTIONS, Config, ModelSection
-from pipeloom.config.settings import load, load_layout, split_arguments, to_toml
+from pipeloom.config.settings import descriptions, load, load_layout, split_arguments, to_toml
 from pipeloom.config.stages import (
     LayerSize,
     held_parameters,
@@ -22,6 +22,7 @@ __all__ = [
     "Layout",
     "MeshShape",
     "ModelSection",
+    "descriptions",
     "even_sizes",
     "held_parameters",
     "layer_sizes",

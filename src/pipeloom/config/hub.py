@@ -89,7 +89,7 @@ def _size(key: str) -> Any:
 
 
 _SIZES: dict[str, Any] = {name: (_size(key), None) for key, names in _SPELLINGS.items() for name in names}
-_SCHEMA = create_model("_Schema", __base__=_ConfigFile, **_SIZES)
+_SCHEMA = create_model("ModelConfig", __base__=_ConfigFile, **_SIZES)
 
 
 def is_directory(path: str) -> bool:

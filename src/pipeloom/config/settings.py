@@ -10,6 +10,7 @@ import copy
 import difflib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -312,8 +313,25 @@ def _computed(config: Config, world_size: int | None) -> tuple[Config, list[str]
 
 def built_in(name: str) -> dict[str, Any]:
     """The tables of a configuration that comes with the package."""
-    text = resources.files("pipeloom.config").joinpath(f"{name}.toml").read_text(encoding="utf-8")
-    return read_toml(Path(f"{name}.toml"), text)
+    return read_toml(Path(f"{name}.toml"), _text_of(name))
+
+
+def _text_of(name: str) -> str:
+    return resources.files("pipeloom.config").joinpath(f"{name}.toml").read_text(encoding="utf-8")
+
+
+def descriptions() -> dict[str, str]:
+    """ "section.key" -> its description, the comment above it in default.toml."""
+    described: dict[str, str] = {}
+    section, comment = "", ""
+    for line in _text_of("default").splitlines():
+        if key := re.match(r"(?:# )?(\w+) =", line):
+            described[f"{section}.{key[1]}"], comment = comment.strip(), ""
+        elif line.startswith("["):
+            section, comment = line.strip("[]"), ""
+        else:
+            comment += line.removeprefix("#")
+    return described
 
 
 def _lay_file(merged: Merged, path: Path, extended_by: tuple[Path, ...] = ()) -> None:
@@ -479,13 +497,16 @@ def parse_value(key: str, text: str) -> Any:
 def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """section -> key -> value (and deeper for a key that is a table) from dotted keys.
 
-    Raises ConfigError for keys or values that are too large; UsageError for a key that is given both a value and keys below it.
+    Raises ConfigError for keys or values that are too large, and for a text with lone surrogates, which cannot be written to a
+    file; UsageError for a key that is given both a value and keys below it.
     """
     tables: dict[str, Any] = {}
     for dotted, value in overrides.items():
         if dotted.count(".") >= MOST_NESTED:
             raise ConfigError(f"--{shortened(dotted)}: a key has at most {MOST_NESTED} parts")
         _require_small({dotted: value}, f"--{shortened(dotted)}")
+        if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+            raise ConfigError(f"{dotted} is {value[:200]!a}: it is not text (UTF-8)")
         table = tables
         *path, last = dotted.split(".")
         for part in path:

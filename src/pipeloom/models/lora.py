@@ -167,7 +167,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 def _is_linear(module: nn.Module) -> bool:
     known = isinstance(module, (nn.Linear, ColumnLinear, RowLinear, PartialSumLinear)) or is_transposed(module)
-    return known and isinstance(module._parameters.get("weight"), nn.Parameter)
+    return known and isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
 class LowRankFactor(DeferringLayer):

@@ -1,4 +1,7 @@
-"""Checksums of tensors' bits, computed on their device: equal tensors have equal checksums, and a flipped bit changes them."""
+"""Comparison of tensors: checksums of their bits, computed on their device, and the number of changes in place.
+
+Equal tensors have equal checksums, and a flipped bit changes them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,12 @@ from torch import Tensor
 _ROW = 1024  # 8-byte words that are summed first: rows keep a core's vector units busy, and their number stays small
 
 _SMALL_BYTES = 2**18  # smaller tensors are copied into one: calls would cost more than the copy
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often the tensor's memory was changed in place; 0 for one made in inference mode, where it is not counted."""
+    # torch has no public name for the counter with which autograd itself finds such changes.
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @torch.no_grad()

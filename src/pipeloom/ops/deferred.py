@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from pipeloom.errors import UsageError
+from pipeloom.ops.checksum import version_of
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.ops.products import (
     addmm,
@@ -57,7 +58,7 @@ class WeightGradQueue:
             reads: tensors that `work` reads; they must not be changed in place until then.
         """
         self._entries.append((work, fetch))
-        self._read += [(tensor, tensor._version) for tensor in reads]
+        self._read += [(tensor, version_of(tensor)) for tensor in reads]
 
     def flush(self) -> None:
         """Do all queued work and release its tensors, the latest first, since those are still in the cache.
@@ -65,7 +66,7 @@ class WeightGradQueue:
         At most one fetch runs ahead. Raises UsageError if a tensor that the work reads has been changed meanwhile.
         """
         read, self._read = self._read, []
-        if any(tensor._version != version for tensor, version in read):
+        if any(version_of(tensor) != version for tensor, version in read):
             raise UsageError(
                 "the input of a linear layer, or the gradient of its output, was changed in place between its I and its W, by a "
                 "hook on a gradient or by another micro-batch's forward: change a copy of it, or choose a schedule that does "
@@ -189,11 +190,12 @@ class WeightGradContext:
         Args:
             queue: the queue at the time of the layer's forward.
         """
+        # Hooks expect what autograd accumulates, at the time that it does. torch has no public way to see a tensor's hooks.
         if weight._backward_hooks:
             return False
         if self.stage_backward is not None and not self.stage_backward.running:
             return False
-        main = self.main if self.main is not None and weight in self.main else None
+        main = self.main if self.main is not None and weight in self.main else None  # has a hook of this kind itself
         if weight._post_accumulate_grad_hooks and (main is None or main.watched(weight)):
             return False
         return queue is not None or main is not None or self.in_place

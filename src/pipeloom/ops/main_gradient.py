@@ -71,6 +71,7 @@ class MainGradients:
 
         Its gradients then add up in `.grad` until `finalize`, so that the hook sees them as it does in one process.
         """
+        # torch has no public way to see a tensor's hooks.
         return len(parameter._post_accumulate_grad_hooks or ()) > (parameter in self._hooked)
 
     def _arrived(self, parameter: Tensor) -> None:

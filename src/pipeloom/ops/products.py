@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.overrides import _get_current_function_mode_stack, has_torch_function
+from torch.overrides import _get_current_function_mode_stack, has_torch_function  # see `plain_operations_only`
 
 _LEAST_WORK = 2**20  # multiplications; below this size oneDNN's call overhead of about 10 microseconds is not recovered
 _TYPES = (Tensor, nn.Parameter)
@@ -53,9 +53,9 @@ def plain_operations_only() -> bool:
     A compiler or a transform (`torch.func`, forward-mode AD) supports no other. A function mode, or a function that someone has
     put in the place of `torch.nn.functional.linear`, may compute something else, whose gradients only autograd knows.
     """
-    # PyTorch has no public names for whether a transform is active, nor for the modes, of which the default device's is one.
     return (
         torch.compiler.is_compiling()
+        # PyTorch has no public names for whether a transform is active, nor for the modes, of which the default device's is one.
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or F.linear is not _LINEAR

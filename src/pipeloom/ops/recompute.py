@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from pipeloom.errors import UsageError
+from pipeloom.ops.checksum import version_of
 from pipeloom.ops.stage_state import StageState
 
 
@@ -61,7 +62,7 @@ def _on_aliases(on_change: Callable[[], None] | None, run: Callable[..., Any], *
         return run(*(v.view_as(v) if _takes_hooks(v) else v for v in values))
     copies = [v.clone() if isinstance(v, Tensor) else v for v in values]
     result = run(*copies)
-    if any(isinstance(v, Tensor) and v._version for v in copies):
+    if any(isinstance(v, Tensor) and version_of(v) for v in copies):
         on_change()
     return result
 
@@ -75,7 +76,7 @@ class _First:
 
     def __init__(self, values: tuple[Any, ...], module: nn.Module) -> None:
         self._module = module
-        self._inputs = [(value, value._version) for value in values if _counts_changes(value)]
+        self._inputs = [(value, version_of(value)) for value in values if isinstance(value, Tensor)]
         self.state = StageState([module])
 
     def __enter__(self) -> None:
@@ -83,16 +84,12 @@ class _First:
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         if kind is None:
-            if any(value._version != version for value, version in self._inputs):
+            if any(version_of(value) != version for value, version in self._inputs):
                 raise UsageError(
                     f"{type(self._module).__name__} is recomputed, and its forward changes its input in place: work on a copy "
                     "there (inplace=False), or leave the layer out of `recompute`"
                 )
             self.state.forget_unchanged()
-
-
-def _counts_changes(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.is_inference()
 
 
 class _Again:

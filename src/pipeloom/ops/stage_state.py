@@ -11,8 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _NormBase  # of all batch norms; torch has no public name for it
 
+from pipeloom.ops.checksum import version_of
+
+# The dict of a module's buffers, in which a forward may replace, add and remove them. torch has no public name for the dict, and
+# its methods leave out buffers that are None.
+_BUFFERS = "_buffers"
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
 
@@ -81,8 +86,10 @@ class _PartState:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._buffers = dict(module._buffers)
-        self._copies = {name: (b.detach().clone(), b._version) for name, b in self._buffers.items() if b is not None}
+        self._buffer_of = dict(_buffers_of(module))
+        self._copies = {
+            name: (b.detach().clone(), version_of(b)) for name, b in self._buffer_of.items() if b is not None
+        }
         self._attributes = {n: _copy(value) for n, value in module.__dict__.items() if n not in _OF_EVERY_MODULE}
         self._objects = {name: module.__dict__[name] for name in self._attributes}
         self.generators = [(g, g.get_state()) for g in self._objects.values() if isinstance(g, torch.Generator)]
@@ -92,7 +99,7 @@ class _PartState:
         self._copies = {
             name: (copy, version)
             for name, (copy, version) in self._copies.items()
-            if _may_have_changed(self._buffers[name], version)
+            if _may_have_changed(self._buffer_of[name], version)
         }
         now = {n: value for n, value in self.module.__dict__.items() if n not in _OF_EVERY_MODULE}
         objects = self._objects
@@ -100,25 +107,27 @@ class _PartState:
             now[name] is objects[name] and _same_contents(now[name], before)
             for name, before in self._attributes.items()
         )
-        buffers = self.module._buffers
-        replaced = buffers.keys() != self._buffers.keys() or not all(map(is_, buffers.values(), self._buffers.values()))
+        buffers = _buffers_of(self.module)
+        replaced = buffers.keys() != self._buffer_of.keys() or not all(
+            map(is_, buffers.values(), self._buffer_of.values())
+        )
         drawn = any(not torch.equal(generator.get_state(), state) for generator, state in self.generators)
         return bool(self._copies) or not same or replaced or drawn
 
     def swap_in(self, copies: dict[int, Tensor]) -> None:
-        buffers = dict(self._buffers)
+        buffers = dict(self._buffer_of)
         for name, (copy, _) in self._copies.items():
             # Copies, because the graphs of other forwards may hold the buffers themselves.
-            buffers[name] = copies.setdefault(id(self._buffers[name]), copy.clone())
+            buffers[name] = copies.setdefault(id(self._buffer_of[name]), copy.clone())
         self._fill({name: _copy(value) for name, value in self._attributes.items()})
-        self.module.__dict__["_buffers"] = buffers
+        vars(self.module)[_BUFFERS] = buffers
 
     def restore(self) -> None:
         for name, (copy, _) in self._copies.items():
-            buffer = self._buffers[name]
+            buffer = self._buffer_of[name]
             assert buffer is not None
             buffer.copy_(copy)
-        self.module.__dict__["_buffers"] = dict(self._buffers)
+        vars(self.module)[_BUFFERS] = dict(self._buffer_of)
         self._fill({name: _copy(value) for name, value in self._attributes.items()})
 
     def _fill(self, attributes: dict[str, Any]) -> None:
@@ -126,6 +135,11 @@ class _PartState:
         for name in [name for name in held if name not in _OF_EVERY_MODULE and name not in attributes]:
             del held[name]
         held.update(attributes)
+
+
+def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    buffers: dict[str, Tensor | None] = vars(module)[_BUFFERS]
+    return buffers
 
 
 def _copy(value: Any) -> Any:
@@ -146,7 +160,7 @@ def _may_have_changed(buffer: Tensor | None, version: int) -> bool:
 
     Vectors are not compared: their copies are small, and on a GPU a comparison would wait for the device.
     """
-    return buffer is not None and (buffer._version != version or (buffer.is_floating_point() and buffer.ndim < 2))
+    return buffer is not None and (version_of(buffer) != version or (buffer.is_floating_point() and buffer.ndim < 2))
 
 
 def _random_states() -> tuple[Any, Any]:

@@ -113,7 +113,7 @@ class StepStream:
         here.wait_stream(self._stream)
 
 
-CAPACITY = 25 * 2**20  # bytes of a bucket
+CAPACITY = 25 * 2**20  # bytes of a bucket, as in torch's DDP: larger ones start late, smaller ones cost a call each
 # the "stage" of a weight that other pipeline ranks hold too: done once its gradient is summed over them
 AFTER_TIES = -1
 

@@ -18,6 +18,7 @@ def squares(gradients: Sequence[Tensor]) -> list[float]:
     if not filled:
         return []
     wide = any(gradient.dtype == torch.float64 for gradient in filled)
+    # One call for all tensors, where one call each would take longer than the norms; torch documents these functions as beta.
     norms = torch._foreach_norm(filled, 2, dtype=torch.float64 if wide else torch.float32)
     values: list[float] = torch.stack(norms).double().square().tolist()
     return values
@@ -54,7 +55,7 @@ def clip(gradients: Sequence[Tensor], norm: float, most: float) -> None:
     if norm <= most:
         return
     dense = [gradient for gradient in gradients if not gradient.is_sparse]
-    if dense:
+    if dense:  # in one call, as in `squares`
         torch._foreach_mul_(dense, most / (norm + _EPSILON))
     for gradient in gradients:
         if gradient.is_sparse:

@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipeloom.errors import DistributedError, UsageError
 from pipeloom.mesh_shape import AXES, MeshShape, Place
 
+# torch's function that names a group; an internal name, which torch may remove, and the only way to choose a name.
+_NAME_OF_GROUP = "_hash_ranks_to_str"
 _MADE: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 """Default group -> number of groups that `group_of_members` has created per tuple of ranks; equal on all of these ranks."""
 
@@ -45,18 +47,18 @@ def _named_alike(ranks: tuple[int, ...]) -> Iterator[None]:
     first and a middle rank of a pipeline with one group per channel, would wait forever for different keys of the store
     (pytorch/pytorch#189073).
     """
-    name_of = getattr(distributed_c10d, "_hash_ranks_to_str", None)  # an internal name, which torch may remove
+    name_of = getattr(distributed_c10d, _NAME_OF_GROUP, None)
     if name_of is None or dist.get_rank() not in ranks:
         yield
         return
     count = _MADE.setdefault(dist.group.WORLD, Counter())
     words = f"pipeloom {' '.join(map(str, ranks))} {count[ranks]}"
     count[ranks] += 1
-    distributed_c10d._hash_ranks_to_str = lambda ranks: hashlib.sha1(words.encode(), usedforsecurity=False).hexdigest()
+    setattr(distributed_c10d, _NAME_OF_GROUP, lambda _: hashlib.sha1(words.encode(), usedforsecurity=False).hexdigest())
     try:
         yield
     finally:
-        distributed_c10d._hash_ranks_to_str = name_of
+        setattr(distributed_c10d, _NAME_OF_GROUP, name_of)
 
 
 @dataclass(frozen=True)

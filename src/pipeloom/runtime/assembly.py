@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from pipeloom.errors import ConfigError, DistributedError, UsageError, did_you_mean
 from pipeloom.ops import products
@@ -38,7 +39,6 @@ from pipeloom.runtime.tied_weights import (
     SharedParameters,
     Tie,
     frozen_names,
-    layer_of,
     make_ties,
     merged,
     replica_ties,
@@ -47,6 +47,8 @@ from pipeloom.runtime.tied_weights import (
     unknown_names,
 )
 from pipeloom.schedule.model import Schedule
+
+IN_MAIN_GRADIENTS = "micro-batches in main gradients"
 
 GatherObjects = Callable[[Any], list[Any]]
 
@@ -87,6 +89,7 @@ class Assembly:
     @property
     def transient_buffers(self) -> frozenset[str]:
         """Return the names of buffers that a module's own `state_dict` omits (`persistent=False`)."""
+        # torch has no public name for this set, and `state_dict` would call hooks and copy.
         return frozenset(
             f"{name}.{path}.{inner}" if path else f"{name}.{inner}"
             for name, module in self.modules.items()
@@ -95,13 +98,13 @@ class Assembly:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class PipelineSpec:
-    """The arguments of a pipeline, checked as far as one process can.
+    """The arguments of a pipeline, checked as far as one process can. Errors as of `Pipeline`.
 
     Attributes:
         layers, loss, weight, ignore_index, stages, tied, options: as of `Pipeline`.
-        schedule: with messages for the tensors that the layers pass by name.
+        schedule: with messages for the tensors that the layers pass by name; checked, unless `check_first` is False.
         names: of the layers.
         ranges: stage position -> its layers.
         terms: keys of the losses that layers declare.
@@ -115,38 +118,22 @@ class PipelineSpec:
     stages: Sequence[int] | None
     tied: Sequence[Sequence[str]]
     options: RuntimeOptions
-    names: tuple[str, ...]
-    ranges: tuple[range, ...]
-    terms: tuple[str, ...]
+    check_first: InitVar[bool] = True
 
-    @classmethod
-    def of(
-        cls,
-        layers: Sequence[LayerSource],
-        schedule: Schedule,
-        *,
-        loss: Loss,
-        weight: Weight | None,
-        ignore_index: int | None,
-        stages: Sequence[int] | None,
-        tied: Sequence[Sequence[str]],
-        options: RuntimeOptions,
-        check_first: bool = True,
-    ) -> PipelineSpec:
-        """Check the arguments, and the schedule unless `check_first` is False. Errors as of `Pipeline`."""
-        require_arguments(layers, schedule, loss)
-        require_weighing(loss, weight, ignore_index)
-        names = tuple(layer_name(layer, at) for at, layer in enumerate(layers))
-        _check_names(names, options.recompute)
-        ranges = tuple(split_layers(len(layers), schedule.positions, stages))
+    def __post_init__(self, check_first: bool) -> None:
+        require_arguments(self.layers, self.schedule, self.loss)
+        require_weighing(self.loss, self.weight, self.ignore_index)
+        self.names = [layer_name(layer, at) for at, layer in enumerate(self.layers)]
+        _check_names(self.names, self.options.recompute)
+        self.ranges = split_layers(len(self.layers), self.schedule.positions, self.stages)
         declared = ModelNames.of(
-            [LayerNames.of(layer, name) for layer, name in zip(layers, names, strict=True)],
-            [position for position, which in enumerate(ranges) for _ in which],
+            [LayerNames.of(layer, name) for layer, name in zip(self.layers, self.names, strict=True)],
+            [position for position, which in enumerate(self.ranges) for _ in which],
         )
-        schedule = carrying(schedule, declared.tensors)
+        self.terms = declared.terms
+        self.schedule = carrying(self.schedule, declared.tensors)
         if check_first:
-            options.require_runnable(schedule)
-        return cls(layers, schedule, loss, weight, ignore_index, stages, tied, options, names, ranges, declared.terms)
+            self.options.require_runnable(self.schedule)
 
     @property
     def seed(self) -> int:
@@ -189,18 +176,15 @@ def assemble(
         DistributedError: another rank could not build its layers.
     """
     schedule, options = spec.schedule, spec.options
-    everything = len(communications) > 1  # all ranks are here, so that no parameter has a copy elsewhere
-    copies_on = None if everything else _replicated_over(schedule, spec.tied, summed)
     owners, shared = spec.holders(), SharedParameters(spec.layers, spec.names)
     numbers = {number: rank for rank in communications for number in schedule.stages_of[rank]}
-    built, failure = _build_layers(spec, numbers, shared, device, seed, copies_on)
+    built, failure = _build_layers(spec, numbers, shared, device, seed)
     modules = {name: module for each in built.values() for name, module in zip(each.names, each.modules, strict=True)}
     declared = make_ties(spec.tied, owners)
     facts = exchange(
         {
             "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
-            "problems": [*unknown_names(declared, modules), *_not_strided(modules)],
-            "sparse": _sparse(modules),
+            "problems": [*unknown_names(declared, modules), *_unusable(modules, declared, owners, summed)],
             "frozen": frozen_names(modules),
             "shared": shared.facts(),
             "segmented": [number for number, each in built.items() if each.segmented],
@@ -209,12 +193,12 @@ def assemble(
     if failure is not None:
         raise failure
     _refuse(facts)
+    everything = len(communications) > 1  # all ranks are here, so that no parameter has a copy elsewhere
     if everything:
         shared.require_tied(spec.tied, owners)
     shared_facts = [fact["shared"] for fact in facts]
     ties = make_ties(merged([*(tie.names for tie in declared), *shared_groups(shared_facts)]), owners)
     replicated = {layer: holders for layer, holders in owners.items() if len(holders) > 1}
-    _check_sparse([name for fact in facts for name in fact["sparse"]], ties, replicated, summed)
     weights = _share_tied((*ties, *replica_ties(modules, owners, ties)), modules, facts)
     across = {tie: weight for tie, weight in weights.items() if not communications.keys() >= {*tie.holders}}
     if separate_replicas:
@@ -222,7 +206,9 @@ def assemble(
     # The context and the main gradients of linear layers, whose weight gradients autograd does not compute.
     main = MainGradients() if summed is not None else None
     grad_context = WeightGradContext(StageBackward(), main=main, in_place=schedule.splits_backward)
-    foreign = shared.elsewhere(shared_facts, modules)
+    foreign = ForeignLeaves(
+        shared.elsewhere(shared_facts, modules), None if everything else _copies_in_words(schedule, spec.tied, summed)
+    )
     stages = {
         number: Stage(
             number,
@@ -231,7 +217,7 @@ def assemble(
             grad_context,
             schedule.splits_backward or summed is not None or products.uses_onednn(),
             communications[numbers[number]],
-            ForeignLeaves(foreign, copies_on),
+            foreign,
         )
         for number, layers in built.items()
     }
@@ -257,7 +243,6 @@ def _build_layers(
     shared: SharedParameters,
     device: torch.device,
     seed: int,
-    copies_on: str | None,
 ) -> tuple[dict[int, StageModules], Exception | None]:
     """Return stage -> its layers, and the error of the first stage that failed: the other ranks must not wait for this one.
 
@@ -268,9 +253,9 @@ def _build_layers(
     try:
         for number in numbers:
             which = spec.ranges[spec.schedule.position_of[number]]
-            layers = build_stage(spec.layers, which, device, built, spec.options.recompute, seed, shared.add_layer)
-            _refuse_renorming(layers.names, layers.modules, copies_on)
-            stages[number] = layers
+            stages[number] = build_stage(
+                spec.layers, which, device, built, spec.options.recompute, seed, shared.add_layer
+            )
     except Exception as error:
         return stages, error
     return stages, None
@@ -292,22 +277,11 @@ def _with_separate_replicas(stages: Mapping[int, StageModules]) -> dict[int, Sta
     return separate
 
 
-def _replicated_over(schedule: Schedule, tied: Sequence[Sequence[str]], summed: str | None) -> str | None:
+def _copies_in_words(schedule: Schedule, tied: Sequence[Sequence[str]], summed: str | None) -> str | None:
     """Return in words which processes hold copies of parameters that must stay equal."""
-    over = "replicas of two routes" if len(schedule.routes) > 1 else "ranks of tied weights" if tied else None
-    return summed if summed is not None and "main gradients" not in summed else over
-
-
-def _refuse_renorming(names: Sequence[str], modules: Sequence[nn.Module], replicated: str | None) -> None:
-    """Raise ConfigError for embeddings that rescale the rows they use (`max_norm`) if copies of them use other rows."""
-    for layer, module in zip(names, modules, strict=True) if replicated else ():
-        for path, part in module.named_modules():
-            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
-                name = f"{layer}.{path}.weight" if path else f"{layer}.weight"
-                raise ConfigError(
-                    f"{name!r} has max_norm={part.max_norm:g}, which changes the rows that a forward uses, and the copies on the "
-                    f"{replicated} use other rows: build the embedding without max_norm"
-                )
+    if summed is not None and summed != IN_MAIN_GRADIENTS:
+        return summed
+    return "replicas of two routes" if len(schedule.routes) > 1 else "ranks of tied weights" if tied else None
 
 
 def _check_names(names: Sequence[str], recompute: Literal["none", "full"] | frozenset[str]) -> None:
@@ -319,7 +293,9 @@ def _check_names(names: Sequence[str], recompute: Literal["none", "full"] | froz
             )
     if len(set(names)) != len(names):
         raise ConfigError(f"two layers are called {next(n for n in names if names.count(n) > 1)!r}; names must differ")
-    _check_recompute(recompute, names)
+    for name in sorted(recompute) if isinstance(recompute, frozenset) else ():
+        if name not in names:
+            raise ConfigError(f"recompute: no layer is called {name!r}{did_you_mean(name, names)}")
 
 
 def _share_tied(
@@ -338,12 +314,6 @@ def _share_tied(
     return weights
 
 
-def _check_recompute(recompute: Literal["none", "full"] | frozenset[str], names: Sequence[str]) -> None:
-    for name in sorted(recompute) if isinstance(recompute, frozenset) else ():
-        if name not in names:
-            raise ConfigError(f"recompute: no layer is called {name!r}{did_you_mean(name, names)}")
-
-
 def _refuse(facts: Sequence[Mapping[str, Any]]) -> None:
     """Raise, on every rank, the problems that any rank found while it built its layers."""
     for other, rank_facts in enumerate(facts):
@@ -354,39 +324,47 @@ def _refuse(facts: Sequence[Mapping[str, Any]]) -> None:
         raise ConfigError(list(problems))
 
 
-def _not_strided(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return a sentence for each parameter here that is sparse or nested, or a wrapper of other tensors that trains."""
-    return [
-        f"{layer}.{name} is a {layout_name(parameter)} parameter, and Pipeloom reduces and saves strided ones: make it from "
-        "a strided parameter in the forward, or register it as a buffer if it does not train"
-        for layer, module in modules.items()
-        for name, parameter in module.named_parameters()
-        if not is_strided(parameter) or (parameter.requires_grad and memory_of(parameter) is None)
-    ]
-
-
-def _sparse(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return the names of the weights here with sparse gradients."""
-    return [
-        f"{layer}.{path}.weight" if path else f"{layer}.weight"
-        for layer, module in modules.items()
-        for path, part in module.named_modules()
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad
-    ]
-
-
-def _check_sparse(
-    sparse: Sequence[str], ties: Sequence[Tie], replicated: Mapping[str, Any], summed: str | None
-) -> None:
-    """Raise ConfigError for sparse gradients that would have to be summed over processes."""
-    for name in sparse:
-        tied = any(name in tie.names and len(tie.holders) > 1 for tie in ties)
-        over = summed or ("the ranks of tied weights" if tied else "")
-        over = over or ("the replicas of two routes" if layer_of(name, replicated) else "")
-        if over:
-            raise ConfigError(
-                f"{name!r} has sparse gradients, which are not summed over {over}: build the embedding with sparse=False"
+def _unusable(
+    modules: Mapping[str, nn.Module],
+    ties: Sequence[Tie],
+    owners: Mapping[str, tuple[int, ...]],
+    summed: str | None,
+) -> Iterator[str]:
+    """Yield a sentence for each parameter or buffer here that a pipeline cannot train, sum or save."""
+    for layer, module in modules.items():
+        for name, value in (*module.named_parameters(), *module.named_buffers()):
+            if is_lazy(value):
+                yield (
+                    f"layer {layer!r} has a lazy module: {name!r} has no shape yet; build it with its sizes, or call the layer "
+                    "once on an example first"
+                )
+            elif isinstance(value, nn.Parameter) and not (is_strided(value) and _has_memory(value)):
+                yield (
+                    f"{layer}.{name} is a {layout_name(value)} parameter, and Pipeloom reduces and saves strided ones: make it "
+                    "from a strided parameter in the forward, or register it as a buffer if it does not train"
+                )
+        for path, part in module.named_modules():
+            if not isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+                continue
+            name = f"{layer}.{path}.weight" if path else f"{layer}.weight"
+            tied = any(name in tie.names and len(tie.holders) > 1 for tie in ties)
+            copies = (
+                "the ranks of tied weights" if tied else "replicas of two routes" if len(owners[layer]) > 1 else None
             )
+            over = summed or copies
+            if over and part.sparse and part.weight.requires_grad:
+                yield f"{name!r} has sparse gradients, which are not summed over {over}: build the embedding with sparse=False"
+            over = copies if summed == IN_MAIN_GRADIENTS else over
+            if over and part.max_norm is not None:
+                yield (
+                    f"{name!r} has max_norm={part.max_norm:g}, which changes the rows that a forward uses, and the copies on "
+                    f"{over} use other rows: build the embedding without max_norm"
+                )
+
+
+def _has_memory(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter has memory of its own, if it trains: a frozen wrapper (a quantized weight) needs none."""
+    return not parameter.requires_grad or memory_of(parameter) is not None
 
 
 def _held(
@@ -424,7 +402,7 @@ class BuiltParameters:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], summed: str | None) -> None:
-        # The dicts of each part, not `named_parameters`, which would take longer than an action in every step.
+        # The dicts of each part, which have no public name: `named_parameters` would take longer than an action in every step.
         self._dicts = [
             (f"{layer}.{path}" if path else layer, held, tuple(held.items()))
             for layer, module in modules.items()

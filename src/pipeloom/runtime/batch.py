@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -129,9 +130,13 @@ def split_batch(
     keywords: Mapping[str, Any],
     sizes: Sequence[int],
     weighing: Weighing,
+    contexts: bool = True,
 ) -> Microbatches:
     """Cut every tensor along its first dimension, also in tuples, lists and dicts. Other values, and tensors with another
     first dimension, are passed to all micro-batches.
+
+    Args:
+        contexts: whether a layer takes the micro-batch's context.
 
     Raises UsageError if a micro-batch would be empty, for targets in a dict or, unless they are weighed or shared, with
     another number of rows, for a sparse or nested tensor with a row for each
@@ -159,24 +164,21 @@ def split_batch(
         )
     parts = [_cut(value, sizes, rows) for value in positional]
     wanted = [_cut(value, sizes, rows) for value in (targets, *keywords.values())]
-    each_targets, each_keywords = wanted[0], wanted[1:]
+    each_targets = wanted[0]
     each_inputs = tuple(zip(*parts, strict=True))
-    keyword_parts = tuple(
-        dict(zip(keywords, values, strict=True))
-        for values in (zip(*each_keywords, strict=True) if keywords else [()] * len(sizes))
-    )
+    each_keywords = tuple(zip(*wanted[1:], strict=True)) if keywords else ((),) * len(sizes)
+    keyword_parts = tuple([dict(zip(keywords, values, strict=True)) for values in each_keywords])
     shares = _shares(targets, each_targets, sizes, rows, weighing)
-    first = weighing.replica * len(shares)
-    starts = [weighing.replica * rows + sum(sizes[:at]) for at in range(len(sizes))]
-    contexts = [
-        {KEYWORD: _context(weighing.step, first + at, share, starts[at], sizes[at])} for at, share in enumerate(shares)
-    ]
+    if contexts:
+        starts = accumulate(sizes[:-1], initial=weighing.replica * rows)
+        for at, (start, keyword_part) in enumerate(zip(starts, keyword_parts, strict=True)):
+            index = weighing.replica * len(sizes) + at
+            keyword_part[KEYWORD] = _context(weighing.step, index, shares[at], start, sizes[at])
+    # The parts of the same number of rows have the same shapes.
+    examples = dict(zip(sizes, zip(each_inputs, each_keywords, strict=True), strict=True))
+    signatures = {size: signature((*i, *k)) for size, (i, k) in examples.items()}
     return Microbatches(
-        each_inputs,
-        tuple(each_targets),
-        tuple({**context, **of_part} for context, of_part in zip(contexts, keyword_parts, strict=True)),
-        shares,
-        tuple(signature((*i, *k.values())) for i, k in zip(each_inputs, keyword_parts, strict=True)),
+        each_inputs, tuple(each_targets), keyword_parts, shares, tuple([signatures[size] for size in sizes])
     )
 
 

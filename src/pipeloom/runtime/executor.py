@@ -10,8 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,43 +20,31 @@ from pipeloom.ops.segments import report_standstills_to
 from pipeloom.runtime.batch import Microbatches
 from pipeloom.runtime.health.fault_injection import Faults
 from pipeloom.runtime.health.status import Status
-from pipeloom.runtime.loss import Loss, LossSum, share_of_loss
+from pipeloom.runtime.loss import Loss, LossSum, MicrobatchLoss
 from pipeloom.runtime.overlap import CommStream, Coroutine, interleave
 from pipeloom.runtime.p2p.base import Delivery, Outgoing, Transport
 from pipeloom.runtime.program import Instruction, RankProgram
-from pipeloom.runtime.stage import GiveToTerm, ShareOfLoss, Stage, StageOutputs
+from pipeloom.runtime.stage import Stage, StageOutputs
 from pipeloom.runtime.tensor_spec import BoundaryValues, ShapeCache, TensorSpecs, boundary_of
 from pipeloom.schedule.actions import OUTPUT, Action, kind_of
 from pipeloom.schedule.channels import Edge, Message
 
 
-class ActionClock(Protocol):
-    """Clock that marks moments of a step; afterwards each mark has a time, in seconds of `time.perf_counter`."""
-
-    def begin(self) -> None:
-        """Start a step."""
-
-    def now(self) -> Any:
-        """Return a mark of the present moment."""
-
-    def seconds(self, marks: Iterable[Any]) -> list[float]:
-        """Return the times of marks of this step."""
-
-
 class HostClock:
-    """Clock of the host. For actions on a GPU it gives the times of their launches."""
+    """Clock of the host: marks moments of a step, in seconds of `time.perf_counter`. For actions on a GPU those of launches."""
 
     now = staticmethod(time.perf_counter)
 
     def begin(self) -> None:
-        """Do nothing."""
+        """Start a step."""
 
     def seconds(self, marks: Iterable[float]) -> list[float]:
+        """Return the times of marks of this step."""
         return list(marks)
 
 
 class DeviceClock:
-    """Clock of a CUDA device: the time at which it reaches a mark on its current stream. Reading a time waits for the device."""
+    """Clock of a CUDA device, as `HostClock`: a mark is reached on its current stream. Reading a time waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -82,7 +69,7 @@ class DeviceClock:
         return self._at + milliseconds / 1e3
 
 
-def clock_for(device: torch.device, traced: bool) -> ActionClock:
+def clock_for(device: torch.device, traced: bool) -> HostClock | DeviceClock:
     """Return the clock for actions on `device`; `traced`: a step may wait for the device at its ends."""
     return DeviceClock(device) if traced and device.type == "cuda" else HostClock()
 
@@ -164,7 +151,7 @@ class Executor:
         loss: Loss,
         specs: ShapeCache,
         communications: CommStream,
-        clock: ActionClock,
+        clock: HostClock | DeviceClock,
         checksums: bool = False,
     ) -> None:
         self.program = program
@@ -195,6 +182,10 @@ class Executor:
         """The result of each rank that it runs: of this one."""
         return [self.result]
 
+    def resume(self) -> None:
+        """Count waits inside layers as those of this rank from now on; another rank of this thread may have run."""
+        report_standstills_to(self.communications.standing_still)
+
     def begin(self, batch: Microbatches, keep_outputs: bool = False) -> None:
         """Start a run: discard what an earlier one left, and open the first receives."""
         self.batch = batch
@@ -212,6 +203,7 @@ class Executor:
         self.communications.exposed()  # left by an evaluation or a failed step
         self.specs.begin([(self.training, *each) for each in batch.signatures])
         self.clock.begin()
+        self.resume()
         # Of program entries: marks of the clock, and for an interleaved pair the forward's share of its time.
         self._starts: list[Any] = []
         self._ends: list[Any] = []
@@ -237,7 +229,6 @@ class Executor:
         ]
         if instruction.completes_stages:
             self._announce_last_backwards(instruction.completes_stages)
-        report_standstills_to(self.communications.standing_still)  # another rank of this thread may have run
         self._starts.append(self.clock.now())
         if len(instruction.actions) > 1 and any(self.stages[action.stage].segmented for action in instruction.actions):
             outgoing = self._overlapped_pair(instruction, received)
@@ -295,40 +286,28 @@ class Executor:
 
     def _forward(self, action: Action, received: Deliveries) -> Deliveries:
         """Run F; on a route's last stage, with the loss."""
-        _, index, mb = action
-        stage, program = self.stages[index], self.program.stages[index]
         values, specs = self._forward_inputs(action, received)
-        if self.keep_outputs and program.gives is None:
-            self.result.outputs[mb] = stage.compute(values, self.batch.keywords[mb], program, self.hooks.before_layer)
-            outputs = StageOutputs((), {})
-        else:
-            outputs = stage.forward(
-                mb,
-                values,
-                specs,
-                self.batch.keywords[mb],
-                program,
-                None if program.gives is not None else self._share_of_loss(action),
-                None if stage.silent else self._share_of_term(action),
-                self.hooks.before_layer,
-            )
+        outputs = self.stages[action.stage].forward(
+            action.microbatch,
+            values,
+            specs,
+            self.batch.keywords[action.microbatch],
+            self.program.stages[action.stage],
+            self._loss_of(action.microbatch),
+            self.hooks.before_layer,
+        )
         return self._forward_done(action, outputs, received)
 
     def _backward(self, action: Action, received: Deliveries) -> Deliveries:
-        """B."""
+        """Run B: input and weight gradients of one micro-batch; or I, after which it stays alive until its W."""
+        keeps_weights = action.kind == "I"
         gradients = self._output_gradients(action, received)
-        inputs = self.stages[action.stage].backward(action.microbatch, gradients)
-        self._alive -= 1
-        return self._backward_done(action, inputs, received)
-
-    def _input_grad(self, action: Action, received: Deliveries) -> Deliveries:
-        """I: the micro-batch stays alive until its W."""
-        gradients = self._output_gradients(action, received)
-        inputs = self.stages[action.stage].input_grad(action.microbatch, gradients)
+        inputs = self.stages[action.stage].backward(action.microbatch, gradients, keeps_weights)
+        self._alive -= not keeps_weights
         return self._backward_done(action, inputs, received)
 
     def _weight_grad(self, action: Action, received: Deliveries) -> Deliveries:
-        """W."""
+        """Run W: the weight gradients of one micro-batch."""
         self.stages[action.stage].weight_grad(action.microbatch)
         self._alive -= 1
         return {}
@@ -369,20 +348,18 @@ class Executor:
     def _forward_in_segments(self, action: Action, received: Deliveries) -> Coroutine[Deliveries]:
         """As `_forward` in a training step, yielding where it would wait for a communication."""
         values, specs = self._forward_inputs(action, received)
-        keywords, program = self.batch.keywords[action.microbatch], self.program.stages[action.stage]
         outputs = yield from self.stages[action.stage].forward_in_segments(
             action.microbatch,
             values,
             specs,
-            keywords,
-            program,
-            self._share_of_loss(action),
-            self._share_of_term(action),
+            self.batch.keywords[action.microbatch],
+            self.program.stages[action.stage],
+            self._loss_of(action.microbatch),
         )
         return self._forward_done(action, outputs, received)
 
     def _backward_in_segments(self, action: Action, received: Deliveries) -> Coroutine[Deliveries]:
-        """As `_backward` or `_input_grad`, yielding where it would wait for a communication."""
+        """As `_backward`, yielding where it would wait for a communication."""
         keeps_weights = action.kind == "I"
         gradients = self._output_gradients(action, received)
         inputs = yield from self.stages[action.stage].backward_in_segments(action.microbatch, gradients, keeps_weights)
@@ -434,21 +411,11 @@ class Executor:
         delivery = received[edge] if edge in received else self._local.pop(("gradient", edge, microbatch))
         return delivery.values
 
-    def _share_of_loss(self, action: Action) -> ShareOfLoss | None:
-        """Return the function from a last stage's output to the micro-batch's share of the loss; None for other stages. Losses
-        are scaled only here and in `_share_of_term`.
-        """
-        if self.program.stages[action.stage].gives is not None:
+    def _loss_of(self, microbatch: int) -> MicrobatchLoss | None:
+        """Return the loss of a micro-batch, for the stages that compute one; None: outputs only."""
+        if self.keep_outputs:
             return None
-        targets, share = self.batch.targets[action.microbatch], self.batch.shares[action.microbatch]
-        return partial(share_of_loss, self.loss, targets=targets, share=share)
-
-    def _share_of_term(self, action: Action) -> GiveToTerm | None:
-        """Return the function from a loss term of a layer and its value to its share; None: terms are not computed."""
-        if self.keep_outputs or self.stages[action.stage].silent:
-            return None
-        targets, share = self.batch.targets[action.microbatch], self.batch.shares[action.microbatch]
-        return lambda term, value: share_of_loss(term.loss, value, targets, share)
+        return MicrobatchLoss(self.loss, self.batch.targets[microbatch], self.batch.shares[microbatch])
 
     def _forward_done(self, action: Action, outputs: StageOutputs, received: Deliveries) -> Deliveries:
         """Distribute a forward's outputs to other stages, and add its losses to the sums."""
@@ -463,7 +430,10 @@ class Executor:
             self.result.loss.add_term(key, share, weight)
         program = self.program.stages[action.stage]
         deliveries: dict[Edge, Delivery] = {}
-        if program.gives is not None:
+        if program.gives is None:
+            if self.keep_outputs:
+                self.result.outputs[action.microbatch] = outputs.result
+        else:
             self._give(program.gives, action.microbatch, outputs.values, deliveries)
         for name, edges in program.writes.items():
             for edge in edges:
@@ -573,6 +543,6 @@ def _handed_over(edge: Edge, values: BoundaryValues) -> BoundaryValues:
 _EXECUTE: dict[str, Callable[[Executor, Action, Deliveries], Deliveries]] = {
     "F": Executor._forward,
     "B": Executor._backward,
-    "I": Executor._input_grad,
+    "I": Executor._backward,
     "W": Executor._weight_grad,
 }

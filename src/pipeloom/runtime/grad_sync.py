@@ -21,7 +21,7 @@ from pipeloom.parallel.data import AFTER_TIES, GradientSync
 from pipeloom.parallel.grad_norm import clip, global_norm, square_norm
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.runtime import tied_weights as ties
-from pipeloom.runtime.assembly import Assembly
+from pipeloom.runtime.assembly import IN_MAIN_GRADIENTS, Assembly
 from pipeloom.runtime.executor import StepHooks
 from pipeloom.runtime.health.fault_injection import Faults
 from pipeloom.runtime.health.report import FailureReporter
@@ -54,7 +54,7 @@ class StepGradients:
         self._alarm = alarm
         self._shared = ties.by_holders(assembly.ties)
         self._tied = ties.by_holders({tie: weight for tie, weight in assembly.ties.items() if len(tie.names) > 1})
-        self._parameters = assembly.parameters
+        self._by_name = assembly.parameters
         self._before: list[Tensor | None] = []
         self._warned = False
         self.sync: GradientSync | None = None
@@ -221,7 +221,7 @@ class StepGradients:
         Raises UsageError if gradients have not been summed over the replicas yet.
         """
         if self.sync is None:
-            return [(name, p.grad) for name, p in self._parameters.items() if p.grad is not None]
+            return [(name, p.grad) for name, p in self._by_name.items() if p.grad is not None]
         gradients = []
         for bucket in self.sync.buckets:
             if bucket.content == "local":
@@ -255,7 +255,7 @@ def summed_over(mesh: Mesh, options: RuntimeOptions) -> str | None:
         return "data-parallel replicas"
     if mesh.tp.size > 1:
         return "tensor-parallel ranks"
-    return "micro-batches in main gradients" if options.main_gradients or options.shard_gradients else None
+    return IN_MAIN_GRADIENTS if options.main_gradients or options.shard_gradients else None
 
 
 def checked_max_norm(max_norm: float) -> float:

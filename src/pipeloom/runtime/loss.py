@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeloom.errors import ConfigError, UsageError
+from pipeloom.ops.layer import LossTerm
 from pipeloom.parallel.collectives import Tag, carrier_of
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.health.report import FailureReporter
@@ -45,32 +46,50 @@ class _Transfers:
 _TRANSFERS: WeakKeyDictionary[Any, _Transfers] = WeakKeyDictionary()
 
 
-def share_of_loss(loss: Callable[[Any, Any], Tensor], output: Any, targets: Any, share: float) -> Tensor:
-    """Return `share * loss(output, targets)`, 0-dim; for a share of 0, zero with a zero gradient.
+class MicrobatchLoss(NamedTuple):
+    """The loss of one micro-batch.
 
-    A mean over no target is NaN, and so is 0 times it, so the loss is not called for such a micro-batch.
-
-    Raises UsageError if the loss does not return one number, or the share is NaN.
+    Attributes:
+        loss, targets: as given to the pipeline, and this micro-batch's part of the targets.
+        share: the micro-batch's share of the step's mean. Losses are scaled by nothing else.
     """
-    if share == 0:
-        return _zero(output)
-    if math.isnan(share):
-        raise UsageError("the targets are on the meta device on a rank that computes a loss; pass the real ones")
-    value = loss(output, targets)
-    if not isinstance(value, Tensor):
-        raise UsageError(f"the loss returned {type(value).__name__}; it must return a tensor with one number, a mean")
-    if not value.is_floating_point():
-        raise UsageError(
-            f"the loss returned a tensor of {str(value.dtype).removeprefix('torch.')}; it must return a real number, a mean"
-        )
-    if value.ndim:
-        if value.numel() != 1:
+
+    loss: Loss
+    targets: Any
+    share: float
+
+    def mean(self, output: Any, loss: Loss | None = None) -> Tensor:
+        """Return `loss(output, targets)`, 0-dim, without the share; for a share of 0, zero with a zero gradient.
+
+        A mean over no target is NaN, and so is 0 times it, so the loss is not called for such a micro-batch.
+
+        Raises UsageError if the loss does not return one number, or the share is NaN.
+        """
+        if self.share == 0:
+            return _zero(output)
+        if math.isnan(self.share):
+            raise UsageError("the targets are on the meta device on a rank that computes a loss; pass the real ones")
+        value = (loss or self.loss)(output, self.targets)
+        if not isinstance(value, Tensor):
             raise UsageError(
-                f"the loss returned a tensor of shape {list(value.shape)}; it must return one number, the mean over the "
-                "micro-batch's targets"
+                f"the loss returned {type(value).__name__}; it must return a tensor with one number, a mean"
             )
-        value = value.reshape(())
-    return value * share
+        if not value.is_floating_point():
+            dtype = str(value.dtype).removeprefix("torch.")
+            raise UsageError(f"the loss returned a tensor of {dtype}; it must return a real number, a mean")
+        if value.ndim:
+            if value.numel() != 1:
+                raise UsageError(
+                    f"the loss returned a tensor of shape {list(value.shape)}; it must return one number, the mean over the "
+                    "micro-batch's targets"
+                )
+            value = value.reshape(())
+        # A backward starts at a node of the graph, and a leaf has none.
+        return value.clone() if value.requires_grad and value.is_leaf else value
+
+    def share_of_term(self, term: LossTerm, value: Any) -> Tensor:
+        """Return the share of a layer's loss of `value` in its mean over the step, without the term's weight."""
+        return self.mean(value, term.loss) * self.share
 
 
 def require_weighing(loss: object, weight: object, ignore_index: int | None) -> None:

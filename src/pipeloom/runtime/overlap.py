@@ -86,6 +86,7 @@ def split_at_communications(layers: StageModules, keywords: Mapping[str, Any]) -
 
 def _has_hooks(module: Any) -> bool:
     """Return whether `module(...)` does more than its forward."""
+    # torch has no public way to see a module's hooks. An overlapped pair calls segments, not `module(...)`.
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )

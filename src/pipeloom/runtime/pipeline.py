@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.errors import ConfigError, DistributedError, ScheduleError, UsageError
 from pipeloom.ops.checksum import checksums
+from pipeloom.ops.layer import KEYWORD
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.exchange import all_gather_json, all_gather_tree
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
@@ -106,16 +107,7 @@ class Pipeline:
         tied: Sequence[Sequence[str]] = (),
         options: RuntimeOptions = RuntimeOptions(),
     ) -> None:
-        spec = PipelineSpec.of(
-            layers,
-            schedule,
-            loss=loss,
-            weight=weight,
-            ignore_index=ignore_index,
-            stages=stages,
-            tied=tied,
-            options=options,
-        )
+        spec = PipelineSpec(layers, schedule, loss, weight, ignore_index, stages, tied, options)
         self._take(spec, Mesh.resolve(mesh))
         _require_processes(schedule.ranks, self.ranks)
         if options.watchdog is not None:
@@ -247,7 +239,7 @@ class Pipeline:
 
     def _follow(self, schedule: Schedule) -> None:
         """Run `schedule` from the next step on: pairs of stages without segments as a forward and a backward."""
-        schedule = as_executed(schedule, self._assembly.segmented, self.options)
+        schedule = as_executed(schedule, self._assembly.segmented)
         programs = [engine.programs_of(schedule) for engine in self._engines]
         for engine, each in zip(self._engines, programs, strict=True):
             engine.programs = each
@@ -280,6 +272,8 @@ class Pipeline:
                 `RuntimeOptions.shared_targets`).
             DistributedError: ranks of one replica passed different batches (see `RuntimeOptions.check_every`).
         """
+        self._keywords.require("step", keywords)
+        require_targets("step", targets)
         return self.forward_backward(inputs, targets, **keywords).wait()
 
     def forward_backward(self, inputs: Any, targets: Any = None, **keywords: Any) -> PendingLoss:
@@ -287,7 +281,7 @@ class Pipeline:
         status, begun = self._status, time.monotonic()
         first = status.phase == "first step"
         self._before_step({"inputs": inputs, "targets": targets, **keywords})
-        batch = self._split("step", inputs, targets, keywords, self.schedule.microbatches)
+        batch = self._split("forward_backward", inputs, targets, keywords, self.schedule.microbatches)
         buffers = self._checksums_of_replicas() if first else {}
         self._gradients.begin()
         executor = self._executor(None)
@@ -366,7 +360,8 @@ class Pipeline:
             ):
                 self._gradients.wait_for_weights()
                 mine = replicas.replicated(self._assembly, self.mesh)
-                differences = replicas.compare({key: each.tensor for key, each in mine.items()}, self.run_control)
+                tensors = {key: each.tensor for key, each in mine.items()}
+                differences = replicas.compare(tensors, self.run_control, self.mesh.shape)
                 replicas.require_alike(differences, self.mesh)
                 if differences and self.options.init == "check":
                     raise DistributedError(
@@ -654,7 +649,8 @@ class Pipeline:
             self.next_step,
             self.options.shared_targets,
         )
-        return split_batch(inputs, targets, keywords, sizes, weighing)
+        contexts = KEYWORD in self._keywords.names
+        return split_batch(inputs, targets, keywords, sizes, weighing, contexts)
 
     def _reported_weight(self, targets: Any) -> float | Tensor:
         """The caller's weight of a micro-batch's targets; the other ranks are told of what it raises."""
@@ -691,17 +687,7 @@ class LocalPipeline(Pipeline):
         check_first: bool = True,
         separate_replicas: bool = False,
     ) -> None:
-        spec = PipelineSpec.of(
-            layers,
-            schedule,
-            loss=loss,
-            weight=weight,
-            ignore_index=ignore_index,
-            stages=stages,
-            tied=tied,
-            options=options,
-            check_first=check_first,
-        )
+        spec = PipelineSpec(layers, schedule, loss, weight, ignore_index, stages, tied, options, check_first)
         self._take(spec, Mesh.of_pipeline(PipelineMesh((0,), 0, None)))
         self._transports = _InProcessTransports(schedule.ranks)
         statuses = {rank: Status(rank) for rank in range(schedule.ranks)}
@@ -756,6 +742,7 @@ class _ExecutorOfAllRanks:
         while any(executor.unfinished for executor in self._executors):
             progress = False
             for executor in self._executors:
+                executor.resume()
                 while executor.unfinished and executor.missing() is None:
                     executor.execute_next()
                     progress = True

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.errors import DistributedError
+from pipeloom.mesh_shape import MeshShape
 from pipeloom.ops.checksum import checksums
 from pipeloom.parallel.collectives import start_collective
 from pipeloom.parallel.exchange import all_gather_json
@@ -52,13 +53,13 @@ class Difference:
 
     Attributes:
         key: name of the tensor, and its part.
-        first, other: two processes with different values.
-        kinds: the dtype and shape on each of the two, as text.
+        same, others: the processes with the value of the first holder, and those with another one.
+        kinds: dtype and shape on the first of each, as text.
     """
 
     key: str
-    first: int
-    other: int
+    same: tuple[int, ...]
+    others: tuple[int, ...]
     kinds: tuple[str, str]
 
 
@@ -89,24 +90,56 @@ def replicated(assembly: Assembly, mesh: Mesh) -> dict[str, Replicated]:
     return dict(sorted(keyed.items()))
 
 
-def compare(mine: Mapping[str, Tensor], group: Any) -> list[Difference]:
-    """Return the tensors of equal keys that are not equal, the same list on every rank. Collective over `group`."""
-    values = checksums(list(mine.values()))
-    sums = {key: [_kind(tensor), value] for (key, tensor), value in zip(mine.items(), values, strict=True)}
-    known: dict[str, tuple[int, list[Any]]] = {}
-    differences: dict[str, Difference] = {}
-    for number, theirs in enumerate(all_gather_json(sums, group)):
-        for key, value in theirs.items():
-            first, expected = known.setdefault(key, (number, value))
-            if value != expected:
-                differences.setdefault(key, Difference(key, first, number, (expected[0], value[0])))
-    return [differences[key] for key in sorted(differences)]
+def compare(mine: Mapping[str, Tensor], group: Any, shape: MeshShape, tolerance: float = 0.0) -> list[Difference]:
+    """Return the tensors of equal keys that are not equal, the same list on every process. Collective over `group`.
+
+    Args:
+        shape, tolerance: as of `differences`.
+    """
+    tensors = list(mine.values())
+    norms = [0.0] * len(tensors)
+    if tolerance and tensors:
+        norms = torch.stack([tensor.detach().double().norm() for tensor in tensors]).tolist()
+    values = zip(map(_kind, tensors), checksums(tensors), norms, strict=True)
+    return differences(all_gather_json(dict(zip(mine, values, strict=True)), group), shape, tolerance)
+
+
+def differences(
+    everyone: Sequence[Mapping[str, Sequence[Any]]], shape: MeshShape, tolerance: float = 0.0
+) -> list[Difference]:
+    """Return the keys with unequal values, sorted.
+
+    Args:
+        everyone: process -> key -> (kind, checksum, norm). Values are equal if kinds and checksums are.
+        tolerance: two processes with different places in tp may also have norms that differ by at most `tolerance` times
+            the larger one.
+    """
+    holders: dict[str, dict[int, Sequence[Any]]] = {}
+    for process, sums in enumerate(everyone):
+        for key, value in sums.items():
+            holders.setdefault(key, {})[process] = value
+
+    def equal(one: int, other: int, values: Mapping[int, Sequence[Any]]) -> bool:
+        (kind, checksum, norm), (other_kind, other_checksum, other_norm) = values[one], values[other]
+        if kind != other_kind or checksum == other_checksum:
+            return bool(kind == other_kind)
+        if not tolerance or shape.place(one).tp == shape.place(other).tp:
+            return False
+        return bool(abs(norm - other_norm) <= tolerance * max(abs(norm), abs(other_norm)))
+
+    different = []
+    for key, values in sorted(holders.items()):
+        same = tuple(process for process in values if equal(min(values), process, values))
+        others = tuple(process for process in values if process not in same)
+        if others:
+            different.append(Difference(key, same, others, (values[min(values)][0], values[others[0]][0])))
+    return different
 
 
 def words(differences: Sequence[Difference], mesh: Mesh) -> str:
     """Return the differences as the beginning of a sentence: `"'a.weight' and 2 more differ between rank 0 and rank 2"`."""
     first, names = differences[0], Names(mesh)
-    here, there = names.of(first.first), names.of(first.other)
+    here, there = names.of(first.same[0]), names.of(first.others[0])
     if first.kinds[0] != first.kinds[1]:
         return f"{first.key!r} is {first.kinds[0]} on {here} and {first.kinds[1]} on {there}"
     more = f" and {len(differences) - 1} more differ" if len(differences) > 1 else " differs"
@@ -181,7 +214,7 @@ class BatchCheck:
         """
         of_replica = f" of replica {self._mesh.place.dp}" if self._mesh.shape.dp > 1 else ""
         named = {f"{name}{of_replica}": tensor for name, tensor in _named_tensors(arguments)}
-        return compare(named, group)
+        return compare(named, group, self._mesh.shape)
 
     def require_none(self, differences: Sequence[Difference], step: int) -> None:
         """Raise DistributedError, on every rank, if there are differences in the batch of step `step`."""

@@ -2,7 +2,7 @@
 
 A stage whose layers declare no segments runs them one after the other, and its backward is a single call of autograd. A
 segmented stage is cut at its communications (runtime/overlap.py); its forward and backward are coroutines, which
-`forward`, `backward` and `input_grad` run to their end and an overlapped pair interleaves.
+`forward` and `backward` run to their end and an overlapped pair interleaves.
 """
 
 from __future__ import annotations
@@ -18,22 +18,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeloom.errors import ConfigError, UsageError
+from pipeloom.ops.checksum import version_of
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients, run_backward
-from pipeloom.ops.layer import LossTerm
 from pipeloom.ops.recompute import recomputed
 from pipeloom.ops.segments import Communication, carries, saved_of
 from pipeloom.ops.stage_state import batch_statistics
+from pipeloom.runtime.loss import MicrobatchLoss
 from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
 from pipeloom.runtime.program import StageProgram
 from pipeloom.runtime.stage_modules import StageModules
 from pipeloom.runtime.tensor_spec import BoundaryValues, TensorSpecs, as_values, require_plain, tensors_in
-
-ShareOfLoss = Callable[[Any], Tensor]
-"""The output of a route's last stage -> the micro-batch's share of the step's loss, 0-dim."""
-
-GiveToTerm = Callable[[LossTerm, Any], Tensor]
-"""A layer's loss term and the value for it -> the micro-batch's share of the step's mean, 0-dim, without the term's weight."""
-
 
 _FIRST = 64  # forwards per stage; a layer that changes its input in place does so in one of them
 
@@ -44,6 +38,7 @@ class StageOutputs(NamedTuple):
     Attributes:
         values: outputs for the next stage, attached to the graph; empty for a route's last stage.
         tensors: the tensors that later stages read by name, attached too.
+        result: what the last layer of a route returned, if no loss is computed.
         loss: the share of the step's loss, detached; only for a route's last stage.
         terms: (key, share of its mean, weight) of each of the layers' losses, detached.
         unreached: whether the loss carries no gradient although all of the output from which it is computed does.
@@ -51,6 +46,7 @@ class StageOutputs(NamedTuple):
 
     values: BoundaryValues
     tensors: Mapping[str, Tensor | None]
+    result: Any = None
     loss: Tensor | None = None
     terms: tuple[tuple[str, Tensor, float], ...] = ()
     unreached: bool = False
@@ -69,14 +65,14 @@ class SavedGroup:
     Attributes:
         inputs: inputs of the group; those that carry a gradient are leaves.
         roots: gradient edges of its outputs, at which its backward starts (their storage may be freed).
-        losses: shares of the step's loss, at which it starts too.
+        losses: the layers' losses and the mean loss, at which it starts too, with their gradients.
         after: the communication that follows the group.
         saved: the saved state of that communication, for its backward.
     """
 
     inputs: tuple[Any, ...]
     roots: tuple[GradientEdge, ...] = ()
-    losses: tuple[Tensor, ...] = ()
+    losses: tuple[tuple[Tensor, float], ...] = ()
     after: Communication | None = None
     saved: tuple[Any, ...] = ()
 
@@ -154,8 +150,7 @@ class Stage:
         specs: TensorSpecs | None,
         keywords: Mapping[str, Any],
         program: StageProgram,
-        loss: ShareOfLoss | None = None,
-        term: GiveToTerm | None = None,
+        loss: MicrobatchLoss | None = None,
         before_layer: Callable[[str], None] | None = None,
     ) -> StageOutputs:
         """F: return the outputs, attached to the graph; for a route's last stage only the loss, detached.
@@ -165,8 +160,8 @@ class Stage:
             specs: specs of the inputs, which tell those that carry a gradient; None: inputs of the user, without gradients.
             keywords: the micro-batch's keyword arguments; each layer gets those that its forward takes.
             program: the stage's part of the schedule.
-            loss: the loss function, for a route's last stage.
-            term: function that computes shares of layers' losses; None: they are not computed.
+            loss: the micro-batch's loss, for a route's last stage and for layers with losses of their own; None: neither is
+                computed, and a route's last stage returns its outputs as they are.
             before_layer: called with each layer's name before the layer; for a segmented stage, the caller calls it.
         """
         if self.segmented:
@@ -175,7 +170,7 @@ class Stage:
         flight, inputs = self._begin_forward(values, specs, program, microbatch in program.split)
         self._grad_context.queue = flight.queue
         by_position = inputs if not flight.read else inputs[: len(inputs) - flight.read]
-        names = None if self.silent else NamedInForward(layers, program, inputs[len(by_position) :], term)
+        names = None if self.silent else NamedInForward(layers, program, inputs[len(by_position) :], loss)
         result: Any = self._inputs.changeable(by_position)
         try:
             for at, (name, module) in enumerate(zip(layers.names, layers.modules, strict=True)):
@@ -201,7 +196,7 @@ class Stage:
             self._inputs.explain(error, by_position)
             raise
         self._inputs.note_changes(by_position)
-        return self._finish_forward(microbatch, flight, inputs, result, loss, names)
+        return self._finish_forward(microbatch, flight, inputs, result, program, loss, names)
 
     def _arguments(self, at: int, result: Any) -> BoundaryValues:
         """Return the arguments of layer `at`, from the result of the layer before it or from the stage's inputs."""
@@ -216,12 +211,11 @@ class Stage:
         specs: TensorSpecs | None,
         keywords: Mapping[str, Any],
         program: StageProgram,
-        loss: ShareOfLoss | None = None,
-        term: GiveToTerm | None = None,
+        loss: MicrobatchLoss | None = None,
     ) -> Coroutine[StageOutputs]:
         """As `forward`, yielding where it would wait for a communication."""
         if not self.segmented:
-            return self.forward(microbatch, values, specs, keywords, program, loss, term)
+            return self.forward(microbatch, values, specs, keywords, program, loss)
         groups = split_at_communications(self.layers, keywords)
         # A backward with communications computes weight gradients during them, also in a B.
         queues = len(groups) > 1 or microbatch in program.split
@@ -229,26 +223,7 @@ class Stage:
         for group in groups[:-1]:
             inputs = yield from self._compute_and_communicate(group, inputs, flight)
         result = self._compute(groups[-1], inputs, flight)
-        return self._finish_forward(microbatch, flight, inputs, result, loss, None)
-
-    def compute(
-        self,
-        values: BoundaryValues,
-        keywords: Mapping[str, Any],
-        program: StageProgram,
-        before_layer: Callable[[str], None] | None = None,
-    ) -> Any:
-        """Run the layers one after the other without gradients; return the last one's result. No state is kept."""
-        self._grad_context.queue = None
-        read = len(program.reads)
-        names = NamedInForward(self.layers, program, values[len(values) - read :], None)
-        result: Any = values[: len(values) - read]
-        for at, module in enumerate(self.layers.modules):
-            values = self._arguments(at, result)
-            if before_layer is not None:
-                before_layer(self.layers.names[at])
-            result = names.written(at, module(*values, **self.layers.accepted(at, keywords), **names.read(at)))
-        return result
+        return self._finish_forward(microbatch, flight, inputs, result, program, loss, None)
 
     def _begin_forward(
         self, values: BoundaryValues, specs: TensorSpecs | None, program: StageProgram, queues: bool
@@ -299,39 +274,41 @@ class Stage:
         flight: InFlight,
         inputs: tuple[Any, ...],
         result: Any,
-        loss: ShareOfLoss | None,
+        program: StageProgram,
+        loss: MicrobatchLoss | None,
         names: NamedInForward | None,
     ) -> StageOutputs:
         """Return the forward's outputs, and save what the backward needs."""
         outputs: BoundaryValues = ()
-        share: Tensor | None = None
-        if loss is None:
+        mean: Tensor | None = None
+        if program.gives is not None:
             outputs = as_values(result, self.words)
             require_plain(outputs, self.words)
-        else:
-            share = loss(result)
+        elif loss is not None:
+            mean = loss.mean(result)
         tensors, terms = ({}, []) if names is None else (names.sent(), names.terms)
         for name, value in tensors.items():
             require_plain([value], f"{self.words}, as tensor {name!r},")
         if torch.is_grad_enabled():
-            shares = [weight * each for _, each, weight in terms]
-            if share is not None:
-                shares.append(share)
-            losses = tuple([each for each in shares if each.requires_grad])
+            shares = [(weight * each, 1.0) for _, each, weight in terms]
+            if mean is not None and loss is not None:
+                # The backward starts with the share as the mean's gradient, so the graph needs no product of them.
+                shares.append((mean, loss.share))
+            losses = tuple([each for each in shares if each[0].requires_grad])
             results = (*outputs, *tensors.values()) if tensors else outputs
             roots = _roots(results)
             if self._foreign is not None:
-                self._foreign.require_unreached(self.layers.modules, roots, losses)
+                self._foreign.require_unreached(self.layers.modules, roots, [value for value, _ in losses])
                 self._foreign = None
             flight.groups.append(SavedGroup(inputs, roots, losses))
             if not self._deallocate:
                 flight.outputs = results
             self._alive[microbatch] = flight
-        if share is None and not terms:
-            return StageOutputs(outputs, tensors)
         detached = tuple([(key, each.detach(), weight) for key, each, weight in terms])
-        unreached = share is not None and not share.requires_grad and _all_carry(result)
-        return StageOutputs(outputs, tensors, None if share is None else share.detach(), detached, unreached)
+        if mean is None or loss is None:
+            return StageOutputs(outputs, tensors, result if program.gives is None else None, None, detached)
+        unreached = not mean.requires_grad and _all_carry(result)
+        return StageOutputs((), tensors, None, mean.detach() * loss.share, detached, unreached)
 
     # -- buffers that a forward changes ----------------------------------------------------------------------------------
 
@@ -353,24 +330,17 @@ class Stage:
 
     # -- backward --------------------------------------------------------------------------------------------------------
 
-    def backward(self, microbatch: int, gradients: BoundaryValues) -> InputGradients:
+    def backward(self, microbatch: int, gradients: BoundaryValues, keeps_weights: bool = False) -> InputGradients:
         """B: return the input gradients; the weight gradients are accumulated too.
 
         Args:
             gradients: one for each output that carries one, None if the next stage has none; empty for the last stage, whose
                 root is the loss.
+            keeps_weights: I instead of B: the queued weight gradients wait for W. All other state of the micro-batch is freed.
         """
         if self.segmented:
-            return run_to_end(self.backward_in_segments(microbatch, gradients, keeps_weights=False))
-        return self._backward(self._alive.pop(microbatch), gradients)
-
-    def input_grad(self, microbatch: int, gradients: BoundaryValues) -> InputGradients:
-        """I: as B, but the queued weight gradients wait for W. All other state of the micro-batch is freed."""
-        if self.segmented:
-            return run_to_end(self.backward_in_segments(microbatch, gradients, keeps_weights=True))
-        flight = self._alive.pop(microbatch)
-        self._keep_weights(microbatch, flight)
-        return self._backward(flight, gradients)
+            return run_to_end(self.backward_in_segments(microbatch, gradients, keeps_weights))
+        return self._backward(self._begin_backward(microbatch, keeps_weights), gradients)
 
     def weight_grad(self, microbatch: int) -> None:
         """W: compute the weight gradients that I has queued."""
@@ -385,14 +355,12 @@ class Stage:
     def backward_in_segments(
         self, microbatch: int, gradients: BoundaryValues, keeps_weights: bool
     ) -> Coroutine[InputGradients]:
-        """As `backward`, or as `input_grad` (`keeps_weights`), yielding where it would wait for a communication.
+        """As `backward`, yielding where it would wait for a communication.
 
         The groups run from the last to the first. In a B, a group's weight gradients are computed once the communication
         that depends on the group has started.
         """
-        flight = self._alive.pop(microbatch)
-        if keeps_weights:
-            self._keep_weights(microbatch, flight)
+        flight = self._begin_backward(microbatch, keeps_weights)
         seeds: list[Tensor | None] = list(gradients)
         while len(flight.groups) > 1:
             group, before = flight.groups.pop(), flight.groups[-1].after
@@ -417,6 +385,13 @@ class Stage:
             flight.queue.flush()
         return input_gradients
 
+    def _begin_backward(self, microbatch: int, keeps_weights: bool) -> InFlight:
+        """Return the state of a micro-batch whose backward begins, and keep the queue of its weight gradients for W."""
+        flight = self._alive.pop(microbatch)
+        if keeps_weights and flight.queue is not None:
+            self._awaiting_w[microbatch] = flight.queue
+        return flight
+
     def _backward(self, flight: InFlight, gradients: Sequence[Tensor | None]) -> InputGradients:
         """Run the backward of the first group, which is the only one of an unsegmented stage."""
         group = flight.groups.pop()
@@ -428,10 +403,6 @@ class Stage:
         cut = len(leaf_gradients) - flight.read
         return tuple([gradient for each in leaf_gradients[:cut] for gradient in each]), *leaf_gradients[cut:]
 
-    def _keep_weights(self, microbatch: int, flight: InFlight) -> None:
-        if flight.queue is not None:
-            self._awaiting_w[microbatch] = flight.queue
-
     def _run_autograd(self, flight: InFlight, group: SavedGroup, seeds: Sequence[Tensor | None]) -> None:
         """Run autograd's backward of a group, from its outputs and losses. A root with the gradient None is left out."""
         self._grad_context.queue = flight.queue  # for the layers that are recomputed in this backward
@@ -441,9 +412,9 @@ class Stage:
             if seed is not None:
                 roots.append(root)
                 given.append(seed)
-        for loss in group.losses:
+        for loss, gradient in group.losses:
             roots.append(loss)
-            given.append(None)
+            given.append(loss.new_full((), gradient))
         if not roots:
             return
         context = self._grad_context
@@ -479,13 +450,13 @@ class ChangeableInputs:
         if self._left <= 0 or not torch.is_grad_enabled():
             return inputs
         self._left -= 1
-        self._versions = tuple(value._version for value in inputs if carries(value))
+        self._versions = tuple(version_of(value) for value in inputs if carries(value))
         return tuple(_Given.apply(v) if carries(v) else v for v in inputs)  # type: ignore[no-untyped-call]
 
     def note_changes(self, inputs: tuple[Any, ...]) -> None:
         """Keep inputs changeable in all later forwards if a layer has changed one of these since `changeable`."""
         versions, self._versions = self._versions, ()
-        if versions and versions != tuple(value._version for value in inputs if carries(value)):
+        if versions and versions != tuple(version_of(value) for value in inputs if carries(value)):
             self._left = math.inf
 
     def on_change(self, layer: str) -> Callable[[], None] | None:
@@ -517,20 +488,20 @@ class NamedInForward:
 
     Args:
         received: the tensors that the stage reads, in the order of `program.reads`.
-        term: function that computes shares of the losses; None: they are not computed.
+        loss: the micro-batch's loss, of which the layers' losses are terms; None: they are not computed.
 
     Attributes:
         terms: (key, share, weight) of each loss so far, attached to the graph.
     """
 
     def __init__(
-        self, layers: StageModules, program: StageProgram, received: BoundaryValues, term: GiveToTerm | None
+        self, layers: StageModules, program: StageProgram, received: BoundaryValues, loss: MicrobatchLoss | None
     ) -> None:
         self._layers = layers
         self._program = program
         self._tensors = {edge.name: value for edge, value in zip(program.reads, received, strict=True)}
         self._versions: dict[str, tuple[str, int]] = {}  # name -> the layer that wrote it, and its version then
-        self._term = term
+        self._loss = loss
         self.terms: list[tuple[str, Tensor, float]] = []
 
     def read(self, at: int) -> dict[str, Tensor | None]:
@@ -547,10 +518,10 @@ class NamedInForward:
             value = self._tensors[name]
             if value is not None:
                 self._versions[name] = declared.layer, version_of(value)
-        if self._term is not None:
+        if self._loss is not None:
             for key, value in values.items():
                 term = declared.losses[key]
-                self.terms.append((key, self._term(term, value), term.weight))
+                self.terms.append((key, self._loss.share_of_term(term, value), term.weight))
         return handed
 
     def sent(self) -> dict[str, Tensor | None]:
@@ -565,11 +536,6 @@ class NamedInForward:
                     "write a clone of it, or work on a copy (inplace=False)"
                 )
         return {name: self._tensors[name] for name in self._program.writes}
-
-
-def version_of(value: Tensor) -> int:
-    """Return the tensor's version counter; 0 for one made in inference mode, which has none."""
-    return 0 if value.is_inference() else value._version
 
 
 def _by_name(module: nn.Module, accepted: Mapping[str, Any], keywords: Sequence[str], *values: Any) -> Any:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from pipeloom.errors import ConfigError, UsageError, did_you_mean
 from pipeloom.ops.layer import KEYWORD
@@ -21,6 +20,7 @@ from pipeloom.ops.layer import Layer as Layer
 from pipeloom.ops.layer import LossTerm as LossTerm
 from pipeloom.ops.random_state import seeded, stable_seed
 from pipeloom.ops.segments import is_segmented
+from pipeloom.runtime.batch import split_sizes
 from pipeloom.schedule.model import NamedTensor, Schedule
 
 LayerSource = Callable[[], nn.Module] | nn.Module
@@ -288,8 +288,6 @@ def require_arguments(layers: object, schedule: object, loss: object) -> None:
             raise UsageError(
                 f"layer {index} is of type {type(layer).__name__}; give a module, or a function that makes one"
             )
-        if isinstance(layer, nn.Module):
-            _refuse_lazy(layer_name(layer, index), layer)
     if not callable(loss):
         raise UsageError(f"loss is of type {type(loss).__name__}; give a function loss(output, targets)")
 
@@ -302,8 +300,7 @@ def split_layers(count: int, positions: int, stages: Sequence[int] | None) -> li
     if stages is None:
         if count < positions:
             raise ConfigError(f"{count} layers cannot fill {positions} stages; use at most {count} stages")
-        base, larger = divmod(count, positions)
-        sizes = [base + (at < larger) for at in range(positions)]
+        sizes = split_sizes(count, positions)
     else:
         sizes = list(stages)
         if len(sizes) != positions:
@@ -345,7 +342,6 @@ def build_stage(
                 assert isinstance(module, nn.Module)
                 learn(name, module)
                 built[index] = _materialize(module, device) if meta else module.to(device)
-            _refuse_lazy(name, built[index])
         modules.append(built[index])
         names.append(name)
         declared.append(LayerNames.of(source, name))
@@ -386,20 +382,11 @@ def _materialize(source: LayerSource, device: torch.device) -> nn.Module:
     return module
 
 
-def _refuse_lazy(name: str, module: nn.Module) -> None:
-    """Raise ConfigError for parameters or buffers without a shape."""
-    for inner, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor):
-            raise ConfigError(
-                f"layer {name!r} has a lazy module: {inner!r} has no shape yet; build it with its sizes, or call the layer "
-                "once on an example first"
-            )
-
-
 def keywords_of(module: nn.Module) -> frozenset[str] | None:
     """Return the arguments that `forward` takes by name, without its first, the layer's input; None: it takes any."""
+    # A module of torch.compile has a forward that takes any arguments; torch has no public name for the module inside.
     while isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
-        module = inner  # of torch.compile, whose forward takes any arguments
+        module = inner
     parameters = list(inspect.signature(module.forward).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None

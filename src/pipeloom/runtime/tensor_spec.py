@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor  # public by its name only
 
 from pipeloom.errors import UsageError
 from pipeloom.schedule.actions import OUTPUT

@@ -372,13 +372,8 @@ def estimate(state: SequenceState, evaluation: Evaluation, tail: list[float], mo
     """Return about the length of the longest path through the operations of the move, estimated from the times before it."""
     rank, low, high, operations, _, _ = move
     sequence, table = state.sequences[rank], state.table
-    predecessor, hop, successor, successor_hop, time = (
-        table.predecessor,
-        table.hop,
-        table.successor,
-        table.successor_hop,
-        table.time,
-    )
+    predecessor, hop, time = table.predecessor, table.hop, table.time
+    successor, successor_hop = table.successor, table.successor_hop
     end, none = evaluation.end, table.none
     clock = end[table.first[sequence[low - 1]]] if low else 0.0
     starts = []

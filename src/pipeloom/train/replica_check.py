@@ -10,18 +10,15 @@ tensor-parallel ranks may differ by CUDA_TP_TOLERANCE.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeloom.errors import DistributedError
-from pipeloom.mesh_shape import MeshShape
-from pipeloom.ops.checksum import checksums, joint_checksum
+from pipeloom.ops.checksum import joint_checksum
 from pipeloom.parallel.exchange import all_gather_json
-from pipeloom.runtime import Pipeline
+from pipeloom.runtime import Pipeline, replicas
 from pipeloom.runtime.health.status import Names
 from pipeloom.runtime.tied_weights import layer_of
 from pipeloom.train.optimizer import Optimizer
@@ -29,10 +26,6 @@ from pipeloom.train.optimizer import Optimizer
 # Relative to a tensor's norm: on CUDA, tensor-parallel ranks may add the terms of the same sum in different orders.
 CUDA_TP_TOLERANCE = 1e-3
 _STATES = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")
-# checksum of the bits, and the norm where norms may be compared instead, otherwise 0
-Sums = tuple[int, float]
-ReplicaDifference = tuple[str, list[int], list[int]]
-"""Key, ranks that hold the same value as the first holder, ranks that hold another value."""
 
 
 class ReplicaCheck:
@@ -70,15 +63,14 @@ class ReplicaCheck:
         self.equal_until = step
 
     def _require_equal(self, step: int) -> None:
-        named = dict(self.tensors())
-        group = self._pipeline.run_control
-        with self._pipeline.waiting("the other ranks' checksums"):
+        pipeline, named = self._pipeline, dict(self.tensors())
+        group, shape = pipeline.run_control, pipeline.mesh.shape
+        tolerance = CUDA_TP_TOLERANCE if pipeline.device.type == "cuda" and shape.tp > 1 else 0.0
+        with pipeline.waiting("the other ranks' checksums"):
             # first one checksum per group of tensors that the same ranks hold: there are few groups, so little is sent
-            if not self._compare(all_gather_json(self._joint(named), group)):
+            if not replicas.differences(all_gather_json(self._joint(named), group), shape):
                 return
-            tensors = list(named.values())
-            sums = dict(zip(named, zip(checksums(tensors), self._norms(tensors), strict=True), strict=True))
-            differences = self._compare(all_gather_json(sums, group))
+            differences = replicas.compare(named, group, shape, tolerance)
         if differences:
             raise DistributedError(f"after step {step} {self._words(differences)}")
 
@@ -99,15 +91,9 @@ class ReplicaCheck:
                 if isinstance(held.get(kind), Tensor) and not (kind == "master" and _shares(held[kind], parameter)):
                     yield f"{where}|{kind} {held['start']}:{held['stop']}", held[kind]
 
-    def _norms(self, tensors: Sequence[Tensor]) -> list[float]:
-        if self._pipeline.device.type != "cuda" or self._pipeline.mesh.tp.size == 1 or not tensors:
-            return [0.0] * len(tensors)
-        return [float(n) for n in torch.stack([t.detach().double().norm() for t in tensors]).tolist()]
-
-    def _joint(self, named: Mapping[str, Tensor]) -> dict[str, Sums]:
-        """Return one checksum for all tensors that are sharded alike; its key is a digest of their keys.
-
-        The norm is NaN: a joint checksum that differs only causes a comparison of each tensor, never an error by itself.
+    def _joint(self, named: Mapping[str, Tensor]) -> dict[str, tuple[str, int, float]]:
+        """Return one value, as `replicas.differences` takes it, for all tensors that are sharded alike; its key is a digest of
+        theirs.
         """
         routes = len(self._pipeline.schedule.routes)
         groups: dict[tuple[str, ...], list[str]] = {}
@@ -121,57 +107,21 @@ class ReplicaCheck:
             return {}
         totals = torch.stack([joint_checksum([named[key] for key in keys]) for keys in groups.values()]).tolist()
         return {
-            _digest("\n".join(keys)): (int(total), math.nan)
-            for keys, total in zip(groups.values(), totals, strict=True)
+            _digest("\n".join(keys)): ("", int(total), 0.0) for keys, total in zip(groups.values(), totals, strict=True)
         }
 
-    def _compare(self, everyone: Sequence[Mapping[str, Sequence[Any]]]) -> list[ReplicaDifference]:
-        tolerance = CUDA_TP_TOLERANCE if self._pipeline.device.type == "cuda" else 0.0
-        return differences(everyone, self._pipeline.mesh.shape, tolerance)
-
-    def _words(self, differences: Sequence[ReplicaDifference]) -> str:
-        names = Names(self._pipeline.mesh)
-        key, same, others = differences[0]
-        name, _, kind = key.split("|")
+    def _words(self, differences: Sequence[replicas.Difference]) -> str:
+        names, first = Names(self._pipeline.mesh), differences[0]
+        name, _, kind = first.key.split("|")
         what = {"weight": name, "master": f"the master weight of {name}"}.get(kind.split()[0])
         what = what or f"the optimizer's {kind.split()[0]} of {name}"
         more = f" (and {len(differences) - 1} more tensors)" if len(differences) > 1 else ""
-        held = " and ".join(names.of(rank) for rank in same[:3])
+        held = " and ".join(names.of(rank) for rank in first.same[:3])
         return (
-            f"{what}{more} is not the same on {' and '.join(names.of(rank) for rank in others[:3])} as on {held}, which "
+            f"{what}{more} is not the same on {' and '.join(names.of(rank) for rank in first.others[:3])} as on {held}, which "
             "should hold the same bits: memory, a message or a kernel is at fault; start again from the newest checkpoint, "
             "which is from before the difference"
         )
-
-
-def differences(
-    everyone: Sequence[Mapping[str, Sequence[Any]]], shape: MeshShape, tolerance: float
-) -> list[ReplicaDifference]:
-    """Return the keys with unequal values, and their holders (`everyone`: rank -> key -> (checksum, norm)).
-
-    Values are equal if their checksums are equal; on two ranks with different places in tp, also if their norms differ by at
-    most `tolerance` times the larger one.
-    """
-    holders: dict[str, dict[int, Sequence[Any]]] = {}
-    for rank, sums in enumerate(everyone):
-        for key, value in sums.items():
-            holders.setdefault(key, {})[rank] = value
-
-    def equal(one: int, other: int, values: Mapping[int, Sequence[Any]]) -> bool:
-        a, b = values[one], values[other]
-        if a[0] == b[0]:
-            return True
-        if not tolerance or shape.place(one).tp == shape.place(other).tp:
-            return False
-        return bool(abs(a[1] - b[1]) <= tolerance * max(abs(a[1]), abs(b[1])))
-
-    different = []
-    for key, values in holders.items():
-        first = min(values)
-        others = [rank for rank in values if not equal(first, rank, values)]
-        if others:
-            different.append((key, [rank for rank in values if rank not in others], others))
-    return different
 
 
 def _shares(a: Tensor, b: Tensor) -> bool:

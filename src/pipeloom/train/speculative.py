@@ -42,13 +42,13 @@ class Copies:
         if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in self._copies]:
             self._copies = [torch.empty_like(tensor) for tensor in tensors]
         self._originals = [tensor.detach() for tensor in tensors]
-        if self._copies:
+        if self._copies:  # in one call for all tensors, where one call each takes longer than the copies
             torch._foreach_copy_(self._copies, self._originals)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Write the copies back into the tensors."""
-        if self._copies:
+        if self._copies:  # as in `take`
             torch._foreach_copy_(self._originals, self._copies)
 
 
@@ -77,11 +77,11 @@ class ForwardSideEffects:
     """Side effects of a forward pass besides gradients: the state of the layers, and torch's random state."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self._modules = list(pipeline.modules.values())
+        self._layers = list(pipeline.modules.values())
         self._device = pipeline.device
 
     def take(self) -> None:
-        self._state = StageState(self._modules)
+        self._state = StageState(self._layers)
         self._random = [torch.get_rng_state()]
         if self._device.type == "cuda":
             self._random.append(torch.cuda.get_rng_state(self._device))

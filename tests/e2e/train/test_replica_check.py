@@ -13,12 +13,13 @@ from pipeloom.config import load_layout
 from pipeloom.errors import DistributedError, PipeloomError
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.models import tied
+from pipeloom.runtime.replicas import differences
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.sources import Corpus
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.loop import Trainer
 from pipeloom.train.observers import observers
-from pipeloom.train.replica_check import CUDA_TP_TOLERANCE, differences
+from pipeloom.train.replica_check import CUDA_TP_TOLERANCE
 from pipeloom.train.workers.worker import WorkerContext
 from processes import run_ranks
 
@@ -154,12 +155,12 @@ def test_on_cuda_tensor_parallel_ranks_are_compared_within_a_tolerance() -> None
     shape = MeshShape(dp=2, tp=2)
 
     def differing(a: float, b: float, other: int, tolerance: float = CUDA_TP_TOLERANCE) -> bool:
-        everyone = [{"w||weight": (1, a)}, *[{}] * (other - 1), {"w||weight": (2, b)}]
+        everyone = [{"w||weight": ("", 1, a)}, *[{}] * (other - 1), {"w||weight": ("", 2, b)}]
         return bool(differences(everyone, shape, tolerance))
 
     within, beyond = 1 + CUDA_TP_TOLERANCE / 2, 1 + CUDA_TP_TOLERANCE * 2
     assert [differing(1.0, value, 1) for value in (1.0, within, beyond, math.nan)] == [False, False, True, True]
-    assert differing(math.nan, math.nan, 1)  # a joint checksum: look at each tensor
+    assert differing(math.nan, math.nan, 1)
     assert differing(1.0, 1.0, 2)  # a replica along dp holds the same bits
     assert differing(1.0, within, 1, tolerance=0.0)
 

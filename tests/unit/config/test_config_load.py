@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paths import ROOT
-from pipeloom.config import SECTIONS, load, load_layout, split_arguments, to_toml
+from pipeloom.config import SECTIONS, descriptions, load, load_layout, split_arguments, to_toml
 from pipeloom.config.settings import built_in, read_toml
 from pipeloom.errors import ConfigError, UsageError, from_machine
 
@@ -25,6 +25,14 @@ def test_the_default_sets_every_key_that_needs_a_value() -> None:
     default = built_in("default")
     for section, model in SECTIONS.items():
         assert set(default[section]) == {key for key, field in model.model_fields.items() if field.is_required()}
+
+
+def test_every_key_is_described_above_its_default() -> None:
+    described = descriptions()
+    assert set(described) == {f"{section}.{key}" for section, model in SECTIONS.items() for key in model.model_fields}
+    assert described["train.steps"] == "optimizer steps"
+    assert described["schedule.chunks"] == "stages per rank; if not given, the schedule's default"
+    assert min(map(len, described.values())) > 5
 
 
 def test_default_is_a_pipeline_whose_ranks_do_not_divide_the_microbatches() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeloom.errors import ConfigError, UsageError, from_machine
+from pipeloom.ops.checksum import version_of
 from pipeloom.ops.deferred import WeightGradContext, add_weight_gradient
 from pipeloom.ops.products import as_rows, plain_operations_only
 
@@ -71,7 +72,8 @@ def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
     """Put a plain tensor in the place of the parameter `name` of `module`, which no longer counts it as one."""
     path, _, leaf = name.rpartition(".")
     home = module.get_submodule(path)
-    home._parameters.pop(leaf, None)
+    if hasattr(home, leaf):
+        delattr(home, leaf)
     home.__dict__[leaf] = value
 
 
@@ -141,7 +143,7 @@ class Tape:
         self.handed: list[HandOver] = []
         self._first: Tensor | None = None
         self._last: Tensor | None = None
-        self._version = 0
+        self._last_version = 0
         self._stop_at = -1
         self._inject: Tensor | None = None
 
@@ -167,14 +169,14 @@ class Tape:
             raise ConfigError(f"its forward calls decoder layer {index} as number {len(self.handed)}")
         if index == 0:
             self._first = hidden
-        elif hidden is not self._last or hidden._version != self._version:
+        elif hidden is not self._last or version_of(hidden) != self._last_version:
             raise Altered(f"its forward changes the hidden states between decoder layers {index - 1} and {index}")
         rest = {key: value for key, value in keywords.items() if key != name}
         self.handed.append(HandOver(args[1:], rest, name))
         if index == self._stop_at:
             raise Stop
         self._last = self._inject if self._inject is not None and index == count - 1 else hidden.detach()
-        self._version = self._last._version
+        self._last_version = version_of(self._last)
         return self._last if self.extra is None else (self._last, *([None] * self.extra))
 
 
@@ -229,7 +231,7 @@ class Replay:
         given = {name: value for name, value in keywords.items() if value is not None}
         shape = hidden.shape[:2]
         versions = tuple(
-            (name, id(value), getattr(value, "_version", 0) if not _is_inference(value) else 0)
+            (name, id(value), version_of(value) if isinstance(value, Tensor) else 0)
             for name, value in sorted(given.items())
         )
         key = (shape, hidden.device, versions)
@@ -295,10 +297,6 @@ def _same(value: Tensor) -> Tensor:
     return value
 
 
-def _is_inference(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_inference()
-
-
 def _named(handed: HandOver) -> Iterator[tuple[str, Any]]:
     """(words for it, value) of everything in a hand-over; a dictionary with values is looked through, an empty one is not."""
     waiting = [(f"argument {at + 2}", value) for at, value in enumerate(handed.args)]
@@ -349,6 +347,8 @@ class _View(nn.Module):
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
+        # Both modules share one set of tensors and submodules, so that a change of one is a change of the other. torch has no
+        # public name for the dicts that hold them.
         self.__dict__.update(
             _inner=inner, _parameters=inner._parameters, _buffers=inner._buffers, _modules=inner._modules
         )

@@ -63,18 +63,20 @@ def _materialize(module: nn.Module, draw: bool) -> tuple[dict[str, nn.Parameter]
     copies: dict[int, nn.Parameter] = {}  # one that stands in several places stays one
     for path, part in module.named_modules():
         dot = f"{path}." if path else ""
-        for name, parameter in list(part._parameters.items()):
-            if parameter is not None and parameter.is_meta:
+        for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter.is_meta:
                 if id(parameter) not in copies:
                     value = torch.empty_like(parameter, device="cpu")
                     copied = nn.Parameter(_unset(value) if draw else value, requires_grad=parameter.requires_grad)
                     if not draw:
-                        copied._is_hf_initialized = True  # type: ignore[attr-defined]
+                        copied._is_hf_initialized = True  # type: ignore[attr-defined]  # `transformers` draws nothing into it
                     copies[id(parameter)] = copied
-                part._parameters[name] = parameters[f"{dot}{name}"] = copies[id(parameter)]
-        for name, buffer in list(part._buffers.items()):
-            if buffer is not None and buffer.is_meta:
-                part._buffers[name] = buffers[f"{dot}{name}"] = _unset(torch.empty_like(buffer, device="cpu"))
+                parameters[f"{dot}{name}"] = copies[id(parameter)]
+                setattr(part, name, copies[id(parameter)])
+        for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer.is_meta:
+                buffers[f"{dot}{name}"] = _unset(torch.empty_like(buffer, device="cpu"))
+                setattr(part, name, buffers[f"{dot}{name}"])
     return parameters, buffers
 
 
@@ -85,7 +87,7 @@ def _rules(module: nn.Module, prefix: str, model: Any) -> Iterator[tuple[Callabl
     for path, part in _inner_first(module):
         full = f"{prefix}{path}".rstrip(".")
         owner = max((name for name in owners if not name or full == name or full.startswith(f"{name}.")), key=len)
-        yield owners[owner]._init_weights, part
+        yield owners[owner]._init_weights, part  # by which `transformers` itself initializes; it has no public name
 
 
 def _inner_first(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -120,6 +122,7 @@ def _constructed_buffers(model: Any) -> Mapping[str, Tensor]:
     """The buffers of a model constructed anew, whose weights stay on the meta device."""
     config = copy.deepcopy(model.config)
     with _WeightsOnMeta():
+        # For a class that the caller knows; the public `from_config` belongs to the Auto classes, which choose one.
         whole = type(model)._from_config(config, dtype=config.dtype)
     return dict(whole.named_buffers())
 

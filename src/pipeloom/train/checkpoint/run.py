@@ -34,7 +34,7 @@ from pipeloom.train.checkpoint.folder import (
 from pipeloom.train.checkpoint.load import Loaded, load, read_extra, verified
 from pipeloom.train.checkpoint.manifest import EXTRA, MANIFEST, BaseWeights, Manifest
 from pipeloom.train.checkpoint.save import Saver
-from pipeloom.train.checkpoint.state import from_every_rank
+from pipeloom.train.collect import from_every_rank
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report.report import Report

@@ -53,7 +53,8 @@ from pipeloom.train.checkpoint.manifest import (
     read_manifest,
     to_bytes,
 )
-from pipeloom.train.checkpoint.state import AnyOptimizer, Number, Part, from_every_rank, model_parts, optimizer_parts
+from pipeloom.train.checkpoint.state import AnyOptimizer, Number, Part, model_parts, optimizer_parts
+from pipeloom.train.collect import from_every_rank
 
 # A rank whose part has not appeared after this time has exited, or writes into another directory.
 PATIENCE_SECONDS = 900.0

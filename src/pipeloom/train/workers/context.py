@@ -21,7 +21,7 @@ from pipeloom.train.workers.network import refuse_connections
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 STOP, INTERRUPT, SAVE = 1, 2, 4  # bits: SIGTERM, SIGINT, SIGUSR1

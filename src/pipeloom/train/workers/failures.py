@@ -145,7 +145,7 @@ def first_to_say(text: str) -> bool:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if FAILURES in os.environ or "TORCHELASTIC_RUN_ID" not in os.environ or address is None or not port.isdecimal():
         return True
-    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     key = f"pipeloom/said/{start}/{hashlib.sha256(text.encode()).hexdigest()}"

@@ -39,7 +39,7 @@ from pipeloom.train.workers.preflight import require_devices, worker_threads
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 _MEET_SECONDS = 300.0
@@ -338,7 +338,7 @@ def workers_store(rank: int, world: int, timeout: timedelta) -> Store:
     Raises DistributedError if the workers cannot reach it within `timeout`.
     """
     import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore
+    from torch.distributed import FileStore, HashStore, PrefixStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
 
     path = os.environ.get(STORE)
