@@ -50,7 +50,9 @@ class Move(NamedTuple):
     breaks: tuple[int, ...]
 
 
-APART, TOGETHER, SLID = -1, -2, -3  # first element of the attributes of moves other than shifts
+# The first element of the attributes of moves other than shifts. Plain integers: tabu search looks attributes up for every move,
+# and the hash of an enum's member is computed in Python.
+APART, TOGETHER, SLID = -1, -2, -3
 
 
 class SequenceState:

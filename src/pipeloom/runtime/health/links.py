@@ -134,6 +134,8 @@ def inherited() -> list[Link] | None:
 
 def meet(store: RunStore, prefix: str, rank: int, world: int, seconds: float) -> list[Link]:
     """Return links to this rank's neighbours. Collective. Raises DistributedError as `connect` does."""
+    if world == 1:
+        return []
     machines = set(store.exchange(f"{prefix}/machine", rank, world, f"{machine('net', 'mnt')} {os.getuid()}"))
     local = len(machines) == 1 and bool(machine())
     connections = connect(store, f"{prefix}/control", rank, neighbours(rank, world), seconds, local=local)
