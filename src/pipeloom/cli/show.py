@@ -281,8 +281,7 @@ class Study:
             lines.append(f"time of an action against its fitted time: {kinds}")
         spent = time_spent(settled(self.steps))
         columns = [name for name in spent[0] if any(row[name] > 0 for row in spent)]
-        table = [["rank", *columns]]
-        table[0].append("step")
+        table = [["rank", *columns, "step"]]
         table += [
             [str(rank), *(number(row[name] * factor) for name in columns), number(sum(row.values()) * factor)]
             for rank, row in enumerate(spent)
