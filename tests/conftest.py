@@ -28,7 +28,17 @@ EXCEPTIONS = {
     "unit/test_import_cycles.py": "parses every module",
     "unit/test_names.py": "parses every module",
     "unit/test_private_names.py": "parses every module",
-    "unit/solver/test_search.py": "searches of sizes that take seconds",
+    "unit/test_limits.py": "builds what is just below a limit; one new process",
+    "unit/test_mutants.py::test_the_runner_tells_a_found_mutant_from_one_that_survives": "runs two mutants",
+    "unit/config/test_config_load.py": "imports the configuration in a new process",
+    "unit/solver/": "searches and proofs that take seconds",
+    "unit/fuzz/test_random_costs.py": "hundreds of random schedules",
+    "unit/schedule/families/test_looped.py::test_balanced_everywhere": "13,000 sizes",
+    "unit/schedule/families/test_golden.py": "up to 40 sizes of a family in one call",
+    "unit/schedule/families/test_steady.py": "sizes of 40,000 actions",
+    "unit/train/test_corpus.py": "reads the standard library",
+    "unit/models/test_auto_layers.py": "imports transformers",
+    "unit/schedule/test_docs.py": "prints the tables of a page",
 }
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -54,6 +64,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(tier)
             cost[item.path] += BUDGETS[tier]
     items.sort(key=lambda item: (-cost[item.path], str(item.path)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Import what torch puts off until a first backward or optimizer: once here, not in a test's call or every forked rank."""
+    if "torch" in sys.modules and session.items:
+        import torch._dynamo
+        import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 
 def _cpu_seconds() -> float:

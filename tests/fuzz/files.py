@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -33,9 +32,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from fuzz.input import _forget_peak, _inside, _megabytes, mutated_text
-from pipeloom.cli import app
-from pipeloom.cli.failures import exit_code_of
+from fuzz._answers import Answer, answer_of, inside
+from fuzz.input import _forget_peak, _megabytes, mutated_text
 
 CASES = 1_000
 SECONDS, MEGABYTES = 20.0, 700
@@ -146,6 +144,8 @@ def changed_tensors(data: bytes, random: Random) -> tuple[bytes, str]:
 def damage(folder: Path, random: Random) -> str:
     """Damage one file of `folder`; return what that was."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    if not files:  # all were removed before
+        return "nothing is left"
     path = random.choice(files)
     way = random.random()
     if way < 0.08:
@@ -203,7 +203,7 @@ def make(folder: Path) -> None:
     for name, config in families.items():
         model = transformers.AutoModelForCausalLM.from_config(config)
         model.save_pretrained(folder / name, max_shard_size="40KB" if name == "llama" else "1GB")
-    with _inside(str(folder)):
+    with inside(str(folder)):
         sizes = [word for key, value in SIZES.items() for word in (f"--model.{key}", str(value))]
         heads = ("--model.num_key_value_heads", "2")
         _sound(
@@ -227,8 +227,8 @@ def make(folder: Path) -> None:
 
 
 def _sound(words: tuple[str, ...]) -> None:
-    code, said, trace, _ = answer(words)
-    assert code == 0, f"{words}: {said}\n{trace}"
+    found = answer(words)
+    assert found.code == 0, f"{words}: {found.err}\n{found.trace}"
 
 
 def commands(kind: str, folder: Path) -> list[tuple[str, ...]]:
@@ -252,44 +252,26 @@ def commands(kind: str, folder: Path) -> list[tuple[str, ...]]:
 KINDS = ("checkpoint", "checkpoint", "llama", "gpt2", "qwen3_moe", "trained", "adapter")
 
 
-def answer(words: tuple[str, ...]) -> tuple[int, str, str, float]:
-    """Run a command line in this process, its one worker too: exit code, what it said, a traceback inside, seconds."""
-    traces: list[str] = []
+def answer(words: tuple[str, ...]) -> Answer:
+    """Run a command line in this process, its one worker too."""
 
-    def run() -> Any:
-        try:
-            return app(list(words), prog_name="pipeloom", standalone_mode=False)
-        except Exception:
-            traces.append(traceback.format_exc())
-            raise
-
-    def work(*_: object) -> int:
+    def work(command: Callable[[], int]) -> int:
         with patch.dict(os.environ, WORKER):
             try:
-                return exit_code_of(run, as_json=False, given=words)
+                return command()
             except SystemExit as end:
                 return int(end.code or 0)
 
     handlers = {
         number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     }
-    begun = time.process_time()
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as err,  # with a descriptor, which faulthandler needs
-        patch("pipeloom.cli.train.start_workers", work),
-        patch("pipeloom.cli.hub.start_workers", work),
-        patch("pipeloom.train.workers.worker.leave", sys.exit),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(err),
-    ):
-        code = exit_code_of(run, as_json=False, given=words)
-        err.seek(0)
-        said = err.read()
+    with patch("pipeloom.train.workers.worker.leave", sys.exit):
+        found = answer_of(words, {"pipeloom.cli.train": work, "pipeloom.cli.hub": work})
     if dist.is_initialized():
         dist.destroy_process_group()
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    return code, said, traces[-1] if traces else "", time.process_time() - begun
+    return found
 
 
 def complaint(code: int, said: str, seconds: float, megabytes: float, codes: tuple[int, ...] = (0, 2, 5)) -> str | None:
@@ -317,7 +299,7 @@ def failure(good: Path, seed: int, codes: Counter[tuple[str, int]], verbose: boo
     """Run the case of this seed; return what is wrong, None where nothing is."""
     random = Random(seed)
     kind = random.choice(KINDS)
-    with tempfile.TemporaryDirectory(prefix="pipeloom-fuzz-") as name, _inside(name):
+    with tempfile.TemporaryDirectory(prefix="pipeloom-fuzz-") as name, inside(name):
         bad = Path(name) / kind
         shutil.copytree(good / kind, bad, symlinks=True)
         damages = [damage(bad, random) for _ in range(random.choice((1, 1, 1, 2, 3)))]
@@ -328,7 +310,7 @@ def failure(good: Path, seed: int, codes: Counter[tuple[str, int]], verbose: boo
             _forget_peak()
             before = _megabytes("VmRSS")
             try:
-                code, said, trace, seconds = answer(words)
+                found = answer(words)
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     raise
@@ -336,13 +318,15 @@ def failure(good: Path, seed: int, codes: Counter[tuple[str, int]], verbose: boo
                 return f"{type(error).__name__} escapes: {str(error)[:200]}; {words[0]}; {damages}\n{trace}"
             megabytes = _megabytes("VmHWM") - before
             no_room = (4,) if words[0] == "train" else ()
-            wrong = complaint(code, said, seconds, megabytes, (0, 2, 5, *no_room))
+            wrong = complaint(found.code, found.err, found.seconds, megabytes, (0, 2, 5, *no_room))
             if attempt or wrong is None or not wrong.startswith(("slow", "memory")):  # a first answer imports packages
                 break
-    codes[words[0], code] += 1
+    codes[words[0], found.code] += 1
     if verbose:
-        print(f"{' '.join(words)}\n{damages}\n{said}exit code {code}, {seconds:.2f} s, {megabytes:.0f} MB")
-    return None if wrong is None else f"{wrong}; {' '.join(words)}; {damages}\n{_end_of(trace)}"
+        print(
+            f"{' '.join(words)}\n{damages}\n{found.err}exit code {found.code}, {found.seconds:.2f} s, {megabytes:.0f} MB"
+        )
+    return None if wrong is None else f"{wrong}; {' '.join(words)}; {damages}\n{_end_of(found.trace)}"
 
 
 def replay(text: str) -> int:

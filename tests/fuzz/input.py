@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import io
 import json
 import os
 import re
@@ -24,17 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any
-from unittest.mock import patch
 
-from pipeloom.cli import app
-from pipeloom.cli.failures import exit_code_of
+from fuzz._answers import Answer, answer_of, inside
 from pipeloom.config import SECTIONS
 from pipeloom.schedule.csv_form import to_csv
 from pipeloom.schedule.families import FAMILIES, build
@@ -347,52 +342,11 @@ def mutated_text(text: str, random: Random) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a command line gave: exit code, seconds, what it printed, and the traceback of an exception inside."""
-
-    code: int
-    seconds: float
-    said: str
-    out: str
-    trace: str = ""
-
-
 def answer(case: Case) -> Answer:
     """Run the case in this process; workers are not started."""
-    out, err = io.StringIO(), io.StringIO()
-    traces: list[str] = []
-
-    def run() -> Any:
-        try:
-            return app(list(words), prog_name="pipeloom", standalone_mode=False)
-        except Exception:
-            traces.append(traceback.format_exc())
-            raise
-
-    with tempfile.TemporaryDirectory() as folder, _inside(folder):
-        words = _written(case, folder)
-        start = time.process_time()
-        with (
-            patch("pipeloom.cli.train.start_workers", lambda *_: 0),
-            patch("pipeloom.cli.workers.start_workers", _no_verdicts),
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(err),
-        ):
-            code = exit_code_of(run, as_json="--json" in words, given=words)
-        seconds = time.process_time() - start
-    return Answer(code, seconds, out.getvalue() + err.getvalue(), out.getvalue(), traces[-1] if traces else "")
-
-
-@contextlib.contextmanager
-def _inside(folder: str) -> Iterator[None]:
-    """The working directory is `folder`, so that relative paths do no harm."""
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
+    workers = {"pipeloom.cli.train": lambda _: 0, "pipeloom.cli.workers": _no_verdicts}
+    with tempfile.TemporaryDirectory() as folder, inside(folder):
+        return answer_of(_written(case, folder), workers)
 
 
 def _no_verdicts(*_: object) -> int:
@@ -474,7 +428,7 @@ def real_failure(case: Case) -> str | None:
             out.seek(0)
             said = out.read().decode(errors="replace")
     plain = replace(case, words=tuple(word for word in case.words if word != "--json"))
-    found = Answer(run.returncode, time.monotonic() - start, said, "", said if "Traceback" in said else "")
+    found = Answer(run.returncode, time.monotonic() - start, "", said, said if "Traceback" in said else "")
     return complaint(plain, found, REAL_SECONDS)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +79,14 @@ def wait_for(condition: Callable[[], bool], run: subprocess.Popen[str], seconds:
             run.kill()  # its workers end with it
             raise AssertionError(f"it takes too long: {run.communicate()[1]}")
         time.sleep(0.02)
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """A lock of a folder or file as another process would hold it: of an opening of its own. A file is created."""
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        os.close(descriptor)

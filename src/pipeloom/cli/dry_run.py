@@ -13,6 +13,7 @@ from pipeloom.errors import ConfigError, UsageError
 from pipeloom.limits import usable_cores
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.schedule import Costs, Timeline, simulate
+from pipeloom.schedule.channels import size_words
 
 if TYPE_CHECKING:
     from pipeloom.train.report.layer_costs import LayerCosts
@@ -95,7 +96,9 @@ def _measured_lines(layout: Layout) -> list[str]:
     except UsageError as error:
         return [f"activations and time of a step: not predicted: {error}"]
     timeline = measured_timeline(layout, costs)
-    peaks = ", ".join(f"rank {rank} {_bytes(size)}" for rank, size in enumerate(peak_bytes(layout, costs, timeline)))
+    peaks = ", ".join(
+        f"rank {rank} {size_words(size)}" for rank, size in enumerate(peak_bytes(layout, costs, timeline))
+    )
     divided = layout.mesh.tp > 1 or layout.mesh.ep > 1
     whole = "; tp and sp divide them" if layout.mesh.tp > 1 else ""
     cut = (
@@ -186,14 +189,7 @@ def _state(config: Config, parameters: int) -> str:
     state: float = _STATE_BYTES[config.optimizer.name] * wide // 4 + (wide if size < 4 else 0)
     if config.optimizer.zero1:
         state /= config.parallel.dp
-    return _bytes(parameters * (size + wide + state))
-
-
-def _bytes(total: float) -> str:
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if total >= unit:
-            return f"{total / unit:.3g} {name}"
-    return f"{total:.0f} B"
+    return size_words(parameters * (size + wide + state))
 
 
 def _rates(config: Config, steps: int, replicas: int) -> Sequence[tuple[int, float]]:

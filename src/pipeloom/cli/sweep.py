@@ -93,7 +93,7 @@ class Point:
 
     @classmethod
     def of(cls, value: int, timeline: Timeline) -> Point:
-        from pipeloom.draw.figures import plain
+        from pipeloom.schedule.timeline import plain
 
         peaks = max(full_rank_peaks(timeline)), max(timeline.peak_memory)
         return cls(value, plain(timeline.makespan), timeline.bubble_ratio, *peaks)

@@ -9,7 +9,7 @@ from typing import Any
 from pipeloom.errors import printable
 from pipeloom.schedule import Costs, Schedule, Timeline, lower_bound, period
 from pipeloom.schedule.channels import message_counts, message_sizes, size_words
-from pipeloom.schedule.timeline import CAUSES
+from pipeloom.schedule.timeline import CAUSES, plain
 
 BUBBLE_WORDS = {
     "bubble_ratio": "Σ idle / Σ busy (Megatron's figure)",
@@ -75,11 +75,6 @@ def message_words(totals: dict[str, Any]) -> str:
 def full_rank(schedule: Schedule) -> float:
     """Return one stage-micro-batch in full-rank units, micro-batches of 1/p of the model: 1/v in a loop of v chunks."""
     return schedule.ranks / schedule.positions
-
-
-def plain(value: float) -> float:
-    """`value` without the rounding error of sums of floats."""
-    return round(value, 9) + 0.0
 
 
 def number(value: float, digits: int = 4) -> str:

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from html import escape
 from importlib import resources
@@ -121,12 +122,8 @@ def _pane(timeline: Timeline, unit: tuple[float, str]) -> dict[str, Any]:
 def _costs(timeline: Timeline) -> dict[str, Any]:
     """Return the costs for the page's simulator: a value for each stage, matrices where they were given."""
     costs, stages = timeline.costs, timeline.schedule.stages
-    spread = StageCosts.of(costs, stages)
     return {
-        "forward": spread.forward,
-        "input_grad": spread.input_grad,
-        "weight_grad": spread.weight_grad,
-        "backward": spread.backward,
+        **asdict(StageCosts.of(costs, stages)),
         "activation": costs.per_stage("activation", stages),
         "held": costs.per_stage("held", stages),
         "share": costs.per_stage("all_to_all", stages),

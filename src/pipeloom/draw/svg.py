@@ -13,11 +13,11 @@ from xml.sax.saxutils import escape
 
 from pipeloom.draw import palette
 from pipeloom.draw.boxes import EntryBox, boxes, nice_step, talk
-from pipeloom.draw.figures import assumptions, heading, number, plain, time_unit
+from pipeloom.draw.figures import assumptions, heading, number, time_unit
 from pipeloom.errors import UsageError, printable
 from pipeloom.schedule import Timeline
 from pipeloom.schedule.actions import kinds
-from pipeloom.schedule.timeline import CAUSES, Cause
+from pipeloom.schedule.timeline import CAUSES, Cause, plain
 
 ROW, GAP = 30.0, 5.0
 SHEET_MARGIN, LEAST_LEFT, LEAST_IDLE, PEAK_RIGHT = 16.0, 66.0, 50.0, 54.0

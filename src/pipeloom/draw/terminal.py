@@ -21,11 +21,11 @@ from pipeloom.draw.figures import (
     heading,
     message_words,
     number,
-    plain,
     time_unit,
 )
 from pipeloom.schedule import Action, Timeline
 from pipeloom.schedule.actions import kinds
+from pipeloom.schedule.timeline import plain
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -6,11 +6,13 @@ import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
 
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.ops.layer import Layer
@@ -74,11 +76,13 @@ def auto_layers(model: nn.Module, example_batch: Any) -> AutoLayers:
             f"{name} cannot be cut: on the example its parts differ from it by {difference:.1e} of the output"
         )
     for part in parts:
-        part.module.train(model.training)
         for inner in part.module.modules():
             inner.training = modes.get(inner, model.training)
     tied = _tied(parts)
-    layers = [Layer(p.name, _CopyOf(p.module), reads=tuple(p.reads), writes=tuple(p.writes)) for p in parts]
+    layers = [
+        Layer(part.name, partial(copy.deepcopy, part.module), reads=tuple(part.reads), writes=tuple(part.writes))
+        for part in parts
+    ]
     lines = [f"{name}: {len(parts)} parts, which give its output on the example (difference {difference:.1e})"]
     for part in parts:
         reads = f"; reads {', '.join(part.reads)}" if part.reads else ""
@@ -86,16 +90,6 @@ def auto_layers(model: nn.Module, example_batch: Any) -> AutoLayers:
         lines.append(f"{part.name}: {', '.join(part.modules) or 'no modules'}{reads}{writes}")
     lines += [f"tied: {' = '.join(group)}" for group in tied]
     return AutoLayers(layers, tied, "\n".join(lines))
-
-
-class _CopyOf:
-    """Factory of a layer's module, which copies the model's, so that the model is not changed."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self) -> nn.Module:
-        return copy.deepcopy(self.module)
 
 
 @dataclass(frozen=True)
@@ -200,17 +194,16 @@ def _parts(model: nn.Module, graph: fx.Graph, cuts: Sequence[fx.Node], inputs: S
         segments[-1].append(node)
     _sink_attributes(segments)
     part_of = {node: at for at, segment in enumerate(segments) for node in segment}
-    values = _Values(model, graph)
-    values.run(*inputs)
+    ShapeProp(fx.GraphModule(model, graph)).propagate(*inputs)  # notes the type of each node's value
     used_in = {node: sorted({part_of[user] for user in node.users} - {part_of[node]}) for node in part_of}
     handed: list[list[fx.Node]] = [[] for _ in segments]  # positional outputs to the next part
     for node, at in part_of.items():
         if not used_in[node]:
             continue
-        value = values.of.get(node)
-        if value is not None and not isinstance(value, Tensor):
+        kind = node.meta["type"]
+        if not issubclass(kind, (Tensor, type(None))):
             raise ConfigError(
-                f"{type(model).__name__} cannot be cut: {node.name!r}, of type {type(value).__name__} in part {at}, is used by "
+                f"{type(model).__name__} cannot be cut: {node.name!r}, of type {kind.__name__} in part {at}, is used by "
                 f"part {used_in[node][0]}, and only tensors go from one to another"
             )
         if used_in[node] == [at + 1]:
@@ -240,18 +233,6 @@ def _sink_attributes(segments: list[list[fx.Node]]) -> None:
             if not node.users:
                 segment.remove(node)
                 node.graph.erase_node(node)
-
-
-class _Values(fx.Interpreter):
-    """Interpreter that runs the graph and keeps the value of every node."""
-
-    def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
-        super().__init__(model, garbage_collect_values=False, graph=graph)
-        self.of: dict[fx.Node, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        self.of[n] = super().run_node(n)
-        return self.of[n]
 
 
 def _part(

@@ -144,9 +144,8 @@ class Attention(nn.Module):
         self.o_proj = row_linear(queries, hidden, tensor, bias=shape.attention_bias)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if (
-            shape.qk_norm
-        ):  # weights of one head's width; under tensor parallelism each rank's gradient covers its own heads
+        if shape.qk_norm:
+            # Weights of one head's width; under tensor parallelism each rank's gradient covers its own heads.
             self.q_norm = RMSNorm(width, tensor is not None, shape.rms_norm_eps)
             self.k_norm = RMSNorm(width, tensor is not None, shape.rms_norm_eps)
 
@@ -198,9 +197,15 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block: [batch, length, hidden] -> the same shape; under sequence parallelism length / tp tokens."""
+    """One transformer block: [batch, length, hidden] -> the same shape; under sequence parallelism length / tp tokens.
 
-    def __init__(self, shape: DecoderShape, tensor: TensorParallel | None = None) -> None:
+    Args:
+        mlp: its feed-forward part; None: `FeedForward`.
+    """
+
+    mlp: nn.Module
+
+    def __init__(self, shape: DecoderShape, tensor: TensorParallel | None = None, mlp: nn.Module | None = None) -> None:
         super().__init__()
         sequence = tensor is not None and tensor.sequence
         part = TokenPart(tensor.index, tensor.size) if tensor is not None and sequence else None
@@ -208,7 +213,7 @@ class Block(nn.Module):
         self.self_attn = Attention(shape, tensor)
         self.attention_dropout = Dropout(shape.dropout, part)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, sequence, shape.rms_norm_eps)
-        self.mlp = FeedForward(shape, tensor)
+        self.mlp = FeedForward(shape, tensor) if mlp is None else mlp
         self.mlp_dropout = Dropout(shape.dropout, part)
 
     def forward(

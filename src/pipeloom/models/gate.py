@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import UsageError
-from pipeloom.ops.deferred import WeightGradContext, apply_linear
+from pipeloom.ops.deferred import DeferringLayer, apply_linear
 from pipeloom.ops.layer import MicrobatchContext, attach_loss
 from pipeloom.ops.random_state import RandomSource
 from pipeloom.parallel.router import (
@@ -43,7 +43,7 @@ class Load:
     dropped: Tensor
 
 
-class TopKGate(nn.Module):
+class TopKGate(DeferringLayer):
     """Router that scores tokens, chooses their experts, and attaches the auxiliary losses of a micro-batch.
 
     Every tensor-parallel rank gets all tokens of the micro-batch, so all of them choose alike. Each gets only the gradient of
@@ -68,15 +68,11 @@ class TopKGate(nn.Module):
         if shape.router == "sigmoid":
             self.register_buffer("e_score_correction_bias", torch.zeros(shape.num_experts))
         self.source: RandomSource | None = None
-        self.grad_context: WeightGradContext | None = None
         self.loads: dict[int, Load] = {}
 
     def sharding(self) -> Mapping[str, ParameterSharding]:
         sharding = ParameterSharding(partial=self.tensor is not None)
         return {"weight": sharding} if self.noise_weight is None else {"weight": sharding, "noise_weight": sharding}
-
-    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
-        self.grad_context = grad_context
 
     def reset_bias(self) -> None:
         """Set the bias of the choice to 0, in fp32."""

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeloom.decoder_shape import DecoderShape
-from pipeloom.models.decoder import Attention, RMSNorm
+from pipeloom.models.decoder import Block
 from pipeloom.models.gate import TopKGate
 from pipeloom.ops.layer import MicrobatchContext
-from pipeloom.ops.random_state import Dropout, TokenPart
 from pipeloom.ops.segments import Compute, Segment, Values, beside, in_order
 from pipeloom.parallel.dispatch import (
     AllToAll,
@@ -105,13 +104,15 @@ class SparseFeedForward(nn.Module):
         return gate * added
 
 
-class SparseBlock(nn.Module):
+class SparseBlock(Block):
     """One transformer block with experts: [batch, length, hidden] -> the same shape; under sequence parallelism length / tp.
 
     Args:
         expert: the ranks that the experts are spread over; each has tokens of its own, and its replica of all else.
         classes: of the experts and the router.
     """
+
+    mlp: SparseFeedForward
 
     def __init__(
         self,
@@ -120,16 +121,8 @@ class SparseBlock(nn.Module):
         expert: ExpertParallel | None = None,
         classes: MoeClasses = MoeClasses(),
     ) -> None:
-        super().__init__()
-        sequence = tensor is not None and tensor.sequence
-        part = TokenPart(tensor.index, tensor.size) if tensor is not None and sequence else None
+        super().__init__(shape, tensor, SparseFeedForward(shape, tensor, expert, classes))
         self.tensor = tensor
-        self.input_layernorm = RMSNorm(shape.hidden_size, sequence, shape.rms_norm_eps)
-        self.self_attn = Attention(shape, tensor)
-        self.attention_dropout = Dropout(shape.dropout, part)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, sequence, shape.rms_norm_eps)
-        self.mlp = SparseFeedForward(shape, tensor, expert, classes)
-        self.mlp_dropout = Dropout(shape.dropout, part)
 
     def forward(
         self, x: Tensor, microbatch: MicrobatchContext | None = None, position_ids: Tensor | None = None

@@ -87,35 +87,34 @@ class MainGradients:
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """buffer += gradient, of any floating dtype."""
-        buffer = self._buffer_of[parameter]
-        self.absent.discard(parameter)
-        if parameter in self._empty:
-            self._empty.discard(parameter)
+        buffer, first = self._next(parameter)
+        if first:
             buffer.copy_(gradient)
         else:
             buffer.add_(gradient)
 
     def add_product(self, weight: nn.Parameter, rows: Tensor, columns: Tensor) -> None:
         """buffer += rows^T columns, [n, out]^T [n, in], with products and sums in the buffer's dtype."""
-        first = weight in self._empty
-        self._empty.discard(weight)
-        self.absent.discard(weight)
-        _add_product(self._buffer_of[weight], rows, columns, first)
+        buffer, first = self._next(weight)
+        _add_product(buffer, rows, columns, first)
 
     @torch.no_grad()
     def add_products(self, weight: nn.Parameter, rows: Tensor, columns: Tensor, counts: Sequence[int]) -> None:
         """As `add_product` for a stack of matrices [groups, out, in], each with its own run of `counts` rows."""
-        buffer, start = self._buffer_of[weight], 0
-        first = weight in self._empty
-        self._empty.discard(weight)
-        self.absent.discard(weight)
-        for at, count in enumerate(counts):
-            end = start + count
-            if count:
-                _add_product(buffer[at], rows[start:end], columns[start:end], first)
+        buffer, first = self._next(weight)
+        pieces = zip(buffer, torch.split(rows, list(counts)), torch.split(columns, list(counts)), strict=True)
+        for part, rows_here, columns_here in pieces:
+            if len(rows_here):
+                _add_product(part, rows_here, columns_here, first)
             elif first:
-                buffer[at].zero_()
-            start = end
+                part.zero_()
+
+    def _next(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
+        """Return the buffer for a gradient that arrives now, and whether it is the first since `reset`, which overwrites it."""
+        first = parameter in self._empty
+        self._empty.discard(parameter)
+        self.absent.discard(parameter)
+        return self._buffer_of[parameter], first
 
 
 def _add_product(buffer: Tensor, rows: Tensor, columns: Tensor, first: bool) -> None:

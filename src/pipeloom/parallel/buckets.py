@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding
 
-_ALIGNMENT = 32  # elements
+# Elements; 128 bytes in fp32, so that kernels load aligned vectors, and slices of two ranks share no cache line.
+_ALIGNMENT = 32
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,7 @@ def make_buckets(held: Sequence[BucketParameter], mesh: Mesh, capacity: int) -> 
         mesh: the mesh with these axes.
         capacity: largest size of a bucket in bytes of gradients; a larger parameter gets a separate bucket.
     """
+    # Backward, the last layers' gradients are complete first, so buckets are filled and reduced from the last parameter on.
     groups: dict[tuple[object, ...], list[list[BucketParameter]]] = {}
     for candidate in reversed(held):
         if candidate.parameter.requires_grad:

@@ -113,7 +113,7 @@ class StepStream:
         here.wait_stream(self._stream)
 
 
-CAPACITY = 25 * 2**20  # bytes of a bucket
+CAPACITY = 25 * 2**20  # bytes of a bucket, as in torch's DDP: larger ones start late, smaller ones cost a call each
 # the "stage" of a weight that other pipeline ranks hold too: done once its gradient is summed over them
 AFTER_TIES = -1
 
@@ -220,7 +220,7 @@ class GradientSync:
         self.fills_grad = True
         self.changed: list[Callable[[], None]] = []
         self._views: dict[str, Tensor] = {}
-        self._by_name: dict[str, nn.Parameter] = {}
+        self._parameter_of: dict[str, nn.Parameter] = {}
         self._pending: dict[int, Reduction] = {}
         self._open: dict[int, set[int]] = {}  # bucket -> stages that are not done
         self._awaited: dict[int, set[nn.Parameter]] = {}  # bucket -> parameters that the last backward has not reached
@@ -230,7 +230,7 @@ class GradientSync:
         self._hooks: list[Any] = []  # autograd's nodes live only as long as something holds them
         for at, bucket in enumerate(self.buckets):
             for slot, view in bucket.views(bucket.flat):
-                self._by_name[slot.held.name] = slot.held.parameter
+                self._parameter_of[slot.held.name] = slot.held.parameter
                 self.main.attach(slot.held.parameter, view)
                 self._views[slot.held.name] = view
             for parameter in bucket.parameters if bucket.axis.size > 1 else ():
@@ -340,7 +340,7 @@ class GradientSync:
         """
         if name not in self._views:
             raise UsageError(f"no gradient is kept for {name!r}")
-        return None if self._by_name[name] in self.absent else self._views[name]
+        return None if self._parameter_of[name] in self.absent else self._views[name]
 
     @torch.no_grad()
     def whole_gradients(self) -> dict[str, Tensor | None]:

@@ -178,6 +178,7 @@ class RowLinear(DeferringLayer):
     def forward(self, x: Tensor) -> Tensor:
         columns = self.own_inputs(x)
         out = sum_over_ranks(apply_linear(columns, self.weight, None, self.grad_context), self.tensor)
+        # After the sum, to which every rank would otherwise add the bias.
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
@@ -367,11 +368,12 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: TensorParallel) -> Tensor:
         ctx.tensor = tensor
-        ctx.mark_dirty(x)
+        ctx.mark_dirty(x)  # in place: a second tensor of this size would be a large part of a layer's activations
         return _start_sum(x, tensor).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        # `enter` changes no value here; it records for a second derivative that this gradient's own is summed over the ranks.
         return enter(gradients[0], ctx.tensor) if torch.is_grad_enabled() else gradients[0], None
 
 
@@ -428,11 +430,13 @@ class _Column(torch.autograd.Function):
         deferred = [at for at in wanted if grad_context is not None and grad_context.writes_now(ctx.weights[at], queue)]
         main = None if grad_context is None else grad_context.main
         products: list[Tensor | None] = [None] * count
+        # All tokens of x are gathered again. If W computes every product, it fetches them then, and they are not kept until W;
+        # otherwise the gather runs beside the input gradient's product, and the reduction of that beside the weights' products.
         fetch = partial(start_all_gather, x.detach(), tensor.axis) if tensor.sequence and wanted else None
         late = queue is not None and deferred == wanted
         gathering = fetch() if fetch is not None and not late else None
         reducing = start_input_gradient(gradients, weights, tensor) if needs_x else None
-        biases = _bias_gradients(gradients, needs[count:])
+        biases = _bias_gradients(gradients, needs[count:])  # never deferred: a sum is small beside a product
         if queue is not None and deferred:
             work = partial(_add, [(ctx.weights[at], gradients[at]) for at in deferred], main)
             queue.put(work if fetch is not None else partial(work, x.detach()), fetch, reads=(x, *gradients))

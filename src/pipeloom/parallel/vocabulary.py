@@ -111,6 +111,7 @@ class _CrossEntropy(torch.autograd.Function):
         losses = sums[1].log() - (1 - call.smoothing) * sums[0]
         if call.smoothing:
             losses -= call.smoothing / call.vocabulary * sums[2]
+        # A copy of the one row, since a view would keep the other sums alive until the backward.
         ctx.save_for_backward(work, sums[1].clone(), local, outside, counts)
         ctx.call, ctx.shape, ctx.dtype = call, logits.shape, logits.dtype
         return losses.masked_fill_(~counts, 0).sum() / counts.sum()
@@ -146,7 +147,8 @@ def _local(ids: Tensor, parts: Sequence[int], index: int) -> tuple[Tensor, Tenso
 
 
 def _refuse_outside(ids: Tensor, vocabulary: int, what: str) -> None:
-    if ids.device.type != "cpu":  # reading the result would block the process until the device catches up
+    # Reading the result would block the process until the device catches up; torch has no public assertion on the device.
+    if ids.device.type != "cpu":
         torch._assert_async(((ids >= 0) & (ids < vocabulary)).all(), f"a {what} is outside the vocabulary")
         return
     if not ids.numel():

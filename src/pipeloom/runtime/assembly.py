@@ -293,7 +293,9 @@ def _check_names(names: Sequence[str], recompute: Literal["none", "full"] | froz
             )
     if len(set(names)) != len(names):
         raise ConfigError(f"two layers are called {next(n for n in names if names.count(n) > 1)!r}; names must differ")
-    _check_recompute(recompute, names)
+    for name in sorted(recompute) if isinstance(recompute, frozenset) else ():
+        if name not in names:
+            raise ConfigError(f"recompute: no layer is called {name!r}{did_you_mean(name, names)}")
 
 
 def _share_tied(
@@ -310,12 +312,6 @@ def _share_tied(
             weight.requires_grad_(tie.names[0] not in frozen)  # the first name decides, on every rank
         weights[tie] = weight
     return weights
-
-
-def _check_recompute(recompute: Literal["none", "full"] | frozenset[str], names: Sequence[str]) -> None:
-    for name in sorted(recompute) if isinstance(recompute, frozenset) else ():
-        if name not in names:
-            raise ConfigError(f"recompute: no layer is called {name!r}{did_you_mean(name, names)}")
 
 
 def _refuse(facts: Sequence[Mapping[str, Any]]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,33 +30,21 @@ from pipeloom.schedule.actions import OUTPUT, Action, kind_of
 from pipeloom.schedule.channels import Edge, Message
 
 
-class ActionClock(Protocol):
-    """Clock that marks moments of a step; afterwards each mark has a time, in seconds of `time.perf_counter`."""
-
-    def begin(self) -> None:
-        """Start a step."""
-
-    def now(self) -> Any:
-        """Return a mark of the present moment."""
-
-    def seconds(self, marks: Iterable[Any]) -> list[float]:
-        """Return the times of marks of this step."""
-
-
 class HostClock:
-    """Clock of the host. For actions on a GPU it gives the times of their launches."""
+    """Clock of the host: marks moments of a step, in seconds of `time.perf_counter`. For actions on a GPU those of launches."""
 
     now = staticmethod(time.perf_counter)
 
     def begin(self) -> None:
-        """Do nothing."""
+        """Start a step."""
 
     def seconds(self, marks: Iterable[float]) -> list[float]:
+        """Return the times of marks of this step."""
         return list(marks)
 
 
 class DeviceClock:
-    """Clock of a CUDA device: the time at which it reaches a mark on its current stream. Reading a time waits for the device."""
+    """Clock of a CUDA device, as `HostClock`: a mark is reached on its current stream. Reading a time waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -81,7 +69,7 @@ class DeviceClock:
         return self._at + milliseconds / 1e3
 
 
-def clock_for(device: torch.device, traced: bool) -> ActionClock:
+def clock_for(device: torch.device, traced: bool) -> HostClock | DeviceClock:
     """Return the clock for actions on `device`; `traced`: a step may wait for the device at its ends."""
     return DeviceClock(device) if traced and device.type == "cuda" else HostClock()
 
@@ -163,7 +151,7 @@ class Executor:
         loss: Loss,
         specs: ShapeCache,
         communications: CommStream,
-        clock: ActionClock,
+        clock: HostClock | DeviceClock,
         checksums: bool = False,
     ) -> None:
         self.program = program
@@ -311,20 +299,15 @@ class Executor:
         return self._forward_done(action, outputs, received)
 
     def _backward(self, action: Action, received: Deliveries) -> Deliveries:
-        """B."""
+        """Run B: input and weight gradients of one micro-batch; or I, after which it stays alive until its W."""
+        keeps_weights = action.kind == "I"
         gradients = self._output_gradients(action, received)
-        inputs = self.stages[action.stage].backward(action.microbatch, gradients)
-        self._alive -= 1
-        return self._backward_done(action, inputs, received)
-
-    def _input_grad(self, action: Action, received: Deliveries) -> Deliveries:
-        """I: the micro-batch stays alive until its W."""
-        gradients = self._output_gradients(action, received)
-        inputs = self.stages[action.stage].input_grad(action.microbatch, gradients)
+        inputs = self.stages[action.stage].backward(action.microbatch, gradients, keeps_weights)
+        self._alive -= not keeps_weights
         return self._backward_done(action, inputs, received)
 
     def _weight_grad(self, action: Action, received: Deliveries) -> Deliveries:
-        """W."""
+        """Run W: the weight gradients of one micro-batch."""
         self.stages[action.stage].weight_grad(action.microbatch)
         self._alive -= 1
         return {}
@@ -376,7 +359,7 @@ class Executor:
         return self._forward_done(action, outputs, received)
 
     def _backward_in_segments(self, action: Action, received: Deliveries) -> Coroutine[Deliveries]:
-        """As `_backward` or `_input_grad`, yielding where it would wait for a communication."""
+        """As `_backward`, yielding where it would wait for a communication."""
         keeps_weights = action.kind == "I"
         gradients = self._output_gradients(action, received)
         inputs = yield from self.stages[action.stage].backward_in_segments(action.microbatch, gradients, keeps_weights)
@@ -560,6 +543,6 @@ def _handed_over(edge: Edge, values: BoundaryValues) -> BoundaryValues:
 _EXECUTE: dict[str, Callable[[Executor, Action, Deliveries], Deliveries]] = {
     "F": Executor._forward,
     "B": Executor._backward,
-    "I": Executor._input_grad,
+    "I": Executor._backward,
     "W": Executor._weight_grad,
 }

@@ -239,7 +239,7 @@ class Pipeline:
 
     def _follow(self, schedule: Schedule) -> None:
         """Run `schedule` from the next step on: pairs of stages without segments as a forward and a backward."""
-        schedule = as_executed(schedule, self._assembly.segmented, self.options)
+        schedule = as_executed(schedule, self._assembly.segmented)
         programs = [engine.programs_of(schedule) for engine in self._engines]
         for engine, each in zip(self._engines, programs, strict=True):
             engine.programs = each

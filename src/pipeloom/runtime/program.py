@@ -120,7 +120,7 @@ class RankPrograms:
         return self._lowered[forwards]
 
 
-def as_executed(schedule: Schedule, segmented: Collection[int], options: RuntimeOptions) -> Schedule:
+def as_executed(schedule: Schedule, segmented: Collection[int]) -> Schedule:
     """Return `schedule` as all ranks run it: pairs in which nothing overlaps are split.
 
     Such a pair would start when both its inputs have arrived; its parts do not wait for each other's.

@@ -2,7 +2,7 @@
 
 A stage whose layers declare no segments runs them one after the other, and its backward is a single call of autograd. A
 segmented stage is cut at its communications (runtime/overlap.py); its forward and backward are coroutines, which
-`forward`, `backward` and `input_grad` run to their end and an overlapped pair interleaves.
+`forward` and `backward` run to their end and an overlapped pair interleaves.
 """
 
 from __future__ import annotations
@@ -330,24 +330,17 @@ class Stage:
 
     # -- backward --------------------------------------------------------------------------------------------------------
 
-    def backward(self, microbatch: int, gradients: BoundaryValues) -> InputGradients:
+    def backward(self, microbatch: int, gradients: BoundaryValues, keeps_weights: bool = False) -> InputGradients:
         """B: return the input gradients; the weight gradients are accumulated too.
 
         Args:
             gradients: one for each output that carries one, None if the next stage has none; empty for the last stage, whose
                 root is the loss.
+            keeps_weights: I instead of B: the queued weight gradients wait for W. All other state of the micro-batch is freed.
         """
         if self.segmented:
-            return run_to_end(self.backward_in_segments(microbatch, gradients, keeps_weights=False))
-        return self._backward(self._alive.pop(microbatch), gradients)
-
-    def input_grad(self, microbatch: int, gradients: BoundaryValues) -> InputGradients:
-        """I: as B, but the queued weight gradients wait for W. All other state of the micro-batch is freed."""
-        if self.segmented:
-            return run_to_end(self.backward_in_segments(microbatch, gradients, keeps_weights=True))
-        flight = self._alive.pop(microbatch)
-        self._keep_weights(microbatch, flight)
-        return self._backward(flight, gradients)
+            return run_to_end(self.backward_in_segments(microbatch, gradients, keeps_weights))
+        return self._backward(self._begin_backward(microbatch, keeps_weights), gradients)
 
     def weight_grad(self, microbatch: int) -> None:
         """W: compute the weight gradients that I has queued."""
@@ -362,14 +355,12 @@ class Stage:
     def backward_in_segments(
         self, microbatch: int, gradients: BoundaryValues, keeps_weights: bool
     ) -> Coroutine[InputGradients]:
-        """As `backward`, or as `input_grad` (`keeps_weights`), yielding where it would wait for a communication.
+        """As `backward`, yielding where it would wait for a communication.
 
         The groups run from the last to the first. In a B, a group's weight gradients are computed once the communication
         that depends on the group has started.
         """
-        flight = self._alive.pop(microbatch)
-        if keeps_weights:
-            self._keep_weights(microbatch, flight)
+        flight = self._begin_backward(microbatch, keeps_weights)
         seeds: list[Tensor | None] = list(gradients)
         while len(flight.groups) > 1:
             group, before = flight.groups.pop(), flight.groups[-1].after
@@ -394,6 +385,13 @@ class Stage:
             flight.queue.flush()
         return input_gradients
 
+    def _begin_backward(self, microbatch: int, keeps_weights: bool) -> InFlight:
+        """Return the state of a micro-batch whose backward begins, and keep the queue of its weight gradients for W."""
+        flight = self._alive.pop(microbatch)
+        if keeps_weights and flight.queue is not None:
+            self._awaiting_w[microbatch] = flight.queue
+        return flight
+
     def _backward(self, flight: InFlight, gradients: Sequence[Tensor | None]) -> InputGradients:
         """Run the backward of the first group, which is the only one of an unsegmented stage."""
         group = flight.groups.pop()
@@ -404,10 +402,6 @@ class Stage:
         leaf_gradients = [(leaf.grad,) if spec is not None and spec.carries else () for leaf, spec in pairs]
         cut = len(leaf_gradients) - flight.read
         return tuple([gradient for each in leaf_gradients[:cut] for gradient in each]), *leaf_gradients[cut:]
-
-    def _keep_weights(self, microbatch: int, flight: InFlight) -> None:
-        if flight.queue is not None:
-            self._awaiting_w[microbatch] = flight.queue
 
     def _run_autograd(self, flight: InFlight, group: SavedGroup, seeds: Sequence[Tensor | None]) -> None:
         """Run autograd's backward of a group, from its outputs and losses. A root with the gradient None is left out."""

@@ -20,6 +20,7 @@ from pipeloom.ops.layer import Layer as Layer
 from pipeloom.ops.layer import LossTerm as LossTerm
 from pipeloom.ops.random_state import seeded, stable_seed
 from pipeloom.ops.segments import is_segmented
+from pipeloom.runtime.batch import split_sizes
 from pipeloom.schedule.model import NamedTensor, Schedule
 
 LayerSource = Callable[[], nn.Module] | nn.Module
@@ -299,8 +300,7 @@ def split_layers(count: int, positions: int, stages: Sequence[int] | None) -> li
     if stages is None:
         if count < positions:
             raise ConfigError(f"{count} layers cannot fill {positions} stages; use at most {count} stages")
-        base, larger = divmod(count, positions)
-        sizes = [base + (at < larger) for at in range(positions)]
+        sizes = split_sizes(count, positions)
     else:
         sizes = list(stages)
         if len(sizes) != positions:

@@ -87,7 +87,7 @@ def layer_of(name: str, layers: Mapping[str, Any]) -> str | None:
 
 
 def share(tie: Tie, modules: Mapping[str, nn.Module]) -> nn.Parameter | None:
-    """Makes the copies among `modules` one Parameter and returns it; None when there is none."""
+    """Replace all copies among `modules` by one Parameter and return it, or None if none is there."""
     shared: nn.Parameter | None = None
     first: str | None = None
     for name in tie.names:
@@ -95,9 +95,8 @@ def share(tie: Tie, modules: Mapping[str, nn.Module]) -> nn.Parameter | None:
         if layer is None:
             continue
         inner = name[len(layer) + 1 :]
-        parameter = dict(modules[layer].named_parameters(remove_duplicate=False))[
-            inner
-        ]  # get_parameter fails in TorchScript
+        # `get_parameter` fails for modules of TorchScript.
+        parameter = dict(modules[layer].named_parameters(remove_duplicate=False))[inner]
         if shared is None:
             shared, first = parameter, name
         elif parameter.shape != shared.shape:

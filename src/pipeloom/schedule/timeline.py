@@ -136,12 +136,12 @@ class Timeline:
             for cell, start, end in zip(program, self.starts[rank], self.ends[rank], strict=True):
                 if all(action.kind in silent for action in parts(cell)):
                     totals[rank] -= end - start
-        return tuple(map(_plain, totals))
+        return tuple(map(plain, totals))
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
         """rank -> makespan minus its busy time."""
-        return tuple(_plain(self.makespan - busy) for busy in self.busy)
+        return tuple(plain(self.makespan - busy) for busy in self.busy)
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
@@ -185,7 +185,7 @@ class Timeline:
         gaps = [(origin, starts[0]), *zip(ends, starts[1:], strict=False), (ends[-1], origin + self.makespan)]
 
         def within(low: float, high: float) -> float:
-            return _plain(sum(max(0.0, min(e, high) - max(s, low)) for s, e in gaps))
+            return plain(sum(max(0.0, min(e, high) - max(s, low)) for s, e in gaps))
 
         return Idle(within(origin, first), within(first, last), within(last, origin + self.makespan))
 
@@ -203,8 +203,8 @@ class Timeline:
             row = dict.fromkeys(CAUSES, 0.0)
             for gap in self.gaps[rank]:
                 row[gap.cause] += gap.end - gap.start
-            row = {cause: _plain(time) for cause, time in row.items()}
-            row["message"] = _plain(row["message"] + max(0.0, _plain(idle - sum(row.values()))))
+            row = {cause: plain(time) for cause, time in row.items()}
+            row["message"] = plain(row["message"] + max(0.0, plain(idle - sum(row.values()))))
             rows.append(row)
         return tuple(rows)
 
@@ -240,7 +240,7 @@ class Timeline:
                 return chain.from_iterable(self._steps(rank, change))
             return map(change.__getitem__, schedule.codes[rank])  # faster, and sufficient for most schedules
 
-        return tuple(_plain(max(accumulate(steps(rank)), default=0.0)) for rank in range(schedule.ranks))
+        return tuple(plain(max(accumulate(steps(rank)), default=0.0)) for rank in range(schedule.ranks))
 
     def _curve(self, rank: int) -> tuple[tuple[float, float], ...]:
         change = self.memory_changes
@@ -248,7 +248,7 @@ class Timeline:
         for steps, start, end in zip(self._steps(rank, change), self.starts[rank], self.ends[rank], strict=True):
             for at, step in enumerate(steps):
                 level += step
-                points.append((start if not at and (len(steps) > 1 or step > 0) else end, _plain(level)))
+                points.append((start if not at and (len(steps) > 1 or step > 0) else end, plain(level)))
         return tuple(points)
 
     def _steps(self, rank: int, change: list[float]) -> Iterator[tuple[float, ...]]:
@@ -388,7 +388,7 @@ def _memory_changes(schedule: Schedule, costs: Costs) -> list[float]:
     return changes
 
 
-def _plain(value: float) -> float:
+def plain(value: float) -> float:
     """`value` without the rounding error of adding and subtracting floats: 0.30000000000000004 -> 0.3."""
     return round(value, 9) + 0.0
 

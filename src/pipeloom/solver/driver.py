@@ -32,7 +32,7 @@ from pipeloom.solver.construct import (
 )
 from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.exact import certify
-from pipeloom.solver.incumbent import Budget, Incumbent, Progress, value_of
+from pipeloom.solver.incumbent import Budget, Incumbent, Progress, Solution, value_of
 from pipeloom.solver.instance import Instance, Sequences
 from pipeloom.solver.merge_backward import merge_weight_grads
 from pipeloom.solver.period_search import PERIODIC_ORIGIN, PeriodSearches, modulo_starts
@@ -81,6 +81,7 @@ class SearchDriver:
         bounds = {instance: bound_of(instance, pairs) for instance in instances}
         self.incumbent = Incumbent(bounds, budget, progress)
         self.interrupted = False
+        self._merged: Solution | None = None  # the incumbent after its last merge
         # instance -> (value, instance, sequences), in which a period that can be repeated is looked for
         self.seeds: dict[Instance, list[tuple[float, Instance, Sequences]]] = {}
 
@@ -89,7 +90,7 @@ class SearchDriver:
 
         Raises CapacityError if no start fits the memory, and KeyboardInterrupt for Ctrl-C before the first solution.
         """
-        for phase in (self._search, self._merge_backwards):
+        for phase in (self._search, self._merge_at_end):
             try:
                 phase()
             except KeyboardInterrupt:
@@ -103,7 +104,9 @@ class SearchDriver:
             )
 
     def _search(self) -> None:
-        self._improve(self._paired_starts() if self.pairs else self._starts())
+        starts = self._paired_starts() if self.pairs else self._starts()
+        self._merge_backwards()
+        self._improve(starts)
         if self.budget.proof_end:
             self._merge_backwards()
             self._prove()
@@ -111,15 +114,27 @@ class SearchDriver:
     def _merge_backwards(self) -> None:
         """Merge I and W of the incumbent where that costs nothing, if pairs are searched over or `Costs.backward` is set."""
         best = self.incumbent.best
-        if best is None or (best.instance.costs.backward is None and not self.pairs):
+        if best is None or best is self._merged or (best.instance.costs.backward is None and not self.pairs):
             return
         instance, sequences = best.instance, best.sequences
+        if instance.nodes > LARGEST_WALKED and not self.budget.in_time:
+            return  # the tables of such an instance alone take seconds
         if sequences is None:
             sequences = sequences_of(instance, best.schedule, pairs=True)
         merged = merge_weight_grads(instance, sequences)
         evaluation = evaluate(instance, merged)
         if evaluation is not None and instance.fits(merged):
             self.incumbent.offer(evaluation.value, best.origin, instance, merged, replace=True)
+        self._merged = self.incumbent.best
+
+    def _merge_at_end(self) -> None:
+        """Merge once more, unless the number of moves ended the search.
+
+        A search with more moves passes the ends of turns, at which the incumbent was merged, but not this point: what is gained
+        here it might not find, and more moves would be worse.
+        """
+        if self.interrupted or not self.budget.in_time or self.budget.used < self.budget.allowed:
+            self._merge_backwards()
 
     def _starts(self) -> list[WarmStart]:
         """Return warm starts without pairs that fit the memory, the best first; the incumbent becomes the best schedule found."""
@@ -129,9 +144,13 @@ class SearchDriver:
             groups.setdefault(instance.placement, []).append(instance)
         for group in groups.values():
             self._family_starts(starts, group)
+            if self._starts_are_due():
+                break
         for group in groups.values():
             if self.incumbent.proved:
                 return []
+            if not self.budget.in_time and self.incumbent.best is not None:
+                break
             if group[0].nodes <= LARGEST_WALKED:
                 self._list_scheduled_starts(starts, group)
             else:
@@ -215,8 +234,16 @@ class SearchDriver:
         if instances[0].nodes > LARGEST_WALKED:
             periods.run_alone(self.budget.allowed)
             return
-        portfolio = Portfolio(starts, instances, self.budget, self.incumbent, self.random, periods, self._settings)
-        portfolio.run()
+        Portfolio(
+            starts,
+            instances,
+            self.budget,
+            self.incumbent,
+            self.random,
+            periods,
+            self._settings,
+            self._merge_backwards,
+        ).run()
 
     def _settings(self, instance: Instance) -> TabuParameters:
         if self.pairs:
@@ -250,9 +277,11 @@ class SearchDriver:
         starts: list[WarmStart] = []
         seeds: list[tuple[float, int, Instance, Sequences, str]] = []
         for instance in sorted(self.instances, key=lambda instance: self.incumbent.bounds[instance]):
-            if not self.incumbent.can_improve(instance):
+            if not self.incumbent.can_improve(instance) or self._starts_are_due(PAIR_STARTS_SHARE):
                 break
             for schedule in self._schedules(instance):
+                if instance.nodes > LARGEST_WALKED and self._starts_are_due(PAIR_STARTS_SHARE):
+                    break  # the tables of such an instance alone take seconds
                 first = len(starts)
                 sequences = sequences_of(instance, schedule, pairs=True)
                 self._start(starts, instance, sequences, schedule.name)
@@ -340,31 +369,30 @@ class WarmStart:
     search: TabuSearch | None = None
 
 
+@dataclass
 class Portfolio:
     """The walks of one search.
 
-    Args:
-        starts: warm starts, the best first; they take part in the first rounds.
+    Attributes:
+        waiting: warm starts that have not run, the best first; they take part in the first rounds.
         instances: those that restarts take turns in.
         periods: searches for a period, which run between the turns.
-        parameters: instance -> parameters of its tabu search.
+        settings: instance -> parameters of its tabu search.
+        after_turn: called after every turn that is made in full, whatever the budget: what it gains, more moves gain too.
+        best: the best walk so far.
+        restarts: walks from serial sequences so far.
     """
 
-    def __init__(
-        self,
-        starts: Sequence[WarmStart],
-        instances: Sequence[Instance],
-        budget: Budget,
-        incumbent: Incumbent,
-        random: Random,
-        periods: PeriodSearches,
-        parameters: Callable[[Instance], TabuParameters],
-    ) -> None:
-        self.waiting, self.instances = list(starts), instances
-        self.budget, self.incumbent, self.random = budget, incumbent, random
-        self._settings, self.periods = parameters, periods
-        self.best: WarmStart | None = None
-        self._restarts = 0
+    waiting: list[WarmStart]
+    instances: Sequence[Instance]
+    budget: Budget
+    incumbent: Incumbent
+    random: Random
+    periods: PeriodSearches
+    settings: Callable[[Instance], TabuParameters]
+    after_turn: Callable[[], None]
+    best: WarmStart | None = None
+    restarts: int = 0
 
     @property
     def over(self) -> bool:
@@ -402,13 +430,13 @@ class Portfolio:
         del self.waiting[:WALKS]
         open_ = [instance for instance in self.instances if self.incumbent.can_improve(instance)]
         while len(entrants) < WALKS and open_ and turn >= RESTART_TURN * open_[0].nodes:
-            entrants.append(serial_start(open_[self._restarts % len(open_)]))
-            self._restarts += 1
+            entrants.append(serial_start(open_[self.restarts % len(open_)]))
+            self.restarts += 1
         return entrants
 
     def _walk(self, start: WarmStart, moves: int) -> None:
         budget, before = self.budget, self.budget.used
-        moves = min(moves, budget.allowed - before)
+        whole, moves = moves, min(moves, budget.allowed - before)
         if moves <= 0 or self.over or not self.incumbent.can_improve(start.instance):
             return
 
@@ -421,9 +449,11 @@ class Portfolio:
             return budget.in_time
 
         if start.search is None:
-            start.search = TabuSearch(start.instance, start.sequences, self.random, self._settings(start.instance))
+            start.search = TabuSearch(start.instance, start.sequences, self.random, self.settings(start.instance))
         start.search.walk(moves, self.incumbent.bounds[start.instance], carry_on)
         start.value = start.search.value
+        if moves == whole:
+            self.after_turn()
 
 
 def warm_start(instance: Instance, sequences: Sequences, origin: str) -> WarmStart | None:

@@ -50,7 +50,9 @@ class Move(NamedTuple):
     breaks: tuple[int, ...]
 
 
-APART, TOGETHER, SLID = -1, -2, -3  # first element of the attributes of moves other than shifts
+# The first element of the attributes of moves other than shifts. Plain integers: tabu search looks attributes up for every move,
+# and the hash of an enum's member is computed in Python.
+APART, TOGETHER, SLID = -1, -2, -3
 
 
 class SequenceState:
@@ -372,13 +374,8 @@ def estimate(state: SequenceState, evaluation: Evaluation, tail: list[float], mo
     """Return about the length of the longest path through the operations of the move, estimated from the times before it."""
     rank, low, high, operations, _, _ = move
     sequence, table = state.sequences[rank], state.table
-    predecessor, hop, successor, successor_hop, time = (
-        table.predecessor,
-        table.hop,
-        table.successor,
-        table.successor_hop,
-        table.time,
-    )
+    predecessor, hop, time = table.predecessor, table.hop, table.time
+    successor, successor_hop = table.successor, table.successor_hop
     end, none = evaluation.end, table.none
     clock = end[table.first[sequence[low - 1]]] if low else 0.0
     starts = []

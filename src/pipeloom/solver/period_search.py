@@ -236,15 +236,8 @@ class PeriodSearch:
             self.value, self.best = ended.value, sequences
         per_period = cyclic.instance.microbatches
         if all(abs(ended.value - value) > TIME_TOLERANCE or per_period != other for value, _, other, _, _ in self.pool):
-            self.pool.append(
-                (
-                    ended.value,
-                    cyclic.interval,
-                    per_period,
-                    [list(sequence) for sequence in cyclic.sequences],
-                    list(cyclic.shift),
-                )
-            )
+            copy = [list(sequence) for sequence in cyclic.sequences]
+            self.pool.append((ended.value, cyclic.interval, per_period, copy, list(cyclic.shift)))
             self.pool.sort(key=lambda entry: entry[0])
             del self.pool[POOL_SIZE:]
 
@@ -307,8 +300,8 @@ PERIOD_EFFORT = 0.5
 FULL_PIPELINE = 4.0
 # A placement is dropped when its best period is worse than the incumbent by this factor.
 HOPELESS = 1.03
-# Turns into which the effort is divided where the instances are too large for walks.
-TURNS_ALONE = 16
+# Moves whose time a turn gets where the instances are too large for walks: about one annealing run for each.
+MOVES_ALONE = 6
 # Sequences per placement whose periods are annealed: more diversify, fewer get more moves.
 MOST_SEEDS = 6
 
@@ -355,12 +348,14 @@ class PeriodSearches:
         search.run(carry_on)
 
     def run_alone(self, moves: int) -> None:
-        """Search for as long as this number of moves would give time for, where the instances are too large for moves."""
-        turn = max(1, moves // TURNS_ALONE)
-        for _ in range(0, moves, turn):
+        """Search for as long as this number of moves would give time for, where the instances are too large for moves.
+
+        In turns of the same length whatever the number, so that more moves continue what fewer began.
+        """
+        for _ in range(max(1, moves // MOVES_ALONE) if moves else 0):
             if not self.running or self.incumbent.proved or not self.budget.in_time:
                 return
-            self.advance(turn)
+            self.advance(MOVES_ALONE)
             self.drop_worst()
 
     def improved(self) -> list[tuple[Instance, Sequences]]:

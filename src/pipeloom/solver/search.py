@@ -93,7 +93,7 @@ def search(
     The result is never worse than the best one-route family that fits the memory and has the same number of chunks or a divisor
     of it. Families and list scheduling provide the starts; one period is improved by simulated annealing and unrolled. Walks of
     tabu search along critical paths improve the starts, and others restart from one micro-batch after the other. More iterations
-    are never worse for a seed without pairs and `Costs.backward`. Ctrl-C ends the search with the best schedule so far.
+    are never worse for a seed. Ctrl-C ends the search with the best schedule so far.
 
     Args:
         costs: costs of a stage; default: `Costs()`, F = I = W = 1. Micro-batches of different lengths (`Costs.microbatch`)

@@ -86,12 +86,12 @@ def model_layers(
     if config.model.source:
         model: list[Layer] = foreign(config.model.source, dtype)
     else:
-        spread = spread_of(config, mesh)
-        model = layers(config.model.shape(), config.train.seed, dtype, device, tensor, spread, classes)
+        experts = expert_parallel_of(config, mesh)
+        model = layers(config.model.shape(), config.train.seed, dtype, device, tensor, experts, classes)
     return model if options is None else with_adapters(model, options, config.train.seed)
 
 
-def spread_of(config: Config, mesh: Mesh | PipelineMesh | None) -> ExpertParallel | None:
+def expert_parallel_of(config: Config, mesh: Mesh | PipelineMesh | None) -> ExpertParallel | None:
     """Return how the layout's experts are spread over `mesh`; None: every rank has all of them."""
     if not isinstance(mesh, Mesh) or mesh.ep.size == 1:
         return None

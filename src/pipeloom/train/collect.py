@@ -11,41 +11,42 @@ from torch import Tensor
 
 from pipeloom.errors import DistributedError
 from pipeloom.parallel.collectives import Tag, carrier_of
+from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.runtime.health.report import plain_words, timed_out
 
 
+def from_every_rank(pipeline: Pipeline, value: Any, what: str, phase: str | None = None) -> list[Any]:
+    """Return the values of all ranks of the run, as JSON holds them. `what` and `phase` are for `Pipeline.waiting`."""
+    if pipeline.mesh.everyone.size == 1:
+        return [value]
+    with pipeline.waiting(what, phase):
+        return all_gather_json(value, pipeline.run_control)
+
+
 def gather(pipeline: Pipeline, values: Sequence[float]) -> list[list[float]]:
-    """Return the values of every rank of the run, in rank order, in fp64."""
-    everyone = pipeline.mesh.everyone
-    local = torch.tensor(values, dtype=torch.float64, device=carrier_of(pipeline.device, everyone.group))
-    if everyone.group is not None:
-        rows = [torch.empty_like(local) for _ in range(everyone.size)]
-        with pipeline.waiting("the other ranks' numbers"):
-            dist.all_gather(rows, local, group=everyone.group)
-            return [row.tolist() for row in rows]  # under NCCL the host waits here
-    return [local.tolist()]
+    """Return the numbers of every rank of the run, in rank order, in fp64."""
+    return _gather(pipeline, values, pipeline.mesh.everyone.group)
 
 
 def maxima(pipeline: Pipeline, values: Sequence[float]) -> list[float]:
-    """Return the largest of each value over the ranks of the run."""
-    return _reduce(pipeline, values, dist.ReduceOp.MAX, pipeline.mesh.everyone.group)
+    """Return the largest of each number over the ranks of the run."""
+    return [max(column) for column in zip(*gather(pipeline, values), strict=True)]
 
 
 def sums(pipeline: Pipeline | LocalPipeline, values: Sequence[float]) -> list[float]:
-    """Return the sum of each value over the ranks of this pipeline, in fp64; the same bits on every rank."""
-    return _reduce(pipeline, values, dist.ReduceOp.SUM, pipeline.group)
+    """Return the sum of each number over the ranks of this pipeline, in fp64; the same bits on every rank."""
+    return [sum(column) for column in zip(*_gather(pipeline, values, pipeline.group), strict=True)]
 
 
-def _reduce(
-    pipeline: Pipeline | LocalPipeline, values: Sequence[float], operation: dist.ReduceOp.RedOpType, group: Any
-) -> list[float]:
-    tensor = torch.tensor(values, dtype=torch.float64, device=carrier_of(pipeline.device, group))
-    if group is not None:
-        with pipeline.waiting("the other ranks' numbers"):
-            dist.all_reduce(tensor, operation, group=group)
-            tensor = tensor.cpu()  # under NCCL the host waits here
-    return [float(value) for value in tensor.tolist()]
+def _gather(pipeline: Pipeline | LocalPipeline, values: Sequence[float], group: Any) -> list[list[float]]:
+    numbers = torch.tensor(values, dtype=torch.float64, device=carrier_of(pipeline.device, group))
+    if group is None:
+        return [numbers.tolist()]
+    rows = [torch.empty_like(numbers) for _ in range(dist.get_world_size(group))]
+    with pipeline.waiting("the other ranks' numbers"):
+        dist.all_gather(rows, numbers, group=group)
+        return [row.tolist() for row in rows]  # under NCCL the host waits here
 
 
 class NumberGather:

@@ -34,7 +34,7 @@ from pipeloom.train.data.batches import Batch, Batches, Mixture, Rows, SortedDoc
 from pipeloom.train.data.prepare import Data, open_data, require_masks
 from pipeloom.train.hub.generate import generate
 from pipeloom.train.hub.lora_files import base_weights, begin_weights
-from pipeloom.train.observers import ExpertLoads, StepEnd, StepLog, StepObserver, observers, profiled_steps, with_calls
+from pipeloom.train.observers import ExpertLoads, StepEnd, StepLog, StepObserver, observers, profiled_steps
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report.metrics import shared_cores
@@ -309,8 +309,12 @@ class Trainer:
             after["profile"] = lambda end: self._say(*profile.after_step(end.step))
         if (measuring := self.measuring) is not None:
             after["measuring for the search"] = lambda end: self._measure(measuring)
-        rows = observers(self.config, self.steps_done + 1, self.measuring is not None)
-        return [*with_calls(rows, after, before), *self._more_observers]
+        rows = [
+            replace(row, before_step=before.get(row.name), after_step=after[row.name])
+            for row in observers(self.config, self.steps_done + 1, self.measuring is not None)
+            if row.name in after
+        ]
+        return rows + self._more_observers
 
     def _measure(self, measuring: MeasureThenSearch) -> None:
         """Hand the step to the search; once that has chosen a schedule, the row of this call goes."""

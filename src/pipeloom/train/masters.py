@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -62,50 +61,13 @@ Replaced = dict[
 ]  # master -> those that took its place, and its elements in them
 
 
-class Masters(Protocol):
-    """Tensors that an optimizer steps, with the transfer of gradients into them and of their values to the parameters."""
-
-    @property
-    def pieces(self) -> Sequence[MasterPiece]:
-        """The elements of trained parameters that this process steps, each exactly once."""
-
-    @property
-    def settings(self) -> Mapping[nn.Parameter, Setting]:
-        """Each master, and the settings of the parameters in it."""
-
-    def arrange(self) -> Replaced:
-        """Put the reduced gradients into the masters' `.grad`; return the masters that were replaced.
-
-        The gradient of a parameter that no micro-batch used is None, so that the optimizer skips it. Where its master holds
-        other parameters too, one master per parameter replaces it.
-        """
-
-    def separate(self, steps: Mapping[str, float]) -> Replaced:
-        """Replace each master whose parameters have made different numbers of steps by one master per parameter.
-
-        Args:
-            steps: name -> number of steps, of every trained parameter on this process.
-        """
-
-    def publish(self) -> None:
-        """Copy the masters' values to the parameters. With sharded gradients, the other ranks' slices arrive later: call
-        `wait` before you read parameters."""
-
-    def wait(self) -> None:
-        """Wait for the slices that other ranks have published."""
-
-    def read(self) -> None:
-        """Copy the parameters' values to the masters."""
-
-    def hold(self) -> Callable[[], None]:
-        """Keep this step's gradients while the next step computes its own; return a function that restores them."""
-
-    def changing(self) -> list[Tensor]:
-        """Every tensor that `publish` or a step of the masters writes to."""
-
-
 class Parameters:
-    """Masters that are the parameters themselves."""
+    """Masters that are the parameters themselves; the methods are those of Buckets, most of which have nothing to do here.
+
+    Attributes:
+        pieces: the elements of trained parameters that this process steps, each exactly once.
+        settings: each master, and the settings of the parameters in it.
+    """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], settings: Settings) -> None:
         trained = [(name, p) for name, p in named if p.requires_grad]
@@ -143,7 +105,11 @@ class Parameters:
 
 class Buckets:
     """Masters of parameters that are stored in one buffer per bucket: views of the buffer, fp32 copies of bf16 buffers, or
-    slices of either."""
+    slices of either.
+
+    Attributes:
+        settings: each master, and the settings of the parameters in it.
+    """
 
     def __init__(self, sync: GradientSync, settings: Settings) -> None:
         self._sync = sync
@@ -157,6 +123,7 @@ class Buckets:
 
     @property
     def pieces(self) -> list[MasterPiece]:
+        """Return the elements of trained parameters that this process steps, each exactly once."""
         pieces = []
         for flat, run, master in self._masters:
             for slot, first, last in _inside(flat, run):
@@ -167,6 +134,11 @@ class Buckets:
         return pieces
 
     def arrange(self) -> Replaced:
+        """Put the reduced gradients into the masters' `.grad`; return the masters that were replaced.
+
+        The gradient of a parameter that no micro-batch used is None, so that the optimizer skips it. Where its master holds
+        other parameters too, one master per parameter replaces it.
+        """
         self.wait()  # slices still in transit would overwrite what the step changes
         replaced: Replaced = {}
         if self._sync.absent:
@@ -179,6 +151,11 @@ class Buckets:
         return replaced
 
     def separate(self, steps: Mapping[str, float]) -> Replaced:
+        """Replace each master whose parameters have made different numbers of steps by one master per parameter.
+
+        Args:
+            steps: name -> number of steps, of every trained parameter on this process.
+        """
         return self._part(lambda slot: steps[slot.held.name])
 
     def _part(self, trait: Callable[[BucketSlot], object]) -> Replaced:
@@ -205,21 +182,26 @@ class Buckets:
         return replaced
 
     def publish(self) -> None:
+        """Copy the masters' values to the parameters. With sharded gradients, the other ranks' slices arrive later: call
+        `wait` before you read parameters."""
         for flat, run, master in self._masters:
             flat.publish(run, master)
         self._sync.weights.start(self._flats)
 
     def wait(self) -> None:
+        """Wait for the slices that other ranks have published."""
         self._sync.weights.wait()
 
     @torch.no_grad()
     def read(self) -> None:
+        """Copy the parameters' values to the masters."""
         self.wait()
         for flat, run, master in self._masters:
             if master.dtype != flat.flat.dtype:
                 master.copy_(flat.flat[run])
 
     def hold(self) -> Callable[[], None]:
+        """Keep this step's gradients while the next step computes its own; return a function that restores them."""
         # the next step writes to the same buffers, so the gradients are copied
         copies = [bucket.part.clone() for bucket in self._sync.buckets]
         absent = set(self._sync.absent)
@@ -232,6 +214,7 @@ class Buckets:
         return put_back
 
     def changing(self) -> list[Tensor]:
+        """Return every tensor that `publish` or a step of the masters writes to."""
         self.wait()
         narrow = [master.detach() for flat, _, master in self._masters if master.dtype != flat.flat.dtype]
         return [*(flat.flat for flat in self._flats), *narrow]

@@ -8,12 +8,12 @@ hidden layers", 2024; arXiv 2502.16982; the arithmetic of torch.optim.Muon). Tha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeloom.config.sections import ModelSection
 from pipeloom.errors import UsageError
@@ -225,18 +225,26 @@ class Muon(torch.optim.Optimizer):
     Args:
         groups: torch's parameter groups.
         matrices: gathers the updates into whole weights.
+        pieces: returns the pieces of all masters, which may change from step to step.
     """
 
     def __init__(
-        self, groups: Sequence[dict[str, Any]], matrices: WholeMatrices, *, lr: float, momentum: float, nesterov: bool
+        self,
+        groups: Sequence[dict[str, Any]],
+        matrices: WholeMatrices,
+        pieces: Callable[[], Sequence[MasterPiece]],
+        *,
+        lr: float,
+        momentum: float,
+        nesterov: bool,
     ) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": 0.0})
-        self._matrices = matrices
-        self.pieces: dict[nn.Parameter, MasterPiece] = {}
+        self._matrices, self._pieces = matrices, pieces
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Make one step; collective over the ranks that share a weight. `pieces` must hold the piece of every master."""
+        """Make one step; collective over the ranks that share a weight."""
+        piece_of: dict[Tensor, MasterPiece] = {piece.master: piece for piece in self._pieces()}
         updates: dict[str, tuple[MasterPiece, Tensor]] = {}
         for group in self.param_groups:
             momentum = group["momentum"]
@@ -248,14 +256,14 @@ class Muon(torch.optim.Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(master)
                 average = state["momentum_buffer"].lerp_(master.grad, 1 - momentum)
                 update = master.grad.lerp(average, momentum) if group["nesterov"] else average
-                piece = self.pieces[master]
+                piece = piece_of[master]
                 updates[piece.name] = (piece, piece.of(update))
         directions = self._matrices.directions(updates)
         for group in self.param_groups:
             for master in group["params"]:
                 if master.grad is not None:
                     master.mul_(1 - group["lr"] * group["weight_decay"])
-                    piece = self.pieces[master]
+                    piece = piece_of[master]
                     direction = directions[piece.name]
                     if direction.numel() == master.numel():
                         master.add_(direction.view(master.shape), alpha=-group["lr"])

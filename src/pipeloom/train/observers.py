@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -134,16 +134,6 @@ def profiled_steps(config: Config) -> range:
     """Return the steps whose operators are recorded."""
     first, steps = config.train.profile_from, config.train.profile_steps
     return range(first, min(first + steps - 1, config.train.steps) + 1) if first else range(0)
-
-
-def with_calls(
-    rows: Sequence[StepObserver],
-    after: Mapping[str, Callable[[StepEnd], object]],
-    before: Mapping[str, Callable[[int], object]],
-) -> list[StepObserver]:
-    """Return the rows with the calls of their names; rows without any are left out."""
-    called = [row for row in rows if row.name in after or row.name in before]
-    return [replace(row, before_step=before.get(row.name), after_step=after.get(row.name)) for row in called]
 
 
 class StepLog:

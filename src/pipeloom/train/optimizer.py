@@ -16,7 +16,7 @@ from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.grad_norm import clip, exact_sum, squares
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding
 from pipeloom.runtime import Pipeline
-from pipeloom.train.masters import Buckets, Counts, Masters, Parameters, Replaced, Setting
+from pipeloom.train.masters import Buckets, Counts, Parameters, Replaced, Setting
 from pipeloom.train.muon import Muon, MuonWeight, WholeMatrices, fused_in
 
 _MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "muon": ("momentum_buffer",)}
@@ -40,7 +40,7 @@ class Optimizer:
     """The optimizer of `[optimizer]`: AdamW (arXiv 1711.05101), SGD, or Muon for the matrices of blocks and AdamW for the rest.
 
     Matrices decay by `weight_decay`, embeddings and the output layer by `embedding_decay`, norms and biases by `vector_decay`
-    (`roles.role_of`).
+    (`role_of`).
 
     Without a GradientSync it steps the parameters and reads their `.grad`. With one it steps masters: fp32 values of bf16
     parameters, and only this rank's slices where gradients are sharded. Then `step` is collective over dp (Muon's over dp and
@@ -77,9 +77,8 @@ class Optimizer:
         self._sync = sync
         self._counts = counts
         setting = self._setting
-        self.masters: Masters = Parameters(named, setting) if sync is None else Buckets(sync, setting)
+        self.masters = Parameters(named, setting) if sync is None else Buckets(sync, setting)
         self._pieces = list(self.masters.pieces)
-        self._muon: Muon | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
         for rule in _MOMENTS:
             by_decay: dict[float, list[nn.Parameter]] = {}
@@ -96,17 +95,18 @@ class Optimizer:
                     if p.requires_grad and setting(name).rule == "muon"
                 }
                 if matrices:  # a rank whose slices hold none of their elements still takes part in gathering them
-                    self._muon = Muon(
-                        groups or [{"params": []}],
-                        WholeMatrices(matrices, sync, options.adjust_lr_fn),
-                        lr=options.lr,
-                        momentum=options.momentum,
-                        nesterov=options.nesterov,
+                    self.optimizers.append(
+                        Muon(
+                            groups or [{"params": []}],
+                            WholeMatrices(matrices, sync, options.adjust_lr_fn),
+                            lambda: self._pieces,
+                            lr=options.lr,
+                            momentum=options.momentum,
+                            nesterov=options.nesterov,
+                        )
                     )
-                    self.optimizers.append(self._muon)
             elif groups:
                 self.optimizers.append(_of_torch(rule, groups, options))
-        self._say_pieces()
 
     @classmethod
     def of(cls, pipeline: Pipeline, config: Config) -> Optimizer:
@@ -287,11 +287,6 @@ class Optimizer:
                         key: value[elements] if value.ndim else value.clone() for key, value in state.items()
                     }
         self._pieces = list(self.masters.pieces)
-        self._say_pieces()
-
-    def _say_pieces(self) -> None:
-        if self._muon is not None:
-            self._muon.pieces = {piece.master: piece for piece in self._pieces}
 
     def _optimizer_of(self, master: nn.Parameter) -> torch.optim.Optimizer:
         return next(

@@ -7,20 +7,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
 
 from pipeloom.config.sections import OptimizerSection
-from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.parallel.grad_norm import exact_sum, global_norm
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.health.status import Names
 from pipeloom.runtime.tied_weights import layer_of
-from pipeloom.train.collect import maxima
+from pipeloom.train.collect import from_every_rank, maxima
 from pipeloom.train.optimizer import Optimizer
-
-if TYPE_CHECKING:
-    from pipeloom.runtime import Pipeline
-    from pipeloom.train.optimizer import Optimizer
 
 
 def learning_rate(step: int, steps: int, options: OptimizerSection, replicas: int = 1) -> float:
@@ -106,10 +100,7 @@ def layer_norms(pipeline: Pipeline, optimizer: Optimizer, by: str) -> LayerNorms
         by: the unit of a norm, "layer" or "parameter".
     """
     norms = [_named(pipeline, optimizer.named_squares(gradients), by) for gradients in (True, False)]
-    everyone = [norms]
-    if pipeline.mesh.everyone.size > 1:
-        with pipeline.waiting("the other ranks' norms"):
-            everyone = all_gather_json(norms, pipeline.run_control)
+    everyone = from_every_rank(pipeline, norms, "the other ranks' norms")
     gradient, parameter = (_joined([each[at] for each in everyone]) for at in range(2))
     return LayerNorms(gradient, parameter)
 
@@ -226,21 +217,15 @@ def first_not_finite(pipeline: Pipeline, optimizer: Optimizer) -> NotFinite | No
     gradients = {name: math.isfinite(square) for name, square in optimizer.named_squares(gradients=True).items()}
     finite = {"weight": weights, "loss": {} if share is None else {"": bool(share.isfinite())}, "gradient": gradients}
     firsts = [[kind, name] for kind in _KINDS for name, good in finite[kind].items() if not good][:1]
-    everyone = _exchange(pipeline, firsts)
+    what = "the other ranks to look for what is not finite"
+    everyone = from_every_rank(pipeline, firsts, what)
     if not any(everyone):
         return None
     kind, name = min((first[0] for first in everyone if first), key=lambda first: _KINDS.index(first[0]))
-    state = _exchange(pipeline, finite[kind].get(name))
+    state = from_every_rank(pipeline, finite[kind].get(name), what)
     names = Names(pipeline.mesh)
     bad, good = ([names.of(rank) for rank, value in enumerate(state) if value is wanted] for wanted in (False, True))
-    what = {"weight": name, "loss": "the loss", "gradient": f"the gradient of {name}, summed over all replicas,"}[kind]
+    where = {"weight": name, "loss": "the loss", "gradient": f"the gradient of {name}, summed over all replicas,"}[kind]
     others = f", and finite on {' and '.join(good[:3])}" if good else ", and no other rank has a finite one"
-    words = f"{what} is not finite on {' and '.join(bad[:3])}{'' if kind == 'gradient' else others}"
+    words = f"{where} is not finite on {' and '.join(bad[:3])}{'' if kind == 'gradient' else others}"
     return NotFinite(words, _ADVICE[kind] if good else "")
-
-
-def _exchange(pipeline: Pipeline, value: object) -> list[Any]:
-    if pipeline.mesh.everyone.size == 1:
-        return [value]
-    with pipeline.waiting("the other ranks to look for what is not finite"):
-        return all_gather_json(value, pipeline.run_control)

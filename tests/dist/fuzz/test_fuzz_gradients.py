@@ -12,7 +12,7 @@ from fuzz import gradients
 from fuzz._cases import FAMILIES, Case, draw_case, is_valid
 from fuzz._crew import Crew, Hang
 from fuzz._layers import FROZEN, HOOKS, KINDS, Layout
-from fuzz._runs import observed, reference
+from fuzz._runs import Observation, observed, reference
 from pipeloom.runtime.stage import InputGradients, Stage
 
 
@@ -109,6 +109,22 @@ def test_a_hang_is_reported_and_the_crew_goes_on() -> None:
         assert crew.run(_number, 4, 60.0, lambda result: False) == [5, 5]
     finally:
         crew.stop()
+
+
+@pytest.mark.parametrize("hangs", [1, 2])
+def test_a_case_counts_as_a_hang_only_if_it_hangs_again(hangs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def run(*_: object) -> list[object]:
+        calls.append("run")
+        if len(calls) <= hangs:
+            raise Hang("processes [0] do not end within 60 s")
+        return [(Observation(), Observation())]
+
+    monkeypatch.setattr(Crew, "run", run)
+    outcome = gradients.Runner().outcome(Case(("linear",)))
+    assert outcome.sort == ("equal" if hangs == 1 else "hang")
+    assert len(calls) == 2
 
 
 def test_a_sample_of_cases_finds_nothing() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.config import Layout, load_layout
-from pipeloom.parallel import zero
+from pipeloom.parallel import data
 from pipeloom.parallel.collectives import PendingCollective, start_gather_slices
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.mesh import Axis
@@ -42,7 +42,7 @@ class LateGathers:
         self.patch = pytest.MonkeyPatch()
 
     def __enter__(self) -> LateGathers:
-        self.patch.setattr(zero, "start_gather_slices", self.start)
+        self.patch.setattr(data, "start_gather_slices", self.start)
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -15,11 +15,11 @@ import pytest
 import pipeloom as pl
 from browser import Opened, browser
 from pipeloom.draw import figures, svg, terminal
-from pipeloom.draw.figures import number, plain, time_unit
+from pipeloom.draw.figures import number, time_unit
 from pipeloom.draw.html import document
 from pipeloom.schedule.csv_form import to_csv
 from pipeloom.schedule.json_form import to_dict
-from pipeloom.schedule.timeline import CAUSES
+from pipeloom.schedule.timeline import CAUSES, plain
 
 CASES = 200
 

@@ -56,6 +56,12 @@ def test_greedy_text_is_that_of_transformers(family: str, schedule: str) -> None
     assert stopped == [tokens[: tokens.index(end) + 1] if end in tokens else tokens for tokens in want]
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_model_without_finite_probabilities_is_refused(bad: float) -> None:
+    with pytest.raises(UsageError, match="gives the next token no finite probabilities: its weights, or settings"):
+        Sampling().choose(torch.tensor([0.0, bad, 1.0]), torch.Generator())
+
+
 def test_draws_follow_from_the_seed_and_the_number_of_the_prompt() -> None:
     layers = hf.layers(model("llama"))
     pipeline = LocalPipeline(layers, SCHEDULES["1f1b"](), loss=cross_entropy)

@@ -245,7 +245,7 @@ def test_a_state_is_no_larger_than_its_moments() -> None:
     ("keys", "sentence"),
     [
         ({"name": "muon", "barrier": False}, 'optimizer.name = "muon": .* barrier'),
-        ({"name": "sgd", "momentum": 0.0}, "optimizer.momentum = 0: .*nesterov"),
+        ({"name": "sgd", "momentum": 0.0}, "optimizer.momentum = 0.0: .*nesterov"),
         ({"name": "lion"}, "optimizer.name"),
     ],
 )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from torch import nn
 
 import pipeloom as pl
+from checkpoint_runs import held
 from pipeloom import checkpoint
 from pipeloom.config import load
 from pipeloom.errors import CheckpointError, ConfigError
@@ -19,17 +16,6 @@ from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint import folder as lock
 from pipeloom.train.report.report import Report
 from pipeloom.train.workers.failures import EXIT_FILE
-
-
-@contextmanager
-def held(path: Path) -> Iterator[None]:
-    """A lock as another process would hold it: of an opening of its own."""
-    descriptor = os.open(path, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @pytest.fixture(autouse=True)

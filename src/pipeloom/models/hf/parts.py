@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipeloom.errors import ConfigError, UsageError, from_machine
 from pipeloom.ops.checksum import version_of
-from pipeloom.ops.deferred import WeightGradContext, add_weight_gradient
+from pipeloom.ops.deferred import DeferringLayer, WeightGradContext, add_weight_gradient
 from pipeloom.ops.products import as_rows, plain_operations_only
 
 
@@ -429,7 +429,7 @@ def _given(attention_mask: Tensor | None, position_ids: Tensor | None) -> dict[s
     return {name: value for name, value in named.items() if value is not None}
 
 
-class TransposedLinear(nn.Module):
+class TransposedLinear(DeferringLayer):
     """x [..., inputs] -> x weight + bias, with weight [inputs, outputs]; it has the parameters of the given layer."""
 
     weight: nn.Parameter
@@ -439,10 +439,6 @@ class TransposedLinear(nn.Module):
         super().__init__()
         self.register_parameter("weight", layer.get_parameter("weight"))
         self.register_parameter("bias", layer.get_parameter("bias"))
-        self.grad_context: WeightGradContext | None = None
-
-    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
-        self.grad_context = grad_context
 
     def forward(self, x: Tensor) -> Tensor:
         plain = type(self.weight) is nn.Parameter and self.weight.requires_grad and torch.is_grad_enabled()

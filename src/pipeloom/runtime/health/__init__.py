@@ -2,13 +2,14 @@
 
 One control plane, separate from the connections that carry training: each rank has a `Link` (links.py) to a few neighbours,
 and its watchdog thread (watchdog.py) floods short messages over them. After start-up nothing here uses torch's store, whose
-calls have no deadline when the process that serves it is frozen. None of these modules imports torch when it is imported.
+calls have no deadline when the process that serves it is frozen. What a worker starts first (watchdog.py, links.py, status.py)
+imports no torch.
 
-Messages are JSON objects, one per line, each with a MAC; `from` and `id` make a message unique, and every rank forwards
-those that it has not seen yet. Kinds:
+Messages are JSON objects, one per line; `from` and `id` make a message unique, and every rank forwards those that it has not
+seen yet. Kinds:
 
 - `who`: rank, process and host, once, at the start.
-- `failed`: the end of the run: `text` for the user, and the ranks that it `blames`.
+- `failed`: the end of the run: its `failure`, with a text for the user and the ranks that it blames.
 - `call`: request by a rank without progress for the state of all ranks; `here`: an answer.
 - `folder`: the folder of the run's files.
 - `bye`: this rank has finished its part; its connection may close.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import sys
 from collections.abc import Mapping, Sequence
@@ -94,45 +93,18 @@ def source_digests(root: Path) -> dict[str, str]:
 
 
 def shake_hands(store: RunStore, everyone: Axis, mine: Mapping[str, Any], seed: int, timeout: float) -> tuple[str, int]:
-    """Compares `mine` with that of all ranks of the mesh; returns the prefix of this run's keys in the store, and rank 0's seed.
+    """Compare `mine` with that of all ranks of the mesh; return the prefix of this run's keys in the store, and rank 0's seed.
 
-    Raises DistributedError that names a difference, or a rank that has not come within `timeout` seconds.
+    Raises DistributedError, on every rank, that names what differs between rank 0 and the first rank to disagree, or a rank
+    that has not joined within `timeout` seconds.
     """
     run = f"pipeloom/{digest(everyone.ranks)}"
     prefix = f"{run}/{store.add(f'{run}/{everyone.index}', 1)}"
-    if everyone.index == 0:
-        store.set(f"{prefix}/seed", str(seed))
-    compare(store, prefix, everyone.index, everyone.size, mine, timeout)
-    return prefix, int(store.get(f"{prefix}/seed"))
-
-
-def compare(store: RunStore, prefix: str, rank: int, ranks: int, mine: Mapping[str, Any], timeout: float) -> None:
-    """Raises DistributedError, on every rank, that names what differs between rank 0 and the first rank to disagree.
-
-    A rank that does not come within `timeout` seconds is named too.
-    """
-    everyone = exchange(store, f"{prefix}/facts", rank, ranks, mine, timeout)
-    lines = differences(everyone)
+    answers = store.exchange(f"{prefix}/facts", everyone.index, everyone.size, {"facts": mine, "seed": seed}, timeout)
+    lines = differences([answer["facts"] for answer in answers])
     if lines:
         raise DistributedError("the ranks disagree:\n" + "\n".join(f"  {line}" for line in lines))
-
-
-def exchange(store: RunStore, prefix: str, rank: int, ranks: int, mine: Any, timeout: float) -> list[Any]:
-    """Return the values (as JSON carries them) that ranks 0 .. ranks - 1 give under this prefix; every one of them calls it.
-
-    Raises DistributedError that names a rank that does not call it within `timeout` seconds.
-    """
-    store.set(f"{prefix}/{rank}", json.dumps(mine))
-    everyone = []
-    for other in range(ranks):
-        key = f"{prefix}/{other}"
-        try:
-            everyone.append(json.loads(store.get(key, timeout)))
-        except DistributedError as error:
-            raise DistributedError(
-                f"rank {rank}: rank {other} did not join the handshake within {timeout:g} s ({error})"
-            ) from None
-    return everyone
+    return prefix, int(answers[0]["seed"])
 
 
 def shared_keywords(store: RunStore, mesh: Mesh, prefix: str, keywords: KnownKeywords, timeout: float) -> KnownKeywords:
@@ -141,7 +113,7 @@ def shared_keywords(store: RunStore, mesh: Mesh, prefix: str, keywords: KnownKey
     if line.group is None:
         return keywords
     key = f"{prefix}/pipeline {mesh.place.dp} {mesh.place.tp}/keywords"
-    everyone = exchange(store, key, line.rank, len(line.ranks), [sorted(keywords.names), keywords.others], timeout)
+    everyone = store.exchange(key, line.rank, len(line.ranks), [sorted(keywords.names), keywords.others], timeout)
     return KnownKeywords.union(KnownKeywords(frozenset(names), others) for names, others in everyone)
 
 
@@ -149,9 +121,8 @@ def differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
     """One line for each fact that two ranks see differently; a fact of one replica is compared among its ranks."""
     lines = []
     for key in dict.fromkeys(key for facts in everyone for key in facts):
-        told = [(rank, facts[key]) for rank, facts in enumerate(everyone) if key in facts]
-        first, value = told[0]
-        other = next(((rank, theirs) for rank, theirs in told if theirs != value), None)
-        if other is not None:
-            lines.append(f"{key}: {value} on rank {first}, {other[1]} on rank {other[0]}")
+        (first, value), *others = [(rank, facts[key]) for rank, facts in enumerate(everyone) if key in facts]
+        rank, other = next(((rank, other) for rank, other in others if other != value), (first, value))
+        if other != value:
+            lines.append(f"{key}: {value} on rank {first}, {other} on rank {rank}")
     return lines

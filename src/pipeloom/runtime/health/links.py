@@ -134,8 +134,9 @@ def inherited() -> list[Link] | None:
 
 def meet(store: RunStore, prefix: str, rank: int, world: int, seconds: float) -> list[Link]:
     """Return links to this rank's neighbours. Collective. Raises DistributedError as `connect` does."""
-    store.set(f"{prefix}/machine/{rank}", f"{machine('net', 'mnt')} {os.getuid()}")
-    machines = {store.get(f"{prefix}/machine/{other}") for other in range(world)}
+    if world == 1:
+        return []
+    machines = set(store.exchange(f"{prefix}/machine", rank, world, f"{machine('net', 'mnt')} {os.getuid()}"))
     local = len(machines) == 1 and bool(machine())
     connections = connect(store, f"{prefix}/control", rank, neighbours(rank, world), seconds, local=local)
     return [Link(peer, connection) for peer, connection in sorted(connections.items())]
@@ -431,6 +432,23 @@ class RunStore:
                 f"{key} in the store was not written by a rank of this run (PIPELOOM_SECRET differs?)"
             )
         return str(text)
+
+    def exchange(self, prefix: str, rank: int, ranks: int, value: Any, seconds: float | None = None) -> list[Any]:
+        """Return the values (as JSON carries them) that ranks 0 .. ranks - 1 give under this prefix; every one of them calls it.
+
+        Raises DistributedError that names a rank that does not call it in time.
+        """
+        self.set(f"{prefix}/{rank}", json.dumps(value))
+        values = []
+        for other in range(ranks):
+            try:
+                values.append(json.loads(self.get(f"{prefix}/{other}", seconds)))
+            except DistributedError as error:
+                patience = self._seconds if seconds is None else seconds
+                raise DistributedError(
+                    f"rank {rank}: rank {other} did not join the handshake within {patience:g} s ({error})"
+                ) from None
+        return values
 
     def add(self, key: str, amount: int) -> int:
         return int(_answer(self._seconds, lambda: self._store.add(key, amount), "the store did not count"))

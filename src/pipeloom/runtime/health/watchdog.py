@@ -18,7 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pipeloom.errors import printable
@@ -108,6 +108,10 @@ def _cut(text: str, most: int) -> str:
     words = f" [… {len(text) - most:,} characters …] "
     half = (most - len(words)) // 2
     return f"{text[:half]}{words}{text[-half:]}"
+
+
+def _received(origin: int, text: str, blames: Sequence[int], trace: str, output: str) -> Failure:
+    return Failure(origin, printable(text), tuple(blames), printable(trace), output)
 
 
 def output_identity() -> str:
@@ -296,8 +300,7 @@ class Watchdog:
                 self._failure = Failure(self.number, text, blames, trace, self.output if trace else "")
             failure = self._failure
         if first:
-            values = {"text": text, "blames": list(blames), "trace": trace, "output": failure.output}
-            self._post({"kind": "failed", **values})
+            self._post({"kind": "failed", "failure": asdict(failure)})
             self._known.set()
             if wait and self._thread.is_alive():
                 self._flushed.wait(LAST_WORDS_SECONDS)
@@ -362,9 +365,7 @@ class Watchdog:
         kind, origin = message["kind"], message["from"]
         if kind == "failed":
             with self._lock:
-                if self._failure is None:
-                    text, trace = printable(message["text"]), printable(message["trace"])
-                    self._failure = Failure(origin, text, tuple(message["blames"]), trace, message["output"])
+                self._failure = self._failure or _received(**message["failure"])
             self._known.set()
         elif kind == "who":
             self._identities[origin] = tuple(message["who"])
@@ -375,11 +376,9 @@ class Watchdog:
         elif kind == "call":
             if message["notice"]:
                 self._heard_notice = time.monotonic()
-            state = self.state()
-            values = [state.words, state.waits, state.seconds, state.between]
-            self._flood({"kind": "here", "call": [origin, message["call"]], "state": values})
+            self._flood({"kind": "here", "call": [origin, message["call"]], "state": asdict(self.state())})
         elif kind == "here" and self._call is not None and message["call"] == [self.number, self._call.number]:
-            self._call.states[origin] = RankState(*message["state"])
+            self._call.states[origin] = RankState(**message["state"])
 
     # -- stalls ------------------------------------------------------------------------------------------------------------
 

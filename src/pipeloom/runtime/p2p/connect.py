@@ -116,9 +116,8 @@ def share_memory(
     here = memory_here() if device.type == "cpu" else None
     line_prefix = f"{prefix}/pipeline {mesh.place.dp} {mesh.place.tp}"
     line = mesh.pipeline
-    store.set(f"{line_prefix}/machine/{line.rank}", str(here))
-    places = {store.get(f"{line_prefix}/machine/{rank}") for rank in range(len(line.ranks))}
-    if places != {str(here)} or here is None:
+    places = store.exchange(f"{line_prefix}/machine", line.rank, len(line.ranks), here)
+    if here is None or set(places) != {here}:
         if options.transport == "shared":
             raise ConfigError('transport "shared" needs all ranks on the CPUs of one Linux machine; use "individual"')
         return None

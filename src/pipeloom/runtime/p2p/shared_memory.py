@@ -76,6 +76,7 @@ class _Outbox:
 
     def segment(self, size: int) -> tuple[int, _SharedSegment, int | None]:
         """Return (number, segment, descriptor to send if it is new) of a segment with enough bytes."""
+        # Powers of two from a page on, so that messages of several lengths share segments.
         size = 1 << max(size - 1, 4095).bit_length()
         waiting = self.free.setdefault(size, deque())
         if waiting and self.segments[waiting[0]].map[0] == 0:
@@ -244,7 +245,7 @@ class SharedMemoryTransport:
                 continue
             number, segment, descriptor = outbox.segment(value.numel() * value.element_size())
             segment.tensor(value).copy_(value.detach())
-            segment.map[0] = 1
+            segment.map[0] = 1  # before the notice, whose system call makes both visible to the receiver
             numbers.append(number)
             if descriptor is not None:
                 descriptors.append(descriptor)

@@ -50,9 +50,8 @@ class Opened(NamedTuple):
     values: BoundaryValues
     boundary: TensorSpecs
     checksum: Tensor | None
-    host: list[
-        tuple[Tensor, Tensor]
-    ]  # (buffer, host tensor in which its values arrive), for messages through host memory
+    # (buffer, host tensor in which its values arrive), for messages through host memory
+    host: list[tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -110,7 +109,7 @@ class TorchTransport:
         self,
         links: Links,
         releases_sends: dict[Message, tuple[Message, ...]],
-        book: ShapeCache,
+        shapes: ShapeCache,
         pool: BufferPool,
         batches: Sequence[MessageBatch] | None = None,
         checksums: bool = False,
@@ -118,16 +117,15 @@ class TorchTransport:
         self._links = links
         self._checksums = checksums
         self._releases_sends = releases_sends
-        self._book = book
+        self._shapes = shapes
         self._pool = pool
         self._batches = None if batches is None else BatchQueue(batches)
         self._inboxes: dict[Channel, _TorchInbox] = {}
         self._opened: dict[Message, Opened] = {}
         self._sending: dict[Message, tuple[list[Any], list[Tensor]]] = {}
         self._headers: dict[Message, tuple[Any, Tensor]] = {}  # headers of gradients, in transit
-        self._filled_in: dict[
-            tuple[Edge, int], int
-        ] = {}  # position in an edge's gradients -> number of messages sent with zeros there
+        # Position in an edge's gradients -> number of messages sent with zeros there.
+        self._filled_in: dict[tuple[Edge, int], int] = {}
         self._answered: Counter[Edge] = Counter()  # edge -> number of gradient messages sent
 
     def exchange(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> None:
@@ -139,6 +137,7 @@ class TorchTransport:
             self._start(self._send(outgoing), outgoing.message.channel.destination)
         for message in posts:
             self._inboxes.setdefault(message.channel, _TorchInbox()).queue.append(message)
+        # All of them: the shapes that a receive waits for may have become known since it was posted.
         for inbox in self._inboxes.values():
             if inbox.queue:
                 self._open(inbox)
@@ -165,13 +164,13 @@ class TorchTransport:
 
     def _without_zeros(self, message: Message, values: BoundaryValues) -> BoundaryValues:
         """Return a gradient message's values, with None in place of the zeros of a missing gradient."""
-        without = self._book.without(message)
+        without = self._shapes.without(message)
         while without is None:  # headers arrive in the channel's order
             first = next(other for other in self._headers if other.channel == message.channel)
             work, header = self._headers.pop(first)
             work.wait()
-            self._book.expect(first, tuple(at for at, spec in enumerate(decode(header)) if spec is None))
-            without = self._book.without(message)
+            self._shapes.expect(first, tuple(at for at, spec in enumerate(decode(header)) if spec is None))
+            without = self._shapes.without(message)
         if not without:
             return values
         self.recycle(tuple(values[at] for at in without))
@@ -192,9 +191,8 @@ class TorchTransport:
                     'before: the layers before it would get zeros in place of None, so set shapes = "each" in RuntimeOptions'
                 )
         if self._opened or any(inbox.queue for inbox in self._inboxes.values()):
-            raise DistributedError(
-                "receives were left open at the end of the step"
-            )  # a bug in Pipeloom: the plan posts exactly the receives that are used
+            # A bug in Pipeloom: the plan posts exactly the receives that are used.
+            raise DistributedError("receives were left open at the end of the step")
 
     def _release(self, message: Message) -> None:
         works, _ = self._sending.pop(message, ((), ()))
@@ -206,7 +204,7 @@ class TorchTransport:
         message = outgoing.message
         works: list[Any] = []
         values, kind = outgoing.values, message.channel.kind
-        needs_header = self._book.needs_header(message)
+        needs_header = self._shapes.needs_header(message)
         if kind == "gradient" and values:
             values = self._filled(message, values, needs_header)
         sent = buffers = tensors(values)
@@ -225,15 +223,15 @@ class TorchTransport:
         """Return the gradients to send, zeros for one that is None: receives are posted before it is known which are."""
         without = tuple(at for at, value in enumerate(values) if value is None)
         if needs_header:
-            self._book.expect(message, without)
+            self._shapes.expect(message, without)
         else:
-            self._book.keep_promise(message, without)
+            self._shapes.keep_promise(message, without)
         self._answered[message.edge] += 1
-        for place in set(without).difference(self._book.without(message) or ()):
+        for place in set(without).difference(self._shapes.without(message) or ()):
             self._filled_in[message.edge, place] = self._filled_in.get((message.edge, place), 0) + 1
         if not without:
             return values
-        specs = self._book.answering(message)
+        specs = self._shapes.answering(message)
         return tuple(
             spec.empty(self._links.device).zero_() if value is None and spec is not None else value
             for value, spec in zip(values, specs, strict=True)
@@ -244,8 +242,8 @@ class TorchTransport:
         while inbox.queue:
             message = inbox.queue[0]
             if inbox.introduced is None:
-                inbox.introduced = self._book.needs_header(message)
-            boundary = self._book.of(message)
+                inbox.introduced = self._shapes.needs_header(message)
+            boundary = self._shapes.of(message)
             if boundary is None:
                 break
             introduced, inbox.introduced = inbox.introduced, None
@@ -256,7 +254,7 @@ class TorchTransport:
         """Wait for the header of `message`, the next one of its channel with a header."""
         header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
         self._links.control.recv([header], message.channel.source, _HEADER_TAGS["activation"]).wait()
-        self._book.remember(message.edge, message.microbatch, decode(header))
+        self._shapes.remember(message.edge, message.microbatch, decode(header))
 
     def _receive(self, message: Message, boundary: TensorSpecs, introduced: bool) -> _TorchTransfer:
         """Return the transfer into buffers for a message; if a gradient's header comes with it, post the header's receive."""
@@ -297,12 +295,12 @@ class TorchTransport:
             if isinstance(item, Outgoing):
                 transfers.append((sends[item.message], True))
                 continue
-            introduced = self._book.needs_header(item)
+            introduced = self._shapes.needs_header(item)
             if introduced and item.channel.kind == "activation":
                 self._start_together(transfers)
                 transfers = []
                 self._introduce(item)
-            boundary = self._book.of(item)
+            boundary = self._shapes.of(item)
             assert boundary is not None  # of a gradient: this rank has sent the activations
             transfers.append((self._receive(item, boundary, introduced), False))
         self._start_together(transfers)
@@ -320,6 +318,4 @@ class TorchTransport:
         if operations:
             started = dist.batch_isend_irecv(operations)
             for at, works in enumerate(works_of):
-                works.append(
-                    started[at] if len(started) == len(operations) else started[0]
-                )  # NCCL returns one work for all
+                works.append(started[at if len(started) == len(operations) else 0])  # NCCL returns one work for all

@@ -21,12 +21,12 @@ from pipeloom.train.checkpoint.manifest import EXTRA, BaseWeights, Manifest, Sto
 from pipeloom.train.checkpoint.state import (
     AnyOptimizer,
     Number,
-    from_every_rank,
     load_model,
     load_optimizer,
     require_shapes,
     required_names,
 )
+from pipeloom.train.collect import from_every_rank
 
 _EXTRA_BYTES = 2**28
 _MOST_NESTED = 1000  # values of a user's own program may be nested deeper than a configuration

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -126,28 +126,8 @@ _SCHEMA = TypeAdapter(Manifest)
 
 def to_bytes(manifest: Manifest) -> bytes:
     """Return the content of `manifest.json`."""
-    content: dict[str, Any] = {
-        "format": CHECKPOINT_FORMAT,
-        "step": manifest.step,
-        **({} if manifest.equal_until is None else {"equal_until": manifest.equal_until}),
-        "stored": list(manifest.stored),
-        "rest": REST,
-        **({} if manifest.base is None else {"base": asdict(manifest.base)}),
-        "writer": dict(manifest.writer),
-        "files": {name: {"bytes": f.size, "sha256": f.sha256} for name, f in manifest.files.items()},
-        "numbers": dict(manifest.numbers),
-        "tensors": {
-            key: {
-                "dtype": entry.dtype,
-                "shape": list(entry.shape),
-                "boxes": [
-                    {"file": b.file, "name": b.name, "offset": list(b.box.offset), "shape": list(b.box.shape)}
-                    for b in entry.boxes
-                ],
-            }
-            for key, entry in manifest.tensors.items()
-        },
-    }
+    content = {"format": CHECKPOINT_FORMAT, "rest": REST}
+    content |= _SCHEMA.dump_python(manifest, mode="json", by_alias=True, exclude_none=True)
     content["sha256"] = hashlib.sha256(_canonical(content)).hexdigest()
     return json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
 

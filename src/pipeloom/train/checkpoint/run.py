@@ -34,7 +34,7 @@ from pipeloom.train.checkpoint.folder import (
 from pipeloom.train.checkpoint.load import Loaded, load, read_extra, verified
 from pipeloom.train.checkpoint.manifest import EXTRA, MANIFEST, BaseWeights, Manifest
 from pipeloom.train.checkpoint.save import Saver
-from pipeloom.train.checkpoint.state import from_every_rank
+from pipeloom.train.collect import from_every_rank
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report.report import Report
@@ -395,29 +395,19 @@ class RunCheckpoints:
 
         Call it before the first step; collective.
         """
-        pipeline, first = self._pipeline, self._pipeline.mesh.everyone.index == 0
-        weights = sum(
-            p.nbytes
-            for name, p in pipeline.named_parameters()
-            if pipeline.owns(name) and (p.requires_grad or self._base is None)
-        )
-        states = sum(
-            p.numel() * (8 if p.dtype.itemsize >= 4 else 12)
-            for name, p in pipeline.named_parameters()
-            if pipeline.owns(name) and p.requires_grad
-        )
-        problem, probe = "", self._folder / _PROBE
-        if first:
-            try:
-                self._begin()
-                probe.write_text("")
-            except ConfigError as error:
-                problem = str(error)
-            except OSError as error:
-                problem = f"{self._key}: cannot write there: {error.strerror or error}"
-        sizes = self._exchange([weights + states, problem])
-        problem = problem or ("" if sizes[0][1] or probe.is_file() else self._unseen())
-        need = sum(size for size, _ in sizes)
+        pipeline, first, probe = self._pipeline, self._pipeline.mesh.everyone.index == 0, self._folder / _PROBE
+        size = 0  # of this rank's weights, of AdamW's two averages, and of fp32 copies of smaller weights
+        for name, parameter in pipeline.named_parameters():
+            if pipeline.owns(name):
+                size += parameter.nbytes if parameter.requires_grad or self._base is None else 0
+                size += parameter.numel() * (8 if parameter.dtype.itemsize >= 4 else 12) * parameter.requires_grad
+        answers = self._exchange([size, self._begin(probe) if first else ""])
+        problem, need = answers[0][1], sum(size for size, _ in answers)
+        if not problem and not probe.is_file():
+            rank = pipeline.mesh.everyone.index
+            problem = (
+                f"{self._key}: rank {rank} does not see {self._folder}, where rank 0 writes; all hosts must share it"
+            )
         if first and not problem and (free := shutil.disk_usage(self._folder).free) < need:
             problem = (
                 f"{self._key}: a checkpoint takes about {need / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free there"
@@ -428,18 +418,24 @@ class RunCheckpoints:
         if problems:
             raise ConfigError(problems[0])
 
-    def _begin(self) -> None:
-        """Create the folder and claim it, on the first rank. Raises ConfigError or OSError if that fails."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self._claim is None:
-            return
-        self._claim.lock(self._folder, self._key)
-        self._claim.begin(self._continues)
-        if not self._claim.locks:
-            self._say(
-                f"{self._folder}: the file system has no locks; if another run begins to save there, this one notices it only "
-                "at its next checkpoint, and ends"
-            )
+    def _begin(self, probe: Path) -> str:
+        """Create the folder, claim it, and write a file there, on the first rank. Return the reason if that fails."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._claim is not None:
+                self._claim.lock(self._folder, self._key)
+                self._claim.begin(self._continues)
+                if not self._claim.locks:
+                    self._say(
+                        f"{self._folder}: the file system has no locks; if another run begins to save there, this one notices "
+                        "it only at its next checkpoint, and ends"
+                    )
+            probe.write_text("")
+        except ConfigError as error:
+            return str(error)
+        except OSError as error:
+            return f"{self._key}: cannot write there: {error.strerror or error}"
+        return ""
 
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due after `step` steps."""
@@ -516,10 +512,6 @@ class RunCheckpoints:
     def _say(self, text: str) -> None:
         if self._report is not None:
             self._report.say(text)
-
-    def _unseen(self) -> str:
-        rank = self._pipeline.mesh.everyone.index
-        return f"{self._key}: rank {rank} does not see {self._folder}, where rank 0 writes; all hosts must share it"
 
     def _exchange(self, value: Any) -> list[Any]:
         return from_every_rank(self._pipeline, value, "the other ranks to look at the folder of checkpoints", "save")

@@ -53,7 +53,8 @@ from pipeloom.train.checkpoint.manifest import (
     read_manifest,
     to_bytes,
 )
-from pipeloom.train.checkpoint.state import AnyOptimizer, Number, Part, from_every_rank, model_parts, optimizer_parts
+from pipeloom.train.checkpoint.state import AnyOptimizer, Number, Part, model_parts, optimizer_parts
+from pipeloom.train.collect import from_every_rank
 
 # A rank whose part has not appeared after this time has exited, or writes into another directory.
 PATIENCE_SECONDS = 900.0
@@ -320,33 +321,23 @@ class _Job:
         saver, begun = self.saver, time.thread_time()
         rank = saver._rank
         once = None if meanwhile is None else cache(meanwhile)  # called with the file, or after it
-        problem = saver._problem or self._not_finite()
+        problem, note, file = saver._problem or self._not_finite(), {}, self.partial / file_name(rank)
         try:
             if not problem and rank in self.writers:
-                stored = write_tensors(self.partial / file_name(rank), self.tensors, once)
+                stored = write_tensors(file, self.tensors, once)
                 saver.written = stored.size
                 note = {"bytes": stored.size, "sha256": stored.sha256}
-            else:
-                note = {}
         except OSError as error:
-            problem = (
-                f"{error.filename or self.partial / file_name(rank)}: cannot be written: {error.strerror or error}"
-            )
+            problem = _words(error, file)
             with contextlib.suppress(OSError):  # frees its space, which the note needs too
-                (self.partial / file_name(rank)).unlink()
+                file.unlink()
         if once is not None:
             once()  # collective, so also on a rank that writes nothing, or could not
-        if problem:
-            note = {"problem": problem}
         saver.writer_cpu = time.thread_time() - begun
         try:
-            if rank:
-                self._leave(rank, note)
-            else:
-                self._publish(note)
+            (self._leave if rank else self._publish)({"problem": problem} if problem else note)
         except (OSError, CheckpointError) as error:
-            words = f"cannot be written: {error.strerror or error}" if isinstance(error, OSError) else str(error)
-            problem = problem or (words if isinstance(error, CheckpointError) else f"{self.partial}: {words}")
+            problem = problem or _words(error, self.partial)
             if rank == 0:
                 shutil.rmtree(self.partial, ignore_errors=True)
         saver.release()
@@ -360,23 +351,16 @@ class _Job:
                 return f"{weight} has values that are not finite after step {self.manifest.step}"
         return ""
 
-    def _leave(self, rank: int, note: Mapping[str, Any]) -> None:
-        path = self._note_path(rank)
+    def _leave(self, note: Mapping[str, Any]) -> None:
+        path = self._note_path(self.saver._rank)
         fresh = path.with_suffix(".part")
         fresh.write_text(json.dumps(note), encoding="utf-8")
         fresh.rename(path)
 
     def _publish(self, note: Mapping[str, Any]) -> None:
         with self.saver.waiting_for_parts():
-            others = {rank: self._note_of(rank) for rank in range(1, self.saver._world)}
-        notes = {0: note}
-        for rank, note_of_rank in others.items():
-            if note_of_rank is None:
-                raise CheckpointError(
-                    f"{self._note_path(rank)}: expected the part of rank {rank} within {PATIENCE_SECONDS:g} s, found nothing"
-                )
-            notes[rank] = note_of_rank
-        for note_of_rank in notes.values():
+            notes = [note, *(self._note_of(rank) for rank in range(1, self.saver._world))]
+        for note_of_rank in notes:
             if "problem" in note_of_rank:
                 raise CheckpointError(str(note_of_rank["problem"]))
         files = {file_name(rank): StoredFile(notes[rank]["bytes"], notes[rank]["sha256"]) for rank in self.writers}
@@ -396,15 +380,15 @@ class _Job:
     def _note_path(self, rank: int) -> Path:
         return self.partial / f"rank-{rank:05d}.json"
 
-    def _note_of(self, rank: int) -> Mapping[str, Any] | None:
-        """Wait for the note of a rank, and return it; None if it does not appear within `PATIENCE_SECONDS`."""
-        until = time.monotonic() + PATIENCE_SECONDS
+    def _note_of(self, rank: int) -> Mapping[str, Any]:
+        """Wait for the note of a rank, and return it. Raises CheckpointError if it does not appear in time."""
+        path, until = self._note_path(rank), time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < until:
             with contextlib.suppress(FileNotFoundError):
-                note: dict[str, Any] = json.loads(self._note_path(rank).read_text(encoding="utf-8"))
+                note: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
                 return note
             time.sleep(_POLL_SECONDS)
-        return None
+        raise CheckpointError(f"{path}: expected the part of rank {rank} within {PATIENCE_SECONDS:g} s, found nothing")
 
 
 def save(
@@ -436,6 +420,13 @@ def _content(extra: Mapping[str, Any] | None) -> bytes | None:
         raise UsageError(
             f"extra is {extra!r:.200}; it must be a dict that JSON can hold, of finite numbers, strings, lists and dicts: {error}"
         ) from None
+
+
+def _words(error: OSError | CheckpointError, path: Path) -> str:
+    """Return a message about an error of writing to `path`."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{error.filename or path}: cannot be written: {error.strerror or error}"
 
 
 def _is_finite(values: Tensor) -> bool:

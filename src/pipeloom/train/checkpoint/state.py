@@ -18,7 +18,6 @@ from torch import Tensor
 from pipeloom.errors import CheckpointError, UsageError
 from pipeloom.limits import MOST_STEPS
 from pipeloom.mesh_shape import Place
-from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.tensor_spec import layout_name, memory_of
@@ -139,14 +138,6 @@ class Holder:
         for (_, part), values_of_part in zip(self.parts(values, start), regions, strict=True):
             part.copy_(values_of_part)
         return values
-
-
-def from_every_rank(pipeline: Pipeline, value: Any, what: str, phase: str) -> list[Any]:
-    """Return the values of all ranks, as JSON holds them; collective. `what` and `phase` are for `Pipeline.waiting`."""
-    if pipeline.mesh.everyone.size == 1:
-        return [value]
-    with pipeline.waiting(what, phase):
-        return all_gather_json(value, pipeline.run_control)
 
 
 def holders(pipeline: Pipeline) -> list[Holder]:

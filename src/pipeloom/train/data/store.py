@@ -132,36 +132,35 @@ class _Tokenization:
     def _documents(self) -> Iterator[tuple[list[Piece], bool]]:
         """Yield the pieces of each document, or of a part of one, and whether the document ends with them."""
         for record in records(self._source, self._data.field):
-            if isinstance(record, BadRecord):
-                self._refuse(record.place, record.why)
+            try:
+                pieces = self._pieces(record)
+            except BadConversation as error:
+                self._refuse(record.place, str(error))
                 continue
-            chat = isinstance(record.value, list)
-            if self._chat is None:
-                self._chat = chat
-            if chat != self._chat:
-                self._refuse(
-                    record.place,
-                    "it is a conversation, and those before are texts"
-                    if chat
-                    else "it is a text, and those before are conversations",
-                )
-            elif chat:
-                try:
-                    if self._template is None:
-                        self._template = _template(self._tokenizer, self._data)
-                    yield self._template.pieces(record.value), True
-                except BadConversation as error:
-                    self._refuse(record.place, str(error))
-            elif record.value:
-                yield self._plain(record), record.last
+            if pieces and isinstance(record, Record):  # an empty text is no document
+                yield pieces, record.last
+
+    def _pieces(self, record: Record | BadRecord) -> list[Piece]:
+        """Return the pieces of a record. Raises BadConversation if there is something wrong with it."""
+        if isinstance(record, BadRecord):
+            raise BadConversation(record.why)
+        kinds = ("a text", "texts"), ("a conversation", "conversations")
+        chat = isinstance(record.value, list)
+        self._chat = chat if self._chat is None else self._chat
+        if chat != self._chat:
+            raise BadConversation(f"it is {kinds[chat][0]}, and those before are {kinds[self._chat][1]}")
+        if not chat:
+            return self._plain(record)
+        self._template = self._template or _template(self._tokenizer, self._data)
+        return self._template.pieces(record.value)
 
     def _plain(self, record: Record) -> list[Piece]:
+        if not record.value:
+            return []
         bos, eos = self._tokenizer.bos, self._tokenizer.eos
         pieces = [Piece(bos, False)] if bos is not None and record.first else []
         pieces.append(Piece(record.value, True))
-        if eos is not None and record.last:
-            pieces.append(Piece(eos, True))
-        return pieces
+        return [*pieces, Piece(eos, True)] if eos is not None and record.last else pieces
 
     def _refuse(self, place: str, why: str) -> None:
         if self._data.on_error != "skip":

@@ -37,6 +37,11 @@ from pipeloom.train.hub.lora_files import checkpoint_digest, directory_digest, w
 _SHARD_BYTES = 2 * 10**9  # bytes of weights in memory at a time and per file; readers can read parts of a file
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
 _COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+# Keys that a decoder's shape and a configuration of transformers have in common.
+_SAME_KEYS = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"),
+    *("tie_word_embeddings", "rms_norm_eps"),
+)
 _OF_MODEL = ("config.json", "generation_config.json")
 
 
@@ -60,12 +65,9 @@ def export(path: Path, out: Path, merge: bool = False) -> Path:
     directory = newest_checkpoint(path)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty; give a new directory")
-    manifest, problem = verified(directory, None)
-    if manifest is None:
-        raise CheckpointError(problem)
-    reader = Reader(directory, manifest)
-    if manifest.base is not None:
-        _export_adapters(reader, manifest.base, out, merge)
+    reader = _opened(directory)
+    if reader.manifest.base is not None:
+        _export_adapters(reader, reader.manifest.base, out, merge)
     elif merge:
         raise ConfigError(f"{directory} holds no adapters to merge; leave --merge out")
     else:
@@ -73,6 +75,14 @@ def export(path: Path, out: Path, merge: bool = False) -> Path:
         _write(out, section, _dtype_of(reader), _layers_of(reader, section), _origin(reader, section))
         _copy_tokenizer(RunFacts.read(directory).config, out)
     return directory
+
+
+def _opened(directory: Path) -> Reader:
+    """Return a checkpoint whose checksums are right. Raises CheckpointError with the reason for another one."""
+    manifest, problem = verified(directory, None)
+    if manifest is None:
+        raise CheckpointError(problem)
+    return Reader(directory, manifest)
 
 
 def _section(reader: Reader) -> ModelSection:
@@ -129,7 +139,7 @@ def _dtype_of(reader: Reader) -> torch.dtype:
 def _layers_of(reader: Reader, section: ModelSection) -> Iterator[dict[str, Tensor]]:
     """Yield the weights of a checkpoint, layer by layer, under their names in `transformers`."""
     for group in _by_layer([key.partition(".")[2] for key in reader.tensors if key.startswith("model.")]):
-        tensors = {name: reader.region(f"model.{name}", _whole(reader, name)) for name in group}
+        tensors = {name: _values(reader, name) for name in group}
         yield {hf.hub_name(name): t for name, t in tensors.items()} if section.source else to_hub(tensors)
 
 
@@ -168,7 +178,7 @@ def _export_adapters(reader: Reader, base: BaseWeights, out: Path, merge: bool) 
     lora = validated(LoraSection, RunFacts.read(reader.directory).config.get("lora"), reader.directory)
     options = LoraOptions(lora.r, lora.lora_alpha, lora.lora_dropout, lora.target_modules)
     names = [key.partition(".")[2] for key in reader.tensors if key.startswith("model.") and is_adapter(key)]
-    adapters = {adapter_name(name): reader.region(f"model.{name}", _whole(reader, name)) for name in names}
+    adapters = {adapter_name(name): _values(reader, name) for name in names}
     if not merge:
         write_adapter(out, adapters, options, _hub_source(base), bool(_transposed(base, adapters)))
         return
@@ -180,32 +190,35 @@ def _export_adapters(reader: Reader, base: BaseWeights, out: Path, merge: bool) 
         )
     if base.kind == "hugging face":
         foreign = hf.layers(path)
-        section = section.model_copy(
-            update={"source": base.path}
-        )  # also for Pipeloom's decoder: tensors get the directory's names
+        # Also for Pipeloom's decoder: its tensors get the directory's names.
+        section = section.model_copy(update={"source": base.path})
         _refuse_tied(foreign.tied, adapters)
         dtype = next(foreign.cut.model.parameters()).dtype
         _write(out, section, dtype, _merged_layers(foreign, adapters, options.scale))
         return
-    manifest, problem = verified(path, None)
-    if manifest is None:
-        raise CheckpointError(problem)
+    weights = _opened(path)
     _refuse_tied(tied(section.shape()), adapters)
-    weights = Reader(path, manifest)
     added = (merged(tensors, adapters, options.scale) for tensors in _layers_of(weights, section))
     _write(out, section, _dtype_of(weights), added, _origin(weights, section))
+
+
+def _states(foreign: hf.ModelLayers) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+    """Yield each layer of a directory's model, built, with its weights and buffers by their names here; a tied weight once."""
+    copies = {name for group in foreign.tied for name in group[1:]}
+    for layer in foreign:
+        built: nn.Module = layer()
+        named = {f"{layer.name}.{name}": value.detach() for name, value in built.state_dict().items()}
+        yield built, {name: value for name, value in named.items() if name not in copies}
 
 
 def _merged_layers(
     foreign: hf.ModelLayers, adapters: Mapping[str, Tensor], scale: float
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights of a directory with adapters added, layer by layer; a tied weight once."""
-    copies = {hf.hub_name(name) for group in foreign.tied for name in group[1:]}
-    for layer in foreign:
-        built = layer()
+    """Yield the weights of a directory with adapters added, layer by layer."""
+    for built, named in _states(foreign):
         transposed = any(is_transposed(part) for part in built.modules())
-        state = {hf.hub_name(f"{layer.name}.{name}"): value.detach() for name, value in built.state_dict().items()}
-        yield merged({n: v for n, v in state.items() if n not in copies}, adapters, scale, transposed)
+        weights = {hf.hub_name(name): value for name, value in named.items()}
+        yield merged(weights, adapters, scale, transposed)
 
 
 def _refuse_tied(ties: Sequence[Sequence[str]], adapters: Mapping[str, Tensor]) -> None:
@@ -248,17 +261,15 @@ def import_directory(source: Path, out: Path) -> tuple[Path, bool]:
     config = read_config(source)
     values = own_values(config.to_dict())
     foreign = hf.layers(source, dtype=None)
-    section = load(
-        None, {f"model.{key}": value for key, value in (values or {"source": str(source.absolute())}).items()}
-    ).model
-    extra = {"batch": 0, "config": {"model": section.model_dump(mode="json")}, "source": str(source.absolute())}
+    here = str(source.absolute())
+    section = load(None, {f"model.{key}": value for key, value in (values or {"source": here}).items()}).model
+    extra = {"batch": 0, "config": {"model": section.model_dump(mode="json")}, "source": here}
     path = write_whole(out, 0, _imported(foreign, values is not None), extra)
     keys = {"source": section.source} if values is None else {**values, "weights": str(out.absolute())}
     lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
-    if values is not None and any(
-        (source / name).is_file() for name in FILES
-    ):  # model.source has its own tokenizer anyway
-        lines += f"\n[data]\ntokenizer = {json.dumps(str(source.absolute()))}\n"
+    # A model that transformers computes brings its tokenizer with `model.source`.
+    if values is not None and any((source / name).is_file() for name in FILES):
+        lines += f"\n[data]\ntokenizer = {json.dumps(here)}\n"
     (out / "model.toml").write_text(f"[model]\n{lines}", encoding="utf-8")
     return path, values is not None
 
@@ -269,11 +280,7 @@ def _imported(foreign: hf.ModelLayers, ours: bool) -> Iterator[dict[str, Tensor]
     Args:
         ours: whether the checkpoint is of Pipeloom's decoder.
     """
-    copies = {name for group in foreign.tied for name in group[1:]}
-    for layer in foreign:
-        built: nn.Module = layer()
-        named = {f"{layer.name}.{name}": value.detach() for name, value in built.state_dict().items()}
-        tensors = {name: value for name, value in named.items() if name not in copies}
+    for _, tensors in _states(foreign):
         if ours:
             tensors = from_hub({hf.hub_name(name): value for name, value in tensors.items()})
             tensors = {own_name(name): value for name, value in tensors.items()}
@@ -283,49 +290,29 @@ def _imported(foreign: hf.ModelLayers, ours: bool) -> Iterator[dict[str, Tensor]
 def hub_config(shape: DecoderShape) -> Any:
     """Return the `transformers` configuration of a decoder of `shape`. Raises ConfigError if no model there computes the same."""
     package = transformers()
-    common = {
-        "num_hidden_layers": shape.num_hidden_layers,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
+    values: dict[str, Any] = {key: getattr(shape, key) for key in _SAME_KEYS}
+    values |= {
         "head_dim": shape.head_width,
-        "vocab_size": shape.vocab_size,
-        "tie_word_embeddings": shape.tie_word_embeddings,
-        "rms_norm_eps": shape.rms_norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
     }
+    values |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    qkv_bias_alone = shape.qkv_bias and not shape.attention_bias
     if not shape.num_experts:
-        inner = {"intermediate_size": shape.intermediate_size}
-        if shape.qk_norm:
-            if shape.qkv_bias and not shape.attention_bias:
-                raise ConfigError("Qwen3, the model with qk_norm, has no qkv_bias without attention_bias")
-            return package.Qwen3Config(**common, **inner, attention_bias=shape.attention_bias)
-        if shape.qkv_bias and not shape.attention_bias:
-            return package.Qwen2Config(**common, **inner)
-        return package.LlamaConfig(**common, **inner, attention_bias=shape.attention_bias)
+        values["intermediate_size"] = shape.intermediate_size
+        if qkv_bias_alone and shape.qk_norm:
+            raise ConfigError("Qwen3, the model with qk_norm, has no qkv_bias without attention_bias")
+        if qkv_bias_alone:
+            return package.Qwen2Config(**values)
+        kind = package.Qwen3Config if shape.qk_norm else package.LlamaConfig
+        return kind(**values, attention_bias=shape.attention_bias)
     if shape.router != "softmax" or shape.capacity_factor or shape.attention_bias:
         raise ConfigError(
             f'no model of transformers has router = "{shape.router}", capacity_factor = {shape.capacity_factor:g} and '
             f"attention_bias = {str(shape.attention_bias).lower()}; only softmax routers without a capacity can be exported"
         )
-    top_k = {"num_experts_per_tok": shape.num_experts_per_tok}
     dense = [block for block, experts in enumerate(shape.expert_blocks) if not experts]
-    if shape.qk_norm:
-        if shape.num_shared_experts or shape.qkv_bias:
-            raise ConfigError("Qwen3-MoE, the model of experts with qk_norm, has no shared experts and no qkv_bias")
-        return package.Qwen3MoeConfig(
-            **common,
-            **top_k,
-            num_experts=shape.num_experts,
-            moe_intermediate_size=shape.expert_width,
-            intermediate_size=shape.intermediate_size,
-            norm_topk_prob=shape.norm_topk_prob,
-            mlp_only_layers=dense,
-        )
-    if not shape.num_shared_experts:
+    values["num_experts_per_tok"] = shape.num_experts_per_tok
+    if not shape.qk_norm and not shape.num_shared_experts:
         if dense:
             raise ConfigError(
                 f"Mixtral, the model without shared experts, has experts in every block, and block {dense[0]} is dense here"
@@ -335,20 +322,23 @@ def hub_config(shape: DecoderShape) -> Any:
                 "Mixtral, the model without shared experts, has no qkv_bias, and needs norm_topk_prob = true"
             )
         return package.MixtralConfig(
-            **common, **top_k, num_local_experts=shape.num_experts, intermediate_size=shape.expert_width
+            **values, num_local_experts=shape.num_experts, intermediate_size=shape.expert_width
         )
-    return package.Qwen2MoeConfig(
-        **common,
-        **top_k,
-        num_experts=shape.num_experts,
-        moe_intermediate_size=shape.expert_width,
-        intermediate_size=shape.intermediate_size,
-        shared_expert_intermediate_size=shape.num_shared_experts * shape.expert_width,
-        norm_topk_prob=shape.norm_topk_prob,
-        qkv_bias=shape.qkv_bias,
-        decoder_sparse_step=1,
-        mlp_only_layers=dense,
-    )
+    values |= {
+        "num_experts": shape.num_experts,
+        "moe_intermediate_size": shape.expert_width,
+        "intermediate_size": shape.intermediate_size,
+        "norm_topk_prob": shape.norm_topk_prob,
+        "mlp_only_layers": dense,
+    }
+    if not shape.qk_norm:
+        shared_width = shape.num_shared_experts * shape.expert_width
+        return package.Qwen2MoeConfig(
+            **values, shared_expert_intermediate_size=shared_width, qkv_bias=shape.qkv_bias, decoder_sparse_step=1
+        )
+    if shape.num_shared_experts or shape.qkv_bias:
+        raise ConfigError("Qwen3-MoE, the model of experts with qk_norm, has no shared experts and no qkv_bias")
+    return package.Qwen3MoeConfig(**values)
 
 
 def to_hub(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -396,9 +386,9 @@ def _by_layer(names: list[str]) -> Iterator[list[str]]:
     yield from groups.values()
 
 
-def _whole(reader: Reader, name: str) -> Box:
+def _values(reader: Reader, name: str) -> Tensor:
     shape = reader.tensors[f"model.{name}"]
-    return Box((0,) * len(shape), shape)
+    return reader.region(f"model.{name}", Box((0,) * len(shape), shape))
 
 
 def _write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -70,6 +70,11 @@ class Sampling:
         if self.top_k:
             ordered, tokens = ordered[: self.top_k], tokens[: self.top_k]
         shares = torch.softmax(ordered, dim=-1)
+        if shares.isnan().any():
+            raise UsageError(
+                "the model gives the next token no finite probabilities: its weights, or settings of its config.json, are NaN or "
+                "infinite"
+            )
         shares = shares.masked_fill(shares.cumsum(0) - shares >= self.top_p, 0)
         return int(tokens[torch.multinomial(shares, 1, generator=generator)])
 

@@ -9,12 +9,13 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from pipeloom import draw
+from pipeloom.parallel.exchange import gather_tree
 from pipeloom.runtime import Pipeline
 from pipeloom.schedule import Timeline
 from pipeloom.train.collect import gather
@@ -43,7 +44,7 @@ class OperatorProfile:
         """
         Args:
             first, last: first and last step of the window.
-            folder: the run's folder; ranks on hosts that do not share it are left out of the file.
+            folder: the run's folder.
             most: largest number of operators of this rank to keep; the longest ones are kept.
         """
         self.path = folder / "profile.json"
@@ -107,30 +108,37 @@ class OperatorProfile:
         # its destructor fails about every second time and kills the process.
         self._profiler, self._over = None, True
         gc.collect()
-        left_out = max(0, len(operators) - self._most)
         seconds = self._unix_less_counter * 1e-9
         begun = gather(self._pipeline, [zero + seconds for _, zero, _ in self._steps])
-        events, problem = self._events(operators[: self._most], begun), ""
-        try:
-            with self._part(self._own).open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(event) + "\n" for event in events)
-        except OSError as error:
-            problem = error.strerror or str(error)
-        left_out = sum(int(row[0]) for row in gather(self._pipeline, [float(left_out)]))
-        if self._pipeline.mesh.everyone.index != 0:
+        text = ",\n".join(json.dumps(event) for event in self._events(operators[: self._most], begun))
+        parts = self._on_rank_0(text, max(0, len(operators) - self._most))
+        if parts is None:
             return []
+        whole = self.path.with_suffix(".part")
         try:
-            missing = self._join()
+            with whole.open("w", encoding="utf-8") as file:
+                file.write(
+                    '{"displayTimeUnit": "ms", "traceEvents": [\n' + ",\n".join(text for text, _ in parts) + "\n]}\n"
+                )
+            whole.replace(self.path)
         except OSError as error:
             return [f"cannot write {self.path}: {error.strerror or error}; training continues without a profile"]
         lines = [f"profile: {self.path}  (open it in ui.perfetto.dev)"]
-        if left_out:
+        if left_out := sum(count for _, count in parts):
             lines.append(f"profile: the shortest {left_out:,} operators are left out")
-        if missing:
-            ranks = ", ".join(map(str, missing))
-            reason = f": {problem}" if problem else ""
-            lines.append(f"profile: without ranks {ranks}, which could not write into {self.path.parent}{reason}")
         return lines
+
+    def _on_rank_0(self, text: str, left_out: int) -> list[tuple[str, int]] | None:
+        """Return the text of every rank's events, and the number of its operators left out, on rank 0; None on the others."""
+        everyone = self._pipeline.mesh.everyone
+        if everyone.group is None:
+            return [(text, left_out)]
+        data = torch.frombuffer(
+            bytearray(text.encode()), dtype=torch.uint8
+        )  # as a tensor, because JSON would escape it
+        with self._pipeline.waiting("the other ranks' operators", "save"):
+            parts = gather_tree((data, left_out), everyone.group, everyone.ranks[0])
+        return None if parts is None else [(bytes(data.numpy()).decode(), count) for data, count in parts]
 
     def _events(
         self, operators: Sequence[dict[str, Any]], everyone: Sequence[Sequence[float]]
@@ -181,26 +189,6 @@ class OperatorProfile:
                 event["args"] = {**event.get("args", {}), "step": step}
             yield event
 
-    def _join(self) -> list[int]:
-        """Join the parts of all ranks into one file and delete them; return the ranks without a part."""
-        missing, separator = [], ""
-        whole = self.path.with_suffix(".part")
-        with whole.open("w", encoding="utf-8") as file:
-            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            for rank in self._pipeline.mesh.everyone.ranks:
-                part = self._part(rank)
-                if not part.exists():
-                    missing.append(rank)
-                    continue
-                separator = _copy(part, file, separator)
-                part.unlink()
-            file.write("]}\n")
-        whole.replace(self.path)
-        return missing
-
-    def _part(self, rank: int) -> Path:
-        return self.path.with_name(f"profile.rank{rank}.jsonl")
-
 
 def _unix_less_counter() -> int:
     """Return the nanoseconds by which the Unix clock is ahead of `time.perf_counter`, from the quickest of five readings."""
@@ -223,15 +211,6 @@ def _operators(profiler: profile) -> Iterator[dict[str, Any]]:
             else f"device {event.device_index()}, stream {event.device_resource_id()}"
         )
         yield {"name": event.name(), "start": event.start_ns(), "dur": event.duration_ns(), "where": where}
-
-
-def _copy(part: Path, file: TextIO, separator: str) -> str:
-    """Append the events of `part`; return the separator that the next event needs."""
-    with part.open(encoding="utf-8") as lines:
-        for line in lines:
-            file.write(separator + line.rstrip("\n"))
-            separator = ",\n"
-    return separator
 
 
 def _name(rank: int, kind: str, arguments: dict[str, Any], row: int = 0) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_order
-from pipeloom.runtime import Pipeline, RuntimeOptions
+from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.check import TransportName
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts
@@ -61,6 +61,7 @@ class Clock:
     def compute(self, name: str, kind: str, seconds: float) -> None:
         """Occupy the device for `seconds`; on a GPU, enqueue a kernel that does. `name` and `kind` are the key in `seconds`."""
         if self._cycles:
+            # The only kernel of torch that occupies a GPU for a given time; its own tests use it too.
             torch.cuda._sleep(round(seconds * self._cycles))  # type: ignore[no-untyped-call]
             return
         begun = time.perf_counter()
@@ -269,7 +270,7 @@ class Rehearsal:
         rows = [self.costs.per_stage(name, stages) for name in ("forward", "input_grad", "weight_grad")]
         return [self.unit * sum(column) for column in zip(*rows, strict=True)]
 
-    def layers(self, rank: int, clock: Clock) -> list[Any]:
+    def layers(self, rank: int, clock: Clock) -> list[Layer]:
         """Return the layer of each stage position, as `Pipeline` takes them on this rank."""
         stages = {self.schedule.position_of[stage]: stage for stage in reversed(self.schedule.stages_of[rank])}
         segments = self._segments()
@@ -283,7 +284,7 @@ class Rehearsal:
                 return EmulatedBlock(clock, slowed, factors=self.costs.microbatch)
             return EmulatedLayer(clock, _times(part.attention, factor), self.costs.microbatch)
 
-        return [_Factory(f"stage.{position}", partial(build, position)) for position in range(self.schedule.positions)]
+        return [Layer(f"stage.{position}", partial(build, position)) for position in range(self.schedule.positions)]
 
     def _segments(self) -> list[LayerSegments]:
         """Return stage -> its segments in seconds; without an all-to-all, all of the time is in the attention segment."""
@@ -299,18 +300,6 @@ class Rehearsal:
             there, back = share * f / 2, share * i / 2
             layers.append(LayerSegments(half, half, there, there, back, back))
         return layers
-
-
-@dataclass(frozen=True)
-class _Factory:
-    """Builds a layer; its name is the prefix of the layer's parameters."""
-
-    name: str
-    build: Any
-
-    def __call__(self) -> nn.Module:
-        layer: nn.Module = self.build()
-        return layer
 
 
 def run(rehearsal: Rehearsal, context: WorkerContext) -> tuple[Timeline, ...]:

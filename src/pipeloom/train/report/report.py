@@ -10,7 +10,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -94,31 +93,16 @@ def numbers_of(figures: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """Paths of the files of one run: its log, with one JSON object per line, and the traces and drawings of its steps."""
 
-    root: Path
-
-    @property
-    def log(self) -> Path:
-        return self.root / "log.jsonl"
-
-    @property
-    def trace(self) -> Path:
-        return self.root / "trace.json"
-
-    @property
-    def svg(self) -> Path:
-        return self.root / "timeline.svg"
-
-    @property
-    def page(self) -> Path:
-        return self.root / "timeline.html"
-
-    @property
-    def timelines(self) -> Path:
-        return self.root / "timelines.json"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.log = root / "log.jsonl"
+        self.trace = root / "trace.json"
+        self.svg = root / "timeline.svg"
+        self.page = root / "timeline.html"
+        self.timelines = root / "timelines.json"
 
 
 def _resolved(config: Config, origins: Mapping[str, str] | None) -> str:

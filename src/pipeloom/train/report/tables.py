@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from pipeloom.mesh_shape import Place
-from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
 from pipeloom.schedule import Costs, simulate
+from pipeloom.schedule.channels import size_words
+from pipeloom.train.collect import from_every_rank
 from pipeloom.train.optimizer import Optimizer
 
 MOST_ROWS = 16
@@ -43,12 +44,8 @@ def what_ranks_hold(pipeline: Pipeline, optimizer: Optimizer) -> list[RankSummar
         optimizer.state_bytes,
         int(peaks[pipeline.rank]),
     )
-    everyone = pipeline.mesh.everyone
-    if everyone.group is None:
-        return [mine]
-    with pipeline.waiting("what the other ranks hold"):
-        summaries = all_gather_json(astuple(mine), everyone.group)
-    return [_from_json(*each) for each in summaries] if everyone.index == 0 else None
+    summaries = from_every_rank(pipeline, astuple(mine), "what the other ranks hold")
+    return [_from_json(*each) for each in summaries] if pipeline.mesh.everyone.index == 0 else None
 
 
 def _from_json(
@@ -72,7 +69,7 @@ def table(ranks: Sequence[RankSummary]) -> list[str]:
     width = 80 - len(head) + len("layers")
     for number, held in printed:
         at = "".join(f"{getattr(held.place, axis):>2}  " for axis in axes)
-        figures = f"{_short(held.parameters):>10}  {_bytes(held.optimizer_bytes):>9}  {held.in_flight:>9}"
+        figures = f"{_short(held.parameters):>10}  {size_words(held.optimizer_bytes):>9}  {held.in_flight:>9}"
         lines.append(f"{number:>4}  {at}{figures}  {_clip(layer_words(held.layers), width)}")
     if len(printed) < len(ranks):
         others = " and ".join(axis for axis in axes if axis in ("dp", "tp"))
@@ -105,10 +102,3 @@ def _short(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g} {letter}"
     return str(count)
-
-
-def _bytes(count: int) -> str:
-    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -207,13 +207,11 @@ def _require_folder(key: str, name: str) -> None:
 
 
 def _raise_all(*checks: Callable[[], object]) -> None:
-    problems = [problem for check in checks for problem in _problems(check)]
+    problems: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(problems)
-
-
-def _problems(check: Callable[[], object]) -> Iterator[str]:
-    try:
-        check()
-    except ConfigError as error:
-        yield from error.problems

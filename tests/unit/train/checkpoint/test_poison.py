@@ -52,6 +52,7 @@ def no_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("something was unpickled")
 
+    run_of()  # the first optimizer of a process imports torch._dynamo, which derives a class from Unpickler
     for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
         monkeypatch.setattr(module, name, refuse)
 

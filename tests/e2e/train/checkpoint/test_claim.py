@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from checkpoint_runs import run_here, runs, steps_of
+from checkpoint_runs import held, run_here, runs, steps_of
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.train.checkpoint import folder as lock
 from pipeloom.train.checkpoint.folder import RUN_ID, RunClaim, complete
 from pipeloom.train.loop import Trainer
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """A lock as another process would hold it: of an opening of its own."""
-    folder.mkdir(exist_ok=True)
-    descriptor = os.open(folder / RUN_ID, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +26,8 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("resume", ["none", "auto"])
 def test_a_second_run_is_refused_before_it_trains(resume: str, tmp_path: Path) -> None:
     folder = tmp_path / "shared"
-    with held(folder), pytest.raises(ConfigError, match=r"checkpoint.dir = .* a run that is still active"):
+    folder.mkdir()
+    with held(folder / RUN_ID), pytest.raises(ConfigError, match=r"checkpoint.dir = .* a run that is still active"):
         run_here(tmp_path, "a", {"train.steps": 1, "checkpoint.dir": str(folder), "checkpoint.resume": resume})
     assert runs(tmp_path / "a") == []
 

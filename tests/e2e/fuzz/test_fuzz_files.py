@@ -11,6 +11,7 @@ from random import Random
 import pytest
 
 from fuzz import files
+from fuzz._answers import inside
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -45,13 +46,15 @@ def test_settings_that_a_family_refuses_in_its_forward_are_answered(good: Path, 
     shutil.copytree(good / "llama", folder)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**settings, "attention_dropout": 2**63}))
-    with files._inside(str(tmp_path)):
-        code, said, _, seconds = files.answer(
-            (*files.TRAIN, "--model.source", str(folder), "--data.tokenizer", "bytes")
-        )
-    assert code == 2
-    assert files.complaint(code, said, seconds, 0.0) is None
-    assert said.rstrip().endswith("dropout probability has to be between 0 and 1, but got 9.22337e+18")
+    with inside(str(tmp_path)):
+        found = files.answer((*files.TRAIN, "--model.source", str(folder), "--data.tokenizer", "bytes"))
+    assert files.complaint(found.code, found.err, found.seconds, 0.0, (2,)) is None
+    assert found.err.rstrip().endswith("dropout probability has to be between 0 and 1, but got 9.22337e+18")
+
+
+def test_a_folder_without_files_is_damaged_no_more(tmp_path: Path) -> None:
+    (tmp_path / "file").mkdir()
+    assert files.damage(tmp_path, Random(1)) == "nothing is left"
 
 
 def test_slow_answers_echoes_and_silence_are_failures() -> None:
