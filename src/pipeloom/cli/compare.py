@@ -25,25 +25,12 @@ from pipeloom.cli.options import (
     with_options,
 )
 from pipeloom.cli.output import OutputFlags, aligned, as_dict, costs_dict
-from pipeloom.cli.sweep import Sweep
+from pipeloom.cli.sweep import Sweep, full_rank_peaks
 from pipeloom.errors import ConfigError, PipeloomError, UsageError
 
 if TYPE_CHECKING:
     from pipeloom.config.volume import Volume
     from pipeloom.schedule import Costs, Schedule, Timeline
-
-_FIGURES = (
-    ("", "makespan"),
-    ("bubble", "ratio"),
-    ("bubble", "rate"),
-    ("span", "rate"),
-    ("", "period"),
-    ("mes.", "count"),
-    ("mes.", "size"),
-    ("act.", "max"),
-    ("act.", "mean"),
-    ("mem.", "max"),
-)
 
 
 class Row(NamedTuple):
@@ -236,13 +223,10 @@ def share(costs: Costs, schedule: Schedule) -> Costs:
 
 
 def _as_dict(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs) -> dict[str, Any]:
-    from pipeloom.draw.figures import full_rank
-
-    schedules = []
-    for row in rows:
-        full = full_rank(row.timeline.schedule)
-        peaks = [peak * full for peak in row.timeline.peak_activations]
-        schedules.append({"label": row.label, **as_dict(row.timeline), "full_rank_activations": peaks})
+    schedules = [
+        {"label": row.label, **as_dict(row.timeline), "full_rank_activations": full_rank_peaks(row.timeline)}
+        for row in rows
+    ]
     return {
         "schedules": schedules,
         "costs": {"of": "1/p of the model", **costs_dict(costs)},
@@ -254,12 +238,12 @@ def table(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs,
     """Return the comparison as text: one line per schedule, the meaning of the figures, and the skipped schedules."""
     from pipeloom.draw.figures import BUBBLE_WORDS, cost_numbers
 
-    figures_of_rows = [_cells(row.timeline) for row in rows]
+    figures_of_rows = [_figures(row.timeline) for row in rows]
     # where peak memory equals peak activations, its column would only repeat them
     memory = any(line["mem.", "max"] != line["act.", "max"] for line in figures_of_rows)
-    columns = [
-        key for key in _FIGURES if (memory or key != ("mem.", "max")) and (costs.message or key != ("mes.", "size"))
-    ]
+    hidden = {("mem.", "max")} if not memory else set()
+    hidden |= {("mes.", "size")} if not costs.message else set()
+    columns = [key for key in figures_of_rows[0] if key not in hidden]
     cells = [[line[key] for key in columns] for line in figures_of_rows]
     heads = [[head[at] for head in columns] for at in (0, 1)]
     wide = [max(len(line[at]) for line in [*heads, *cells]) for at in range(len(heads[0]))]
@@ -293,27 +277,26 @@ def table(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs,
     return "\n".join([*lines, *notes])
 
 
-def _cells(timeline: Timeline) -> dict[tuple[str, str], str]:
-    from pipeloom.draw.figures import full_rank, messages, number
+def _figures(timeline: Timeline) -> dict[tuple[str, str], str]:
+    """Return the two lines of a column's head -> the figure of `timeline` in that column."""
+    from pipeloom.draw.figures import messages, number
     from pipeloom.schedule import period
     from pipeloom.schedule.channels import size_words
 
-    full = full_rank(timeline.schedule)
-    peaks = [peak * full for peak in timeline.peak_activations]
+    peaks = full_rank_peaks(timeline)
     sent = messages(timeline.schedule, timeline.costs)
-    values = (
-        number(timeline.makespan),
-        f"{timeline.bubble_ratio:.4f}",
-        f"{timeline.bubble_rate:.4f}",
-        f"{timeline.span_bubble_rate:.4f}",
-        number(period(timeline.schedule, timeline.costs, overlap_p2p=timeline.overlap_p2p)),
-        str(sent["count"]),
-        size_words(sent["size"]),
-        number(max(peaks)),
-        number(sum(peaks) / len(peaks)),
-        number(max(timeline.peak_memory)),
-    )
-    return dict(zip(_FIGURES, values, strict=True))
+    return {
+        ("", "makespan"): number(timeline.makespan),
+        ("bubble", "ratio"): f"{timeline.bubble_ratio:.4f}",
+        ("bubble", "rate"): f"{timeline.bubble_rate:.4f}",
+        ("span", "rate"): f"{timeline.span_bubble_rate:.4f}",
+        ("", "period"): number(period(timeline.schedule, timeline.costs, overlap_p2p=timeline.overlap_p2p)),
+        ("mes.", "count"): str(sent["count"]),
+        ("mes.", "size"): size_words(sent["size"]),
+        ("act.", "max"): number(max(peaks)),
+        ("act.", "mean"): number(sum(peaks) / len(peaks)),
+        ("mem.", "max"): number(max(timeline.peak_memory)),
+    }
 
 
 class LayoutVolume(NamedTuple):

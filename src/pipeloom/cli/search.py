@@ -96,17 +96,13 @@ def _as_dict(result: SearchResult, options: SearchFlags) -> dict[str, object]:
         fields |= {"lower_bound": result.lower_bound, "gap": result.gap}
     return fields | {
         "search": {
-            "objective": result.objective,
-            "value": result.value,
-            "lower_bound": result.lower_bound,
-            "gap": result.gap,
-            "proved": result.proved,
+            **{
+                name: getattr(result, name) for name in ("objective", "value", "lower_bound", "gap", "proved", "origin")
+            },
+            **{name: getattr(result, name) for name in ("iterations", "interrupted")},
             "memory": options.memory,
-            "origin": result.origin,
             "seed": options.seed,
-            "iterations": result.iterations,
             "seconds": round(result.seconds, 3),
-            "interrupted": result.interrupted,
         }
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -218,19 +218,13 @@ class Study:
                 "costs": costs_dict(prediction.costs),
                 "fitted_steps": prediction.fitted,
                 "tested_steps": prediction.tested,
-                "simulated": prediction.simulated,
-                "measured": prediction.measured,
-                "error": prediction.error,
-                "speed": prediction.speed,
+                **{name: getattr(prediction, name) for name in ("simulated", "measured", "error", "speed")},
                 "error_at_speed": prediction.error_at_speed,
                 "by_kind": dict(prediction.by_kind),
             },
             "time_spent": list(time_spent(settled(self.steps))),
             "step_time": fmean(map(step_time, settled(self.steps))),
-            "slow_stages": [
-                {"stage": slow.stage, "rank": slow.rank, "excess": slow.excess}
-                for slow in slow_stages(self.steps, self.layers)
-            ],
+            "slow_stages": [asdict(slow) for slow in slow_stages(self.steps, self.layers)],
             "others": [
                 {"run": str(path), "simulated": simulated, "measured": measured, "error": simulated / measured - 1}
                 for path, simulated, measured in self.predicted()
@@ -281,8 +275,7 @@ class Study:
             lines.append(f"time of an action against its fitted time: {kinds}")
         spent = time_spent(settled(self.steps))
         columns = [name for name in spent[0] if any(row[name] > 0 for row in spent)]
-        table = [["rank", *columns]]
-        table[0].append("step")
+        table = [["rank", *columns, "step"]]
         table += [
             [str(rank), *(number(row[name] * factor) for name in columns), number(sum(row.values()) * factor)]
             for rank, row in enumerate(spent)

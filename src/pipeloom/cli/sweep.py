@@ -93,12 +93,18 @@ class Point:
 
     @classmethod
     def of(cls, value: int, timeline: Timeline) -> Point:
-        from pipeloom.draw.figures import full_rank
         from pipeloom.schedule.timeline import plain
 
-        full = full_rank(timeline.schedule)
-        peaks = max(timeline.peak_activations) * full, max(timeline.peak_memory)
+        peaks = max(full_rank_peaks(timeline)), max(timeline.peak_memory)
         return cls(value, plain(timeline.makespan), timeline.bubble_ratio, *peaks)
+
+
+def full_rank_peaks(timeline: Timeline) -> list[float]:
+    """Return rank -> peak activations in full-rank units (micro-batches of 1/p of the model)."""
+    from pipeloom.draw.figures import full_rank
+
+    full = full_rank(timeline.schedule)
+    return [peak * full for peak in timeline.peak_activations]
 
 
 @dataclass(frozen=True)

@@ -61,14 +61,10 @@ def load_matrix(path: str | Path, config: str | Path | None, overrides: Mapping[
         raise ConfigError(problems)
     base, here = flat(tables.get("base", {})), Path(path).absolute().parent
     layouts, names, refused = [], [], []
-    combinations = 0
-    for row in rows or []:
-        combinations += _count(row)
-        if combinations > MOST_LAYOUTS:
-            raise ConfigError(
-                f"{path}: the [[layout]] tables stand for more than {MOST_LAYOUTS:,} combinations; use shorter lists, or "
-                "several files"
-            )
+    if sum(map(_count, rows or [])) > MOST_LAYOUTS:
+        raise ConfigError(
+            f"{path}: the [[layout]] tables stand for more than {MOST_LAYOUTS:,} combinations; use shorter lists or more files"
+        )
     for row in rows or []:
         for combination in expand(row):
             try:
@@ -127,12 +123,10 @@ def _holds_list(key: str) -> bool:
 
 
 def _name(combination: Mapping[str, Any]) -> str:
-    parts = []
-    for key, value in combination.items():
-        if isinstance(value, dict):
-            parts += [f"{inner}={item}" for inner, item in value.items()]
-        else:
-            parts.append(str(value) if key == "schedule.name" else f"{key.rpartition('.')[2]}={value}")
+    parts = [
+        str(value) if key == "schedule.name" else f"{key.rpartition('.')[2]}={value}"
+        for key, value in combination.items()
+    ]
     return " ".join(parts) or "the base"
 
 
