@@ -33,7 +33,7 @@ def drifting(rank: int, folder: Path, log: str, settings: dict[str, Any], noisy_
         plain(self, *arguments)
         steps += 1
         if steps == noisy_step and rank == 1:
-            for parameter in self._parameters:
+            for parameter in self._trained:
                 parameter.data.add_(torch.randn_like(parameter), alpha=1e-3)
 
     Optimizer.step = noisy  # type: ignore[method-assign]
@@ -92,7 +92,7 @@ if os.environ.get("RANK") == "1":
         steps.append(1)
         if len(steps) == 3 and not done.exists():
             done.touch()
-            for parameter in self._parameters:
+            for parameter in self._trained:
                 parameter.data.add_(torch.randn_like(parameter), alpha=1e-3)
 
     Optimizer.step = noisy
