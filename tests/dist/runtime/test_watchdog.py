@@ -175,12 +175,12 @@ def test_a_recorded_handshake_is_not_taken() -> None:
     store = RunStore(dist.HashStore(), b"secret", 5.0)
 
     def shake(end: socket.socket, rank: int) -> int:
-        return linking._shake_hands(end, store, "run", rank, {1 - rank})
+        return linking.shake_hands(end, store, "run", rank, {1 - rank})
 
     def between(one: socket.socket, two: socket.socket) -> bytes:
         """Pass on what `one` sends until it has shaken hands; return it."""
         said = b""
-        while len(said) < linking._HELLO.size + 32:
+        while len(said) < linking.HELLO.size + 32:
             said += (data := one.recv(100))
             two.sendall(data)
         return said

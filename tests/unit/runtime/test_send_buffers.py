@@ -16,6 +16,7 @@ from torch import Tensor
 
 import pipeloom as pl
 from pipeloom.runtime import RuntimeOptions
+from pipeloom.runtime.health.links import RunStore
 from pipeloom.runtime.p2p.base import BufferPool, Outgoing
 from pipeloom.runtime.p2p.shared_memory import SharedLinks, SharedMemoryTransport, _SharedSegment
 from pipeloom.runtime.p2p.torch_p2p import TorchTransport
@@ -145,7 +146,7 @@ def test_a_sent_tensor_lives_until_its_acknowledgement() -> None:
 def test_shared_memory_is_free_only_once_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender sends on while the receiver is about to copy."""
     channels = [Channel(source, to, kind) for source, to, kind in BOTH]  # type: ignore[arg-type]
-    store = dist.HashStore()
+    store = RunStore(dist.HashStore(), b"", 20.0)
     with ThreadPoolExecutor(2) as threads:
         futures = [threads.submit(SharedLinks, store, "test", rank, channels, 20.0, False) for rank in range(2)]
         sender, receiver = (future.result() for future in futures)

@@ -9,6 +9,8 @@ import importlib
 
 import pytest
 
+from paths import ROOT
+
 ROWS = {
     "frozen leading layers with split backward": [
         "test_boundaries.test_what_crosses_a_boundary",
@@ -47,9 +49,11 @@ ROWS = {
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_each_row_has_its_tests(row: str) -> None:
+def test_each_row_has_its_tests(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ROWS[row]:
         module, *path = name.split(".")
+        file = next((ROOT / "tests").rglob(f"{module}.py"))
+        monkeypatch.syspath_prepend(file.parent)  # as pytest does once it collects the file
         found = importlib.import_module(module)
         for part in path:
             found = getattr(found, part)

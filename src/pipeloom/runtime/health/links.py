@@ -39,7 +39,7 @@ _LARGEST_BACKLOG = 1 << 20  # bytes queued for a neighbour that does not read, b
 
 _MAGIC = b"pipeloom"
 _NONCE_BYTES, _MAC_BYTES = 16, 32
-_HELLO = struct.Struct(f"<{len(_MAGIC)}si{_NONCE_BYTES}s")
+HELLO = struct.Struct(f"<{len(_MAGIC)}si{_NONCE_BYTES}s")
 _HANDSHAKE_SECONDS = 10.0  # a rank answers at once; a stranger's thread ends after this
 _RETRY_SECONDS = 0.02
 _LONGEST_SECRET = 4096  # bytes
@@ -225,7 +225,7 @@ class _Door:
     def _greet(self, connection: socket.socket) -> None:
         try:
             connection.settimeout(_HANDSHAKE_SECONDS)
-            peer = _shake_hands(connection, self._store, self._prefix, self._rank, self.missing)
+            peer = shake_hands(connection, self._store, self._prefix, self._rank, self.missing)
         except OSError:
             connection.close()
             return
@@ -262,7 +262,7 @@ def _call(
         try:
             with _short(address) if local else contextlib.nullcontext(tuple(address)) as target:
                 connection.connect(target)
-            _shake_hands(connection, store, prefix, rank, {peer})
+            shake_hands(connection, store, prefix, rank, {peer})
             return connection
         except OSError as error:  # a full queue of the listener among them
             connection.close()
@@ -271,7 +271,7 @@ def _call(
             time.sleep(_RETRY_SECONDS)
 
 
-def _shake_hands(connection: socket.socket, store: RunStore, prefix: str, rank: int, expected: Collection[int]) -> int:
+def shake_hands(connection: socket.socket, store: RunStore, prefix: str, rank: int, expected: Collection[int]) -> int:
     """Return the rank at the other end, once both ends have proved that they know the run's secret; raises OSError otherwise.
 
     Each end sends its rank and a random number, then a MAC of both ends' numbers and its own rank: a recorded or reflected MAC
@@ -280,8 +280,8 @@ def _shake_hands(connection: socket.socket, store: RunStore, prefix: str, rank: 
     if connection.family == socket.AF_UNIX and _user(connection) != os.getuid():
         raise OSError("a process of another user is there")
     nonce = secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(_HELLO.pack(_MAGIC, rank, nonce))
-    magic, peer, other_nonce = _HELLO.unpack(_exactly(connection, _HELLO.size))
+    connection.sendall(HELLO.pack(_MAGIC, rank, nonce))
+    magic, peer, other_nonce = HELLO.unpack(_exactly(connection, HELLO.size))
     if magic != _MAGIC or peer not in expected:
         raise OSError("it is not a rank that is expected there")
     ends = b"".join(number for _, number in sorted([(rank, nonce), (peer, other_nonce)]))
