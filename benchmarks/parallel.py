@@ -217,7 +217,7 @@ class SlowLink:
     def __init__(self) -> None:
         self._free = 0.0
 
-    def start(self, flat: Tensor, axis: Axis) -> PendingCollective:
+    def start(self, flat: Tensor, axis: Axis) -> PendingCollective[Tensor]:
         gather = start_gather_slices(flat, axis)
         begun = max(self._free, time.perf_counter())
         self._free = begun + flat.nbytes * (axis.size - 1) / axis.size / BYTES_PER_SECOND
