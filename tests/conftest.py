@@ -6,6 +6,7 @@ The folder below `tests/` is the tier: `unit` (no processes), `dist` (processes 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections import defaultdict
@@ -116,9 +117,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(f"{tier}: {len(rows)} calls, {total:.0f} s of CPU, {wall:.0f} s of wall time", sep="-")
         for seconds, _, name in rows[:10]:
             terminalreporter.line(f"{seconds:7.2f} s  {name}")
-        above = sum(row[0] > BUDGETS.get(tier, seconds) for row in rows)
-        if above:
-            terminalreporter.line(f"{above} above the tier's {BUDGETS[tier]:g} s")
+        budget = BUDGETS.get(tier, math.inf)
+        if above := sum(row[0] > budget for row in rows):
+            terminalreporter.line(f"{above} above the tier's {budget:g} s")
 
 
 @pytest.fixture(autouse=True)

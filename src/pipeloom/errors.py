@@ -152,7 +152,7 @@ def nearest(value: int, valid: Iterable[int]) -> str:
 
 
 LONGEST_ECHO = 200  # characters of a user's input that a message repeats
-_LONG_WORD = re.compile(rf"\S{{{LONGEST_ECHO + 1},}}")
+_LONG_WORD = re.compile(rf'[^\s"]{{{LONGEST_ECHO + 1},}}')
 _LONGEST_PRINTED_LINE = 4000
 
 

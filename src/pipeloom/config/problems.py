@@ -40,7 +40,9 @@ def shown(value: Any) -> str:
     """`value` as TOML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
-    return f'"{shortened(value)}"' if isinstance(value, str) else echo(value)
+    return (
+        f'"{shortened(value)}"' if isinstance(value, str) else echo(list(value) if isinstance(value, tuple) else value)
+    )
 
 
 def sentences(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, str]:

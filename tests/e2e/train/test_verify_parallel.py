@@ -6,12 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from paths import ROOT
 from pipeloom.config import Layout, load_layout
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.models import tied
@@ -21,7 +21,6 @@ from pipeloom.parallel.sharding import ParameterSharding, Shard, shard_of
 from pipeloom.runtime import grad_sync as gradients
 from pipeloom.train.report.verify import RankTensors, compare, pipeline_step, serial_step, whole
 from processes import run_ranks
-from paths import ROOT
 
 CPU = torch.device("cpu")
 
@@ -116,7 +115,6 @@ def test_what_is_left_out_is_seen(name: str) -> None:
     assert result.passed == name.startswith("sound"), (result.loss_error, max(result.errors.values()))
 
 
-@pytest.mark.core
 def test_parts_are_joined_and_every_copy_comes_once() -> None:
     shape = MeshShape(1, 2, 2)
     sharding = ParameterSharding((Shard("tp", 0, (2, 3)),))
@@ -135,7 +133,6 @@ def test_parts_are_joined_and_every_copy_comes_once() -> None:
     assert found[0]["none"] is None
 
 
-@pytest.mark.core
 def test_a_part_that_has_no_gradient_is_no_gradient_of_the_whole() -> None:
     shape = MeshShape(1, 1, 2)
     sharding = ParameterSharding((Shard("tp", 0, (2, 2)),))
