@@ -123,10 +123,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """A test that starts a worker in this process gives torch more threads; on busy cores they wait for each other."""
+def _untuned() -> None:
+    """Undo what a worker that a test started in this process tuned: more threads wait for each other on busy cores."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+    if "pipeloom.ops.products" in sys.modules:
+        sys.modules["pipeloom.ops.products"].use_onednn_linear(False)
 
 
 class Ended(NamedTuple):
