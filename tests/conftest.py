@@ -38,7 +38,6 @@ EXCEPTIONS = {
     "unit/schedule/families/test_looped.py::test_balanced_everywhere": "13,000 sizes",
     "unit/schedule/families/test_golden.py": "up to 40 sizes of a family in one call",
     "unit/schedule/families/test_steady.py": "sizes of 40,000 actions",
-    "unit/train/test_corpus.py": "reads the standard library",
     "unit/models/test_auto_layers.py": "imports transformers",
     "unit/cli/test_pairs_cli.py": "searches and compares all families with pairs",
     "unit/runtime/test_stats.py::test_tests_and_benchmarks": "parses every test",
