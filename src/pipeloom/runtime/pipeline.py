@@ -729,7 +729,7 @@ class _InProcessTransports:
 
 
 class _ExecutorOfAllRanks:
-    """As an `Executor`, for ranks that share a thread: each runs as far as the messages that it waits for have been sent."""
+    """The executors of ranks that share a thread, run in turn: each as far as the messages that it waits for have been sent."""
 
     def __init__(self, executors: Sequence[Executor]) -> None:
         self._executors = executors
