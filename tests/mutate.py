@@ -30,6 +30,8 @@ TESTS = {
         "unit/schedule/test_check.py",
         "unit/schedule/test_simulate.py",
         "unit/schedule/test_batched_p2p.py",
+        "unit/schedule/test_named_tensors.py",
+        "unit/draw/test_figures.py",
     ),
     "runtime.program": ("dist/runtime/test_executed_order.py", "unit/runtime/test_families.py"),
     "runtime.executor": ("dist/runtime/test_executed_order.py", "unit/runtime/test_families.py"),
