@@ -50,15 +50,15 @@ class Masters:
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], sync: GradientSync | None) -> None:
         self._sync = sync
         self._trained = [p for _, p in named if p.requires_grad]
-        self._buffers: list[FlatParameters] = []
+        self._flats: list[FlatParameters] = []
         self._places: list[tuple[Master, FlatParameters, BucketSlot, slice]] = []
         if sync is None:
             self.all = [Master(name, p.shape, 0, p.numel(), p) for name, p in named if p.requires_grad]
             return
         sync.changed.append(self.read)
         sync.fills_grad = False  # the masters take the fp32 sums from the buckets
-        self._buffers = [FlatParameters(bucket, sync.sharded) for bucket in sync.buckets]
-        for buffer in self._buffers:
+        self._flats = [FlatParameters(bucket, sync.sharded) for bucket in sync.buckets]
+        for buffer in self._flats:
             for slot, section in buffer.stepped():
                 held, values = slot.held, nn.Parameter(buffer.flat[section].to(buffer.bucket.dtype))
                 start, stop = section.start - slot.start, section.stop - slot.start
@@ -80,7 +80,7 @@ class Masters:
         for values, copy in self._copies():
             values.copy_(copy)
         if self._sync is not None:
-            self._sync.weights.start(self._buffers)
+            self._sync.weights.start(self._flats)
 
     @torch.no_grad()
     def read(self) -> None:
@@ -126,4 +126,4 @@ class Masters:
         self.wait()
         if self._sync is None:
             return [p.detach() for p in self._trained]
-        return [*(buffer.flat for buffer in self._buffers), *(copy.detach() for _, copy in self._copies())]
+        return [*(buffer.flat for buffer in self._flats), *(copy.detach() for _, copy in self._copies())]
