@@ -24,7 +24,7 @@ from pipeloom.models import hf, hub_name, tied
 from pipeloom.models.hf.library import causal_model, read_config, transformers
 from pipeloom.models.hf.weights import SINGLE, WEIGHTS_INDEX
 from pipeloom.models.layers import own_name
-from pipeloom.models.lora import LoraOptions, adapter_name, is_adapter, is_transposed, merged
+from pipeloom.models.lora import LoraOptions, is_adapter, is_transposed, merged
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.manifest import BaseWeights
@@ -137,7 +137,7 @@ def _layers_of(reader: Reader, section: ModelSection) -> Iterator[dict[str, Tens
     """Yield the weights of a checkpoint, layer by layer, under their names in `transformers`."""
     for group in _by_layer([key.partition(".")[2] for key in reader.tensors if key.startswith("model.")]):
         tensors = {name: _values(reader, name) for name in group}
-        yield {hf.hub_name(name): t for name, t in tensors.items()} if section.source else to_hub(tensors)
+        yield {hub_name(name): t for name, t in tensors.items()} if section.source else to_hub(tensors)
 
 
 def _write(
@@ -175,7 +175,7 @@ def _export_adapters(reader: Reader, base: BaseWeights, out: Path, merge: bool) 
     lora = validated(LoraSection, RunFacts.read(reader.directory).config.get("lora"), reader.directory)
     options = LoraOptions(lora.r, lora.lora_alpha, lora.lora_dropout, lora.target_modules)
     names = [key.partition(".")[2] for key in reader.tensors if key.startswith("model.") and is_adapter(key)]
-    adapters = {adapter_name(name): _values(reader, name) for name in names}
+    adapters = {hub_name(name): _values(reader, name) for name in names}
     if not merge:
         write_adapter(out, adapters, options, _hub_source(base), bool(_transposed(base, adapters)))
         return
@@ -214,13 +214,13 @@ def _merged_layers(
     """Yield the weights of a directory with adapters added, layer by layer."""
     for built, named in _states(foreign):
         transposed = any(is_transposed(part) for part in built.modules())
-        weights = {hf.hub_name(name): value for name, value in named.items()}
+        weights = {hub_name(name): value for name, value in named.items()}
         yield merged(weights, adapters, scale, transposed)
 
 
 def _refuse_tied(ties: Sequence[Sequence[str]], adapters: Mapping[str, Tensor]) -> None:
     """Raise ConfigError for an adapter of a layer whose weight is tied to another."""
-    shared = {adapter_name(name) for group in ties for name in group}
+    shared = {hub_name(name) for group in ties for name in group}
     for name in adapters:
         weight = f"{name.rpartition('.lora_')[0]}.weight"
         if weight in shared:
@@ -279,7 +279,7 @@ def _imported(foreign: hf.ModelLayers, ours: bool) -> Iterator[dict[str, Tensor]
     """
     for _, tensors in _states(foreign):
         if ours:
-            tensors = from_hub({hf.hub_name(name): value for name, value in tensors.items()})
+            tensors = from_hub({hub_name(name): value for name, value in tensors.items()})
             tensors = {own_name(name): value for name, value in tensors.items()}
         yield tensors
 

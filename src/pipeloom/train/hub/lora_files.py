@@ -19,7 +19,7 @@ from pipeloom.limits import expanded
 from pipeloom.models import hub_name
 from pipeloom.models.hf.library import causal_model, read_config
 from pipeloom.models.hf.weights import Folder, PretrainedWeights
-from pipeloom.models.lora import LoraOptions, adapter_name, is_adapter
+from pipeloom.models.lora import LoraOptions, is_adapter
 from pipeloom.models.stored_tensors import StoredTensors
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.folder import newest_checkpoint
@@ -192,7 +192,7 @@ def read_adapter(folder: Path, pipeline: Pipeline) -> None:
         keys = _read_parts(folder / ADAPTER_WEIGHTS, here)
     except ConfigError as error:
         keys, problem = [], str(error)
-    answer = [problem, keys, [adapter_name(held.name) for held in here]]
+    answer = [problem, keys, [hub_name(held.name) for held in here]]
     answers = from_every_rank(pipeline, answer, "the other ranks to read an adapter", "load")
     for problem, *_ in answers:
         if problem:
@@ -206,7 +206,7 @@ def _read_parts(path: Path, here: Iterable[Holder]) -> list[str]:
         file = StoredTensors([path])
         keys = [key.removeprefix(_PREFIX) for key in file.entries]
         for held in here:
-            name = adapter_name(held.name)
+            name = hub_name(held.name)
             if name not in keys:
                 raise ConfigError(f"{path}: it has no {name}, and the model has an adapter there")
             shape = file.entries[f"{_PREFIX}{name}"].shape
