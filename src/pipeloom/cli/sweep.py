@@ -101,9 +101,9 @@ def table(sweep: Sweep, series: Sequence[dict[str, Any]], costs: str) -> str:
     rows = [["schedule", sweep.size, "makespan", "bubble ratio", "peak activations", "peak memory"]]
     for one in series:
         for point in one["points"]:
-            shown = [number(point["makespan"]), f"{point['bubble_ratio']:.4f}"]
+            figures_of_point = [number(point["makespan"]), f"{point['bubble_ratio']:.4f}"]
             peaks = [number(point["activations"]), number(point["memory"])]
-            rows.append([one["label"], str(point["value"]), *shown, *peaks])
+            rows.append([one["label"], str(point["value"]), *figures_of_point, *peaks])
     lines = aligned(rows)
     lines += ["", f"costs of 1/p of the model: {costs}", "peaks in full-rank units (micro-batches of 1/p of the model)"]
     for one in series:
