@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -30,19 +29,6 @@ from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.parallel.tensor import TensorParallel
 
 
-@dataclass(frozen=True)
-class Load:
-    """Demand of one micro-batch on the experts of one block.
-
-    Attributes:
-        counts: choices of each expert: [experts] int64.
-        dropped: choices beyond their expert's capacity (not those dropped at random): 0-dim int64; 0 if all fit.
-    """
-
-    counts: Tensor
-    dropped: Tensor
-
-
 class TopKGate(DeferringLayer):
     """Router that scores tokens, chooses their experts, and attaches the auxiliary losses of a micro-batch.
 
@@ -51,7 +37,8 @@ class TopKGate(DeferringLayer):
 
     Attributes:
         source: source of random numbers; set by the code that builds the layer.
-        loads: micro-batch -> its load, of the last step. A recomputed forward writes the same value again.
+        loads: micro-batch -> choices of each expert in the last step, then those beyond their expert's capacity (not those
+            dropped at random): [experts + 1] int64. A recomputed forward writes the same values again.
     """
 
     e_score_correction_bias: Tensor
@@ -68,7 +55,7 @@ class TopKGate(DeferringLayer):
         if shape.router == "sigmoid":
             self.register_buffer("e_score_correction_bias", torch.zeros(shape.num_experts))
         self.source: RandomSource | None = None
-        self.loads: dict[int, Load] = {}
+        self.loads: dict[int, Tensor] = {}
 
     def sharding(self) -> Mapping[str, ParameterSharding]:
         sharding = ParameterSharding(partial=self.tensor is not None)
@@ -125,8 +112,8 @@ class TopKGate(DeferringLayer):
     def record_load(self, counts: Tensor, dropped: Tensor | None, microbatch: MicrobatchContext | None) -> None:
         """Record a micro-batch's load, in training."""
         if self.training and torch.is_grad_enabled():
-            load = Load(counts.detach(), counts.new_zeros(()) if dropped is None else dropped)
-            self.loads[0 if microbatch is None else microbatch.index] = load
+            lost = counts.new_zeros(1) if dropped is None else dropped.view(1)
+            self.loads[0 if microbatch is None else microbatch.index] = torch.cat((counts.detach(), lost))
 
 
 def gates_of(modules: Iterable[nn.Module]) -> list[TopKGate]:
@@ -141,11 +128,7 @@ def take_loads(gate: TopKGate) -> Tensor:
     has recorded all of them.
     """
     loads, gate.loads = list(gate.loads.values()), {}
-    total = torch.zeros(gate.gate.experts + 1, dtype=torch.int64, device=gate.weight.device)
-    for load in loads:
-        total[:-1] += load.counts
-        total[-1] += load.dropped
-    return total
+    return sum(loads, torch.zeros(gate.gate.experts + 1, dtype=torch.int64, device=gate.weight.device))
 
 
 def balance(gate: TopKGate, counts: Tensor) -> None:

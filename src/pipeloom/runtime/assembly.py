@@ -387,17 +387,17 @@ class BuiltParameters:
     """The parameters that a pipeline was built with: what is summed over replicas, counted in norms and released."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = modules
-        self._parameters = unique_parameters(modules)
-        self._built = [(each.dtype, each.requires_grad) for each in self._parameters.values()]
+        self._layers = modules
+        self._known = unique_parameters(modules)
+        self._built = [(each.dtype, each.requires_grad) for each in self._known.values()]
 
     def require_same(self, first: bool, summed: bool) -> None:
         """Raise UsageError for a parameter that was converted or unfrozen since, if gradients are `summed` over processes, and,
         before the first step, for one that was added, replaced or removed.
         """
-        now = unique_parameters(self._modules) if first else self._parameters
-        changed = [name for name in {**self._parameters, **now} if self._parameters.get(name) is not now.get(name)]
-        for (name, each), (dtype, trained) in zip(self._parameters.items(), self._built, strict=True) if summed else ():
+        now = unique_parameters(self._layers) if first else self._known
+        changed = [name for name in {**self._known, **now} if self._known.get(name) is not now.get(name)]
+        for (name, each), (dtype, trained) in zip(self._known.items(), self._built, strict=True) if summed else ():
             if each.dtype != dtype or each.requires_grad > trained:
                 changed.append(name)
         if changed:
