@@ -23,7 +23,7 @@ from pipeloom.schedule.channels import (
     traffic,
 )
 from pipeloom.schedule.model import Schedule, parts
-from pipeloom.schedule.transforms import forward_only, unpair
+from pipeloom.schedule.transforms import unpair
 
 
 @dataclass(frozen=True)
@@ -93,31 +93,6 @@ class RankProgram:
     all_channels: tuple[Channel, ...]
     releases_sends: dict[Message, tuple[Message, ...]]
     batches: tuple[MessageBatch, ...] | None = None
-
-
-class RankPrograms:
-    """One rank's programs for a schedule: for training steps, and for evaluations. Each is lowered once."""
-
-    def __init__(self, schedule: Schedule, rank: int, options: RuntimeOptions) -> None:
-        self.schedule = schedule
-        self.rank = rank
-        self.options = options
-        self._lowered: dict[int | None, RankProgram] = {}
-
-    @property
-    def step(self) -> RankProgram:
-        """The program of a training step."""
-        return self._program(None)
-
-    def forwards(self, microbatches: int) -> RankProgram:
-        """Return the program of only the forwards of the first `microbatches`."""
-        return self._program(microbatches)
-
-    def _program(self, forwards: int | None) -> RankProgram:
-        if forwards not in self._lowered:
-            schedule = self.schedule if forwards is None else forward_only(self.schedule, forwards)
-            self._lowered[forwards] = lower(schedule, self.rank, self.options)
-        return self._lowered[forwards]
 
 
 def as_executed(schedule: Schedule, segmented: Collection[int]) -> Schedule:

@@ -31,7 +31,7 @@ from pipeloom.parallel.tensor import (
 )
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.train.checkpoint.boxes import Box
-from pipeloom.train.checkpoint.load import Reader
+from pipeloom.train.checkpoint.reader import Reader
 from pipeloom.train.checkpoint.manifest import read_manifest
 from processes import run_ranks
 

@@ -23,7 +23,7 @@ from pipeloom.models.lora import LoraOptions, is_adapter
 from pipeloom.models.stored_tensors import StoredTensors
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.folder import newest_checkpoint
-from pipeloom.train.checkpoint.load import Reader, agreed_checkpoint, on_every_rank, verified
+from pipeloom.train.checkpoint.load import on_every_rank, opened_together
 from pipeloom.train.checkpoint.manifest import BaseWeights, read_manifest
 from pipeloom.train.checkpoint.state import Holder, holders, require_shapes
 from pipeloom.train.collect import from_every_rank
@@ -122,16 +122,11 @@ def read_directory(path: Path, pipeline: Pipeline) -> int:
 @torch.no_grad()
 def _read_checkpoint(path: Path, pipeline: Pipeline) -> None:
     """Load the weights of a checkpoint, except those of adapters; collective."""
-    everyone = pipeline.mesh.everyone
-    group = pipeline.run_control if everyone.size > 1 else None
-    directory = agreed_checkpoint(path, group)
-    with pipeline.waiting("the other ranks to compare a checkpoint's checksums", "load"):
-        manifest, problem = verified(directory, group, everyone.index, everyone.size)
-    if manifest is None:
-        raise CheckpointError(problem)
-    if manifest.base is not None:
-        raise CheckpointError(f"{directory}: it holds adapters only, of the model in {manifest.base.path}")
-    reader = Reader(directory, manifest)
+    reader = opened_together(path, pipeline)
+    if reader.manifest.base is not None:
+        raise CheckpointError(
+            f"{reader.directory}: it holds adapters only, of the model in {reader.manifest.base.path}"
+        )
     here = [held for held in holders(pipeline) if not is_adapter(held.name)]
     on_every_rank(pipeline, lambda: require_shapes(reader, {held.name: held.shape for held in here}))
     for held in here:
