@@ -49,6 +49,13 @@ class ExpertParallel:
                 "nodes", f"={self.nodes} does not divide {self.axis.size} expert-parallel ranks; {near}"
             )
 
+    @classmethod
+    def of(cls, group: Any) -> ExpertParallel | None:
+        """Return the placement over a process group, or `group` itself if it is a placement or None."""
+        if group is None or isinstance(group, ExpertParallel):
+            return group
+        return cls(Axis(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group))
+
     @property
     def size(self) -> int:
         return self.axis.size
