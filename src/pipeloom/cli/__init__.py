@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from pipeloom.cli import check, compare, hub, rehearse, schedule, search, show
+from pipeloom.cli import check, compare, hub, plan, rehearse, schedule, search, show
 from pipeloom.cli.failures import exit_code_of, protect_streams
 
 _OWN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -34,6 +34,7 @@ def _pipeloom(version: bool = typer.Option(False, "--version", help="Print the v
 app.command("schedule")(schedule.command)
 app.command("compare")(compare.command)
 app.command("search")(search.command)
+app.command("plan")(plan.command)
 app.command("check")(check.command)
 app.command("rehearse", cls=rehearse.RehearseCommand)(rehearse.command)
 app.command("show")(show.command)

@@ -1,0 +1,33 @@
+"""Which layout to train a model with: memory of every rank, time of a step, and the search over layouts. Needs no torch."""
+
+from __future__ import annotations
+
+from pipeloom.plan.blocks import RUNTIMES, Runtime
+from pipeloom.plan.layout import PlannedLayout
+from pipeloom.plan.layout import parse as parse_layout
+from pipeloom.plan.memory import RankMemory
+from pipeloom.plan.model import ModelShape
+from pipeloom.plan.model import load as load_model
+from pipeloom.plan.predict import Planner, Prediction
+from pipeloom.plan.search import SCHEDULES, Plan, Request, search
+from pipeloom.plan.time import Device, StepTime
+from pipeloom.plan.time import device as load_device
+
+__all__ = [
+    "RUNTIMES",
+    "SCHEDULES",
+    "Device",
+    "ModelShape",
+    "Plan",
+    "PlannedLayout",
+    "Planner",
+    "Prediction",
+    "RankMemory",
+    "Request",
+    "Runtime",
+    "StepTime",
+    "load_device",
+    "load_model",
+    "parse_layout",
+    "search",
+]
