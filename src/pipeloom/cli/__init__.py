@@ -34,6 +34,7 @@ for _name, _command in (
     ("schedule", schedule.command),
     ("compare", compare.command),
     ("search", search.command),
+    ("plan", plan.command),
     ("check", check.command),
     ("rehearse", rehearse.command),
     ("show", show.command),
