@@ -15,7 +15,7 @@ from itertools import combinations
 from pathlib import Path
 from statistics import mean, median
 
-from pipeloom.plan import RUNTIMES, SCHEDULES, PlannedLayout, Planner, Request, load_device, load_model, search
+from pipeloom.plan import OFFERED, RUNTIMES, PlannedLayout, Planner, PlanRequest, load_device, load_model, search
 from pipeloom.plan.model import ModelShape, from_config
 
 HERE = Path(__file__).parent
@@ -103,11 +103,11 @@ def score_recommended() -> list[tuple[str, bool, float]]:
         planner = Planner(shape, device, RUNTIMES["megatron"])
         seq = 2048 if row["model"].startswith("gpt3") else 8192
         axes = {axis: row[axis] for axis in ("tp", "pp", "cp", "ep") if axis in row}
-        request = Request(
-            row["gpus"], device.memory, 2**22 // seq * (4 if row["gpus"] > 512 else 1), seq, SCHEDULES["megatron"]
+        request = PlanRequest(
+            row["gpus"], device.memory, 2**22 // seq * (4 if row["gpus"] > 512 else 1), seq, OFFERED["megatron"]
         )
         best = search(planner, request)
-        fixed = search(planner, Request(**{**vars(request), "fixed": axes}))
+        fixed = search(planner, PlanRequest(**{**vars(request), "fixed": axes}))
         words = f"{row['model']}, {row['gpus']} devices: " + ", ".join(f"{k} {v}" for k, v in axes.items())
         fits = bool(fixed.predictions)
         result.append(

@@ -14,7 +14,7 @@ from pipeloom.cli.output import JSON_HELP, aligned, write
 from pipeloom.errors import CapacityError, UsageError
 
 if TYPE_CHECKING:
-    from pipeloom.plan import Device, ModelShape, Plan, Planner, Prediction, Request
+    from pipeloom.plan import Device, LayoutCosts, LayoutPlan, ModelShape, Planner, PlanRequest
 
 _ROWS = 10
 _TOKENS = 2**22  # of a step, where --global-batch is not given
@@ -114,18 +114,18 @@ def _device(options: PlanFlags) -> Device:
     return device if options.memory is None else replace(device, memory=options.memory * 2**30)
 
 
-def _request(options: PlanFlags, device: Device) -> Request:
-    from pipeloom.plan import SCHEDULES, Request
+def _request(options: PlanFlags, device: Device) -> PlanRequest:
+    from pipeloom.plan import OFFERED, PlanRequest
 
     if options.devices is None:
         raise UsageError("plan needs --devices, or --layout with the sizes of the axes")
     ours = options.runtime == "pipeloom"  # what its trainer does not do is not planned
-    request = Request(
+    request = PlanRequest(
         options.devices,
         device.memory,
         options.global_batch or max(1, _TOKENS // options.seq),
         options.seq,
-        SCHEDULES[options.runtime],
+        OFFERED[options.runtime],
         zero=(3,) if options.runtime == "torchtitan" else (1,),
         capacity=options.capacity,
         context_parallel=not ours,
@@ -137,7 +137,7 @@ def _request(options: PlanFlags, device: Device) -> Request:
     return replace(request, recompute=("none", "full")) if ours else request
 
 
-def _one(options: PlanFlags, planner: Planner, text: str) -> Prediction:
+def _one(options: PlanFlags, planner: Planner, text: str) -> LayoutCosts:
     from pipeloom.plan import PlannedLayout, parse_layout
 
     # Megatron and torchtitan divide the blocks evenly unless they are told; our trainer balances its stages.
@@ -166,17 +166,17 @@ def _one(options: PlanFlags, planner: Planner, text: str) -> Prediction:
     return planner.measured(prediction, int(match[1]), float(match[2]) * _TIMES[match[3]])
 
 
-def _write(options: PlanFlags, prediction: Prediction, shape: ModelShape) -> None:
-    from pipeloom.plan.export import FORMS, run_toml
+def _write(options: PlanFlags, prediction: LayoutCosts, shape: ModelShape) -> None:
+    from pipeloom.plan.export import EXPORTS, run_toml
 
     if options.as_ is not None:
-        sys.stdout.write(FORMS[options.as_](prediction))
+        sys.stdout.write(EXPORTS[options.as_](prediction))
     if options.output is not None:
         source = options.model if Path(options.model).is_dir() else None
         write(options.output, lambda: run_toml(prediction, shape, source))
 
 
-def _details(prediction: Prediction, device: Device) -> list[str]:
+def _details(prediction: LayoutCosts, device: Device) -> list[str]:
     from pipeloom.plan.export import layout_string
     from pipeloom.plan.report import gib, memory_rows
 
@@ -192,7 +192,7 @@ def _details(prediction: Prediction, device: Device) -> list[str]:
     ]
 
 
-def _lines(plan: Plan, planner: Planner, request: Request) -> list[str]:
+def _lines(plan: LayoutPlan, planner: Planner, request: PlanRequest) -> list[str]:
     from pipeloom.plan.report import advice, neighbours, table, what_if
 
     best = plan.best

@@ -8,22 +8,22 @@ from pipeloom.plan.layout import parse as parse_layout
 from pipeloom.plan.memory import RankMemory
 from pipeloom.plan.model import ModelShape
 from pipeloom.plan.model import load as load_model
-from pipeloom.plan.predict import Planner, Prediction
-from pipeloom.plan.search import SCHEDULES, Plan, Request, search
+from pipeloom.plan.predict import LayoutCosts, Planner
+from pipeloom.plan.search import OFFERED, LayoutPlan, PlanRequest, search
 from pipeloom.plan.time import Device, StepTime
 from pipeloom.plan.time import device as load_device
 
 __all__ = [
+    "OFFERED",
     "RUNTIMES",
-    "SCHEDULES",
     "Device",
+    "LayoutCosts",
+    "LayoutPlan",
     "ModelShape",
-    "Plan",
+    "PlanRequest",
     "PlannedLayout",
     "Planner",
-    "Prediction",
     "RankMemory",
-    "Request",
     "Runtime",
     "StepTime",
     "load_device",

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from pipeloom.errors import UsageError
 from pipeloom.plan.model import ModelShape
-from pipeloom.plan.predict import Prediction, built
+from pipeloom.plan.predict import LayoutCosts, built
 
 _TORCHTITAN = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 
@@ -36,7 +36,7 @@ def layout_string(stages: Sequence[int]) -> str:
     return "".join(pieces) + short(words[-1])
 
 
-def megatron(prediction: Prediction) -> str:
+def megatron(prediction: LayoutCosts) -> str:
     """The flags of Megatron-LM that lay out the run. Raises UsageError for what it does not have."""
     layout = prediction.layout
     if layout.schedule not in ("1f1b", "interleaved"):
@@ -73,7 +73,7 @@ def megatron(prediction: Prediction) -> str:
     return " \\\n".join(words) + "\n"
 
 
-def torchtitan(prediction: Prediction) -> str:
+def torchtitan(prediction: LayoutCosts) -> str:
     """The sections of a torchtitan configuration that lay out the run. Raises UsageError for what it does not have."""
     layout = prediction.layout
     if layout.schedule not in _TORCHTITAN:
@@ -97,14 +97,14 @@ def torchtitan(prediction: Prediction) -> str:
     return "\n".join(lines) + "\n"
 
 
-def torch_csv(prediction: Prediction) -> str:
+def torch_csv(prediction: LayoutCosts) -> str:
     """The schedule in torch's CSV format."""
     from pipeloom.schedule.csv_form import to_csv
 
     return to_csv(built(prediction.layout))
 
 
-def run_toml(prediction: Prediction, shape: ModelShape, source: str | None) -> str:
+def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None) -> str:
     """A configuration for `pipeloom train`. Raises UsageError that names what the trainer does not have.
 
     Args:
@@ -179,4 +179,4 @@ def _sizes(shape: ModelShape) -> dict[str, object]:
     return sizes
 
 
-FORMS = {"megatron": megatron, "torchtitan": torchtitan, "torch-csv": torch_csv}
+EXPORTS = {"megatron": megatron, "torchtitan": torchtitan, "torch-csv": torch_csv}

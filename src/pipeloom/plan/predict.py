@@ -11,12 +11,12 @@ from pipeloom.plan.blocks import LayerOps, Runtime, Split, layers_of
 from pipeloom.plan.layout import PlannedLayout, problems, spans
 from pipeloom.plan.memory import RankMemory, rank_memory
 from pipeloom.plan.model import ModelShape
-from pipeloom.plan.time import Device, Links, StageTimes, StepTime, costs, stage_times, state_seconds
+from pipeloom.plan.time import AxisRates, Device, StageSeconds, StepTime, costs, stage_times, state_seconds
 from pipeloom.schedule import Costs, Schedule, simulate
 
 
 @dataclass(frozen=True)
-class Prediction:
+class LayoutCosts:
     """Predicted costs of one layout.
 
     Attributes:
@@ -62,7 +62,7 @@ class Planner:
         made = {id(layer): layer.recomputed(layout.recompute) for layer in whole}
         return [made[id(layer)] for layer in whole]
 
-    def cut(self, layout: PlannedLayout, layers: list[LayerOps], links: Links, positions: int) -> tuple[int, ...]:
+    def cut(self, layout: PlannedLayout, layers: list[LayerOps], links: AxisRates, positions: int) -> tuple[int, ...]:
         """The layers of each stage."""
         if layout.stages:
             return layout.stages
@@ -77,19 +77,19 @@ class Planner:
                 known[id(layer)] = round(1e9 * times.total)
         return tuple(balance([known[id(layer)] for layer in layers], positions))
 
-    def predict(self, layout: PlannedLayout) -> Prediction:
+    def predict(self, layout: PlannedLayout) -> LayoutCosts:
         """The costs of `layout`. Raises UsageError for one that the model, or its schedule's family, does not allow."""
         if found := problems(self.shape, layout):
             raise UsageError("; ".join(found))
         schedule = built(layout)
-        layers, links = self.layers(layout), Links.of(layout, self.device)
+        layers, links = self.layers(layout), AxisRates.of(layout, self.device)
         stages = self.cut(layout, layers, links, schedule.positions)
         if sum(stages) != len(layers) or len(stages) != schedule.positions:
             raise UsageError(
                 f"stages={list(stages)}: they must be {schedule.positions} stages of {len(layers)} layers in all"
             )
         of_stage = spans(layout, schedule, list(stages))
-        times: dict[tuple[int, int], StageTimes] = {}
+        times: dict[tuple[int, int], StageSeconds] = {}
         for span in set(of_stage):
             times[span] = stage_times([layers[at] for at in range(*span)], layout, self.runtime, self.device, links)
         memory = rank_memory(layers, of_stage, layout, schedule, self.runtime)
@@ -103,9 +103,9 @@ class Planner:
         sent = sum(times[span].sent_forward + times[span].sent_backward for span in of_stage)
         step = StepTime(busy * (1 - sent / work), busy * sent / work, max(0.0, makespan - busy), *slowest)
         tokens = layout.sequences * layout.seq / step.total / layout.world
-        return Prediction(layout, stages, tuple(memory), step, tokens)
+        return LayoutCosts(layout, stages, tuple(memory), step, tokens)
 
-    def measured(self, prediction: Prediction, microbatches: int, seconds: float) -> Prediction:
+    def measured(self, prediction: LayoutCosts, microbatches: int, seconds: float) -> LayoutCosts:
         """The prediction with its times scaled so that the same layout with `microbatches` takes the measured `seconds`."""
         reference = self.predict(replace(prediction.layout, m=microbatches))
         factor = seconds / reference.step.total
@@ -113,13 +113,13 @@ class Planner:
 
 
 # Actions from which a step is extrapolated: in the steady state its time is linear in the micro-batches.
-MOST_ACTIONS = 30_000
+SIMULATED_ACTIONS = 30_000
 
 
 def _pipeline(layout: PlannedLayout, costs: Costs) -> tuple[float, float]:
     """(makespan, mean busy time of a rank) in seconds."""
     sizes, rounds = [layout.m], layout.m // layout.pp
-    if layout.m * layout.pp * layout.v > MOST_ACTIONS and rounds > 5:
+    if layout.m * layout.pp * layout.v > SIMULATED_ACTIONS and rounds > 5:
         sizes = [layout.m - (rounds - few) * layout.pp for few in (3, 4)]
     runs = [simulate(built(replace(layout, m=m)), costs) for m in sizes]
     ends = [(run.makespan, sum(run.busy) / layout.pp) for run in runs]

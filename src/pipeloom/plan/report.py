@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 from pipeloom.errors import UsageError
 from pipeloom.plan.layout import PlannedLayout, problems
 from pipeloom.plan.memory import RankMemory
-from pipeloom.plan.predict import Planner, Prediction
-from pipeloom.plan.search import RECOMPUTED, Plan, Request, search
+from pipeloom.plan.predict import LayoutCosts, Planner
+from pipeloom.plan.search import RECOMPUTED, LayoutPlan, PlanRequest, search
 
 GIB = 2**30
 _CAUSES = {
@@ -36,7 +36,7 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f}"
 
 
-def table(predictions: list[Prediction]) -> list[list[str]]:
+def table(predictions: list[LayoutCosts]) -> list[list[str]]:
     """Rows of a table, the head first."""
     rows = [["layout", "tokens/s/device", "step s", "idle", "exchange", "GiB", "worst rank"]]
     for each in predictions:
@@ -97,7 +97,7 @@ def _steps(layout: PlannedLayout) -> Iterator[tuple[str, PlannedLayout]]:
             yield f"recompute {recompute}", replace(layout, recompute=recompute)
 
 
-def neighbours(planner: Planner, best: Prediction, request: Request) -> list[Neighbour]:
+def neighbours(planner: Planner, best: LayoutCosts, request: PlanRequest) -> list[Neighbour]:
     """Every layout one step from the best one, with the reason why it is not the best."""
     found = []
     for change, layout in _steps(best.layout):
@@ -111,7 +111,7 @@ def neighbours(planner: Planner, best: Prediction, request: Request) -> list[Nei
     return found
 
 
-def reason(prediction: Prediction, best: Prediction, memory: float) -> str:
+def reason(prediction: LayoutCosts, best: LayoutCosts, memory: float) -> str:
     """Why `prediction` is worse than `best` in `memory` bytes."""
     slower = prediction.step.total / best.step.total - 1
     pace = f"{100 * slower:.1f} % slower" if slower > 0 else f"{-100 * slower:.1f} % faster"
@@ -126,7 +126,7 @@ def reason(prediction: Prediction, best: Prediction, memory: float) -> str:
     return f"{pace}: {_CAUSES[name]}, {reference[name]:.3g} → {parts[name]:.3g} s of {prediction.step.total:.3g}"
 
 
-def advice(plan: Plan) -> str:
+def advice(plan: LayoutPlan) -> str:
     """Whether the pipeline pays."""
     flat = [each for each in plan.predictions if each.layout.pp == 1]
     deep = [each for each in plan.predictions if each.layout.pp > 1]
@@ -140,7 +140,7 @@ def advice(plan: Plan) -> str:
     return f"the pipeline pays: {100 * gain:.1f} % faster than the best layout with pp = 1 ({flat[0].layout.text()})"
 
 
-def as_dict(prediction: Prediction) -> dict[str, object]:
+def as_dict(prediction: LayoutCosts) -> dict[str, object]:
     """The prediction as JSON."""
     return {
         "layout": prediction.layout.text(),
@@ -164,7 +164,7 @@ def as_dict(prediction: Prediction) -> dict[str, object]:
     }
 
 
-def what_if(planner: Planner, request: Request, best: Prediction) -> list[str]:
+def what_if(planner: Planner, request: PlanRequest, best: LayoutCosts) -> list[str]:
     """Sentences: the best layout where links are half as fast, and where a tenth of the memory is missing."""
     device = planner.device
     slower = replace(planner, device=replace(device, link=device.link / 2, network=device.network / 2))

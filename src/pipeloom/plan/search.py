@@ -12,14 +12,14 @@ from pipeloom.errors import UsageError
 from pipeloom.plan.blocks import LayerOps
 from pipeloom.plan.layout import PlannedLayout, problems
 from pipeloom.plan.memory import state_bytes
-from pipeloom.plan.predict import Planner, Prediction
-from pipeloom.plan.time import HOST, Links, gathers_by_microbatch, stage_times, state_seconds
+from pipeloom.plan.predict import LayoutCosts, Planner
+from pipeloom.plan.time import HOST, AxisRates, gathers_by_microbatch, stage_times, state_seconds
 
 RECOMPUTED = ("none", "norms+activation", "full")
 # Family -> its numbers of chunks that are tried; those that need a multiple of the ranks in micro-batches.
 CHUNKS = {"1f1b": (1,), "zb-h1": (1,), "interleaved": (2, 4, 8), "zbv": (2,)}
-ROUNDS = ("interleaved",)
-SCHEDULES = {
+WHOLE_ROUNDS = ("interleaved",)
+OFFERED = {
     "megatron": ("1f1b", "interleaved"),
     "torchtitan": ("1f1b", "interleaved", "zbv"),
     "pipeloom": ("1f1b", "interleaved", "zb-h1", "zbv"),
@@ -30,7 +30,7 @@ SECONDS = 20.0  # after which no further layout is predicted
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What is asked for.
 
     Attributes:
@@ -68,7 +68,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayoutPlan:
     """The outcome of a search.
 
     Attributes:
@@ -78,25 +78,25 @@ class Plan:
         smallest: the estimate with the least memory, also where none fits.
     """
 
-    predictions: tuple[Prediction, ...]
+    predictions: tuple[LayoutCosts, ...]
     estimates: tuple[Estimate, ...]
     smallest: Estimate
 
     @property
-    def best(self) -> Prediction:
+    def best(self) -> LayoutCosts:
         return self.predictions[0]
 
     @property
-    def pareto(self) -> list[Prediction]:
+    def pareto(self) -> list[LayoutCosts]:
         """Those of which no other one is as fast with as little memory, the fastest first."""
-        kept: list[Prediction] = []
+        kept: list[LayoutCosts] = []
         for each in self.predictions:
             if all(each.peak < other.peak for other in kept):
                 kept.append(each)
         return kept
 
 
-def search(planner: Planner, request: Request) -> Plan:
+def search(planner: Planner, request: PlanRequest) -> LayoutPlan:
     """The layouts of `request`, ranked. Raises UsageError where no layout exists for so many devices."""
     estimates = sorted(_estimates(planner, request), key=lambda each: each.seconds)
     if not estimates:
@@ -120,7 +120,7 @@ def search(planner: Planner, request: Request) -> Plan:
         if time.monotonic() > until:
             break
     predictions.sort(key=lambda each: -each.tokens)
-    return Plan(tuple(predictions), tuple(estimates), min(estimates, key=lambda each: each.memory))
+    return LayoutPlan(tuple(predictions), tuple(estimates), min(estimates, key=lambda each: each.memory))
 
 
 def _powers(most: int) -> list[int]:
@@ -131,7 +131,7 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _spreads(planner: Planner, request: Request) -> Iterator[PlannedLayout]:
+def _spreads(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
     """Every size of the axes that uses all devices, with every size of a micro-batch and what may be recomputed."""
     shape, device = planner.shape, planner.device
     for tp in _powers(min(device.per_node, shape.heads)):
@@ -161,16 +161,16 @@ def _spreads(planner: Planner, request: Request) -> Iterator[PlannedLayout]:
                                 yield layout
 
 
-def _estimates(planner: Planner, request: Request) -> Iterator[Estimate]:
+def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
     """Estimates of all layouts."""
     known: dict[tuple[object, ...], _Sums] = {}
     cuts: dict[tuple[object, ...], _Cut] = {}
     for layout in _spreads(planner, request):
-        links = Links.of(layout, planner.device)
+        links = AxisRates.of(layout, planner.device)
         key = (layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.recompute, links)
         for name in request.schedules if layout.pp > 1 else request.schedules[:1]:
             for v in CHUNKS[name] if layout.pp > 1 else (1,):
-                if layout.pp * v > planner.shape.layers or (name in ROUNDS and layout.m % layout.pp):
+                if layout.pp * v > planner.shape.layers or (name in WHOLE_ROUNDS and layout.m % layout.pp):
                     continue
                 for zero in request.zero:
                     chosen = replace(layout, v=v, schedule=name, zero=zero)
@@ -212,7 +212,7 @@ class _Sums:
     seconds: tuple[float, ...]
 
     @classmethod
-    def of(cls, planner: Planner, layout: PlannedLayout, links: Links) -> _Sums:
+    def of(cls, planner: Planner, layout: PlannedLayout, links: AxisRates) -> _Sums:
         layers = planner.layers(layout)
         times: dict[int, float] = {}
         for layer in layers:
@@ -238,7 +238,7 @@ class _Sums:
         return _Cut(tuple(_Rank(*each) for each in sums), extra, largest)
 
 
-def _estimate(planner: Planner, layout: PlannedLayout, links: Links, cut: _Cut) -> Estimate:
+def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _Cut) -> Estimate:
     """1F1B's laws: the heaviest rank works for all micro-batches, and the others pass the first one to it and the last one on.
 
     Rank r of p keeps p - r micro-batches; interleaved, p + (p - 1 - 2 r) / v - r more; zbv p on every rank.

@@ -72,7 +72,7 @@ def device(name: str) -> Device:
 
 
 @dataclass(frozen=True)
-class StageTimes:
+class StageSeconds:
     """Seconds of one micro-batch on one stage; of F and I, `sent_forward` and `sent_backward` are communication."""
 
     forward: float
@@ -88,7 +88,7 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class Links:
+class AxisRates:
     """Rates in bytes per second of a group's exchange, by axis: within a node, or between nodes where the axis leaves it."""
 
     tp: float
@@ -98,7 +98,7 @@ class Links:
     dp: float
 
     @classmethod
-    def of(cls, layout: PlannedLayout, device: Device) -> Links:
+    def of(cls, layout: PlannedLayout, device: Device) -> AxisRates:
         """tp is the fastest axis, then cp and ep, dp, pp."""
 
         def rate(reach: int) -> float:
@@ -122,8 +122,8 @@ def gathers_by_microbatch(layout: PlannedLayout, runtime: Runtime) -> bool:
 
 
 def stage_times(
-    layers: Sequence[LayerOps], layout: PlannedLayout, runtime: Runtime, device: Device, links: Links
-) -> StageTimes:
+    layers: Sequence[LayerOps], layout: PlannedLayout, runtime: Runtime, device: Device, links: AxisRates
+) -> StageSeconds:
     """Sum the layers of a stage.
 
     A product takes the larger of its operations over the rate that its shortest side allows and of its bytes over the memory's
@@ -140,13 +140,13 @@ def stage_times(
             waits = max(0.0, gather - times[0]), max(0.0, 3 * gather - times[1] - times[2])
             times = (times[0] + waits[0], times[1] + waits[1], times[2], times[3] + waits[0], times[4] + waits[1])
         sums = [total + each for total, each in zip(sums, times, strict=True)]
-    return StageTimes(*sums)
+    return StageSeconds(*sums)
 
 
 def _layer_times(
-    layer: LayerOps, layout: PlannedLayout, device: Device, links: Links
+    layer: LayerOps, layout: PlannedLayout, device: Device, links: AxisRates
 ) -> tuple[float, float, float, float, float]:
-    """The fields of `StageTimes` for one layer whose weights are there."""
+    """The fields of `StageSeconds` for one layer whose weights are there."""
     forward = input_grad = weight_grad = sent_forward = sent_backward = 0.0
     whole = "mixed" in layer.dropped  # a whole block repeats its exchanges too
     for op in layer.ops:
@@ -173,7 +173,7 @@ def _seconds(size: float, rate: float) -> float:
     return size / rate + LATENCY if size else 0.0
 
 
-def _context_exchange(op: Op, layout: PlannedLayout, links: Links) -> float:
+def _context_exchange(op: Op, layout: PlannedLayout, links: AxisRates) -> float:
     """Keys and values of the other ranks of cp: gathered once."""
     if layout.cp == 1:
         return 0.0
@@ -195,7 +195,7 @@ def _product_seconds(op: Op, device: Device) -> float:
     return max(op.flops / (rate * share), moved / (MEMORY_SHARE * device.bandwidth))
 
 
-def costs(times: Sequence[StageTimes], layout: PlannedLayout, hidden: int, links: Links) -> Costs:
+def costs(times: Sequence[StageSeconds], layout: PlannedLayout, hidden: int, links: AxisRates) -> Costs:
     """`Costs` in seconds; a message is a micro-batch's activations between two stages, divided by tp."""
     message = ELEMENT * layout.micro_batch * layout.seq / layout.cp * hidden / layout.tp
     return Costs(
@@ -243,7 +243,7 @@ class StepTime:
 
 
 def state_seconds(
-    shared: float, experts: float, layout: PlannedLayout, runtime: Runtime, device: Device, links: Links
+    shared: float, experts: float, layout: PlannedLayout, runtime: Runtime, device: Device, links: AxisRates
 ) -> tuple[float, float]:
     """(reduction of gradients and gathering of weights, optimizer) in seconds, of a rank with so many parameters.
 

@@ -12,11 +12,11 @@ from pipeloom.config import load_layout
 from pipeloom.config.stages import expand
 from pipeloom.errors import UsageError
 from pipeloom.plan import (
+    OFFERED,
     RUNTIMES,
-    SCHEDULES,
     PlannedLayout,
     Planner,
-    Request,
+    PlanRequest,
     load_device,
     load_model,
     parse_layout,
@@ -37,7 +37,7 @@ def planner(model="llama3-8b", runtime="megatron", device=H100):
 
 
 def request_of(devices, sequences=64, seq=8192, runtime="megatron", **more):
-    return Request(devices, H100.memory, sequences, seq, SCHEDULES[runtime], **more)
+    return PlanRequest(devices, H100.memory, sequences, seq, OFFERED[runtime], **more)
 
 
 @cache
@@ -158,7 +158,7 @@ def test_nothing_fits_a_small_device():
 def test_long_steps_are_extrapolated_exactly(name, monkeypatch):
     layout = PlannedLayout(pp=4, v=2 if name in ("zbv", "interleaved") else 1, m=42, schedule=name, seq=2048)
     whole = planner().predict(layout)
-    monkeypatch.setattr(prediction_module, "MOST_ACTIONS", 10)
+    monkeypatch.setattr(prediction_module, "SIMULATED_ACTIONS", 10)
     assert planner().predict(layout).step.total == pytest.approx(whole.step.total, rel=1e-3)
 
 
@@ -190,7 +190,7 @@ def test_a_reason_names_the_rank_and_the_missing_memory():
 
 def test_small_models_need_no_pipeline_and_large_ones_do():
     large = load_device("h200")
-    asked = Request(8, large.memory, 1024, 4096, SCHEDULES["megatron"])
+    asked = PlanRequest(8, large.memory, 1024, 4096, OFFERED["megatron"])
     assert advice(search(planner(device=large), asked)).startswith("do not pipeline this")
     assert advice(deep_plan()).startswith(("the pipeline pays", "a pipeline is needed"))
 
