@@ -23,7 +23,7 @@ _TIMES = {"ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True)
 class PlanFlags:
-    """What is to be trained, on what, and in which form the answer is wanted."""
+    """The model, the devices, and the form of the answer."""
 
     model: str = flag(..., "MODEL", "A preset, a Hugging Face directory, or a config.json.")
     devices: int | None = flag(None, "N", "Number of devices; with --layout, that of the layout.", min=1, max=1_000_000)

@@ -1,4 +1,4 @@
-"""Which layout to train a model with: memory of every rank, time of a step, and the search over layouts. Needs no torch."""
+"""The planner: memory of every rank and time of a step under a layout, and the search over layouts. Needs no torch."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ ELEMENT = 2  # bytes of a bf16 element, in which all three runtimes compute
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a training system allocates besides what every system must.
+    """The tensors that a training system keeps where others do not.
 
     Attributes:
         gradient_placeholders: weight gradients are added into fp32 buffers inside the product, and autograd receives a bf16
@@ -69,7 +69,7 @@ RUNTIMES = {
 
 @dataclass(frozen=True)
 class Split:
-    """How one rank's share of a layer follows from the layout.
+    """One rank's share of a layer.
 
     Attributes:
         tokens: of one micro-batch on one rank of cp: micro-batch times sequence divided by cp.

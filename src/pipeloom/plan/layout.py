@@ -126,7 +126,7 @@ def parse(text: str, base: PlannedLayout = PlannedLayout()) -> PlannedLayout:
 
 
 def problems(shape: ModelShape, layout: PlannedLayout) -> list[str]:
-    """What makes the layout impossible for the model, a sentence each."""
+    """Return a sentence for each thing that makes the layout impossible for the model."""
     found = []
 
     def divides(key: str, size: int, total: int, what: str) -> None:

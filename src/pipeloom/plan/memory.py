@@ -40,13 +40,13 @@ class RankMemory:
 
     @property
     def allocated(self) -> float:
-        """What the allocator hands out at the peak."""
+        """Bytes that the allocator hands out at the peak."""
         named = [spec.name for spec in fields(self)]
         return float(sum(getattr(self, name) for name in named[: named.index("reserve")]))
 
     @property
     def total(self) -> float:
-        """What the device must have."""
+        """Bytes that the device must have."""
         return self.allocated + self.reserve + self.overhead
 
 

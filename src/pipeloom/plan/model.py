@@ -66,7 +66,7 @@ class ModelShape:
     latent: Latent | None = None
 
     def block_is_sparse(self, block: int) -> bool:
-        """Whether block number `block` has experts."""
+        """Return whether block number `block` has experts."""
         return bool(self.sparse) and self.sparse[block]
 
     def with_layers(self, layers: int) -> ModelShape:

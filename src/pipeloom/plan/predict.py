@@ -1,4 +1,4 @@
-"""What a layout costs: memory of every rank and seconds of a step."""
+"""The costs of a layout: memory of every rank and seconds of a step."""
 
 from __future__ import annotations
 

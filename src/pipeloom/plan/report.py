@@ -112,7 +112,7 @@ def neighbours(planner: Planner, best: LayoutCosts, request: PlanRequest) -> lis
 
 
 def reason(prediction: LayoutCosts, best: LayoutCosts, memory: float) -> str:
-    """Why `prediction` is worse than `best` in `memory` bytes."""
+    """Return why `prediction` is worse than `best` in `memory` bytes."""
     slower = prediction.step.total / best.step.total - 1
     pace = f"{100 * slower:.1f} % slower" if slower > 0 else f"{-100 * slower:.1f} % faster"
     if prediction.peak > memory:
@@ -127,7 +127,7 @@ def reason(prediction: LayoutCosts, best: LayoutCosts, memory: float) -> str:
 
 
 def advice(plan: LayoutPlan) -> str:
-    """Whether the pipeline pays."""
+    """Return a sentence that says whether the pipeline pays."""
     flat = [each for each in plan.predictions if each.layout.pp == 1]
     deep = [each for each in plan.predictions if each.layout.pp > 1]
     if not deep:

@@ -31,7 +31,7 @@ SECONDS = 20.0  # after which no further layout is predicted
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked for.
+    """The question to the planner.
 
     Attributes:
         devices: their number.
