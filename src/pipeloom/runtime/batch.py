@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import UsageError
-from pipeloom.ops.layer import KEYWORD, ContextWithoutShare, MicrobatchContext
+from pipeloom.ops.layer import KEYWORD, MicrobatchContext
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.tensor_spec import signature, tensors_in
@@ -171,7 +171,8 @@ def split_batch(
         starts = accumulate(sizes[:-1], initial=weighing.replica * rows)
         for at, (start, keyword_part) in enumerate(zip(starts, keyword_parts, strict=True)):
             index = weighing.replica * len(sizes) + at
-            keyword_part[KEYWORD] = _context(weighing.step, index, shares[at], start, sizes[at])
+            share: Any = None if math.isnan(shares[at]) else shares[at]
+            keyword_part[KEYWORD] = MicrobatchContext(weighing.step, index, share, start, sizes[at])
     # The parts of the same number of rows have the same shapes.
     examples = dict(zip(sizes, zip(each_inputs, each_keywords, strict=True), strict=True))
     signatures = {size: signature((*i, *k)) for size, (i, k) in examples.items()}
@@ -209,12 +210,6 @@ def _given_weight(weight: float | Tensor, microbatch: int) -> float:
             f"weight(targets) is {number} for micro-batch {microbatch}; it must be a finite number of at least 0"
         )
     return number
-
-
-def _context(step: int, index: int, share: float, first: int, samples: int) -> MicrobatchContext:
-    if math.isnan(share):
-        return ContextWithoutShare(step, index, first, samples)
-    return MicrobatchContext(step, index, share, first, samples)
 
 
 def require_gradients() -> None:

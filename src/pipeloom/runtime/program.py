@@ -142,8 +142,8 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
     instructions = []
     for at, (entry, posts) in enumerate(zip(entries, plan, strict=True)):
         actions = parts(entry.cell)
-        receives = tuple(_messages_to(action, entry.receives) for action in actions)
-        sends = tuple(_messages_from(action, entry.sends) for action in actions)
+        receives = tuple(_messages_of(action, entry.receives, "consumer") for action in actions)
+        sends = tuple(_messages_of(action, entry.sends, "producer") for action in actions)
         completes = tuple(stage for stage in sorted(last) if last[stage] == at)
         instructions.append(Instruction(entry.cell, actions, posts, receives, sends, completes))
     channels = sorted({m.channel for entry in entries for m in (*entry.receives, *entry.sends)})
@@ -188,16 +188,10 @@ def _neighbour_edges(schedule: Schedule) -> tuple[list[Edge | None], list[Edge |
     return takes, gives
 
 
-def _messages_to(action: Action, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return the messages that `action` waits for."""
+def _messages_of(action: Action, messages: tuple[Message, ...], end: str) -> tuple[Message, ...]:
+    """Return the messages that `action` waits for ("consumer"), or those with its results ("producer")."""
     wanted = message_kind(action), action.stage, action.microbatch
-    return tuple(m for m in messages if (m.channel.kind, m.consumer, m.microbatch) == wanted)
-
-
-def _messages_from(action: Action, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return the messages with the results of `action`."""
-    wanted = message_kind(action), action.stage, action.microbatch
-    return tuple(m for m in messages if (m.channel.kind, m.producer, m.microbatch) == wanted)
+    return tuple(m for m in messages if (m.channel.kind, getattr(m, end), m.microbatch) == wanted)
 
 
 def _released_sends(programs: tuple[tuple[EntryTraffic, ...], ...], rank: int) -> dict[Message, tuple[Message, ...]]:

@@ -13,24 +13,12 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # public by its name only
 
 from pipeloom.errors import UsageError
+from pipeloom.parallel.exchange import SENT_DTYPES
 from pipeloom.schedule.actions import OUTPUT
 from pipeloom.schedule.channels import Edge, Message
 
 HEADER_LENGTH = 256
-_BOUNDARY_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
+_BOUNDARY_DTYPES = tuple(SENT_DTYPES.values())
 
 BoundaryValues = tuple[Tensor | None, ...]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,7 +150,7 @@ def sum_over(
         like: of each gradient's shape and dtype, on every holder, also where there is none.
     """
     whole = [torch.zeros_like(each) if part is None else part for each, part in zip(like, parts, strict=True)]
-    marks = torch.tensor([float(part is not None) for part in parts], device=whole[0].device).to(whole[0].dtype)
+    marks = torch.tensor([float(part is not None) for part in parts], device=whole[0].device)
     flat = _flatten([*whole, marks])
     if goes_through_host(flat.device, group):
         flat = flat.cpu()
@@ -163,32 +163,25 @@ def sum_over(
         calls = [(group.send, flat), (group.recv, received[other])]
         # On NCCL a send ends when the other end receives, and calls between two ranks run one after the other.
         for call, tensor in calls if rank < other else reversed(calls):
-            works.append(call([as_sent(tensor)], other, Tag.TIED_WEIGHT))
+            works.append(call([tensor], other, Tag.TIED_WEIGHT))
     for work in works:
         work.wait()
-    total = received[holders[0]].clone()
-    for origin in holders[1:]:
-        total += received[origin]
-    *sums, marks = _unflatten(total.to(whole[0].device), [*whole, marks])
+    everyone = [_unflatten(received[holder].to(whole[0].device), [*whole, marks]) for holder in holders]
+    *sums, marks = [sum(terms[1:], start=terms[0]) for terms in zip(*everyone, strict=True)]
     if all(part is not None for part in parts):
         return list(sums)
-    return [each if mark else None for each, mark in zip(sums, marks.abs().tolist(), strict=True)]
+    return [each if mark else None for each, mark in zip(sums, marks.tolist(), strict=True)]
 
 
 def _flatten(values: Sequence[Tensor]) -> Tensor:
-    """All values in one tensor, of the narrowest dtype that holds each of them exactly."""
-    dtype = reduce(torch.promote_types, [value.dtype for value in values])
-    return torch.cat([value.reshape(-1).to(dtype) for value in values])
+    """Return the bytes of all values in one tensor."""
+    return torch.cat([value.detach().resolve_conj().contiguous().view(-1).view(torch.uint8) for value in values])
 
 
 def _unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    pieces = torch.split(flat, [value.numel() for value in like])
-    return [_as(piece.reshape(value.shape), value.dtype).clone() for piece, value in zip(pieces, like, strict=True)]
-
-
-def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what `_flatten` widened, as it was: real numbers among complex ones have no imaginary part."""
-    return (value.real if value.is_complex() and not dtype.is_complex else value).to(dtype)
+    pieces = torch.split(flat, [value.nbytes for value in like])
+    # Copies, which are aligned for every dtype.
+    return [piece.clone().view(value.dtype).view(value.shape) for piece, value in zip(pieces, like, strict=True)]
 
 
 Groups = list[tuple[str, ...]]
