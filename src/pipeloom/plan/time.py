@@ -117,7 +117,7 @@ class AxisRates:
 
 
 def gathers_by_microbatch(layout: PlannedLayout, runtime: Runtime) -> bool:
-    """Return whether sharded weights are gathered for every micro-batch: ZeRO-3; `fully_shard` keeps them gathered in a pipeline."""
+    """Return whether sharded weights are gathered for every micro-batch (ZeRO-3; not by `fully_shard` in a pipeline)."""
     return layout.pp == 1 if runtime.sharded else layout.zero == 3
 
 
