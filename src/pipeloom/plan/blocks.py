@@ -171,8 +171,8 @@ class LayerOps:
     @property
     def saved(self) -> float:
         """Bytes that one micro-batch holds from the forward to the backward."""
-        kept = sum(size for name, size in self.tensors.items() if name not in self.dropped)
-        return kept or self.input
+        size = sum(size for name, size in self.tensors.items() if name not in self.dropped)
+        return size or self.input
 
     @property
     def pending(self) -> float:
@@ -254,10 +254,14 @@ def _output(shape: ModelShape, split: Split) -> LayerOps:
     return LayerOps("L", (_norm(shape, split, "last", "last_norm"), product, loss), 0.0)
 
 
-def _norm(shape: ModelShape, split: Split, kept: str, makes: str) -> Op:
+def _norm(shape: ModelShape, split: Split, operand: str, makes: str) -> Op:
     """It keeps its input; where it is not fused an fp32 copy of that, and the normed values before their weight."""
     hidden = split.part(split.tokens * shape.hidden)
-    saves = ((kept, hidden),) if split.runtime.fused_norm else ((f"{kept}_wide", 2 * hidden), (f"{kept}_unit", hidden))
+    saves = (
+        ((operand, hidden),)
+        if split.runtime.fused_norm
+        else ((f"{operand}_wide", 2 * hidden), (f"{operand}_unit", hidden))
+    )
     return Op(makes, saves, 2 * hidden, weights=((shape.hidden, 1),), traffic=2 * hidden, makes=makes)
 
 
@@ -280,7 +284,7 @@ def _block(shape: ModelShape, split: Split, *, sparse: bool) -> LayerOps:
 def _linear(
     split: Split,
     name: str,
-    kept: tuple[str, float],
+    operand: tuple[str, float],
     shape: tuple[float, float],
     rows: float,
     exchanged: float = 0.0,
@@ -297,7 +301,7 @@ def _linear(
     gathers = exchanged if split.tp > 1 and exchanged == rows * inner else 0.0
     return Op(
         name,
-        (kept,),
+        (operand,),
         (out + inner) * rows * ELEMENT,
         gathers * ELEMENT,
         out * rows * ELEMENT,
@@ -337,9 +341,9 @@ def _attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
     )
 
 
-def _small_norm(name: str, kept: str, kept_width: float, tokens: int, width: float) -> Op:
+def _small_norm(name: str, operand: str, kept_width: float, tokens: int, width: float) -> Op:
     size = 2.0 * tokens * width * ELEMENT
-    return Op(name, ((kept, tokens * kept_width * ELEMENT),), size, weights=((width, 1),), traffic=size, makes=name)
+    return Op(name, ((operand, tokens * kept_width * ELEMENT),), size, weights=((width, 1),), traffic=size, makes=name)
 
 
 def _latent_attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
@@ -350,9 +354,9 @@ def _latent_attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
     rank, shared = latent.key_value_rank, latent.key_value_rank + latent.rope
     query, value = (tokens * heads * width * ELEMENT for width in (query_width, latent.value))
 
-    def linear(name: str, kept: str, out: float, inner: float, makes: str = "") -> Op:
-        size = hidden if kept == "norm_1" else tokens * inner * ELEMENT
-        return _linear(split, name, (kept, size), (out, inner), tokens, makes=makes)
+    def linear(name: str, operand: str, out: float, inner: float, makes: str = "") -> Op:
+        size = hidden if operand == "norm_1" else tokens * inner * ELEMENT
+        return _linear(split, name, (operand, size), (out, inner), tokens, makes=makes)
 
     ops: list[Op] = []
     if narrow := latent.query_rank:
@@ -376,7 +380,7 @@ def _latent_attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
 def _mlp(
     shape: ModelShape,
     split: Split,
-    kept: tuple[str, float],
+    operand: tuple[str, float],
     rows: float,
     width: float,
     prefix: str = "",
@@ -390,7 +394,7 @@ def _mlp(
     unfused = ((silu, out),) if shape.gated and not split.runtime.fused_gate else ()
     up, down = (wide, shape.hidden), (shape.hidden, width)
     return (
-        _linear(split, f"{prefix}up", kept, up, rows, exchanged, count=count, expert=expert, makes=inner),
+        _linear(split, f"{prefix}up", operand, up, rows, exchanged, count=count, expert=expert, makes=inner),
         Op(f"{prefix}activation", ((inner, tall), *unfused), tall + out, traffic=tall + out, makes=gated),
         _linear(split, f"{prefix}down", (gated, out), down, rows, exchanged, count=count, expert=expert),
     )
@@ -408,14 +412,14 @@ def _experts(shape: ModelShape, split: Split) -> tuple[Op, ...]:
         rows = shape.experts * ceil(split.capacity * rows / shape.experts)
     local, moved = shape.experts // split.ep, rows * shape.hidden * ELEMENT
     routing = split.tokens / split.tp * shape.experts
-    kept = ("norm_2", hidden)
+    operand = ("norm_2", hidden)
     shared: tuple[Op, ...] = ()
     if width := shape.shared_width / split.tp:
-        shared = _mlp(shape, split, kept, split.tokens, width, "shared_", split.tokens * shape.hidden)
+        shared = _mlp(shape, split, operand, split.tokens, width, "shared_", split.tokens * shape.hidden)
     # logits, probabilities and their gradient's factor in fp32, and a mask
     router = Op(
         "router",
-        (kept, ("routing", 13.0 * routing)),
+        (operand, ("routing", 13.0 * routing)),
         2 * hidden,
         weights=((shape.experts * shape.hidden, 1),),
         flops=2 * routing * shape.hidden,

@@ -127,29 +127,31 @@ def parse(text: str, base: PlannedLayout = PlannedLayout()) -> PlannedLayout:
 
 def problems(shape: ModelShape, layout: PlannedLayout) -> list[str]:
     """Return a sentence for each thing that makes the layout impossible for the model."""
-    found = []
+    reasons = []
 
     def divides(key: str, size: int, total: int, what: str) -> None:
         if total % size:
             nearest = max(each for each in range(1, size) if total % each == 0)
-            found.append(f"{key}={size} does not divide the {total} {what}; nearest: {key}={nearest}")
+            reasons.append(f"{key}={size} does not divide the {total} {what}; nearest: {key}={nearest}")
 
     divides("tp", layout.tp, shape.heads, "attention heads")
     if shape.latent is None:
         divides("tp", layout.tp, shape.key_value_heads, "key and value heads")
     divides("tp", layout.tp, shape.feed_forward, "elements of the feed-forward width")
     if layout.etp not in (0, 1, layout.tp):
-        found.append(f"etp={layout.etp} is neither 1 nor tp; nearest: etp=1")
+        reasons.append(f"etp={layout.etp} is neither 1 nor tp; nearest: etp=1")
     divides("ep", layout.ep, layout.expert_ranks, "ranks of dp x cp x tp / etp")
     if layout.ep > 1 and not shape.experts:
-        found.append(f"ep={layout.ep}: the model has no experts; nearest: ep=1")
+        reasons.append(f"ep={layout.ep}: the model has no experts; nearest: ep=1")
     elif layout.ep > 1:
         divides("ep", layout.ep, shape.experts, "experts")
     divides("cp", 2 * layout.cp if layout.cp > 1 else 1, layout.seq, "tokens of a sequence")
     if layout.pp * layout.v > shape.layers:
         nearest = max(1, shape.layers // layout.pp)
-        found.append(f"pp={layout.pp} times v={layout.v} is more than the {shape.layers} blocks; nearest: v={nearest}")
-    return found
+        reasons.append(
+            f"pp={layout.pp} times v={layout.v} is more than the {shape.layers} blocks; nearest: v={nearest}"
+        )
+    return reasons
 
 
 def spans(layout: PlannedLayout, schedule: Schedule, stage_layers: list[int]) -> list[tuple[int, int]]:

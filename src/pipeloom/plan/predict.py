@@ -59,8 +59,8 @@ class Planner:
         )
         # blocks of the same kind are one object
         whole = layers_of(self.shape, split)
-        made = {id(layer): layer.recomputed(layout.recompute) for layer in whole}
-        return [made[id(layer)] for layer in whole]
+        copies = {id(layer): layer.recomputed(layout.recompute) for layer in whole}
+        return [copies[id(layer)] for layer in whole]
 
     def cut(self, layout: PlannedLayout, layers: list[LayerOps], links: AxisRates, positions: int) -> tuple[int, ...]:
         """The layers of each stage."""
@@ -79,8 +79,8 @@ class Planner:
 
     def predict(self, layout: PlannedLayout) -> LayoutCosts:
         """The costs of `layout`. Raises UsageError for one that the model, or its schedule's family, does not allow."""
-        if found := problems(self.shape, layout):
-            raise UsageError("; ".join(found))
+        if reasons := problems(self.shape, layout):
+            raise UsageError("; ".join(reasons))
         schedule = built(layout)
         layers, links = self.layers(layout), AxisRates.of(layout, self.device)
         stages = self.cut(layout, layers, links, schedule.positions)

@@ -57,12 +57,12 @@ def table(predictions: list[LayoutCosts]) -> list[list[str]]:
 
 def memory_rows(ranks: tuple[RankMemory, ...]) -> list[list[str]]:
     """A column for each of the (at most eight) ranks, a row for each line of memory in GiB, the head first."""
-    shown = list(range(len(ranks))) if len(ranks) <= 8 else [0, 1, 2, len(ranks) // 2, len(ranks) - 2, len(ranks) - 1]
+    columns = list(range(len(ranks))) if len(ranks) <= 8 else [0, 1, 2, len(ranks) // 2, len(ranks) - 2, len(ranks) - 1]
     names = [spec.name for spec in fields(RankMemory) if spec.name != "peak_action"]
     at = names.index("reserve")
-    rows = [["GiB on one device", *(f"rank {rank}" for rank in shown)]]
+    rows = [["GiB on one device", *(f"rank {rank}" for rank in columns)]]
     for name in [*names[:at], "allocated", *names[at:], "total"]:
-        rows.append([name, *(gib(getattr(ranks[rank], name)) for rank in shown)])
+        rows.append([name, *(gib(getattr(ranks[rank], name)) for rank in columns)])
     return rows
 
 
@@ -99,7 +99,7 @@ def _steps(layout: PlannedLayout) -> Iterator[tuple[str, PlannedLayout]]:
 
 def neighbours(planner: Planner, best: LayoutCosts, request: PlanRequest) -> list[Neighbour]:
     """Every layout one step from the best one, with the reason why it is not the best."""
-    found = []
+    neighbouring = []
     for change, layout in _steps(best.layout):
         if problems(planner.shape, layout) or (layout.cp > 1 and best.layout.cp == 1 and not request.context_parallel):
             continue
@@ -107,8 +107,8 @@ def neighbours(planner: Planner, best: LayoutCosts, request: PlanRequest) -> lis
             prediction = planner.predict(layout)
         except UsageError:
             continue
-        found.append(Neighbour(layout, change, reason(prediction, best, request.memory)))
-    return found
+        neighbouring.append(Neighbour(layout, change, reason(prediction, best, request.memory)))
+    return neighbouring
 
 
 def reason(prediction: LayoutCosts, best: LayoutCosts, memory: float) -> str:

@@ -89,11 +89,11 @@ class LayoutPlan:
     @property
     def pareto(self) -> list[LayoutCosts]:
         """Those of which no other one is as fast with as little memory, the fastest first."""
-        kept: list[LayoutCosts] = []
+        frontier: list[LayoutCosts] = []
         for each in self.predictions:
-            if all(each.peak < other.peak for other in kept):
-                kept.append(each)
-        return kept
+            if all(each.peak < other.peak for other in frontier):
+                frontier.append(each)
+        return frontier
 
 
 def search(planner: Planner, request: PlanRequest) -> LayoutPlan:
@@ -106,11 +106,11 @@ def search(planner: Planner, request: PlanRequest) -> LayoutPlan:
         )
     fitting = [each for each in estimates if each.memory <= request.memory]
     # besides the fastest, the fastest of each depth, so that the table shows what the pipeline costs
-    chosen = list({(each.layout.pp, each.layout.recompute): each for each in reversed(fitting)}.values())
-    chosen = sorted(chosen, key=lambda each: each.seconds)[: EXACT // 2]
-    chosen += [each for each in fitting[:EXACT] if each not in chosen][: EXACT - len(chosen)]
+    candidates = list({(each.layout.pp, each.layout.recompute): each for each in reversed(fitting)}.values())
+    candidates = sorted(candidates, key=lambda each: each.seconds)[: EXACT // 2]
+    candidates += [each for each in fitting[:EXACT] if each not in candidates][: EXACT - len(candidates)]
     predictions, until = [], time.monotonic() + SECONDS
-    for each in sorted(chosen, key=lambda each: each.seconds):
+    for each in sorted(candidates, key=lambda each: each.seconds):
         try:
             prediction = planner.predict(each.layout)
         except UsageError:  # a family that refuses these sizes
@@ -173,16 +173,16 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
                 if layout.pp * v > planner.shape.layers or (name in WHOLE_ROUNDS and layout.m % layout.pp):
                     continue
                 for zero in request.zero:
-                    chosen = replace(layout, v=v, schedule=name, zero=zero)
-                    if not all(getattr(chosen, key) == value for key, value in request.fixed.items()):
+                    candidate = replace(layout, v=v, schedule=name, zero=zero)
+                    if not all(getattr(candidate, key) == value for key, value in request.fixed.items()):
                         continue
-                    gathers = layout.dp if gathers_by_microbatch(chosen, planner.runtime) else 0
+                    gathers = layout.dp if gathers_by_microbatch(candidate, planner.runtime) else 0
                     if (*key, gathers) not in known:
-                        known[*key, gathers] = _Sums.of(planner, chosen, links)
+                        known[*key, gathers] = _Sums.of(planner, candidate, links)
                     sums, place = known[*key, gathers], (*key, gathers, layout.pp, v, name == "zbv")
                     if place not in cuts:
                         cuts[place] = sums.cut(layout.pp, v, vee=name == "zbv")
-                    yield _estimate(planner, chosen, links, cuts[place])
+                    yield _estimate(planner, candidate, links, cuts[place])
 
 
 @dataclass(frozen=True)
