@@ -65,10 +65,10 @@ def load_layout(
 ) -> Layout:
     """`resolve(load(path, *overrides))` with the problems of both in one ConfigError.
 
-    `world_size` is the number of workers that torchrun started; it determines an axis of -1, and is a problem where it differs
-    from the layout's. Code that a key names as `module:function` is imported from the folder of the file that names it; where
-    `overrides` name it, from `folder` (None: the working directory). Raises ScheduleError when all keys are valid but the
-    schedule cannot run.
+    `world_size` is the number of workers that torchrun started (0: as many as the layout needs, with 1 for an axis of -1); it
+    determines an axis of -1, and is a problem where it differs from the layout's. Code that a key names as `module:function` is
+    imported from the folder of the file that names it; where `overrides` name it, from `folder` (None: the working directory).
+    Raises ScheduleError when all keys are valid but the schedule cannot run.
     """
     merged = merge(path, *overrides)
     config, wrong, fallback = _validate(merged)
@@ -274,6 +274,7 @@ def _computed(config: Config, world_size: int | None) -> tuple[Config, list[str]
     if world_size is None or len(known) < len(axes) - 1:
         return config, []
     product, workers = " x ".join(f"{axis} {size}" for axis, size in known.items()), prod(known.values())
+    world_size = world_size or workers
     for axis in axes.keys() - known.keys():  # one at most
         if world_size % workers:
             below = world_size // workers * workers
