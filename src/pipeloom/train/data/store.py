@@ -14,7 +14,7 @@ from pipeloom.config.sections import DataSection
 from pipeloom.errors import ConfigError, UsageError, shortened
 from pipeloom.limits import open_file
 from pipeloom.train.data import cache
-from pipeloom.train.data.sources import BadRecord, Record, Source, records
+from pipeloom.train.data.sources import BadRecord, Fields, Record, Source, records
 from pipeloom.train.data.tokenizers import (
     BadConversation,
     Piece,
@@ -106,6 +106,7 @@ class _Tokenization:
 
     def __init__(self, source: Source, tokenizer: Tokenizer, data: DataSection) -> None:
         self._source, self._tokenizer, self._data = source, tokenizer, data
+        self._fields = Fields(source, data.field)
         self._chat: bool | None = None
         self._template: Template | None = None
         self._bad = 0
@@ -126,12 +127,12 @@ class _Tokenization:
                 self._flush(batch, writer)
                 batch, characters = [], 0
         self._flush(batch, writer)
-        field = "" if self._source.kind == "text" else self._data.field or ("messages" if self._chat else "text")
+        field = "" if self._source.kind == "text" else '", "'.join(self._fields.names)
         writer.facts |= {"left out": self._bad, "first left out": self._shown, "field": field, "chat": bool(self._chat)}
 
     def _documents(self) -> Iterator[tuple[list[Piece], bool]]:
         """Yield the pieces of each document, or of a part of one, and whether the document ends with them."""
-        for record in records(self._source, self._data.field):
+        for record in records(self._fields):
             try:
                 pieces = self._pieces(record)
             except BadConversation as error:

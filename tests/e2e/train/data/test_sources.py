@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from corpora import data, documents, json_lines, tokenizer_file
 from pipeloom.errors import ConfigError
 from pipeloom.train.data.batches import SpanRows
-from pipeloom.train.data.sources import BadRecord, Record, find, records
+from pipeloom.train.data.sources import BadRecord, Fields, Record, find, records
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def read(path: Path | str, kind: str = "auto", field: str = "") -> list[Record | BadRecord]:
-    return list(records(find(str(path), kind), field))
+    return list(records(Fields(find(str(path), kind), field)))
 
 
 def texts(path: Path | str, kind: str = "auto", field: str = "") -> list[str]:
@@ -119,7 +119,7 @@ def test_what_datasets_reads_is_streamed_from_local_files(tmp_path: Path, monkey
 
     def found(name: str, field: str = "body") -> list[str]:
         source = find(str(tmp_path / name), "dataset")
-        return [record.value for record in records(source, field) if isinstance(record, Record)]
+        return [record.value for record in records(Fields(source, field)) if isinstance(record, Record)]
 
     assert found("repo") == want[:20]
     assert found("repo/data/test.csv") == want[20:]
@@ -128,7 +128,7 @@ def test_what_datasets_reads_is_streamed_from_local_files(tmp_path: Path, monkey
         found("repo", "text")
     monkeypatch.setattr("pipeloom.train.data.sources._ROWS", 4)
     (tmp_path / "repo/data/train-00001.csv").write_bytes(b"id,body\n\xff\n")
-    opened = records(find(str(tmp_path / "repo"), "dataset"), "body")
+    opened = records(Fields(find(str(tmp_path / "repo"), "dataset"), "body"))
     assert [next(opened).value for _ in range(5)] == want[:5]  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="datasets cannot read it after row 8: "):
         list(opened)
@@ -280,7 +280,7 @@ def test_a_missing_package_is_one_sentence(
 
 def test_the_first_record_decides_on_the_field(tmp_path: Path) -> None:
     json_lines(tmp_path / "a.jsonl", [{"body": "x", "title": "y"}])
-    with pytest.raises(ConfigError, match=r"neither .text. nor .messages. \(it has body, title\); name .* data.field"):
+    with pytest.raises(ConfigError, match=r"none of .text., .messages., .* \(it has body, title\); name .* data.field"):
         read(tmp_path / "a.jsonl")
 
 
