@@ -18,6 +18,7 @@ from corpora import data, documents, json_lines, tokenizer_file
 from pipeloom.errors import ConfigError
 from pipeloom.train.data.batches import SpanRows
 from pipeloom.train.data.sources import BadRecord, Fields, Record, find, records
+from pipeloom.train.data.store import Joined
 
 
 @pytest.fixture
@@ -164,6 +165,21 @@ def test_files_of_tokens_are_mapped(folder: Path, dtype: Any, name: str) -> None
     assert rows.tokens == 4750  # the last twentieth is held out
 
 
+def test_token_files_of_several_parts_are_mapped_and_read_as_one(folder: Path) -> None:
+    sizes = (700, 1, 0, 2300, 1999)
+    parts = [np.random.default_rng(size).integers(1, 250, size).astype(np.uint16) for size in sizes]
+    for at, part in enumerate(parts):
+        part.tofile(folder / f"{at}.bin")
+    whole = np.concatenate(parts)
+    keys: dict[str, Any] = {"eos": "none", "train__seq_len": 64}
+    rows = data(folder, source=f"{folder}/*.bin", **keys).train
+    assert isinstance(rows, SpanRows)
+    assert isinstance(rows.stored, Joined)
+    batch = rows.take(torch.arange(rows.count))
+    assert np.array_equal(batch.tokens.flatten().numpy(), whole[: 64 * rows.count])
+    assert all(np.array_equal(rows.stored[a:b], whole[a:b]) for a in (0, 699, 700, 701, 3000) for b in (a, a + 1, 4000))
+
+
 def test_tokens_that_the_model_does_not_know_are_refused(folder: Path) -> None:
     np.full(5000, 300, dtype=np.uint16).tofile(folder / "a.bin")
     with pytest.raises(ConfigError, match=r"holds the token 300, and the model has 256 tokens \(model.vocab_size\)"):
@@ -171,6 +187,10 @@ def test_tokens_that_the_model_does_not_know_are_refused(folder: Path) -> None:
     np.save(folder / "signed.npy", np.array([1, -100, 2], dtype=np.int32))
     with pytest.raises(ConfigError, match=r"signed.npy holds the token -100, and the model has 256 tokens"):
         data(folder, source=str(folder / "signed.npy"))
+    header = np.array([20240520, 1, 9, *[0] * 253], dtype=np.int32).tobytes()
+    (folder / "cut.bin").write_bytes(header + bytes(16))
+    with pytest.raises(ConfigError, match=r"cut.bin holds 8 tokens, and its header promises 9: it was cut short"):
+        data(folder, source=str(folder / "cut.bin"))
     (folder / "odd.bin").write_bytes(b"123")
     with pytest.raises(ConfigError, match="has 3 bytes, which is not a whole number of uint16"):
         data(folder, source=str(folder / "odd.bin"))
