@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
-from torch import Tensor
 
 from pipeloom.config import Config
 from pipeloom.errors import ConfigError
@@ -16,9 +15,8 @@ from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.train.data import cache, store
 from pipeloom.train.data.batches import Batch, Batches, Mixture, PackedRows, Rows, SortedDocuments, SpanRows, spread
 from pipeloom.train.data.packing import MULTIPLE, Spans, packed, pieces_of, split
-from pipeloom.train.data.sources import BYTES, Source, find, is_plain_text, read_corpus, require_length, tokenizer_name
-from pipeloom.train.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
-from pipeloom.train.workers.context import fingerprint
+from pipeloom.train.data.sources import BYTES, Source, find, require_length, tokenizer_name
+from pipeloom.train.data.tokenizers import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from pipeloom.train.workers.context import WorkerContext
@@ -46,7 +44,7 @@ class Data:
     """
 
     tokenizer: Tokenizer
-    train: Tensor | Rows | Mixture | SortedDocuments
+    train: Rows | Mixture | SortedDocuments
     held_out: list[Batch]
     facts: dict[str, str]
     words: str
@@ -59,8 +57,6 @@ def open_data(config: Config, context: WorkerContext) -> Data:
 
     Raises ConfigError for data that cannot be read, or that does not suit the model.
     """
-    if is_plain_text(config):
-        return _plain_text(config)
     plan = prepare(config) if context.local_rank == 0 else None
     if context.world_size > 1:
         with context.waiting("the first worker of this machine to tokenize", "start-up"):
@@ -71,7 +67,7 @@ def open_data(config: Config, context: WorkerContext) -> Data:
 
 def require_data(config: Config, replicas: int) -> Data:
     """Prepare the data for the workers before they start. Raises ConfigError for data that they could not use."""
-    data = _plain_text(config) if is_plain_text(config) else opened(config, prepare(config))
+    data = opened(config, prepare(config))
     Batches(data.train, config, replicas)
     require_masks(config, data)
     return data
@@ -202,22 +198,6 @@ def tokenizer_of(config: Config) -> Tokenizer:
             f"nearest: {tokenizer.vocab_size}"
         )
     return tokenizer
-
-
-def _plain_text(config: Config) -> Data:
-    """Return the data of text files as bytes, which every worker holds in memory."""
-    tokenizer, length = ByteTokenizer(), config.train.seq_len
-    corpus = read_corpus(config.data.source[0], _every(config))
-    text, held_out = tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out)
-    require_length(len(text), length, "training text")
-    return Data(
-        tokenizer,
-        text,
-        spread(held_out, config.train.global_batch_size, length, config.train.eval_batches),
-        {"data, to train on": fingerprint(corpus.train), "data, held out": fingerprint(corpus.held_out)},
-        f"corpus: {corpus.name}, {corpus.files} files, {len(text):,} bytes, {len(held_out):,} held out",
-        "byte",
-    )
 
 
 def _sources(config: Config) -> list[Source]:

@@ -15,50 +15,16 @@ import os
 import re
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from pipeloom.config import Config
 from pipeloom.errors import ConfigError, UsageError, shortened
 from pipeloom.limits import CORPUS_BYTES, CORPUS_FILES, LINE_BYTES, expanded, open_file, read_file
 
 STDLIB = "stdlib"
-HELD_OUT_EVERY = 20
 _NOT_OURS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Text that was read from files.
-
-    Attributes:
-        train, held_out: the two texts.
-        files: number of files.
-        name: the source, in words.
-    """
-
-    train: bytes
-    held_out: bytes
-    files: int
-    name: str
-
-
-def read_corpus(source: str, every: int = HELD_OUT_EVERY) -> Corpus:
-    """Read the text of `source`: `"stdlib"`, a file, or a folder. The result is the same each time, in every process.
-
-    One file in `every` is held out; with fewer files, the last 1/`every` of the text. Raises ConfigError if there is nothing
-    to read.
-    """
-    root = Path(name_of(source))
-    files = text_files(root, stdlib=source == STDLIB)
-    name = f"Python's standard library ({root})" if source == STDLIB else str(root)
-    texts = [text for text in _read(files, source) if text]
-    if not texts:
-        raise ConfigError(f'data.source = "{shortened(source)}": {shortened(str(root))} holds no text to train on')
-    train, held_out = split(texts, every)
-    return Corpus(train, held_out, len(texts), name)
 
 
 def require_length(tokens: int, seq_len: int, what: str) -> None:
@@ -98,36 +64,6 @@ def text_files(root: Path, stdlib: bool = False) -> list[Path]:
             raise ConfigError(f'data.source = "{shortened(str(root))}": it holds more than {CORPUS_FILES:,} files')
     files.sort()
     return [root / inner for inner in files if not any(part.startswith(".") for part in inner.parts)]
-
-
-def split(texts: list[bytes], every: int = HELD_OUT_EVERY) -> tuple[bytes, bytes]:
-    """Return (train, held out), the texts of each joined by newlines."""
-    if len(texts) >= every:
-        held_out = texts[every // 2 :: every]
-        train = [text for at, text in enumerate(texts) if at % every != every // 2]
-        return b"\n".join(train), b"\n".join(held_out)
-    whole = b"\n".join(texts)
-    cut = len(whole) - len(whole) // every
-    return whole[:cut], whole[cut:]
-
-
-def _read(files: Iterable[Path], source: str) -> list[bytes]:
-    """Return the contents of the files that are text: those without a zero byte."""
-    option, left = f'data.source = "{shortened(source)}"', CORPUS_BYTES
-    contents: list[bytes] = []
-    try:
-        for path in files:
-            if os.path.getsize(path) > left:
-                raise ConfigError(
-                    f"{option}: it has more than {CORPUS_BYTES / 2**30:g} GiB, which every worker would hold"
-                )
-            contents.append(read_file(path, left, "a text"))
-            left -= len(contents[-1])
-    except UsageError as error:
-        raise ConfigError(f"{option}: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"{option}: cannot read {error.filename}: {error.strerror}") from None
-    return [content for content in contents if b"\0" not in content]
 
 
 # -- sources -----------------------------------------------------------------------------------------------------------
@@ -493,20 +429,3 @@ def tokenizer_name(tokenizer: str, model: str) -> str:
         return tokenizer
     folder = expanded(model)
     return model if model and any((folder / name).is_file() for name in FILES) else BYTES
-
-
-def is_plain_text(config: Config) -> bool:
-    """Return whether a run trains on the bytes of one source's text files, which every worker reads; nothing is tokenized then.
-
-    Raises ConfigError if the kind of the source is not clear.
-    """
-    data = config.data
-    tokenizer = tokenizer_name(data.tokenizer, config.model.source or config.model.weights)
-    whole = data.documents in ("pack", "sort")
-    if tokenizer != BYTES or len(data.source) > 1 or data.validation or whole or data.eos == "none":
-        return False
-    if data.format not in ("auto", "text") or not (
-        data.source[0] == STDLIB or os.path.lexists(name_of(data.source[0]))
-    ):
-        return False
-    return data.source[0] == STDLIB or find(data.source[0], data.format).kind == "text"
