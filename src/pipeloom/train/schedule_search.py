@@ -373,7 +373,7 @@ class MeasureThenSearch:
         return False
 
     def _costs(self, steady: Sequence[Timeline]) -> Costs:
-        """Return the fitted costs, with the micro-batches' rows as factors: they weigh memory too, and measured times are noisy."""
+        """Return the fitted costs, with the micro-batches' rows as factors, which weigh memory too; measured ones are noisy."""
         sizes = self._sizes if len(set(self._sizes)) > 1 else ()
         return replace(costs_of(steady), microbatch=tuple(size * len(sizes) / sum(sizes) for size in sizes))
 
