@@ -253,7 +253,7 @@ class Fields:
             first record has.
 
     Attributes:
-        names: the fields to train on, once they are chosen.
+        names: the fields to train on, once they are fields.
     """
 
     def __init__(self, source: Source, field: str) -> None:
@@ -265,9 +265,9 @@ class Fields:
         if self.names:
             return
         for candidates in (("messages",), ("text",), *_PAIRS):
-            chosen = tuple(name for name in candidates if name in names)
-            if chosen and {candidates[0], candidates[-1]} <= set(chosen):
-                self.names = chosen
+            fields = tuple(name for name in candidates if name in names)
+            if fields and {candidates[0], candidates[-1]} <= set(fields):
+                self.names = fields
                 return
         known = ", ".join(shortened(str(name), 40) for name in list(names)[:20])
         raise ConfigError(
