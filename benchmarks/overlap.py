@@ -1,12 +1,13 @@
 """The overlapped pair: all-to-all hidden behind the computation of another micro-batch.
 
     python benchmarks/overlap.py            all parts
-    python benchmarks/overlap.py band hidden steps real
+    python benchmarks/overlap.py band hidden levels steps real
 
 band:   one block's pair with emulated times (computations that sleep, an all-to-all that is there some time after it starts,
         one after the other on its link; the real engine), unit computation 10 ms, all-to-all from half of it to two and a half:
         measured pair against the model, with and without the weight gradients split from the backward.
 hidden: a step of 16 micro-batches without a pipeline: exposed all-to-all with pairs over that of one action after the other.
+levels: the same for two levels of all-to-all in chunks, against a flat exchange.
 steps:  pipelines of 4 processes: step over the makespan simulated with segment times and hop of the same run, and the exposed
         all-to-all with pairs over that without.
 real:   blocks with experts over gloo, real computation, 2 processes: step with pairs over step without, and exposed
@@ -21,7 +22,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,12 +62,13 @@ class Alone(NamedTuple):
     unit: float
 
 
-def run_alone(microbatches: int, talk: float, split: bool, pairs: bool, blocks: int = 1) -> Alone:
-    """Three steps of 1f1b-overlap on one rank, after one more."""
+def run_alone(microbatches: int, talk: float, split: bool, pairs: bool, blocks: int = 1, **levels: Any) -> Alone:
+    """Three steps of 1f1b-overlap on one rank, after one more; `levels`: `inside` and `chunks` of the blocks."""
     clock = Clock()
     schedule = pl.schedules.build("1f1b-overlap", 1, microbatches)
     run = schedule if pairs else unpair(schedule)
-    pipeline = LocalPipeline([partial(EmulatedBlock, clock, segments(talk), split)] * blocks, run, loss=total)
+    block = partial(EmulatedBlock, clock, segments(talk), split, **levels)
+    pipeline = LocalPipeline([block] * blocks, run, loss=total)
     stood, took = [], []
     x = torch.ones(microbatches, 1)
     for at in range(4):
@@ -114,6 +116,22 @@ def hidden() -> None:
             ends = exposed(run_block(block, [])) + exposed(run_block([], block, how))  # type: ignore[arg-type]
             model = ends + (m - 1) * exposed(run_block(block, block, how))  # type: ignore[arg-type]
             text += f"{found * 1e3:{11 if split else 8}.1f}{found / plain:8.3f}{model / without:8.3f}"
+        print(text)
+
+
+def levels() -> None:
+    print(
+        "ep 4 as 2 x 2, links between nodes 1/8 as fast as inside, top 2, flat all-to-all 1.5: no pipeline, two blocks, units of "
+        f"computation ({UNIT * 1e3:.0f} ms): exposed all-to-all of a step, and over the flat one's"
+    )
+    print(f"{'micro-batches':>13}{'flat':>8}" + "".join(f"{f'{n} chunks':>18}" for n in (1, 2, 4, 8)))
+    for m in (1, 4, 16):
+        flat = median(run_alone(m, 1.5 * UNIT, True, pairs=True, blocks=2).exposed) / UNIT
+        text = f"{m:13}{flat:8.1f}"
+        for chunks in (1, 2, 4, 8):
+            # three in four tokens have an expert in the other node; each token has one of its two on the other rank of a node
+            found = run_alone(m, 0.75 * 1.5 * UNIT, True, True, 2, inside=1.5 / 8 * UNIT, chunks=chunks).exposed
+            text += f"{median(found) / UNIT:10.1f}{median(found) / UNIT / flat:8.3f}"
         print(text)
 
 
@@ -270,7 +288,7 @@ def real() -> None:
         )
 
 
-PARTS = {"band": band, "hidden": hidden, "steps": steps, "real": real}
+PARTS = {"band": band, "hidden": hidden, "levels": levels, "steps": steps, "real": real}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
