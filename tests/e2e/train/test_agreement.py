@@ -29,18 +29,9 @@ TEXT = Corpus(b"the loom weaves thread over thread\n" * 500, b"over thread\n" * 
 OTHERS: list[tuple[str, Any, str]] = [
     ("optimizer.lr", 0.25, "0.25"),
     ("optimizer.betas", [0.5, 0.75], "[0.5, 0.75]"),
-    ("optimizer.clip_norm", 0.125, "0.125"),
-    ("optimizer.weight_decay", 0.0625, "0.0625"),
-    ("optimizer.warmup_steps", 7, "7"),
     ("train.seed", 12345, "12345"),
-    ("train.steps", 77, "77"),
-    ("train.label_smoothing", 0.03125, "0.03125"),
     ("train.dtype", "float64", "float64"),
-    ("model.rope_theta", 123.0, "123.0"),
-    ("model.dropout", 0.0625, "0.0625"),
     ("data.sampling", "split-then-shuffle", "split-then-shuffle"),
-    ("log.every", 33, "33"),
-    ("parallel.order", "dp-tp-ep-pp", "dp-tp-ep-pp"),
 ]
 
 
@@ -128,7 +119,7 @@ def test_the_source_of_every_package_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("what", ["lr", "source", "data"])
+@pytest.mark.parametrize("what", ["source", "data"])
 def test_workers_that_differ_do_not_train(what: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(TEXT.train)
     (tmp_path / "other.txt").write_bytes(TEXT.train.replace(b"loom", b"room"))
@@ -137,31 +128,17 @@ def test_workers_that_differ_do_not_train(what: str, tmp_path: Path) -> None:
     )
     with (tmp_path / "copy/pipeloom/parallel/mesh.py").open("a") as file:
         file.write("# another line\n")
-    flags = [
-        "--parallel.pp=2",
-        "--train.device=cpu",
-        "--train.steps=3",
-        f"--log.dir={tmp_path / 'log'}",
-        f"--data.source={tmp_path / 'text.txt'}",
+    command = [sys.executable, "-m", "pipeloom", "train", "tiny", "--parallel.pp=2", "--train.device=cpu"]
+    command += ["--train.steps=3", f"--log.dir={tmp_path / 'log'}", f"--data.source={tmp_path / 'text.txt'}"]
+    usual = os.environ | {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port()), "MASTER_ADDR": "127.0.0.1"}
+    other = {"PYTHONPATH": str(tmp_path / "copy")} if what == "source" else {}
+    more = [f"--data.source={tmp_path / 'other.txt'}"] if what == "data" else []
+    workers = [
+        subprocess.Popen(words, env=usual | {"RANK": str(rank)} | variables, stdout=-1, stderr=-1, text=True)
+        for rank, (words, variables) in enumerate([(command, {}), (command + more, other)])
     ]
-    port = str(free_port())
-    workers = []
-    for rank in range(2):
-        words, environment = list(flags), {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": port}
-        if rank == 1 and what == "lr":
-            words.append("--optimizer.lr=0.25")
-        if rank == 1 and what == "source":
-            environment["PYTHONPATH"] = str(tmp_path / "copy")
-        if rank == 1 and what == "data":
-            words.append(f"--data.source={tmp_path / 'other.txt'}")
-        command = [sys.executable, "-m", "pipeloom", "train", "tiny", *words]
-        workers.append(
-            subprocess.Popen(
-                command, env=os.environ | environment | {"MASTER_ADDR": "127.0.0.1"}, stdout=-1, stderr=-1, text=True
-            )
-        )
     ends = [worker.communicate(timeout=200) for worker in workers]
-    wanted = {"lr": ", 0.25 on rank 1", "source": "source of pipeloom/parallel: ", "data": "data, to train on: "}
+    wanted = {"source": "source of pipeloom/parallel: ", "data": "data, to train on: "}
     for worker, (out, err) in zip(workers, ends, strict=True):
         assert worker.returncode == 6, out + err
         assert err.count("the ranks disagree:") == 1

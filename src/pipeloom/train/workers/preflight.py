@@ -51,10 +51,6 @@ def environment_lines(environment: Mapping[str, str] | None = None) -> list[str]
 
 # -- checks ------------------------------------------------------------------------------------------------------------
 
-# The held-out part of the standard library is several times longer in every version of Python. Reading it takes most of a
-# second, which the launcher saves for runs with shorter sequences.
-_STDLIB_TOKENS = 100_000
-_USUAL_PART = 0.05
 # About the bytes that a short run writes into its folder: configuration, log, trace and drawing.
 _PROBE_BYTES = 2**18
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
@@ -67,7 +63,6 @@ def require_machine(layout: Layout) -> None:
     require_memory(layout)
     _raise_all(
         lambda: require_cuda(config.train.device, layout.world_size),
-        lambda: _require_receives(layout),
         lambda: _require_weights(config),
         lambda: _require_text(config, layout.mesh.dp),
         lambda: _require_folder("log.dir", config.log.dir),
@@ -141,20 +136,6 @@ def cuda_devices() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _require_receives(layout: Layout) -> None:
-    """Refuse `overlap_p2p = false` where "auto" will choose shared memory: for CPU workers on this machine."""
-    config = layout.config
-    if config.schedule.overlap_p2p is not False or config.schedule.transport != "auto" or layout.mesh.pp == 1:
-        return
-    from pipeloom.runtime.p2p.connect import memory_here
-
-    if memory_here() is not None and require_devices(config.train.device, layout.world_size) == 0:
-        raise ConfigError(
-            "schedule.overlap_p2p = false: the ranks of one machine send through shared memory, which posts no receives; "
-            'set schedule.transport = "individual"'
-        )
-
-
 def _require_weights(config: Config) -> None:
     """Refuse a Hugging Face directory without weights in safetensors."""
     for key in ("source", "weights"):
@@ -174,11 +155,10 @@ def _require_weights(config: Config) -> None:
 
 def _require_text(config: Config, replicas: int) -> None:
     train, data = config.train, config.data
-    plain = is_plain_text(config)
-    plain_text = plain and data.sampling in ("auto", "anywhere")
-    if plain_text and data.source == (STDLIB,) and train.seq_len < _STDLIB_TOKENS and data.held_out >= _USUAL_PART:
-        return
-    if plain_text:  # this check needs no torch, whose import takes longer
+    if is_plain_text(config) and data.sampling in ("auto", "anywhere"):
+        if data.source == (STDLIB,):
+            return  # reading it takes most of a second, and few sequences are longer: the workers refuse those
+        # this check needs no torch, whose import takes longer
         corpus = read_corpus(data.source[0])
         require_length(len(corpus.train), train.seq_len, "training text")
         require_length(len(corpus.held_out), train.seq_len, "held-out text")
