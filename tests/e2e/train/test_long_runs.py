@@ -271,6 +271,6 @@ def test_every_variable_that_is_read_is_recorded_or_internal() -> None:
         for name in re.findall(r"""os\.environ(?:\.get|\.setdefault|\.pop)?[(\[]"([A-Z_]+)\"""", path.read_text())
     }
     # who a worker is; how a terminal looks; how much the profiler prints
-    internal = {"RANK", "TORCHELASTIC_RUN_ID", "NO_COLOR", "TERM", "COLORTERM", "KINETO_LOG_LEVEL"}
+    internal = {"RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "NO_COLOR", "TERM", "COLORTERM", "KINETO_LOG_LEVEL"}
     assert "WANDB_MODE" in read
     assert read - {*READ, *SECRET} <= internal
