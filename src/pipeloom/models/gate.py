@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,20 @@ from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.parallel.tensor import TensorParallel
 
 
+@dataclass(frozen=True)
+class GateShape:
+    """The sizes and options of a gate, those of `DecoderShape` that concern it, for a layer of your own."""
+
+    hidden_size: int
+    num_experts: int
+    num_experts_per_tok: int = 2
+    norm_topk_prob: bool = True
+    router: str = "softmax"
+    capacity_factor: float = 0.0
+    aux_loss_coef: float = 0.01
+    z_loss_coef: float = 0.001
+
+
 class TopKGate(DeferringLayer):
     """Router that scores tokens, chooses their experts, and attaches the auxiliary losses of a micro-batch.
 
@@ -43,7 +59,7 @@ class TopKGate(DeferringLayer):
 
     e_score_correction_bias: Tensor
 
-    def __init__(self, shape: DecoderShape, tensor: TensorParallel | None = None) -> None:
+    def __init__(self, shape: DecoderShape | GateShape, tensor: TensorParallel | None = None) -> None:
         super().__init__()
         self.gate = Gate(shape.router, shape.num_experts, shape.num_experts_per_tok, shape.norm_topk_prob)
         self.capacity_factor = shape.capacity_factor
@@ -54,6 +70,9 @@ class TopKGate(DeferringLayer):
         self.noise_weight = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size)) if noisy else None
         if shape.router == "sigmoid":
             self.register_buffer("e_score_correction_bias", torch.zeros(shape.num_experts))
+        if not self.weight.is_meta:
+            for parameter in self.parameters():
+                nn.init.kaiming_uniform_(parameter, math.sqrt(5))  # as `nn.Linear` does
         self.source: RandomSource | None = None
         self.loads: dict[int, Tensor] = {}
 

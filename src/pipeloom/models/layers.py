@@ -15,7 +15,7 @@ from pipeloom.decoder_shape import DecoderShape
 from pipeloom.models.decoder import Block, Head
 from pipeloom.models.gate import TopKGate
 from pipeloom.models.moe import MoeClasses, SparseBlock
-from pipeloom.models.moe_overlap import OverlappedSparseBlock
+from pipeloom.models.moe_overlap import SparseBlockInBlocks
 from pipeloom.ops.layer import Layer
 from pipeloom.ops.random_state import set_sources, stable_seed
 from pipeloom.parallel import vocabulary
@@ -97,8 +97,10 @@ def draw(module: nn.Module, layer: str, drawing: InitSpec) -> None:
     """
     layouts = shardings_of(module)
     for inner, parameter in module.named_parameters():
-        if parameter.ndim < 2:
-            parameter.fill_(0.0 if inner.rpartition(".")[2] == "bias" else 1.0)
+        if parameter.is_meta:  # of a layer that is built for its shapes
+            continue
+        if (bias := inner.rpartition(".")[2] == "bias") or parameter.ndim < 2:
+            parameter.fill_(0.0 if bias else 1.0)
             continue
         name = f"{layer}.{inner}"
         deviation = drawing.special.get(name.split(".")[-2], drawing.deviation)
@@ -160,8 +162,8 @@ def layers(
     cut = if_parallel(tensor)
     index = {"tp": cut.index if cut is not None else 0, "ep": expert.axis.index if expert is not None else 0}
     drawing = InitSpec(seed, deviation, {"o_proj": residual, "down_proj": residual}, same, index)
-    overlaps = expert is not None and expert.size > 1 and max(expert.chunks, expert.blocks) > 1
-    sparse = OverlappedSparseBlock if overlaps else SparseBlock
+    in_blocks = expert is not None and expert.size > 1 and expert.blocks > 1
+    sparse = SparseBlockInBlocks if in_blocks else SparseBlock
     blocks = [
         partial(sparse, shape, cut, expert, classes) if each else partial(Block, shape, cut)
         for each in shape.expert_blocks

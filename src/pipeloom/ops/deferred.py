@@ -320,18 +320,12 @@ def run_backward(
 
     Args:
         roots: outputs as their places in the graph, and losses (0-dim).
-        gradients: one for each root; None for a loss.
+        gradients: one for each root.
         trusted: whether the gradients are certain to have the shapes and dtypes of the outputs.
     """
     # The function that torch.autograd.backward calls after its checks: an internal name, which a new torch may remove.
     engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
-    if not trusted or engine is None or any(isinstance(root, Tensor) and type(root) is not Tensor for root in roots):
+    if not trusted or engine is None:
         torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
         return
-    given = tuple(
-        [
-            torch.ones_like(root) if gradient is None and isinstance(root, Tensor) else gradient
-            for root, gradient in zip(roots, gradients, strict=True)
-        ]
-    )
-    engine(tuple(roots), given, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    engine(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -197,27 +197,6 @@ def test_a_recorded_handshake_is_not_taken() -> None:
             shake(again, 1)
 
 
-def test_strangers_at_the_door_do_not_hold_up_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linking, "machine", lambda *names: "")
-    monkeypatch.setenv("PIPELOOM_ADDRESS", "127.0.0.1")
-    open_ones = []
-
-    class Told(Addresses):
-        """A store whose readers find a door at which strangers stand already."""
-
-        def set(self, key: str, text: str) -> None:
-            if "/control/" in key:
-                for data in (b"", b"x" * 20, os.urandom(200), b"pipeloom\x01\0\0\0" + bytes(48)):
-                    open_ones.append(socket.create_connection(tuple(json.loads(text))))
-                    open_ones[-1].send(data)
-            super().set(key, text)
-
-    first, second = (links[0] for links in meet_all(2, [b"secret"] * 2, store=Told))
-    first.send({"kind": "hello"})
-    assert received(second) == [{"kind": "hello"}]
-    assert open_ones
-
-
 def test_the_secret_comes_from_the_environment_or_a_file_of_the_users_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,12 +219,9 @@ def test_the_secret_comes_from_the_environment_or_a_file_of_the_users_alone(
     with pytest.raises(DistributedError, match="PIPELOOM_SECRET_FILE"):
         read_secret()
     os.mkfifo(tmp_path / "pipe", 0o600)  # to read it would wait for ever
-    (tmp_path / "long").write_bytes(b"x" * 5000)
-    (tmp_path / "long").chmod(0o600)
-    for name in ("pipe", "long"):
-        monkeypatch.setenv("PIPELOOM_SECRET_FILE", str(tmp_path / name))
-        with pytest.raises(DistributedError, match="not a regular file of at most 4096 bytes"):
-            read_secret()
+    monkeypatch.setenv("PIPELOOM_SECRET_FILE", str(tmp_path / "pipe"))
+    with pytest.raises(DistributedError, match="is no file"):
+        read_secret()
 
 
 # -- the store ---------------------------------------------------------------------------------------------------------------

@@ -66,9 +66,9 @@ def test_a_directory_without_safetensors(pipeloom: Run, tmp_path: Path, key: str
     ("text", "words"),
     [
         ("a" * 2000, "train.seq_len = 128: the held-out text has 100 tokens; use at most 99, or a larger data.source"),
-        ("a" * 20, "train.seq_len = 128: the training text has 19 tokens; use at most 18, or a larger data.source"),
-        ("a", "train.seq_len = 128: the training text has 1 token; use a larger data.source"),
-        ("", "short.txt holds no text to train on"),
+        ("a" * 20, "train.seq_len = 128: the training text has 20 tokens; use at most 19, or a larger data.source"),
+        ("a", "train.seq_len = 128: the training text has 2 tokens; use at most 1, or a larger data.source"),
+        ("", 'data.source = "short.txt": it holds no text to train on'),
     ],
 )
 def test_a_text_that_is_too_short(pipeloom: Run, tmp_path: Path, text: str, words: str) -> None:
