@@ -52,12 +52,12 @@ class NumberGather:
 
     def __init__(self, pipeline: Pipeline, numbers: Sequence[float]) -> None:
         self._pipeline = pipeline
-        own = torch.tensor(numbers, dtype=torch.float64)
-        self._rows: list[Tensor] = [own]
+        row = torch.tensor(numbers, dtype=torch.float64)
+        self._rows: list[Tensor] = [row]
         self._work: Any = None
         if pipeline.mesh.everyone.size > 1:
-            self._rows = [torch.empty_like(own) for _ in range(pipeline.mesh.everyone.size)]
-            self._work = dist.all_gather(self._rows, own, group=pipeline.run_control, async_op=True)
+            self._rows = [torch.empty_like(row) for _ in range(pipeline.mesh.everyone.size)]
+            self._work = dist.all_gather(self._rows, row, group=pipeline.run_control, async_op=True)
 
     def wait(self) -> list[list[float]]:
         """Wait for the numbers of every rank, and return them in rank order, with the same bits on every rank."""
@@ -65,4 +65,4 @@ class NumberGather:
             with self._pipeline.waiting("the other ranks' parts of the gradient norm"):
                 self._work.wait()
             self._work = None
-        return [row.tolist() for row in self._rows]
+        return [each.tolist() for each in self._rows]
