@@ -71,9 +71,9 @@ class OutputFlags:
 
         self.draw_as(lambda width: draw.svg(timelines, width, below=below))
         if self.html is not None:
-            _write(self.html, lambda: draw.html(timelines, below="" if below is None else below(draw.USUAL_WIDTH)))
+            write(self.html, lambda: draw.html(timelines, below="" if below is None else below(draw.USUAL_WIDTH)))
         if self.trace is not None:
-            _write(self.trace, lambda: json.dumps(draw.trace(timelines[0])))
+            write(self.trace, lambda: json.dumps(draw.trace(timelines[0])))
 
     def draw_as(self, drawing: Callable[[int], str]) -> None:
         """Write an SVG document, width -> text, to the files of `--svg` and `--png`, where they are given."""
@@ -82,9 +82,9 @@ class OutputFlags:
 
         width = max(self.width or USUAL_WIDTH, LEAST_WIDTH)
         if self.svg is not None:
-            _write(self.svg, lambda: drawing(width))
+            write(self.svg, lambda: drawing(width))
         if self.png is not None:
-            _write(self.png, lambda: rendered(drawing(width)))
+            write(self.png, lambda: rendered(drawing(width)))
 
     def print_timeline(self, timeline: Timeline) -> None:
         """Draw `timeline` in the terminal."""
@@ -93,7 +93,7 @@ class OutputFlags:
         sys.stdout.write(terminal(timeline, width=self.columns))
 
 
-def _write(path: Path, content: Callable[[], str | bytes]) -> None:
+def write(path: Path, content: Callable[[], str | bytes]) -> None:
     """Write the file and report it on standard error, which keeps standard output free for the command's result.
 
     Raises UsageError if the file cannot be written.

@@ -182,7 +182,7 @@ def test_a_directory_that_our_own_decoder_does_not_compute_is_refused(tmp_path: 
     (tmp_path / "hub/config.json").write_text(json.dumps({**sizes, "model_type": "qwen3", "sliding_window": 8}))
     assert load(None, {"model.weights": str(tmp_path / "hub")}).model.head_dim == 128  # transformers' own default
     written("mixtral", tmp_path / "own")
-    with pytest.raises(ConfigError, match=r"model\.num_experts = 2: the model of model\.weights = .* sets it"):
+    with pytest.raises(ConfigError, match=r"model\.num_experts = 2: model\.weights = .* sets it"):
         load_layout(None, {"model.weights": str(tmp_path / "own"), "model.num_experts": 2})
 
 

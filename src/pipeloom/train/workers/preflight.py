@@ -58,12 +58,19 @@ _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 
 def require_machine(layout: Layout) -> None:
     """Raise ConfigError with every reason why `train` could not run `layout` on this machine."""
-    config = layout.config
     require_room(layout.world_size)
     require_memory(layout)
     _raise_all(
-        lambda: require_cuda(config.train.device, layout.world_size),
+        lambda: require_cuda(layout.config.train.device, layout.world_size),
         lambda: _require_receives(layout),
+        lambda: require_files(layout),
+    )
+
+
+def require_files(layout: Layout) -> None:
+    """Raise ConfigError with every reason why weights or text cannot be read, or output folders not written."""
+    config = layout.config
+    _raise_all(
         lambda: _require_weights(config),
         lambda: _require_text(config, layout.mesh.dp),
         lambda: _require_folder("log.dir", config.log.dir),
