@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
+from pipeloom.cli.output import aligned
 from pipeloom.config import Config, Layout
 from pipeloom.config.layout import stage_costs
 from pipeloom.config.stages import layer_sizes
@@ -108,18 +109,17 @@ def rank_table(mesh: MeshShape) -> list[str]:
         place = mesh.place(worker)
         numbers[place.pp, place.dp, place.tp] = (worker, place.ep)
     columns = [(dp, tp) for dp in range(mesh.dp) for tp in range(mesh.tp)]
-    clipped = len(columns) > _COLUMNS
-    heads = [("dp", mesh.dp, [dp for dp, _ in columns]), ("tp", mesh.tp, [tp for _, tp in columns])]
-    heads.insert(1, ("ep", mesh.ep, [numbers[0, dp, tp][1] for dp, tp in columns]))
-
-    def row(name: str, cells: Sequence[object]) -> str:
-        return f"{name:<8}" + "".join(f"{cell:>7}" for cell in cells[:_COLUMNS]) + "      …" * clipped
-
-    lines = [f"workers in the order {mesh.order}, the fastest axis first:"]
-    lines += [row("", [f"{axis} {at}" for at in indices]) for axis, size, indices in heads if size > 1]
+    indices = {
+        "dp": [dp for dp, _ in columns],
+        "ep": [numbers[0, dp, tp][1] for dp, tp in columns],
+        "tp": [tp for _, tp in columns],
+    }
+    rows = [["", *(f"{axis} {at}" for at in each)] for axis, each in indices.items() if getattr(mesh, axis) > 1]
     for pp in range(min(mesh.pp, _ROWS)):
-        lines.append(row(f"pp {pp}", [numbers[pp, dp, tp][0] for dp, tp in columns]))
-    return lines + ["…"] * (mesh.pp > _ROWS)
+        rows.append([f"pp {pp}", *(str(numbers[pp, dp, tp][0]) for dp, tp in columns)])
+    clipped = [row[: _COLUMNS + 1] + ["…"] * (len(row) > _COLUMNS + 1) for row in rows]
+    title = f"workers in the order {mesh.order}, the fastest axis first:"
+    return [title, *aligned(clipped), *["…"] * (mesh.pp > _ROWS)]
 
 
 def _rank_lines(layout: Layout, timeline: Timeline) -> list[str]:

@@ -187,11 +187,9 @@ def message_with_flags(error: PipeloomError) -> str:
 def bytes_of(text: str) -> int:
     """Return the bytes of a size such as 65536, 64KiB or 4MiB, for `--message`. Raises UsageError for anything else."""
     match = re.fullmatch(r"(\d{1,15})\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2].lower() not in _UNITS:
-        raise UsageError(f"--message is {text!r:.60}; give bytes, such as 65536, 64KiB or 4MiB")
-    size = int(match[1]) * _UNITS[match[2].lower()]
+    size = int(match[1]) * _UNITS.get(match[2].lower(), 0) if match is not None else 0
     if not 1 <= size <= _MOST_MESSAGE:
-        raise UsageError(f"--message is {text!r:.60}; it must be from 1 byte to 16GiB")
+        raise UsageError(f"--message is {text!r:.60}; give bytes, up to 16GiB, such as 65536, 64KiB or 4MiB")
     return size
 
 

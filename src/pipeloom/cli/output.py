@@ -16,7 +16,7 @@ from pipeloom.cli.options import flag
 from pipeloom.errors import UsageError
 
 if TYPE_CHECKING:
-    from pipeloom.schedule import Costs, Timeline
+    from pipeloom.schedule import Timeline
 
 
 JSON_HELP = "Print one JSON object and nothing else."
@@ -125,12 +125,6 @@ def as_dict(timeline: Timeline) -> dict[str, object]:
 def figures_and_costs(timeline: Timeline) -> dict[str, object]:
     """Return the JSON form of the costs of a stage and of the figures of the timeline."""
     from pipeloom.draw import figures
+    from pipeloom.traces.timelines import costs_dict
 
     return {"costs": {"of": "a stage", **costs_dict(timeline.costs)}} | figures(timeline)
-
-
-def costs_dict(costs: Costs) -> dict[str, object]:
-    """Return the costs by their names in `Costs`; optional ones only where they are set."""
-    always = ("forward", "input_grad", "weight_grad", "p2p", "activation", "held")
-    optional = ("message", "all_to_all", "pair", "microbatch")
-    return {name: getattr(costs, name) for name in (*always, *optional) if name in always or getattr(costs, name)}

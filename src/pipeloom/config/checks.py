@@ -249,22 +249,18 @@ def _recomputed_blocks_exist(config: Config) -> Iterator[Problem]:
         yield "train.recompute", f"there is no block {wrong[0]}; the model has {blocks} (0..{blocks - 1})"
 
 
-@_reads("schedule.overlap_p2p", "schedule.transport")
-def _shared_memory_posts_no_receives(config: Config) -> Iterator[Problem]:
-    if config.schedule.overlap_p2p is False and config.schedule.transport == "shared":
+@_reads("schedule.overlap_p2p", "schedule.receive_depth", "schedule.transport")
+def _transport_posts_receives(config: Config) -> Iterator[Problem]:
+    schedule = config.schedule
+    if schedule.overlap_p2p is False and schedule.transport == "shared":
         yield (
             "schedule.overlap_p2p",
             'the shared-memory transport posts no receives; set schedule.transport = "individual"',
         )
-
-
-@_reads("schedule.receive_depth", "schedule.transport")
-def _only_the_individual_transport_has_a_depth(config: Config) -> Iterator[Problem]:
-    depth, transport = config.schedule.receive_depth, config.schedule.transport
-    if depth is not None and transport in ("batched", "shared"):
+    if schedule.receive_depth is not None and schedule.transport in ("batched", "shared"):
         yield (
             "schedule.receive_depth",
-            f"the {transport} transport does not keep receives open for each channel; set schedule.transport = "
+            f"the {schedule.transport} transport does not keep receives open for each channel; set schedule.transport = "
             '"individual", or leave the key out',
         )
 
