@@ -125,7 +125,7 @@ class CostFlags:
     segments: str | None = flag(
         None,
         "FILE|X,…",
-        "Segment times of a stage's layers, which give F, I, W and pairs: a TOML file, or a number: each all-to-all's time where "
+        "Segment times of a stage's layers, which give F, I, W and pairs: a JSON file, or a number: each all-to-all's time where "
         "attention and experts take 1.",
     )
     microbatch_costs: str | None = flag(

@@ -1,14 +1,13 @@
-"""Segment times of layers, as text: numbers, or a TOML file written by hand or from a measurement."""
+"""Segment times of layers, as text: numbers, or a JSON file written by hand or from a measurement."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import UsageError
-from pipeloom.limits import SCHEDULE_BYTES, read_text
+from pipeloom.limits import SCHEDULE_BYTES, read_json
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes
 
 _COMPUTATIONS, _COMMUNICATIONS = (
@@ -16,8 +15,8 @@ _COMPUTATIONS, _COMMUNICATIONS = (
     ("dispatch", "combine", "dispatch_backward", "combine_backward"),
 )
 _FORM = (
-    "attention = [F, I, W] and experts = [F, I, W], dispatch = T and combine = T, optionally dispatch_backward, "
-    "combine_backward and layers = N"
+    'an object with "attention" and "experts": [F, I, W], "dispatch" and "combine": T, and optionally "dispatch_backward", '
+    '"combine_backward" and "layers": N'
 )
 
 
@@ -26,7 +25,7 @@ def read_segments(text: str) -> dict[str, tuple[LayerSegments, ...]]:
 
     Args:
         text: numbers separated by commas, each the time of every all-to-all of a layer with unit computation; or the path of a
-            TOML file with the segments of a layer, and the number of such layers in a stage.
+            JSON file with the segments of a layer, and the number of such layers in a stage.
 
     Raises UsageError for a file that cannot be read, or whose content is something else.
     """
@@ -39,9 +38,9 @@ def read_segments(text: str) -> dict[str, tuple[LayerSegments, ...]]:
 
 def _of_file(path: Path) -> tuple[LayerSegments, ...]:
     try:
-        content = tomllib.loads(read_text(path, SCHEDULE_BYTES, "segment times"))
+        content = read_json(path, SCHEDULE_BYTES, "segment times")
         return (_layer(content),) * int(content.get("layers", 1))
-    except (tomllib.TOMLDecodeError, TypeError, KeyError, ValueError) as error:
+    except (OSError, TypeError, KeyError, ValueError, AttributeError) as error:
         raise UsageError(f"{path} is not a file of segment times ({error!r:.100}); it holds {_FORM}") from None
 
 
