@@ -11,7 +11,7 @@ from pipeloom.draw.svg import LINE, SHEET_MARGIN, Sheet, svg_document, svg_style
 from pipeloom.schedule.segments import LayerSequence, ScheduledSegment, length, run_block
 from pipeloom.schedule.timeline import plain
 
-LANE, LEFT, RIGHT = 24.0, 124.0, 24.0
+LANE, LANE_LEFT, LANE_RIGHT = 24.0, 124.0, 24.0
 WAYS = ("one after the other", "overlapped", "overlapped, dW apart")
 
 
@@ -36,7 +36,7 @@ def segment_lanes(layers: LayerSequence, width: float) -> str:
     """Return an SVG document of `width` pixels with the lanes of a pair in the three `WAYS`, on one scale of time."""
     sheet, blocks = Sheet(width), before_and_after(layers)
     longest = max(map(length, blocks.values())) or 1.0
-    scale = (width - LEFT - RIGHT) / longest
+    scale = (width - LANE_LEFT - LANE_RIGHT) / longest
     title = f"F of one micro-batch and B of another, {len(layers)} layer{'s' * (len(layers) > 1)}: segments on the two resources"
     sheet.text(SHEET_MARGIN, 28, title, "h")
     y = 28.0
@@ -45,17 +45,17 @@ def segment_lanes(layers: LayerSequence, width: float) -> str:
         sheet.text(SHEET_MARGIN, y, f"{way}: {number(plain(length(block)))}")
         y += 6
         for resource in ("computation", "communication"):
-            sheet.text(LEFT - 8, y + LANE / 2 + 4, resource, "r")
-            sheet.box(LEFT, y, length(block) * scale, LANE, palette.IDLE_COLOUR)
+            sheet.text(LANE_LEFT - 8, y + LANE / 2 + 4, resource, "r")
+            sheet.box(LANE_LEFT, y, length(block) * scale, LANE, palette.IDLE_COLOUR)
             for each in (segment for segment in block if segment.resource == resource):
                 kind = "I" if way == WAYS[2] and each.name[0] == "B" and resource == "computation" else each.name[0]
                 colour, wide = palette.color(kind), (each.end - each.start) * scale
-                sheet.box(LEFT + each.start * scale, y, wide, LANE, colour)
+                sheet.box(LANE_LEFT + each.start * scale, y, wide, LANE, colour)
                 words = next((w for w in (each.name, each.name[0]) if text_width(w, 11) < wide), "")
                 ink = "w" if palette.ink_on(colour) == "#ffffff" else "k"
-                sheet.text(LEFT + (each.start + each.end) / 2 * scale, y + LANE / 2 + 4, words, f"m {ink}")
+                sheet.text(LANE_LEFT + (each.start + each.end) / 2 * scale, y + LANE / 2 + 4, words, f"m {ink}")
             y += LANE + 2
     step = nice_step(longest, max(1, int(longest * scale / 70)))
     for count in range(int(longest / step * (1 + 1e-9)) + 1):
-        sheet.text(LEFT + count * step * scale, y + 16, number(count * step), "f m")
+        sheet.text(LANE_LEFT + count * step * scale, y + 16, number(count * step), "f m")
     return svg_document((width, y + 30), title, svg_style(), sheet.out)
