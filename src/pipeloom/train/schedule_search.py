@@ -334,7 +334,7 @@ class MeasureThenSearch:
     def __init__(self, layout: Layout, pipeline: Pipeline, context: WorkerContext, report: Report | None) -> None:
         assert layout.search is not None
         self._request = layout.search
-        self._uneven = len(set(layout.microbatch_sizes)) > 1
+        self._sizes = layout.microbatch_sizes
         self._key = fingerprint(layout.config, context.device)
         self._pipeline, self._context, self._report = pipeline, context, report
         self._timelines: list[Timeline] = []
@@ -373,9 +373,9 @@ class MeasureThenSearch:
         return False
 
     def _costs(self, steady: Sequence[Timeline]) -> Costs:
-        """Return the fitted costs, with factors only for micro-batches that differ in rows: any others are noise."""
-        costs = costs_of(steady)
-        return costs if self._uneven else replace(costs, microbatch=())
+        """Return the fitted costs, with the micro-batches' rows as factors, which weigh memory too; measured ones are noisy."""
+        sizes = self._sizes if len(set(self._sizes)) > 1 else ()
+        return replace(costs_of(steady), microbatch=tuple(size * len(sizes) / sum(sizes) for size in sizes))
 
     def _after_trial_step(self, trial: ABTrial) -> bool:
         assert self._outcome is not None
