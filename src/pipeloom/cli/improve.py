@@ -109,10 +109,10 @@ def compare(study: Study, memory: float | None, seconds: float) -> tuple[Change,
             continue
         if max(run.peak_memory) <= limit + 1e-9:
             changes.append(Change(words, other, run.makespan, max(run.peak_memory)))
-    found = search(
+    result = search(
         schedule.ranks, schedule.microbatches, costs, limit, placement=list(schedule.placement), time_limit=seconds
     )
-    return now, [*changes, Change("searched", found.schedule, found.value, max(found.timeline.peak_memory))]
+    return now, [*changes, Change("searched", result.schedule, result.value, max(result.timeline.peak_memory))]
 
 
 def _others(schedule: Schedule, costs: Costs) -> Iterator[tuple[str, Schedule]]:
