@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from pipeloom.cli import check, compare, hub, plan, rehearse, schedule, search, show, train, verify
+from pipeloom.cli import check, compare, hub, improve, plan, rehearse, schedule, search, show, train, verify
 from pipeloom.cli.failures import exit_code_of, protect_streams
 from pipeloom.cli.workers import CommandOfWorkers
 
@@ -38,6 +38,7 @@ for _name, _command in (
     ("check", check.command),
     ("rehearse", rehearse.command),
     ("show", show.command),
+    ("improve", improve.command),
     ("export", hub.export),
     ("import", hub.import_),
     ("generate", hub.generate),

@@ -122,6 +122,12 @@ class CostFlags:
         "0", "X", "Share of F and of I spent in the experts' all-to-all, 0 to 1; overlapped pairs hide it."
     )
     pair: str | None = flag(None, "T", "Time of an overlapped pair F|B; default: computed from --all-to-all.")
+    segments: str | None = flag(
+        None,
+        "FILE|X,…",
+        "Segment times of a stage's layers, which give F, I, W and pairs: a JSON file, or a number: each all-to-all's time where "
+        "attention and experts take 1.",
+    )
     microbatch_costs: str | None = flag(
         None, "X,Y,…", "A factor on the costs of each micro-batch (sequences of different lengths)."
     )
@@ -144,6 +150,13 @@ class CostFlags:
             numbers["microbatch"] = factors if isinstance(factors, tuple) else (factors,)
         if self.message is not None:
             numbers["message"] = bytes_of(self.message)
+        if self.segments is not None:
+            from pipeloom.schedule.segments import SegmentCosts
+            from pipeloom.traces.segment_times import read_segments
+
+            layers = next(iter(read_segments(self.segments).values()))
+            others = numbers.keys() - {"forward", "input_grad", "weight_grad", "all_to_all", "pair"}
+            return SegmentCosts((layers,)).costs(**{name: numbers[name] for name in others})
         return Costs(**numbers)
 
 

@@ -157,7 +157,7 @@ def _more_ranks_than_layers(config: Config, wrong: Collection[str]) -> str:
         return ""
     return (
         f"parallel.pp = {ranks}: the model has {blocks} decoder layers, and each pipeline rank needs at least one; nearest: "
-        f"parallel.pp = {blocks}, or model.num_hidden_layers = {ranks}"
+        f"--parallel.pp {blocks}{'' if config.model.source else f', or model.num_hidden_layers = {ranks}'}"
     )
 
 
@@ -171,9 +171,14 @@ def _stage_layers(config: Config, schedule: Schedule, wrong: Collection[str]) ->
         except UsageError as error:
             return [f"parallel.stages = {shown(config.parallel.stages)}: {error}"], ()
     if stages > blocks:
+        nearest = [f"--parallel.pp {blocks * schedule.ranks // stages}"] * (blocks * schedule.ranks >= stages)
+        nearest += [f"--schedule.chunks {blocks // schedule.ranks}"] * (
+            schedule.chunks > 1 and blocks >= schedule.ranks
+        )
+        nearest += [f"{stages} layers"] * (not config.model.source)
         return [
-            f"model.num_hidden_layers = {blocks}: the schedule has {stages} stages, more than there are decoder layers; "
-            f"nearest: {stages} layers, or fewer ranks or chunks (now {schedule.ranks} ranks of {schedule.chunks})"
+            f"model.num_hidden_layers = {blocks}: the schedule has {stages} stages, more than there are decoder layers "
+            f"({schedule.ranks} ranks of {schedule.chunks}); nearest: {' or '.join(nearest) or 'another schedule.name'}"
         ], ()
     sizes = layer_sizes(config.model, config.train.seq_len)
     return [], tuple(balance([size.flops for size in sizes], stages))
