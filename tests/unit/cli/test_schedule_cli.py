@@ -132,8 +132,9 @@ def test_a_function_of_ones_own(pipeloom: Run, tmp_path: Path, monkeypatch: pyte
         "    return pl.schedules.gpipe(ranks, microbatches * twist)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = json.loads(pipeloom("schedule my_schedules:mine --ranks 2 --microbatches 2 --option twist=3 --json").out)
-    assert found["microbatches"] == 6
+    for name in ("my_schedules:mine", "my_schedules.py:mine"):
+        found = json.loads(pipeloom(f"schedule {name} --ranks 2 --microbatches 2 --option twist=3 --json").out)
+        assert found["microbatches"] == 6
 
 
 def test_sizes_must_be_the_files(pipeloom: Run, tmp_path: Path) -> None:
