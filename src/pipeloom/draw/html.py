@@ -26,6 +26,7 @@ from pipeloom.schedule.actions import EVENTS, MOST_KINDS, Kind, kinds
 from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.costs import StageCosts
 from pipeloom.schedule.json_form import to_dict
+from pipeloom.schedule.timeline import timelines_of
 
 PAGE_FORMAT = "pipeloom.page/1"
 MOST_BOXES = 4000  # of an SVG in a notebook: 0.5 MB
@@ -42,7 +43,7 @@ def html(timelines: Timeline | Sequence[Timeline], title: str | None = None, bel
         title: of the page; default: the heading of the timeline, or the names of several schedules.
         below: an SVG document of ours to show below the timelines, such as a pair's segments.
     """
-    panels = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    panels = timelines_of(timelines)
     names = list(dict.fromkeys(timeline.schedule.name for timeline in panels))
     given = title if title is not None else heading(panels[0]) if len(panels) == 1 else " · ".join(names)
     name = printable(given) or "Pipeloom"

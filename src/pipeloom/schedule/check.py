@@ -14,13 +14,14 @@ from pipeloom.schedule.batched_p2p import check_batches
 from pipeloom.schedule.channels import neighbours, smallest_depths, traffic
 from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.graph import Graph, runnable_prefix
-from pipeloom.schedule.model import Schedule, parts
+from pipeloom.schedule.model import Schedule, of_schedule, parts
 
 CheckedTransport = Literal["individual", "batched"]
 TransportName = Literal["auto", "individual", "batched", "shared"]
 """Transports of the runtime, which `RuntimeOptions.transport` describes."""
 
 
+@of_schedule
 def check(
     schedule: Schedule,
     *,
