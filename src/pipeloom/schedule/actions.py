@@ -232,7 +232,8 @@ def parse_action(text: str) -> Action:
     if match is None:
         if _COMMUNICATION.match(text):
             raise ScheduleError(
-                f"{text!r:.200} is a communication; sends and receives are derived here: export the compute-only form"
+                f"{text!r:.200} is a communication; sends and receives are derived here, so export the schedule without them "
+                '(in torch: format="compute_only")'
             )
         raise ScheduleError(
             f"{text!r:.200} is not an action; one looks like 0F0, 3B2, 3I2, 3W2 or (0F5;3B1)OVERLAP_F_B"

@@ -99,7 +99,7 @@ class Schedule:
     @classmethod
     def of(
         cls,
-        programs: Sequence[Iterable[Cell | str]],
+        programs: Sequence[Iterable[Cell | str | int]],
         *,
         placement: Sequence[int],
         microbatches: int,
@@ -108,50 +108,22 @@ class Schedule:
         routes: Sequence[Sequence[int]] | None = None,
         route_of: Sequence[int] | None = None,
     ) -> Schedule:
-        """Return a schedule of actions, pairs or their text (such as `"0F3"`), one program per rank.
+        """Return a schedule of actions, pairs, their text (such as `"0F3"`) or their codes, one program per rank.
 
         It has one route through all stages in order unless `routes` and `route_of` are given.
         Raises ScheduleError for a stage, rank or micro-batch out of range. Does not check that the programs are complete and
         free of deadlock; `check` does.
         """
-        stages = len(placement)
         _check_sizes(len(programs), microbatches, placement)
-        codes = tuple(
-            tuple(_encode(cell, stages, microbatches, rank, at) for at, cell in enumerate(program))
-            for rank, program in enumerate(programs)
-        )
-        return cls.of_codes(
-            codes,
-            placement=placement,
-            microbatches=microbatches,
-            name=name,
-            options=options,
-            routes=routes,
-            route_of=route_of,
-        )
-
-    @classmethod
-    def of_codes(
-        cls,
-        codes: Sequence[Iterable[int]],
-        *,
-        placement: Sequence[int],
-        microbatches: int,
-        name: str,
-        options: Mapping[str, Any] | None = None,
-        routes: Sequence[Sequence[int]] | None = None,
-        route_of: Sequence[int] | None = None,
-    ) -> Schedule:
-        """As `of`, from programs that are already integers, as the families write them."""
         chosen_routes = tuple(map(tuple, routes)) if routes is not None else (tuple(range(len(placement))),)
         chosen_route_of = tuple(route_of) if route_of is not None else (0,) * microbatches
         _check_routes(chosen_routes, chosen_route_of, len(placement), microbatches)
         return cls(
             name=name,
-            ranks=len(codes),
+            ranks=len(programs),
             microbatches=microbatches,
             placement=tuple(placement),
-            codes=tuple(tuple(program) for program in codes),
+            codes=_encoded(programs, len(placement), microbatches),
             routes=chosen_routes,
             route_of=chosen_route_of,
             options=tuple(sorted((options or {}).items())),
@@ -263,6 +235,10 @@ class Schedule:
         kind, stage = divmod(rest, self.stages)
         return Action(kinds()[kind].letter, stage, microbatch)
 
+    def with_programs(self, programs: Sequence[Iterable[Cell | str | int]]) -> Schedule:
+        """Return this schedule with other programs; raises as `of` does."""
+        return replace(self, codes=_encoded(programs, self.stages, self.microbatches))
+
     def save(self, path: str | Path) -> None:
         """Write it to a file that `pipeloom.load` reads: `.csv` in torch's CSV format, `.json` with all attributes.
 
@@ -303,6 +279,13 @@ class Schedule:
 def parts(cell: Cell) -> tuple[Action, ...]:
     """The one action of `cell`, or a pair's two."""
     return (cell.forward, cell.backward) if isinstance(cell, Pair) else (cell,)
+
+
+def _encoded(programs: Sequence[Iterable[Cell | str | int]], stages: int, microbatches: int) -> tuple[Program, ...]:
+    return tuple(
+        tuple([c if isinstance(c, int) else _encode(c, stages, microbatches, rank, at) for at, c in enumerate(program)])
+        for rank, program in enumerate(programs)
+    )
 
 
 def _encode(cell: Cell | str, stages: int, microbatches: int, rank: int, at: int) -> int:

@@ -66,7 +66,7 @@ def half_split(schedule: Schedule, parity: int = 0) -> Schedule:
     """
     even = parity % 2 if schedule.microbatches > 1 else 0
 
-    def cells(action: Action) -> tuple[Cell, ...]:
+    def cells(rank: int, action: Action) -> tuple[Cell, ...]:
         kind, stage, mb = action
         if kind == "B" and mb % 2 == even:
             return Action("I", stage, mb), Action("W", stage, mb)
@@ -74,7 +74,7 @@ def half_split(schedule: Schedule, parity: int = 0) -> Schedule:
             return (Action("B", stage, mb),)
         return () if kind == "W" and mb % 2 != even else (action,)
 
-    return _rewritten(schedule, lambda rank, action: cells(action))
+    return _rewritten(schedule, cells)
 
 
 def merge_backward(schedule: Schedule, backwards: Collection[tuple[int, int]] | None = None) -> Schedule:
@@ -330,18 +330,12 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
 
 def _rewritten(schedule: Schedule, cells: Callable[[int, Action], Iterable[Cell]]) -> Schedule:
     """`schedule` with each action of a rank replaced by `cells(rank, action)`, and its pairs taken apart."""
-    return Schedule.of(
+    return schedule.with_programs(
         [
             [cell for entry in program for action in parts(entry) for cell in cells(rank, action)]
             for rank, program in enumerate(schedule.programs)
-        ],
-        placement=schedule.placement,
-        microbatches=schedule.microbatches,
-        name=schedule.name,
-        options=dict(schedule.options),
-        routes=schedule.routes,
-        route_of=schedule.route_of,
-    ).with_tensors(schedule.tensors)
+        ]
+    )
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------------
