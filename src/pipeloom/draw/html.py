@@ -22,7 +22,7 @@ from pipeloom.draw.figures import assumptions, heading, messages, number, time_u
 from pipeloom.draw.svg import svg
 from pipeloom.errors import PipeloomError, printable
 from pipeloom.schedule import Schedule, Timeline, simulate
-from pipeloom.schedule.actions import EVENTS, MOST_KINDS, Kind, kinds
+from pipeloom.schedule.actions import COMPUTE, EVENTS, MOST_KINDS, PENDING, SAVED, Kind, kinds
 from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.costs import StageCosts
 from pipeloom.schedule.json_form import to_dict
@@ -83,13 +83,13 @@ def _kind(kind: Kind) -> dict[str, Any]:
         "need": None
         if need is None
         else {
-            "event": EVENTS.index(need.event),
+            "event": EVENTS.index(need.value),
             "step": need.step,
             "at_end": None if need.at_end is None else EVENTS.index(need.at_end),
         },
-        "memory": list(kind.memory),
-        "duration": kind.duration,
-        "resource": kind.resource,
+        "memory": [(value in kind.makes) - (value in kind.frees) for value in (SAVED, PENDING)],
+        "duration": kind.time,
+        "resource": "computation" if kind.queue == COMPUTE else "communication",
     }
 
 
