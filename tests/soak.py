@@ -35,7 +35,7 @@ from faults import workers_of  # noqa: E402
 from pipeloom import checkpoint  # noqa: E402
 from pipeloom.errors import CheckpointError  # noqa: E402
 from pipeloom.train.checkpoint.folder import complete  # noqa: E402
-from pipeloom.train.checkpoint.load import verified  # noqa: E402
+from pipeloom.train.checkpoint.reader import verified  # noqa: E402
 from processes import run_ranks  # noqa: E402
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -12,8 +12,29 @@ ROUTERS: dict[str, int | None] = {"softmax": None, "noisy": None, "switch": 1, "
 """Router -> the number of experts per token that it requires; None: any number. `parallel/router.py` describes them."""
 
 
+class DecoderSizes:
+    """Sizes that follow from the attributes of a `DecoderShape`, which the trainer's `[model]` section has too."""
+
+    @property
+    def head_width(self: Any) -> int:
+        """Width of an attention head."""
+        width: int = self.head_dim or self.hidden_size // self.num_attention_heads
+        return width
+
+    @property
+    def expert_width(self: Any) -> int:
+        """Width inside an expert."""
+        width: int = self.moe_intermediate_size or self.intermediate_size
+        return width
+
+    @property
+    def expert_blocks(self: Any) -> tuple[bool, ...]:
+        """block -> whether its feed-forward part is a mixture of experts."""
+        return expert_blocks(self.num_experts, self.num_hidden_layers, self.moe_layer_freq)
+
+
 @dataclass(frozen=True)
-class DecoderShape:
+class DecoderShape(DecoderSizes):
     """The sizes and options of a decoder, in Hugging Face's names; a trainer's `[model]` section has the same attributes.
 
     Attributes:
@@ -78,21 +99,6 @@ class DecoderShape:
         for problem in shape_problems(self):
             raise problem
 
-    @property
-    def head_width(self) -> int:
-        """Width of an attention head."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @property
-    def expert_width(self) -> int:
-        """Width inside an expert."""
-        return self.moe_intermediate_size or self.intermediate_size
-
-    @property
-    def expert_blocks(self) -> tuple[bool, ...]:
-        """block -> whether its feed-forward part is a mixture of experts."""
-        return expert_blocks(self.num_experts, self.num_hidden_layers, self.moe_layer_freq)
-
 
 def expert_blocks(experts: int, blocks: int, frequency: int | tuple[int, ...]) -> tuple[bool, ...]:
     """Return, for each of `blocks` blocks, whether it has experts; `experts` and `frequency` are as in `DecoderShape`."""
@@ -118,12 +124,8 @@ def frequency_problem(frequency: int | tuple[int, ...], blocks: int) -> str:
 
 def shape_problems(shape: Any) -> Iterator[ArgumentError]:
     """Yield an error for each contradiction between the sizes of `shape`, which has the attributes of a `DecoderShape`."""
-    hidden, heads, groups, width = (
-        shape.hidden_size,
-        shape.num_attention_heads,
-        shape.num_key_value_heads,
-        shape.head_dim,
-    )
+    hidden, heads = shape.hidden_size, shape.num_attention_heads
+    groups, width = shape.num_key_value_heads, shape.head_dim
     if width is None:
         valid = [count for count in divisors(hidden) if hidden // count % 2 == 0]
         if heads not in valid:

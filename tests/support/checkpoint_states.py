@@ -14,8 +14,8 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Pipeline
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.boxes import Box
-from pipeloom.train.checkpoint.load import Reader
 from pipeloom.train.checkpoint.manifest import read_manifest
+from pipeloom.train.checkpoint.reader import Reader
 from pipeloom.train.data.batches import Batches
 from pipeloom.train.optimizer import Optimizer
 

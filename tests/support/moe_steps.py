@@ -97,8 +97,8 @@ def step_on(mesh: Mesh, shape: ModelSection, way: Way) -> tuple[float, Gradients
     return loss.item(), joined(built, mesh), counts.tolist()
 
 
-def joined(built: Mapping[str, nn.Module], mesh: Mesh) -> Gradients:
-    """Reduced over the replicas of each part, summed over tp where partial, and joined over ep and tp."""
+def joined(built: Mapping[str, nn.Module], mesh: Mesh, reduced: bool = False) -> Gradients:
+    """Reduced (or `reduced` already) over the replicas of each part, summed over tp where partial, and joined over ep and tp."""
     found = {}
     for layer, module in built.items():
         layouts = shardings_of(module)
@@ -106,7 +106,7 @@ def joined(built: Mapping[str, nn.Module], mesh: Mesh) -> Gradients:
             sharding, gradient = layouts[inner], parameter.grad
             assert gradient is not None, inner
             axis = mesh.edp if sharding.over("ep") is not None else mesh.dp
-            for each in (axis, mesh.tp if sharding.partial else ALONE):
+            for each in () if reduced else (axis, mesh.tp if sharding.partial else ALONE):
                 if each.group is not None:
                     dist.all_reduce(gradient, group=each.group)
             found[f"{layer}.{inner}"] = whole(gradient, sharding, mesh)

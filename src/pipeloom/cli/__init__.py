@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import typer
 
-from pipeloom.cli import check, compare, hub, rehearse, schedule, search, show
+from pipeloom.cli import check, compare, hub, rehearse, schedule, search, show, train, verify
 from pipeloom.cli.failures import exit_code_of, protect_streams
-
-_OWN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+from pipeloom.cli.workers import CommandOfWorkers
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,31 +30,26 @@ def _pipeloom(version: bool = typer.Option(False, "--version", help="Print the v
         raise typer.Exit()
 
 
-app.command("schedule")(schedule.command)
-app.command("compare")(compare.command)
-app.command("search")(search.command)
-app.command("check")(check.command)
-app.command("rehearse", cls=rehearse.RehearseCommand)(rehearse.command)
-app.command("show")(show.command)
-app.command("export")(hub.export)
-app.command("import")(hub.import_)
-app.command("generate")(hub.generate)
-
-
-@app.command("train", context_settings=_OWN_OPTIONS)
-def _train(context: typer.Context) -> None:
-    """Train a language model."""
-    from pipeloom.cli.train import command
-
-    raise typer.Exit(command(context.args) or 0)
-
-
-@app.command("verify", context_settings=_OWN_OPTIONS)
-def _verify(context: typer.Context) -> None:
-    """Compare loss and gradients with one process."""
-    from pipeloom.cli.verify import command
-
-    raise typer.Exit(command(context.args) or 0)
+for _name, _command in (
+    ("schedule", schedule.command),
+    ("compare", compare.command),
+    ("search", search.command),
+    ("check", check.command),
+    ("rehearse", rehearse.command),
+    ("show", show.command),
+    ("export", hub.export),
+    ("import", hub.import_),
+    ("generate", hub.generate),
+):
+    app.command(_name, cls=CommandOfWorkers)(_command)
+for _name, _command in (("train", train.command), ("verify", verify.command)):
+    app.command(
+        _name,
+        cls=CommandOfWorkers,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        options_metavar="[CONFIG] [--section.key VALUE …] [OPTIONS]",
+        add_help_option=_name != "train",  # whose help is more than typer's
+    )(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

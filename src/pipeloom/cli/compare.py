@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,15 +29,11 @@ from pipeloom.cli.sweep import Sweep, full_rank_peaks
 from pipeloom.errors import ConfigError, PipeloomError, UsageError
 
 if TYPE_CHECKING:
-    from pipeloom.config.volume import Volume
     from pipeloom.schedule import Costs, Schedule, Timeline
 
 
-class Row(NamedTuple):
-    """One schedule of the comparison: its name on the command line, with options, and its timeline."""
-
-    label: str
-    timeline: Timeline
+Row = tuple[str, "Timeline"]
+"""A schedule's name on the command line, with options, and its timeline."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +77,16 @@ def command(
     pipeloom compare --paper zero-bubble
     """
     output.require()
+    for table_of, value in vars(tables).items():
+        if table_of != "sweep" and value is not None and names:
+            raise UsageError(f"--{table_of} compares schedules of its own; leave out {' '.join(names)}")
     if tables.paper is not None:
-        _leave_out(names, "--paper has its own schedules")
         rows = papers.recompute(tables.paper)
         _print(output, {"paper": tables.paper, "rows": rows}, lambda: papers.table(rows))
         return
     if tables.volume is not None:
-        _leave_out(names, "--volume compares layouts of one configuration")
         layouts = volumes_of(tables.volume, sizes)
-        _print(output, volumes_as_dict(layouts), lambda: volume_table(layouts))
+        _print(output, layouts, lambda: volume_table(layouts))
         return
     if not names:
         raise UsageError("name the schedules to compare, or give all")
@@ -103,17 +100,12 @@ def command(
         _sweep(Sweep.of(tables.sweep), names, work, output)
         return
     compared, refused = _rows(names, work)
-    output.draw([row.timeline for row in compared])
+    output.draw([timeline for _, timeline in compared])
     _print(
         output,
         _as_dict(compared, refused, work.costs),
         lambda: table(compared, refused, work.costs, output.columns),
     )
-
-
-def _leave_out(names: Sequence[str] | None, why: str) -> None:
-    if names:
-        raise UsageError(f"{why}; leave out {' '.join(names)}")
 
 
 def _print(output: OutputFlags, values: dict[str, Any], text: Callable[[], str]) -> None:
@@ -147,7 +139,7 @@ class Work:
 
 
 def _rows(names: Sequence[str], work: Work) -> tuple[list[Row], list[tuple[str, str]]]:
-    """Return a row for each schedule, and (name, reason) of each family of `all` that does not support these sizes.
+    """Return a row for each schedule, and (name, reason) for each family of `all` that does not support these sizes.
 
     Raises the error of a schedule named explicitly, and UsageError if no schedule supports the sizes.
     """
@@ -156,7 +148,7 @@ def _rows(names: Sequence[str], work: Work) -> tuple[list[Row], list[tuple[str, 
     for spec in names:
         for one in _schedules(spec):
             try:
-                rows.append(Row(one, work.timeline(one)))
+                rows.append((one, work.timeline(one)))
             except PipeloomError as error:
                 if spec != "all" or work.sizes.missing:
                     raise
@@ -191,7 +183,8 @@ def _sweep(sweep: Sweep, names: Sequence[str], work: Work, output: OutputFlags) 
     given = [f"{value} {size.replace('microbatches', 'micro-batches')}" for size, value in sizes.items()]
     fixed = ", ".join([*given, f"costs of 1/p of the model: {costs}"])
     output.draw_as(lambda width: sweeps.drawing(sweep, series, fixed, width))
-    _print(output, sweeps.as_dict(sweep, series), lambda: sweeps.table(sweep, series, costs))
+    swept = {"size": sweep.size, "values": list(sweep.values)}
+    _print(output, {"sweep": swept, "series": series}, lambda: sweeps.table(sweep, series, costs))
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
@@ -224,8 +217,8 @@ def share(costs: Costs, schedule: Schedule) -> Costs:
 
 def _as_dict(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs) -> dict[str, Any]:
     schedules = [
-        {"label": row.label, **as_dict(row.timeline), "full_rank_activations": full_rank_peaks(row.timeline)}
-        for row in rows
+        {"label": label, **as_dict(timeline), "full_rank_activations": full_rank_peaks(timeline)}
+        for label, timeline in rows
     ]
     return {
         "schedules": schedules,
@@ -238,26 +231,23 @@ def table(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs,
     """Return the comparison as text: one line per schedule, the meaning of the figures, and the skipped schedules."""
     from pipeloom.draw.figures import BUBBLE_WORDS, cost_numbers
 
-    figures_of_rows = [_figures(row.timeline) for row in rows]
+    figures_of_rows = [_figures(timeline) for _, timeline in rows]
     # where peak memory equals peak activations, its column would only repeat them
     memory = any(line["mem.", "max"] != line["act.", "max"] for line in figures_of_rows)
     hidden = {("mem.", "max")} if not memory else set()
     hidden |= {("mes.", "size")} if not costs.message else set()
     columns = [key for key in figures_of_rows[0] if key not in hidden]
-    cells = [[line[key] for key in columns] for line in figures_of_rows]
     heads = [[head[at] for head in columns] for at in (0, 1)]
-    wide = [max(len(line[at]) for line in [*heads, *cells]) for at in range(len(heads[0]))]
-    room = width - sum(wide) - 2 * len(wide)
-    labels = [row.label for row in rows]
-    first = max(len("schedule"), *(len(label) for label in labels if len(label) <= room), 0)
+    cells = aligned([["", *line] for line in [*heads, *([line[key] for key in columns] for line in figures_of_rows)]])
+    labels = ["", "schedule", *(label for label, _ in rows)]
+    first = max(len(label) for label in labels if len(label) <= max(width - len(cells[0]), len("schedule")))
     lines = []
-    for label, line in zip(["", "schedule", *labels], [*heads, *cells], strict=True):
-        figures = "".join(f"  {cell:>{w}}" for cell, w in zip(line, wide, strict=True))
+    for label, line in zip(labels, cells, strict=True):
         if len(label) > first:
             lines.append(label)
             label = ""
-        lines.append(f"{label:<{first}}{figures}".rstrip())
-    lines.insert(2, "─" * (first + sum(wide) + 2 * len(wide)))
+        lines.append(f"{label:<{first}}{line}".rstrip())
+    lines.insert(2, "─" * (first + len(cells[0])))
     notes = [
         "",
         f"costs of 1/p of the model: {cost_numbers(costs)}",
@@ -299,19 +289,10 @@ def _figures(timeline: Timeline) -> dict[tuple[str, str], str]:
     }
 
 
-class LayoutVolume(NamedTuple):
-    """Bytes that one layout of the model sends in a step, or the reason why the model cannot have that layout."""
-
-    label: str
-    workers: int
-    volumes: tuple[Volume, ...] = ()
-    refused: str = ""
-
-
-def volumes_of(config: str, sizes: Sizes) -> list[LayoutVolume]:
+def volumes_of(config: str, sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
     """Return the volumes of the model of `config`, as a pipeline and tensor-parallel; sizes that are None are as configured.
 
-    `refused` holds the reason for a layout that the model cannot have. Raises ConfigError if it can have none of them, or if
+    "refused" holds the reason for each layout that the model cannot have. Raises ConfigError if it can have none of them, or if
     `config` cannot be read.
     """
     from pipeloom.config import load, load_layout
@@ -320,55 +301,47 @@ def volumes_of(config: str, sizes: Sizes) -> list[LayoutVolume]:
     config_of_file = load(config)
     count = sizes.ranks if sizes.ranks is not None else max(config_of_file.parallel.pp, config_of_file.parallel.tp, 2)
     m = sizes.microbatches if sizes.microbatches is not None else config_of_file.schedule.microbatches
-    line = {"parallel.pp": count, "parallel.tp": 1, "parallel.sp": False}
     alone = {"parallel.pp": 1, "parallel.tp": count, "schedule.name": "gpipe"}
-    rows = []
+    layouts: list[dict[str, Any]] = []
+    refused: list[dict[str, Any]] = []
     for label, axes in (
-        (f"pipeline, {config_of_file.schedule.name}", line),
+        (
+            f"pipeline, {config_of_file.schedule.name}",
+            {"parallel.pp": count, "parallel.tp": 1, "parallel.sp": False},
+        ),
         ("tensor parallel", alone | {"parallel.sp": False}),
         ("tensor and sequence parallel", alone | {"parallel.sp": True}),
     ):
         try:
             layout = load_layout(config, {"schedule.microbatches": m, **axes})
         except PipeloomError as error:
-            rows.append(LayoutVolume(label, count, refused=str(error).splitlines()[0]))
+            refused.append({"label": label, "reason": str(error).splitlines()[0]})
         else:
-            rows.append(LayoutVolume(label, layout.world_size, volumes(layout)))
-    if all(row.refused for row in rows):
-        raise ConfigError([f"{row.label}: {row.refused}" for row in rows])
-    return rows
+            sent = [asdict(each) for each in volumes(layout)]
+            layouts.append({"label": label, "workers": layout.world_size, "volumes": sent})
+    if not layouts:
+        raise ConfigError([f"{row['label']}: {row['reason']}" for row in refused])
+    return {"layouts": layouts, "refused": refused}
 
 
-def volumes_as_dict(rows: Sequence[LayoutVolume]) -> dict[str, Any]:
-    return {
-        "layouts": [
-            {"label": row.label, "workers": row.workers, "volumes": [asdict(each) for each in row.volumes]}
-            for row in rows
-            if not row.refused
-        ],
-        "refused": [{"label": row.label, "reason": row.refused} for row in rows if row.refused],
-    }
-
-
-def volume_table(rows: Sequence[LayoutVolume]) -> str:
+def volume_table(rows: dict[str, list[dict[str, Any]]]) -> str:
     """Return a line for each layout: bytes, and messages or collective operations, by kind, of all workers in a step."""
     from pipeloom.schedule.channels import size_words
 
-    kinds = [
-        kind
-        for kind in ("pipeline", "tensor", "data", "experts")
-        if any(volume.kind == kind for row in rows for volume in row.volumes)
-    ]
+    by_kind = [{each["kind"]: each for each in row["volumes"]} for row in rows["layouts"]]
+    kinds = list(dict.fromkeys(kind for sent in by_kind for kind in sent))
     lines = [["layout", "workers", *kinds, "total"]]
-    for row in rows:
-        if row.refused:
-            continue
-        by_kind = {volume.kind: f"{size_words(volume.bytes)} in {volume.count:,}" for volume in row.volumes}
-        total = size_words(sum(volume.bytes for volume in row.volumes))
-        lines.append([row.label, str(row.workers), *(by_kind.get(kind, "-") for kind in kinds), total])
-    text = [
-        *aligned(lines),
-        "",
-        "bytes that all workers send in a step, and the number of messages or collective operations",
-    ]
-    return "\n".join([*text, *(f"skipped: {row.label}: {row.refused}" for row in rows if row.refused)])
+    for row, sent in zip(rows["layouts"], by_kind, strict=True):
+        cells = [
+            f"{size_words(sent[kind]['bytes'])} in {sent[kind]['count']:,}" if kind in sent else "-" for kind in kinds
+        ]
+        total = size_words(sum(each["bytes"] for each in row["volumes"]))
+        lines.append([row["label"], str(row["workers"]), *cells, total])
+    return "\n".join(
+        [
+            *aligned(lines),
+            "",
+            "bytes that all workers send in a step, and the number of messages or collective operations",
+            *(f"skipped: {row['label']}: {row['reason']}" for row in rows["refused"]),
+        ]
+    )

@@ -6,11 +6,11 @@ import json as json_format
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from pipeloom.cli.workers import be_worker, require_torch, start_workers
+from pipeloom.cli.workers import be_worker, require_torch, start_workers, words_of
 
 
 def export(
@@ -25,10 +25,8 @@ def export(
         bool, typer.Option("--merge", help="Merge adapters into the weights that they were trained with.")
     ] = False,
     form: Annotated[
-        str,
-        typer.Option(
-            "--format", metavar="FORMAT", help="hf, or dcp: the whole state for torch.distributed.checkpoint."
-        ),
+        Literal["hf", "dcp"],
+        typer.Option("--format", help="hf: for transformers; dcp: the whole state for torch.distributed.checkpoint."),
     ] = "hf",
 ) -> None:
     """Write a checkpoint as a Hugging Face directory.
@@ -37,7 +35,6 @@ def export(
 
     pipeloom export runs/20260101-120000-1f1b my-model
     """
-    _require_format(form)
     require_torch("export")
     if form == "dcp":
         from pipeloom.errors import UsageError
@@ -66,11 +63,9 @@ def import_(
     source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="A directory with config.json and safetensors.")],
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT_DIR", help="A new folder of checkpoints.")],
     form: Annotated[
-        str,
+        Literal["hf", "dcp"],
         typer.Option(
-            "--format",
-            metavar="FORMAT",
-            help="hf, or dcp, whose .metadata file is unpickled: use it only if you trust the source.",
+            "--format", help="hf, or dcp, whose .metadata file is unpickled: use it only if you trust the source."
         ),
     ] = "hf",
 ) -> None:
@@ -80,7 +75,6 @@ def import_(
 
     pipeloom import Llama-3.2-1B llama; pipeloom train llama/model.toml
     """
-    _require_format(form)
     require_torch("import")
     if form == "dcp":
         from pipeloom.train.checkpoint.dcp import import_dcp
@@ -105,14 +99,8 @@ def import_(
     print(f"pipeloom train {checkpoint / 'model.toml'}")
 
 
-def _require_format(form: str) -> None:
-    if form not in ("hf", "dcp"):
-        from pipeloom.errors import UsageError
-
-        raise UsageError(f'--format is "{form}"; it is hf (transformers) or dcp (torch.distributed.checkpoint)')
-
-
 def generate(
+    context: typer.Context,
     path: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, a run, or a Hugging Face directory.")],
     prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="Text to continue; repeatable.")],
     tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most new tokens per prompt.")] = 64,
@@ -148,16 +136,13 @@ def generate(
     sampling = Sampling(0.0 if greedy else temperature, top_k, top_p, seed)
     opened = open_model(path, len(prompt), {"parallel.pp": pp, "parallel.tp": tp}, trust_code)
     if not is_worker():
-        words = [str(path), *(f"--prompt={text}" for text in prompt), f"--tokens={tokens}", f"--seed={seed}"]
-        words += [f"--temperature={sampling.temperature}", f"--top-k={top_k}", f"--top-p={top_p}"]
-        words += [f"--pp={pp}", f"--tp={tp}", *(["--json"] if json else []), *(["--trust-code"] if trust_code else [])]
-        raise typer.Exit(start_workers("generate", words, opened.layout.world_size))
+        raise typer.Exit(start_workers("generate", words_of(context), opened.layout.world_size))
 
-    def work(context: Any) -> None:
+    def work(worker: Any) -> None:
         from pipeloom.train.hub.generate import continue_prompts, open_pipeline, printable
 
-        pipeline = open_pipeline(opened, context.device, context.watchdog)
-        context.close_to_strangers()
+        pipeline = open_pipeline(opened, worker.device, worker.watchdog)
+        worker.close_to_strangers()
         results = continue_prompts(opened, pipeline, prompt, tokens, sampling)
         pipeline.close()
         if int(os.environ["RANK"]) != 0:

@@ -6,6 +6,7 @@ import tomllib
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from pipeloom.cli.output import aligned
 from pipeloom.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -79,21 +80,16 @@ def _zero_bubble_rates(row: dict[str, Any], model: dict[str, int]) -> dict[str, 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as text of at most 80 columns, two lines per row."""
     columns = list(rows[0]["here"])
-    lines = [
-        *paper("zero-bubble")["title"],
-        "",
-        f"{'model':6}{'p':>3}{'m':>4}  {'':9}"
-        + "".join(f"{column.removeprefix('zb-'):>12}" for column in columns[:2])
-        + "".join(f"{column.replace('zb-auto ', 'auto '):>8}" for column in columns[2:]),
-    ]
+    heads = [column.removeprefix("zb-").replace("auto ", "auto") for column in columns]
+    cells = [["model", "p", "m", "", *heads]]
     for row in rows:
-        head = f"{row['model']:6}{row['ranks']:>3}{row['microbatches']:>4}"
-        for source in ("here", "published"):
-            values = list(row[source].values())
-            figures = "".join(f"{v:12.4f}" for v in values[:2]) + "".join(f"{v:8.4f}" for v in values[2:])
-            lines.append(f"{head if source == 'here' else '':13}  {source:9}{figures}")
-    equal = sum(round(row["here"][c], 4) == row["published"][c] for row in rows for c in columns)
-    better = sum(round(row["here"][c], 4) < row["published"][c] for row in rows for c in columns)
-    worse = sum(round(row["here"][c], 4) > row["published"][c] for row in rows for c in columns)
-    lines += ["", f"{equal} figures equal to four decimals, {better} better, {worse} worse"]
-    return "\n".join(lines)
+        for source, sizes in (
+            ("here", [row["model"], str(row["ranks"]), str(row["microbatches"])]),
+            ("published", [""] * 3),
+        ):
+            cells.append([*sizes, source, *(f"{rate:.4f}" for rate in row[source].values())])
+    differences = [round(row["here"][column], 4) - row["published"][column] for row in rows for column in columns]
+    better, worse = sum(each < 0 for each in differences), sum(each > 0 for each in differences)
+    equal = len(differences) - better - worse
+    ended = f"{equal} figures equal to four decimals, {better} better, {worse} worse"
+    return "\n".join([*paper("zero-bubble")["title"], "", *aligned(cells), "", ended])

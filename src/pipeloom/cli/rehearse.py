@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +12,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand
 
 from pipeloom.cli.options import CostFlags, FamilyFlags, Sizes, flag, with_options
 from pipeloom.cli.output import OutputFlags
 from pipeloom.cli.show import Study
-from pipeloom.cli.workers import be_worker, hand_over, require_torch, run_workers
+from pipeloom.cli.workers import be_worker, hand_over, require_torch, run_workers, words_of
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.limits import MOST_SECONDS
 from pipeloom.schedule.check import TransportName
@@ -26,18 +26,9 @@ if TYPE_CHECKING:
     from pipeloom.schedule import Costs, Schedule, Timeline
     from pipeloom.train.report.rehearse import Rehearsal
 
-_PRINTED_WORDS = "words"
 _MEAN_ACTION = 0.010
 """Seconds that the mean action takes where `--unit` is not given, multiplied by the number of ranks per core: the runtime
 spends 0.3 to 0.5 ms of a core on an action, which is then 3 to 5 % of its time."""
-
-
-class RehearseCommand(TyperCommand):
-    """Command that keeps the words of its command line, with which the workers are started."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[_PRINTED_WORDS] = list(args)
-        return super().parse_args(ctx, args)
 
 
 @dataclass(frozen=True)
@@ -80,7 +71,7 @@ def command(
     require_torch("rehearse")
     output.require()
     rehearsal = _rehearsal(*family.schedule(name, sizes, costs), emulation)
-    code, timelines = _run(rehearsal, emulation.device, context.meta[_PRINTED_WORDS])
+    code, timelines = _run(rehearsal, emulation.device, words_of(context))
     if code or not timelines:
         raise typer.Exit(code)
     report(rehearsal, timelines, output)
@@ -99,7 +90,6 @@ def _rehearsal(schedule: Schedule, costs: Costs, options: Emulation) -> Rehearsa
     rehearsal = Rehearsal(schedule, costs, unit or 1.0, steps, slow, options.transport)
     if rehearsal.communicates and on_gpus:
         raise UsageError("--device cuda does not emulate --all-to-all; leave it out, or use --device cpu")
-    _require_one_cost(rehearsal)
     if unit is None:
         rehearsal = _with_usual_unit(rehearsal)
     makespan = rehearsal.simulated().makespan
@@ -125,32 +115,16 @@ def _with_usual_unit(rehearsal: Rehearsal) -> Rehearsal:
     return replace(rehearsal, unit=_MEAN_ACTION * crowd / mean) if mean else rehearsal
 
 
-def _require_one_cost(rehearsal: Rehearsal) -> None:
-    """Raise UsageError if two stages of a rank at one position, which share a layer factory, have different costs."""
-    schedule, work = rehearsal.schedule, rehearsal.work()
-    for rank, stages in enumerate(schedule.stages_of):
-        first: dict[int, int] = {}
-        for stage in stages:
-            other = first.setdefault(schedule.position_of[stage], stage)
-            if work[other] != work[stage]:
-                raise UsageError(
-                    f"stages {other} and {stage} are replicas on rank {rank}, but their costs differ; give them equal costs"
-                )
-
-
 def _slow(words: Sequence[str], schedule: Schedule) -> dict[int, float]:
     factors: dict[int, float] = {}
     for word in words:
-        stage, _, text = word.partition("=")
-        try:
-            at, factor = int(stage), float(text)
-        except ValueError:
-            raise UsageError(f"--slow is {word!r:.60}; give STAGE=FACTOR, such as 2=1.1") from None
-        if not 0 <= at < schedule.stages:
-            raise UsageError(f"--slow {word:.60}: the stages are 0 to {schedule.stages - 1}")
-        if not 0 < factor <= 1000:
-            raise UsageError(f"--slow {word:.60}: the factor must be above 0 and at most 1000, such as 1.1")
-        factors[at] = factor
+        match = re.fullmatch(r"(\d{1,9})=(\d*\.?\d+)", word)
+        if match is None or int(match[1]) >= schedule.stages or not 0 < float(match[2]) <= 1000:
+            raise UsageError(
+                f"--slow is {word!r:.60}; give STAGE=FACTOR, such as 2=1.1: a stage from 0 to {schedule.stages - 1}, and a "
+                "factor above 0 and up to 1000"
+            )
+        factors[int(match[1])] = float(match[2])
     return factors
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeloom.cli.options import with_options
-from pipeloom.cli.output import OutputFlags, as_dict
+from pipeloom.cli.output import OutputFlags, aligned, as_dict
 from pipeloom.errors import PipeloomError, UsageError, did_you_mean, shortened
 
 if TYPE_CHECKING:
@@ -280,9 +280,7 @@ class Study:
             [str(rank), *(number(row[name] * factor) for name in columns), number(sum(row.values()) * factor)]
             for rank, row in enumerate(spent)
         ]
-        wide = [max(len(row[at]) for row in table) for at in range(len(table[0]))]
-        lines += ["", f"where the time went, {unit} per step, mean over the steps"]
-        lines += ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, wide, strict=True)) for row in table]
+        lines += ["", f"where the time went, {unit} per step, mean over the steps", *aligned(table)]
         law = self.memory_law()
         if law is not None:
             lines.append(

@@ -53,50 +53,37 @@ class Sweep:
             raise UsageError(f"--sweep has {len(points)} values; the most is {MOST_POINTS}: give a larger step")
         return cls(size, points)
 
-    def run(self, names: Sequence[str], simulated: Callable[[str, int], Timeline]) -> list[Series]:
-        """Return a series for each name; values that a schedule refuses are in `refused`, with the reason.
+    def run(self, names: Sequence[str], simulated: Callable[[str, int], Timeline]) -> list[dict[str, Any]]:
+        """Return a series for each name: its label, the figures at each point, and the refused values, each with a reason.
 
         Raises UsageError if every schedule refuses all values.
         """
         series = []
         for name in names:
-            points: list[Point] = []
-            refused: dict[int, str] = {}
+            one: dict[str, Any] = {"label": name, "points": [], "refused": []}
             for value in self.values:
                 try:
-                    points.append(Point.of(value, simulated(name, value)))
+                    one["points"].append({"value": value, **figures(simulated(name, value))})
                 except PipeloomError as error:
-                    refused[value] = str(error)
-            series.append(Series(name, points, refused))
-        if not any(one.points for one in series):
-            name, why = next((one.name, next(iter(one.refused.values()))) for one in series)
+                    one["refused"].append({"value": value, "reason": str(error)})
+            series.append(one)
+        if not any(one["points"] for one in series):
+            name, why = series[0]["label"], series[0]["refused"][0]["reason"]
             raise UsageError(f"no schedule supports any of these sizes; {name}: {why}")
         return series
 
 
-@dataclass(frozen=True)
-class Point:
-    """The figures of one schedule at one value of the size.
+def figures(timeline: Timeline) -> dict[str, float]:
+    """Return the makespan in the unit of the costs, the bubble ratio, and the largest peaks of a rank: activations in full-rank
+    units (micro-batches of 1/p of the model), and memory as weighted by `Costs.activation`."""
+    from pipeloom.schedule.timeline import plain
 
-    Attributes:
-        value: the number of ranks, micro-batches or chunks.
-        makespan: in the unit of the costs.
-        activations: the largest peak of a rank, in full-rank units (micro-batches of 1/p of the model).
-        memory: the largest peak of a rank, weighted by `Costs.activation`.
-    """
-
-    value: int
-    makespan: float
-    bubble_ratio: float
-    activations: float
-    memory: float
-
-    @classmethod
-    def of(cls, value: int, timeline: Timeline) -> Point:
-        from pipeloom.schedule.timeline import plain
-
-        peaks = max(full_rank_peaks(timeline)), max(timeline.peak_memory)
-        return cls(value, plain(timeline.makespan), timeline.bubble_ratio, *peaks)
+    return {
+        "makespan": plain(timeline.makespan),
+        "bubble_ratio": timeline.bubble_ratio,
+        "activations": max(full_rank_peaks(timeline)),
+        "memory": max(timeline.peak_memory),
+    }
 
 
 def full_rank_peaks(timeline: Timeline) -> list[float]:
@@ -107,68 +94,43 @@ def full_rank_peaks(timeline: Timeline) -> list[float]:
     return [peak * full for peak in timeline.peak_activations]
 
 
-@dataclass(frozen=True)
-class Series:
-    """One schedule's points, and value -> reason for each value that it refuses."""
-
-    name: str
-    points: list[Point]
-    refused: dict[int, str]
-
-
-def as_dict(sweep: Sweep, series: Sequence[Series]) -> dict[str, Any]:
-    return {
-        "sweep": {"size": sweep.size, "values": list(sweep.values)},
-        "series": [
-            {
-                "label": one.name,
-                "points": [point.__dict__ for point in one.points],
-                "refused": [{"value": value, "reason": why} for value, why in one.refused.items()],
-            }
-            for one in series
-        ],
-    }
-
-
-def table(sweep: Sweep, series: Sequence[Series], costs: str) -> str:
+def table(sweep: Sweep, series: Sequence[dict[str, Any]], costs: str) -> str:
     """Return a table with a line for each schedule and value."""
     from pipeloom.draw.figures import number
 
     rows = [["schedule", sweep.size, "makespan", "bubble ratio", "peak activations", "peak memory"]]
     for one in series:
-        rows += [
-            [
-                one.name,
-                str(p.value),
-                number(p.makespan),
-                f"{p.bubble_ratio:.4f}",
-                number(p.activations),
-                number(p.memory),
-            ]
-            for p in one.points
-        ]
+        for point in one["points"]:
+            figures_of_point = [number(point["makespan"]), f"{point['bubble_ratio']:.4f}"]
+            peaks = [number(point["activations"]), number(point["memory"])]
+            rows.append([one["label"], str(point["value"]), *figures_of_point, *peaks])
     lines = aligned(rows)
     lines += ["", f"costs of 1/p of the model: {costs}", "peaks in full-rank units (micro-batches of 1/p of the model)"]
     for one in series:
-        if one.refused:
-            values = ", ".join(map(str, one.refused))
-            lines.append(f"{one.name} refuses {sweep.size} {values}: {next(iter(one.refused.values()))}")
+        if one["refused"]:
+            values = ", ".join(str(each["value"]) for each in one["refused"])
+            lines.append(f"{one['label']} refuses {sweep.size} {values}: {one['refused'][0]['reason']}")
     return "\n".join(lines)
 
 
-def drawing(sweep: Sweep, series: Sequence[Series], words: str, width: float) -> str:
+def drawing(sweep: Sweep, series: Sequence[dict[str, Any]], words: str, width: float) -> str:
     """Return a chart of makespan, bubble ratio and peak memory against the size, as SVG; `words` names the fixed settings."""
     from pipeloom.draw.chart import Panel, chart
 
     names = {"ranks": "p, ranks", "microbatches": "m, micro-batches", "chunks": "v, chunks"}
-
-    def panel(title: str, figure: str) -> Panel:
-        lines = {one.name: [(float(p.value), getattr(p, figure)) for p in one.points] for one in series if one.points}
-        return Panel(title, lines)
-
     panels = [
-        panel("makespan", "makespan"),
-        panel("bubble ratio, Σ idle / Σ busy", "bubble_ratio"),
-        panel("peak memory, micro-batches of 1/p of the model", "memory"),
+        Panel(
+            title,
+            {
+                one["label"]: [(float(point["value"]), point[figure]) for point in one["points"]]
+                for one in series
+                if one["points"]
+            },
+        )
+        for title, figure in (
+            ("makespan", "makespan"),
+            ("bubble ratio, Σ idle / Σ busy", "bubble_ratio"),
+            ("peak memory, micro-batches of 1/p of the model", "memory"),
+        )
     ]
     return chart(words, names[sweep.size], panels, width)

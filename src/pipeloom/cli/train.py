@@ -8,48 +8,53 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pipeloom.cli.workers import be_worker, describe_keys, require_torch, start_workers
+import typer
+
+from pipeloom.cli.workers import be_worker, describe_keys, require_torch, start_workers, words_of
 from pipeloom.errors import printable
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
 
-TRAIN_USAGE = """Usage: pipeloom train [CONFIG] [--section.key VALUE …] [--dry-run]
 
-Trains a language model. Starts the worker processes on this machine, or runs as
-one of them under torchrun.
+def command(
+    context: typer.Context,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the configuration, print what would run, and start nothing.")
+    ] = False,
+    show_help: Annotated[bool, typer.Option("--help", "-h", help="Show this message and every key.")] = False,
+) -> None:
+    """Train a language model.
 
-CONFIG is a TOML file, or the name of one that comes with the package: default,
-tiny or moe. It may contain extends = "other.toml"; keys that it does not set take
-the values of default. Every key has a flag. Values are parsed as TOML, and taken
-as text if they are not valid TOML:
+    Starts the worker processes on this machine, or runs as one of them under torchrun.
 
-  pipeloom train --parallel.pp 2 --schedule.name 1f1b --train.steps 20
-  torchrun --nproc-per-node 4 -m pipeloom train run.toml
+    CONFIG is a TOML file, or the name of one that comes with the package: default, tiny or moe. It may contain extends =
+    "other.toml"; keys that it does not set take the values of default. Every key has a flag. Values are parsed as TOML, and
+    taken as text if they are not valid TOML:
 
---dry-run checks the configuration, prints what would run, and starts nothing.
+    \b
+    pipeloom train --parallel.pp 2 --schedule.name 1f1b --train.steps 20
+    torchrun --nproc-per-node 4 -m pipeloom train run.toml
+    """
+    if show_help:
+        print(f"{context.get_help()}\n\nKeys (with their defaults):\n{describe_keys()}")
+        return
+    raise typer.Exit(_train(context.args, words_of(context), dry_run))
 
-Keys (with their defaults):
-"""
 
-
-def command(arguments: Sequence[str]) -> int:
-    """Run the command with the words after `train`; return the exit code. Raises PipeloomError."""
-    if "--help" in arguments or "-h" in arguments:
-        print(TRAIN_USAGE + describe_keys())
-        return 0
+def _train(arguments: Sequence[str], words: Sequence[str], dry_run: bool) -> int:
+    """Run the command; return the exit code. `words` are those with which workers are started."""
     from pipeloom.config import load_layout, split_arguments
     from pipeloom.train.workers.worker import is_worker, launched_here, world_size_given
 
     require_torch("train")
-    path, overrides = split_arguments(arguments, ("dry-run",))
-    dry = overrides.pop("dry-run", False)
+    path, overrides = split_arguments(arguments)
     layout = load_layout(path, overrides, world_size=world_size_given())
-    if dry and is_worker() and os.environ["RANK"] != "0":
+    if dry_run and is_worker() and os.environ["RANK"] != "0":
         return 0
-    if dry:
+    if dry_run:
         from pipeloom.cli.dry_run import report_lines
         from pipeloom.train.workers.preflight import require_machine
 
@@ -63,7 +68,7 @@ def command(arguments: Sequence[str]) -> int:
 
         require_machine(layout)
         announce(layout)
-        return _attempts(arguments, layout)
+        return _attempts(words, layout)
 
     def train(context: Any) -> None:
         from pipeloom.train.loop import run

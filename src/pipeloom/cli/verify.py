@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pipeloom.cli.workers import be_worker, hand_over, require_torch, run_workers
+import typer
+
+from pipeloom.cli.output import JSON_HELP
+from pipeloom.cli.workers import be_worker, hand_over, require_torch, run_workers, words_of
 from pipeloom.errors import DistributedError, UsageError
 from pipeloom.limits import expanded
 
@@ -21,28 +23,7 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-5
 _RECORD = "verified.json"  # in log.dir: digests of layers of others with which a layout has passed
-_FAMILIES = "--hf-families"
 _NAME_WIDTH = 44
-VERIFY_USAGE = """Usage: pipeloom verify [CONFIG] [--matrix FILE] [--tolerance 1e-5] [--json]
-                       [--section.key VALUE …]
-       pipeloom verify --hf-families [FILE.toml] [FAMILY …] [--json]
-
-Runs one step of a layout in the pipeline and in one process, in fp32 with the same
-micro-batches, and compares the loss and every gradient. The error of a gradient is
-max |a - b| / max |b|. The exit code is 0, or 1 if an error exceeds the tolerance.
-
-CONFIG and the flags are those of `pipeloom train`. FILE is a TOML file with
-[[layout]] tables, and optional [base] tables for the keys that all layouts share.
-A list in a layout stands for each of its values in turn. One pool of workers runs
-all layouts. With skip_invalid = true, invalid combinations are skipped and counted.
-
---hf-families verifies tiny models of Hugging Face families (all of the file, or those
-named) against transformers, on two ranks in this process, under 1F1B, interleaved and
-ZBV, under ZBV with recomputation too, and under 1F1B with recomputation and packed
-documents where the family keeps these apart. The error of a gradient is
-||a - b|| / ||b||, and the tolerance 1e-5. FILE is a file as tests/data/hf_families.toml
-of Pipeloom's source tree, the default there.
-"""
 
 
 @dataclass(frozen=True)
@@ -69,21 +50,40 @@ class Request:
         return max(self.layouts, key=lambda layout: layout.world_size)
 
 
-def command(arguments: Sequence[str]) -> int:
-    """Run the command with the words after `verify`.
+def command(
+    context: typer.Context,
+    matrix: Annotated[Path | None, typer.Option(metavar="FILE", help="Verify the layouts of a TOML file.")] = None,
+    tolerance: Annotated[float, typer.Option(metavar="X", min=0, max=1, help="Largest error that passes.")] = TOLERANCE,
+    hf_families: Annotated[
+        bool, typer.Option("--hf-families", help="Verify tiny models of Hugging Face families: [FILE.toml] [FAMILY …].")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+) -> None:
+    """Compare loss and gradients with one process.
 
-    Return 0, 1 if an error exceeds the tolerance, or the exit code of failed workers. Raises PipeloomError.
+    Runs one step of a layout in the pipeline and in one process, in fp32 with the same micro-batches, and compares the loss and
+    every gradient. The error of a gradient is max |a - b| / max |b|. The exit code is 0, or 1 if an error exceeds the tolerance.
+
+    CONFIG and the flags are those of `pipeloom train`. A matrix has [[layout]] tables, and an optional [base] table for the keys
+    that all layouts share. A list in a layout stands for each of its values in turn. One pool of workers runs all layouts. With
+    skip_invalid = true, invalid combinations are skipped and counted.
+
+    --hf-families verifies tiny models (all of the file, or those named) against transformers, on two ranks in this process, under
+    1F1B, interleaved and ZBV, under ZBV with recomputation too, and under 1F1B with recomputation and packed documents where the
+    family keeps these apart. The error of a gradient is ||a - b|| / ||b||, and the tolerance 1e-5. FILE.toml is a file as
+    tests/data/hf_families.toml of Pipeloom's source tree, the default there.
     """
-    if "--help" in arguments or "-h" in arguments:
-        print(VERIFY_USAGE, end="")
-        return 0
-    if _FAMILIES in arguments:
-        return verify_families(arguments)
+    require_torch("verify")
+    if hf_families:
+        raise typer.Exit(verify_families(context.args, as_json))
+    raise typer.Exit(_verify(read_request(context.args, matrix, tolerance, as_json), words_of(context)))
+
+
+def _verify(request: Request, words: Sequence[str]) -> int:
+    """Return 0, 1 if an error exceeds the tolerance, or the exit code of failed workers. Raises PipeloomError."""
     from pipeloom.train.workers.preflight import require_cuda, require_room
     from pipeloom.train.workers.worker import is_worker, world_size_given
 
-    require_torch("verify")
-    request = read_request(arguments)
     given = world_size_given()
     if given is not None and given < request.largest.world_size:
         raise UsageError(f"WORLD_SIZE is {given}, but the largest layout needs {request.largest.world_size} workers")
@@ -94,78 +94,44 @@ def command(arguments: Sequence[str]) -> int:
         require_cuda(layout.config.train.device, request.largest.world_size)
     for file in sorted({layout.code for layout in request.layouts if layout.code is not None}):
         print(f"a schedule is code from {file}", file=sys.stderr)
-    code, verdicts = run_workers("verify", arguments, request.largest.world_size)
+    code, verdicts = run_workers("verify", words, request.largest.world_size)
     return _failed(code, request.as_json) if code else _conclude(request, json.loads(verdicts))
 
 
-def verify_families(arguments: Sequence[str]) -> int:
+def verify_families(words: Sequence[str], as_json: bool) -> int:
     """Run `verify --hf-families`; return 0, or 1 if an error exceeds the tolerance. Raises PipeloomError."""
-    require_torch("verify")
-    as_json = "--json" in arguments
-    words = [word for word in arguments if word not in (_FAMILIES, "--json")]
-    for word in words:
-        if word.startswith("-"):
-            raise UsageError(
-                f"verify {_FAMILIES} has no option {word!r:.200}; it takes a file, names of families, and --json"
-            )
-    files = [Path(word) for word in words if word.endswith(".toml")]
-    if len(files) > 1:
-        raise UsageError(f"verify {_FAMILIES} takes one file, and {len(files)} are given: {files[0]} and {files[1]}")
     from pipeloom.train.hub import families
 
-    selected = families.read_families(
-        files[0] if files else None, [word for word in words if not word.endswith(".toml")]
-    )
+    file = next((word for word in words if word.endswith(".toml")), None)
+    selected = families.read_families(Path(file) if file else None, [word for word in words if word != file])
     verdicts = []
     for verdict in families.verify_families(selected, TOLERANCE):
         verdicts.append(asdict(verdict))
         if not as_json:
-            print(family_row(verdicts[-1]), flush=True)
-    failed = [verdict for verdict in verdicts if not verdict["passed"]]
+            name = f"{verdict.family:<12} {verdict.schedule:<23} W {verdict.separate:4.0%}"
+            print(row(verdicts[-1] | {"layout": name}, 0), flush=True)
+    passed = sum(verdict["passed"] for verdict in verdicts)
     if as_json:
-        report = {"passed": not failed, "tolerance": TOLERANCE, "verdicts": verdicts}
-        print(json.dumps(_finite(report), indent=1, allow_nan=False))
+        _print_json({"passed": passed == len(verdicts), "tolerance": TOLERANCE, "verdicts": verdicts})
     else:
         print(
-            f"{len(verdicts) - len(failed)} of {len(verdicts)} pass at {TOLERANCE:g}: {len(selected)} families, fp32, eager "
-            "attention, ||a-b|| / ||b|| of each gradient; W: share of the parameters whose weight gradient can be computed in W"
+            f"{passed} of {len(verdicts)} pass at {TOLERANCE:g}: {len(selected)} families, fp32, eager attention, "
+            "||a-b|| / ||b|| of each gradient; W: share of the parameters whose weight gradient can be computed in W"
         )
-    return int(bool(failed))
+    return int(passed < len(verdicts))
 
 
-def family_row(verdict: dict[str, Any]) -> str:
-    """Return one line of the table of families."""
-    state = "PASS" if verdict["passed"] else "FAIL"
-    worst = f"{verdict['worst_error']:.1e} {verdict['worst_parameter']}" if verdict["worst_error"] else "0"
-    return (
-        f"{state}  {verdict['family']:<12} {verdict['schedule']:<23} W {verdict['separate']:4.0%}  "
-        f"loss {verdict['loss_error']:.1e}  worst {worst}"
-    )
-
-
-def read_request(arguments: Sequence[str]) -> Request:
-    """Parse the words after `verify`. Raises a PipeloomError that lists all problems."""
+def read_request(arguments: Sequence[str], matrix: Path | None, tolerance: float, as_json: bool) -> Request:
+    """Return the request of a command line without `verify`'s own options. Raises a PipeloomError that lists all problems."""
     from pipeloom.config import load_layout, split_arguments
     from pipeloom.config.matrix import label, load_matrix
 
-    path, overrides = split_arguments(arguments, ("json",), ("matrix", "tolerance"))
-    tolerance, as_json = _tolerance(overrides.pop("tolerance", None)), overrides.pop("json", False)
-    file = overrides.pop("matrix", None)
-    if file is None:
+    path, overrides = split_arguments(arguments)
+    if matrix is None:
         layout = load_layout(path, overrides)
         return Request((label(layout),), (layout,), (), tolerance, as_json)
-    matrix = load_matrix(file, path, overrides)
-    return Request(matrix.names, matrix.layouts, matrix.skipped, tolerance, as_json)
-
-
-def _tolerance(text: str | None) -> float:
-    try:
-        value = TOLERANCE if text is None else float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise UsageError(f"--tolerance is {text}; it must be a number of at least 0 and below 1, such as {TOLERANCE}")
-    return value
+    rows = load_matrix(matrix, path, overrides)
+    return Request(rows.names, rows.layouts, rows.skipped, tolerance, as_json)
 
 
 def _work(request: Request) -> int:
@@ -224,7 +190,7 @@ def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:
             "layouts": verdicts,
             "skipped": list(request.skipped),
         }
-        print(json.dumps(_finite(report), indent=1, allow_nan=False))
+        _print_json(report)
         return int(bool(failed))
     for verdict in failed:
         print(f"\n{verdict['layout']}: loss differs by {verdict['loss_error']:.1e}, and these gradients:")
@@ -287,13 +253,10 @@ def _digests_of_others(layout: Layout) -> dict[str, str]:
     }
 
 
-def _finite(value: Any) -> Any:
-    """Return `value` with None in place of infinities and NaNs, which JSON cannot represent."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _print_json(report: dict[str, Any]) -> None:
+    """Print a report with null in place of infinities and NaNs, which JSON cannot represent."""
+    finite = json.loads(json.dumps(report), parse_constant=lambda _: None)
+    print(json.dumps(finite, indent=1, allow_nan=False))
 
 
 def _failed(code: int, as_json: bool) -> int:

@@ -12,6 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+from typer.core import TyperCommand
+
 from pipeloom.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,6 +22,20 @@ if TYPE_CHECKING:
 
 
 _RESULT = "PIPELOOM_RESULT"  # names the file in which rank 0 leaves its result
+_WORDS = "words"
+
+
+class CommandOfWorkers(TyperCommand):
+    """Command that keeps the words of its command line, with which its workers are started."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_WORDS] = list(args)
+        return super().parse_args(ctx, args)
+
+
+def words_of(context: typer.Context) -> list[str]:
+    """Return the words of the command line after the command's name."""
+    return list(context.meta[_WORDS])
 
 
 def require_torch(command: str) -> None:
@@ -84,6 +101,7 @@ def be_worker(layout: Layout, body: Callable[[Any], None]) -> int:
 def describe_keys() -> str:
     """Return every configuration key with its description and default, by section, at the width of the terminal."""
     from pipeloom.config import descriptions, load
+    from pipeloom.config.settings import toml_value
 
     default = load().model_dump()
     lines = []
@@ -92,18 +110,10 @@ def describe_keys() -> str:
     for section, values in default.items():
         lines.append(f"\n[{section}]")
         for key, value in values.items():
-            default_text = "" if value is None or value == "" else f" ({_shown(value)})"
+            default_text = "" if value is None or value == "" else f" ({toml_value(value)})".replace('"', "")
             flag = f"  --{section}.{key:<{29 - len(section)}} "
             text = textwrap.wrap(
                 f"{described[f'{section}.{key}']}{default_text}", width - len(flag), break_on_hyphens=False
             )
             lines += [(flag if at == 0 else " " * len(flag)) + words for at, words in enumerate(text)]
     return "\n".join(lines)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(str, value)) + "]"
-    return "{}" if value == {} else str(value)

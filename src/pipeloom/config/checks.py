@@ -143,10 +143,7 @@ def _tensor_parallel_divides(config: Config) -> Iterator[Problem]:
 def _foreign_models_are_cut_by_layers_only(config: Config) -> Iterator[Problem]:
     for axis in ("tp", "ep"):
         if config.model.source and getattr(config.parallel, axis) > 1:
-            yield (
-                f"parallel.{axis}",
-                "it applies to Pipeloom's own decoder only, and model.source names another model; nearest: 1",
-            )
+            yield f"parallel.{axis}", "it applies to Pipeloom's own decoder only, not to model.source; nearest: 1"
 
 
 @_reads("model.source", "model.weights")
@@ -321,33 +318,21 @@ def _nesterov_has_momentum(config: Config) -> Iterator[Problem]:
         )
 
 
-@_reads("optimizer.name", "optimizer.barrier")
-def _muon_needs_the_barrier(config: Config) -> Iterator[Problem]:
-    if config.optimizer.name == "muon" and not config.optimizer.barrier:
-        yield (
-            "optimizer.name",
-            "ranks gather whole matrices in each step, which is a barrier; set optimizer.barrier = true",
-        )
+# Key -> its values that a run without a barrier can have, and why it cannot have others.
+_WITHOUT_BARRIER = {
+    "optimizer.name": (("adamw", "sgd"), "ranks gather whole matrices in each step, which is a barrier"),
+    "train.on_nan": (("stop", "skip"), "without a barrier a step is known to be bad only after the next has begun"),
+    "train.on_spike": (("ignore",), "without a barrier a step is known to be bad only after the next has begun"),
+    "log.norms": (("none",), "without a barrier a step is final only after the next one has begun"),
+}
 
 
-@_reads("train.on_nan", "train.on_spike", "optimizer.barrier")
-def _bad_steps_need_the_barrier(config: Config) -> Iterator[Problem]:
-    for key, allowed in (("on_nan", ("stop", "skip")), ("on_spike", ("ignore",))):
-        if getattr(config.train, key) not in allowed and not config.optimizer.barrier:
-            yield (
-                f"train.{key}",
-                "without a barrier a step is known to be bad only after the next has begun; set optimizer.barrier = true, or "
-                f'train.{key} = "{allowed[0]}"',
-            )
-
-
-@_reads("log.norms", "optimizer.barrier")
-def _norms_need_the_barrier(config: Config) -> Iterator[Problem]:
-    if config.log.norms != "none" and not config.optimizer.barrier:
-        yield (
-            "log.norms",
-            "without a barrier a step is final only after the next one has begun; set optimizer.barrier = true",
-        )
+@_reads("optimizer.barrier", *_WITHOUT_BARRIER)
+def _barrier_where_it_is_needed(config: Config) -> Iterator[Problem]:
+    for key, (allowed, why) in _WITHOUT_BARRIER.items():
+        section, _, name = key.partition(".")
+        if not config.optimizer.barrier and getattr(getattr(config, section), name) not in allowed:
+            yield key, f'{why}; set optimizer.barrier = true, or {key} = "{allowed[0]}"'
 
 
 @_reads("data.source", "data.validation")

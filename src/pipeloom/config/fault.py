@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 from pipeloom.errors import ScheduleError, UsageError, did_you_mean
 from pipeloom.schedule import Action, Schedule
@@ -12,13 +12,13 @@ from pipeloom.schedule.actions import parse_action
 from pipeloom.schedule.model import parts
 
 FaultKind = Literal["swap-microbatches", "drop-send", "flip-bit", "raise", "kill"]
-SYNTAX = "swap-microbatches:A,B, drop-send:RANK:N, flip-bit:RANK:N, raise:RANK:ACTION or kill:RANK:STEP"
-_PATTERNS: dict[FaultKind, re.Pattern[str]] = {
-    "swap-microbatches": re.compile(r"(\d{1,9}),(\d{1,9})"),
-    "drop-send": re.compile(r"(\d{1,9}):(\d{1,9})"),
-    "flip-bit": re.compile(r"(\d{1,9}):(\d{1,9})"),
-    "raise": re.compile(r"(\d{1,9}):(\S.*)"),
-    "kill": re.compile(r"(\d{1,9}):(\d{1,9})"),
+# Kind -> how its arguments are written, and the fields that they set.
+_FORMS: dict[FaultKind, tuple[str, tuple[str, str]]] = {
+    "swap-microbatches": ("A,B", ("a", "b")),
+    "drop-send": ("RANK:N", ("rank", "number")),
+    "flip-bit": ("RANK:N", ("rank", "number")),
+    "raise": ("RANK:ACTION", ("rank", "action")),
+    "kill": ("RANK:STEP", ("rank", "step")),
 }
 
 
@@ -51,25 +51,21 @@ def parse_fault(text: str) -> Fault | None:
     """Return the fault that `text` describes, or None if it is empty. Raises UsageError with the syntax."""
     if not text:
         return None
-    name, _, rest = text.partition(":")
-    if name not in get_args(FaultKind):
-        raise UsageError(f"unknown fault {name!r:.200}{did_you_mean(name, get_args(FaultKind))} (write {SYNTAX})")
-    kind: FaultKind = next(known for known in get_args(FaultKind) if known == name)
-    match = _PATTERNS[kind].fullmatch(rest)
-    if match is None:
-        form = next(part for part in re.split(r", (?=[a-z])| or ", SYNTAX) if part.startswith(kind))
-        raise UsageError(f"{text!r:.200} is not a fault; {kind} is written {form}")
-    if kind == "swap-microbatches":
-        return Fault(kind, a=int(match[1]), b=int(match[2]))
-    rank = int(match[1])
-    if kind in ("drop-send", "flip-bit"):
-        return Fault(kind, rank=rank, number=int(match[2]))
-    if kind == "kill":
-        return Fault(kind, rank=rank, step=int(match[2]))
+    kind, _, rest = text.partition(":")
+    if kind not in get_args(FaultKind):
+        forms = ", ".join(f"{name}:{form}" for name, (form, _) in _FORMS.items())
+        raise UsageError(f"unknown fault {kind!r:.200}{did_you_mean(kind, _FORMS)} (write {forms})")
+    form, names = _FORMS[cast(FaultKind, kind)]
+    values = dict(zip(names, rest.split("," if "," in form else ":", 1), strict=False))
+    if len(values) < 2 or not all(re.fullmatch(r"\d{1,9}", values[name]) for name in names if name != "action"):
+        raise UsageError(f"{text!r:.200} is not a fault; {kind} is written {kind}:{form}")
     try:
-        return Fault(kind, rank=rank, action=parse_action(match[2]))
+        fields: dict[str, Any] = {
+            name: parse_action(value) if name == "action" else int(value) for name, value in values.items()
+        }
     except ScheduleError as error:
         raise UsageError(str(error)) from None
+    return Fault(cast(FaultKind, kind), **fields)
 
 
 def fault_problem(fault: Fault, schedule: Schedule, steps: int) -> str | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from pipeloom.config.fault import parse_fault
-from pipeloom.decoder_shape import DecoderShape, expert_blocks
+from pipeloom.decoder_shape import DecoderShape, DecoderSizes
 from pipeloom.errors import ArgumentError, UsageError, echo
 from pipeloom.limits import (
     LEAST_TIMEOUT,
@@ -123,20 +124,16 @@ def _are_transforms(value: Any) -> Any:
     return tuple(words)
 
 
-def _is_timeout(value: Any) -> Any:
-    if value == "auto":
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not LEAST_TIMEOUT <= value < float("inf"):
-        raise ValueError(f"it must be a number of seconds of at least {LEAST_TIMEOUT:g}, or 'auto'; nearest: auto")
-    if value > MOST_SECONDS:
-        raise ValueError(f"it must be at most {MOST_SECONDS:,.0f} seconds, or 'auto'; nearest: {MOST_SECONDS:.0f}")
-    return float(value)
+def _auto_or(kind: type[float], what: str, least: float, most: float) -> BeforeValidator:
+    """Return the check of a number from `least` to `most`, or "auto"."""
 
+    def check(value: Any) -> Any:
+        number = value if isinstance(value, int | kind) and not isinstance(value, bool) else math.nan
+        if value != "auto" and not least <= number <= most:
+            raise ValueError(f"it must be {what} from {least:g} to {most:,.0f}, or 'auto'; nearest: auto")
+        return value if value == "auto" else kind(value)
 
-def _is_threads(value: Any) -> Any:
-    if value != "auto" and (type(value) is not int or not 1 <= value <= MOST_THREADS):
-        raise ValueError(f"it must be a whole number from 1 to {MOST_THREADS:,}, or 'auto'; nearest: auto")
-    return value
+    return BeforeValidator(check)
 
 
 def _is_resume(value: Any) -> Any:
@@ -186,8 +183,10 @@ def _are_targets(value: Any) -> Any:
 ScheduleName = Annotated[str, Field(min_length=1), AfterValidator(canonical_name)]
 ClassName = Annotated[str, AfterValidator(_is_class)]
 Degree = Annotated[int, Field(le=MOST_WORKERS), AfterValidator(_is_degree)]
-Threads = Annotated[Annotated[int, Field(le=MOST_THREADS)] | Literal["auto"], BeforeValidator(_is_threads)]
-Timeout = Annotated[float | Literal["auto"], BeforeValidator(_is_timeout)]
+Threads = Annotated[
+    Annotated[int, Field(le=MOST_THREADS)] | Literal["auto"], _auto_or(int, "a whole number", 1, MOST_THREADS)
+]
+Timeout = Annotated[float | Literal["auto"], _auto_or(float, "a number of seconds", LEAST_TIMEOUT, MOST_SECONDS)]
 Dtype = Annotated[DtypeName, BeforeValidator(_is_dtype)]
 Transforms = Annotated[tuple[str, ...], BeforeValidator(_are_transforms)]
 Resume = Annotated[Annotated[int, Field(le=MOST_STEPS)] | str, BeforeValidator(_is_resume)]
@@ -202,7 +201,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
 
 
-class ModelSection(Section):
+class ModelSection(Section, DecoderSizes):
     """`[model]`: the shape of the decoder, in Hugging Face's names."""
 
     source: str
@@ -237,21 +236,6 @@ class ModelSection(Section):
     def shape(self) -> DecoderShape:
         """Return these values as the library's type. Raises ArgumentError for sizes that contradict each other."""
         return DecoderShape(**self.model_dump(exclude={"source", "weights", "experts_class", "router_class"}))
-
-    @property
-    def head_width(self) -> int:
-        """Width of an attention head."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @property
-    def expert_width(self) -> int:
-        """Width inside an expert."""
-        return self.moe_intermediate_size or self.intermediate_size
-
-    @property
-    def expert_blocks(self) -> tuple[bool, ...]:
-        """block -> whether its feed-forward part is a mixture of experts."""
-        return expert_blocks(self.num_experts, self.num_hidden_layers, self.moe_layer_freq)
 
 
 class LoraSection(Section):

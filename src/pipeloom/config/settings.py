@@ -12,7 +12,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from math import prod
@@ -417,37 +417,33 @@ def to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:
         for key, value in table.items():
             origin = (origins or {}).get(f"{section}.{key}")
             comment = "  # " + "".join(c if c.isprintable() else "?" for c in origin) if origin is not None else ""
-            lines.append(f"{key} = {_toml(value)}{comment}")
+            lines.append(f"{key} = {toml_value(value)}{comment}")
         lines.append("")
     return "\n".join(lines)
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Return a value as TOML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, dict):
-        inside = ", ".join(f"{json.dumps(str(key))} = {_toml(item)}" for key, item in value.items())
+        inside = ", ".join(f"{json.dumps(str(key))} = {toml_value(item)}" for key, item in value.items())
         return f"{{{inside}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(toml_value, value))}]"
     return repr(value)
 
 
 # -- flags
 
 
-def split_arguments(
-    arguments: Sequence[str], switches: Collection[str] = (), options: Collection[str] = ()
-) -> tuple[str | None, dict[str, Any]]:
+def split_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
     """(path of the configuration or None, dotted key -> value) from a command's arguments.
 
     A value is read as TOML, else taken as text. A switch (a key that is true or false) may stand alone. Raises
-    UsageError for a second path, an unknown flag without a dot, or one without its value.
-
-    Args:
-        switches, options: the command's own flags, without `--`; their values (True, or text) are among the keys.
+    UsageError for a second path, a flag without a dot, or one without its value.
     """
     path: str | None = None
     overrides: dict[str, Any] = {}
@@ -463,10 +459,7 @@ def split_arguments(
             continue
         flag, equals, text = word.removeprefix("--").partition("=")
         flag = SHORT.get(flag, flag)
-        if word == f"--{flag}" and flag in switches:
-            overrides[flag] = True
-            continue
-        if not word.startswith("--") or ("." not in flag and flag not in options):
+        if not word.startswith("--") or "." not in flag:
             raise UsageError(f"there is no option {word!r:.200}{_near_flag(flag)}")
         key = flag.replace("-", "_")
         switch = _annotation(key) is bool
@@ -477,7 +470,7 @@ def split_arguments(
                 text = "true"
             else:
                 raise UsageError(f"--{flag} needs a value: --{flag} VALUE")
-        overrides[key] = text if flag in options else parse_value(key, text)
+        overrides[key] = parse_value(key, text)
     return path, overrides
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from pipeloom.draw import palette
 from pipeloom.draw.boxes import nice_step
 from pipeloom.draw.figures import number
-from pipeloom.draw.svg import LEAST_WIDTH, USUAL_WIDTH, svg_document, text_width, wrapped
+from pipeloom.draw.svg import LEAST_WIDTH, USUAL_WIDTH, Sheet, svg_document, text_width, wrapped
 from pipeloom.errors import UsageError, printable
 
 # Okabe and Ito's colours, which every kind of colour vision can tell apart; the yellow is darker, to be visible on white
@@ -55,18 +55,12 @@ def chart(title: str, axis: str, panels: Sequence[Panel], width: float = USUAL_W
 
 
 @dataclass
-class _ChartSheet:
-    """The drawing so far; `low` and `high` are the ends of the horizontal axis."""
+class _ChartSheet(Sheet):
+    """A sheet with line charts; `low` and `high` are the ends of the horizontal axis."""
 
-    width: float
     low: float
     high: float
     labels: Sequence[str]
-    out: list[str] = field(default_factory=list)
-
-    def text(self, x: float, y: float, words: str, style: str = "") -> None:
-        name = f' class="{style}"' if style else ""
-        self.out.append(f'<text x="{x:.1f}" y="{y:.1f}"{name}>{escape(words)}</text>')
 
     def stroke(self, label: str) -> str:
         """Return the stroke of the line of `label`."""
@@ -118,15 +112,11 @@ class _ChartSheet:
 
     def legend(self, y: float) -> float:
         """Draw a line and its words for each label, from the baseline `y` on; return the last baseline."""
-        x, room = TOP_MARGIN, self.width - 2 * TOP_MARGIN - 44
-        for label in self.labels:
-            words = printable(label)
-            if text_width(words, 12) > room:
-                words = wrapped(words, 12, room - 12)[0] + "…"
-            wide = 34 + text_width(words, 12)
-            if x > TOP_MARGIN and x + wide > self.width - TOP_MARGIN:
-                x, y = TOP_MARGIN, y + 20
+        room = self.width - 2 * TOP_MARGIN - 44
+        cut = [wrapped(printable(label), 12, room - 12) for label in self.labels]
+        names = [lines[0] + "…" * (len(lines) > 1) for lines in cut]
+        places = self.flow([34 + text_width(name, 12) for name in names], y, 20)
+        for (x, y), label, name in zip(places, self.labels, names, strict=True):
             self.out.append(f'<path d="M{x:.1f} {y - 4:.1f}h26" {self.stroke(label)} stroke-width="2.5"/>')
-            self.text(x + 32, y, words)
-            x += wide + 14
+            self.text(x + 32, y, name)
         return y

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
@@ -29,23 +29,41 @@ MOST_TOOLTIPS = 4000
 
 
 @dataclass
-class _TimelineSheet:
-    """The elements drawn so far, the colours in use, and the settings that all timelines share.
+class Sheet:
+    """The elements of a document drawn so far; `width` is that of the document, in pixels."""
+
+    width: float
+    out: list[str] = field(default_factory=list, kw_only=True)
+
+    def text(self, x: float, y: float, content: str, style: str = "") -> None:
+        name = f' class="{style}"' if style else ""
+        self.out.append(f'<text x="{_n(x)}" y="{_n(y)}"{name}>{escape(printable(content))}</text>')
+
+    def flow(self, widths: Sequence[float], y: float, line: float) -> Iterator[tuple[float, float]]:
+        """Yield the place of each entry of a legend that begins at height `y`, with lines `line` high."""
+        x = SHEET_MARGIN
+        for width in widths:
+            if x > SHEET_MARGIN and x + width > self.width - SHEET_MARGIN:
+                x, y = SHEET_MARGIN, y + line
+            yield x, y
+            x += width + 14
+
+
+@dataclass
+class _TimelineSheet(Sheet):
+    """A sheet with timelines, the colours in use, and the settings that all timelines share.
 
     Attributes:
-        width: of the document, in pixels.
         left: where time 0 is.
         scale: pixels per unit of time.
         unit: (factor, name) of the times that are written.
         idle_room: pixels between the end of a row and the right end of its idle time.
     """
 
-    width: float
     left: float
     scale: float
     unit: tuple[float, str]
     idle_room: float
-    out: list[str] = field(default_factory=list)
     classes: dict[str, str] = field(default_factory=dict)
     causes: set[Cause] = field(default_factory=set)
     numbered: bool = False
@@ -53,9 +71,6 @@ class _TimelineSheet:
     def fill(self, color: str) -> str:
         """The class of boxes filled with `color`."""
         return self.classes.setdefault(color, f"c{len(self.classes)}")
-
-    def text(self, x: float, y: float, content: str, style: str = "") -> None:
-        self.out.append(f'<text x="{_n(x)}" y="{_n(y)}"{_class(style)}>{escape(printable(content))}</text>')
 
     def idle(self, x: float, y: float, width: float, height: float, cause: Cause) -> None:
         self.causes.add(cause)
@@ -325,25 +340,19 @@ def _legend(sheet: _TimelineSheet, timelines: Sequence[Timeline], y: float) -> f
     notes = (["chunk 0 is the darkest"] if chunks > 1 else []) + (["numbers: micro-batch"] if sheet.numbered else [])
     notes += ["foot of a box: its all-to-all"] if any(map(_foot, timelines)) else []
     entries += [([], note) for note in notes]
-    x = SHEET_MARGIN
-    for swatches, words in entries:
-        wide = 17 * len(swatches) + 5 * bool(swatches) + text_width(words, 12)
-        if x > SHEET_MARGIN and x + wide > sheet.width - SHEET_MARGIN:
-            x, y = SHEET_MARGIN, y + LEGEND_LINE
+    before = [17 * len(swatches) + 5 * bool(swatches) for swatches, _ in entries]
+    widths = [room + text_width(words, 12) for room, (_, words) in zip(before, entries, strict=True)]
+    places = sheet.flow(widths, y, LEGEND_LINE)
+    for (x, y), room, (swatches, words) in zip(places, before, entries, strict=True):
         for at, swatch in enumerate(swatches):
             sheet.out.append(f'<rect {swatch} x="{_n(x + 17 * at)}" y="{_n(y)}" width="16" height="16"/>')
-        sheet.text(x + (17 * len(swatches) + 5 if swatches else 0), y + 12.5, words, "" if swatches else "f")
-        x += wide + 14
+        sheet.text(x + room, y + 12.5, words, "" if swatches else "f")
     return y + LEGEND_LINE
 
 
 def _n(value: float) -> str:
     """A coordinate, to a hundredth of a pixel, without needless zeros."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
-
-
-def _class(name: str) -> str:
-    return f' class="{name}"' if name else ""
 
 
 def png(document: str, zoom: float = 2.0) -> bytes:

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import groupby
 from math import gcd
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -93,7 +94,9 @@ def terminal(timeline: Timeline, width: int = 80, color: bool | None = None) -> 
     for rank, lines in enumerate(picture.bands):
         for index, line in enumerate(lines):
             text.append(f"{f'rank {rank}' if index == 0 else '':<{label}}")
-            _paint(text, line, colored)
+            for paint, run in groupby(line, key=lambda cell: cell[1]):
+                text.append("".join(char for char, _ in run), style=_style(paint))
+            text.append("\n")
         if picture.gap:
             text.append("\n")
     unit = time_unit([timeline])
@@ -117,23 +120,8 @@ def _color_system() -> Literal["truecolor", "256"]:
     return "truecolor" if os.environ.get("COLORTERM", "").lower() in ("truecolor", "24bit") else "256"
 
 
-def _paint(text: Text, line: list[tuple[str, Paint]], colored: bool) -> None:
-    """Append one line of a band, each run of the same paint at once."""
-    if not colored:
-        text.append("".join(char for char, _ in line) + "\n")
-        return
-    run, paint = "", line[0][1] if line else IDLE_PAINT
-    for char, this in line:
-        if this != paint:
-            text.append(run, style=_style(paint))
-            run, paint = "", this
-        run += char
-    text.append(run, style=_style(paint))
-    text.append("\n")
-
-
 def _style(paint: Paint) -> str:
-    if paint is IDLE_PAINT or paint.kind == IDLE_PAINT.kind:
+    if paint.kind == IDLE_PAINT.kind:
         return "bright_black"
     background = palette.color(paint.kind, paint.chunk, paint.chunks)
     return f"{palette.ink_on(background)} on {background}"
@@ -173,7 +161,7 @@ def _legend(text: Text, timeline: Timeline, picture: Grid, colored: bool) -> Non
         notes.append("a pair F|B is drawn as its F, then its backward")
     if colored and chunks > 1:
         notes.append("chunk 0 is the darkest")
-    text.append("\n" + "\n".join(notes), style="bright_black" if colored else "")
+    text.append("\n" + "\n".join(notes), style="bright_black")
 
 
 def _figures(timeline: Timeline, width: int) -> str:

@@ -1,7 +1,19 @@
 """Models as lists of layers, independent of their distribution over ranks."""
 
 from pipeloom.decoder_shape import DecoderShape
+from pipeloom.models.gate import GateShape, TopKGate
 from pipeloom.models.layers import cross_entropy, hub_name, layers, tied, token_loss
-from pipeloom.models.moe import MoeClasses
+from pipeloom.models.moe import MoeClasses, MoELayer
 
-__all__ = ["DecoderShape", "MoeClasses", "cross_entropy", "hub_name", "layers", "tied", "token_loss"]
+__all__ = [
+    "DecoderShape",
+    "GateShape",
+    "MoELayer",
+    "MoeClasses",
+    "TopKGate",
+    "cross_entropy",
+    "hub_name",
+    "layers",
+    "tied",
+    "token_loss",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from pipeloom.errors import ConfigError, UsageError
+from pipeloom.models.layers import shared_names
 from pipeloom.ops.layer import Layer
 
 _TRUNK_SHARE = 0.5  # share of the parameters; with a smaller trunk, the rest would burden one or two stages
@@ -67,23 +68,22 @@ def auto_layers(model: nn.Module, example_batch: Any) -> AutoLayers:
             graph = _traced(model, trunk, len(inputs))
             parts = _parts(model, graph, _cuts(name, graph, trunk), inputs)
             got = _run(parts, inputs)
-        difference = _difference(got, want)
     finally:
         for module, training in modes.items():
             module.training = training
-    if not difference <= 1e-5:
-        raise ConfigError(
-            f"{name} cannot be cut: on the example its parts differ from it by {difference:.1e} of the output"
-        )
+    try:
+        torch.testing.assert_close(got, want)
+    except AssertionError as error:
+        raise ConfigError(f"{name} cannot be cut: on the example its parts differ from it: {error}") from None
     for part in parts:
         for inner in part.module.modules():
             inner.training = modes.get(inner, model.training)
-    tied = _tied(parts)
+    tied = shared_names(nn.ModuleDict({part.name: part.module for part in parts}))
     layers = [
         Layer(part.name, partial(copy.deepcopy, part.module), reads=tuple(part.reads), writes=tuple(part.writes))
         for part in parts
     ]
-    lines = [f"{name}: {len(parts)} parts, which give its output on the example (difference {difference:.1e})"]
+    lines = [f"{name}: {len(parts)} parts, which give its output on the example"]
     for part in parts:
         reads = f"; reads {', '.join(part.reads)}" if part.reads else ""
         writes = f"; writes {', '.join(part.writes)}" if part.writes else ""
@@ -281,30 +281,3 @@ def _run(parts: Sequence[_CutPart], inputs: Sequence[Tensor]) -> Any:
             tensors |= written
             x = tuple(rest)
     return x
-
-
-def _difference(got: Any, want: Any) -> float:
-    """Return the largest |a - b| / max |b| over the tensors of two outputs; infinite if their structures differ."""
-    if isinstance(want, Mapping):
-        same = isinstance(got, Mapping) and got.keys() == want.keys()
-        return max((_difference(got[key], want[key]) for key in want), default=0.0) if same else float("inf")
-    if isinstance(want, (tuple, list)):
-        same = isinstance(got, (tuple, list)) and len(got) == len(want)
-        return max((_difference(a, b) for a, b in zip(got, want, strict=True)), default=0.0) if same else float("inf")
-    if not isinstance(want, Tensor):
-        return 0.0 if got is want or got == want else float("inf")
-    if not isinstance(got, Tensor) or got.shape != want.shape or got.dtype != want.dtype:
-        return float("inf")
-    if not want.numel():
-        return 0.0
-    a, b = got.double(), want.double()
-    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
-
-
-def _tied(parts: Sequence[_CutPart]) -> list[list[str]]:
-    """Return the names of each weight that appears more than once, in several parts or in one."""
-    names: dict[int, list[str]] = {}
-    for part in parts:
-        for inner, parameter in part.module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(f"{part.name}.{inner}")
-    return [group for group in names.values() if len(group) > 1]

@@ -29,16 +29,13 @@ def rotary_table(
 @lru_cache(maxsize=16)
 def _table(length: int, width: int, theta: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):
-        frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
-        angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return rotary_rows(torch.arange(length, device=device), width, theta, dtype)
 
 
 def rotary_rows(position_ids: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """As `rotary_table`, for the given positions [batch, length]: each [batch, 1, length, width / 2]."""
-    device = position_ids.device
-    frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
-    angles = position_ids[:, None, :, None].to(torch.float32) * frequencies
+    """As `rotary_table`, for the given positions [...]: each [..., width / 2]."""
+    frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=position_ids.device) / width)
+    angles = position_ids.unsqueeze(-1).to(torch.float32) * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -167,7 +164,7 @@ class Attention(nn.Module):
         if position_ids is None:
             table = rotary_table(query.shape[-2], self.head_width, self.theta, query.dtype, query.device)
         else:
-            table = rotary_rows(position_ids, self.head_width, self.theta, query.dtype)
+            table = rotary_rows(position_ids.unsqueeze(1), self.head_width, self.theta, query.dtype)
         return rotate(query, table), rotate(key, table), self._split(values, self.key_value_heads)
 
     def merge_heads(self, mixed: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -31,16 +32,17 @@ from pipeloom.parallel.tensor import TensorParallel
 
 
 @dataclass(frozen=True)
-class Load:
-    """Demand of one micro-batch on the experts of one block.
+class GateShape:
+    """The sizes and options of a gate, those of `DecoderShape` that concern it, for a layer of your own."""
 
-    Attributes:
-        counts: choices of each expert: [experts] int64.
-        dropped: choices beyond their expert's capacity (not those dropped at random): 0-dim int64; 0 if all fit.
-    """
-
-    counts: Tensor
-    dropped: Tensor
+    hidden_size: int
+    num_experts: int
+    num_experts_per_tok: int = 2
+    norm_topk_prob: bool = True
+    router: str = "softmax"
+    capacity_factor: float = 0.0
+    aux_loss_coef: float = 0.01
+    z_loss_coef: float = 0.001
 
 
 class TopKGate(DeferringLayer):
@@ -51,12 +53,13 @@ class TopKGate(DeferringLayer):
 
     Attributes:
         source: source of random numbers; set by the code that builds the layer.
-        loads: micro-batch -> its load, of the last step. A recomputed forward writes the same value again.
+        loads: micro-batch -> choices of each expert in the last step, then those beyond their expert's capacity (not those
+            dropped at random): [experts + 1] int64. A recomputed forward writes the same values again.
     """
 
     e_score_correction_bias: Tensor
 
-    def __init__(self, shape: DecoderShape, tensor: TensorParallel | None = None) -> None:
+    def __init__(self, shape: DecoderShape | GateShape, tensor: TensorParallel | None = None) -> None:
         super().__init__()
         self.gate = Gate(shape.router, shape.num_experts, shape.num_experts_per_tok, shape.norm_topk_prob)
         self.capacity_factor = shape.capacity_factor
@@ -67,8 +70,11 @@ class TopKGate(DeferringLayer):
         self.noise_weight = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size)) if noisy else None
         if shape.router == "sigmoid":
             self.register_buffer("e_score_correction_bias", torch.zeros(shape.num_experts))
+        if not self.weight.is_meta:
+            for parameter in self.parameters():
+                nn.init.kaiming_uniform_(parameter, math.sqrt(5))  # as `nn.Linear` does
         self.source: RandomSource | None = None
-        self.loads: dict[int, Load] = {}
+        self.loads: dict[int, Tensor] = {}
 
     def sharding(self) -> Mapping[str, ParameterSharding]:
         sharding = ParameterSharding(partial=self.tensor is not None)
@@ -125,8 +131,8 @@ class TopKGate(DeferringLayer):
     def record_load(self, counts: Tensor, dropped: Tensor | None, microbatch: MicrobatchContext | None) -> None:
         """Record a micro-batch's load, in training."""
         if self.training and torch.is_grad_enabled():
-            load = Load(counts.detach(), counts.new_zeros(()) if dropped is None else dropped)
-            self.loads[0 if microbatch is None else microbatch.index] = load
+            lost = counts.new_zeros(1) if dropped is None else dropped.view(1)
+            self.loads[0 if microbatch is None else microbatch.index] = torch.cat((counts.detach(), lost))
 
 
 def gates_of(modules: Iterable[nn.Module]) -> list[TopKGate]:
@@ -141,11 +147,7 @@ def take_loads(gate: TopKGate) -> Tensor:
     has recorded all of them.
     """
     loads, gate.loads = list(gate.loads.values()), {}
-    total = torch.zeros(gate.gate.experts + 1, dtype=torch.int64, device=gate.weight.device)
-    for load in loads:
-        total[:-1] += load.counts
-        total[-1] += load.dropped
-    return total
+    return sum(loads, torch.zeros(gate.gate.experts + 1, dtype=torch.int64, device=gate.weight.device))
 
 
 def balance(gate: TopKGate, counts: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from pipeloom.decoder_shape import DecoderShape
 from pipeloom.models.decoder import Block, Head
 from pipeloom.models.gate import TopKGate
 from pipeloom.models.moe import MoeClasses, SparseBlock
-from pipeloom.models.moe_overlap import OverlappedSparseBlock
+from pipeloom.models.moe_overlap import SparseBlockInBlocks
 from pipeloom.ops.layer import Layer
 from pipeloom.ops.random_state import set_sources, stable_seed
 from pipeloom.parallel import vocabulary
@@ -39,17 +39,28 @@ def block_name(index: int) -> str:
     return f"model.layers.{index}"
 
 
-def hub_name(name: str) -> str:
-    """The Hugging Face name of the parameter that is called `name` here.
+# Prefixes of names here -> in `transformers`. The decoder's last layer holds two modules, and the layers at the ends of a model
+# of `transformers` (`models/hf`) hold everything outside of its decoder layers.
+_HUB_PREFIXES = {f"{HEAD}.norm": "model.norm", f"{HEAD}.lm_head": "lm_head", "first.": "", "last.": ""}
 
-    They differ in the last layer only, which holds two of Hugging Face's: `model.norm` and `lm_head`.
-    """
-    return {f"{HEAD}.norm.weight": "model.norm.weight", HEAD_WEIGHT: "lm_head.weight"}.get(name, name)
+
+def hub_name(name: str) -> str:
+    """Return the name in `transformers` of the module or parameter with this name in a pipeline."""
+    prefix = next((each for each in _HUB_PREFIXES if name.startswith(each)), "")
+    return _HUB_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
 
 
 def own_name(name: str) -> str:
-    """The inverse of `hub_name`."""
+    """Return the inverse of `hub_name` for a parameter of the decoder."""
     return {"model.norm.weight": f"{HEAD}.norm.weight", "lm_head.weight": HEAD_WEIGHT}.get(name, name)
+
+
+def shared_names(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter of `model` that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
 
 
 # Elements of a block in fp32, 4 MB. A rank draws every block of which it holds an element and drops the rest of it: small
@@ -58,30 +69,20 @@ BLOCK = 2**20
 
 
 @dataclass(frozen=True)
-class Deviations:
-    """Standard deviations of matrices: `usual`, and others by the last part of their owner's name (`o_proj`)."""
-
-    usual: float
-    special: Mapping[str, float]
-
-    def of(self, name: str) -> float:
-        """That of the parameter with this global name."""
-        return self.special.get(name.split(".")[-2], self.usual)
-
-
-@dataclass(frozen=True)
 class InitSpec:
     """Distribution of first weights.
 
     Attributes:
         seed: of all of them.
-        deviations: their sizes.
+        deviation: standard deviation of matrices.
+        special: that of matrices whose module's name ends in one of these words (`o_proj`).
         same: global name -> the name under which it is drawn, for weights that start as copies of another.
         index: axis -> this rank's index, for weights of which it holds a part.
     """
 
     seed: int
-    deviations: Deviations
+    deviation: float
+    special: Mapping[str, float]
     same: Mapping[str, str]
     index: Mapping[str, int]
 
@@ -96,18 +97,18 @@ def draw(module: nn.Module, layer: str, drawing: InitSpec) -> None:
     """
     layouts = shardings_of(module)
     for inner, parameter in module.named_parameters():
-        if parameter.ndim < 2:
-            parameter.fill_(0.0 if inner.rpartition(".")[2] == "bias" else 1.0)
+        if (bias := inner.rpartition(".")[2] == "bias") or parameter.ndim < 2:
+            parameter.fill_(0.0 if bias else 1.0)
             continue
         name = f"{layer}.{inner}"
-        drawn_as, deviation = drawing.same.get(name, name), drawing.deviations.of(name)
-        _fill(parameter, layouts[inner], drawing.index, (drawing.seed, drawn_as), deviation)
+        deviation = drawing.special.get(name.split(".")[-2], drawing.deviation)
+        _fill(parameter, layouts[inner], drawing.index, (drawing.seed, drawing.same.get(name, name)), deviation)
 
 
 def _fill(
     parameter: Tensor, sharding: ParameterSharding, index: Mapping[str, int], source: tuple[int, str], deviation: float
 ) -> None:
-    """Draws the part of a matrix that `parameter` is; `source`: seed and name."""
+    """Draw the part of a matrix that `parameter` is; `source`: seed and name."""
     *leading, width = sharding.full_shape(parameter.shape)
     row_cuts = ParameterSharding(tuple(shard for shard in sharding.shards if shard.dim < len(leading)))
     column_cut = ParameterSharding(
@@ -121,19 +122,11 @@ def _fill(
         first = block * height
         generator.manual_seed(stable_seed(*source, block))
         drawn = buffer[: numbers.numel() - first].normal_(0, deviation, generator=generator)
-        drawn = shard_of(drawn, column_cut, index)
         start, stop = torch.searchsorted(rows, torch.tensor([first, first + height])).tolist()
-        for at, count in _runs(rows[start:stop]):
-            inside = int(rows[start + at]) - first
-            part[start + at : start + at + count].copy_(drawn[inside : inside + count])
-
-
-def _runs(rows: Tensor) -> Iterator[tuple[int, int]]:
-    """The stretches of consecutive numbers in ascending `rows`: (position, length)."""
-    ends = torch.where(rows.diff() != 1)[0].add(1).tolist()
-    starts = [0, *ends]
-    for start, stop in zip(starts, [*ends, rows.numel()], strict=True):
-        yield start, stop - start
+        drawn, inside = shard_of(drawn, column_cut, index), rows[start:stop] - first
+        for at in torch.tensor_split(torch.arange(stop - start), torch.where(inside.diff() != 1)[0] + 1):
+            if at.numel():  # a run of consecutive rows, copied without an index, which would hold another block
+                part[start:stop][at[0] : at[-1] + 1].copy_(drawn[inside[at[0]] : inside[at[-1]] + 1])
 
 
 def layers(
@@ -163,13 +156,12 @@ def layers(
     """
     deviation = math.sqrt(2 / (5 * shape.hidden_size))
     residual = deviation / math.sqrt(2 * shape.num_hidden_layers)
-    deviations = Deviations(deviation, {"o_proj": residual, "down_proj": residual})
     same = {HEAD_WEIGHT: EMBEDDING_WEIGHT} if shape.tie_word_embeddings else {}
     cut = if_parallel(tensor)
     index = {"tp": cut.index if cut is not None else 0, "ep": expert.axis.index if expert is not None else 0}
-    drawing = InitSpec(seed, deviations, same, index)
-    overlaps = expert is not None and expert.size > 1 and max(expert.chunks, expert.blocks) > 1
-    sparse = OverlappedSparseBlock if overlaps else SparseBlock
+    drawing = InitSpec(seed, deviation, {"o_proj": residual, "down_proj": residual}, same, index)
+    in_blocks = expert is not None and expert.size > 1 and expert.blocks > 1
+    sparse = SparseBlockInBlocks if in_blocks else SparseBlock
     blocks = [
         partial(sparse, shape, cut, expert, classes) if each else partial(Block, shape, cut)
         for each in shape.expert_blocks

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import ArgumentError
 from pipeloom.models.hf.parts import TransposedLinear, is_conv1d
-from pipeloom.models.layers import HEAD
+from pipeloom.models.layers import hub_name
 from pipeloom.ops.deferred import DeferringLayer, WeightGradContext, apply_linear, defer_weight_gradients
 from pipeloom.ops.layer import Layer
 from pipeloom.ops.random_state import stable_seed
@@ -28,7 +28,6 @@ from pipeloom.parallel.sharding import WHOLE, HasSharding, ParameterSharding, Sh
 from pipeloom.parallel.tensor import Adapted, ColumnLinear, RowLinear, TensorParallel, enter, project, sum_over_ranks
 
 ALL_LINEAR = "all-linear"
-_ENDS = ("first.", "last.")  # prefixes here of the names at the ends of a Hugging Face model
 
 
 @dataclass(frozen=True)
@@ -88,41 +87,22 @@ def with_adapters(layers: Sequence[Layer], options: LoraOptions, seed: int) -> l
     return [replace(layer, build=partial(_adapted, layer.name, layer.build, options, seed)) for layer in layers]
 
 
-def adapter_name(name: str) -> str:
-    """Return the name in `transformers` of a module or parameter with this name in a pipeline."""
-    for end in _ENDS:
-        name = name.removeprefix(end)
-    for decoder_name, hub in ((f"{HEAD}.lm_head", "lm_head"), (f"{HEAD}.norm", "model.norm")):
-        if name == decoder_name or name.startswith(f"{decoder_name}."):
-            return hub + name.removeprefix(decoder_name)
-    return name
-
-
 def is_adapter(name: str) -> bool:
     """Return whether the name is that of an adapter's parameter."""
     return name.endswith((".lora_A.weight", ".lora_B.weight"))
-
-
-def linear_layers(module: nn.Module, layer: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name in `transformers`, module) of the linear layers inside `module`, the layer called `layer`."""
-    for path, part in module.named_modules():
-        if _is_linear(part):
-            yield adapter_name(f"{layer}.{path}" if path else layer), part
 
 
 def _adapted(layer: str, build: Callable[[], nn.Module], options: LoraOptions, seed: int) -> nn.Module:
     module = build()
     for parameter in module.parameters():
         parameter.requires_grad_(False)
-    homes = {id(child): (part, name) for part in module.modules() for name, child in part.named_children()}
-    for name, linear in list(linear_layers(module, layer)):
-        if not options.chooses(name):
-            continue
-        if linear is module:
-            module = _adapt(linear, name, options, seed)
-        elif id(linear) in homes:
-            home, leaf = homes[id(linear)]
-            setattr(home, leaf, _adapt(linear, name, options, seed))
+    for path, linear in [each for each in module.named_modules() if is_linear(each[1])]:
+        name = hub_name(f"{layer}.{path}" if path else layer)
+        if options.chooses(name):
+            adapted = _adapt(linear, name, options, seed)
+            if not path:
+                return adapted
+            module.set_submodule(path, adapted)
     return module
 
 
@@ -165,7 +145,7 @@ def is_transposed(module: nn.Module) -> bool:
     return isinstance(module, TransposedLinear) or is_conv1d(module)
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
     known = isinstance(module, (nn.Linear, ColumnLinear, RowLinear, PartialSumLinear)) or is_transposed(module)
     return known and isinstance(getattr(module, "weight", None), nn.Parameter)
 

@@ -1,23 +1,27 @@
-"""A block whose feed-forward part is a mixture of experts (Mixtral; Qwen-MoE with shared experts).
+"""A mixture of experts as a layer, and a block with one (Mixtral; Qwen-MoE with shared experts).
 
-The block declares its segments: attention and router, dispatch, experts, combine, mixture. Its plain forward runs them in
-order, an overlapped pair interleaves those of two micro-batches. Shared experts run beside the dispatch.
+The layer declares its segments: router, dispatch, experts, combine, mixture; the block runs its attention in the first of
+them. A plain forward runs them in order, an overlapped pair interleaves those of two micro-batches. Shared experts run beside
+the dispatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeloom.decoder_shape import DecoderShape
+from pipeloom.errors import ArgumentError
 from pipeloom.models.decoder import Block
 from pipeloom.models.gate import TopKGate
 from pipeloom.ops.layer import MicrobatchContext
-from pipeloom.ops.segments import Compute, Segment, Values, beside, in_order
+from pipeloom.ops.segments import Communication, Compute, Segment, Values, begin, beside, in_order
 from pipeloom.parallel.dispatch import (
     AllToAll,
     DispatchPlan,
@@ -32,7 +36,235 @@ from pipeloom.parallel.dispatch import (
 )
 from pipeloom.parallel.expert import Experts, PartialSumLinear
 from pipeloom.parallel.router import Routing, dropped_between
+from pipeloom.parallel.sharding import ParameterSharding, Shard
 from pipeloom.parallel.tensor import TensorParallel, enter, sum_over_ranks
+
+Arrival = Callable[[], Values]
+"""Waits for a communication that has started, and returns its values."""
+
+
+class ExpertModules(nn.ModuleList):
+    """This rank's experts as modules of any kind, called one after the other with the rows of each, [rows, hidden] -> the same.
+
+    Args:
+        make: makes one expert. It is called once for each expert of all ranks, so that ranks with the same seed draw the first
+            values of one process; other ranks' experts are dropped.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module], experts: int, parallel: ExpertParallel | None) -> None:
+        super().__init__()
+        self._ranks = 1 if parallel is None else parallel.size
+        held = experts if parallel is None else parallel.own(experts)[0]
+        first = 0 if parallel is None else parallel.axis.index * held
+        for at in range(experts):
+            module = make()
+            if first <= at < first + held:
+                self.append(module)
+
+    def sharding(self) -> Mapping[str, ParameterSharding]:
+        """The parameters of all ranks' experts with the same place are parts of one, along their first dimension."""
+        if self._ranks == 1:
+            return {}
+        return {
+            name: ParameterSharding((Shard("ep", 0, (parameter.shape[0],) * self._ranks),))
+            for name, parameter in self.named_parameters()
+        }
+
+    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """rows [rows, hidden], `counts` of them for each of this rank's experts -> [rows, hidden]."""
+        return torch.cat([expert(part) for expert, part in zip(self, torch.split(rows, list(counts)), strict=True)])
+
+
+class MoELayer(nn.Module):
+    """A mixture of experts: x [..., hidden] -> the same shape, for each token the weighted sum of its experts' outputs.
+
+    Experts may be spread over the ranks of a group, each of which has tokens of its own; the gate is the same on all of them.
+    The forward is a collective operation of the group. It is `Segmented`: in an overlapped pair its all-to-alls run while the
+    other micro-batch computes, and so they do in a layer that has its segments among its own (docs/experts.md).
+
+    Args:
+        gate: chooses the experts, and adds the balance loss to the gradients.
+        experts: makes one expert, any module [rows, hidden] -> [rows, hidden]; or a module of all of this rank's experts, which
+            takes rows [rows, hidden], in runs of one expert each, and the number of rows of each, as `Experts` does.
+        group: a process group, or where experts are on which rank. None: all experts are here.
+        tensor: the ranks over which gate and experts are cut; only for experts that return their terms, as `Experts` do.
+        shared_expert: a module that every token goes through besides, [tokens, hidden] -> [tokens, hidden].
+        shared_expert_gate: [tokens, hidden] -> [tokens, 1], whose sigmoid the shared expert's output is multiplied by.
+
+    Raises ArgumentError for a group whose size does not divide the number of experts.
+    """
+
+    def __init__(
+        self,
+        gate: TopKGate,
+        experts: Callable[[], nn.Module] | nn.Module,
+        group: Any = None,
+        *,
+        tensor: TensorParallel | None = None,
+        shared_expert: nn.Module | None = None,
+        shared_expert_gate: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        parallel = ExpertParallel.of(group)
+        self.parallel = parallel if parallel is not None and parallel.size > 1 else None
+        self.tensor = tensor
+        self.gate = gate
+        if not isinstance(experts, nn.Module):
+            if tensor is not None:
+                raise ArgumentError(
+                    "experts", " must be one module of terms, such as Experts, under tensor parallelism"
+                )
+            experts = ExpertModules(experts, gate.gate.experts, self.parallel)
+        self.experts = experts
+        self.shared_expert, self.shared_expert_gate = shared_expert, shared_expert_gate
+
+    def forward(self, x: Tensor, microbatch: MicrobatchContext | None = None) -> Tensor:
+        """`microbatch` is needed in training for routers that draw; without it auxiliary losses count 1."""
+        out: Tensor = in_order(self.segments(microbatch=microbatch), (x,))[0]
+        return out
+
+    def segments(self, *, microbatch: MicrobatchContext | None = None) -> Sequence[Segment]:
+        """(x, …) -> (output, …), cut at the all-to-alls; further values are passed on."""
+        if self.parallel is not None and self.parallel.chunks > 1:
+            return [Compute("experts in chunks", partial(self._in_chunks, microbatch))]
+        return [
+            Compute("router", partial(self._route, microbatch)),
+            *self._dispatch_and_share(),
+            Compute("experts", self._compute),
+            *combine_segments(self.parallel),
+            Compute("mixture", self._mix),
+        ]
+
+    def _dispatch_and_share(self) -> list[Segment]:
+        """The dispatch, and the shared expert, which needs no token of another rank, while its first hop is under way."""
+        dispatch = dispatch_segments(self.parallel)
+        if self.shared_expert is None:
+            return dispatch
+        share = Compute("shared expert", self._share)
+        if not dispatch:
+            return [share]
+        first, *rest = dispatch
+        assert isinstance(first, AllToAll)
+        return [*beside(first, first.filled, share), *rest]
+
+    # -- parts, for the segments here and for other orders of them ---------------------------------------------------------------
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return what the router and the experts see: all tokens, on every tensor-parallel rank, in the shape of x."""
+        return enter(x, self.tensor)
+
+    def leave(self, mixed: Tensor, shape: torch.Size) -> Tensor:
+        """Return the layer's output from this rank's term of it [tokens, hidden]; `shape` is that of what `enter` returned."""
+        whole = mixed.view(shape)
+        return whole if self.tensor is None else sum_over_ranks(whole, self.tensor)
+
+    def route(self, tokens: Tensor, microbatch: MicrobatchContext | None) -> Routing:
+        """Return where all tokens of a micro-batch [tokens, hidden] go; the weights carry its auxiliary losses."""
+        wanted = self.gate.choose(tokens, self.gate.draw(tokens, microbatch))
+        routing = self.gate.limit(wanted)
+        self.gate.record_load(routing.tally.counts, dropped_between(wanted, routing), microbatch)
+        return replace(routing, weights=self.gate.attach_aux_loss(routing.weights, routing.tally, microbatch))
+
+    def compute(self, rows: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
+        """Rows as they came through this rank's experts, in the same order."""
+        return ungroup(self.experts(group_by_expert(rows, dispatch_plan), dispatch_plan.arrival.counts), dispatch_plan)
+
+    def share(self, tokens: Tensor) -> Tensor | None:
+        """Return what the shared expert adds: sigmoid(gate x) · expert(x) (Qwen-MoE); None where there is none."""
+        if self.shared_expert is None:
+            return None
+        added: Tensor = self.shared_expert(tokens)
+        return added if self.shared_expert_gate is None else self.shared_expert_gate(tokens).sigmoid() * added
+
+    def start_dispatch(self, rows: tuple[Tensor, Tensor], dispatch_plan: DispatchPlan) -> Arrival:
+        """Send rows and their weights to the experts."""
+        first, *rest = dispatch_segments(self.parallel)
+        assert isinstance(first, Communication)
+        arrive = begin(first, (*rows, dispatch_plan))
+        return lambda: in_order(rest, arrive())
+
+    def start_combine(self, arrived: Arrival, dispatch_plan: DispatchPlan) -> Arrival:
+        """Wait for rows, compute their experts, and send the outputs back."""
+        *before, last = combine_segments(self.parallel)
+        assert isinstance(last, Communication)
+        rows, *others = arrived()
+        return begin(last, in_order(before, (self.compute(rows, dispatch_plan), *others)))
+
+    # -- segments ------------------------------------------------------------------------------------------------------------
+
+    def _route(self, microbatch: MicrobatchContext | None, values: Values) -> Values:
+        x, *others = values
+        entered = self.enter(x)
+        tokens = entered.flatten(0, -2)
+        routing = self.route(tokens, microbatch)
+        dispatch = begin_dispatch([routing], self.parallel)
+        rows, weights = permute_for_dispatch(tokens, routing.weights, dispatch.leaving[0], self.parallel)
+        (dispatch_plan,) = dispatch.plans()  # the counts have travelled while the rows were gathered
+        return rows, weights, dispatch_plan, None if self.shared_expert is None else tokens, entered.shape, *others
+
+    def _share(self, values: Values) -> Values:
+        rows, weights, dispatch_plan, tokens, *others = values
+        return rows, weights, dispatch_plan, self.share(tokens), *others
+
+    def _compute(self, values: Values) -> Values:
+        rows, weights, dispatch_plan, *others = values
+        return self.compute(rows, dispatch_plan), weights, dispatch_plan, *others
+
+    def _mix(self, values: Values) -> Values:
+        rows, weights, dispatch_plan, shared, shape, *others = values
+        return self.leave(plus(unpermute_and_mix(rows, weights, dispatch_plan), shared), shape), *others
+
+    def _in_chunks(self, microbatch: MicrobatchContext | None, values: Values) -> Values:
+        """The tokens in chunks: dispatch(i+1) beside experts(i) beside combine(i-1) (Tutel, arXiv 2206.03382)."""
+        assert self.parallel is not None
+        x, *others = values
+        entered = self.enter(x)
+        tokens = entered.flatten(0, -2)
+        chunks = tokens.tensor_split(self.parallel.chunks)
+        routings = _cut(self.route(tokens, microbatch), self.parallel.chunks)
+        dispatch = begin_dispatch(routings, self.parallel)
+
+        def rows(at: int) -> tuple[Tensor, Tensor]:
+            return permute_for_dispatch(chunks[at], routings[at].weights, dispatch.leaving[at], self.parallel)
+
+        first = rows(0)
+        plans = dispatch.plans()  # the counts have travelled while the first rows were gathered
+        coming, going = self.start_dispatch(first, plans[0]), None
+        shared = self.share(tokens)
+        mixed: list[Tensor] = []
+        for at, plan in enumerate(plans):
+            arrived = coming
+            if at + 1 < len(plans):
+                coming = self.start_dispatch(rows(at + 1), plans[at + 1])
+            leaving = self.start_combine(arrived, plan)
+            mixed += [] if going is None else [landed(going, plans[at - 1])]
+            going = leaving
+        assert going is not None
+        mixed.append(landed(going, plans[-1]))
+        return self.leave(plus(torch.cat(mixed), shared), entered.shape), *others
+
+
+def plus(mixed: Tensor, shared: Tensor | None) -> Tensor:
+    """Return the sum of the experts' mixture and what the shared expert adds."""
+    return mixed if shared is None else mixed + shared
+
+
+def landed(arrive: Arrival, dispatch_plan: DispatchPlan) -> Tensor:
+    """Wait for the rows that come back and return the mixture of each token."""
+    rows, weights, *_ = arrive()
+    return unpermute_and_mix(rows, weights, dispatch_plan)
+
+
+def _cut(routing: Routing, chunks: int) -> list[Routing]:
+    """The routing of each run of tokens; each keeps the tally of all."""
+    kept_masks: list[Tensor | None] = (
+        [None] * chunks if routing.kept is None else list(routing.kept.tensor_split(chunks))
+    )
+    parts = zip(routing.experts.tensor_split(chunks), routing.weights.tensor_split(chunks), kept_masks, strict=True)
+    return [Routing(experts, weights, mask, routing.tally) for experts, weights, mask in parts]
+
+
+# -- the decoder's block -----------------------------------------------------------------------------------------------------
 
 
 class SharedExpert(nn.Module):
@@ -64,44 +296,20 @@ class MoeClasses:
     router: type[TopKGate] = TopKGate
 
 
-class SparseFeedForward(nn.Module):
-    """The parts of a mixture of experts, called by the segments of its block. Tokens are [tokens, hidden] here."""
-
-    def __init__(
-        self,
-        shape: DecoderShape,
-        tensor: TensorParallel | None = None,
-        expert: ExpertParallel | None = None,
-        classes: MoeClasses = MoeClasses(),
-    ) -> None:
-        super().__init__()
-        hidden, inner = shape.hidden_size, shape.expert_width
-        self.expert = expert if expert is not None and expert.size > 1 else None
-        self.gate = classes.router(shape, tensor)
-        self.experts = classes.experts(shape.num_experts, hidden, inner, self.expert, tensor)
-        self.shared_expert: SharedExpert | None = None
-        if shape.num_shared_experts:
-            self.shared_expert = SharedExpert(hidden, shape.num_shared_experts * inner, tensor)
-            self.shared_expert_gate = PartialSumLinear(hidden, 1, None, tensor)
-
-    def route(self, tokens: Tensor, microbatch: MicrobatchContext | None) -> Routing:
-        """Return where all tokens of a micro-batch go; the weights carry its auxiliary losses."""
-        wanted = self.gate.choose(tokens, self.gate.draw(tokens, microbatch))
-        routing = self.gate.limit(wanted)
-        self.gate.record_load(routing.tally.counts, dropped_between(wanted, routing), microbatch)
-        return replace(routing, weights=self.gate.attach_aux_loss(routing.weights, routing.tally, microbatch))
-
-    def compute(self, rows: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
-        """Rows as they came through this rank's experts, in the same order."""
-        return ungroup(self.experts(group_by_expert(rows, dispatch_plan), dispatch_plan.arrival.counts), dispatch_plan)
-
-    def share(self, tokens: Tensor) -> Tensor | None:
-        """Return what the shared experts add: sigmoid(gate x) · expert(x) (Qwen-MoE); None where there are none."""
-        if self.shared_expert is None:
-            return None
-        gate: Tensor = self.shared_expert_gate(tokens).sigmoid()
-        added: Tensor = self.shared_expert(tokens)
-        return gate * added
+def sparse_feed_forward(
+    shape: DecoderShape, tensor: TensorParallel | None, expert: ExpertParallel | None, classes: MoeClasses
+) -> MoELayer:
+    """Return the mixture of experts of a decoder's block."""
+    hidden, inner, shared = shape.hidden_size, shape.expert_width, shape.num_shared_experts
+    parallel = expert if expert is not None and expert.size > 1 else None
+    return MoELayer(
+        classes.router(shape, tensor),
+        classes.experts(shape.num_experts, hidden, inner, parallel, tensor),
+        parallel,
+        tensor=tensor,
+        shared_expert=SharedExpert(hidden, shared * inner, tensor) if shared else None,
+        shared_expert_gate=PartialSumLinear(hidden, 1, None, tensor) if shared else None,
+    )
 
 
 class SparseBlock(Block):
@@ -112,7 +320,7 @@ class SparseBlock(Block):
         classes: of the experts and the router.
     """
 
-    mlp: SparseFeedForward
+    mlp: MoELayer
 
     def __init__(
         self,
@@ -121,8 +329,7 @@ class SparseBlock(Block):
         expert: ExpertParallel | None = None,
         classes: MoeClasses = MoeClasses(),
     ) -> None:
-        super().__init__(shape, tensor, SparseFeedForward(shape, tensor, expert, classes))
-        self.tensor = tensor
+        super().__init__(shape, tensor, sparse_feed_forward(shape, tensor, expert, classes))
 
     def forward(
         self, x: Tensor, microbatch: MicrobatchContext | None = None, position_ids: Tensor | None = None
@@ -137,71 +344,18 @@ class SparseBlock(Block):
     def segments(
         self, *, microbatch: MicrobatchContext | None = None, position_ids: Tensor | None = None
     ) -> Sequence[Segment]:
-        """x -> the block's output, cut at the all-to-alls."""
-        return [
-            Compute("attention", partial(self._attend_and_route, microbatch, position_ids)),
-            *self._dispatch_and_share(),
-            Compute("experts", self._compute),
-            *combine_segments(self.mlp.expert),
-            Compute("mixture", partial(self._mix, microbatch)),
-        ]
+        """x -> the block's output, cut at the all-to-alls: those of the experts, with attention in the first of them."""
 
-    def _dispatch_and_share(self) -> list[Segment]:
-        """The dispatch, and the shared experts, which need no token of another rank, while its first hop is under way."""
-        dispatch = dispatch_segments(self.mlp.expert)
-        if self.mlp.shared_expert is None:
-            return dispatch
-        share = Compute("shared experts", self._share)
-        if not dispatch:
-            return [share]
-        first, *rest = dispatch
-        assert isinstance(first, AllToAll)
-        return [*beside(first, first.filled, share), *rest]
+        def attend(values: Values) -> Values:
+            gained = self.self_attn(self.input_layernorm(values[0]), position_ids)
+            attended = values[0] + self.attention_dropout(gained, microbatch)
+            return self.post_attention_layernorm(attended), attended
 
-    def attend(self, x: Tensor, microbatch: MicrobatchContext | None, position_ids: Tensor | None = None) -> Tensor:
-        """x and what attention adds to it."""
-        mixed = self.self_attn(self.input_layernorm(x), position_ids)
-        gained: Tensor = self.attention_dropout(mixed, microbatch)
-        return x + gained
+        def add(values: Values) -> Values:
+            gained, attended = values
+            return (attended + self.mlp_dropout(gained, microbatch),)
 
-    def tokens(self, attended: Tensor) -> Tensor:
-        """Return what the router and the experts see: all tokens, on every tensor-parallel rank, [batch, length, hidden]."""
-        return enter(self.post_attention_layernorm(attended), self.tensor)
-
-    def add(self, attended: Tensor, mixed: Tensor, microbatch: MicrobatchContext | None) -> Tensor:
-        """The block's output from this rank's term of the mixture [tokens, hidden]."""
-        batch, length, width = attended.shape
-        if self.tensor is None:
-            whole = mixed.view(batch, length, width)
-        else:
-            parts = self.tensor.size if self.tensor.sequence else 1
-            whole = sum_over_ranks(mixed.view(batch, parts * length, width), self.tensor)
-        gained: Tensor = self.mlp_dropout(whole, microbatch)
-        return attended + gained
-
-    def _attend_and_route(
-        self, microbatch: MicrobatchContext | None, position_ids: Tensor | None, values: Values
-    ) -> Values:
-        attended = self.attend(values[0], microbatch, position_ids)
-        tokens = self.tokens(attended).flatten(0, 1)
-        routing = self.mlp.route(tokens, microbatch)
-        dispatch = begin_dispatch([routing], self.mlp.expert)
-        rows, weights = permute_for_dispatch(tokens, routing.weights, dispatch.leaving[0], self.mlp.expert)
-        (dispatch_plan,) = dispatch.plans()  # the counts have travelled while the rows were gathered
-        return rows, weights, dispatch_plan, attended, (tokens if self.mlp.shared_expert is not None else None)
-
-    def _share(self, values: Values) -> Values:
-        rows, weights, dispatch_plan, attended, tokens = values
-        return rows, weights, dispatch_plan, attended, self.mlp.share(tokens)
-
-    def _compute(self, values: Values) -> Values:
-        rows, weights, dispatch_plan, attended, shared = values
-        return self.mlp.compute(rows, dispatch_plan), weights, dispatch_plan, attended, shared
-
-    def _mix(self, microbatch: MicrobatchContext | None, values: Values) -> Values:
-        rows, weights, dispatch_plan, attended, shared = values
-        return (self.add(attended, _plus(unpermute_and_mix(rows, weights, dispatch_plan), shared), microbatch),)
-
-
-def _plus(mixed: Tensor, shared: Tensor | None) -> Tensor:
-    return mixed if shared is None else mixed + shared
+        first, *rest = self.mlp.segments(microbatch=microbatch)
+        whole = [Compute("attention", partial(in_order, [Compute("attention", attend), first])), *rest]
+        whole[-1] = Compute("mixture", partial(in_order, [whole[-1], Compute("sum", add)]))
+        return whole

@@ -210,32 +210,40 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, grad_context: WeightGradContext | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        grad_context: WeightGradContext | None,
+        transposed: bool = False,
     ) -> Tensor:
         ctx.set_materialize_grads(False)  # an output that has no gradient gives the weight none, not zeros
         ctx.save_for_backward(x, weight)
-        ctx.weight = weight
+        ctx.weight, ctx.transposed = weight, transposed
         ctx.grad_context, ctx.queue = grad_context, None if grad_context is None else grad_context.queue
-        return not_a_view(linear(x, weight, bias))
+        return not_a_view(linear(x, weight.t() if transposed else weight, bias))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
         if gradient is None:
-            return (None,) * 4
+            return (None,) * 5
         x, weight = ctx.saved_tensors
+        weight = weight.t() if ctx.transposed else weight
         dx = matmul(gradient, adjoint(weight.to(gradient.dtype))) if ctx.needs_input_grad[0] else None
         db = as_rows(gradient).sum(0) if ctx.needs_input_grad[2] else None
         dw = None
+        columns, rows = (gradient, x) if ctx.transposed else (x, gradient)
         if ctx.grad_context is None or not ctx.grad_context.writes_now(ctx.weight, ctx.queue):
-            dw = matmul(as_rows(gradient).t(), adjoint(as_rows(x)))
+            dw = matmul(as_rows(rows).t(), adjoint(as_rows(columns)))
         elif ctx.queue is not None:
-            x = x.detach()  # a tensor of the same version, without the graph
-            work = partial(add_weight_gradient, ctx.weight, x, gradient, ctx.grad_context.main)
-            ctx.queue.put(work, reads=(x, gradient))
+            # tensors of the same versions, without the graph
+            columns, rows = columns.detach(), rows.detach()
+            work = partial(add_weight_gradient, ctx.weight, columns, rows, ctx.grad_context.main)
+            ctx.queue.put(work, reads=(columns, rows))
         else:
-            add_weight_gradient(ctx.weight, x, gradient, ctx.grad_context.main)
-        return dx, dw, db, None
+            add_weight_gradient(ctx.weight, columns, rows, ctx.grad_context.main)
+        return dx, dw, db, None, None
 
 
 @runtime_checkable
@@ -278,8 +286,15 @@ def _forward(layer: nn.Linear, grad_context: WeightGradContext, /, input: Tensor
     return apply_linear(input, layer.weight, layer.bias, grad_context)
 
 
-def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grad_context: WeightGradContext | None) -> Tensor:
-    """Return x weight^T + bias, with the weight gradient handled as the context says, or by autograd without a context.
+def apply_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    grad_context: WeightGradContext | None,
+    transposed: bool = False,
+) -> Tensor:
+    """Return x weight^T + bias (`transposed`: x weight + bias), with the weight gradient handled as the context says, or by
+    autograd without a context.
 
     A weight that is computed from others (pruned, normed), or replaced by a transform of `torch.func`, gets its gradient from
     autograd too.
@@ -288,7 +303,8 @@ def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grad_context: W
     trained = type(weight) is nn.Parameter and weight.requires_grad and torch.is_grad_enabled()
     writes = grad_context is not None and grad_context.writes and trained and type(x) in (Tensor, nn.Parameter)
     if writes and not plain_operations_only():
-        return _Linear.apply(as_autocast(x), weight, bias, grad_context)  # type: ignore[no-any-return, no-untyped-call]
+        return _Linear.apply(as_autocast(x), weight, bias, grad_context, transposed)  # type: ignore[no-any-return, no-untyped-call]
+    weight = weight.t() if transposed else weight
     if torch.is_grad_enabled() and suits_onednn(x, weight, bias):
         return _Linear.apply(x, weight, bias, None)  # type: ignore[no-any-return, no-untyped-call]
     return linear(x, weight, bias)
@@ -304,18 +320,12 @@ def run_backward(
 
     Args:
         roots: outputs as their places in the graph, and losses (0-dim).
-        gradients: one for each root; None for a loss.
+        gradients: one for each root.
         trusted: whether the gradients are certain to have the shapes and dtypes of the outputs.
     """
     # The function that torch.autograd.backward calls after its checks: an internal name, which a new torch may remove.
     engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
-    if not trusted or engine is None or any(isinstance(root, Tensor) and type(root) is not Tensor for root in roots):
+    if not trusted or engine is None:
         torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
         return
-    given = tuple(
-        [
-            torch.ones_like(root) if gradient is None and isinstance(root, Tensor) else gradient
-            for root, gradient in zip(roots, gradients, strict=True)
-        ]
-    )
-    engine(tuple(roots), given, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    engine(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -1,6 +1,6 @@
 """Grouped matrix products: consecutive groups of rows, each multiplied by its own matrix.
 
-`torch.nn.functional.grouped_mm` if it exists and supports the operands, else one product per group. Groups may be empty.
+`torch.nn.functional.grouped_mm` if it supports the operands, else one product per group. Groups may be empty.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import grouped_mm
 
 from pipeloom.ops.deferred import WeightGradContext, as_autocast
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.ops.products import adjoint, plain_operations_only
 
 _CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_GROUPED_MM: Any = getattr(torch.nn.functional, "grouped_mm", None)
 
 
 def apply_grouped_linear(
@@ -43,7 +43,7 @@ def grouped_multiply(x: Tensor, matrices: Tensor, counts: Sequence[int], how: st
     if x.shape[0] == 0:
         return x.new_zeros(0, matrices.shape[2])
     if (how or _way(x, matrices.shape[1], matrices.shape[2])) == "grouped":
-        product: Tensor = _GROUPED_MM(x, matrices, offs=_offsets(counts, x.device))
+        product: Tensor = grouped_mm(x, matrices, offs=_offsets(counts, x.device))
         return product
     out = x.new_empty(x.shape[0], matrices.shape[2])
     for at, start, end in _runs(counts):
@@ -61,7 +61,7 @@ def grouped_products(rows: Tensor, columns: Tensor, counts: Sequence[int], how: 
     if rows.shape[0] == 0:
         return rows.new_zeros(shape)
     if (how or _way(rows, rows.shape[1], columns.shape[1])) == "grouped":
-        products: Tensor = _GROUPED_MM(rows.t(), columns, offs=_offsets(counts, rows.device))
+        products: Tensor = grouped_mm(rows.t(), columns, offs=_offsets(counts, rows.device))
         return products
     out = rows.new_zeros(shape)
     for at, start, end in _runs(counts):
@@ -129,7 +129,7 @@ def _by_group(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
 
 def _way(x: Tensor, *widths: int) -> str:
     """Return whether torch's grouped product supports the operands: its dtypes, and rows of a multiple of 16 bytes."""
-    if _GROUPED_MM is None or any(width * x.itemsize % 16 for width in widths):
+    if any(width * x.itemsize % 16 for width in widths):
         return "loop"
     if x.is_cuda:
         fits = x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)

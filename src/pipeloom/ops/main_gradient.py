@@ -38,8 +38,6 @@ class MainGradients:
 
     def attach(self, parameter: nn.Parameter, buffer: Tensor) -> None:
         """Direct gradients of `parameter` to `buffer` from now on, and leave its values as they are."""
-        if buffer.shape != parameter.shape:
-            raise ValueError(f"a buffer of {list(buffer.shape)} for a parameter of {list(parameter.shape)}")
         self._buffer_of[parameter] = buffer
         self._empty.discard(parameter)
         if parameter not in self._hooked and parameter.requires_grad:

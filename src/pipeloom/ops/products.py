@@ -17,11 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.overrides import _get_current_function_mode_stack, has_torch_function  # see `plain_operations_only`
 
 _LEAST_WORK = 2**20  # multiplications; below this size oneDNN's call overhead of about 10 microseconds is not recovered
 _TYPES = (Tensor, nn.Parameter)
-_LINEAR = F.linear
 _use_onednn = False  # of this process, as PyTorch's own switches of its backends are
 
 
@@ -48,24 +46,12 @@ def adjoint(factor: Tensor) -> Tensor:
 
 
 def plain_operations_only() -> bool:
-    """Return whether a linear layer must call PyTorch's own operation.
-
-    A compiler or a transform (`torch.func`, forward-mode AD) supports no other. A function mode, or a function that someone has
-    put in the place of `torch.nn.functional.linear`, may compute something else, whose gradients only autograd knows.
+    """Return whether a linear layer must call PyTorch's own operation: a compiler or a transform (`torch.func`, forward-mode AD)
+    supports no other.
     """
-    return (
-        torch.compiler.is_compiling()
-        # PyTorch has no public names for whether a transform is active, nor for the modes, of which the default device's is one.
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or F.linear is not _LINEAR
-        or (has_torch_function((None,)) and any(map(_changes_results, _get_current_function_mode_stack())))  # type: ignore[no-untyped-call]
-    )
-
-
-def _changes_results(mode: Any) -> bool:
-    """Return whether a function mode may change what operations compute: any but the default device's."""
-    return type(mode).__name__ != "DeviceContext"
+    # PyTorch has no public names for whether a transform is active.
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return torch.compiler.is_compiling() or transformed
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

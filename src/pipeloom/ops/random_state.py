@@ -104,12 +104,9 @@ class Dropout(nn.Module):
         """
         if not self.training or self.probability == 0:
             return x
-        if self.source is None or microbatch is None:
-            raise UsageError("Dropout needs `source` and the keyword argument `microbatch` in training")
-        if x.shape[0] % microbatch.samples or (x.ndim < 3 and self.part.count > 1):
+        if self.source is None or microbatch is None or x.shape[0] % microbatch.samples:
             raise UsageError(
-                f"dropout of a micro-batch of {microbatch.samples} samples got {list(x.shape)}; it takes "
-                "[samples, ..., tokens, width]"
+                f"Dropout of {list(x.shape)} needs `source`, and `microbatch` with samples that divide the rows, in training"
             )
         tokens = x.shape[-2]
         whole = (*x.shape[:-2], tokens * self.part.count, x.shape[-1])

@@ -30,18 +30,15 @@ Watch = Callable[[str, CommunicationKind], AbstractContextManager[None]]
 """Counts the time inside as a standstill for the communication of this name and kind."""
 
 
-class _Meter:
-    """Counter of waits inside a compute segment; `watch` is None while no executor runs."""
-
-    watch: Watch | None = None
-
-
-_METER = _Meter()  # per process, not per thread: on a GPU, autograd runs a layer's backward in other threads
+# Counts waits inside a compute segment; None while no executor runs. Per process, not per thread: on a GPU, autograd runs a
+# layer's backward in other threads.
+_watch: Watch | None = None
 
 
 def report_standstills_to(watch: Watch | None) -> None:
     """Make `standstill` enter `watch(name, kind)` from now on; set by the executor of the running rank. None: it does nothing."""
-    _METER.watch = watch
+    global _watch
+    _watch = watch
 
 
 def standstill(name: str, kind: CommunicationKind = "all-to-all") -> AbstractContextManager[None]:
@@ -50,7 +47,7 @@ def standstill(name: str, kind: CommunicationKind = "all-to-all") -> AbstractCon
     For code of a layer that waits inside a compute segment, where the executor cannot see it. If calls are nested, the outer
     one counts.
     """
-    return nullcontext() if _METER.watch is None else _METER.watch(name, kind)
+    return nullcontext() if _watch is None else _watch(name, kind)
 
 
 class Pending(Protocol):

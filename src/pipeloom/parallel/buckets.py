@@ -33,11 +33,6 @@ class BucketParameter:
     stages: tuple[int, ...]
     sharding: ParameterSharding = WHOLE
 
-    @property
-    def matrix(self) -> bool:
-        """Return whether the parameter has at least two dimensions: optimizers treat matrices and vectors differently."""
-        return self.parameter.ndim >= 2
-
 
 @dataclass(frozen=True)
 class BucketSlot:
@@ -106,14 +101,6 @@ class Bucket:
         count = self.size // self.axis.size
         return slice(self.axis.index * count, (self.axis.index + 1) * count)
 
-    def runs(self, section: slice) -> Iterator[slice]:
-        """Yield the ranges of elements in `section` that belong to matrices and to vectors, at most one of each."""
-        border = next((slot.start for slot in self.slots if not slot.held.matrix), self.stop)
-        for start, stop in ((0, border), (border, self.stop)):
-            start, stop = max(start, section.start), min(stop, section.stop)
-            if start < stop:
-                yield slice(start, stop)
-
     @property
     def visible(self) -> bool:
         """Return whether `.grad` can be a view of the buffer: torch requires it to have the parameter's dtype."""
@@ -149,22 +136,16 @@ class FlatParameters:
         """The elements that this rank steps."""
         return self.bucket.share if self.sharded else slice(0, self.bucket.size)
 
-    def gradient(self, run: slice) -> Tensor:
-        """The reduced gradient of the elements `run`, a part of `mine`."""
-        return self.bucket.part[run.start - self.mine.start : run.stop - self.mine.start]
+    def gradient(self, section: slice) -> Tensor:
+        """The reduced gradient of the elements `section`, a part of `mine`."""
+        return self.bucket.part[section.start - self.mine.start : section.stop - self.mine.start]
 
-    def masters(self) -> list[tuple[slice, nn.Parameter]]:
-        """Return the masters for an optimizer as (elements, values); matrices and vectors are separate.
-
-        Values of fp32 and above are a view of the buffer; for others an fp32 copy, to be written with `publish`.
-        """
-        return [(run, nn.Parameter(self.flat[run].to(self.bucket.dtype))) for run in self.bucket.runs(self.mine)]
-
-    @torch.no_grad()
-    def publish(self, run: slice, master: Tensor) -> None:
-        """Round a master's values into the buffer. A master that is a view of the buffer needs nothing."""
-        if master.dtype != self.flat.dtype:
-            self.flat[run].copy_(master)
+    def stepped(self) -> Iterator[tuple[BucketSlot, slice]]:
+        """Yield each slot of which this rank steps elements, and those elements."""
+        for slot in self.bucket.slots:
+            section = slice(max(slot.start, self.mine.start), min(slot.stop, self.mine.stop))
+            if section.start < section.stop:
+                yield slot, section
 
 
 def make_buckets(held: Sequence[BucketParameter], mesh: Mesh, capacity: int) -> tuple[Bucket, ...]:
@@ -202,9 +183,9 @@ def make_buckets(held: Sequence[BucketParameter], mesh: Mesh, capacity: int) -> 
 
 
 def _slots(members: Sequence[BucketParameter]) -> tuple[BucketSlot, ...]:
-    """Return contiguous matrices first, then vectors. Each parameter begins at a multiple of _ALIGNMENT elements."""
+    """Return the positions of a bucket's parameters; each begins at a multiple of _ALIGNMENT elements."""
     slots, start = [], 0
-    for member in sorted(members, key=lambda member: not member.matrix):
+    for member in members:
         slots.append(BucketSlot(member, start, start + member.parameter.numel()))
         start = _aligned(slots[-1].stop)
     return tuple(slots)

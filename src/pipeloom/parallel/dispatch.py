@@ -49,6 +49,13 @@ class ExpertParallel:
                 "nodes", f"={self.nodes} does not divide {self.axis.size} expert-parallel ranks; {near}"
             )
 
+    @classmethod
+    def of(cls, group: Any) -> ExpertParallel | None:
+        """Return the placement over a process group, or `group` itself if it is a placement or None."""
+        if group is None or isinstance(group, ExpertParallel):
+            return group
+        return cls(Axis(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group))
+
     @property
     def size(self) -> int:
         return self.axis.size
@@ -422,15 +429,3 @@ def _mix_in_node(values: Values) -> Values:
     assert dispatch_plan.fan is not None
     rows, weights, *rest = values
     return combine_rows(rows, weights, dispatch_plan.fan), None, *rest
-
-
-def bytes_across_nodes(dispatch_plans: Sequence[DispatchPlan], parallel: ExpertParallel, row_bytes: int) -> int:
-    """Bytes of rows that this rank sends to other nodes in one dispatch, rows of `row_bytes` each."""
-    hops = [dispatch_plan.hops[0] for dispatch_plan in dispatch_plans]
-    if parallel.two_level:
-        assert parallel.across is not None
-        here = parallel.across.index
-        return row_bytes * sum(sum(split.send) - split.send[here] for split in hops)
-    length = parallel.size // parallel.nodes
-    here = parallel.axis.index // length
-    return row_bytes * sum(count for split in hops for rank, count in enumerate(split.send) if rank // length != here)

@@ -17,7 +17,8 @@ from torch import Tensor
 from pipeloom.errors import DistributedError, UsageError
 from pipeloom.parallel.collectives import Tag
 
-_EXCHANGED_DTYPES = {
+# The dtypes of what is sent between ranks, by name; their order is part of headers.
+SENT_DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
@@ -122,8 +123,8 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
     """Return `value` as JSON with each tensor replaced by its dtype and shape, and append the tensors to `tensors`."""
     if isinstance(value, Tensor):
         name = str(value.dtype).removeprefix("torch.")
-        if name not in _EXCHANGED_DTYPES:
-            raise UsageError(f"a tensor of dtype {value.dtype} cannot be sent; known: {', '.join(_EXCHANGED_DTYPES)}")
+        if name not in SENT_DTYPES:
+            raise UsageError(f"a tensor of dtype {value.dtype} cannot be sent; known: {', '.join(SENT_DTYPES)}")
         tensors.append(value)
         return {"tensor": [name, list(value.shape)]}
     if isinstance(value, (tuple, list)):
@@ -142,7 +143,7 @@ def _leaves(shape: Any) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
     """Yield the dtype and shape of each described tensor, in order."""
     ((kind, inner),) = shape.items()
     if kind == "tensor":
-        yield _EXCHANGED_DTYPES[inner[0]], tuple(inner[1])
+        yield SENT_DTYPES[inner[0]], tuple(inner[1])
     elif kind != "value":
         for item in inner.values() if kind == "dict" else inner:
             yield from _leaves(item)

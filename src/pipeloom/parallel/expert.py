@@ -11,16 +11,19 @@ from torch.nn import functional as F
 from pipeloom.ops.deferred import DeferringLayer, apply_linear
 from pipeloom.ops.grouped import apply_grouped_linear
 from pipeloom.parallel.dispatch import ExpertParallel
-from pipeloom.parallel.sharding import ParameterSharding, Shard
+from pipeloom.parallel.sharding import ParameterSharding, Shard, shard_of
 from pipeloom.parallel.tensor import TensorParallel
 
 
 class ExpertLinear(DeferringLayer):
-    """One matrix of each of this rank's experts: weight [own experts, outputs, inputs].
+    """One linear layer of each of this rank's experts: weight [own experts, outputs, inputs], bias [own experts, outputs].
+
+    The first values are those of `nn.Linear`, the same for a seed however many ranks the experts are spread over.
 
     Args:
         experts: number of experts over all ranks.
         cut: the dimension that is cut over the tensor-parallel ranks: 1 outputs, 2 inputs.
+        bias: whether there is one. Where the inputs are cut, each rank returns a term, and the first rank's has the bias.
     """
 
     def __init__(
@@ -28,9 +31,10 @@ class ExpertLinear(DeferringLayer):
         experts: int,
         inputs: int,
         outputs: int,
-        cut: int,
-        parallel: ExpertParallel | None,
-        tensor: TensorParallel | None,
+        cut: int = 1,
+        parallel: ExpertParallel | None = None,
+        tensor: TensorParallel | None = None,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         shards, shape = [], [experts, outputs, inputs]
@@ -42,12 +46,40 @@ class ExpertLinear(DeferringLayer):
             shape[cut] = shards[-1].sizes[tensor.index]
         self._laid = ParameterSharding(tuple(shards))
         self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(shape[:2])) if bias else None
+        term = tensor is not None and cut == 2
+        self._bias_laid = ParameterSharding(tuple(shard for shard in shards if shard.dim < 2), partial=term)
+        self._adds_bias = not term or tensor is None or tensor.index == 0
+        if not self.weight.is_meta:
+            index = {"ep": 0 if parallel is None else parallel.axis.index, "tp": 0 if tensor is None else tensor.index}
+            self._draw("weight", (experts, outputs, inputs), inputs**-0.5, index)
+            if bias:
+                self._draw("bias", (experts, outputs), inputs**-0.5, index)
+
+    @torch.no_grad()
+    def _draw(self, name: str, whole: tuple[int, ...], bound: float, index: Mapping[str, int]) -> None:
+        """Draw the experts of all ranks, one at a time, and keep this rank's part."""
+        parameter, shards = self.get_parameter(name), self.sharding()[name].shards
+        rows = ParameterSharding(tuple(shard for shard in shards if shard.axis == "ep"))
+        inner = ParameterSharding(tuple(shard for shard in shards if shard.axis == "tp"))
+        held = shard_of(torch.arange(whole[0]), rows, index).tolist()
+        for expert in range(whole[0]):
+            drawn = torch.empty(1, *whole[1:]).uniform_(-bound, bound)
+            if expert in held:
+                parameter[held.index(expert)].copy_(shard_of(drawn, inner, index)[0])
 
     def sharding(self) -> Mapping[str, ParameterSharding]:
-        return {"weight": self._laid}
+        return {"weight": self._laid} | ({} if self.bias is None else {"bias": self._bias_laid})
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        return apply_grouped_linear(rows, self.weight, counts, self.grad_context)
+        out = apply_grouped_linear(rows, self.weight, counts, self.grad_context)
+        if self.bias is None:
+            return out
+        bias = (
+            self.bias if self._adds_bias else self.bias * 0
+        )  # so that it has a gradient, a term of the sum over the ranks
+        ones = rows.new_ones(rows.shape[0], 1)
+        return out + apply_grouped_linear(ones, bias.unsqueeze(-1), counts)
 
 
 class Experts(nn.Module):

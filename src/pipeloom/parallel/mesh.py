@@ -200,9 +200,12 @@ class Mesh:
             return _alone(me) if me in members else None
         torch_mesh = _torch_mesh(shape, members)
         dp_groups = [[members[at] for at in group] for group in shape.groups("dp")]
-        dp_group = _enumerate(dp_groups) if shape.ep > 1 and shape.edp > 1 else None
-        everyone_group = dist.group.WORLD if members == tuple(range(world)) else _enumerate([list(members)])
-        inside, across = (_line(groups, members) if shape.ep_nodes > 1 else ALONE for groups in shape.node_groups())
+        dp_group = _line(dp_groups).group if shape.ep > 1 and shape.edp > 1 else None
+        everyone_group = dist.group.WORLD if members == tuple(range(world)) else _line([members]).group
+        inside, across = (
+            _line([[members[at] for at in line] for line in groups]) if shape.ep_nodes > 1 else ALONE
+            for groups in shape.node_groups()
+        )
         if dist.get_rank() not in members:
             return None
         mine = members.index(dist.get_rank())
@@ -267,22 +270,11 @@ def _torch_mesh(shape: MeshShape, members: Sequence[int]) -> DeviceMesh:
     return DeviceMesh(kind, layout, mesh_dim_names=tuple(axis for axis, _ in in_axis_order))
 
 
-def _line(groups: Sequence[Sequence[int]], members: Sequence[int]) -> Axis:
+def _line(groups: Sequence[Sequence[int]]) -> Axis:
     """Create a process group for each line of ranks longer than 1; return the axis of this process, or ALONE if it has none."""
     mine = ALONE
-    for line in groups:
-        ranks = tuple(members[at] for at in line)
+    for ranks in groups:
         group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
         if dist.get_rank() in ranks:
-            mine = Axis(ranks, ranks.index(dist.get_rank()), group)
-    return mine
-
-
-def _enumerate(groups: Sequence[Sequence[int]]) -> Any:
-    """Create a process group for each list of ranks; return the last one with this process, or None."""
-    mine = None
-    for ranks in groups:
-        group = dist.new_group(list(ranks))
-        if dist.get_rank() in ranks:
-            mine = group
+            mine = Axis(tuple(ranks), ranks.index(dist.get_rank()), group)
     return mine

@@ -102,7 +102,8 @@ def from_plain(plain: Mapping[str, Any]) -> ParameterSharding:
 
 @runtime_checkable
 class HasSharding(Protocol):
-    """A module that declares the layout of its direct parameters; every rank holds all of those that it does not name."""
+    """A module that declares the layout of its parameters, by their names in it; every rank holds all of those that it does not
+    name. What a submodule declares of its own counts in place of that."""
 
     def sharding(self) -> Mapping[str, ParameterSharding]: ...
 
@@ -116,7 +117,7 @@ def shardings_of(module: nn.Module) -> dict[str, ParameterSharding]:
     for path, part in module.named_modules():
         if not isinstance(part, HasSharding):
             continue
-        parameters = dict(module.get_submodule(path).named_parameters(recurse=False))
+        parameters = dict(module.get_submodule(path).named_parameters())
         for local, sharding in part.sharding().items():
             if local not in parameters:
                 raise UsageError(

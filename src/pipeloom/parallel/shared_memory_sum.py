@@ -14,14 +14,15 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeloom.errors import DistributedError
 from pipeloom.limits import usable_cores
-from pipeloom.ops.segments import standstill
+from pipeloom.parallel.collectives import PendingCollective
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.parallel.mesh import Axis
 
@@ -160,7 +161,7 @@ class SharedMemoryAllReduce:
             return None
         return cls(axis, processes <= usable_cores(), timeout)
 
-    def start(self, x: Tensor) -> SharedSum | None:
+    def start(self, x: Tensor) -> PendingCollective[Tensor] | None:
         """Start summing `x` in place. Return None without shared memory, or while a sum of this size is pending."""
         key = x.numel(), x.dtype
         if key not in self._tensors:
@@ -173,27 +174,13 @@ class SharedMemoryAllReduce:
         self._busy.add(key)
         buffers.own[0].copy_(x.view(-1))
         buffers.start(0)
-        return SharedSum(self, key, buffers, x)
 
-    def finish(self, key: tuple[int, torch.dtype], buffers: SharedBuffers, x: Tensor) -> Tensor:
-        buffers.wait(0, self._timeout)
-        x.view(-1).copy_(buffers.own[0])
-        self._busy.discard(key)
-        return x
+        def finish() -> Tensor:
+            x.view(-1).copy_(buffers.own[0])
+            self._busy.discard(key)
+            return x
 
-
-class SharedSum(NamedTuple):
-    """A pending sum."""
-
-    sums: SharedMemoryAllReduce
-    key: tuple[int, torch.dtype]
-    buffers: SharedBuffers
-    x: Tensor
-
-    def wait(self) -> Tensor:
-        """Wait for the sum, and return the tensor that was passed to `start`, which now holds it."""
-        with standstill("sum", "tp"):
-            return self.sums.finish(self.key, self.buffers, self.x)
+        return PendingCollective(SimpleNamespace(wait=lambda: buffers.wait(0, self._timeout)), finish, x)
 
 
 def offer_memory(size: int) -> tuple[int, int, int, str]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from pipeloom.errors import ArgumentError, divisors, nearest
 from pipeloom.ops.deferred import (
@@ -38,7 +39,7 @@ from pipeloom.parallel.collectives import (
 )
 from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.sharding import ParameterSharding, Shard, join, shard_of
-from pipeloom.parallel.shared_memory_sum import SharedMemoryAllReduce, SharedSum
+from pipeloom.parallel.shared_memory_sum import SharedMemoryAllReduce
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,7 @@ def enter(x: Tensor, tensor: TensorParallel | None) -> Tensor:
     """Return the input [batch, tokens, width] for layers whose output is a sum over ranks: all tokens, on every rank.
 
     Its gradient is summed over the ranks; with sequence parallelism, each rank receives that of its tokens. `enter` and
-    `sum_over_ranks` are each other's backward, to any order.
+    `sum_over_ranks` are each other's backward.
     """
     return x if tensor is None else _Enter.apply(x, tensor)  # type: ignore[no-untyped-call]
 
@@ -372,9 +373,9 @@ class _AllReduce(torch.autograd.Function):
         return _start_sum(x, tensor).wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        # `enter` changes no value here; it records for a second derivative that this gradient's own is summed over the ranks.
-        return enter(gradients[0], ctx.tensor) if torch.is_grad_enabled() else gradients[0], None
+        return gradients[0], None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -417,15 +418,13 @@ class _Column(torch.autograd.Function):
         return tuple(not_a_view(linear(whole, weight, bias)) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         tensor, grad_context = ctx.call
         count = len(weights)
         needs_x, _, *needs = ctx.needs_input_grad
         wanted = [at for at in range(count) if needs[at]]
-        if torch.is_grad_enabled():
-            dx, recorded = _recorded_gradients(x, weights, gradients, tensor, needs_x, wanted)
-            return dx, None, *recorded, *_bias_gradients(gradients, needs[count:])
         queue: WeightGradQueue | None = ctx.queue
         deferred = [at for at in wanted if grad_context is not None and grad_context.writes_now(ctx.weights[at], queue)]
         main = None if grad_context is None else grad_context.main
@@ -436,7 +435,8 @@ class _Column(torch.autograd.Function):
         late = queue is not None and deferred == wanted
         gathering = fetch() if fetch is not None and not late else None
         reducing = start_input_gradient(gradients, weights, tensor) if needs_x else None
-        biases = _bias_gradients(gradients, needs[count:])  # never deferred: a sum is small beside a product
+        # never deferred: a sum is small beside a product
+        biases = [as_rows(g).sum(0) if need else None for g, need in zip(gradients, needs[count:], strict=True)]
         if queue is not None and deferred:
             work = partial(_add, [(ctx.weights[at], gradients[at]) for at in deferred], main)
             queue.put(work if fetch is not None else partial(work, x.detach()), fetch, reads=(x, *gradients))
@@ -450,34 +450,9 @@ class _Column(torch.autograd.Function):
         return reducing.wait() if reducing is not None else None, None, *products, *biases
 
 
-def _bias_gradients(gradients: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
-    return [as_rows(gradient).sum(0) if need else None for gradient, need in zip(gradients, needs, strict=True)]
-
-
-def _recorded_gradients(
-    x: Tensor | None,
-    weights: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    tensor: TensorParallel,
-    needs_x: bool,
-    wanted: Sequence[int],
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Return dx and dW of column layers as differentiable results, including their communication."""
-    dx = None
-    if needs_x:
-        terms = [gradient @ adjoint(w.to(gradient.dtype)) for gradient, w in zip(gradients, weights, strict=True)]
-        dx = sum_over_ranks(torch.stack(terms).sum(0), tensor)
-    products: list[Tensor | None] = [None] * len(weights)
-    if wanted and x is not None:
-        columns = adjoint(as_rows(enter(x, tensor)))
-        for at in wanted:
-            products[at] = as_rows(gradients[at]).t() @ columns
-    return dx, products
-
-
 def start_input_gradient(
     gradients: Sequence[Tensor], weights: Sequence[Tensor], tensor: TensorParallel
-) -> PendingCollective[Tensor] | SharedSum:
+) -> PendingCollective[Tensor]:
     """Start summing the input gradient, the sum over layers of gradient · weight, over the ranks."""
     rows = matmul(as_rows(gradients[0]), adjoint(weights[0].to(gradients[0].dtype)))
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
@@ -486,7 +461,7 @@ def start_input_gradient(
     return start_reduce_scatter(dx, tensor.axis) if tensor.sequence else _start_sum(dx, tensor)
 
 
-def _start_sum(x: Tensor, tensor: TensorParallel) -> PendingCollective[Tensor] | SharedSum:
+def _start_sum(x: Tensor, tensor: TensorParallel) -> PendingCollective[Tensor]:
     """Start summing `x` over the ranks in place, through shared memory if possible."""
     through = tensor.sums.start(x) if tensor.sums is not None else None
     return through if through is not None else start_all_reduce(x, tensor.axis)

@@ -22,8 +22,9 @@ from pipeloom.runtime.batch import Weight
 from pipeloom.runtime.loss import Loss, require_weighing
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.overlap import CommStream
-from pipeloom.runtime.stage import ForeignLeaves, Stage
+from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.stage_modules import (
+    KnownKeywords,
     LayerNames,
     LayerSource,
     ModelNames,
@@ -68,6 +69,7 @@ class Assembly:
         first_names: further name of a shared weight -> its first name.
         held: the parameters with their layout and stages, for the reduction of gradients.
         grad_context: where the linear layers here find the queue for their weight gradients.
+        keywords: the keyword arguments that layers of any rank take.
     """
 
     stages: dict[int, Stage]
@@ -80,6 +82,7 @@ class Assembly:
     first_names: Mapping[str, str]
     held: tuple[BucketParameter, ...]
     grad_context: WeightGradContext
+    keywords: KnownKeywords
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -186,18 +189,18 @@ def assemble(
             "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
             "problems": [*unknown_names(declared, modules), *_unusable(modules, declared, owners, summed)],
             "frozen": frozen_names(modules),
-            "shared": shared.facts(),
+            "shared": shared.keys(min(communications)),
             "segmented": [number for number, each in built.items() if each.segmented],
+            "keywords": KnownKeywords.of(built.values()).facts(),
         }
     )
     if failure is not None:
         raise failure
     _refuse(facts)
-    everything = len(communications) > 1  # all ranks are here, so that no parameter has a copy elsewhere
-    if everything:
+    if len(communications) > 1:  # all ranks are here
         shared.require_tied(spec.tied, owners)
-    shared_facts = [fact["shared"] for fact in facts]
-    ties = make_ties(merged([*(tie.names for tie in declared), *shared_groups(shared_facts)]), owners)
+    keys = [fact["shared"] for fact in facts]
+    ties = make_ties(merged([*(tie.names for tie in declared), *shared_groups(keys)]), owners)
     replicated = {layer: holders for layer, holders in owners.items() if len(holders) > 1}
     weights = _share_tied((*ties, *replica_ties(modules, owners, ties)), modules, facts)
     across = {tie: weight for tie, weight in weights.items() if not communications.keys() >= {*tie.holders}}
@@ -206,9 +209,7 @@ def assemble(
     # The context and the main gradients of linear layers, whose weight gradients autograd does not compute.
     main = MainGradients() if summed is not None else None
     grad_context = WeightGradContext(StageBackward(), main=main, in_place=schedule.splits_backward)
-    foreign = ForeignLeaves(
-        shared.elsewhere(shared_facts, modules), None if everything else _copies_in_words(schedule, spec.tied, summed)
-    )
+    foreign = shared.elsewhere(keys, modules)
     stages = {
         number: Stage(
             number,
@@ -234,6 +235,7 @@ def assemble(
         first_names={name: tie.names[0] for tie in ties for name in tie.names[1:]},
         held=_held(parameters, modules, stages, across),
         grad_context=grad_context,
+        keywords=KnownKeywords.union(fact["keywords"] for fact in facts),
     )
 
 
@@ -277,20 +279,8 @@ def _with_separate_replicas(stages: Mapping[int, StageModules]) -> dict[int, Sta
     return separate
 
 
-def _copies_in_words(schedule: Schedule, tied: Sequence[Sequence[str]], summed: str | None) -> str | None:
-    """Return in words which processes hold copies of parameters that must stay equal."""
-    if summed is not None and summed != IN_MAIN_GRADIENTS:
-        return summed
-    return "replicas of two routes" if len(schedule.routes) > 1 else "ranks of tied weights" if tied else None
-
-
 def _check_names(names: Sequence[str], recompute: Literal["none", "full"] | frozenset[str]) -> None:
-    """Raise ConfigError for layer names that cannot be printed or appear twice, and for unknown names in `recompute`."""
-    for name in names:
-        if not name.isprintable():
-            raise ConfigError(
-                f"a layer cannot be called {name[:200]!a}: names are printed, and this one is not printable"
-            )
+    """Raise ConfigError for layer names that appear twice, and for unknown names in `recompute`."""
     if len(set(names)) != len(names):
         raise ConfigError(f"two layers are called {next(n for n in names if names.count(n) > 1)!r}; names must differ")
     for name in sorted(recompute) if isinstance(recompute, frozenset) else ():
@@ -394,51 +384,27 @@ def _held(
 
 
 class BuiltParameters:
-    """The parameters that a pipeline was built with: what is summed over replicas, counted in norms and released.
+    """The parameters that a pipeline was built with: what is summed over replicas, counted in norms and released."""
 
-    Args:
-        modules: layer name -> module.
-        summed: the processes over which every gradient is summed, in words; None: it is not.
-    """
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._layers = modules
+        self._known = unique_parameters(modules)
+        self._built = [(each.dtype, each.requires_grad) for each in self._known.values()]
 
-    def __init__(self, modules: Mapping[str, nn.Module], summed: str | None) -> None:
-        # The dicts of each part, which have no public name: `named_parameters` would take longer than an action in every step.
-        self._dicts = [
-            (f"{layer}.{path}" if path else layer, held, tuple(held.items()))
-            for layer, module in modules.items()
-            for path, part in module.named_modules()
-            if not isinstance(part, torch.jit.ScriptModule)
-            for held in (part._parameters, part._modules)
-        ]
-        named = [(f"{layer}.{name}", p) for layer, m in modules.items() for name, p in m.named_parameters()]
-        self._summed = summed
-        self._as_summed = [(name, p, p.dtype, p.requires_grad) for name, p in named] if summed else []
-
-    def require_same(self) -> None:
-        """Raise UsageError for a parameter or submodule that was added, replaced or removed since, and, if gradients are
-        summed, for one with another dtype and for one that was frozen and trains now.
+    def require_same(self, first: bool, summed: bool) -> None:
+        """Raise UsageError for a parameter that was converted or unfrozen since, if gradients are `summed` over processes, and,
+        before the first step, for one that was added, replaced or removed.
         """
-        for name, held, items in self._dicts:
-            if len(held) != len(items) or any(held.get(key) is not value for key, value in items):
-                raise UsageError(
-                    f"the parameters of {name!r} have changed since the pipeline was built: some were added, replaced or "
-                    "removed; change them before the pipeline is built, or build it again"
-                )
-        for name, parameter, dtype, trained in self._as_summed:
-            if parameter.dtype != dtype:
-                raise UsageError(
-                    f"parameter {name!r} was {_short(dtype)} when the pipeline was built, and is {_short(parameter.dtype)}; "
-                    "convert it before, or build the pipeline again"
-                )
-            if parameter.requires_grad and not trained:
-                raise UsageError(
-                    f"parameter {name!r} was frozen when the pipeline was built and trains now, so its gradient would not be "
-                    f"summed over {self._summed}; build the pipeline again"
-                )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        now = unique_parameters(self._layers) if first else self._known
+        changed = [name for name in {**self._known, **now} if self._known.get(name) is not now.get(name)]
+        for (name, each), (dtype, trained) in zip(self._known.items(), self._built, strict=True) if summed else ():
+            if each.dtype != dtype or each.requires_grad > trained:
+                changed.append(name)
+        if changed:
+            raise UsageError(
+                f"parameter {changed[0]!r} was added, replaced, removed, converted or unfrozen since the pipeline was built: do "
+                "that before, or build the pipeline again"
+            )
 
 
 def unique_parameters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
@@ -462,19 +428,14 @@ def copy_state(into: Mapping[str, Tensor], state: Mapping[str, Tensor], optional
     Raises UsageError for a name that is missing, a value of another shape, and a complex value for a real one.
     """
     for name, value in into.items():
-        if name not in state:
+        given = state.get(name)
+        if given is None:
             if name in optional:
                 continue
             raise UsageError(f"the state holds no {name!r}")
-        given = state[name]
-        if not isinstance(given, Tensor):
-            raise UsageError(f"the state holds a {type(given).__name__} for {name!r}, which is a tensor")
-        if given.shape != value.shape:
-            raise UsageError(
-                f"the state's {name!r} has shape {list(given.shape)}, and the pipeline's {list(value.shape)}"
-            )
-        if given.is_complex() and not value.is_complex():
-            raise UsageError(f"the state's {name!r} is complex, and the pipeline's is not")
+        if given.shape != value.shape or given.is_complex() > value.is_complex():
+            kinds = [f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in (given, value)]
+            raise UsageError(f"the state's {name!r} is {kinds[0]}, and the pipeline's {kinds[1]}")
     with torch.no_grad():
         for name, value in into.items():
             if name in state:

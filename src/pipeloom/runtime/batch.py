@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import UsageError
-from pipeloom.ops.layer import KEYWORD, ContextWithoutShare, MicrobatchContext
+from pipeloom.ops.layer import KEYWORD, MicrobatchContext
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.health.report import FailureReporter
-from pipeloom.runtime.tensor_spec import is_strided, layout_name, signature, tensors_in
+from pipeloom.runtime.tensor_spec import signature, tensors_in
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,8 @@ def split_batch(
         contexts: whether a layer takes the micro-batch's context.
 
     Raises UsageError if a micro-batch would be empty, for targets in a dict or, unless they are weighed or shared, with
-    another number of rows, for a sparse or nested tensor with a row for each
-    sample, for a weight that is negative or not finite, if all weights are 0, and, in training, for a tensor that requires a
-    gradient.
+    another number of rows, for a weight that is negative or not finite, if all weights are 0, and, in training, for a tensor
+    that requires a gradient.
     """
     if isinstance(targets, Mapping):
         raise UsageError(
@@ -153,7 +152,6 @@ def split_batch(
     if torch.is_grad_enabled():
         _refuse_graphs(arguments)
     rows = batch_rows(positional)
-    _refuse_layouts(arguments, rows)
     if weighing.weight is None and not weighing.shared_targets:
         _require_rows(targets, rows)
     if sum(sizes) != rows:
@@ -173,7 +171,8 @@ def split_batch(
         starts = accumulate(sizes[:-1], initial=weighing.replica * rows)
         for at, (start, keyword_part) in enumerate(zip(starts, keyword_parts, strict=True)):
             index = weighing.replica * len(sizes) + at
-            keyword_part[KEYWORD] = _context(weighing.step, index, shares[at], start, sizes[at])
+            share: Any = None if math.isnan(shares[at]) else shares[at]
+            keyword_part[KEYWORD] = MicrobatchContext(weighing.step, index, share, start, sizes[at])
     # The parts of the same number of rows have the same shapes.
     examples = dict(zip(sizes, zip(each_inputs, each_keywords, strict=True), strict=True))
     signatures = {size: signature((*i, *k)) for size, (i, k) in examples.items()}
@@ -213,12 +212,6 @@ def _given_weight(weight: float | Tensor, microbatch: int) -> float:
     return number
 
 
-def _context(step: int, index: int, share: float, first: int, samples: int) -> MicrobatchContext:
-    if math.isnan(share):
-        return ContextWithoutShare(step, index, first, samples)
-    return MicrobatchContext(step, index, share, first, samples)
-
-
 def require_gradients() -> None:
     """Raise UsageError if a step is called with gradients turned off: it would have no backward."""
     if not torch.is_grad_enabled():
@@ -244,17 +237,6 @@ def _refuse_graphs(arguments: Mapping[str, Any]) -> None:
                 f"{name} requires a gradient, and a step computes those of the pipeline's own parameters only: detach it, or "
                 "make the module that computed it a layer of the pipeline"
             )
-
-
-def _refuse_layouts(arguments: Mapping[str, Any], rows: int) -> None:
-    """Raise UsageError for a sparse or nested tensor with a row for each sample."""
-    for name, value in arguments.items():
-        for tensor in tensors_in(value):
-            if not is_strided(tensor) and tensor.size(0) == rows:
-                raise UsageError(
-                    f"{name} holds a {layout_name(tensor)} tensor with a row for each sample, which cannot be cut into "
-                    "micro-batches: give a strided one (to_dense(), to_padded_tensor()), and convert it in the first layer"
-                )
 
 
 def _require_rows(targets: Any, rows: int) -> None:
@@ -329,24 +311,16 @@ def like(value: tuple[Any, ...] | list[Any], items: tuple[Any, ...]) -> Any:
 def join(outputs: Sequence[Any]) -> Any:
     """Join the outputs of micro-batches: tensors are concatenated along dimension 0, tuples and dicts element by element.
 
-    Raises UsageError for outputs of other types that differ from micro-batch to micro-batch.
+    Outputs of other types are returned as a list if they differ from micro-batch to micro-batch.
     """
     first = outputs[0]
     if isinstance(first, Mapping):
-        if any(not isinstance(each, Mapping) or each.keys() != first.keys() for each in outputs):
-            raise UsageError("the last layer returns dicts whose keys differ from micro-batch to micro-batch")
         return {key: join([each[key] for each in outputs]) for key in first}
     if isinstance(first, Tensor):
         return torch.cat(list(outputs)) if first.ndim else torch.stack(list(outputs))
     if isinstance(first, (tuple, list)):
         return tuple(join(items) for items in zip(*outputs, strict=True))
-    other = next((each for each in outputs if not (each is first or each == first)), first)
-    if other is not first:
-        raise UsageError(
-            f"the last layer returns a {type(first).__name__} that differs from micro-batch to micro-batch ({first!r}, "
-            f"{other!r}), so the outputs cannot be put together; return a tensor"
-        )
-    return first
+    return first if all(each is first or each == first for each in outputs) else list(outputs)
 
 
 def sum_over_replicas(weight: float, mesh: Mesh, device: torch.device, alarm: FailureReporter) -> float:

@@ -15,10 +15,11 @@ from pipeloom.runtime.assembly import Assembly, PipelineSpec
 from pipeloom.runtime.executor import Executor, StepHooks, StepResult, clock_for
 from pipeloom.runtime.overlap import CommStream
 from pipeloom.runtime.p2p.base import Transport
-from pipeloom.runtime.program import RankProgram, RankPrograms
+from pipeloom.runtime.program import RankProgram, lower
 from pipeloom.runtime.tensor_spec import ShapeCache
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Exposed, Timeline
+from pipeloom.schedule.transforms import forward_only
 
 _ROUND_TRIPS = 5  # of a clock's comparison: the quickest one is seldom disturbed, and all take well below a millisecond
 
@@ -66,10 +67,10 @@ class RankEngine:
         specs: shapes of messages, remembered from step to step.
 
     Attributes:
-        programs: of the schedule that it runs; set it to run another one from the next step on.
+        schedule: the schedule that it runs.
     """
 
-    programs: RankPrograms
+    schedule: Schedule
 
     def __init__(
         self,
@@ -88,13 +89,21 @@ class RankEngine:
         self._communications = communications
         self._transport = transport
         self._specs = specs
+        self._programs: dict[int | None, RankProgram] = {}
 
-    def programs_of(self, schedule: Schedule) -> RankPrograms:
-        """Return this rank's programs for `schedule`. Raises ConfigError if a layer's statistics depend on its order."""
-        programs = RankPrograms(schedule, self.rank, self._spec.options)
+    def follow(self, schedule: Schedule) -> None:
+        """Run `schedule` from the next step on. Raises ConfigError if a layer's statistics depend on its order."""
+        step = lower(schedule, self.rank, self._spec.options)
         for index, stage in self.stages.items():
-            stage.require_order(schedule.name, programs.step.stages[index])
-        return programs
+            stage.require_order(schedule.name, step.stages[index])
+        self.schedule, self._programs = schedule, {None: step}
+
+    def program(self, forwards: int | None = None) -> RankProgram:
+        """Return the program of a training step, or of only the forwards of so many micro-batches. Each is lowered once."""
+        if forwards not in self._programs:
+            assert forwards is not None
+            self._programs[forwards] = lower(forward_only(self.schedule, forwards), self.rank, self._spec.options)
+        return self._programs[forwards]
 
     def executor(self, forwards: int | None, traced: bool) -> Executor:
         """Return the executor of a training step, or of the forwards of so many micro-batches.
@@ -102,7 +111,7 @@ class RankEngine:
         Args:
             traced: whether actions on a GPU are timed there.
         """
-        program = self.programs.step if forwards is None else self.programs.forwards(forwards)
+        program = self.program(forwards)
         self._communications.timed = traced
         return Executor(
             program,
@@ -118,9 +127,9 @@ class RankEngine:
 
     def stats(self, result: StepResult, receive_buffers: int = 0, send_segments: int | None = None) -> RankStats:
         """Return the figures of the step that had this result."""
-        program = self.programs.step
+        program = self.program()
         return RankStats(
-            self.programs.schedule,
+            self.schedule,
             self.rank,
             sum(len(messages) for instruction in program.instructions for messages in instruction.sends),
             sum(len(messages) for instruction in program.instructions for messages in instruction.receives),

@@ -70,19 +70,13 @@ class MicrobatchLoss(NamedTuple):
         if math.isnan(self.share):
             raise UsageError("the targets are on the meta device on a rank that computes a loss; pass the real ones")
         value = (loss or self.loss)(output, self.targets)
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() != 1:
+            returned = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise UsageError(
-                f"the loss returned {type(value).__name__}; it must return a tensor with one number, a mean"
+                f"the loss returned {returned}; it must return a tensor with one real number, the mean over the micro-batch's "
+                "targets"
             )
-        if not value.is_floating_point():
-            dtype = str(value.dtype).removeprefix("torch.")
-            raise UsageError(f"the loss returned a tensor of {dtype}; it must return a real number, a mean")
         if value.ndim:
-            if value.numel() != 1:
-                raise UsageError(
-                    f"the loss returned a tensor of shape {list(value.shape)}; it must return one number, the mean over the "
-                    "micro-batch's targets"
-                )
             value = value.reshape(())
         # A backward starts at a node of the graph, and a leaf has none.
         return value.clone() if value.requires_grad and value.is_leaf else value
@@ -122,22 +116,8 @@ def require_weighing(loss: object, weight: object, ignore_index: int | None) -> 
 
 def _zero(output: Any) -> Tensor:
     """Return 0, connected in the graph to every tensor of `output` that requires a gradient."""
-    tensors = tensors_in(output)
-    if not tensors:
-        return torch.zeros(())
-    return _ZeroLoss.apply(*tensors)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _ZeroLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
-        ctx.like = [(value.shape, value.dtype, value.device) for value in outputs]
-        return torch.zeros((), device=outputs[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        wanted = zip(ctx.like, ctx.needs_input_grad, strict=True)
-        return tuple(torch.zeros(s, dtype=t, device=d) if needed else None for (s, t, d), needed in wanted)
+    sums = [value.flatten()[:0].abs().sum() for value in tensors_in(output) if value.requires_grad]
+    return torch.stack([each.float() for each in sums]).sum() if sums else torch.zeros(())
 
 
 class PendingLoss:

@@ -113,25 +113,25 @@ class RuntimeOptions:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.transport not in get_args(TransportName):
-            names = ", ".join(map(repr, get_args(TransportName)))
-            problems.append(f"transport is {self.transport!r}; it must be one of {names}")
-        if self.shapes not in ("once", "each"):
-            problems.append(f"shapes is {self.shapes!r}; it must be 'once' or 'each'")
+        for name, names in (
+            ("transport", get_args(TransportName)),
+            ("shapes", ("once", "each")),
+            ("init", ("broadcast", "check", "none")),
+        ):
+            if getattr(self, name) not in names:
+                problems.append(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(map(repr, names))}")
         if self.transport == "shared" and self.overlap_p2p is False:
             problems.append(NOTHING_TO_TURN_OFF)
         if self.receive_depth < 1:
             problems.append(f"receive_depth is {self.receive_depth}; it must be at least 1")
         if not isinstance(self.check_every, int) or self.check_every < 0:
             problems.append(f"check_every is {self.check_every!r}; it must be a whole number of steps, or 0 for never")
-        if self.timeout is not None and not self.timeout >= LEAST_TIMEOUT:
-            problems.append(f"timeout is {self.timeout}; it must be at least {LEAST_TIMEOUT:g} second, or None")
-        if self.timeout is not None and self.timeout > MOST_SECONDS:
-            problems.append(f"timeout is {self.timeout:g}; it must be at most {MOST_SECONDS:g} seconds, or None")
+        if self.timeout is not None and not LEAST_TIMEOUT <= self.timeout <= MOST_SECONDS:
+            problems.append(
+                f"timeout is {self.timeout}; it must be {LEAST_TIMEOUT:g} to {MOST_SECONDS:g} seconds, or None"
+            )
         if not isinstance(self.recompute, frozenset) and self.recompute not in ("none", "full"):
             problems.append(f"recompute is {self.recompute!r}; it must be 'none', 'full' or a frozenset of layer names")
-        if self.init not in ("broadcast", "check", "none"):
-            problems.append(f"init is {self.init!r}; it must be 'broadcast', 'check' or 'none'")
         if self.seed is not None and not isinstance(self.seed, int):
             problems.append(f"seed is {self.seed!r}; it must be a whole number, or None")
         if problems:

@@ -49,10 +49,10 @@ from pipeloom.runtime.health.watchdog import Watchdog, start_watchdog
 from pipeloom.runtime.loss import Loss, LossBroadcast, PendingLoss
 from pipeloom.runtime.options import RuntimeOptions, device_of
 from pipeloom.runtime.overlap import CommStream
-from pipeloom.runtime.p2p.base import Communicator, InProcessBatches, InProcessTransport, Mailroom, Transport
+from pipeloom.runtime.p2p.base import InProcessTransport, Mailroom, Transport
 from pipeloom.runtime.p2p.connect import P2PConnections
 from pipeloom.runtime.program import RankProgram, as_executed, require_same_stages
-from pipeloom.runtime.stage_modules import KnownKeywords, LayerSource, carrying
+from pipeloom.runtime.stage_modules import LayerSource, carrying
 from pipeloom.runtime.tensor_spec import ShapeCache, is_strided
 from pipeloom.runtime.tied_weights import layer_of
 from pipeloom.schedule.model import Schedule
@@ -165,33 +165,29 @@ class Pipeline:
                 spec,
                 assembly,
                 communications[rank],
-                self._transport_of(rank),
+                self._transport,
                 self._gradients.hooks(status, Faults(fault, rank)),
                 specs[rank],
             )
             for rank, status in statuses.items()
         ]
-        self._built = BuiltParameters(assembly.modules, summed)
+        self._built = BuiltParameters(assembly.modules)
         self._compared = False  # whether replicas are known to hold the same values
         self._batches = replicas.BatchCheck(mesh, options.check_every)
-        self._keywords = KnownKeywords.of(stage.layers for stage in assembly.stages.values())
         self._losses = LossBroadcast(mesh, spec.schedule, self.device, self._alarm, spec.terms)
         self.layouts: dict[str, ParameterSharding] = {each.name: each.sharding for each in assembly.held}
         self._follow(spec.schedule)
 
-    def _transport_of(self, rank: int) -> Callable[[RankProgram], Transport]:
-        """Return the function from a program of `rank` to the transport for one run of it."""
-        return self._connections.transport
+    def _transport(self, program: RankProgram) -> Transport:
+        """Return the transport for one run of `program`."""
+        return self._connections.transport(program)
 
     def _shake_hands(self) -> tuple[str, int]:
         """Compare the arguments with those of the other ranks and start the watchdog. Return the prefix of the run's keys in the
         store, and rank 0's seed.
         """
         spec, options, everyone = self._spec, self.options, self.mesh.everyone
-        facts = handshake.facts(
-            spec.schedule, spec.names, spec.stages, spec.tied, spec.ignore_index, options, self.mesh
-        )
-        facts |= handshake.declared_facts(spec.layers)
+        facts = handshake.facts(spec, self.mesh)
         store = run_store(options.start_seconds)
         with self._alarm.waiting("the other ranks at start-up"):
             prefix, seed = handshake.shake_hands(store, everyone, facts, spec.seed, options.start_seconds)
@@ -205,15 +201,11 @@ class Pipeline:
         return prefix, seed
 
     def _connect(self, prefix: str) -> None:
-        """Connect with the other ranks, and share with them which keyword arguments layers take, and tied weights."""
-        status, start_seconds = self._status, self.options.start_seconds
-        status.wait_between("the other ranks at start-up")
-        self._connections.open(prefix, self._engines[0].programs.step)
-        self._keywords = handshake.shared_keywords(
-            run_store(start_seconds), self.mesh, prefix, self._keywords, start_seconds
-        )
+        """Connect with the other ranks, and give tied weights equal values."""
+        self._status.wait_between("the other ranks at start-up")
+        self._connections.open(prefix, self._engines[0].program())
         self._gradients.start_equal(self._connections.sums)
-        status.leave()
+        self._status.leave()
 
     def _watched_by(self, watchdog: Watchdog) -> None:
         watchdog.status = self._status
@@ -240,9 +232,8 @@ class Pipeline:
     def _follow(self, schedule: Schedule) -> None:
         """Run `schedule` from the next step on: pairs of stages without segments as a forward and a backward."""
         schedule = as_executed(schedule, self._assembly.segmented)
-        programs = [engine.programs_of(schedule) for engine in self._engines]
-        for engine, each in zip(self._engines, programs, strict=True):
-            engine.programs = each
+        for engine in self._engines:
+            engine.follow(schedule)
         self.schedule = schedule
         self._result = StepResult()  # of this process, and of each of its ranks
         self._results = [StepResult() for _ in self._engines]
@@ -272,7 +263,7 @@ class Pipeline:
                 `RuntimeOptions.shared_targets`).
             DistributedError: ranks of one replica passed different batches (see `RuntimeOptions.check_every`).
         """
-        self._keywords.require("step", keywords)
+        self._assembly.keywords.require("step", keywords)
         require_targets("step", targets)
         return self.forward_backward(inputs, targets, **keywords).wait()
 
@@ -303,7 +294,7 @@ class Pipeline:
         """Check what may have changed since the last step, and compare with other ranks where a comparison is due."""
         self._status.step = self.next_step
         require_gradients()
-        self._built.require_same()
+        self._built.require_same(self._status.phase == "first step", self.sync is not None)
         for engine in self._engines:
             engine.hooks.faults.at_step(self.next_step)
         if not self._compared:
@@ -636,7 +627,7 @@ class Pipeline:
     # -- a batch -----------------------------------------------------------------------------------------------------------
 
     def _split(self, method: str, inputs: Any, targets: Any, keywords: Mapping[str, Any], count: int) -> Microbatches:
-        self._keywords.require(method, keywords)
+        self._assembly.keywords.require(method, keywords)
         if method != "predict":
             require_targets(method, targets)
         sizes = chosen_sizes(inputs, count, self.options.microbatch_sizes)
@@ -649,7 +640,7 @@ class Pipeline:
             self.next_step,
             self.options.shared_targets,
         )
-        contexts = KEYWORD in self._keywords.names
+        contexts = KEYWORD in self._assembly.keywords.names
         return split_batch(inputs, targets, keywords, sizes, weighing, contexts)
 
     def _reported_weight(self, targets: Any) -> float | Tensor:
@@ -689,16 +680,16 @@ class LocalPipeline(Pipeline):
     ) -> None:
         spec = PipelineSpec(layers, schedule, loss, weight, ignore_index, stages, tied, options, check_first)
         self._take(spec, Mesh.of_pipeline(PipelineMesh((0,), 0, None)))
-        self._transports = _InProcessTransports(schedule.ranks)
+        self._mailroom: Mailroom = {}
         statuses = {rank: Status(rank) for rank in range(schedule.ranks)}
         self._build(statuses, spec.seed, None, separate_replicas)
         self._status.phase = "first step"
 
-    def _transport_of(self, rank: int) -> Callable[[RankProgram], Transport]:
-        return partial(self._transports.of, rank)
+    def _transport(self, program: RankProgram) -> Transport:
+        return InProcessTransport(self._mailroom)
 
     def _executor(self, forwards: int | None) -> Any:
-        self._transports.begin()
+        self._mailroom.clear()  # of messages that a failed run has left
         return _ExecutorOfAllRanks([engine.executor(forwards, self.trace) for engine in self._engines])
 
     @property
@@ -710,22 +701,6 @@ class LocalPipeline(Pipeline):
     def peak_activations(self) -> tuple[int, ...]:  # type: ignore[override]  # of all ranks
         """rank -> the most stage-micro-batches alive at once in the last step, counted."""
         return tuple(result.peak_alive for result in self._results)
-
-
-class _InProcessTransports:
-    """The transports of all ranks of a process, for one run at a time."""
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-
-    def begin(self) -> None:
-        """Begin a run: messages that a failed one has left are dropped."""
-        self._mailroom, self._communicator = Mailroom(), Communicator(self._ranks)
-
-    def of(self, rank: int, program: RankProgram) -> Transport:
-        if program.batches is None:
-            return InProcessTransport(self._mailroom)
-        return InProcessBatches(self._communicator, rank, program.batches)
 
 
 class _ExecutorOfAllRanks:

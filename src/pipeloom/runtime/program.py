@@ -23,7 +23,7 @@ from pipeloom.schedule.channels import (
     traffic,
 )
 from pipeloom.schedule.model import Schedule, parts
-from pipeloom.schedule.transforms import forward_only, unpair
+from pipeloom.schedule.transforms import unpair
 
 
 @dataclass(frozen=True)
@@ -95,31 +95,6 @@ class RankProgram:
     batches: tuple[MessageBatch, ...] | None = None
 
 
-class RankPrograms:
-    """One rank's programs for a schedule: for training steps, and for evaluations. Each is lowered once."""
-
-    def __init__(self, schedule: Schedule, rank: int, options: RuntimeOptions) -> None:
-        self.schedule = schedule
-        self.rank = rank
-        self.options = options
-        self._lowered: dict[int | None, RankProgram] = {}
-
-    @property
-    def step(self) -> RankProgram:
-        """The program of a training step."""
-        return self._program(None)
-
-    def forwards(self, microbatches: int) -> RankProgram:
-        """Return the program of only the forwards of the first `microbatches`."""
-        return self._program(microbatches)
-
-    def _program(self, forwards: int | None) -> RankProgram:
-        if forwards not in self._lowered:
-            schedule = self.schedule if forwards is None else forward_only(self.schedule, forwards)
-            self._lowered[forwards] = lower(schedule, self.rank, self.options)
-        return self._lowered[forwards]
-
-
 def as_executed(schedule: Schedule, segmented: Collection[int]) -> Schedule:
     """Return `schedule` as all ranks run it: pairs in which nothing overlaps are split.
 
@@ -167,8 +142,8 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
     instructions = []
     for at, (entry, posts) in enumerate(zip(entries, plan, strict=True)):
         actions = parts(entry.cell)
-        receives = tuple(_messages_to(action, entry.receives) for action in actions)
-        sends = tuple(_messages_from(action, entry.sends) for action in actions)
+        receives = tuple(_messages_of(action, entry.receives, "consumer") for action in actions)
+        sends = tuple(_messages_of(action, entry.sends, "producer") for action in actions)
         completes = tuple(stage for stage in sorted(last) if last[stage] == at)
         instructions.append(Instruction(entry.cell, actions, posts, receives, sends, completes))
     channels = sorted({m.channel for entry in entries for m in (*entry.receives, *entry.sends)})
@@ -213,16 +188,10 @@ def _neighbour_edges(schedule: Schedule) -> tuple[list[Edge | None], list[Edge |
     return takes, gives
 
 
-def _messages_to(action: Action, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return the messages that `action` waits for."""
+def _messages_of(action: Action, messages: tuple[Message, ...], end: str) -> tuple[Message, ...]:
+    """Return the messages that `action` waits for ("consumer"), or those with its results ("producer")."""
     wanted = message_kind(action), action.stage, action.microbatch
-    return tuple(m for m in messages if (m.channel.kind, m.consumer, m.microbatch) == wanted)
-
-
-def _messages_from(action: Action, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return the messages with the results of `action`."""
-    wanted = message_kind(action), action.stage, action.microbatch
-    return tuple(m for m in messages if (m.channel.kind, m.producer, m.microbatch) == wanted)
+    return tuple(m for m in messages if (m.channel.kind, getattr(m, end), m.microbatch) == wanted)
 
 
 def _released_sends(programs: tuple[tuple[EntryTraffic, ...], ...], rank: int) -> dict[Message, tuple[Message, ...]]:

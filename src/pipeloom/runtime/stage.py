@@ -107,7 +107,8 @@ class Stage:
         writes_weight_gradients: whether linear layers write their weight gradients without autograd: because a backward is
             split, a main gradient receives them, or torch does not compute their products.
         communications: the rank's communication stream.
-        foreign: tensors that the graph of the first forward must not reach.
+        foreign: parameter in this process that only layers of other ranks hold -> its name; the graph of the first forward must
+            not reach them.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Stage:
         grad_context: WeightGradContext,
         writes_weight_gradients: bool,
         communications: CommStream,
-        foreign: ForeignLeaves | None = None,
+        foreign: Mapping[Tensor, str] | None = None,
     ) -> None:
         self.index = index
         self.words = f"stage {index}"
@@ -172,29 +173,25 @@ class Stage:
         by_position = inputs if not flight.read else inputs[: len(inputs) - flight.read]
         names = None if self.silent else NamedInForward(layers, program, inputs[len(by_position) :], loss)
         result: Any = self._inputs.changeable(by_position)
-        try:
-            for at, (name, module) in enumerate(zip(layers.names, layers.modules, strict=True)):
-                arguments = self._arguments(at, result)
-                accepted, read = layers.accepted(at, keywords), {} if names is None else names.read(at)
-                if before_layer is not None:
-                    before_layer(name)
-                if name in layers.recomputed:
-                    # Another tensor may be of the memory of one among several, and would change with it in one process.
-                    alone = names is None and len(arguments) == 1
-                    result = recomputed(
-                        partial(_by_name, module, accepted, tuple(read)),
-                        (*read.values(), *arguments),
-                        module,
-                        self._inputs.on_change(name) if alone else None,
-                    )
-                else:
-                    result = module(*arguments, **accepted, **read)
-                del arguments, read  # a layer's output is freed as soon as autograd does not need it
-                if names is not None:
-                    result = names.written(at, result)
-        except RuntimeError as error:
-            self._inputs.explain(error, by_position)
-            raise
+        for at, (name, module) in enumerate(zip(layers.names, layers.modules, strict=True)):
+            arguments = self._arguments(at, result)
+            accepted, read = layers.accepted(at, keywords), {} if names is None else names.read(at)
+            if before_layer is not None:
+                before_layer(name)
+            if name in layers.recomputed:
+                # Another tensor may be of the memory of one among several, and would change with it in one process.
+                alone = names is None and len(arguments) == 1
+                result = recomputed(
+                    partial(_by_name, module, accepted, tuple(read)),
+                    (*read.values(), *arguments),
+                    module,
+                    self._inputs.on_change(name) if alone else None,
+                )
+            else:
+                result = module(*arguments, **accepted, **read)
+            del arguments, read  # a layer's output is freed as soon as autograd does not need it
+            if names is not None:
+                result = names.written(at, result)
         self._inputs.note_changes(by_position)
         return self._finish_forward(microbatch, flight, inputs, result, program, loss, names)
 
@@ -260,11 +257,7 @@ class Stage:
     def _compute(self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight) -> Any:
         """Run the group's computations. Another micro-batch may have run since the last group, so the queue is set again."""
         self._grad_context.queue = flight.queue
-        try:
-            result = group.compute(self._inputs.changeable(inputs))
-        except RuntimeError as error:
-            self._inputs.explain(error, inputs)
-            raise
+        result = group.compute(self._inputs.changeable(inputs))
         self._inputs.note_changes(inputs)
         return result
 
@@ -297,8 +290,8 @@ class Stage:
             losses = tuple([each for each in shares if each[0].requires_grad])
             results = (*outputs, *tensors.values()) if tensors else outputs
             roots = _roots(results)
-            if self._foreign is not None:
-                self._foreign.require_unreached(self.layers.modules, roots, [value for value, _ in losses])
+            if self._foreign:
+                _require_unreached(self._foreign, [*(r.node for r in roots), *(value.grad_fn for value, _ in losses)])
                 self._foreign = None
             flight.groups.append(SavedGroup(inputs, roots, losses))
             if not self._deallocate:
@@ -463,12 +456,6 @@ class ChangeableInputs:
         """Return what a recomputed layer calls if it changes its input in place; None: it may not."""
         return partial(self._changing.add, layer) if self._left > 0 or layer in self._changing else None
 
-    def explain(self, error: RuntimeError, inputs: Sequence[Any]) -> None:
-        """Add a note to an error about a leaf that was changed in place, and allow that from the next forward on."""
-        if self._left <= 0 and "leaf Variable that requires grad" in str(error) and any(map(carries, inputs)):
-            self._left = math.inf
-            error.add_note("(a layer changes its input in place, and did not before: the next step allows it)")
-
 
 class _Given(torch.autograd.Function):
     """View of the same memory that is not a leaf, and shares the version counter of its input."""
@@ -500,7 +487,6 @@ class NamedInForward:
         self._layers = layers
         self._program = program
         self._tensors = {edge.name: value for edge, value in zip(program.reads, received, strict=True)}
-        self._versions: dict[str, tuple[str, int]] = {}  # name -> the layer that wrote it, and its version then
         self._loss = loss
         self.terms: list[tuple[str, Tensor, float]] = []
 
@@ -514,10 +500,6 @@ class NamedInForward:
         if declared.silent:
             return result
         handed, values = declared.taken_from(result, self._tensors)
-        for name in declared.writes.values():
-            value = self._tensors[name]
-            if value is not None:
-                self._versions[name] = declared.layer, version_of(value)
         if self._loss is not None:
             for key, value in values.items():
                 term = declared.losses[key]
@@ -525,16 +507,7 @@ class NamedInForward:
         return handed
 
     def sent(self) -> dict[str, Tensor | None]:
-        """Return the tensors that later stages read, in the order in which they are sent. Raises UsageError for one that was
-        changed in place after it was written.
-        """
-        for name in self._program.writes:
-            value = self._tensors[name]
-            if value is not None and name in self._versions and self._versions[name][1] != version_of(value):
-                raise UsageError(
-                    f"tensor {name!r} of layer {self._versions[name][0]!r} was changed in place after the layer had returned it; "
-                    "write a clone of it, or work on a copy (inplace=False)"
-                )
+        """Return the tensors that later stages read, in the order in which they are sent."""
         return {name: self._tensors[name] for name in self._program.writes}
 
 
@@ -568,47 +541,17 @@ def _gradient(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if gradient is None else gradient
 
 
-class ForeignLeaves:
-    """Tensors whose gradients a stage's graph must not reach: nobody would sum them or send them to their rank.
-
-    Attributes:
-        names: parameter in this process that only layers of other ranks hold -> its name; complete at the first forward.
-        over: the holders of copies of the stage's parameters, in words ("data-parallel replicas"); None: there are none.
+def _require_unreached(foreign: Mapping[Tensor, str], nodes: Sequence[Any]) -> None:
+    """Raise UsageError if the graph behind these nodes reaches a parameter of another rank's layer: that rank would not get its
+    gradient.
     """
-
-    def __init__(self, names: Mapping[Tensor, str], over: str | None) -> None:
-        self.names = names
-        self.over = over
-
-    def require_unreached(
-        self,
-        modules: Sequence[nn.Module],
-        roots: Sequence[GradientEdge],
-        losses: Sequence[Tensor],
-    ) -> None:
-        """Raise UsageError if a stage's graph reaches a parameter of another rank's layer, or one that has copies elsewhere and
-        that no layer of the stage holds.
-
-        Args:
-            modules: the stage's layers.
-            roots, losses: where the graph's backward starts.
-        """
-        if not self.names and self.over is None:
-            return
-        known = {parameter for module in modules for parameter in module.parameters()}
-        for leaf in _leaves_of_graph([*(root.node for root in roots), *(loss.grad_fn for loss in losses)]):
-            if leaf in self.names:
-                raise UsageError(
-                    f"the loss or a layer uses {self.names[leaf]!r}, a parameter of a layer of another rank, and that rank "
-                    "would not get its gradient: make it a parameter of the layer that uses it too (self.weight = "
-                    "other.weight), or, if the loss does, of the last layer; it is then tied"
-                )
-            if self.over is not None and isinstance(leaf, nn.Parameter) and leaf not in known:
-                raise UsageError(
-                    f"the loss or a layer uses a parameter of shape {list(leaf.shape)} that no layer of its stage holds, so its "
-                    f"gradient would not be summed over the {self.over}; make it a parameter of the layer that uses it, or, if "
-                    "the loss does, of the last layer"
-                )
+    for leaf in _leaves_of_graph(nodes):
+        if leaf in foreign:
+            raise UsageError(
+                f"the loss or a layer uses {foreign[leaf]!r}, a parameter of a layer of another rank, and that rank would not "
+                "get its gradient: make it a parameter of the layer that uses it too (self.weight = other.weight), or, if the "
+                "loss does, of the last layer; it is then tied"
+            )
 
 
 def _leaves_of_graph(nodes: Sequence[Any]) -> Iterator[Tensor]:

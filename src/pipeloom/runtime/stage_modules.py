@@ -50,12 +50,7 @@ class LayerNames:
         reads, writes = (_by_key(name, which, getattr(source, which)) for which in ("reads", "writes"))
         if not isinstance(source.losses, Mapping) or not all(isinstance(t, LossTerm) for t in source.losses.values()):
             raise ConfigError(f"layer {name!r}: losses is {source.losses!r:.100}; give {{key: LossTerm(loss, weight)}}")
-        for key in source.losses:
-            _require_identifier(name, "losses", key)
-        if KEYWORD in reads:
-            raise ConfigError(
-                f"layer {name!r} reads into the keyword {KEYWORD!r}, which the pipeline itself passes; rename it"
-            )
+        _require_names(name, "losses", source.losses)
         return cls(name, reads, writes, dict(source.losses))
 
     @property
@@ -167,19 +162,17 @@ def _by_key(layer: str, which: str, declared: Sequence[str] | Mapping[str, str])
             f"layer {layer!r}: {which} is the string {declared!r}; give names in a tuple, as in ({declared!r},)"
         )
     pairs = dict(declared) if isinstance(declared, Mapping) else {name: name for name in declared}
-    for key, name in pairs.items():
-        _require_identifier(layer, which, key)
-        _require_identifier(layer, which, name)
-    if len(set(pairs.values())) < len(pairs):
-        raise ConfigError(f"layer {layer!r}: {which} names a tensor twice in {pairs}")
+    _require_names(layer, which, [*pairs, *pairs.values()])
     return pairs
 
 
-def _require_identifier(layer: str, which: str, name: object) -> None:
-    if not isinstance(name, str) or not name.isidentifier() or name == "output":
-        raise ConfigError(
-            f"layer {layer!r}: {which} has the name {name!r:.100}; give a Python identifier other than 'output'"
-        )
+def _require_names(layer: str, which: str, names: Iterable[object]) -> None:
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier() or name in ("output", KEYWORD):
+            raise ConfigError(
+                f"layer {layer!r}: {which} has the name {name!r:.100}; give a Python identifier other than 'output' and "
+                f"{KEYWORD!r}"
+            )
 
 
 def _unwritten(layer: str, name: str, rest: Sequence[LayerNames], written: Mapping[str, int]) -> str:
@@ -249,21 +242,21 @@ class KnownKeywords:
         names = frozenset().union(*(each for each in accepted if each is not None))
         return cls(names, any(each is None for each in accepted))
 
+    def facts(self) -> tuple[list[str], bool]:
+        """Return it as a JSON value, for `union`."""
+        return sorted(self.names), self.others
+
     @classmethod
-    def union(cls, parts: Iterable[KnownKeywords]) -> KnownKeywords:
-        every = tuple(parts)
-        return cls(frozenset().union(*(part.names for part in every)), any(part.others for part in every))
+    def union(cls, facts: Iterable[tuple[Iterable[str], bool]]) -> KnownKeywords:
+        """Return the keywords of all ranks, from the `facts` of each."""
+        names, others = zip(*facts, strict=True)
+        return cls(frozenset().union(*names), any(others))
 
     def require(self, method: str, given: Iterable[str]) -> None:
         """Raise UsageError, with the nearest names, for a keyword argument of `method` that no layer takes."""
+        known = (self.names - {KEYWORD}) | {"inputs"} | (set() if method == "predict" else {"targets"})
         for name in given:
-            if name == KEYWORD:
-                raise UsageError(
-                    f"{method} takes no keyword argument {name!r}: each layer that names it gets its MicrobatchContext "
-                    "from the pipeline"
-                )
-            if not self.others and name not in self.names:
-                known = (self.names - {KEYWORD}) | {"inputs"} | (set() if method == "predict" else {"targets"})
+            if name == KEYWORD or not (self.others or name in known):
                 raise UsageError(
                     f"{method} got the keyword argument {name!r}, which no layer takes{did_you_mean(name, known)}"
                 )
@@ -285,9 +278,7 @@ def require_arguments(layers: object, schedule: object, loss: object) -> None:
         )
     for index, layer in enumerate(layers):
         if not callable(layer):
-            raise UsageError(
-                f"layer {index} is of type {type(layer).__name__}; give a module, or a function that makes one"
-            )
+            raise UsageError(f"layer {index} is of type {type(layer).__name__}; give a module or a factory of one")
     if not callable(loss):
         raise UsageError(f"loss is of type {type(loss).__name__}; give a function loss(output, targets)")
 
@@ -303,12 +294,10 @@ def split_layers(count: int, positions: int, stages: Sequence[int] | None) -> li
         sizes = split_sizes(count, positions)
     else:
         sizes = list(stages)
-        if len(sizes) != positions:
-            raise ConfigError(f"stages gives {len(sizes)} stages, and the schedule has {positions}")
-        if min(sizes) < 0:
-            raise ConfigError(f"stages {sizes} has the negative size {min(sizes)}; a stage holds 0 layers or more")
-        if sum(sizes) != count:
-            raise ConfigError(f"stages {sizes} hold {sum(sizes)} layers, and the model has {count}")
+        if len(sizes) != positions or min(sizes) < 0 or sum(sizes) != count:
+            raise ConfigError(
+                f"stages {sizes} must have {positions} numbers of layers, one for each stage, that sum to the model's {count}"
+            )
     starts = accumulate(sizes[:-1], initial=0)
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 

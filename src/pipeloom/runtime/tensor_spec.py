@@ -13,24 +13,12 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # public by its name only
 
 from pipeloom.errors import UsageError
+from pipeloom.parallel.exchange import SENT_DTYPES
 from pipeloom.schedule.actions import OUTPUT
 from pipeloom.schedule.channels import Edge, Message
 
 HEADER_LENGTH = 256
-_BOUNDARY_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
+_BOUNDARY_DTYPES = tuple(SENT_DTYPES.values())
 
 BoundaryValues = tuple[Tensor | None, ...]
 
@@ -151,7 +139,10 @@ def input_of(edge: Edge) -> str:
 
 def describe(boundary: TensorSpecs) -> str:
     """Return the specs for error messages."""
-    specs = ["None" if s is None else f"{str(s.dtype).removeprefix('torch.')}{list(s.shape)}" for s in boundary]
+    specs = [
+        "None" if s is None else f"{str(s.dtype).removeprefix('torch.')}{list(s.shape)}{' with a gradient' * s.carries}"
+        for s in boundary
+    ]
     return f"({', '.join(specs)})"
 
 
@@ -168,17 +159,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def signature(values: Sequence[Any]) -> tuple[Any, ...]:
     """Return the shapes and dtypes of a micro-batch's inputs: equal ones give equal specs, unless those depend on the data."""
-    return tuple(_signature_of(value) for value in values)
-
-
-def _signature_of(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape)
-    if isinstance(value, Mapping):
-        return tuple((key, _signature_of(each)) for key, each in value.items())
-    if isinstance(value, (tuple, list)):
-        return type(value), signature(value)
-    return type(value)
+    return tuple([None if each is None else tuple([(t.dtype, t.shape) for t in tensors_in(each)]) for each in values])
 
 
 class ShapeCache:
@@ -222,12 +203,6 @@ class ShapeCache:
             return boundary
         return gradients_of(boundary)
 
-    def answering(self, message: Message) -> TensorSpecs:
-        """Return the specs of a gradient message; those of its activations must be known."""
-        specs = self.of(message)
-        assert specs is not None
-        return specs
-
     def without(self, message: Message) -> tuple[int, ...] | None:
         """Return the positions in a gradient message without a gradient; None if its first header has not been read yet."""
         return self._without.get(self._key(message.edge, message.microbatch))
@@ -253,24 +228,9 @@ class ShapeCache:
             what = "the output" if edge.name == OUTPUT else f"tensor {edge.name!r}"
             raise UsageError(
                 f"{what} of stage {edge.producer} for micro-batch {microbatch} is {describe(boundary)}; for inputs of the same "
-                f"shape it was {describe(known)}: {_reason(known, boundary)}"
+                f'shape it was {describe(known)}: set shapes = "each" in RuntimeOptions if that depends on the data; build a new '
+                "pipeline if layers were frozen or unfrozen, or autocast switched, between steps"
             )
-
-
-def _reason(known: TensorSpecs, boundary: TensorSpecs) -> str:
-    """Return the difference between two lists of specs, its likely reason, and the remedy."""
-    advice = 'set shapes = "each" in RuntimeOptions'
-    pairs = [(a, b) for a, b in zip(known, boundary, strict=False) if a is not None and b is not None]
-    if [a is None for a in known] != [b is None for b in boundary]:
-        return f"a layer returns other values than before, so {advice}"
-    if any(a.shape != b.shape for a, b in pairs):
-        return f"its shape depends on the data, so {advice}"
-    if any(a.dtype != b.dtype for a, b in pairs):
-        return f"its dtype has changed, as it does when autocast is on in some steps only; use it in all of them, or {advice}"
-    return (
-        "it now carries a gradient where it carried none, or none where it carried one, as when layers are frozen or "
-        f"unfrozen between steps; create a new pipeline, or {advice}"
-    )
 
 
 def is_strided(value: Tensor) -> bool:

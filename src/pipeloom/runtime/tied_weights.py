@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,7 +150,7 @@ def sum_over(
         like: of each gradient's shape and dtype, on every holder, also where there is none.
     """
     whole = [torch.zeros_like(each) if part is None else part for each, part in zip(like, parts, strict=True)]
-    marks = torch.tensor([float(part is not None) for part in parts], device=whole[0].device).to(whole[0].dtype)
+    marks = torch.tensor([float(part is not None) for part in parts], device=whole[0].device)
     flat = _flatten([*whole, marks])
     if goes_through_host(flat.device, group):
         flat = flat.cpu()
@@ -163,32 +163,25 @@ def sum_over(
         calls = [(group.send, flat), (group.recv, received[other])]
         # On NCCL a send ends when the other end receives, and calls between two ranks run one after the other.
         for call, tensor in calls if rank < other else reversed(calls):
-            works.append(call([as_sent(tensor)], other, Tag.TIED_WEIGHT))
+            works.append(call([tensor], other, Tag.TIED_WEIGHT))
     for work in works:
         work.wait()
-    total = received[holders[0]].clone()
-    for origin in holders[1:]:
-        total += received[origin]
-    *sums, marks = _unflatten(total.to(whole[0].device), [*whole, marks])
+    everyone = [_unflatten(received[holder].to(whole[0].device), [*whole, marks]) for holder in holders]
+    *sums, marks = [sum(terms[1:], start=terms[0]) for terms in zip(*everyone, strict=True)]
     if all(part is not None for part in parts):
         return list(sums)
-    return [each if mark else None for each, mark in zip(sums, marks.abs().tolist(), strict=True)]
+    return [each if mark else None for each, mark in zip(sums, marks.tolist(), strict=True)]
 
 
 def _flatten(values: Sequence[Tensor]) -> Tensor:
-    """All values in one tensor, of the narrowest dtype that holds each of them exactly."""
-    dtype = reduce(torch.promote_types, [value.dtype for value in values])
-    return torch.cat([value.reshape(-1).to(dtype) for value in values])
+    """Return the bytes of all values in one tensor."""
+    return torch.cat([value.detach().resolve_conj().contiguous().view(-1).view(torch.uint8) for value in values])
 
 
 def _unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    pieces = torch.split(flat, [value.numel() for value in like])
-    return [_as(piece.reshape(value.shape), value.dtype).clone() for piece, value in zip(pieces, like, strict=True)]
-
-
-def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what `_flatten` widened, as it was: real numbers among complex ones have no imaginary part."""
-    return (value.real if value.is_complex() and not dtype.is_complex else value).to(dtype)
+    pieces = torch.split(flat, [value.nbytes for value in like])
+    # Copies, which are aligned for every dtype.
+    return [piece.clone().view(value.dtype).view(value.shape) for piece, value in zip(pieces, like, strict=True)]
 
 
 Groups = list[tuple[str, ...]]
@@ -197,8 +190,8 @@ Groups = list[tuple[str, ...]]
 class SharedParameters:
     """Parameter objects of several layers, as far as one process can tell.
 
-    Numbers stand for the parameters of the modules among `layers`, and of the modules and parameters to which factories refer
-    directly (a closure, an argument): they are the same in every process, which runs the same program.
+    Objects of the modules among `layers`, and of the modules and parameters to which factories refer directly (a closure, an
+    argument), have the same key in every process, which runs the same program. Others have keys of their own rank.
 
     Args:
         layers: as given to the pipeline, before any is built.
@@ -207,10 +200,11 @@ class SharedParameters:
 
     def __init__(self, layers: Sequence[Any], names: Sequence[str]) -> None:
         self._objects: dict[str, nn.Parameter] = {}
-        self._numbers: dict[nn.Parameter, int] = {}
-        for value in (value for layer in layers for value in _referred(layer)):
-            for parameter in value.parameters() if isinstance(value, nn.Module) else (value,):
-                self._numbers.setdefault(parameter, len(self._numbers))
+        referred = [value for layer in layers for value in _referred(layer)]
+        parameters = [
+            p for value in referred for p in (value.parameters() if isinstance(value, nn.Module) else (value,))
+        ]
+        self._keys = {parameter: f"object {at}" for at, parameter in enumerate(dict.fromkeys(parameters))}
         for layer, name in zip(layers, names, strict=True):
             if isinstance(layer, nn.Module):
                 self.add_layer(name, layer)
@@ -220,73 +214,57 @@ class SharedParameters:
         for inner, parameter in module.named_parameters(remove_duplicate=False):
             self._objects.setdefault(f"{name}.{inner}", parameter)
 
-    def facts(self) -> dict[str, Any]:
-        """Return what the other ranks must know, in plain values: names of one object each, and numbers by name."""
-        numbers = {name: self._numbers[p] for name, p in self._objects.items() if p in self._numbers}
-        return {"groups": _grouped({name: id(p) for name, p in self._objects.items()}), "numbers": numbers}
+    def keys(self, rank: int) -> dict[str, str]:
+        """Return name -> key of each object that has several names here or a key in every process."""
+        counts = Counter(self._objects.values())
+        named = [(name, p) for name, p in self._objects.items() if counts[p] > 1 or p in self._keys]
+        return {name: self._keys.get(p, f"rank {rank} {id(p)}") for name, p in named}
 
     def require_tied(self, tied: Sequence[Sequence[str]], owners: Owners) -> None:
         """Raise ConfigError for one parameter that layers of several ranks get by other ways, and `tied` does not name.
 
         In one process it is one weight; where each rank has a process, each would train a copy.
         """
-        for names in self.facts()["groups"]:
+        for names in shared_groups([self.keys(0)]):
             holders = {owners[layer] for name in names if (layer := layer_of(name, owners)) is not None}
             parameter = self._objects[names[0]]
-            known = parameter in self._numbers or any({*names} <= {*group} for group in tied)
+            known = parameter in self._keys or any({*names} <= {*group} for group in tied)
             if len(holders) > 1 and parameter.requires_grad and not known:
                 raise ConfigError(
                     f"{' and '.join(map(repr, names))} are one parameter, which factories share, and on several processes each "
                     f"would train a copy: name them in tied=[{names!r}]"
                 )
 
-    def elsewhere(self, facts: Sequence[Mapping[str, Any]], here: Mapping[str, Any]) -> dict[Tensor, str]:
+    def elsewhere(self, keys: Sequence[Mapping[str, str]], here: Mapping[str, Any]) -> dict[Tensor, str]:
         """Return parameters that only layers of other ranks hold -> their names there.
 
         Args:
-            facts: of every rank of the pipeline.
+            keys: of every rank of the pipeline.
             here: this rank's layers by name.
         """
         held = {p for name, p in self._objects.items() if layer_of(name, here) is not None}
-        parameter_of = {number: parameter for parameter, number in self._numbers.items()}
-        names = {parameter_of[n]: name for fact in reversed(facts) for name, n in reversed(fact["numbers"].items())}
-        return {parameter: name for parameter, name in names.items() if parameter not in held}
+        name_of = {key: name for each in reversed(keys) for name, key in reversed([*each.items()])}
+        return {p: name_of[key] for p, key in self._keys.items() if key in name_of and p not in held}
 
 
-def shared_groups(facts: Sequence[Mapping[str, Any]]) -> Groups:
-    """Return the names of parameters that are one object, from the `facts` of every rank of a pipeline."""
-    numbers = {name: number for fact in facts for name, number in fact["numbers"].items()}
-    return merged([*(tuple(names) for fact in facts for names in fact["groups"]), *_grouped(numbers)])
-
-
-def _referred(layer: Any) -> Iterator[Any]:
-    """Yield the modules and parameters that a layer is, or to which its factory refers directly."""
-    if isinstance(layer, (nn.Module, nn.Parameter)):
-        yield layer
-        return
-    build = getattr(layer, "build", layer)
-    if isinstance(build, functools.partial):
-        values = [build.func, *build.args, *build.keywords.values()]
-    else:
-        cells = [cell.cell_contents for cell in getattr(build, "__closure__", None) or () if not _is_empty(cell)]
-        values = [*cells, *(getattr(build, "__defaults__", None) or ()), getattr(build, "__self__", None)]
-        values += (getattr(build, "__kwdefaults__", None) or {}).values()
-    yield from (value for value in values if isinstance(value, (nn.Module, nn.Parameter)))
-
-
-def _is_empty(cell: Any) -> bool:
-    """Return whether a closure's variable has no value yet."""
-    try:
-        return cell.cell_contents is cell
-    except ValueError:
-        return True
-
-
-def _grouped(keys: Mapping[str, int]) -> Groups:
-    by_key: dict[int, list[str]] = {}
-    for name, key in keys.items():
-        by_key.setdefault(key, []).append(name)
+def shared_groups(keys: Sequence[Mapping[str, str]]) -> Groups:
+    """Return the names of parameters that are one object, from the `keys` of every rank of a pipeline."""
+    by_key: dict[str, dict[str, None]] = {}
+    for name, key in (item for each in keys for item in each.items()):
+        by_key.setdefault(key, {})[name] = None
     return [tuple(names) for names in by_key.values() if len(names) > 1]
+
+
+def _referred(layer: Any) -> list[Any]:
+    """Return the modules and parameters that a layer is, or to which its factory refers directly."""
+    build = layer if isinstance(layer, nn.Module) else getattr(layer, "build", layer)
+    values = [build]
+    if isinstance(build, partial):
+        values = [build.func, *build.args, *build.keywords.values()]
+    elif not isinstance(build, nn.Module):
+        values = [cell.cell_contents for cell in getattr(build, "__closure__", None) or ()]
+        values += getattr(build, "__defaults__", None) or ()
+    return [value for value in values if isinstance(value, (nn.Module, nn.Parameter))]
 
 
 def merged(groups: Sequence[Sequence[str]]) -> Groups:

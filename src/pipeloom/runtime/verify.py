@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import UsageError, VerifyError
-from pipeloom.ops.layer import KEYWORD
+from pipeloom.ops.layer import Layer
 from pipeloom.ops.random_state import seeded, stable_seed
 from pipeloom.runtime.batch import (
     IGNORE_INDEX,
@@ -35,7 +35,7 @@ from pipeloom.runtime.batch import (
 from pipeloom.runtime.loss import Loss
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.pipeline import LocalPipeline, call_before_layers, layers_of_ranks
-from pipeloom.runtime.stage_modules import LayerNames, LayerSource, keywords_of, layer_name
+from pipeloom.runtime.stage_modules import LayerSource, build_stage, layer_name
 from pipeloom.runtime.tensor_spec import tensors_in
 from pipeloom.runtime.tied_weights import Tie, layer_of, share
 from pipeloom.schedule.model import Schedule
@@ -234,9 +234,11 @@ class _Sides:
         )
         self.batch, self.loss = batch, loss
         self.recomputes = options.recompute != "none"
-        self.declared = [LayerNames.of(layer, name) for layer, name in zip(plain, names, strict=True)]
         seed = torch.initial_seed() if options.seed is None else options.seed
-        self.modules = dict(zip(names, _built(plain, names, seed), strict=True))
+        memo: dict[int, Any] = {}
+        sources = [_apart(layer, name, memo) for layer, name in zip(plain, names, strict=True)]
+        self.plain = build_stage(sources, range(len(sources)), self.pipeline.device, {}, "none", seed, lambda *_: None)
+        self.modules = dict(zip(names, self.plain.modules, strict=True))
         for names_of_one in tied:
             share(Tie(tuple(names_of_one), ()), self.modules)
         self.parameters = _named(self.modules, "named_parameters")
@@ -321,13 +323,9 @@ class _Sides:
         target, given, share = parts.targets[at], parts.keywords[at], parts.shares[at]
         tensors: dict[str, Tensor | None] = {}
         terms: list[Any] = []
-        for (layer, module), declared in zip(self.modules.items(), self.declared, strict=True):
-            takes = keywords_of(module)
-            named = {k: v for k, v in given.items() if k in takes} if takes is not None else dict(given)
-            if takes is None:
-                named.pop(KEYWORD, None)
-            named = {k: v for k, v in named.items() if k not in declared.reads}
-            named |= {keyword: tensors[name] for keyword, name in declared.reads.items()}
+        for number, (layer, module) in enumerate(self.modules.items()):
+            declared = self.plain.declared[number]
+            named = {**self.plain.accepted(number, given), **self.plain.read(number, tensors)}
             self.expected.before(_Call(self._step, at, layer))
             x = module(*x, **named) if isinstance(x, tuple) else module(x, **named)
             x, lost = declared.taken_from(x, tensors)
@@ -431,23 +429,17 @@ def _copied(layers: Sequence[LayerSource]) -> list[LayerSource]:
         ) from error
 
 
-def _built(layers: Sequence[LayerSource], names: Sequence[str], seed: int) -> list[nn.Module]:
-    """Return the layers' modules, with the random numbers that a pipeline gives them at first.
+def _apart(layer: LayerSource, name: str, memo: dict[int, Any]) -> LayerSource:
+    """Return a factory of copies of what a factory makes, since it may return the same module again; a module as it is."""
+    if isinstance(layer, nn.Module):
+        return layer
 
-    Those of factories are copied too, since a factory may return the same module again.
-    """
-    memo: dict[int, Any] = {}
-    modules = []
-    for layer, name in zip(layers, names, strict=True):
-        with seeded(stable_seed("first weights", seed, name)):
-            module = layer if isinstance(layer, nn.Module) else layer()
-            if module is not layer and not isinstance(
-                module, torch.jit.ScriptModule
-            ):  # whose copies lose their signature
-                module = copy.deepcopy(module, memo)
-        on_meta = any(value.is_meta for value in (*module.parameters(), *module.buffers()))
-        modules.append(module.to_empty(device="cpu") if on_meta else module)
-    return modules
+    def build() -> nn.Module:
+        module = layer()
+        # A copy of a ScriptModule loses its signature.
+        return module if isinstance(module, torch.jit.ScriptModule) else copy.deepcopy(module, memo)
+
+    return replace(layer, build=build) if isinstance(layer, Layer) else Layer(name, build)
 
 
 def _named(modules: Mapping[str, nn.Module], method: str) -> dict[str, Any]:

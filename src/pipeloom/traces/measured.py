@@ -9,7 +9,6 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from pipeloom.errors import ScheduleError, UsageError
-from pipeloom.schedule.channels import message_kind
 from pipeloom.schedule.costs import Costs, durations
 from pipeloom.schedule.graph import Graph
 from pipeloom.schedule.model import Schedule, parts
@@ -175,27 +174,18 @@ def _ratios(timeline: Timeline) -> dict[str, list[float]]:
 
 
 def hops(schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> list[float]:
-    """Times from the end of an action to the start of the one on another rank that waited for its message, on the first route."""
-    route = schedule.routes[0]
-    places = {
-        (kind, action.stage, action.microbatch): (rank, at)
-        for rank, program in enumerate(schedule.programs)
-        for at, cell in enumerate(program)
-        for action in parts(cell)
-        if (kind := message_kind(action)) is not None
-    }
-    needed: dict[tuple[int, int], list[tuple[float, int]]] = {}
-    for (kind, stage, microbatch), (rank, at) in places.items():
-        position = route.index(stage) + (-1 if kind == "activation" else 1) if stage in route else -1
-        if 0 <= position < len(route):
-            source, entry = places[kind, route[position], microbatch]
-            needed.setdefault((rank, at), []).append((ends[source][entry], source))
-    delays = []
-    for (rank, at), messages in needed.items():
-        end, source = max(messages)  # a pair waits for the later of its two
-        if at and source != rank and end > ends[rank][at - 1]:
-            delays.append(starts[rank][at] - end)
-    return delays
+    """Times from the end of an action to the start of the one on another rank that waited for its message."""
+    last: dict[
+        tuple[int, int], tuple[float, int]
+    ] = {}  # an action, and a pair's two, wait for the latest of what they need
+    for source, at_source, rank, at in needs(schedule):
+        end = ends[source][at_source]
+        last[rank, at] = max(last.get((rank, at), (end, source)), (end, source))
+    return [
+        starts[rank][at] - end
+        for (rank, at), (end, source) in last.items()
+        if at and source != rank and end > ends[rank][at - 1]
+    ]
 
 
 @dataclass(frozen=True)

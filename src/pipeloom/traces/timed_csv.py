@@ -7,7 +7,7 @@ so hops take no time and no rank idles without a reason.
 
 from __future__ import annotations
 
-import math
+import re
 from pathlib import Path
 
 from pipeloom.errors import UsageError, printable
@@ -19,7 +19,7 @@ from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
 from pipeloom.traces.measured import MeasuredSteps, aligned
 
-_MOST_MILLISECONDS = 1e12
+_CELL = re.compile(r"[^:]+(:\d{1,12}(\.\d*)?([eE][+-]?\d)?)+")  # an action and its milliseconds
 
 
 def accepts(path: Path) -> bool:
@@ -43,44 +43,24 @@ def read(path: Path) -> MeasuredSteps:
 
 
 def _taken_apart(text: str, path: Path) -> tuple[list[str], list[list[tuple[float, ...]]]]:
-    """The lines without durations, and the durations of their cells."""
+    """Return the lines without durations, and the durations of their cells."""
     lines: list[str] = []
     times: list[list[tuple[float, ...]]] = []
-    count = 0
     for number, line in enumerate(text.removeprefix("\ufeff").rstrip().splitlines(), start=1):
-        cells, row = [], []
-        for piece in line.split(","):
-            word = piece.strip().strip('"').strip()
-            action, *rest = word.split(":")
-            cells.append(action)
-            if not action and not rest:
-                continue
-            where = f"{path}:{number}: {word!r:.60}"
-            if not action:
-                raise UsageError(f"{where} is a duration without an action, such as 0F0:1.25")
-            if not rest:
-                raise UsageError(f"{where} has no duration; write milliseconds after each action, such as 0F0:1.25")
-            values = tuple(map(_milliseconds, rest))
-            if any(math.isnan(value) for value in values):
-                raise UsageError(f"{where}: a duration is a number of milliseconds from 0 on, such as 1.25")
-            count = count or len(values)
-            if len(values) != count:
-                raise UsageError(f"{where} has {len(values)} durations, and the first cell {count}; one for each step")
-            row.append(values)
-        lines.append(",".join(cells))
-        times.append(row)
-    if not count:
+        words = [piece.strip().strip('"').strip() for piece in line.split(",")]
+        lines.append(",".join(word.partition(":")[0] for word in words))
+        times.append([])
+        for word in filter(None, words):
+            steps = len(next((row[0] for row in times if row), ())) or word.count(":")
+            if not _CELL.fullmatch(word) or word.count(":") != steps:
+                raise UsageError(
+                    f"{path}:{number}: {word!r:.60} is not an action with its milliseconds, one number for each step and as many "
+                    "as in the first cell, such as 0F0:1.25 or 0F0:1.25:1.31"
+                )
+            times[-1].append(tuple(map(float, word.split(":")[1:])))
+    if not any(times):
         raise UsageError(f"{path}: the file contains no actions")
     return lines, times
-
-
-def _milliseconds(text: str) -> float:
-    """The number in `text`; NaN if it is not a number or is out of range."""
-    try:
-        value = float(text)
-    except ValueError:
-        return math.nan
-    return value if 0 <= value < _MOST_MILLISECONDS else math.nan
 
 
 def _timeline(schedule: Schedule, seconds: dict[int, float]) -> Timeline:

@@ -8,7 +8,7 @@ hidden layers", 2024; arXiv 2502.16982; the arithmetic of torch.optim.Muon). Tha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from pipeloom.parallel.collectives import start_all_gather, start_gather_slices
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding, join, shard_of
-from pipeloom.train.masters import MasterPiece
+from pipeloom.train.masters import Master
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of torch.optim.Muon
 _ITERATIONS = 5
@@ -153,7 +153,7 @@ class WholeMatrices:
                     f"Muon needs {matrix.name} in equal parts on all tensor-parallel ranks, not {over.sizes}"
                 )
 
-    def directions(self, updates: Mapping[str, tuple[MasterPiece, Tensor]]) -> dict[str, Tensor]:
+    def directions(self, updates: Mapping[str, tuple[Master, Tensor]]) -> dict[str, Tensor]:
         """Return name -> the flat elements of the step that belong to the piece of that name. Collective over dp and tp.
 
         Args:
@@ -175,7 +175,7 @@ class WholeMatrices:
         return result
 
     def _held_here(
-        self, bucket: Bucket, present: Sequence[MuonWeight], updates: Mapping[str, tuple[MasterPiece, Tensor]]
+        self, bucket: Bucket, present: Sequence[MuonWeight], updates: Mapping[str, tuple[Master, Tensor]]
     ) -> dict[str, Tensor]:
         """Return name -> the update of this process's part of the weight, including the slices that other replicas step."""
         if self._sync is None or not self._sync.sharded or bucket.axis.size == 1:
@@ -210,7 +210,7 @@ class WholeMatrices:
             whole[weight.name] = join(by_rank, ParameterSharding((shard,)))
         return whole
 
-    def _own(self, matrix: MuonWeight, whole: Tensor, piece: MasterPiece) -> Tensor:
+    def _own(self, matrix: MuonWeight, whole: Tensor, piece: Master) -> Tensor:
         """Return this process's elements of the step of a whole weight, flat."""
         direction = direction_of(whole, matrix.fused, self._rule, matrix.dtype)
         over = matrix.layout.over("tp")
@@ -225,47 +225,41 @@ class Muon(torch.optim.Optimizer):
     Args:
         groups: torch's parameter groups.
         matrices: gathers the updates into whole weights.
-        pieces: returns the pieces of all masters, which may change from step to step.
+        masters: all masters.
     """
 
     def __init__(
         self,
         groups: Sequence[dict[str, Any]],
         matrices: WholeMatrices,
-        pieces: Callable[[], Sequence[MasterPiece]],
+        masters: Sequence[Master],
         *,
         lr: float,
         momentum: float,
         nesterov: bool,
     ) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": 0.0})
-        self._matrices, self._pieces = matrices, pieces
+        self._matrices, self._masters = matrices, masters
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Make one step; collective over the ranks that share a weight."""
-        piece_of: dict[Tensor, MasterPiece] = {piece.master: piece for piece in self._pieces()}
-        updates: dict[str, tuple[MasterPiece, Tensor]] = {}
-        for group in self.param_groups:
-            momentum = group["momentum"]
-            for master in group["params"]:
-                if master.grad is None:
-                    continue
-                state = self.state[master]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(master)
-                average = state["momentum_buffer"].lerp_(master.grad, 1 - momentum)
-                update = master.grad.lerp(average, momentum) if group["nesterov"] else average
-                piece = piece_of[master]
-                updates[piece.name] = (piece, piece.of(update))
+        master_of = {master.tensor: master for master in self._masters}
+        updates: dict[str, tuple[Master, Tensor]] = {}
+        steps = [
+            (group, tensor, tensor.grad)
+            for group in self.param_groups
+            for tensor in group["params"]
+            if tensor.grad is not None
+        ]
+        for group, tensor, gradient in steps:
+            state, momentum = self.state[tensor], group["momentum"]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(tensor)
+            average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+            update = gradient.lerp(average, momentum) if group["nesterov"] else average
+            updates[master_of[tensor].name] = (master_of[tensor], update.reshape(-1))
         directions = self._matrices.directions(updates)
-        for group in self.param_groups:
-            for master in group["params"]:
-                if master.grad is not None:
-                    master.mul_(1 - group["lr"] * group["weight_decay"])
-                    piece = piece_of[master]
-                    direction = directions[piece.name]
-                    if direction.numel() == master.numel():
-                        master.add_(direction.view(master.shape), alpha=-group["lr"])
-                    else:  # a slice ends with elements of no parameter
-                        piece.of(master).add_(direction, alpha=-group["lr"])
+        for group, tensor, _ in steps:
+            tensor.mul_(1 - group["lr"] * group["weight_decay"])
+            tensor.add_(directions[master_of[tensor].name].view(tensor.shape), alpha=-group["lr"])

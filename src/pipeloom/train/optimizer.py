@@ -16,10 +16,11 @@ from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.grad_norm import clip, exact_sum, squares
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding
 from pipeloom.runtime import Pipeline
-from pipeloom.train.masters import Buckets, Counts, Parameters, Replaced, Setting
+from pipeloom.train.masters import Counts, Master, Masters
 from pipeloom.train.muon import Muon, MuonWeight, WholeMatrices, fused_in
 
 _MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "muon": ("momentum_buffer",)}
+_CLASSES = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "muon": Muon}
 RoleName = Literal["matrix", "embedding", "vector"]
 
 
@@ -76,30 +77,26 @@ class Optimizer:
         self._trained = [parameter for _, parameter in named]
         self._sync = sync
         self._counts = counts
-        setting = self._setting
-        self.masters = Parameters(named, setting) if sync is None else Buckets(sync, setting)
-        self._pieces = list(self.masters.pieces)
+        self._masters = Masters(named, sync)
         self.optimizers: list[torch.optim.Optimizer] = []
         for rule in _MOMENTS:
             by_decay: dict[float, list[nn.Parameter]] = {}
-            for master, master_setting in self.masters.settings.items():
-                if master_setting.rule == rule:
-                    by_decay.setdefault(master_setting.decay, []).append(master)
-            groups: list[dict[str, Any]] = [
-                {"params": masters, "weight_decay": decay} for decay, masters in by_decay.items()
-            ]
+            for master in self._masters.all:
+                if self._rule(master.name) == rule:
+                    by_decay.setdefault(self._decay(master.name), []).append(master.tensor)
+            groups: list[dict[str, Any]] = [{"params": held, "weight_decay": decay} for decay, held in by_decay.items()]
             if rule == "muon":
                 matrices = {
                     name: _matrix(name, p, (layouts or {}).get(name, WHOLE), foreign)
                     for name, p in named
-                    if p.requires_grad and setting(name).rule == "muon"
+                    if p.requires_grad and self._rule(name) == "muon"
                 }
                 if matrices:  # a rank whose slices hold none of their elements still takes part in gathering them
                     self.optimizers.append(
                         Muon(
                             groups or [{"params": []}],
                             WholeMatrices(matrices, sync, options.adjust_lr_fn),
-                            lambda: self._pieces,
+                            self._masters.all,
                             lr=options.lr,
                             momentum=options.momentum,
                             nesterov=options.nesterov,
@@ -120,45 +117,45 @@ class Optimizer:
             foreign=config.model if config.model.source else None,
         )
 
-    def _setting(self, name: str) -> Setting:
+    def _rule(self, name: str) -> str:
+        """Return the optimizer of a parameter: "adamw", "sgd" or "muon"."""
+        rule = self._options.name
+        return "adamw" if rule == "muon" and role_of(name, len(self._shapes[name])) != "matrix" else rule
+
+    def _decay(self, name: str) -> float:
         options, role = self._options, role_of(name, len(self._shapes[name]))
         embedding_decay = options.weight_decay if options.embedding_decay is None else options.embedding_decay
-        decay = {"matrix": options.weight_decay, "embedding": embedding_decay, "vector": options.vector_decay}[role]
-        if options.name == "muon":
-            return Setting("muon", decay, name) if role == "matrix" else Setting("adamw", decay)
-        return Setting(options.name, decay)
+        return {"matrix": options.weight_decay, "embedding": embedding_decay, "vector": options.vector_decay}[role]
 
     def moments(self, name: str) -> tuple[str, ...]:
         """Return the names of the state tensors kept for a parameter, besides `step`."""
-        rule = self._setting(name).rule
+        rule = self._rule(name)
         return () if rule == "sgd" and not self._options.momentum else _MOMENTS[rule]
 
-    def state_of(self, master: nn.Parameter) -> dict[str, Any]:
-        """Return torch's state of a master; empty where it has none yet."""
-        return next((each.state[master] for each in self.optimizers if each.state.get(master)), {})
+    def _optimizer_of(self, master: Master) -> torch.optim.Optimizer:
+        rule = self._rule(master.name)
+        return next(each for each in self.optimizers if isinstance(each, _CLASSES[rule]))
 
     @property
     def counted(self) -> int:
         """The largest number of squares that `squares` can return."""
-        return sum(self._counts(piece.name) for piece in self._pieces)
+        return sum(self._counts(master.name) for master in self._masters.all)
 
     def squares(self) -> list[float]:
         """Return the sum of squares of each gradient that this process counts; call it after the pipeline's step."""
-        self._arrange()
-        counted = [piece for piece in self._pieces if self._counts(piece.name)]
-        return squares([piece.of(piece.master.grad) for piece in counted if piece.master.grad is not None])
+        self._masters.take_gradients()
+        gradients = [master.gradient for master in self._masters.all if self._counts(master.name)]
+        return squares([gradient for gradient in gradients if gradient is not None])
 
     def named_squares(self, gradients: bool) -> dict[str, float]:
         """Return name -> the sum of squares of the gradients, or of the values, that this process counts of a parameter."""
-        self._arrange()
-        squares_by_name: dict[str, float] = {}
-        for piece in self._pieces:
-            tensor = piece.master.grad if gradients else piece.master.detach()
-            if tensor is not None and self._counts(piece.name):
-                squares_by_name[piece.name] = squares_by_name.get(piece.name, 0.0) + exact_sum(
-                    squares([piece.of(tensor)])
-                )
-        return squares_by_name
+        self._masters.take_gradients()
+        tensors = {
+            master.name: master.gradient if gradients else master.tensor.detach().reshape(-1)
+            for master in self._masters.all
+            if self._counts(master.name)
+        }
+        return {name: exact_sum(squares([tensor])) for name, tensor in tensors.items() if tensor is not None}
 
     def square_norm(self) -> float:
         """Return the sum of `squares`."""
@@ -171,52 +168,51 @@ class Optimizer:
             norm: the global gradient norm. A step whose norm is not finite is skipped. None: neither clip nor skip.
             rate: the learning rate.
         """
-        self._arrange()
+        self._masters.take_gradients()
         if norm is None or math.isfinite(norm):
             if norm is not None and self.clip_norm > 0:
-                clip([master.grad for master in self._all if master.grad is not None], norm, self.clip_norm)
+                clip([p.grad for p in self._tensors if p.grad is not None], norm, self.clip_norm)
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = rate
                 optimizer.step()
         # Collective: a rank must take part even if its slices hold no parameter or it skipped the step.
-        self.masters.publish()
+        self._masters.publish()
         self.zero_grad()
 
     def wait(self) -> None:
         """Wait for the values that other ranks have stepped; call it before you read parameters without a Pipeline's methods."""
-        self.masters.wait()
+        self._masters.wait()
 
     def publish_again(self) -> None:
         """Take part in the collective of other ranks that publish a repeated step, on a rank that does not repeat it."""
-        self.masters.publish()
+        self._masters.publish()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for tensor in (*self._all, *self._trained):
+        for tensor in (*self._tensors, *self._trained):
             tensor.grad = None
         if self._sync is not None:
             self._sync.zero_grad()
 
     def hold_gradients(self) -> Callable[[], None]:
         """Keep this step's gradients while the next step computes its own; return a function that restores them."""
-        return self.masters.hold()
+        return self._masters.hold()
 
     def changing(self) -> list[Tensor]:
         """Return every tensor that a step writes to, except the moments, which are in the state of `optimizers`."""
-        return self.masters.changing()
+        return self._masters.changing()
 
     def read_parameters(self) -> None:
         """Copy the parameters' values to the masters: call it after loading weights without the optimizer's state."""
-        self.masters.read()
+        self._masters.read()
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the moments after the first step, and of masters that do not share memory with the parameters."""
-        moment_counts = {piece.master: len(self.moments(piece.name)) for piece in self._pieces}
-        moments = sum(moment_counts.get(master, 0) * master.nbytes for master in self._all)
+        moments = sum(len(self.moments(master.name)) * master.tensor.nbytes for master in self._masters.all)
         shared = {parameter.untyped_storage().data_ptr() for parameter in self._trained}
-        return moments + sum(m.nbytes for m in self._all if m.untyped_storage().data_ptr() not in shared)
+        return moments + sum(p.nbytes for p in self._tensors if p.untyped_storage().data_ptr() not in shared)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return global name -> `shape` of this process's part of the parameter, `start` and `stop` (range of its elements,
@@ -225,16 +221,16 @@ class Optimizer:
         `step` is 1.0 where SGD or Muon, which do not count steps, have a state.
         """
         states: dict[str, dict[str, Any]] = {}
-        for piece in self.masters.pieces:
-            state = self.state_of(piece.master)
-            moments = [key for key in self.moments(piece.name) if state.get(key) is not None]
-            states[piece.name] = {
-                "shape": tuple(piece.shape),
-                "start": piece.start,
-                "stop": piece.stop,
+        for master in self._masters.all:
+            state = self._optimizer_of(master).state.get(master.tensor, {})
+            moments = [key for key in self.moments(master.name) if state.get(key) is not None]
+            states[master.name] = {
+                "shape": tuple(master.shape),
+                "start": master.start,
+                "stop": master.stop,
                 "step": float(state.get("step", 1.0)) if moments else 0.0,
-                "master": piece.of(piece.master.detach()),
-                **{key: piece.of(state[key]) for key in moments},
+                "master": master.tensor.detach().reshape(-1),
+                **{key: state[key].reshape(-1) for key in moments},
             }
         return states
 
@@ -244,58 +240,32 @@ class Optimizer:
 
         A parameter with `step` 0 has no moments: it has had no gradient yet. Raises CheckpointError for missing elements.
         """
-        for piece in self.masters.pieces:
-            state = states.get(piece.name)
-            if state is None or state["start"] > piece.start or state["stop"] < piece.stop:
+        for master in self._masters.all:
+            state = states.get(master.name)
+            if state is None or state["start"] > master.start or state["stop"] < master.stop:
                 raise CheckpointError(
-                    f"the optimizer's state of {piece.name!r} does not hold its elements {piece.start} to {piece.stop}"
+                    f"the optimizer's state of {master.name!r} does not hold its elements {master.start} to {master.stop}"
                 )
-        self.masters.wait()
+        self._masters.wait()
         for optimizer in self.optimizers:
             optimizer.state.clear()
-        self._adopt(self.masters.separate({piece.name: states[piece.name]["step"] for piece in self.masters.pieces}))
-        for piece in self.masters.pieces:
-            state = states[piece.name]
-            section = slice(piece.start - state["start"], piece.stop - state["start"])
-            piece.of(piece.master).copy_(state["master"][section])
-            moments = self.moments(piece.name)
+        for master in self._masters.all:
+            state, tensor = states[master.name], master.tensor
+            section = slice(master.start - state["start"], master.stop - state["start"])
+            tensor.copy_(state["master"][section].view(tensor.shape))
+            moments = self.moments(master.name)
             if not state["step"] or not moments:
                 continue
-            mine = self._optimizer_of(piece.master).state[piece.master]
+            mine = self._optimizer_of(master).state[tensor]
             for key in moments:
-                if key not in mine:
-                    mine[key] = torch.zeros_like(piece.master)
-                piece.of(mine[key]).copy_(state[key][section])
+                mine[key] = torch.empty_like(tensor).copy_(state[key][section].view(tensor.shape))
             if "exp_avg" in moments:
-                mine["step"] = torch.tensor(state["step"], dtype=torch.float32, device=piece.master.device)
-        self.masters.publish()
-
-    def _arrange(self) -> None:
-        """Put the gradients into the masters, and hand state and parameter groups on to masters that replace others."""
-        self._adopt(self.masters.arrange())
-
-    def _adopt(self, replaced: Replaced) -> None:
-        if not replaced:
-            return
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["params"] = [new for old in group["params"] for new, _ in replaced.get(old, [(old, None)])]
-            for old, parts in replaced.items():
-                state = optimizer.state.pop(old, None)
-                for new, elements in parts if state else ():
-                    optimizer.state[new] = {
-                        key: value[elements] if value.ndim else value.clone() for key, value in state.items()
-                    }
-        self._pieces = list(self.masters.pieces)
-
-    def _optimizer_of(self, master: nn.Parameter) -> torch.optim.Optimizer:
-        return next(
-            each for each in self.optimizers for group in each.param_groups if any(p is master for p in group["params"])
-        )
+                mine["step"] = torch.tensor(state["step"], dtype=torch.float32, device=tensor.device)
+        self._masters.publish()
 
     @property
-    def _all(self) -> list[nn.Parameter]:
-        return list(self.masters.settings)
+    def _tensors(self) -> list[nn.Parameter]:
+        return [master.tensor for master in self._masters.all]
 
 
 def _of_torch(rule: str, groups: list[dict[str, Any]], options: OptimizerSection) -> torch.optim.Optimizer:

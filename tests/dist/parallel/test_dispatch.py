@@ -22,7 +22,6 @@ from pipeloom.parallel.dispatch import (
     DispatchPlan,
     ExpertParallel,
     begin_dispatch,
-    bytes_across_nodes,
     combine_segments,
     dispatch_segments,
     group_by_expert,
@@ -232,6 +231,16 @@ def two_level_cases(rank: int) -> dict[str, tuple[int, int]]:
         crossings[case.name] = counted[0], counted[1]
     crossings["sent"] = sent_across(rank, levels), sent_across(rank, same_order)
     return crossings
+
+
+def bytes_across_nodes(plans: list[DispatchPlan], parallel: ExpertParallel, row_bytes: int) -> int:
+    """Bytes of rows that this rank sends to other nodes in one dispatch, by its plan."""
+    sent = [plan.hops[0].send for plan in plans]
+    if parallel.across is not None:
+        return row_bytes * sum(sum(counts) - counts[parallel.across.index] for counts in sent)
+    length = parallel.size // parallel.nodes
+    here = parallel.axis.index // length
+    return row_bytes * sum(count for counts in sent for rank, count in enumerate(counts) if rank // length != here)
 
 
 def sent_across(rank: int, parallel: ExpertParallel) -> int:

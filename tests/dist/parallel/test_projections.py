@@ -31,7 +31,7 @@ from pipeloom.parallel.tensor import (
 )
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.train.checkpoint.boxes import Box
-from pipeloom.train.checkpoint.load import Reader
+from pipeloom.train.checkpoint.reader import Reader
 from pipeloom.train.checkpoint.manifest import read_manifest
 from processes import run_ranks
 
@@ -156,23 +156,10 @@ def compared(rank: int) -> None:
                     if sharding.partial:
                         gradient = sum_over_ranks(gradient.clone(), TensorParallel(tensor.axis))
                 require_close(gradient, wanted, case, f"sequence {sequence} {name}")
-        force = [second_gradients(each) for each in (None, tensor)]
-        torch.testing.assert_close(force[1], own_tokens(force[0], tensor))
-
-
-def second_gradients(tensor: TensorParallel | None) -> Tensor:
-    """The gradient of a function of the input's gradient."""
-    block = made(tensor, False)
-    x, seed = (own_tokens(normal(2, LENGTH, WIDTH, seed=each), tensor) for each in (3, 4))
-    x = x.clone().requires_grad_()
-    out = block.narrow(torch.tanh(block.wide(x)))  # type: ignore[operator]
-    (force,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    (found,) = torch.autograd.grad((force * seed).sum(), x)
-    return found
 
 
 def test_every_gradient_is_that_of_one_process() -> None:
-    """Whole sequences and spread ones; fused and split backward; adapters; bf16 autocast; twice differentiated."""
+    """Whole sequences and spread ones; fused and split backward; adapters; bf16 autocast."""
     run_ranks(compared, 4)
 
 

@@ -114,51 +114,6 @@ def check_pair(tensor: TensorParallel, lead: tuple[int, ...], split: bool) -> di
     return {"forward": forward, "backward": backward, "weights": weights}
 
 
-def penalty(out: Tensor, x: Tensor, seed: Tensor) -> Tensor:
-    """A loss with the input's gradient of an energy in it, which a pass inside computes."""
-    (force,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    return (force * seed).sum() + out.sum()
-
-
-def check_penalty(tensor: TensorParallel, how: str) -> None:
-    """The second derivative of a pair, and the weights' gradients of the stage's own pass alone."""
-    x, seed = normal(BATCH, LENGTH, WIDTH, seed=9), normal(BATCH, LENGTH, WIDTH, seed=10)
-    p = {name: value.requires_grad_() for name, value in whole_parameters().items()}
-    whole = x.clone().requires_grad_()
-    left, right = (F.linear(whole, p[f"{side}.weight"], p[f"{side}.bias"]) for side in ("left", "right"))
-    penalty(F.linear(torch.tanh(left) * right, p["down.weight"], p["down.bias"]), whole, seed).backward()
-    pair, grad_context = filled(tensor), WeightGradContext(StageBackward())
-    defer_weight_gradients(pair, grad_context)
-    seen: list[torch.Size] = []
-    if how == "queue":
-        grad_context.queue = WeightGradQueue()
-    elif how == "main":
-        grad_context.main = MainGradients()
-        for parameter in pair.parameters():
-            grad_context.main.attach(parameter, torch.zeros_like(parameter))
-    elif how == "hook":
-        grad_context.queue = WeightGradQueue()
-        pair.left.weight.register_hook(lambda g: seen.append(g.shape) or 2 * g)
-    mine = own_tokens(x, tensor).clone().requires_grad_()
-    loss = penalty(pair(mine), mine, own_tokens(seed, tensor))
-    assert all(
-        p.grad is None and (grad_context.main is None or not grad_context.main.of(p).any()) for p in pair.parameters()
-    )
-    grad_context.stage_backward.run([loss], [None])
-    if grad_context.queue is not None:
-        grad_context.queue.flush()
-    torch.testing.assert_close(mine.grad, own_tokens(whole.grad, tensor))
-    for name, sharding in shardings_of(pair).items():
-        parameter = pair.get_parameter(name)
-        gradient = parameter.grad if grad_context.main is None else grad_context.main.of(parameter)
-        if sharding.partial:
-            gradient = sum_over_ranks(gradient.clone(), TensorParallel(tensor.axis))
-        if how == "hook" and name == "left.weight":
-            assert seen == [parameter.shape]
-            gradient = gradient / 2
-        torch.testing.assert_close(gradient, shard_of(p[name].grad, sharding, {"tp": tensor.index}))
-
-
 def shared_gradients(rank: int) -> None:
     """The sum in `enter`'s backward leaves alone the gradient that came, which another operation has got too."""
     tensor = tensor_parallel(False)
@@ -171,17 +126,18 @@ def shared_gradients(rank: int) -> None:
     torch.testing.assert_close(x.grad, normal(2, 4, WIDTH, seed=3) + normal(2, 4, WIDTH, seed=4))
 
 
-def penalties(rank: int) -> None:
+def unsupported(rank: int) -> None:
     shared_gradients(rank)
-    for sequence in (False, True):
-        for how in ("plain", "queue", "main", "hook"):
-            check_penalty(tensor_parallel(sequence), how)
+    pair, x = filled(tensor_parallel(False)), normal(BATCH, LENGTH, WIDTH, seed=1).requires_grad_()
+    (slope,) = torch.autograd.grad(pair(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="marked with @once_differentiable"):
+        slope.sum().backward()
     with pytest.raises(RuntimeError, match="autograd.Function with functorch transforms"):
-        torch.func.vmap(filled(tensor_parallel(False)))(normal(2, BATCH, LENGTH, WIDTH, seed=1))
+        torch.func.vmap(pair)(normal(2, BATCH, LENGTH, WIDTH, seed=1))
 
 
-def test_a_pass_inside_a_layer_is_differentiated_with_its_communication() -> None:
-    run_ranks(penalties, 2)
+def test_what_is_not_supported_says_so() -> None:
+    run_ranks(unsupported, 2)
 
 
 def pairs(rank: int) -> dict[Any, dict[str, list[str]]]:

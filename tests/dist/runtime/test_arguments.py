@@ -96,7 +96,7 @@ def test_every_rank_refuses_the_same_keywords(kind: str) -> None:
             assert text.startswith(f"UsageError: {method} got the keyword argument {key!r}, which no layer takes")
             assert nearest in text or method == "predict"
         assert right == "no error"
-        assert "MicrobatchContext from the pipeline" in own
+        assert own.startswith(f"UsageError: {method} got the keyword argument 'microbatch'")
         assert first.startswith(f"UsageError: {method} got the keyword argument 'x'")
 
 
@@ -115,7 +115,7 @@ def test_local_pipelines_refuse_keywords_too(method: str) -> None:
 def test_a_layer_that_takes_any_keyword_takes_it() -> None:
     pipeline = LocalPipeline([*layers(), Layer("open", partial(Open, 4))], S.one_f_one_b(2, 2), loss=mse)
     pipeline.step(*batch(4), anything=1)
-    with pytest.raises(UsageError, match="MicrobatchContext"):
+    with pytest.raises(UsageError, match="keyword argument 'microbatch'"):
         pipeline.step(*batch(4), microbatch=1)
 
 
@@ -145,7 +145,7 @@ def test_the_share_of_a_local_pipeline_is_the_whole_loss() -> None:
         ((blocks(4), None), "schedule is of type NoneType; give a pipeloom.Schedule"),
         ((nn.Linear(2, 2), S.gpipe(1, 1)), "layers is of type Linear; give a list"),
         (("abcd", S.gpipe(1, 1)), "layers is of type str; give a list"),
-        (([1, 2, 3], S.gpipe(1, 1)), "layer 0 is of type int; give a module, or a function"),
+        (([1, 2, 3], S.gpipe(1, 1)), "layer 0 is of type int; give a module or a factory"),
     ],
 )
 def test_constructor_arguments(make: Any, arguments: tuple[Any, Any], text: str) -> None:
@@ -181,10 +181,7 @@ def test_inputs_and_targets(make: Any, method: str, given: tuple[Any, ...], text
     ("loss", "text"),
     [
         (lambda output, target: 1.0, "the loss returned float; it must return a tensor"),
-        (
-            lambda output, target: (output - target) ** 2,
-            r"the loss returned a tensor of shape \[2, 3, 6\]; it must return",
-        ),
+        (lambda output, target: (output - target) ** 2, r"returned torch.float32\[2, 3, 6\]; it must return"),
     ],
 )
 def test_a_loss_that_is_no_mean(loss: Any, text: str) -> None:
@@ -276,11 +273,11 @@ def test_overlap_cannot_be_turned_off_over_shared_memory() -> None:
 
 
 def test_stages_of_a_negative_size_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"stages \[5, -1\] has the negative size -1; a stage holds 0 layers or more"):
+    with pytest.raises(ConfigError, match=r"stages \[5, -1\] must have 2 numbers of layers, .* the model's 4"):
         split_layers(4, 2, [5, -1])
 
 
 def test_a_timeout_in_which_no_rank_can_answer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"timeout is 0\.5; it must be at least 1 second, or None"):
+    with pytest.raises(ConfigError, match=r"timeout is 0\.5; it must be 1 to .* seconds, or None"):
         RuntimeOptions(timeout=0.5)
     RuntimeOptions(timeout=1.0)

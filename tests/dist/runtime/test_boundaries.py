@@ -153,47 +153,19 @@ def dense() -> list[Layer]:
 
 
 @pytest.mark.core
-def test_autocast_in_some_steps_only_is_called_by_its_name() -> None:
-    pipeline = LocalPipeline(dense(), S.one_f_one_b(2, 4), loss=mse)
-    x, y = batch(4)
-    pipeline.step(x, y)
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(UsageError, match=r"is \(bfloat16\[.*was \(float32\[.*dtype has changed, .*autocast") as caught,
-    ):
-        pipeline.step(x, y)
-    assert "depends on the data" not in str(caught.value)
-    assert 'use it in all of them, or set shapes = "each"' in str(caught.value)
-    for options, first in ((RuntimeOptions(shapes="each"), False), (RuntimeOptions(), True)):
-        pipeline = LocalPipeline(dense(), S.one_f_one_b(2, 4), loss=mse, options=options)
-        for step in range(2):
-            with torch.autocast("cpu", torch.bfloat16, enabled=first or step == 1):
-                pipeline.step(x, y)
-
-
-@pytest.mark.core
-def test_layers_frozen_between_steps_are_called_by_their_name() -> None:
+@pytest.mark.parametrize("change", ["autocast", "frozen"])
+def test_outputs_that_are_others_than_before_are_described(change: str) -> None:
     pipeline = LocalPipeline(dense(), S.one_f_one_b(2, 4), loss=mse)
     x, y = batch(4)
     pipeline.step(x, y)
     for name, parameter in pipeline.named_parameters():
-        parameter.requires_grad_(name.startswith("linear3"))
-    with pytest.raises(UsageError, match=r"carries a gradient .* frozen or unfrozen between steps"):
+        parameter.requires_grad_(change == "autocast" or name.startswith("linear3"))
+    words = {"autocast": r"is \(bfloat16\[.*was \(float32\[", "frozen": r"6\]\); .*6\] with a gradient\)"}[change]
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast"),
+        pytest.raises(UsageError, match=words + ".*build a new pipeline if layers were frozen .* or autocast switched"),
+    ):
         pipeline.step(x, y)
-
-
-@pytest.mark.core
-def test_another_number_of_outputs_is_called_by_its_name() -> None:
-    class Sometimes(Block):
-        def forward(self, x: Tensor) -> Any:
-            out = super().forward(x)
-            return out if x[0, 0, 0] > 0 else (out, None)
-
-    pipeline = LocalPipeline([Layer("sometimes", lambda: Sometimes(0)), *dense()[:1]], S.gpipe(2, 1), loss=mse)
-    x, _ = batch(2)
-    pipeline.predict(x.abs())
-    with pytest.raises(UsageError, match="a layer returns other values than before"):
-        pipeline.predict(-x.abs())
 
 
 def keyword_step(pipeline: Any) -> tuple[float, float]:

@@ -100,37 +100,6 @@ def test_a_change_that_one_process_refuses_is_refused() -> None:
             LocalPipeline(layers, schedule, loss=mse, stages=stages).step(*batch(4))
 
 
-class Later(Block):
-    """Changes its input from some forward on."""
-
-    forwards = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.leaves = x.is_leaf
-        self.forwards += 1
-        return super().forward(x.mul_(2) if self.forwards > 96 else x)
-
-
-def test_inputs_that_nobody_changes_are_leaves_after_a_while() -> None:
-    """A layer that begins later is refused once, with the reason, and allowed from then on."""
-    late = Later(1)
-    layers = [Layer("sum", lambda: Sum(0)), Layer("late", lambda: late)]
-    pipeline = LocalPipeline(layers, pl.schedules.build("1f1b", 2, 4), loss=mse)
-    x, y = batch(8)
-    pipeline.step(x, y)
-    assert not late.leaves
-    for _ in range(23):
-        pipeline.step(x, y)
-    assert late.leaves
-    with pytest.raises(RuntimeError) as caught:
-        pipeline.step(x, y)
-    assert "a layer changes its input in place, and did not before" in "".join(caught.value.__notes__)
-    pipeline.zero_grad()
-    pipeline.step(x, y)
-    twin = Later(1)
-    twin.forwards = 1000
-    _, want = serial([Layer("sum", lambda: Sum(0)), Layer("late", lambda: twin)], x, y, [2] * 4)
-    assert worst(gradients(pipeline), want) <= 1e-5
 
 
 def test_a_recomputed_layer_may_change_its_input() -> None:

@@ -123,7 +123,7 @@ def layers(way: str) -> list[Any]:
         return [partial(Embed, shared), *middle, Layer("head", partial(Head, weight=shared))]
     if way == "default":
         shared = weight()
-        return [Layer("embed", lambda w=shared: Embed(w)), *middle, Layer("head", lambda *, w=shared: Head(w))]
+        return [Layer("embed", lambda w=shared: Embed(w)), *middle, Layer("head", lambda w=shared: Head(w))]
     if way == "global":
         return [Layer("embed", lambda: Embed(GLOBAL)), *middle, Layer("head", lambda: [Head(GLOBAL)][0])]
     if way == "lazy":

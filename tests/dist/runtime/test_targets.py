@@ -296,32 +296,3 @@ def test_replicas_share_one_mean() -> None:
             assert loss < 1e-6, (rank, case)
             assert gradient < BOUND, (rank, case)
             assert abs(evaluated) < 1e-6, (rank, case)
-
-
-def middle_rank_asks(rank: int) -> str:
-    """A layer that needs its share on a rank that was given no targets."""
-
-    class Asks(Block):
-        def forward(self, x: Tensor, microbatch: MicrobatchContext) -> Tensor:
-            return super().forward(x) * microbatch.share
-
-    pipeline = Pipeline(
-        [Layer("asks", partial(Asks, 0)), *layers(2)],
-        S.one_f_one_b(2, 2),
-        loss=loss_of,
-        options=RuntimeOptions(
-            monitor=False, transport="individual", init="none", check_every=0
-        ),  # the other rank takes no step
-    )
-    x, y = data(4, 1, 0.2)
-    if rank == 1:
-        return ""
-    try:
-        pipeline.step(x, y.to("meta"))
-    except UsageError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_layer_that_needs_its_share_without_targets() -> None:
-    assert "pass the real targets on every rank" in run_ranks(middle_rank_asks, 2)[0]

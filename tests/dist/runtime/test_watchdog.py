@@ -240,12 +240,9 @@ def test_the_secret_comes_from_the_environment_or_a_file_of_the_users_alone(
     with pytest.raises(DistributedError, match="PIPELOOM_SECRET_FILE"):
         read_secret()
     os.mkfifo(tmp_path / "pipe", 0o600)  # to read it would wait for ever
-    (tmp_path / "long").write_bytes(b"x" * 5000)
-    (tmp_path / "long").chmod(0o600)
-    for name in ("pipe", "long"):
-        monkeypatch.setenv("PIPELOOM_SECRET_FILE", str(tmp_path / name))
-        with pytest.raises(DistributedError, match="not a regular file of at most 4096 bytes"):
-            read_secret()
+    monkeypatch.setenv("PIPELOOM_SECRET_FILE", str(tmp_path / "pipe"))
+    with pytest.raises(DistributedError, match="is no file"):
+        read_secret()
 
 
 # -- the store ---------------------------------------------------------------------------------------------------------------

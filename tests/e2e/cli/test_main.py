@@ -52,28 +52,6 @@ def test_version_and_no_arguments(pipeloom: Run) -> None:
     assert "Usage: pipeloom" in ended.out
 
 
-def test_unknown_command(pipeloom: Run) -> None:
-    ended = pipeloom("shedule")
-    assert ended.code == 2
-    assert "shedule" in ended.err
-    assert json.loads(pipeloom("shedule --json").out)["error"]["exit_code"] == 2
-
-
-@pytest.mark.parametrize("name", ["train", "verify"])
-def test_other_commands_get_their_words_untouched(pipeloom: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    module = pytest.importorskip(f"pipeloom.cli.{name}")
-    seen: list[str] = []
-
-    def command(arguments: list[str]) -> int:
-        seen.extend(arguments)
-        return 75
-
-    monkeypatch.setattr(module, "command", command)
-    words = "run.toml --model.hidden_size 64 --help --schedule.options.rounds=tail --log.dir -x last"
-    assert pipeloom(f"{name} {words}").code == 75
-    assert seen == words.split()
-
-
 def test_exit_codes_of_errors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(error: BaseException) -> Callable[[], None]:
         def run() -> None:

@@ -71,34 +71,26 @@ def test_the_scan_finds_what_it_looks_for(tmp_path: Path) -> None:
 
 
 RUNS = {
-    "pipeline": ["--parallel.pp", "2", "--schedule.name", "interleaved"],
-    "gloo": ["--parallel.pp", "2", "--schedule.transport", "individual"],
-    "two routes": ["--parallel.pp", "2", "--schedule.name", "dualpipe", "--schedule.microbatches", "4"],
-    "mesh": [
-        "--parallel.pp",
-        "1",
-        "--parallel.dp",
-        "2",
-        "--parallel.tp",
-        "2",
-        "--optimizer.zero1",
-        "true",
-        "--schedule.name",
-        "1f1b",
-        "--schedule.microbatches",
-        "4",
-    ],
-    "search": [
-        "--parallel.pp",
-        "2",
-        "--schedule.name",
-        "search",
-        "--train.steps",
-        "14",
-        "--schedule.options.iterations",
-        "50",
-    ],
+    "pipeline": "--parallel.pp 2 --schedule.name interleaved",
+    "gloo": "--parallel.pp 2 --schedule.transport individual",
+    "two routes": "--parallel.pp 2 --schedule.name dualpipe --schedule.microbatches 4",
+    "mesh": "--parallel.pp 1 --parallel.dp 2 --parallel.tp 2 --optimizer.zero1 --schedule.name 1f1b --schedule.microbatches 4",
+    "search": "--parallel.pp 2 --schedule.name search --train.steps 14 --schedule.options.iterations 50",
 }
+
+
+def run(tmp_path: Path, *words: str) -> str:
+    """Run the command where every way to unpickle raises; return what it prints."""
+    (tmp_path / "sitecustomize.py").write_text(POISON)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    poisoned = subprocess.run(
+        [sys.executable, "-c", "import pickle; pickle.loads(b'N.')"], env=environment, capture_output=True, text=True
+    )
+    assert "something was unpickled" in poisoned.stderr
+    command = [sys.executable, "-m", "pipeloom", *words, "--train.device", "cpu"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.timeout(240)
@@ -106,26 +98,11 @@ RUNS = {
     "name", [name if name in ("mesh", "search") else pytest.param(name, marks=pytest.mark.full) for name in RUNS]
 )
 def test_a_training_run_unpickles_nothing(name: str, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(POISON)
     (tmp_path / "text.txt").write_text("the loom weaves thread over thread\n" * 3000)
-    words = ["tiny", "--data.source", str(tmp_path / "text.txt"), "--log.dir", str(tmp_path / "log")]
-    words += ["--train.device", "cpu", "--train.steps", "3", *RUNS[name]]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    poisoned = subprocess.run(
-        [sys.executable, "-c", "import pickle; pickle.loads(b'N.')"], env=environment, capture_output=True, text=True
-    )
-    assert "something was unpickled" in poisoned.stderr
-    run = [sys.executable, "-m", "pipeloom", "train", *words]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ["tiny", "--data.source", str(tmp_path / "text.txt"), "--log.dir", str(tmp_path / "log"), "--train.steps=3"]
+    run(tmp_path, "train", *words, *RUNS[name].split())
 
 
 @pytest.mark.timeout(240)
 def test_verify_unpickles_nothing(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(POISON)
-    words = ["verify", "tiny", "--parallel.pp", "2", "--parallel.tp", "2", "--train.device", "cpu"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    run = [sys.executable, "-m", "pipeloom", *words]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "PASS" in done.stdout
+    assert "PASS" in run(tmp_path, "verify", "tiny", "--parallel.pp", "2", "--parallel.tp", "2")

@@ -249,49 +249,14 @@ def test_a_trainer_keeps_the_traces_that_it_can_print(monkeypatch: pytest.Monkey
         "rehearse 1f1b --ranks 2 --microbatches 2",
     ],
 )
-@pytest.mark.parametrize(
-    ("file", "reason"), [("absent/x.svg", "there is no directory absent"), ("folder", "it is a directory")]
-)
-@pytest.mark.parametrize("option", ["--svg", "--html"])
+@pytest.mark.parametrize("target", ["--svg absent/x.svg", "--html folder"])
 def test_files_that_cannot_be_written_are_refused_before_the_work(
-    pipeloom: Callable[[str], Any],
-    line: str,
-    option: str,
-    file: str,
-    reason: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    pipeloom: Callable[[str], Any], line: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def work(*_: object, **__: object) -> None:
-        raise AssertionError("the work has begun")
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    for target in ("pipeloom.solver.search", "pipeloom.schedule.simulate", "pipeloom.cli.rehearse._run"):
-        monkeypatch.setattr(target, work)
-    ended = pipeloom(f"{line} {option} {file}")
+    for work in ("pipeloom.solver.search", "pipeloom.schedule.simulate", "pipeloom.cli.rehearse._run"):
+        monkeypatch.setattr(work, lambda *_, **__: pytest.fail("the work has begun"))
+    ended = pipeloom(f"{line} {target}")
+    file, reason = target.split()[1], "it is a directory" if "folder" in target else "there is no directory absent"
     assert (ended.code, ended.out, ended.err) == (2, "", f"pipeloom: cannot write {file}: {reason}\n")
-
-
-@pytest.mark.parametrize("rest", ["--microbatches 8", "--sweep microbatches=4..8"])
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("absent.csv", "cannot read absent.csv"),
-        ("zbw", "there is no schedule 'zbw'"),
-        (":b", "schedule ':b' is not of the form module:function"),
-        ("absent:make", "schedule 'absent:make': No module named 'absent'"),
-        ("interleaved:chnks=2", "schedule interleaved has no option 'chnks'; did you mean 'chunks'?"),
-        ("1f1b:ranks=2", "schedule 1f1b has no option 'ranks'; known: cooldown"),
-    ],
-)
-def test_schedules_that_do_not_exist_are_refused_before_others_are_simulated(
-    pipeloom: Callable[[str], Any], rest: str, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def work(*_: object, **__: object) -> None:
-        raise AssertionError("the work has begun")
-
-    monkeypatch.setattr("pipeloom.schedule.simulate", work)
-    ended = pipeloom(f"compare all {name} --ranks 4 {rest}")
-    assert ended.code == 2
-    assert reason in ended.err

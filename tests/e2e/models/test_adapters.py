@@ -13,9 +13,9 @@ import pipeloom as pl
 from hf_families import MODEL_FAMILIES, make_batch
 from pipeloom.config import MeshShape, ModelSection, load
 from pipeloom.errors import ArgumentError
-from pipeloom.models import cross_entropy, hf, layers, tied, token_loss
+from pipeloom.models import cross_entropy, hf, hub_name, layers, tied, token_loss
 from pipeloom.models.hf.library import transformers
-from pipeloom.models.lora import AdaptedLinear, LoraOptions, adapter_name, is_adapter, linear_layers, with_adapters
+from pipeloom.models.lora import AdaptedLinear, LoraOptions, is_adapter, is_linear, with_adapters
 from pipeloom.ops.random_state import stable_seed
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.sharding import join, shard_of
@@ -44,7 +44,7 @@ SPARSE = model(num_experts=4, num_shared_experts=2, moe_intermediate_size=16)
 
 def numbers(name: str, shape: tuple[int, ...]) -> Tensor:
     """The test's values of an adapter's matrix, which do not depend on the layout."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(stable_seed("test", adapter_name(name)))) * 0.1
+    return torch.randn(shape, generator=torch.Generator().manual_seed(stable_seed("test", hub_name(name)))) * 0.1
 
 
 @torch.no_grad()
@@ -80,8 +80,8 @@ def serial(shape: ModelSection) -> tuple[float, dict[str, Tensor]]:
     sums: dict[str, Sum] = {}
     for layer, module in built.items():
         module.requires_grad_(False)
-        for name, linear in list(linear_layers(module, layer)):
-            if OPTIONS.chooses(name):
+        for path, linear in [each for each in module.named_modules() if is_linear(each[1])]:
+            if OPTIONS.chooses(name := hub_name(f"{layer}.{path}")):
                 outputs, inputs = linear.weight.shape
                 a, b = numbers(f"{name}.lora_A.weight", (3, inputs)), numbers(f"{name}.lora_B.weight", (outputs, 3))
                 sums[name] = Sum(a.double(), b.double())
@@ -191,7 +191,7 @@ def test_gradients_of_a_foreign_model_are_those_of_peft(family: str, schedule: s
         with_adapters(chosen, OPTIONS, 0), SCHEDULES[schedule](), loss=cross_entropy, tied=chosen.tied
     )
     fill(pipeline)
-    own = {adapter_name(name): parameter for name, parameter in pipeline.named_parameters()}
+    own = {hub_name(name): parameter for name, parameter in pipeline.named_parameters()}
     whole = transformers().AutoModelForCausalLM.from_config(chosen.config, dtype=torch.float32)
     state = whole.state_dict()
     whole.load_state_dict({n: own[n].detach() if n in own else value for n, value in state.items()}, strict=False)

@@ -12,7 +12,7 @@ import pipeloom as pl
 from pipeloom.config import MeshShape, ModelSection, load
 from pipeloom.models import decoder as documents
 from pipeloom.models import layers, tied, token_loss
-from pipeloom.models.decoder import attend, document_numbers, rotary_rows, rotary_table, visible
+from pipeloom.models.decoder import attend, document_numbers, visible
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Mesh
@@ -144,14 +144,6 @@ def test_a_document_begins_where_positions_do_not_continue() -> None:
         [0, 0, 0, 0, 0, 1],
     ]
     assert torch.equal(visible(positions, 2, 5), visible(positions)[:, :, 2:5, :5])
-
-
-def test_rotary_rows_are_those_of_the_table() -> None:
-    cos, sin = rotary_table(9, 8, 100.0, torch.float32, torch.device("cpu"))
-    positions = torch.tensor([[0, 1, 2, 0], [8, 3, 3, 7]])
-    found = rotary_rows(positions, 8, 100.0, torch.float32)
-    assert torch.equal(found[0][:, 0], cos[positions])
-    assert torch.equal(found[1][:, 0], sin[positions])
 
 
 def test_attention_document_by_document_is_attention_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,6 @@ from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.models.lora import is_adapter
 from pipeloom.runtime import Pipeline
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.checkpoint import folder as folder_module
-from pipeloom.train.checkpoint import load as load_module
 from pipeloom.train.checkpoint.manifest import read_manifest
 from pipeloom.train.hub import conversion as hub
 from pipeloom.train.hub.generate import open_model, open_pipeline
@@ -267,31 +265,3 @@ def test_a_tied_weight_is_not_merged_and_a_whole_model_has_nothing_to_merge(tmp_
     saved({"model.source": str(tmp_path / "hub")}, tmp_path / "run", 1)
     with pytest.raises(ConfigError, match="holds no adapters to merge"):
         hub.export(tmp_path / "run", tmp_path / "out", merge=True)
-
-
-def _begin_while_a_run_saves(rank: int, folder: str) -> dict[str, list[float]]:
-    """The first values of each weight here after `begin_weights`; rank 0 looks before the second checkpoint is complete."""
-    if rank == 0:
-        for module in (load_module, folder_module):
-            module.complete = lambda path: [(1, path / "step-000001")]  # type: ignore[attr-defined]
-    config = load_layout(None, {"model.weights": folder, "parallel.pp": 2, **WIDE})
-    pipeline = build_pipeline(config, torch.device("cpu"))
-    begin_weights(config.config, pipeline)
-    values = {name: parameter.detach().flatten()[:3].tolist() for name, parameter in pipeline.named_parameters()}
-    pipeline.close()
-    return values
-
-
-def test_all_ranks_begin_with_the_checkpoint_that_the_first_rank_sees(tmp_path: Path) -> None:
-    pipeline = build_pipeline(
-        load_layout(None, {"parallel.pp": 1, "schedule.name": "1f1b", **WIDE}), torch.device("cpu")
-    )
-    first = {name: parameter.detach().flatten()[:3].tolist() for name, parameter in pipeline.named_parameters()}
-    for step in (1, 2):
-        checkpoint.save(tmp_path, step, pipeline)
-        with torch.no_grad():
-            for parameter in pipeline.parameters():
-                parameter += 1.0
-    pipeline.close()
-    ranks = run_ranks(_begin_while_a_run_saves, 2, str(tmp_path))
-    assert ranks[0] | ranks[1] == first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import ParameterSharding, Shard, shard_of
 from pipeloom.runtime import grad_sync as gradients
-from pipeloom.train.report.verify import RankTensors, compare, pipeline_step, serial_step, whole
+from pipeloom.train.report.verify import ComparedStep, compare, pipeline_step, serial_step
 from processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -98,47 +99,38 @@ def mutated(rank: int, name: str) -> list[Any] | None:
 
         GradientSync.finish = halved  # type: ignore[method-assign]
     found = pipeline_step(layout_of(name), CPU, mesh)
-    return [(loss, {key: None if g is None else g.numpy() for key, g in held.items()}) for loss, held in found]
+    return [
+        (loss, {key: None if g is None else g.numpy() for key, g in held.items()}, *rest) for loss, held, *rest in found
+    ]
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_what_is_left_out_is_seen(name: str) -> None:
     layout = layout_of(name)
     found = run_ranks(mutated, layout.world_size, name)[0]
-    from pipeloom.train.report.verify import ComparedStep
-
     steps = [
-        ComparedStep(loss, {key: None if g is None else torch.from_numpy(g) for key, g in held.items()})
-        for loss, held in found
+        ComparedStep(loss, {key: None if g is None else torch.from_numpy(g) for key, g in held.items()}, *rest)
+        for loss, held, *rest in found
     ]
     result = compare(steps, serial_step(layout, CPU), tied(layout.config.model), 1e-5)
     assert result.passed == name.startswith("sound"), (result.loss_error, max(result.errors.values()))
 
 
-def test_parts_are_joined_and_every_copy_comes_once() -> None:
-    shape = MeshShape(1, 2, 2)
-    sharding = ParameterSharding((Shard("tp", 0, (2, 3)),))
-    full = torch.arange(20.0).reshape(5, 4)
-    holdings = []
-    for number in range(4):
+@pytest.mark.parametrize("wrong", ["", "value", "missing", "other rank's"])
+def test_a_part_is_compared_with_its_place_in_the_whole(wrong: str) -> None:
+    shape, sharding = MeshShape(1, 1, 2), ParameterSharding((Shard("tp", 0, (2, 3)),))
+    whole = torch.arange(20.0).reshape(5, 4)
+    steps = []
+    for number in range(2):
         place = shape.place(number)
-        part = shard_of(full + 100 * place.dp, sharding, place._asdict())
-        values = {"cut": part, "whole": torch.full((2,), float(number)), "none": None}
-        holdings.append(RankTensors(place, values, {"cut": sharding, "whole": ParameterSharding(), "none": sharding}))
-    found = whole(holdings)
-    assert torch.equal(found[0]["cut"], full)
-    assert torch.equal(found[2]["cut"], full + 100)
-    assert "cut" not in found[1]
-    assert [each["whole"][0].item() for each in found] == [0.0, 1.0, 2.0, 3.0]
-    assert found[0]["none"] is None
-
-
-def test_a_part_that_has_no_gradient_is_no_gradient_of_the_whole() -> None:
-    shape = MeshShape(1, 1, 2)
-    sharding = ParameterSharding((Shard("tp", 0, (2, 2)),))
-    parts = [torch.ones(2, 3), None]
-    holdings = [RankTensors(shape.place(number), {"cut": parts[number]}, {"cut": sharding}) for number in range(2)]
-    joined = whole(holdings)[0]["cut"]
-    assert joined is not None
-    assert joined.shape == (4, 3)
-    assert not joined.isfinite().any()
+        part: Any = shard_of(whole, sharding, place._asdict()).clone()
+        if number == 1 and wrong == "value":
+            part[0, 0] += 1
+        if number == 1 and wrong == "missing":
+            part = None
+        if wrong == "other rank's":
+            place = shape.place(0)
+        steps.append(ComparedStep(1.0, {"cut": part}, place, {"cut": sharding}))
+    result = compare(steps, ComparedStep(1.0, {"cut": whole}), (), 1e-5)
+    assert result.errors["cut"] == {"": 0.0, "value": 1 / 19}.get(wrong, math.inf)
+    assert result.passed == (not wrong)

@@ -41,7 +41,6 @@ def test_other_names_of_the_families_are_taken(pipeloom: Run) -> None:
     assert [one["makespan"] for one in found["schedules"]] == [one["makespan"] for one in named["schedules"]]
     ended = pipeloom("schedule AFAB --ranks 2 --microbatches 2")
     assert (ended.code, ended.out.splitlines()[0]) == (0, "gpipe, 2 ranks, 2 micro-batches")
-    assert "did you mean 'zbv'" in pipeloom("schedule ZBVZeroBuble").err
 
 
 def test_afab_ratios(pipeloom: Run) -> None:
@@ -141,13 +140,6 @@ def test_two_routes_hold_whole_stages() -> None:
     assert share(pl.Costs(forward=3.0), schedule).forward == 3.0
 
 
-def test_errors(pipeloom: Run) -> None:
-    assert "there is no schedule 'gpip'" in pipeloom("compare gpip --ranks 2 --microbatches 2").err
-    assert pipeloom("compare all").code == 2
-    assert pipeloom("compare interleaved:chunks=3,rounds=paper --ranks 4 --microbatches 5").code == 3
-    assert "no schedule supports" in pipeloom("compare all --ranks 0 --microbatches 2").err
-
-
 def test_messages_are_counted_and_sized(pipeloom: Run) -> None:
     line = "compare 1f1b zbv --ranks 4 --microbatches 8"
     assert "size" not in pipeloom(line).out
@@ -155,7 +147,6 @@ def test_messages_are_counted_and_sized(pipeloom: Run) -> None:
     head = rows[1].index("count") - len(rows[1])
     assert [row[head - 1] for row in rows[3:5]] == ["48", "96"]  # the size has two words
     assert [row[head : head + 2] for row in rows[3:5]] == [["192", "MiB"], ["384", "MiB"]]
-    assert pipeloom(f"{line} --message 4MB").code == 2
     found = json.loads(pipeloom(f"{line} --message 4MiB --json").out)
     assert found["schedules"][0]["messages"]["by_kind"]["gradient"] == {"count": 24, "size": 24 * 2**22}
 
@@ -169,6 +160,3 @@ def test_a_model_sends_more_as_tensor_parallel_ranks_than_as_a_pipeline(pipeloom
     text = pipeloom("compare --volume default --ranks 3").out
     assert "skipped: tensor parallel: parallel.tp = 3: it must divide" in text
     assert "pipeline, interleaved" in text
-    assert "tensor parallel: parallel.tp = 3" in pipeloom("compare --volume tiny --ranks 3").err
-    assert pipeloom("compare 1f1b --volume tiny").code == 2
-    assert pipeloom("compare --volume tinny").code == 2

@@ -39,11 +39,3 @@ def test_search_over_pairs(pipeloom: Run) -> None:
     text = pipeloom(f"{line} --pairs --csv").out
     assert "OVERLAP_F_B" in text
     assert from_csv(text).codes == schedule.codes
-
-
-def test_what_pairs_do_not_know(pipeloom: Run) -> None:
-    line = "search --ranks 2 --microbatches 4 --all-to-all 0.3 --pairs"
-    ended = pipeloom(f"{line} --microbatch-costs 1,2,1,2")
-    assert ended.code == 2
-    assert "microbatch-costs" in ended.err
-    assert pipeloom(f"{line} --prove").code == 2

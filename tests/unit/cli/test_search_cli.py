@@ -82,40 +82,6 @@ def test_messages_that_are_waited_for(pipeloom: Run) -> None:
     assert all(slow > fast for fast, slow in zip(values[""], values[" --no-overlap-p2p"], strict=True))
 
 
-def test_pairs_that_gain(pipeloom: Run) -> None:
-    line = "--ranks 4 --microbatches 8 --weight-grad 0.7 --all-to-all 0.3"
-    one = json.loads(pipeloom(f"schedule dualpipev {line} --json").out)
-    plain = json.loads(pipeloom("schedule dualpipev --ranks 4 --microbatches 8 --weight-grad 0.7 --json").out)
-    assert one["costs"]["all_to_all"] == 0.3
-    assert one["makespan"] < plain["makespan"]
-    given = json.loads(pipeloom("schedule 1f1b-overlap --ranks 4 --microbatches 8 --pair 2 --json").out)
-    assert given["makespan"] < 33
-    found = json.loads(pipeloom(f"search {line} --chunks 2 --placement vee --pairs --iterations 100 --json").out)
-    assert found["makespan"] <= one["makespan"]
-
-
-@pytest.mark.parametrize(
-    ("line", "code", "words"),
-    [
-        ("search --microbatches 4", 2, "search needs --ranks"),
-        ("search --ranks 4 --microbatches 4 --json --csv", 2, "choose one"),
-        ("search --ranks 4 --microbatches 4 --placement 0,1,x,3", 2, "--placement is"),
-        ("search --ranks 4 --microbatches 4 --placement spiral", 2, "placement is 'spiral'"),
-        ("search --ranks 4 --microbatches 4 --objective speed", 2, "objective is 'speed'"),
-        ("search --ranks 4 --microbatches 4 --memory 0.5", 4, "one micro-batch"),
-        ("search --ranks 4 --microbatches 4 --microbatch-costs 1,2", 2, "--microbatch-costs has 2 values"),
-        ("search --ranks 4 --microbatches 4 --microbatch-costs 1,x", 2, "one number for each micro-batch"),
-        ("search --ranks 2 --microbatches 2 --microbatch-costs 1,2 --prove", 2, "prove requires equal micro-batches"),
-        ("search --ranks 2 --microbatches 2 --pairs --no-overlap-p2p", 2, "leave out pairs or --no-overlap-p2p"),
-        ("search --ranks 4 --microbatches 4 --all-to-all 2", 2, "share between 0 and 1"),
-    ],
-)
-def test_refusals(pipeloom: Run, line: str, code: int, words: str) -> None:
-    ended = pipeloom(line)
-    assert ended.code == code
-    assert words in ended.err + ended.out
-
-
 def test_a_proof_is_printed(pipeloom: Run) -> None:
     pytest.importorskip("ortools")
     ended = pipeloom("search --ranks 4 --microbatches 8 --memory 2 --iterations 500 --prove")

@@ -35,22 +35,6 @@ def test_values_of_a_sweep(text: str, values: tuple[int, ...]) -> None:
     assert Sweep.of(text).values == values
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("8..64", "give a size and its values"),
-        ("microbatch=8..64", "did you mean 'microbatches'"),
-        ("ranks=9..2", "write ranks=2..9"),
-        ("ranks=2..9:0", "step must be at least 1"),
-        ("ranks=two", "a range such as 8..64"),
-        ("ranks=1..999:1", "999 values; the most is 64"),
-    ],
-)
-def test_a_sweep_that_cannot_be_is_refused(text: str, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        Sweep.of(text)
-
-
 def test_figures_are_those_of_each_schedule_alone(tmp_path: Path) -> None:
     svg, png = tmp_path / "x.svg", tmp_path / "x.png"
     words = ["1f1b", "interleaved", "--ranks", "4", "--sweep", "microbatches=4..12:4", "--json"]
@@ -80,10 +64,3 @@ def test_what_a_schedule_refuses_is_a_gap_with_its_reason() -> None:
     assert len([line for line in text.splitlines() if line.startswith("gpipe")]) == 3
     with pytest.raises(UsageError, match="no schedule supports"):
         _run("dualpipe", "--ranks", "3", "--sweep", "microbatches=8..9")
-
-
-def test_options_that_contradict_a_sweep() -> None:
-    with pytest.raises(UsageError, match="--microbatches is 8, but --sweep varies it"):
-        _run("1f1b", "--ranks", "4", "--microbatches", "8", "--sweep", "microbatches=8..9")
-    with pytest.raises(UsageError, match="--html draws timelines"):
-        _run("1f1b", "--ranks", "4", "--sweep", "microbatches=8..9", "--html", "x.html")

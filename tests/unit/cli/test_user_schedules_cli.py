@@ -83,9 +83,3 @@ def test_a_failing_function_is_the_users_error(
     assert where.format(m=module) in ended.err
     assert "internal error" not in ended.err
     assert "Traceback" not in ended.err
-
-
-def test_compare_names_file_and_line_too(pipeloom: Run, module: str) -> None:
-    ended = pipeloom(f"compare {module}:key_error 1f1b --ranks 2 --microbatches 4")
-    assert ended.code == 2
-    assert f"{module}.py:5: schedule '{module}:key_error' raised KeyError: 'oops'" in ended.err

@@ -142,21 +142,6 @@ def test_flags(arguments: list[str], key: str, value: object) -> None:
     assert split_arguments([*arguments, "run.toml"])[0] == "run.toml"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["a.toml", "b.toml"], "two configurations"),
-        (["--train.steps"], "needs a value"),
-        (["--train.steps", "--train.seed", "1"], "--train.steps needs a value"),
-        (["--lr", "3"], r"did you mean --optimizer\.lr\?"),
-        (["-x"], "there is no option '-x'"),
-    ],
-)
-def test_refused_flags(arguments: list[str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        split_arguments(arguments)
-
-
 def test_a_written_configuration_is_read_back_equal(tmp_path: Path) -> None:
     config = load(
         "tiny",

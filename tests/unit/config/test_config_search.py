@@ -99,33 +99,6 @@ def test_wrong_options_are_refused_all_at_once() -> None:
     assert len(found) == len(expected) + 1
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (
-            {"schedule__options__costs": {"forward": 1, "weight_grad": 1}},
-            "schedule.options.costs.input_grad is missing",
-        ),
-        ({"schedule__options__costs": 3}, "schedule.options.costs = 3: it must be a table"),
-        (
-            {"schedule__options__costs": {"forward": [1, 2, 3], "input_grad": 1, "weight_grad": 1}},
-            "3 values for 4 stages; give one number, or 4",
-        ),
-        ({"schedule__chunks": 2, "schedule__options__memory": 1}, "one micro-batch in each of a rank's stages takes 2"),
-        ({"schedule__options__time_limit": 300}, "wait at most 300 s for the search"),
-        ({"train__steps": 3}, "use train.steps = 4 or more, or give schedule.options.costs"),
-        ({"schedule__options__placement": [0, 1, 2, 9]}, "schedule.options.placement names rank 9; there are 4 (0..3)"),
-        ({"schedule__options__placement": [0, 1, 2]}, "schedule.options.placement leaves rank 3 without a stage"),
-        ({"schedule__options__placement": [0, 1, 2, 3], "schedule__chunks": 2}, "nearest: 1"),
-        ({"schedule__options__placement": [0, 1.5]}, "or the rank of every stage"),
-        ({"schedule__options__costs": {"forward": [], "input_grad": 1, "weight_grad": 1}}, "it must not be empty"),
-    ],
-)
-def test_impossible_options(overrides: dict[str, Any], words: str) -> None:
-    (found,) = problems(**overrides)
-    assert words in found
-
-
 def test_the_options_survive_a_file(tmp_path: Path) -> None:
     options = {
         "memory": 3,

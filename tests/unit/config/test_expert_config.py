@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -58,45 +57,6 @@ def test_dense_blocks_among_those_with_experts_are_counted_and_balanced() -> Non
     keys = {"model__num_experts_per_tok": 8, "model__num_hidden_layers": 8, "parallel__pp": 2, "schedule__name": "1f1b"}
     layout = resolve(config(**keys, model__moe_layer_freq=[1, 1, 0, 0, 0, 0, 0, 0]))
     assert layout.stage_layers[0] < layout.stage_layers[1]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"model__moe_layer_freq": 0}, "model.moe_layer_freq = 0: it must be a number n .* nearest: 1"),
-        ({"model__moe_layer_freq": [1, 0]}, r"model.moe_layer_freq = \[1, 0\]: it has 2 entries; the model has 4"),
-        ({"model__moe_layer_freq": [1, 0, 2, 0]}, "holds 2; an entry is 1"),
-        ({"model__moe_layer_freq": [0, 0, 0, 0]}, "gives no block experts"),
-        ({"model__num_experts": 0, "model__moe_layer_freq": 2}, "there are no experts; set model.num_experts"),
-        (
-            {
-                "parallel__tp": 2,
-                "model__moe_layer_freq": 2,
-                "model__moe_intermediate_size": 24,
-                "model__intermediate_size": 25,
-            },
-            "it must divide model.intermediate_size 25",
-        ),
-        ({"model__router": "softmx"}, "model.router"),
-        ({"model__router": "switch"}, 'router "switch" chooses 1; use 1'),
-        ({"model__router": "gshard", "model__num_experts_per_tok": 1}, 'router "gshard" chooses 2; use 2'),
-        ({"model__num_experts_per_tok": 9}, "model.num_experts is 8; nearest: 8"),
-        ({"model__num_experts": 6, "parallel__ep": 4}, "must divide model.num_experts 6; nearest: 3 or 6"),
-        ({"parallel__ep": 3}, "parallel.ep = 3: it must divide parallel.dp 4; nearest: 2 or 4"),
-        ({"model__num_experts": 0, "parallel__ep": 2}, "parallel.ep = 2: the model has no experts"),
-        ({"model__num_experts": 0, "parallel__ep_chunks": 2}, "parallel.ep_chunks = 2: the model has no experts"),
-        ({"model__num_experts": 0, "model__num_shared_experts": 1}, "there are no experts; set model.num_experts"),
-        ({"parallel__ep": 4, "parallel__ep_nodes": 3}, "must divide parallel.ep 4; nearest: 2 or 4"),
-        ({"parallel__ep_chunks": 2, "parallel__ep_blocks": 2}, "not both"),
-        ({"parallel__ep_blocks": 17}, "nearest: 16"),
-        ({"parallel__ep_blocks": 2, "model__capacity_factor": 1.5}, "use parallel.ep_chunks"),
-        ({"parallel__ep_blocks": 2, "parallel__tp": 2}, "needs parallel.tp = 1"),
-        ({"parallel__tp": 2, "model__moe_intermediate_size": 25}, "it must divide model.moe_intermediate_size 25"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_what_can(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        resolve(config(**changes))
 
 
 def test_experts_over_replicas_resolve() -> None:
@@ -159,8 +119,3 @@ def test_own_classes_that_cannot_be_used_are_refused(tmp_path: Path, key: str, n
         load_layout("tiny", {"model.num_experts": 4, f"model.{key}": name}, folder=tmp_path)
     assert words in str(error.value)
     assert f"model.{key}" in str(error.value)
-
-
-def test_own_classes_need_experts() -> None:
-    with pytest.raises(ConfigError, match=re.escape('model.experts_class = "a:B": there are no experts')):
-        resolve(load("tiny", {"model.experts_class": "a:B"}))

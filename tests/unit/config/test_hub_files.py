@@ -48,6 +48,12 @@ def test_a_width_for_each_layer_and_null_count_as_absent(tmp_path: Path) -> None
     assert sizes(str(written(tmp_path, widths)))["intermediate_size"] == 128
 
 
+def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
+    folder = written(tmp_path, {**MODEL, "architectures": ["BartModel"], "is_encoder_decoder": True})
+    with pytest.raises(ConfigError, match="BartModel has an encoder and a decoder; supported"):
+        sizes(str(folder))
+
+
 def written(folder: Path, content: Any) -> Path:
     (folder / "config.json").write_text(json.dumps(content))
     return folder

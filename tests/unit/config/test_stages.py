@@ -116,27 +116,6 @@ def test_a_bar_at_the_end_closes_the_last_stage() -> None:
     assert parse_stages("Et|tL|", 2, 2) == [2, 2]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("Et|tL", r"2 blocks \(t\), but model.num_hidden_layers is 4"),
-        ("Ett|tt", r"output layer \(L\) once; it holds it 0 times"),
-        ("EEtt|ttL", r"embedding \(E\) once; it holds it 2 times"),
-        ("tEt|ttL", "E, then every t, then L"),
-        ("Et|t|ttL", "makes 3 stages, but the schedule has 2"),
-        ("Ett||ttL", r"makes 3 stages \(1 of them empty"),
-        ("|EttttL", "first stage must hold E"),
-        ("Ett|mttL", "'m' is not a layer code"),
-        ("E(tt|ttL", "has no partner"),
-        ("Ett*|ttL", "has no partner"),
-        ("E(t*1000)*1000L", "longer than"),
-    ],
-)
-def test_refused_strings(text: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        parse_stages(text, 4, 2)
-
-
 def written(sizes: list[int], blocks: int) -> str:
     """The string for stages of these sizes, without repetitions."""
     letters = iter("E" + "t" * blocks + "L")

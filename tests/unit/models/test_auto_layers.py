@@ -64,7 +64,7 @@ def test_a_small_gpt() -> None:
     assert model.training
     assert len(cut.layers) == 8
     assert cut.tied == [["part0.scale", "part7.scale"], ["part0.words.weight", "part7.head.weight"]]
-    assert "8 parts, which give its output on the example (difference 0.0e+00)" in str(cut)
+    assert "8 parts, which give its output on the example" in str(cut)
     assert "part3: blocks.2" in str(cut)
     pl.verify(cut.layers, pl.schedules.zbv(2, 4), tokens, targets, loss=cross_entropy, tied=cut.tied)
     cross_entropy(model(tokens), targets).backward()  # the pipeline's loss and gradients are the model's own

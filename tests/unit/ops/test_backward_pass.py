@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def graph() -> tuple[nn.Linear, Tensor, list[GradientEdge | Tensor], list[Tensor
     outputs = (torch.complex(out, out * 2), out.bfloat16())
     gradients = [torch.randn_like(each) for each in outputs]
     loss = out.square().mean()
-    return layer, x, [*map(get_gradient_edge, outputs), loss], [*gradients, None]
+    return layer, x, [*map(get_gradient_edge, outputs), loss], [*gradients, torch.ones(())]
 
 
 def found(run: Any) -> list[Tensor]:
@@ -64,21 +64,3 @@ def test_a_second_pass_through_a_graph_is_refused() -> None:
     run_backward(roots, gradients, trusted=True)
     with pytest.raises(RuntimeError, match="second time"):
         run_backward(roots, gradients, trusted=True)
-
-
-class Counted(torch.Tensor):
-    """A loss of the user's own class, which sees torch's functions."""
-
-    calls: ClassVar[list[str]] = []
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        cls.calls.append(getattr(function, "__name__", ""))
-        return super().__torch_function__(function, types, arguments, keywords or {})
-
-
-def test_a_loss_of_a_class_of_its_own_sees_the_call() -> None:
-    x = torch.ones(3, requires_grad=True)
-    run_backward([x.square().sum().as_subclass(Counted)], [None], trusted=True)
-    assert "backward" in Counted.calls
-    assert torch.equal(x.grad, torch.full((3,), 2.0))  # type: ignore[arg-type]

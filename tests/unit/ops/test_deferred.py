@@ -61,7 +61,7 @@ def desk_of(how: str, weight: nn.Parameter) -> WeightGradContext:
 
 def finish(grad_context: WeightGradContext, loss: Tensor, weight: nn.Parameter) -> Tensor:
     """The stage's own pass, and W; the weight's gradient."""
-    grad_context.stage_backward.run([loss], [None])
+    grad_context.stage_backward.run([loss], [torch.ones(())])
     if grad_context.queue is not None:
         grad_context.queue.flush()
     if grad_context.main is not None:
@@ -142,7 +142,8 @@ def test_hooks_on_the_weight_fire_as_in_one_process(kind: str, how: str, which: 
     weight, twin = (nn.Parameter(normal(*shape, seed=1)) for _ in range(2))
     grad_context = desk_of(how, weight)
     got = step(
-        weight, lambda x: grad_context.stage_backward.run([layer(x, weight, grad_context).square().sum()], [None])
+        weight,
+        lambda x: grad_context.stage_backward.run([layer(x, weight, grad_context).square().sum()], [torch.ones(())]),
     )
     if grad_context.queue is not None:
         grad_context.queue.flush()

@@ -121,8 +121,3 @@ def test_no_gradients_means_no_function_of_ours() -> None:
     net.linear.weight.requires_grad_(False)
     net.linear.bias.requires_grad_(False)
     assert net.linear(torch.ones(1, 16)).grad_fn is None
-
-
-def test_a_buffer_of_another_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a buffer of \[3\] for a parameter of \[2\]"):
-        MainGradients().attach(nn.Parameter(torch.ones(2)), torch.ones(3))

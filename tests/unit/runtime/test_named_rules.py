@@ -41,14 +41,13 @@ REFUSED = {
         MIDDLE,
         UP,
     ],
-    "layer 'up': reads names a tensor twice": [DOWN, MIDDLE, Layer("up", Up, reads={"x": "skip", "skip": "skip"})],
     "layers 'down' and 'up' both have a loss 'a'; name them apart": [
         Layer("down", Down, losses={"a": LossTerm(mse)}),
         MIDDLE,
         Layer("up", Up, losses={"a": LossTerm(mse)}),
     ],
     "layer 'up': losses is {'a': 1.0}; give {key: LossTerm": [DOWN, MIDDLE, Layer("up", Up, losses={"a": 1.0})],  # type: ignore[dict-item]
-    "layer 'up' reads into the keyword 'microbatch', which the pipeline itself passes": [
+    "layer 'up': reads has the name 'microbatch'; give a Python identifier other than 'output' and 'microbatch'": [
         DOWN,
         MIDDLE,
         Layer("up", Up, reads={"microbatch": "skip"}),
@@ -102,7 +101,7 @@ def test_a_layer_that_returns_something_else(result: Any, words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_a_tensor_that_is_changed_after_it_was_written() -> None:
+def test_a_later_stage_may_change_its_input_although_it_was_written_as_a_tensor() -> None:
     class Changes(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.mul_(2)
@@ -114,10 +113,6 @@ def test_a_tensor_that_is_changed_after_it_was_written() -> None:
 
     x = torch.randn(4, WIDTH)
     layers = [Layer("down", Same, writes=("skip",)), Layer("changes", Changes), MIDDLE, UP]
-    with pytest.raises(
-        UsageError, match="tensor 'skip' of layer 'down' was changed in place after the layer had returned it"
-    ):
-        pipeline(*layers, schedule=pl.schedules.build("1f1b", 2, 4)).step(x, x)
     # On a stage of its own the change is to a copy: what was written stays, on whatever rank it is read.
     found = []
     for schedule in (

@@ -25,15 +25,8 @@ def matrix(seed: int = 0) -> Tensor:
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "strided": lambda dense: dense,
     "coo": lambda dense: dense.to_sparse(),
     "csr": lambda dense: dense.to_sparse_csr(),
-    "csc": lambda dense: dense.to_sparse_csc(),
-    "bsr": lambda dense: dense.to_sparse_bsr((1, 1)),
-    "bsc": lambda dense: dense.to_sparse_bsc((1, 1)),
-    "nested": lambda dense: torch.nested.nested_tensor(list(dense)),
-    "jagged": lambda dense: torch.nested.nested_tensor(list(dense), layout=torch.jagged),
-    "quantized": lambda dense: torch.quantize_per_tensor(dense, 0.01, 0, torch.qint8),
 }
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about layouts that may change
 
@@ -73,25 +66,6 @@ def test_sparse_tensors_that_no_forward_changes(name: str, layout: str, shared: 
 def test_a_sparse_buffer_that_forwards_change_is_state_like_another(recompute: Any) -> None:
     layers = [lambda: Neighbours(LAYOUTS["coo"], None, changes=True)] * 4
     assert differences(layers, pl.schedules.build("zbv", 2, 4), recompute) == []
-
-
-@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc", "nested", "jagged"])
-@pytest.mark.parametrize("what", ["the input", "the targets", "keyword 'edges'"])
-def test_batches_that_cannot_be_cut_are_refused(layout: str, what: str) -> None:
-    """Every one that has a row for each sample; one that all micro-batches share may be sparse."""
-
-    class Reads(Plain):
-        def forward(self, x: Tensor, edges: Any = None) -> Tensor:  # type: ignore[override]
-            return super().forward(x)
-
-    pipeline = LocalPipeline(built([Reads, Plain]), pl.schedules.build("1f1b", 2, 2), loss=mse)
-    x, y = (matrix(seed)[:4] for seed in (0, 1))
-    whole = LAYOUTS[layout](matrix()[:4])
-    given = {"the input": (whole, y, None), "the targets": (x, whole, None), "keyword 'edges'": (x, y, whole)}[what]
-    with pytest.raises(UsageError, match=rf"{what} holds a \w+ tensor with a row for each sample, which cannot be cut"):
-        pipeline.step(*given[:2], edges=given[2])
-    if not whole.is_nested:
-        pipeline.step(x, y, edges=LAYOUTS[layout](matrix()[:5]))
 
 
 class SparseWeight(Plain):

@@ -8,6 +8,7 @@ from typing import Any
 from pipeloom.models.hf.cut import Cut, cut
 from pipeloom.models.hf.library import RANGE, causal_model, read_config, transformers
 from pipeloom.models.hf.parts import separate_share
+from pipeloom.models.layers import hub_name
 from pipeloom.ops.layer import Layer
 
 __all__ = ["RANGE", "ModelLayers", "hub_name", "layers"]
@@ -61,9 +62,3 @@ def layers(source: Any, *, dtype: Any = None) -> ModelLayers:
     if isinstance(source, transformers().PreTrainedModel):
         return ModelLayers(cut(source))
     return ModelLayers(cut(causal_model(source, dtype)))
-
-
-def hub_name(name: str) -> str:
-    """Return the name in `transformers` of the parameter called `name` in a pipeline."""
-    end, _, inner = name.partition(".")
-    return inner if end in ("first", "last") else name

@@ -28,6 +28,7 @@ from pipeloom.models.hf.parts import (
     with_separate_weight_gradients,
 )
 from pipeloom.models.hf.weights import PretrainedWeights, initialize
+from pipeloom.models.layers import shared_names
 
 FIRST, LAST = "first", "last"
 _MOST_EXTRA = 4  # numbers of values that a decoder layer may return after the hidden states
@@ -87,10 +88,7 @@ class Cut:
 
     def tied(self) -> tuple[tuple[str, ...], ...]:
         """Groups of names, in a pipeline, of parameters that share one weight."""
-        names: dict[int, list[str]] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(self.global_name(name))
-        return tuple(tuple(group) for group in names.values() if len(group) > 1)
+        return tuple(tuple(map(self.global_name, group)) for group in shared_names(self.model))
 
     # -- building ------------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipeloom.errors import ConfigError, UsageError, from_machine
 from pipeloom.ops.checksum import version_of
-from pipeloom.ops.deferred import DeferringLayer, WeightGradContext, add_weight_gradient
-from pipeloom.ops.products import as_rows, plain_operations_only
+from pipeloom.ops.deferred import DeferringLayer, apply_linear
 
 
 class Stubs:
@@ -441,40 +439,7 @@ class TransposedLinear(DeferringLayer):
         self.register_parameter("bias", layer.get_parameter("bias"))
 
     def forward(self, x: Tensor) -> Tensor:
-        plain = type(self.weight) is nn.Parameter and self.weight.requires_grad and torch.is_grad_enabled()
-        autocast = torch.is_autocast_enabled(x.device.type)
-        plain = plain and not autocast and not plain_operations_only()
-        if self.grad_context is None or not self.grad_context.writes or not plain:
-            rows = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
-            return rows.view(*x.shape[:-1], -1)
-        return _Transposed.apply(x, self.weight, self.bias, self.grad_context)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Transposed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor, grad_context: WeightGradContext) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.grad_context, ctx.queue = weight, grad_context, grad_context.queue
-        return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (gradient,) = gradients
-        if gradient is None:
-            return (None,) * 4
-        x, weight = ctx.saved_tensors
-        dx = gradient @ weight.t() if ctx.needs_input_grad[0] else None
-        db = as_rows(gradient).sum(0) if ctx.needs_input_grad[2] else None
-        dw = None
-        if not ctx.grad_context.writes_now(ctx.weight, ctx.queue):
-            dw = as_rows(x).t() @ as_rows(gradient)
-        elif ctx.queue is not None:  # the two operands swapped: the gradient of a transposed weight
-            work = partial(add_weight_gradient, ctx.weight, gradient, x.detach(), ctx.grad_context.main)
-            ctx.queue.put(work, reads=(x, gradient))
-        else:
-            add_weight_gradient(ctx.weight, gradient, x, ctx.grad_context.main)
-        return dx, dw, db, None
+        return apply_linear(x, self.weight, self.bias, self.grad_context, transposed=True)
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipeloom.errors import ConfigError, UsageError, echo
 from pipeloom.limits import read_json
+from pipeloom.models.layers import shared_names
 from pipeloom.models.stored_tensors import StoredTensors
 
 
@@ -215,7 +216,7 @@ class PretrainedWeights:
         self.folder = Folder(path)
         self._model = model
         self._groups = _groups(self.folder, model)
-        self._twins = _twins(model)
+        self._twins = {name: group for group in shared_names(model) for name in group}  # a directory may hold one only
 
     def _stored_name(self, name: str) -> str | None:
         """Return the name under which the directory has the weight `name`, which may be that of a twin; None: it has none."""
@@ -315,14 +316,6 @@ def _made_with(name: str, conversion: Any, known: Mapping[str, Any]) -> list[str
     return [
         other for other in (name.replace(first, pattern) for pattern in patterns) if other in known and other != name
     ]
-
-
-def _twins(model: Any) -> dict[str, list[str]]:
-    """Name -> the other names of the same weight, of which a directory may hold one only."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {name: [other for other in group if other != name] for group in names.values() for name in group}
 
 
 def _files(path: Path) -> list[Path]:

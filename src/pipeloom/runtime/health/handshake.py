@@ -15,10 +15,9 @@ import torch
 
 from pipeloom.errors import DistributedError
 from pipeloom.parallel.mesh import Axis, Mesh
+from pipeloom.runtime.assembly import PipelineSpec
 from pipeloom.runtime.health.links import RunStore
-from pipeloom.runtime.options import RuntimeOptions
-from pipeloom.runtime.stage_modules import KnownKeywords, LayerNames
-from pipeloom.schedule.model import Schedule
+from pipeloom.runtime.stage_modules import LayerNames
 
 # Options that concern a single rank, and the sizes of micro-batches, which are compared per replica.
 _MAY_DIFFER = frozenset({"device", "timeout", "watchdog", "fault", "trace", "microbatch_sizes"})
@@ -29,16 +28,10 @@ def digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
-def facts(
-    schedule: Schedule,
-    layers: Sequence[str],
-    stages: Sequence[int] | None,
-    tied: Sequence[Sequence[str]],
-    ignore_index: int | None,
-    options: RuntimeOptions,
-    mesh: Mesh,
-) -> dict[str, Any]:
-    """Return what the ranks of a mesh must agree on; `layers` are the names of the model's layers."""
+def facts(spec: PipelineSpec, mesh: Mesh) -> dict[str, Any]:
+    """Return what the ranks of a mesh must agree on."""
+    schedule, options = spec.schedule, spec.options
+    terms = {key: t.weight for layer in spec.layers for key, t in LayerNames.of(layer, "").losses.items()}
     replica = f" of replica {mesh.place.dp}" if mesh.shape.dp > 1 else ""
     return {
         **source_facts(),
@@ -47,30 +40,18 @@ def facts(
         "micro-batches": schedule.microbatches,
         "placement": list(schedule.placement),
         "schedule": f"{schedule!r} {digest((schedule.codes, schedule.routes, schedule.route_of, schedule.tensors))}",
-        "layers": f"{len(layers)} {digest(list(layers))}",
-        "layers of each stage": None if stages is None else list(stages),
-        "tied weights": [list(names) for names in tied],
-        "ignore_index": ignore_index,
-        **_option_facts(options),
+        "layers": f"{len(spec.names)} {digest(spec.names)}",
+        "layers of each stage": None if spec.stages is None else list(spec.stages),
+        "tied weights": [list(names) for names in spec.tied],
+        "losses of layers": terms,
+        "ignore_index": spec.ignore_index,
+        **{
+            f"options.{field.name}": sorted(value) if isinstance(value, frozenset) else value
+            for field in fields(options)
+            if field.name not in _MAY_DIFFER
+            for value in [getattr(options, field.name)]
+        },
         f"sizes of the micro-batches{replica}": options.microbatch_sizes and list(options.microbatch_sizes),
-    }
-
-
-def declared_facts(layers: Sequence[object]) -> dict[str, Any]:
-    """Return what the ranks must agree on of the losses that layers declare: keys and weights."""
-    terms = {
-        key: term.weight
-        for at, layer in enumerate(layers)
-        for key, term in LayerNames.of(layer, str(at)).losses.items()
-    }
-    return {"losses of layers": terms} if terms else {}
-
-
-def _option_facts(options: RuntimeOptions) -> dict[str, Any]:
-    """The options that ranks must agree on, as JSON holds them; a field that is added is one of them."""
-    values = {spec.name: getattr(options, spec.name) for spec in fields(options) if spec.name not in _MAY_DIFFER}
-    return {
-        f"options.{name}": sorted(value) if isinstance(value, frozenset) else value for name, value in values.items()
     }
 
 
@@ -105,16 +86,6 @@ def shake_hands(store: RunStore, everyone: Axis, mine: Mapping[str, Any], seed: 
     if lines:
         raise DistributedError("the ranks disagree:\n" + "\n".join(f"  {line}" for line in lines))
     return prefix, int(answers[0]["seed"])
-
-
-def shared_keywords(store: RunStore, mesh: Mesh, prefix: str, keywords: KnownKeywords, timeout: float) -> KnownKeywords:
-    """The keyword arguments that layers of any rank of this pipeline take; collective over its ranks."""
-    line = mesh.pipeline
-    if line.group is None:
-        return keywords
-    key = f"{prefix}/pipeline {mesh.place.dp} {mesh.place.tp}/keywords"
-    everyone = store.exchange(key, line.rank, len(line.ranks), [sorted(keywords.names), keywords.others], timeout)
-    return KnownKeywords.union(KnownKeywords(frozenset(names), others) for names, others in everyone)
 
 
 def differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -42,7 +42,6 @@ _NONCE_BYTES, _MAC_BYTES = 16, 32
 HELLO = struct.Struct(f"<{len(_MAGIC)}si{_NONCE_BYTES}s")
 _HANDSHAKE_SECONDS = 10.0  # a rank answers at once; a stranger's thread ends after this
 _RETRY_SECONDS = 0.02
-_LONGEST_SECRET = 4096  # bytes
 _POLL_SECONDS = 0.05  # between two looks into the store
 
 T = TypeVar("T")
@@ -338,7 +337,7 @@ def _own_address() -> str:
 def read_secret() -> bytes | None:
     """Return the secret of the user's runs: PIPELOOM_SECRET, or the file PIPELOOM_SECRET_FILE, or ~/.config/pipeloom/secret.
 
-    Raises DistributedError for a file that others can read, or that is not a regular file of at most 4 KiB.
+    Raises DistributedError for a file that others can read.
     """
     text = os.environ.get("PIPELOOM_SECRET")
     if text:
@@ -346,13 +345,11 @@ def read_secret() -> bytes | None:
     named = os.environ.get("PIPELOOM_SECRET_FILE")
     path = Path(named) if named else Path.home() / ".config" / "pipeloom" / "secret"
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _LONGEST_SECRET:
+        mode = path.stat().st_mode
+        if mode & 0o077 or not stat.S_ISREG(mode):
             raise DistributedError(
-                f"{path} is not a regular file of at most {_LONGEST_SECRET} bytes: no secret is read from it"
+                f"{path} can be read by others (mode {mode & 0o777:o}) or is no file: chmod 600 {path}"
             )
-        if status.st_mode & 0o077:
-            raise DistributedError(f"{path} can be read by others (mode {status.st_mode & 0o777:o}): chmod 600 {path}")
         return path.read_bytes().strip() or None
     except OSError as error:
         if named:

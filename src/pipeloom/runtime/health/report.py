@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from pipeloom.errors import DistributedError, from_machine
@@ -76,12 +75,19 @@ class FailureReporter:
         self.status = status
         self.watchdog: Watchdog | None = None
 
-    def reporting(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
         """Report an exception inside to the other ranks.
 
         Raises DistributedError in place of an error that only reports the loss of another rank.
         """
-        return _Reporting(self.tell)
+        try:
+            yield
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:
+            self.tell(error)
+            raise
 
     @contextlib.contextmanager
     def waiting(self, what: str, phase: str | None = None) -> Iterator[None]:
@@ -105,7 +111,8 @@ class FailureReporter:
         status, watchdog = self.status, self.watchdog
         if not lost_peer(error):
             if watchdog is not None:
-                trace, what = _texts(error)
+                trace = "".join(traceback.format_exception(error)).rstrip()
+                what = " ".join("".join(traceback.format_exception_only(error)).split())
                 watchdog.failed(f"{status.name} failed: {status.words}: {what}", (status.number,), trace)
             error.__dict__[_REPORTED_KEY] = True
             return
@@ -132,29 +139,6 @@ class FailureReporter:
         reported = DistributedError(f"{status.signed(status.words)}\n{stopped}")
         reported.__dict__[_REPORTED_KEY] = True
         raise reported from None
-
-
-class _Reporting(AbstractContextManager[None]):
-    """Context of `reporting`. @contextmanager would set an attribute of the error, which a frozen dataclass refuses."""
-
-    def __init__(self, tell: Callable[[BaseException], None]) -> None:
-        self._tell = tell
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and not isinstance(error, (KeyboardInterrupt, GeneratorExit)):
-            self._tell(error)
-
-
-def _texts(error: BaseException) -> tuple[str, str]:
-    """Return the error with its traceback, and its text in one line; only its type if it cannot be printed."""
-    try:
-        trace = "".join(traceback.format_exception(error)).rstrip()
-        return trace, " ".join("".join(traceback.format_exception_only(error)).split())
-    except Exception:
-        trace = "".join(traceback.format_tb(error.__traceback__))
-        return f"Traceback (most recent call last):\n{trace}{type(error).__name__}", type(error).__name__
 
 
 def _peer(error: BaseException, status: Status) -> int | None:

@@ -1,10 +1,9 @@
-"""The transport protocol, and the two transports within one process."""
+"""The transport protocol, and the transport within one process."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -85,18 +84,15 @@ class BatchQueue:
         return bool(self._batches)
 
 
-@dataclass
-class Mailroom:
-    """Shared by all ranks of one process: channel -> messages in flight, first in, first out."""
-
-    boxes: dict[Channel, dict[int, tuple[Message, Delivery]]] = field(default_factory=dict)
+Mailroom = dict[Channel, dict[int, tuple[Message, Delivery]]]
+"""Shared by all ranks of one process: channel -> messages in flight, by number."""
 
 
 class InProcessTransport:
     """Transport for all ranks in one thread: notebooks, debuggers, tests. It keeps the channels' order and open receives."""
 
     def __init__(self, mailroom: Mailroom) -> None:
-        self._boxes = mailroom.boxes
+        self._boxes = mailroom
         self._open: set[Message] = set()
 
     def exchange(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> None:
@@ -129,84 +125,6 @@ def _off_graph(outgoing: Outgoing) -> BoundaryValues:
     if outgoing.message.edge.name == OUTPUT or outgoing.message.channel.kind == "gradient":
         return values
     return tuple(None if value is None else value.clone() for value in values)
-
-
-class Communicator:
-    """Batches of all ranks on one communicator within one process, under NCCL's rule.
-
-    The batches of a rank run in the order in which they were issued. A message is transferred when its send and its receive are
-    both in the current batch of their ranks; sends and receives between two ranks match in order. A batch ends when all its
-    messages have been transferred.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self._queues: list[deque[list[Outgoing | Message]]] = [deque() for _ in range(ranks)]
-        self._moved: list[dict[Message, Outgoing]] = [{} for _ in range(ranks)]
-        self.arrived: list[dict[Message, Outgoing]] = [{} for _ in range(ranks)]
-
-    def issue(self, rank: int, batch: list[Outgoing | Message]) -> None:
-        """Append `batch` to those of `rank`, and transfer the messages that can be transferred now."""
-        self._queues[rank].append(batch)
-        ranks = range(len(self._queues))
-        while any(
-            [self._match(source, to) for source in ranks for to in ranks if self._queues[source] and self._queues[to]]
-        ):
-            for receiver, queue in enumerate(self._queues):
-                if queue and not queue[0]:
-                    queue.popleft()
-                    self.arrived[receiver] |= self._moved[receiver]
-                    self._moved[receiver].clear()
-
-    def unfinished(self, rank: int) -> bool:
-        """Return whether batches of `rank` have not ended."""
-        return bool(self._queues[rank])
-
-    def _match(self, source: int, destination: int) -> bool:
-        """Transfer one message if both current batches have one; the first send matches the first receive."""
-        sending, receiving = self._queues[source][0], self._queues[destination][0]
-        sends = [
-            at
-            for at, each in enumerate(sending)
-            if isinstance(each, Outgoing) and each.message.channel[1] == destination
-        ]
-        wants = [at for at, each in enumerate(receiving) if isinstance(each, Message) and each.channel.source == source]
-        if not sends or not wants:
-            return False
-        sent, wanted = sending.pop(sends[0]), receiving.pop(wants[0])
-        assert isinstance(sent, Outgoing)
-        assert isinstance(wanted, Message)
-        if sent.message != wanted:
-            raise RuntimeError(f"{sent.message.words} met the receive of {wanted.words}")
-        self._moved[destination][wanted] = sent
-        return True
-
-
-class InProcessBatches:
-    """As `InProcessTransport`, for one rank of a pipeline whose transport is "batched"."""
-
-    def __init__(self, communicator: Communicator, rank: int, batches: Sequence[MessageBatch]) -> None:
-        self._communicator = communicator
-        self._rank = rank
-        self._queue = BatchQueue(batches)
-
-    def exchange(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> None:
-        detached = [outgoing._replace(values=_off_graph(outgoing)) for outgoing in sends]
-        for batch in self._queue.due(detached, posts):
-            self._communicator.issue(self._rank, batch)
-
-    def arrived(self, message: Message) -> bool:
-        return message in self._communicator.arrived[self._rank]
-
-    def take(self, message: Message) -> Delivery:
-        outgoing = self._communicator.arrived[self._rank].pop(message)
-        return Delivery(outgoing.values, outgoing.boundary, outgoing.checksum)
-
-    def recycle(self, values: BoundaryValues) -> None:
-        """Nothing to do: the values belonged to the sender's graph."""
-
-    def finish(self) -> None:
-        if self._queue or self._communicator.unfinished(self._rank):
-            raise RuntimeError(f"rank {self._rank} has batches left at the end of the step")
 
 
 def tensors(values: BoundaryValues) -> list[Tensor]:

@@ -16,7 +16,7 @@ from pipeloom.parallel.mesh import Mesh, group_of_members
 from pipeloom.runtime.health.links import run_store
 from pipeloom.runtime.health.status import machine
 from pipeloom.runtime.options import NOTHING_TO_TURN_OFF, RuntimeOptions
-from pipeloom.runtime.p2p.base import BufferPool, InProcessTransport, Mailroom, Transport
+from pipeloom.runtime.p2p.base import BufferPool, InProcessTransport, Transport
 from pipeloom.runtime.p2p.shared_memory import SharedLinks, SharedMemoryTransport
 from pipeloom.runtime.p2p.torch_p2p import Links, TorchTransport
 from pipeloom.runtime.program import RankProgram
@@ -30,6 +30,7 @@ class P2PConnections:
     Attributes:
         pool: receive buffers.
         shared: connections through shared memory, if all ranks of the pipeline have them.
+        run_control: a gloo group of all ranks of the run; None for one process.
     """
 
     def __init__(self, mesh: Mesh, specs: ShapeCache, device: torch.device, options: RuntimeOptions) -> None:
@@ -40,7 +41,7 @@ class P2PConnections:
         self._device = device
         self._options = options
         self._links: Links | None = None
-        self._run_control: Any = None
+        self.run_control: Any = None
 
     def open(self, prefix: str, program: RankProgram) -> None:
         """Connect this rank with the others.
@@ -55,21 +56,16 @@ class P2PConnections:
             self._links = Links(self._mesh.pipeline, program.all_channels, self._device, batched)
         everyone = self._mesh.everyone
         if everyone.size == len(self._mesh.pipeline.ranks):
-            self._run_control = self.control
+            self.run_control = self.control
         elif "gloo" in str(dist.get_backend_config(everyone.group)):
-            self._run_control = everyone.group
+            self.run_control = everyone.group
         else:
-            self._run_control = group_of_members(everyone.ranks, backend="gloo")
+            self.run_control = group_of_members(everyone.ranks, backend="gloo")
 
     @property
     def control(self) -> Any:
         """A gloo group for small CPU messages between the pipeline's ranks; None for one process."""
         return None if self._links is None else self._links.control
-
-    @property
-    def run_control(self) -> Any:
-        """A gloo group of all ranks of the run; None for one process."""
-        return self._run_control
 
     @property
     def sums(self) -> Any:
@@ -79,7 +75,7 @@ class P2PConnections:
     def transport(self, program: RankProgram) -> Transport:
         """Return the transport for one run of `program`."""
         if self._links is None:
-            return InProcessTransport(Mailroom())
+            return InProcessTransport({})
         if self.shared is not None:
             return SharedMemoryTransport(self.shared, self.pool)
         return TorchTransport(

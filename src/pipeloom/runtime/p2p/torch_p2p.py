@@ -5,7 +5,7 @@ Ranks whose tensors are on a GPU and whose group has no NCCL (several processes 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.errors import DistributedError, UsageError
+from pipeloom.errors import DistributedError
 from pipeloom.parallel.collectives import Tag, as_sent, goes_through_host
 from pipeloom.parallel.mesh import PipelineMesh, group_of_members
 from pipeloom.runtime.p2p.base import BatchQueue, BufferPool, Delivery, Outgoing, tensors
@@ -26,10 +26,9 @@ from pipeloom.runtime.tensor_spec import (
     boundary_of,
     decode,
     encode,
-    input_of,
 )
 from pipeloom.schedule.batched_p2p import MessageBatch
-from pipeloom.schedule.channels import Channel, Edge, Message
+from pipeloom.schedule.channels import Channel, Message
 
 _TAGS: dict[str, Tag] = {"activation": Tag.ACTIVATION, "gradient": Tag.GRADIENT}
 _HEADER_TAGS: dict[str, Tag] = {"activation": Tag.ACTIVATION_HEADER, "gradient": Tag.GRADIENT_HEADER}
@@ -124,9 +123,6 @@ class TorchTransport:
         self._opened: dict[Message, Opened] = {}
         self._sending: dict[Message, tuple[list[Any], list[Tensor]]] = {}
         self._headers: dict[Message, tuple[Any, Tensor]] = {}  # headers of gradients, in transit
-        # Position in an edge's gradients -> number of messages sent with zeros there.
-        self._filled_in: dict[tuple[Edge, int], int] = {}
-        self._answered: Counter[Edge] = Counter()  # edge -> number of gradient messages sent
 
     def exchange(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> None:
         if self._batches is not None:
@@ -184,12 +180,6 @@ class TorchTransport:
     def finish(self) -> None:
         for message in list(self._sending):
             self._release(message)
-        for (edge, _), count in self._filled_in.items():
-            if count == self._answered[edge]:
-                raise UsageError(
-                    f"{input_of(edge)} has no gradient for any micro-batch of this step; for inputs of the same shape it had one "
-                    'before: the layers before it would get zeros in place of None, so set shapes = "each" in RuntimeOptions'
-                )
         if self._opened or any(inbox.queue for inbox in self._inboxes.values()):
             # A bug in Pipeloom: the plan posts exactly the receives that are used.
             raise DistributedError("receives were left open at the end of the step")
@@ -226,12 +216,9 @@ class TorchTransport:
             self._shapes.expect(message, without)
         else:
             self._shapes.keep_promise(message, without)
-        self._answered[message.edge] += 1
-        for place in set(without).difference(self._shapes.without(message) or ()):
-            self._filled_in[message.edge, place] = self._filled_in.get((message.edge, place), 0) + 1
-        if not without:
+        specs = self._shapes.of(message)
+        if not without or specs is None:
             return values
-        specs = self._shapes.answering(message)
         return tuple(
             spec.empty(self._links.device).zero_() if value is None and spec is not None else value
             for value, spec in zip(values, specs, strict=True)

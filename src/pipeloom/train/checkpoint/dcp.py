@@ -20,8 +20,8 @@ from torch import Tensor
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.folder import DTYPE_NAMES, newest_checkpoint
-from pipeloom.train.checkpoint.load import Reader, verified
 from pipeloom.train.checkpoint.manifest import BaseWeights, Manifest
+from pipeloom.train.checkpoint.reader import opened
 from pipeloom.train.checkpoint.save import write_alone
 
 RECORD = "pipeloom.json"  # the key of the values that are not tensors
@@ -48,10 +48,8 @@ def export_dcp(path: Path, out: Path) -> Path:
 
     directory = newest_checkpoint(path)
     _require_new(out)
-    manifest, problem = verified(directory, None)
-    if manifest is None:
-        raise CheckpointError(problem)
-    reader = Reader(directory, manifest)
+    reader = opened(directory)
+    manifest = reader.manifest
     state = {key: reader.region(key, Box((0,) * len(shape), shape)) for key, shape in reader.tensors.items()}
     record = {
         "step": manifest.step,
@@ -110,14 +108,10 @@ def _read(source: Path) -> dict[str, Tensor]:
         described: Mapping[str, Any] = FileSystemReader(source).read_metadata().state_dict_metadata
         if not isinstance(described.get(RECORD), TensorStorageMetadata):
             raise CheckpointError(f"{source}: expected the key {RECORD!r}, which `pipeloom export --format dcp` writes")
-        others = [key for key, entry in described.items() if not isinstance(entry, TensorStorageMetadata)]
-        if others:
-            raise CheckpointError(f"{source}: {others[0]!r} is not a tensor, and would be unpickled")
         for key, entry in described.items():
-            if entry.properties.dtype not in DTYPE_NAMES:
-                raise CheckpointError(
-                    f"{source}: {key!r} has the dtype {entry.properties.dtype}, which no checkpoint holds"
-                )
+            kind = entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else type(entry).__name__
+            if kind not in DTYPE_NAMES:  # what is not a tensor would be unpickled
+                raise CheckpointError(f"{source}: {key!r} is of {kind}, which no checkpoint holds")
         state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in described.items()}
         load(state, checkpoint_id=source, no_dist=True)
     except CheckpointError:

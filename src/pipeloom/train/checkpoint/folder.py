@@ -8,11 +8,10 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -70,12 +69,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], meanwhile: Callable
     text += b" " * (-len(text) % 8)
     parts: list[bytes | memoryview] = [len(text).to_bytes(8, "little") + text]
     parts += (_bytes_of(tensor) for _, tensor in ordered)
-    return _write(path, iter(parts), meanwhile)
+    return _write(path, parts, meanwhile)
 
 
 def write_bytes(path: Path, data: bytes) -> StoredFile:
     """Write a file, and wait until it is on disk."""
-    return _write(path, iter([data]))
+    return _write(path, [data])
 
 
 def sync_directory(path: Path) -> None:
@@ -114,7 +113,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
-def _write(path: Path, parts: Iterator[bytes | memoryview], meanwhile: Callable[[], None] | None = None) -> StoredFile:
+def _write(path: Path, parts: Iterable[bytes | memoryview], meanwhile: Callable[[], None] | None = None) -> StoredFile:
     hasher, size = hashlib.sha256(), 0
     with path.open("wb", buffering=0) as file:
         for part in parts:
@@ -122,7 +121,8 @@ def _write(path: Path, parts: Iterator[bytes | memoryview], meanwhile: Callable[
             for start in range(0, len(view), _PIECE):
                 piece = view[start : start + _PIECE]
                 hasher.update(piece)
-                _write_all(file.fileno(), piece)
+                while piece:
+                    piece = piece[os.write(file.fileno(), piece) :]
             size += len(view)
         if meanwhile is None:
             os.fsync(file.fileno())
@@ -132,11 +132,6 @@ def _write(path: Path, parts: Iterator[bytes | memoryview], meanwhile: Callable[
                 meanwhile()
             synced.result()
     return StoredFile(size, hasher.hexdigest())
-
-
-def _write_all(descriptor: int, piece: memoryview) -> None:
-    while piece:
-        piece = piece[os.write(descriptor, piece) :]
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------
@@ -201,20 +196,13 @@ def _folder_in_config(run: Path) -> Path | None:
         return None
 
 
-def restore_replaced(folder: Path) -> None:
-    """Restore the name of each old checkpoint whose replacement was interrupted before the new one had that name."""
-    with contextlib.suppress(OSError):
-        for path in list(folder.iterdir()):
-            match = _REPLACED.fullmatch(path.name)
-            if match is not None and not (folder / match[1]).exists():
-                path.rename(folder / match[1])
-
-
 def remove_leftovers(folder: Path) -> None:
-    """Restore interrupted replacements, and remove the directories that an interrupted save or deletion left behind."""
-    restore_replaced(folder)
+    """Restore old checkpoints whose replacement was interrupted, and remove what an interrupted save or deletion left."""
     for path in list(folder.iterdir()):
-        if _LEFTOVER.fullmatch(path.name):
+        match = _REPLACED.fullmatch(path.name)
+        if match is not None and not (folder / match[1]).exists():
+            path.rename(folder / match[1])
+        elif _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -257,16 +245,15 @@ def prune(folder: Path, step: int, keep: int, keep_every: int) -> None:
 
 # -- locks -------------------------------------------------------------------------------------------------------------
 
-RUN_ID = "run-id"  # in a folder of checkpoints: the id of the run that saves there, and the number of its attempt
-TAKEN = "another run saves there now, or another attempt of this one"
+LOCK_FILE = "run.lock"  # in a folder of checkpoints: locked by the run that saves there
 LOCK_SECONDS = 10.0  # to wait for another holder: a process that was killed may take a moment to exit
 _POLL_SECONDS = 0.1
 
 
-def locked(descriptor: int) -> bool | None:
-    """Lock an open file exclusively until its descriptor is closed.
+def locked(descriptor: int) -> bool:
+    """Lock an open file exclusively until its descriptor is closed. Return False if another process holds it for LOCK_SECONDS.
 
-    Return False if another process holds it for LOCK_SECONDS, and None on a file system without locks.
+    A file system without locks counts as locked: nothing keeps two runs apart there but a folder for each.
     """
     until = time.monotonic() + LOCK_SECONDS
     while True:
@@ -277,27 +264,17 @@ def locked(descriptor: int) -> bool | None:
                 return False
             time.sleep(_POLL_SECONDS)
         except OSError:
-            return None
+            return True
         else:
             return True
 
 
 class RunClaim:
-    """The claim of one run to the folder of its checkpoints; the first rank's worker makes it, and keeps it to the run's end.
-
-    The file `run-id` there is locked. It holds the run's id, which restarts and requeued jobs keep, and the number of the
-    attempt: each save compares them, because they alone tell runs apart where the file system has no locks, or where the
-    folder was deleted and made again.
-
-    Attributes:
-        locks: whether the file system has locks.
-    """
+    """The claim of one run to the folder of its checkpoints; the first rank's worker makes it, and keeps it to the run's end."""
 
     def __init__(self) -> None:
-        self.locks = True
         self._folder: Path | None = None
         self._file: int | None = None
-        self._text = ""
 
     def lock(self, folder: Path, key: str) -> None:
         """Lock the folder, created if it does not exist, unless this claim has locked it already.
@@ -313,47 +290,19 @@ class RunClaim:
         self.close()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file = os.open(folder / RUN_ID, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"{key}: cannot write there: {error.strerror or error}") from None
-        state = locked(self._file)
-        if state is False:
+        if not locked(self._file):
             self.close()
             raise ConfigError(
                 f"{key}: {folder} is the folder of a run that is still active; end that run first, or give each run its own "
                 "checkpoint.dir"
             )
-        self.locks, self._folder = state is True, folder
-
-    def begin(self, continues: bool) -> None:
-        """Write the id of this run into the locked folder, or keep the one there if this run continues that one."""
-        assert self._folder is not None
-        name, _, attempt = self._written().partition(" ")
-        if not continues or not name:
-            name, attempt = secrets.token_hex(8), "0"
-        self._text = f"{name} {int(attempt) + 1 if attempt.isdecimal() else 1}"
-        self._write()
-
-    def problem(self) -> str:
-        """Return why this run must not save in its folder; "" if it may. Raises OSError if the file cannot be read or written."""
-        text = self._written()
-        if not text:  # someone deleted the folder, which each save creates again
-            self._write()
-        return "" if text in ("", self._text) else f"{self._folder}: {TAKEN} ({text}; this is {self._text})"
+        self._folder = folder
 
     def close(self) -> None:
         """Unlock the folder."""
         if self._file is not None:
             os.close(self._file)
         self._file = self._folder = None
-
-    def _written(self) -> str:
-        assert self._folder is not None
-        try:
-            return (self._folder / RUN_ID).read_text(encoding="utf-8", errors="replace").strip()[:200]
-        except FileNotFoundError:
-            return ""
-
-    def _write(self) -> None:
-        assert self._folder is not None
-        (self._folder / RUN_ID).write_text(f"{self._text}\n", encoding="utf-8")

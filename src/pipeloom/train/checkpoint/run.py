@@ -23,22 +23,21 @@ from pipeloom.limits import MOST_STEPS, expanded
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.folder import (
-    TAKEN,
     RunClaim,
     complete,
     newest_checkpoint,
     remove_leftovers,
-    restore_replaced,
     step_path,
 )
-from pipeloom.train.checkpoint.load import Loaded, load, read_extra, verified
+from pipeloom.train.checkpoint.load import Loaded, load
 from pipeloom.train.checkpoint.manifest import EXTRA, MANIFEST, BaseWeights, Manifest
+from pipeloom.train.checkpoint.reader import read_extra, verified
 from pipeloom.train.checkpoint.save import Saver
 from pipeloom.train.collect import from_every_rank
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report.report import Report
-from pipeloom.train.workers.failures import DIGESTS_FILE, restarted_run
+from pipeloom.train.workers.failures import DIGESTS_FILE
 
 if TYPE_CHECKING:
     from pipeloom.train.workers.context import WorkerContext
@@ -230,7 +229,7 @@ def _look(config: Config, mine: Mapping[str, str], run: Path | None, claim: RunC
     target = folder if resume == "auto" else configured
     if target is not None:
         claim.lock(target, f'checkpoint.dir = "{section.dir}"' if section.dir else f'log.dir = "{config.log.dir}"')
-        (remove_leftovers if claim.locks else restore_replaced)(target)
+        remove_leftovers(target)
     if resume == "auto":
         paths = [str(path) for _, path in complete(folder)] if folder is not None else []
         continued = run or (folder if paths and configured is None else None)
@@ -372,7 +371,6 @@ class RunCheckpoints:
         section = config.checkpoint
         self.path = path
         self._every = section.every
-        self._continues = section.resume != "none" or restarted_run() is not None
         self._pipeline, self._optimizer, self._report = pipeline, optimizer, report
         self._facts, self._saved = facts, saved
         self._folder = folder
@@ -386,7 +384,6 @@ class RunCheckpoints:
             keep_every=section.keep_every,
             asynchronous=section.asynchronous,
             base=base,
-            claim=claim,
         )
         self._base, self._replicas, self._claim = base, replicas, claim
 
@@ -424,12 +421,6 @@ class RunCheckpoints:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._claim is not None:
                 self._claim.lock(self._folder, self._key)
-                self._claim.begin(self._continues)
-                if not self._claim.locks:
-                    self._say(
-                        f"{self._folder}: the file system has no locks; if another run begins to save there, this one notices "
-                        "it only at its next checkpoint, and ends"
-                    )
             probe.write_text("")
         except ConfigError as error:
             return str(error)
@@ -442,15 +433,10 @@ class RunCheckpoints:
         return self._every > 0 and step % self._every == 0
 
     def save(self, step: int, batch: int) -> None:
-        """Save the state, unless it is saved already. A checkpoint that cannot be written is reported, and training continues.
-
-        Raises CheckpointError if another run has taken the folder.
-        """
+        """Save the state, unless it is saved already. A checkpoint that cannot be written is reported, and training continues."""
         try:
             self.require(step, batch)
         except CheckpointError as error:
-            if TAKEN in str(error):
-                raise
             self._say(f"{error}; training continues, and the newest checkpoint is {self.path or 'none'}")
 
     def require(self, step: int, batch: int) -> None:

@@ -32,7 +32,6 @@ from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.boxes import Box, tiling_problem
 from pipeloom.train.checkpoint.folder import (
     DTYPE_NAMES,
-    RunClaim,
     locked,
     partial_path,
     prune,
@@ -89,7 +88,6 @@ class Saver:
         keep_every: also keep the checkpoints of every n-th step; 0: none.
         asynchronous: `save` returns when the state has been copied; a thread writes the copy.
         base: source of the frozen weights, which are not saved; the manifest names it. None: all weights are saved.
-        claim: the run's claim to the folder, compared on the first rank at each save; None: other runs may save there in turn.
 
     Attributes:
         equal_until: for the manifest of the next checkpoint: the last step after which replicas were equal; None: not known.
@@ -108,7 +106,6 @@ class Saver:
         keep_every: int = 0,
         asynchronous: bool = False,
         base: BaseWeights | None = None,
-        claim: RunClaim | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.base = base
@@ -118,7 +115,6 @@ class Saver:
         self.writer_cpu = 0.0
         self._pipeline, self._optimizer = pipeline, optimizer
         self._keep, self._keep_every = keep, keep_every
-        self._claim = claim
         self._asynchronous = asynchronous
         self._rank, self._world = pipeline.mesh.everyone.index, pipeline.mesh.everyone.size
         self._plan: _Plan | None = None
@@ -234,10 +230,8 @@ class Saver:
         """Create an empty directory to write into. Return the reason if that fails; "" otherwise."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if self._claim is not None and (problem := self._claim.problem()):
-                return problem
             self._held = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
-            if locked(self._held) is False:  # without the lock, each run would remove what the other is writing
+            if not locked(self._held):  # without the lock, each run would remove what the other is writing
                 self.release()
                 return f"{self.folder}: another run is saving there; give each run its own folder"
             remove_leftovers(self.folder)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, product
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,32 +23,13 @@ from pipeloom.runtime import Pipeline
 from pipeloom.runtime.tensor_spec import layout_name, memory_of
 from pipeloom.train.checkpoint.boxes import Box, boxes_of_run
 from pipeloom.train.checkpoint.folder import DTYPE_NAMES
+from pipeloom.train.checkpoint.reader import Reader
+from pipeloom.train.optimizer import Optimizer
 
 Number = float | int | bool
 
 
-@runtime_checkable
-class SlicedOptimizer(Protocol):
-    """An optimizer that steps one run of consecutive elements of each parameter, like the trainer's optimizer.
-
-    `state_dict`: name -> `start`, `stop` (row-major positions in this process's part of the parameter), `step` (0.0: no state
-    yet), `master` and the `moments` of that parameter: flat tensors of those elements.
-    """
-
-    def moments(self, name: str) -> tuple[str, ...]:
-        """Return the names of the state tensors of a parameter besides `master`."""
-
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the state of each parameter of this process, as above."""
-
-    def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace the state of each parameter; `states` as from `state_dict`."""
-
-    def read_parameters(self) -> None:
-        """Set the masters from the parameters, after weights were loaded without the optimizer's state."""
-
-
-AnyOptimizer = SlicedOptimizer | torch.optim.Optimizer
+AnyOptimizer = Optimizer | torch.optim.Optimizer
 
 
 @dataclass(frozen=True)
@@ -259,29 +240,12 @@ def _words(value: object) -> str:
     return f"tensor of {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-Region = Callable[[str, Box], Tensor]  # key, box -> the values, in the stored dtype
-
-
-class Stored(Protocol):
-    """Content of a checkpoint: the keys of tensors, numbers, and any region of a tensor."""
-
-    @property
-    def tensors(self) -> Mapping[str, tuple[int, ...]]:
-        """Return key -> whole shape."""
-
-    @property
-    def numbers(self) -> Mapping[str, Number]: ...
-
-    def region(self, key: str, box: Box) -> Tensor:
-        """Return the values of `box` of a tensor, on the CPU in the stored dtype."""
-
-
 def required_names(pipeline: Pipeline, trained_only: bool = False) -> dict[str, tuple[int, ...]]:
     """Return stored name -> whole shape of each parameter and buffer here that a checkpoint must have."""
     return {held.name: held.shape for held in holders(pipeline) if not (trained_only and held.frozen)}
 
 
-def require_shapes(stored: Stored, needed: Mapping[str, tuple[int, ...]]) -> None:
+def require_shapes(stored: Reader, needed: Mapping[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError for a weight that is absent or has another shape."""
     for name, shape in needed.items():
         if f"model.{name}" not in stored.tensors:
@@ -291,7 +255,7 @@ def require_shapes(stored: Stored, needed: Mapping[str, tuple[int, ...]]) -> Non
         _require_shape(stored, f"model.{name}", shape)
 
 
-def _require_shape(stored: Stored, key: str, shape: tuple[int, ...]) -> None:
+def _require_shape(stored: Reader, key: str, shape: tuple[int, ...]) -> None:
     present = stored.tensors.get(key)
     if present != tuple(shape):
         name, words = key.partition(".")[2], "a number" if present is None else list(present)
@@ -304,7 +268,7 @@ def _near(name: str, tensors: Iterable[str]) -> str:
 
 
 @torch.no_grad()
-def load_model(stored: Stored, pipeline: Pipeline, trained_only: bool = False) -> None:
+def load_model(stored: Reader, pipeline: Pipeline, trained_only: bool = False) -> None:
     """Load weights and buffers. Where the checkpoint has an fp32 master of a weight, the weight is loaded from it."""
     for held in holders(pipeline):
         if trained_only and held.frozen:
@@ -327,7 +291,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 @torch.no_grad()
-def load_optimizer(stored: Stored, pipeline: Pipeline, optimizer: AnyOptimizer) -> None:
+def load_optimizer(stored: Reader, pipeline: Pipeline, optimizer: AnyOptimizer) -> None:
     """Load the optimizer's state; to be called after `load_model`.
 
     A parameter without any state in the checkpoint gets none: it had no gradient yet. Raises CheckpointError if part of a
@@ -357,7 +321,7 @@ def load_optimizer(stored: Stored, pipeline: Pipeline, optimizer: AnyOptimizer) 
     optimizer.load_state_dict(states)
 
 
-def _torch_state(stored: Stored, held: Holder, kind: str, device: torch.device) -> Tensor | Number:
+def _torch_state(stored: Reader, held: Holder, kind: str, device: torch.device) -> Tensor | Number:
     key = f"optimizer.{held.name}.{kind}"
     if key in stored.numbers:
         return stored.numbers[key]
@@ -368,7 +332,7 @@ def _torch_state(stored: Stored, held: Holder, kind: str, device: torch.device) 
     return value.to(device) if value.ndim else value  # torch keeps the number of steps on the CPU
 
 
-def _sliced_state(stored: Stored, slot: _State, present: set[str], moments: tuple[str, ...]) -> dict[str, Any]:
+def _sliced_state(stored: Reader, slot: _State, present: set[str], moments: tuple[str, ...]) -> dict[str, Any]:
     held, start, stop = slot.held, slot.start, slot.stop
     if present - {"master"} and present - {"master"} != {"step", *moments}:
         expected = " and ".join([", ".join(("step", *moments[:-1])), *moments[-1:]])

@@ -24,11 +24,11 @@ from pipeloom.models import hf, hub_name, tied
 from pipeloom.models.hf.library import causal_model, read_config, transformers
 from pipeloom.models.hf.weights import SINGLE, WEIGHTS_INDEX
 from pipeloom.models.layers import own_name
-from pipeloom.models.lora import LoraOptions, adapter_name, is_adapter, is_transposed, merged
+from pipeloom.models.lora import LoraOptions, is_adapter, is_transposed, merged
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.folder import newest_checkpoint
-from pipeloom.train.checkpoint.load import Reader, verified
 from pipeloom.train.checkpoint.manifest import BaseWeights
+from pipeloom.train.checkpoint.reader import Reader, opened
 from pipeloom.train.checkpoint.run import RunFacts, validated
 from pipeloom.train.checkpoint.save import write_whole
 from pipeloom.train.data.sources import FILES
@@ -41,6 +41,11 @@ _COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _SAME_KEYS = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"),
     *("tie_word_embeddings", "rms_norm_eps"),
+)
+# What a family may lack, of any decoder and of those with experts: an exported configuration is compared with its decoder's.
+_FEATURES = (
+    *("attention_bias", "qkv_bias", "qk_norm"),
+    *("num_shared_experts", "norm_topk_prob", "expert_blocks", "router", "capacity_factor"),
 )
 _OF_MODEL = ("config.json", "generation_config.json")
 
@@ -65,7 +70,7 @@ def export(path: Path, out: Path, merge: bool = False) -> Path:
     directory = newest_checkpoint(path)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty; give a new directory")
-    reader = _opened(directory)
+    reader = opened(directory)
     if reader.manifest.base is not None:
         _export_adapters(reader, reader.manifest.base, out, merge)
     elif merge:
@@ -75,14 +80,6 @@ def export(path: Path, out: Path, merge: bool = False) -> Path:
         _write(out, section, _dtype_of(reader), _layers_of(reader, section), _origin(reader, section))
         _copy_tokenizer(RunFacts.read(directory).config, out)
     return directory
-
-
-def _opened(directory: Path) -> Reader:
-    """Return a checkpoint whose checksums are right. Raises CheckpointError with the reason for another one."""
-    manifest, problem = verified(directory, None)
-    if manifest is None:
-        raise CheckpointError(problem)
-    return Reader(directory, manifest)
 
 
 def _section(reader: Reader) -> ModelSection:
@@ -140,7 +137,7 @@ def _layers_of(reader: Reader, section: ModelSection) -> Iterator[dict[str, Tens
     """Yield the weights of a checkpoint, layer by layer, under their names in `transformers`."""
     for group in _by_layer([key.partition(".")[2] for key in reader.tensors if key.startswith("model.")]):
         tensors = {name: _values(reader, name) for name in group}
-        yield {hf.hub_name(name): t for name, t in tensors.items()} if section.source else to_hub(tensors)
+        yield {hub_name(name): t for name, t in tensors.items()} if section.source else to_hub(tensors)
 
 
 def _write(
@@ -178,7 +175,7 @@ def _export_adapters(reader: Reader, base: BaseWeights, out: Path, merge: bool) 
     lora = validated(LoraSection, RunFacts.read(reader.directory).config.get("lora"), reader.directory)
     options = LoraOptions(lora.r, lora.lora_alpha, lora.lora_dropout, lora.target_modules)
     names = [key.partition(".")[2] for key in reader.tensors if key.startswith("model.") and is_adapter(key)]
-    adapters = {adapter_name(name): _values(reader, name) for name in names}
+    adapters = {hub_name(name): _values(reader, name) for name in names}
     if not merge:
         write_adapter(out, adapters, options, _hub_source(base), bool(_transposed(base, adapters)))
         return
@@ -196,7 +193,7 @@ def _export_adapters(reader: Reader, base: BaseWeights, out: Path, merge: bool) 
         dtype = next(foreign.cut.model.parameters()).dtype
         _write(out, section, dtype, _merged_layers(foreign, adapters, options.scale))
         return
-    weights = _opened(path)
+    weights = opened(path)
     _refuse_tied(tied(section.shape()), adapters)
     added = (merged(tensors, adapters, options.scale) for tensors in _layers_of(weights, section))
     _write(out, section, _dtype_of(weights), added, _origin(weights, section))
@@ -217,13 +214,13 @@ def _merged_layers(
     """Yield the weights of a directory with adapters added, layer by layer."""
     for built, named in _states(foreign):
         transposed = any(is_transposed(part) for part in built.modules())
-        weights = {hf.hub_name(name): value for name, value in named.items()}
+        weights = {hub_name(name): value for name, value in named.items()}
         yield merged(weights, adapters, scale, transposed)
 
 
 def _refuse_tied(ties: Sequence[Sequence[str]], adapters: Mapping[str, Tensor]) -> None:
     """Raise ConfigError for an adapter of a layer whose weight is tied to another."""
-    shared = {adapter_name(name) for group in ties for name in group}
+    shared = {hub_name(name) for group in ties for name in group}
     for name in adapters:
         weight = f"{name.rpartition('.lora_')[0]}.weight"
         if weight in shared:
@@ -282,63 +279,51 @@ def _imported(foreign: hf.ModelLayers, ours: bool) -> Iterator[dict[str, Tensor]
     """
     for _, tensors in _states(foreign):
         if ours:
-            tensors = from_hub({hf.hub_name(name): value for name, value in tensors.items()})
+            tensors = from_hub({hub_name(name): value for name, value in tensors.items()})
             tensors = {own_name(name): value for name, value in tensors.items()}
         yield tensors
 
 
 def hub_config(shape: DecoderShape) -> Any:
     """Return the `transformers` configuration of a decoder of `shape`. Raises ConfigError if no model there computes the same."""
-    package = transformers()
+    experts, qkv_bias_alone = bool(shape.num_experts), shape.qkv_bias and not shape.attention_bias
+    if not experts:
+        name = "Qwen3Config" if shape.qk_norm else "Qwen2Config" if qkv_bias_alone else "LlamaConfig"
+    elif shape.qk_norm:
+        name = "Qwen3MoeConfig"
+    else:
+        name = "Qwen2MoeConfig" if shape.num_shared_experts else "MixtralConfig"
+    kind = getattr(transformers(), name)
     values: dict[str, Any] = {key: getattr(shape, key) for key in _SAME_KEYS}
     values |= {
         "head_dim": shape.head_width,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "intermediate_size": shape.expert_width if name == "MixtralConfig" else shape.intermediate_size,
     }
     values |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    qkv_bias_alone = shape.qkv_bias and not shape.attention_bias
-    if not shape.num_experts:
-        values["intermediate_size"] = shape.intermediate_size
-        if qkv_bias_alone and shape.qk_norm:
-            raise ConfigError("Qwen3, the model with qk_norm, has no qkv_bias without attention_bias")
-        if qkv_bias_alone:
-            return package.Qwen2Config(**values)
-        kind = package.Qwen3Config if shape.qk_norm else package.LlamaConfig
-        return kind(**values, attention_bias=shape.attention_bias)
-    if shape.router != "softmax" or shape.capacity_factor or shape.attention_bias:
-        raise ConfigError(
-            f'no model of transformers has router = "{shape.router}", capacity_factor = {shape.capacity_factor:g} and '
-            f"attention_bias = {str(shape.attention_bias).lower()}; only softmax routers without a capacity can be exported"
-        )
-    dense = [block for block, experts in enumerate(shape.expert_blocks) if not experts]
-    values["num_experts_per_tok"] = shape.num_experts_per_tok
-    if not shape.qk_norm and not shape.num_shared_experts:
-        if dense:
-            raise ConfigError(
-                f"Mixtral, the model without shared experts, has experts in every block, and block {dense[0]} is dense here"
-            )
-        if shape.qkv_bias or not shape.norm_topk_prob:
-            raise ConfigError(
-                "Mixtral, the model without shared experts, has no qkv_bias, and needs norm_topk_prob = true"
-            )
-        return package.MixtralConfig(
-            **values, num_local_experts=shape.num_experts, intermediate_size=shape.expert_width
-        )
-    values |= {
+    of_family = {
+        "attention_bias": shape.attention_bias,
+        "qkv_bias": shape.qkv_bias,
+        "num_experts_per_tok": shape.num_experts_per_tok,
         "num_experts": shape.num_experts,
+        "num_local_experts": shape.num_experts,
         "moe_intermediate_size": shape.expert_width,
-        "intermediate_size": shape.intermediate_size,
+        "shared_expert_intermediate_size": shape.num_shared_experts * shape.expert_width,
         "norm_topk_prob": shape.norm_topk_prob,
-        "mlp_only_layers": dense,
+        "mlp_only_layers": [block for block, sparse in enumerate(shape.expert_blocks) if not sparse],
+        "decoder_sparse_step": 1,
     }
-    if not shape.qk_norm:
-        shared_width = shape.num_shared_experts * shape.expert_width
-        return package.Qwen2MoeConfig(
-            **values, shared_expert_intermediate_size=shared_width, qkv_bias=shape.qkv_bias, decoder_sparse_step=1
-        )
-    if shape.num_shared_experts or shape.qkv_bias:
-        raise ConfigError("Qwen3-MoE, the model of experts with qk_norm, has no shared experts and no qkv_bias")
-    return package.Qwen3MoeConfig(**values)
+    known = kind().to_dict()
+    config = kind(**values, **{key: value for key, value in of_family.items() if key in known})
+    computed = DecoderShape(**(own_values(config.to_dict()) or {}))
+    for key in _FEATURES if experts else _FEATURES[:3]:
+        wanted, value = getattr(shape, key), getattr(computed, key)
+        if wanted != value and not (key == "qkv_bias" and shape.attention_bias):
+            raise ConfigError(
+                f"no model of transformers computes this decoder: the nearest, {name}, has {key} = {json.dumps(value)}, "
+                f"not {json.dumps(wanted)}"
+            )
+    return config
 
 
 def to_hub(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -52,37 +52,24 @@ VARIANTS = (
 )
 
 
-class _FamilyTable(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    config: str
-    shared: list[str] = []
-    values: dict[str, Any] = {}
-    padded: bool = False
-
-
-class _FamiliesFile(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    shared: dict[str, dict[str, Any]] = {}
-    families: dict[str, _FamilyTable]
-
-
-@dataclass(frozen=True)
-class ModelFamily:
-    """A tiny model of a family.
+class ModelFamily(BaseModel):
+    """A tiny model of a family, as a table of the file of families.
 
     Attributes:
-        name: as in the file of families.
+        name: the table's name.
         config: name of its configuration class in `transformers`.
+        shared: tables of `[shared]` whose values it has too.
         values: arguments of that class.
         padded: whether it is verified with an attention mask that leaves out tokens.
     """
 
-    name: str
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = ""
     config: str
-    values: Mapping[str, Any]
-    padded: bool
+    shared: list[str] = []
+    values: dict[str, Any] = {}
+    padded: bool = False
 
     def build(self) -> Any:
         """Return the configuration, with eager attention and without dropout."""
@@ -94,6 +81,13 @@ class ModelFamily:
             if "drop" in name and isinstance(value, float):
                 setattr(config, name, 0.0)
         return config
+
+
+class _FamiliesFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    shared: dict[str, dict[str, Any]] = {}
+    families: dict[str, ModelFamily]
 
 
 def read_families(path: Path | None = None, names: Sequence[str] = ()) -> list[ModelFamily]:
@@ -122,12 +116,12 @@ def read_families(path: Path | None = None, names: Sequence[str] = ()) -> list[M
             raise UsageError(f"{path} has no family {name!r:.200}{did_you_mean(name, content.families)}")
     families = []
     for name in names or content.families:
-        table = content.families[name]
-        for shared in table.shared:
+        family = content.families[name]
+        for shared in reversed(family.shared):  # a later one overrides an earlier one
             if shared not in content.shared:
                 raise ConfigError(f"{path}: {name} names no table of [shared]: {shared!r:.200}")
-        values = {key: value for shared in table.shared for key, value in content.shared[shared].items()}
-        families.append(ModelFamily(name, table.config, {**values, **table.values}, table.padded))
+            family.values = {**content.shared[shared], **family.values}
+        families.append(family.model_copy(update={"name": name}))
     return families
 
 

@@ -19,11 +19,11 @@ from pipeloom.limits import expanded
 from pipeloom.models import hub_name
 from pipeloom.models.hf.library import causal_model, read_config
 from pipeloom.models.hf.weights import Folder, PretrainedWeights
-from pipeloom.models.lora import LoraOptions, adapter_name, is_adapter
+from pipeloom.models.lora import LoraOptions, is_adapter
 from pipeloom.models.stored_tensors import StoredTensors
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.folder import newest_checkpoint
-from pipeloom.train.checkpoint.load import Reader, agreed_checkpoint, on_every_rank, verified
+from pipeloom.train.checkpoint.load import on_every_rank, opened_together
 from pipeloom.train.checkpoint.manifest import BaseWeights, read_manifest
 from pipeloom.train.checkpoint.state import Holder, holders, require_shapes
 from pipeloom.train.collect import from_every_rank
@@ -122,16 +122,11 @@ def read_directory(path: Path, pipeline: Pipeline) -> int:
 @torch.no_grad()
 def _read_checkpoint(path: Path, pipeline: Pipeline) -> None:
     """Load the weights of a checkpoint, except those of adapters; collective."""
-    everyone = pipeline.mesh.everyone
-    group = pipeline.run_control if everyone.size > 1 else None
-    directory = agreed_checkpoint(path, group)
-    with pipeline.waiting("the other ranks to compare a checkpoint's checksums", "load"):
-        manifest, problem = verified(directory, group, everyone.index, everyone.size)
-    if manifest is None:
-        raise CheckpointError(problem)
-    if manifest.base is not None:
-        raise CheckpointError(f"{directory}: it holds adapters only, of the model in {manifest.base.path}")
-    reader = Reader(directory, manifest)
+    reader = opened_together(path, pipeline)
+    if reader.manifest.base is not None:
+        raise CheckpointError(
+            f"{reader.directory}: it holds adapters only, of the model in {reader.manifest.base.path}"
+        )
     here = [held for held in holders(pipeline) if not is_adapter(held.name)]
     on_every_rank(pipeline, lambda: require_shapes(reader, {held.name: held.shape for held in here}))
     for held in here:
@@ -197,7 +192,7 @@ def read_adapter(folder: Path, pipeline: Pipeline) -> None:
         keys = _read_parts(folder / ADAPTER_WEIGHTS, here)
     except ConfigError as error:
         keys, problem = [], str(error)
-    answer = [problem, keys, [adapter_name(held.name) for held in here]]
+    answer = [problem, keys, [hub_name(held.name) for held in here]]
     answers = from_every_rank(pipeline, answer, "the other ranks to read an adapter", "load")
     for problem, *_ in answers:
         if problem:
@@ -211,7 +206,7 @@ def _read_parts(path: Path, here: Iterable[Holder]) -> list[str]:
         file = StoredTensors([path])
         keys = [key.removeprefix(_PREFIX) for key in file.entries]
         for held in here:
-            name = adapter_name(held.name)
+            name = hub_name(held.name)
             if name not in keys:
                 raise ConfigError(f"{path}: it has no {name}, and the model has an adapter there")
             shape = file.entries[f"{_PREFIX}{name}"].shape

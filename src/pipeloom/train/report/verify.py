@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.config import Layout
-from pipeloom.mesh_shape import AXES, MeshShape, Place
+from pipeloom.mesh_shape import MeshShape, Place
 from pipeloom.models import cross_entropy
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
 from pipeloom.ops.layer import KEYWORD, MicrobatchContext
 from pipeloom.ops.random_state import stable_seed
 from pipeloom.parallel.exchange import gather_tree
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.parallel.sharding import ParameterSharding, from_plain, join, to_plain
+from pipeloom.parallel.sharding import WHOLE, ParameterSharding, from_plain, shard_of, to_plain
 from pipeloom.runtime.batch import (
     IGNORE_INDEX,
     count_targets,
@@ -56,10 +56,19 @@ class LayoutVerdict:
 
 
 class ComparedStep(NamedTuple):
-    """Mean loss of a step, and the gradient of each parameter held (None: it received none)."""
+    """A step of one process.
+
+    Attributes:
+        loss: the mean loss.
+        gradients: that of each parameter, or of the part that the process holds; None: it received none.
+        place: the process's place on the mesh.
+        layouts: global name -> how a parameter is sharded; those without an entry are whole.
+    """
 
     loss: float
     gradients: NamedGradients
+    place: Place = Place(0, 0, 0, 0, 0)
+    layouts: Mapping[str, ParameterSharding] = {}
 
 
 def run(layouts: Sequence[Layout], context: WorkerContext, tolerance: float) -> Iterator[LayoutVerdict | None]:
@@ -112,7 +121,7 @@ def pipeline_step(
     """Run one step through the pipelines; every rank of `mesh` calls it.
 
     Returns:
-        every rank's outcome on rank 0, [] on the others; a parameter in parts is whole for the rank with the first part.
+        every rank's step on rank 0, [] on the others.
     """
     batch = make_batch(layout).part(mesh.place.dp, layout.mesh.dp)
     pipeline = build_pipeline(layout, device, mesh, _dtype(layout), watchdog)
@@ -130,15 +139,10 @@ def pipeline_step(
     with pipeline.waiting("the other ranks' gradients"):
         everyone = [mine] if group is None else gather_tree(mine, group, mesh.everyone.ranks[0])
     pipeline.close()
-    if everyone is None:
-        return []
-    joined = whole(
-        [
-            RankTensors(Place(*place), held, {name: from_plain(sharding) for name, sharding in layouts.items()})
-            for _, place, held, layouts in everyone
-        ]
-    )
-    return [ComparedStep(loss, gradients) for (loss, *_), gradients in zip(everyone, joined, strict=True)]
+    return [
+        ComparedStep(loss, held, Place(*place), {name: from_plain(plain) for name, plain in layouts.items()})
+        for loss, place, held, layouts in everyone or ()
+    ]
 
 
 def serial_step(layout: Layout, device: torch.device) -> ComparedStep:
@@ -187,7 +191,7 @@ def compare(
     seen: set[str] = set()
     for step in steps:
         for name, gradient in step.gradients.items():
-            error = relative_error(gradient, reference.gradients.get(name))
+            error = _error(gradient, reference.gradients.get(name), step.layouts.get(name, WHOLE), step.place)
             errors[name] = max(errors[name], error) if name in seen else error
             seen.add(name)
     for names in ties:  # a rank that holds several names of a group lists only the first
@@ -197,6 +201,14 @@ def compare(
     loss_error = math.inf if any(map(math.isnan, differences)) else max(differences)  # max would ignore a NaN
     passed = all(error <= tolerance for error in (loss_error, *errors.values()))
     return LayoutVerdict(loss_error, errors, passed)
+
+
+def _error(gradient: Tensor | None, whole: Tensor | None, sharding: ParameterSharding, place: Place) -> float:
+    """Return the error of a gradient, or of a part of it, relative to the largest element of the whole."""
+    if whole is None:
+        return relative_error(gradient, None)
+    largest = float(whole.abs().max()) if whole.numel() else 0.0
+    return relative_error(gradient, shard_of(whole, sharding, place._asdict()), largest)
 
 
 def _dtype(layout: Layout) -> torch.dtype:
@@ -216,48 +228,3 @@ def _what_one_process_sees(layout: Layout) -> tuple[object, ...]:
         train.label_smoothing,
         sizes,
     )
-
-
-@dataclass(frozen=True)
-class RankTensors:
-    """Tensors of one process.
-
-    Attributes:
-        place: its place on the mesh.
-        values: global name -> this process's part of the tensor, or None where it has none.
-        layouts: global name -> how the parameter is sharded.
-    """
-
-    place: Place
-    values: Mapping[str, Tensor | None]
-    layouts: Mapping[str, ParameterSharding]
-
-
-def whole(holdings: Sequence[RankTensors]) -> list[dict[str, Tensor | None]]:
-    """Return, for each process, the whole tensors whose first part (or only part) it holds.
-
-    Each copy of a parameter thus occurs exactly once. A whole tensor is None if all of its parts are None, and filled with
-    NaN if only some are.
-    """
-    copies: dict[tuple[str, tuple[int, ...]], dict[tuple[int, ...], int]] = {}
-    for number, holding in enumerate(holdings):
-        for name in holding.values:
-            shards = [shard.axis for shard in holding.layouts[name].shards]
-            elsewhere = tuple(getattr(holding.place, axis) for axis in AXES if axis not in shards)
-            part = tuple(getattr(holding.place, axis) for axis in shards)
-            copies.setdefault((name, elsewhere), {})[part] = number
-    tensors: list[dict[str, Tensor | None]] = [{} for _ in holdings]
-    for (name, _), parts in copies.items():
-        first = parts[min(parts)]
-        sharding = holdings[first].layouts[name]
-        tensors[first][name] = _join({part: holdings[number].values[name] for part, number in parts.items()}, sharding)
-    return tensors
-
-
-def _join(parts: Mapping[tuple[int, ...], Tensor | None], sharding: ParameterSharding) -> Tensor | None:
-    present = {part: value for part, value in parts.items() if value is not None}
-    if not present:
-        return None
-    if len(present) < len(parts):
-        return torch.full(sharding.full_shape(next(iter(present.values())).shape), float("nan"))
-    return join(present, sharding)

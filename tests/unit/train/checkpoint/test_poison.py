@@ -22,8 +22,8 @@ from pipeloom.cli import main
 from pipeloom.errors import CheckpointError
 from pipeloom.runtime import Layer, Pipeline
 from pipeloom.train.checkpoint.boxes import Box
-from pipeloom.train.checkpoint.load import Reader, verified
 from pipeloom.train.checkpoint.manifest import read_manifest
+from pipeloom.train.checkpoint.reader import Reader, verified
 from pipeloom.train.checkpoint.run import RunFacts
 
 FILE = "rank-00000.safetensors"
@@ -117,18 +117,6 @@ def poisons(path: Path) -> dict[str, Callable[[], None]]:
     }
 
 
-def test_save_and_load_unpickle_nothing(no_pickle: None, tmp_path: Path) -> None:
-    pipeline, adam = run_of()
-    path = checkpoint.save(tmp_path, 1, pipeline, adam, extra={"batch": 3})
-    weights = [p.detach().clone() for p in pipeline.parameters()]
-    other, optimizer = run_of()
-    assert checkpoint.load(tmp_path, other, optimizer).extra == {"batch": 3}
-    assert all(map(torch.equal, other.parameters(), weights))
-    (path / FILE).write_bytes((path / FILE).read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="expected"):
-        checkpoint.load(tmp_path, other, optimizer)
-
-
 def test_a_file_cut_short_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     """Of a mapped file, the next access would end the process by SIGBUS."""
     pipeline, adam = run_of()
@@ -145,6 +133,7 @@ def test_a_file_cut_short_while_it_is_read_is_an_error(tmp_path: Path) -> None:
 def test_poison_is_refused(no_pickle: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pipeline, adam = run_of()
     path = checkpoint.save(tmp_path / "good", 1, pipeline, adam, extra={"batch": 3})
+    assert checkpoint.load(path, *run_of()).extra == {"batch": 3}
     for number, words in enumerate(poisons(path)):
         copy = tmp_path / f"bad{number}" / path.name
         shutil.copytree(path, copy)
@@ -168,13 +157,9 @@ def test_poison_is_refused(no_pickle: None, tmp_path: Path, capsys: pytest.Captu
             r"dtype = \['F32'\]: it must be text",
         ),
         (lambda content: content["tensors"]["model.a.bias"].update(shape=[3.0]), "it must be a whole number"),
-        (lambda content: content["tensors"].update(x=5), "x = 5: "),
         (lambda content: content.update(step=10**15), r"step = 10{15}: it must be at most 10{12}"),
-        (lambda content: content.update(stored="model"), 'stored = "model": it must be a list'),
-        (lambda content: content["files"][FILE].update(sha256=5), "sha256 = 5: it must be text"),
         (lambda content: content.update(numbers={"a": float("inf")}), "it must be a finite number"),
         (lambda content: content.pop("files"), "files is missing"),
-        (lambda content: content.update(writer=[[]] * 3), "writer = "),
     ],
 )
 def test_a_value_of_another_type_in_the_manifest_is_named(
@@ -192,8 +177,6 @@ def test_a_value_of_another_type_in_the_manifest_is_named(
     [
         ([1], r"content = \[1\]: it must be a table"),
         ({"batch": -5}, "batch = -5: it must be at least 0"),
-        ({"batch": 1.5}, "batch = 1.5: it must be a whole number"),
-        ({"batch": 10**20}, "batch = 1.*: it must be at most"),
         ({"norms": ["x"]}, "it must be a number"),
         ({"config": {"model": 5}}, "config.model = 5: it must be a table"),
     ],
