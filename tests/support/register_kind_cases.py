@@ -92,7 +92,7 @@ def check_values() -> None:
         return pl.simulate(schedule)
 
     with pytest.raises(
-        pl.ScheduleError, match="action 1: 0D0 needs what is saved of stage 0 micro-batch 0, .*0F0 or 0R0 or 0L0"
+        pl.ScheduleError, match=r"action 1: 0D0 needs what is saved of stage 0 micro-batch 0, .*0F0 or 0R0 or 0L0"
     ):
         checked("0F0", "0D0", "0L0", "0B0")  # 0L0 makes what is saved, so 0F0 does not leave it
     with pytest.raises(pl.ScheduleError, match="0B0 needs what is saved"):

@@ -24,9 +24,9 @@ from pipeloom.runtime.loss import Loss, LossSum, MicrobatchLoss
 from pipeloom.runtime.overlap import CommStream, Coroutine, interleave
 from pipeloom.runtime.p2p.base import Delivery, Outgoing, Transport
 from pipeloom.runtime.program import Instruction, RankProgram
-from pipeloom.runtime.stage import Stage, StageOutputs
+from pipeloom.runtime.stage import ForwardCall, Stage, StageOutputs
 from pipeloom.runtime.tensor_spec import BoundaryValues, ShapeCache, TensorSpecs, boundary_of
-from pipeloom.schedule.actions import OUTPUT, Action, kind_of
+from pipeloom.schedule.actions import OUTPUT, PENDING, Action, kind_of
 from pipeloom.schedule.channels import Edge, Message
 
 
@@ -286,25 +286,36 @@ class Executor:
 
     def _forward(self, action: Action, received: Deliveries) -> Deliveries:
         """Run F; on a route's last stage, with the loss."""
-        values, specs = self._forward_inputs(action, received)
-        outputs = self.stages[action.stage].forward(
-            action.microbatch,
-            values,
-            specs,
-            self.batch.keywords[action.microbatch],
-            self.program.stages[action.stage],
-            self._loss_of(action.microbatch),
-            self.hooks.before_layer,
-        )
+        outputs = self.stages[action.stage].forward(self._forward_call(action, received), self.hooks.before_layer)
         return self._forward_done(action, outputs, received)
 
     def _backward(self, action: Action, received: Deliveries) -> Deliveries:
-        """Run B: input and weight gradients of one micro-batch; or I, after which it stays alive until its W."""
-        keeps_weights = action.kind == "I"
+        """Run B: input and weight gradients of one micro-batch; or I, after which it stays alive until its W.
+
+        A layer that is recomputed in a block with it runs forward again within.
+        """
+        keeps_weights = self._begin_backward(action)
         gradients = self._output_gradients(action, received)
         inputs = self.stages[action.stage].backward(action.microbatch, gradients, keeps_weights)
         self._alive -= not keeps_weights
         return self._backward_done(action, inputs, received)
+
+    def _begin_backward(self, action: Action) -> bool:
+        """Return whether weight gradients are left to W."""
+        if kind_of(action.kind).fuses:
+            self._hold()
+        return PENDING in kind_of(action.kind).makes
+
+    def _recompute(self, action: Action, received: Deliveries) -> Deliveries:
+        """Run R: the forward again, which saves what the backward needs."""
+        self._hold()
+        self.stages[action.stage].recompute(action.microbatch, self.hooks.before_layer)
+        return {}
+
+    def _hold(self) -> None:
+        """Count one more micro-batch whose activations are held."""
+        self._alive += 1
+        self.result.peak_alive = max(self.result.peak_alive, self._alive)
 
     def _weight_grad(self, action: Action, received: Deliveries) -> Deliveries:
         """Run W: the weight gradients of one micro-batch."""
@@ -347,20 +358,13 @@ class Executor:
 
     def _forward_in_segments(self, action: Action, received: Deliveries) -> Coroutine[Deliveries]:
         """As `_forward` in a training step, yielding where it would wait for a communication."""
-        values, specs = self._forward_inputs(action, received)
-        outputs = yield from self.stages[action.stage].forward_in_segments(
-            action.microbatch,
-            values,
-            specs,
-            self.batch.keywords[action.microbatch],
-            self.program.stages[action.stage],
-            self._loss_of(action.microbatch),
-        )
+        call = self._forward_call(action, received)
+        outputs = yield from self.stages[action.stage].forward_in_segments(call)
         return self._forward_done(action, outputs, received)
 
     def _backward_in_segments(self, action: Action, received: Deliveries) -> Coroutine[Deliveries]:
         """As `_backward`, yielding where it would wait for a communication."""
-        keeps_weights = action.kind == "I"
+        keeps_weights = self._begin_backward(action)
         gradients = self._output_gradients(action, received)
         inputs = yield from self.stages[action.stage].backward_in_segments(action.microbatch, gradients, keeps_weights)
         self._alive -= not keeps_weights
@@ -383,16 +387,15 @@ class Executor:
 
     # -- inputs and outputs of actions -----------------------------------------------------------------------------------
 
-    def _forward_inputs(self, action: Action, received: Deliveries) -> tuple[BoundaryValues, TensorSpecs | None]:
-        """Return a forward's inputs, named ones last, and their specs (None for inputs of the user)."""
+    def _forward_call(self, action: Action, received: Deliveries) -> ForwardCall:
+        """Return the arguments of a forward."""
         _, stage, mb = action
         program = self.program.stages[stage]
-        if self.training:
-            self._alive += 1
-            if self._alive > self.result.peak_alive:
-                self.result.peak_alive = self._alive
+        if self.training and mb not in program.recomputed and mb not in program.in_blocks:
+            self._hold()
+        keywords, loss = self.batch.keywords[mb], self._loss_of(mb)
         if program.takes is None:
-            return self.batch.inputs[self.hooks.faults.input_of(mb)], None
+            return ForwardCall(mb, self.batch.inputs[self.hooks.faults.input_of(mb)], None, keywords, program, loss)
         if self.training and received:
             self._inputs[stage, mb] = received
         values: BoundaryValues = ()
@@ -404,7 +407,7 @@ class Executor:
             else:
                 delivery = self._local.pop(("activation", edge, mb))
             values, specs = values + delivery.values, specs + delivery.boundary
-        return values, specs
+        return ForwardCall(mb, values, specs, keywords, program, loss)
 
     def _gradients_of(self, edge: Edge, microbatch: int, received: Deliveries) -> BoundaryValues:
         """Return the gradients of the values sent along an edge, from another rank or from another stage here."""
@@ -545,4 +548,7 @@ _EXECUTE: dict[str, Callable[[Executor, Action, Deliveries], Deliveries]] = {
     "B": Executor._backward,
     "I": Executor._backward,
     "W": Executor._weight_grad,
+    "R": Executor._recompute,
+    "RB": Executor._backward,
+    "RI": Executor._backward,
 }

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from pipeloom.errors import ConfigError
 from pipeloom.runtime.options import RuntimeOptions
-from pipeloom.schedule.actions import INPUT_GRADIENT, OUTPUT, Action, Cell, kind_of
+from pipeloom.schedule.actions import INPUT_GRADIENT, OUTPUT, Action, Cell, Kind, kind_of
 from pipeloom.schedule.batched_p2p import MessageBatch, batches_of
 from pipeloom.schedule.channels import (
     Channel,
@@ -58,6 +58,8 @@ class StageProgram:
             micro-batches would keep old state.
         reads: edges of the tensors that it reads by name, from earlier stages.
         writes: name of a tensor -> edges to the later stages that read it.
+        recomputed: the micro-batches whose F keeps only what R needs.
+        in_blocks: those whose layers are recomputed one by one in their backward.
     """
 
     takes: Edge | None
@@ -66,6 +68,8 @@ class StageProgram:
     in_order: bool
     reads: tuple[Edge, ...] = ()
     writes: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
+    recomputed: frozenset[int] = frozenset()
+    in_blocks: frozenset[int] = frozenset()
 
     @cached_property
     def inputs(self) -> tuple[Edge, ...]:
@@ -166,15 +170,21 @@ def _stage_programs(schedule: Schedule, rank: int) -> dict[int, StageProgram]:
     actions = [action for cell in schedule.programs[rank] for action in parts(cell)]
     everything = list(range(schedule.microbatches))
     replicas = Counter(schedule.position_of)
+
+    def microbatches(stage: int, wanted: Callable[[Kind], bool]) -> list[int]:
+        return [mb for kind, at, mb in actions if at == stage and wanted(kind_of(kind))]
+
     return {
         stage: StageProgram(
             takes[stage],
             gives[stage],
-            frozenset(mb for kind, at, mb in actions if at == stage and kind_of(kind).produces == (INPUT_GRADIENT,)),
+            frozenset(microbatches(stage, lambda kind: kind.produces == (INPUT_GRADIENT,))),
             replicas[schedule.position_of[stage]] == 1
-            and [mb for kind, at, mb in actions if at == stage and kind_of(kind).is_forward] == everything,
+            and microbatches(stage, lambda kind: kind.is_forward) == everything,
             named.reads[stage],
             {name: tuple(e for e in named.writes[stage] if e.name == name) for _, _, name in named.writes[stage]},
+            frozenset(microbatches(stage, lambda kind: kind.letter == "R")),
+            frozenset(microbatches(stage, lambda kind: bool(kind.fuses))),
         )
         for stage in schedule.stages_of[rank]
     }
