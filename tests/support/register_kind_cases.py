@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from models import batch, blocks, mse
 from pipeloom.config import MeshShape
 from pipeloom.draw import svg, terminal
 from pipeloom.draw.trace import trace
-from pipeloom.errors import UsageError
+from pipeloom.errors import ConfigError, UsageError
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.schedule.actions import Need
@@ -113,6 +115,41 @@ def check_values() -> None:
         pl.check(pl.Schedule.of(cells, placement=[0, 1, 2], microbatches=1))
 
 
+HASHES: list[tuple[int, int, bool]] = []  # micro-batch, hash of the gradients, whether on the thread of the computation
+
+
+def hash_gradients(modules: tuple[Any, ...], microbatch: int) -> None:
+    time.sleep(0.2)
+    values = [p.grad.flatten().tolist() for module in modules for p in module.parameters()]
+    HASHES.append((microbatch, hash(str(values)), threading.current_thread() is threading.main_thread()))
+
+
+def run_beside() -> None:
+    """A kind on a queue of its own runs in a thread beside the computation, after what it needs and before what changes that."""
+    pl.register_kind(
+        pl.Kind("SUM", "hash", (Need("weight gradient"),), queue="hashing", time=1.0), execute=hash_gradients
+    )
+    cells = ["0F0", "0F1", "1F0", "1B0", "1F1", "1B1", "1SUM1", "0B0", "0B1", "0SUM1"]
+    schedule = pl.Schedule.of([cells], placement=[0, 0], microbatches=2)
+    pl.check(schedule)
+    pipeline = LocalPipeline(blocks(2), schedule, loss=mse)
+    pipeline.step(*batch(4))
+    assert [alone for _, _, alone in HASHES] == [False, False]
+    hash_gradients((dict(pipeline.modules)["block1"],), 1)
+    assert HASHES[2][1] == HASHES[0][1] != HASHES[1][1]
+    starts, ends = pipeline.timeline().starts[0], pipeline.timeline().ends[0]
+    assert ends[5] <= starts[6]  # the gradients of stage 1 were there
+    assert (
+        ends[8] < ends[6] <= starts[9]
+    )  # both backwards of stage 0 ran beside its hash; the other hash came behind it
+    pipeline.close()
+    apart = pl.Schedule.of([["0F0", "0TELL0", "0B0"], ["1F0", "1B0", "1HASH0"]], placement=[0, 1], microbatches=1)
+    with pytest.raises(
+        ConfigError, match="0TELL0 of rank 0 waits for 1HASH0 of rank 1, and no message tells it of that"
+    ):
+        LocalPipeline(blocks(2), apart, loss=mse).step(*batch(2))
+
+
 def main() -> None:
     schedule = note_kind.noted(2, 3)
     plain = pl.schedules.one_f_one_b(2, 3)
@@ -149,6 +186,7 @@ def main() -> None:
         with pytest.raises(UsageError, match=words):
             pl.register_kind(pl.Kind(**{"letter": "X", "words": "x", **values}))
     check_values()
+    run_beside()
     local = LocalPipeline(blocks(4), plain, loss=mse).step(*batch(6)).item()
     context = multiprocessing.get_context("spawn")
     results, port = context.Queue(), free_port()

@@ -64,7 +64,8 @@ class Kind:
         colour: (hue in degrees, chroma, lightness above or below the chunk's) in OKLCH.
         execute: `execute(modules, microbatch)` runs an action of a registered kind: `modules` are the stage's layers, whose
             `.grad` is complete, and summed over the replicas, behind the stage's last backward (that of a weight that other
-            ranks hold too, only after the step). None for the built-in kinds, which the executor knows.
+            ranks hold too, only after the step). On another queue than COMPUTE it runs in a thread beside the computation, and
+            gradients are this rank's own. None for the built-in kinds, which the executor knows.
         fuses: the letters of the actions of one stage and micro-batch that run as one block: a cell `(2R0;2B0)`.
     """
 

@@ -19,6 +19,9 @@ LARGEST_COST = (
 TIME_TOLERANCE = 1e-9
 """Times and amounts of memory that differ by less count as equal: rounding makes sums depend on their order."""
 
+DEVICE = "device"
+"""The pool of a rank's device; pools are where bytes are."""
+
 PerStage = float | tuple[float, ...]
 PerLink = float | tuple[tuple[float, ...], ...]
 PerPair = PerStage | tuple[tuple[float, ...], ...]
@@ -48,6 +51,10 @@ class Costs:
         microbatch: factors by micro-batch (sequences of different lengths) on F, I, W, B, the activation and the message;
             empty: 1 for all. A given pair's gain is multiplied by the smaller of its two factors.
         tensors: sizes of named tensors, {name: size}, in the unit of `message`; default for each: `message`.
+        bytes: {name: bytes, as a number or one per stage}. Of a stage and micro-batch: `"saved"`, `"kept"`, `"pending"` and the
+            values that registered kinds make, and `"layer"`: the most that one layer saves, which a block (R;B) holds. Any other
+            name, such as `"params"`, `"grads"` or `"optimizer"`, is there for the whole step.
+        pools: {name: pool} of the bytes that are not in the pool "device".
 
     Raises:
         UsageError: a value that is negative, not finite, or of a shape that its field does not accept.
@@ -69,12 +76,16 @@ class Costs:
     recompute: PerStage | None = None
     microbatch: tuple[float, ...] = ()
     tensors: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
+    bytes: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = ()
+    pools: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tensors", _sizes(self.tensors))
+        object.__setattr__(self, "tensors", _sizes("tensors", self.tensors, (0,)))
+        object.__setattr__(self, "bytes", _sizes("bytes", self.bytes, (0, 1)))
+        object.__setattr__(self, "pools", tuple(sorted(dict(self.pools).items())))
         for spec in fields(self):
             value = getattr(self, spec.name)
-            if spec.name == "tensors":
+            if spec.name in ("tensors", "bytes", "pools"):
                 continue
             if value is None and spec.default is None:
                 continue
@@ -95,18 +106,27 @@ class Costs:
                 raise ArgumentError(name, f" is {getattr(self, name)}; it is a share between 0 and 1")
 
     def scaled(self, factor: float) -> Costs:
-        """Return these costs with F, I, W, B, the pairs and the activation multiplied by `factor` (numbers and tuples alike)."""
+        """Return these costs with F, I, W, B, R, the pairs, the activation and the bytes multiplied by `factor`."""
 
         def times(value: Any) -> Any:
             return tuple(map(times, value)) if isinstance(value, tuple) else value * factor
 
         scaled = ("forward", "input_grad", "weight_grad", "activation", "pair", "pair_split", "backward", "recompute")
         values = {name: getattr(self, name) for name in scaled}
-        return replace(self, **{name: times(value) for name, value in values.items() if value is not None})
+        amounts = {name: times(value) for name, value in dict(self.bytes).items()}
+        return replace(self, bytes=amounts, **{n: times(value) for n, value in values.items() if value is not None})
 
     def per_stage(self, name: str, stages: int) -> tuple[float, ...]:
         """The value called `name` as one number per stage; raises UsageError when there is not one for each."""
-        value = getattr(self, name)
+        return self._spread(name, getattr(self, name), stages)
+
+    def bytes_in(self, pool: str, stages: int) -> dict[str, tuple[float, ...]]:
+        """name -> bytes by stage of what is in `pool`; raises as `per_stage`."""
+        places, amounts = dict(self.pools), dict(self.bytes)
+        names = [name for name in amounts if places.get(name, DEVICE) == pool]
+        return {name: self._spread(f"bytes[{name!r}]", amounts[name], stages) for name in names}
+
+    def _spread(self, name: str, value: Any, stages: int) -> tuple[float, ...]:
         if not isinstance(value, tuple):
             return (float(value),) * stages
         if len(value) != stages:
@@ -326,17 +346,21 @@ _DEPTHS = {
 }
 
 
-def _sizes(tensors: Any) -> tuple[tuple[str, float], ...]:
-    """`Costs.tensors` as sorted pairs. Raises UsageError for anything but names with sizes."""
+def _sizes(field: str, sizes: Any, depths: tuple[int, ...]) -> tuple[tuple[str, Any], ...]:
+    """The sizes by name of a field as sorted pairs. Raises UsageError for anything but names with sizes of such a depth."""
     shape = "; it must give each name its size, as in {'skip': 2.0}"
     try:
-        pairs = [(name, size) for name, size in (tensors.items() if isinstance(tensors, Mapping) else tensors)]
+        pairs = [(name, _plain_tuples(size)) for name, size in (sizes.items() if isinstance(sizes, Mapping) else sizes)]
     except (TypeError, ValueError):
-        raise ArgumentError("tensors", f" is {tensors!r:.200}{shape}") from None
+        raise ArgumentError(field, f" is {sizes!r:.200}{shape}") from None
     for name, size in pairs:
-        if not isinstance(name, str) or _depth(size) != 0 or not 0 <= size < math.inf:
-            raise ArgumentError("tensors", f" has {name!r:.100}: {size!r:.100}{shape}, at least 0")
-    return tuple(sorted((name, float(size)) for name, size in dict(pairs).items()))
+        if (
+            not isinstance(name, str)
+            or _depth(size) not in depths
+            or not all(0 <= n < math.inf for n in _numbers(size))
+        ):
+            raise ArgumentError(field, f" has {name!r:.100}: {size!r:.100}{shape}, at least 0")
+    return tuple(sorted(dict(pairs).items()))
 
 
 def _plain_tuples(value: Any) -> Any:

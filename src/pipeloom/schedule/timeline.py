@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Literal, NamedTuple, get_args
 
 from pipeloom.schedule.actions import COMPUTE, KEPT, OUTPUT, PENDING, SAVED, WEIGHT_GRADIENT, kind_of
-from pipeloom.schedule.costs import Costs, PairTimes
+from pipeloom.schedule.costs import DEVICE, Costs, PairTimes
 from pipeloom.schedule.graph import EntryWait, Graph, entry_waits
 from pipeloom.schedule.model import Schedule, parts
 
@@ -252,7 +252,7 @@ class Timeline:
     @cached_property
     def memory_curve(self) -> tuple[tuple[tuple[float, float], ...], ...]:
         """rank -> (time, memory from then on), in program order; memory by `Costs.activation` and `Costs.held`."""
-        return tuple(self._curve(rank) for rank in range(self.schedule.ranks))
+        return tuple(self._curve(rank, *self._memory) for rank in range(self.schedule.ranks))
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
@@ -266,12 +266,50 @@ class Timeline:
 
         return tuple(plain(max(accumulate(steps(rank)), default=0.0)) for rank in range(schedule.ranks))
 
-    def _curve(self, rank: int) -> tuple[tuple[float, float], ...]:
-        level, points = 0.0, []
-        for steps, start, end in zip(self._steps(rank, *self._memory), self.starts[rank], self.ends[rank], strict=True):
+    @cached_property
+    def bytes_curves(self) -> dict[str, tuple[tuple[tuple[float, float], ...], ...]]:
+        """pool -> rank -> (time, bytes from then on), in order of time; by `Costs.bytes`, empty without them.
+
+        What an action makes counts from its start, what it frees until its end; of an I that frees what is saved and leaves what
+        is pending, which is a part of it, the difference counts.
+        """
+        costs, schedule = self.costs, self.schedule
+        moving = {value for kind in schedule.kinds for value in (*kind.makes, *kind.frees)}
+        curves = {}
+        for pool in sorted({DEVICE, *dict(costs.pools).values()}) if costs.bytes else ():
+            sizes = costs.bytes_in(pool, schedule.stages)
+            layer = sizes.pop("layer", None)
+            values = {name: sizes.pop(name) for name in moving.intersection(sizes)}
+            changes = _changes(schedule, values, costs.factors(schedule.microbatches), layer)
+            curves[pool] = tuple(
+                self._curve(rank, *changes, sum(size[stage] for size in sizes.values() for stage in stages))
+                for rank, stages in enumerate(schedule.stages_of)
+            )
+        return curves
+
+    @cached_property
+    def peak_bytes(self) -> dict[str, tuple[float, ...]]:
+        """pool -> rank -> the most bytes at once; empty without `Costs.bytes`."""
+        return {
+            pool: tuple(max(level for _, level in curve) for curve in curves)
+            for pool, curves in self.bytes_curves.items()
+        }
+
+    def _curve(
+        self, rank: int, change: list[float], passing: dict[int, float], level: float = 0.0
+    ) -> tuple[tuple[float, float], ...]:
+        moments = []
+        for steps, start, end in zip(
+            self._steps(rank, change, passing), self.starts[rank], self.ends[rank], strict=True
+        ):
             for at, step in enumerate(steps):
-                level += step
-                points.append((start if not at and (len(steps) > 1 or step > 0) else end, plain(level)))
+                moments.append((start if not at and (len(steps) > 1 or step > 0) else end, step))
+        if self.schedule.has_queues:
+            moments.sort(key=lambda moment: (moment[0], moment[1] > 0))
+        points = [(self.starts[rank][0], level)] if level and self.starts[rank] else []
+        for time, step in moments:
+            level += step
+            points.append((time, plain(level)))
         return tuple(points)
 
     def _steps(self, rank: int, change: list[float], passing: dict[int, float]) -> Iterator[tuple[float, ...]]:
@@ -420,13 +458,17 @@ class Timeline:
 
 
 def _changes(
-    schedule: Schedule, sizes: Mapping[str, Sequence[float]], factors: Sequence[float]
+    schedule: Schedule,
+    sizes: Mapping[str, Sequence[float]],
+    factors: Sequence[float],
+    layer: Sequence[float] | None = None,
 ) -> tuple[list[float], dict[int, float]]:
     """code -> by how much the action changes what its rank holds, and code -> what it holds only while it runs, where it does.
 
     Args:
         sizes: value -> its size on each stage; other values have none.
         factors: of the micro-batches.
+        layer: the size on each stage of what an action holds only while it runs; None: of all values that it makes and frees.
     """
     changes: list[float] = []
     passing: dict[int, float] = {}
@@ -435,7 +477,7 @@ def _changes(
         net = [(sizes[v], (v in kind.makes) - (v in kind.frees)) for v in sizes if v not in brief]
         for stage in range(schedule.stages):
             change = sum(sign * size[stage] for size, sign in net if sign)
-            held = sum(sizes[value][stage] for value in brief)
+            held = sum(sizes[value][stage] for value in brief) if layer is None else layer[stage]
             if brief:
                 passing |= {len(changes) + mb: held * factor for mb, factor in enumerate(factors)}
             changes += [change * factor for factor in factors]

@@ -114,3 +114,27 @@ def test_with_other_transforms_and_by_name() -> None:
     accumulated = recompute(pl.schedules.gpipe(1, 4))  # one rank: gradients accumulated over micro-batches
     check(accumulated)
     assert simulate(accumulated, Costs(kept=0.25)).peak_memory == (1.75,)
+
+
+def test_bytes_by_value_and_pool() -> None:
+    """Parameters all step; 100 saved and 4 kept of a micro-batch, 30 pending; a block holds one layer's 25."""
+    costs = Costs(
+        bytes={"params": 1000, "saved": 100, "kept": 4, "pending": 30, "layer": 25, "copy": 7, "spool": (5,)},
+        pools={"copy": "host", "spool": "host"},
+    )
+    timeline = simulate(one("0F0", "0F1", "0B0", "(0R1;0I1)", "0W1", microbatches=2), costs)
+    assert timeline.bytes_curves["device"] == (
+        ((0, 1000), (0, 1104), (1, 1108), (4, 1004), (4, 1029), (6, 1030), (7, 1000)),
+    )
+    assert timeline.peak_bytes == {"device": (1108,), "host": (12,)}
+    assert simulate(one("0F0", "0B0")).peak_bytes == {}
+    two = simulate(
+        pl.schedules.one_f_one_b(2, 3), Costs(bytes={"saved": (10, 20), "grads": (1, 2)}, microbatch=(1, 2, 1))
+    )
+    assert two.peak_bytes == {"device": (31, 42)}
+    assert Costs(bytes={"saved": (10, 20)}).scaled(0.5).bytes == (("saved", (5, 10)),)
+    for wrong in ({"saved": -1}, {"saved": "much"}, 3, {"saved": ((1.0,),)}):
+        with pytest.raises(UsageError, match="bytes"):
+            Costs(bytes=wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"bytes\['saved'\] has 3 values and the schedule 1 stages"):
+        simulate(one("0F0", "0B0"), Costs(bytes={"saved": (1, 2, 3)})).peak_bytes  # noqa: B018
