@@ -99,8 +99,8 @@ class ForwardCall(NamedTuple):
     loss: MicrobatchLoss | None
 
 
-class Kept(NamedTuple):
-    """What is kept of a micro-batch from F until R.
+class ForwardRecord(NamedTuple):
+    """Record of a forward, kept from F until R.
 
     Attributes:
         call: the arguments of the forward.
@@ -126,7 +126,7 @@ class InFlight:
         specs: specs of the stage's inputs, which tell the inputs whose gradient is sent back (a layer may call
             `requires_grad_` on others); None: inputs of the user, without gradients.
         read: number of inputs, the last ones, that the stage reads by name.
-        kept: what R needs; its forward saves nothing for a backward. None: it saves everything.
+        record: what R needs; its forward saves nothing for a backward. None: it saves everything.
     """
 
     queue: WeightGradQueue | None
@@ -134,11 +134,11 @@ class InFlight:
     outputs: BoundaryValues = ()
     specs: TensorSpecs | None = None
     read: int = 0
-    kept: Kept | None = None
+    record: ForwardRecord | None = None
 
     def saving(self) -> AbstractContextManager[Any]:
         """Return the context of its computations."""
-        return nullcontext() if self.kept is None else torch.autograd.graph.saved_tensors_hooks(_drop, _dropped)
+        return nullcontext() if self.record is None else torch.autograd.graph.saved_tensors_hooks(_drop, _dropped)
 
 
 class Stage:
@@ -176,7 +176,7 @@ class Stage:
         self._communications = communications
         self._alive: dict[int, InFlight] = {}
         self._awaiting_w: dict[int, WeightGradQueue] = {}
-        self._kept: dict[int, Kept] = {}
+        self._records: dict[int, ForwardRecord] = {}
         self._inputs = ChangeableInputs()
         self._foreign = foreign  # None once a graph has been checked
         if writes_weight_gradients or self.segmented:  # otherwise plain layers are left unchanged
@@ -197,14 +197,14 @@ class Stage:
         """
         if self.segmented:
             return run_to_end(self.forward_in_segments(call))
-        return self._forward(call, before_layer, self._kept_for(call))
+        return self._forward(call, before_layer, self._record_of(call))
 
     def recompute(self, microbatch: int, before_layer: Callable[[str], None] | None = None) -> None:
         """R: run the forward again from what F has kept, with the same random numbers, and save what the backward needs.
 
         It leaves no trace in the layers: what counts or averages in a forward does so once.
         """
-        call, versions, state, (random, on_device) = self._kept.pop(microbatch)
+        call, versions, state, (random, on_device) = self._records.pop(microbatch)
         if versions != _versions(call.values):
             raise UsageError(
                 f"{self.words} is recomputed, and a layer changes the stage's input in place: work on a copy there "
@@ -223,20 +223,20 @@ class Stage:
         finally:
             state.swap_out()
 
-    def _kept_for(self, call: ForwardCall) -> Kept | None:
-        """Return what is to be kept until the micro-batch's R; None: it has none."""
+    def _record_of(self, call: ForwardCall) -> ForwardRecord | None:
+        """Return the record that the micro-batch's R needs; None: it has no R."""
         if call.microbatch not in call.program.recomputed or not torch.is_grad_enabled():
             return None
         device = self._communications.device
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return Kept(call, _versions(call.values), StageState(self.modules), (torch.get_rng_state(), on_device))
+        return ForwardRecord(call, _versions(call.values), StageState(self.modules), (torch.get_rng_state(), on_device))
 
     def _forward(
-        self, call: ForwardCall, before_layer: Callable[[str], None] | None, kept: Kept | None
+        self, call: ForwardCall, before_layer: Callable[[str], None] | None, record: ForwardRecord | None
     ) -> StageOutputs:
         microbatch, _, _, keywords, program, loss = call
         layers = self.layers
-        flight, inputs = self._begin_forward(call, microbatch in program.split, kept)
+        flight, inputs = self._begin_forward(call, microbatch in program.split, record)
         self._grad_context.queue = flight.queue
         by_position = inputs if not flight.read else inputs[: len(inputs) - flight.read]
         names = None if self.silent else NamedInForward(layers, program, inputs[len(by_position) :], loss)
@@ -274,20 +274,22 @@ class Stage:
         """As `forward`, yielding where it would wait for a communication."""
         if not self.segmented:
             return self.forward(call)
-        return (yield from self._forward_in_segments(call, self._kept_for(call)))
+        return (yield from self._forward_in_segments(call, self._record_of(call)))
 
-    def _forward_in_segments(self, call: ForwardCall, kept: Kept | None) -> Coroutine[StageOutputs]:
+    def _forward_in_segments(self, call: ForwardCall, record: ForwardRecord | None) -> Coroutine[StageOutputs]:
         program = call.program
         groups = split_at_communications(self.layers, call.keywords, call.microbatch in program.in_blocks)
         # A backward with communications computes weight gradients during them, also in a B.
         queues = len(groups) > 1 or call.microbatch in program.split
-        flight, inputs = self._begin_forward(call, queues, kept)
+        flight, inputs = self._begin_forward(call, queues, record)
         for group in groups[:-1]:
             inputs = yield from self._compute_and_communicate(group, inputs, flight)
         result = self._compute(groups[-1], inputs, flight)
         return self._finish_forward(call, flight, inputs, result, None)
 
-    def _begin_forward(self, call: ForwardCall, queues: bool, kept: Kept | None) -> tuple[InFlight, tuple[Any, ...]]:
+    def _begin_forward(
+        self, call: ForwardCall, queues: bool, record: ForwardRecord | None
+    ) -> tuple[InFlight, tuple[Any, ...]]:
         """Return the micro-batch's state, and its inputs as leaves.
 
         Args:
@@ -297,7 +299,7 @@ class Stage:
         if not torch.is_grad_enabled():
             return InFlight(None, read=read), call.values
         leaves = call.values if specs is None else _leaves(call.values, specs)
-        return InFlight(WeightGradQueue() if queues else None, specs=specs, read=read, kept=kept), leaves
+        return InFlight(WeightGradQueue() if queues else None, specs=specs, read=read, record=record), leaves
 
     def _compute_and_communicate(
         self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight
@@ -307,7 +309,7 @@ class Stage:
         training = torch.is_grad_enabled()
         outputs = self._compute(group, inputs, flight)
         which = [training and carries(value) for value in outputs]
-        if training and flight.kept is None:
+        if training and flight.record is None:
             flight.groups.append(SavedGroup(inputs, _roots(outputs), (), group.after, saved_of(outputs)))
         given = tuple(value.detach() if isinstance(value, Tensor) else value for value in outputs)
         pending = self._communications.start(partial(group.after.start, given), given)
@@ -352,9 +354,9 @@ class Stage:
             if self._foreign:
                 _require_unreached(self._foreign, [*(r.node for r in roots), *(value.grad_fn for value, _ in losses)])
                 self._foreign = None
-            if flight.kept is not None:
-                flight.kept.state.forget_unchanged()
-                self._kept[microbatch] = flight.kept
+            if flight.record is not None:
+                flight.record.state.forget_unchanged()
+                self._records[microbatch] = flight.record
                 outputs, tensors = _off_graph(outputs), {name: _off_graph((v,))[0] for name, v in tensors.items()}
             else:
                 flight.groups.append(SavedGroup(inputs, roots, losses))

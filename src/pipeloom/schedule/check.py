@@ -143,18 +143,18 @@ def _check_values(schedule: Schedule) -> None:
         for at, action in [(at, action) for at, cell in enumerate(program) for action in parts(cell)]:
             kind, values = kind_of(action.kind), there.setdefault((action.stage, action.microbatch), {})
             where = f"rank {rank}, action {at}: {action}"
-            made = made_by(schedule, action)
+            results = made_by(schedule, action)
             needed = [need.value for need in kind.needs if not need.step and need != kind.waits_for]
-            for value in dict.fromkeys((*needed, *(value for value in kind.frees if value not in made))):
+            for value in dict.fromkeys((*needed, *(value for value in kind.frees if value not in results))):
                 if value not in values:
                     raise ScheduleError(
                         f"{where} needs what is {value} of stage {action.stage} micro-batch {action.microbatch}, which is not "
                         f"there{_makers(schedule, value, action)}"
                     )
-            for value in made:
+            for value in results:
                 if value in values:
                     raise ScheduleError(f"{where} makes what is {value} a second time; {values[value]} has made it")
-            values.update(dict.fromkeys(made, action))
+            values.update(dict.fromkeys(results, action))
             for value in kind.frees:
                 del values[value]
     for (stage, microbatch), values in there.items():
@@ -166,7 +166,7 @@ def _check_values(schedule: Schedule) -> None:
 
 
 def _makers(schedule: Schedule, value: str, action: Action) -> str:
-    """Which cells of the same stage and micro-batch could make `value`, in words."""
+    """Return the cells of the same stage and micro-batch that could make `value`, in words."""
     cells = [str(action._replace(kind=kind.letter)) for kind in kinds() if value in kind.makes and not kind.fuses]
     return f"; {' or '.join(cells)} makes it" if cells else ""
 

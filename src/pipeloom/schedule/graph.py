@@ -164,28 +164,28 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
         read: dict[tuple[str, int, int], list[int]] = defaultdict(list)
         computation: int | None = None
         for at, cell in enumerate(program):
-            found: list[EntryWait] = []
+            awaited: list[EntryWait] = []
             if queue_of[at] == COMPUTE:
                 computation = at
             elif computation is not None:
-                found.append(EntryWait(rank, computation, start=True))
+                awaited.append(EntryWait(rank, computation, start=True))
             for action in parts(cell):
                 kind, stage, mb = kind_of(action.kind), action.stage, action.microbatch
                 for need in kind.needs:
                     other = stage if not need.step else (before if need.step < 0 else after)[stage]
                     source = (need.value, other) if other is not None else (need.at_end, stage)
                     if need != kind.waits_for and need.step and source[0] is not None:
-                        found += [maker[key] for key in [(source[0], source[1], mb)] if key in maker]
+                        awaited += [maker[key] for key in [(source[0], source[1], mb)] if key in maker]
                 changes = {(value, stage, mb) for value in (*made_by(schedule, action), *kind.frees)}
                 reads = {(need.value, stage, mb) for need in kind.needs if not need.step} - changes
                 earlier = {changed[key] for key in changes | reads if key in changed}
                 earlier |= {reader for key in changes for reader in read[key]}
-                found += [EntryWait(rank, other) for other in sorted(earlier) if queue_of[other] != queue_of[at]]
+                awaited += [EntryWait(rank, other) for other in sorted(earlier) if queue_of[other] != queue_of[at]]
                 changed |= dict.fromkeys(changes, at)
                 for key in reads:
                     read[key].append(at)
-            if found:
-                waits[rank, at] = tuple(found)
+            if awaited:
+                waits[rank, at] = tuple(awaited)
     return waits
 
 

@@ -221,12 +221,12 @@ class Timeline:
     def _memory(self) -> tuple[list[float], dict[int, float]]:
         """`_changes` of memory, in the unit of `Costs.activation`."""
         costs, stages = self.costs, self.schedule.stages
-        activation, held, kept = (costs.per_stage(name, stages) for name in ("activation", "held", "kept"))
+        activation, held, inputs = (costs.per_stage(name, stages) for name in ("activation", "held", "kept"))
         return _changes(
             self.schedule,
             {
-                SAVED: [(1 - share) * size for share, size in zip(kept, activation, strict=True)],
-                KEPT: [share * size for share, size in zip(kept, activation, strict=True)],
+                SAVED: [(1 - share) * size for share, size in zip(inputs, activation, strict=True)],
+                KEPT: [share * size for share, size in zip(inputs, activation, strict=True)],
                 PENDING: [share * size for share, size in zip(held, activation, strict=True)],
             },
             costs.factors(self.schedule.microbatches),
