@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,6 +48,9 @@ EXCEPTIONS = {
 }
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault(
+    "XDG_CACHE_HOME", os.path.join(tempfile.gettempdir(), f"pipeloom-tests-{os.getuid()}")
+)  # of tokens
 sys.path[:0] = [str(TESTS), str(TESTS / "support")]
 
 

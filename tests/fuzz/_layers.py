@@ -57,120 +57,75 @@ def together(x: Tensor, rest: Sequence[Any]) -> Any:
     return (x, *rest) if rest else x
 
 
-# -- cores: a hidden tensor in, a tensor of its shape out; `Cell` adds a residual around them --------------------------
+# -- layers as functions: `run(m, x)` computes with the parts that the table of kinds gives `m` -----------------------------
+
+
+class Core(nn.Module):
+    """A function of a hidden tensor, and the modules, parameters, buffers and values that it uses, by name."""
+
+    def __init__(self, run: Callable[..., Tensor], **parts: Callable[[], Any]) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in (parts or {"linear": linear}).items():
+            setattr(self, name, part())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
 
 
 class Cell(nn.Module):
-    def __init__(self, core: nn.Module, bounded: bool = True) -> None:
+    """A core between boundaries: `bounded` and added to its input (a residual), as it is, or in its input's place."""
+
+    def __init__(self, core: nn.Module, residual: bool = True, bounded: bool = True) -> None:
         super().__init__()
-        self.core, self.bounded = core, bounded
+        self.core, self.residual, self.bounded = core, residual, bounded
 
     def forward(self, x: Tensor, *rest: Any) -> Any:
         x = hidden(x)
         out = self.core(x)
-        return together(x + (torch.tanh(out) if self.bounded else out), rest)
+        return together(x + (torch.tanh(out) if self.bounded else out) if self.residual else out, rest)
 
 
-class Channels(nn.Module):
+class Boundary(Core):
+    """A core of everything that stands at the boundary before it, which makes everything behind it."""
+
+    def forward(self, x: Tensor, *rest: Any) -> Any:  # type: ignore[override]
+        return self.run(self, x, *rest)
+
+
+class Counted(Core):
+    """A core of the micro-batch's number, too."""
+
+    def forward(self, x: Tensor, *rest: Any, microbatch: MicrobatchContext) -> Any:  # type: ignore[override]
+        return together(hidden(x) + self.run(self, hidden(x), microbatch), rest)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+def vector(dtype: torch.dtype | None = None) -> nn.Parameter:
+    return nn.Parameter(torch.ones(WIDTH, dtype=dtype))
+
+
+def channels(m: Any, x: Tensor) -> Tensor:
     """A module of [rows, channels, length]."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x.transpose(1, 2)).transpose(1, 2)
+    return m.inner(x.transpose(1, 2)).transpose(1, 2)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.heads(x, x, x, need_weights=False)[0]
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gru(x)[0]
-
-
-class Bilinear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.product = nn.Bilinear(WIDTH, WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, x)
-
-
-class Adapter(nn.Module):
-    """A frozen matrix beside a trained one of low rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-class Linear(nn.Module):
-    """Base of cores around one plain linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
-
-
-class CalledTwice(Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(torch.tanh(self.linear(x)))
-
-
-class WeightUsedTwice(Linear):
-    """The layer's weight goes through the layer and past it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + F.linear(x, self.linear.weight.t())
-
-
-class Transposed(Linear):
-    """A linear layer of a tensor that is not contiguous."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.transpose(0, 1)).transpose(0, 1)
-
-
-class Flat(Linear):
+def vectors(m: Any, x: Tensor) -> Tensor:
     """A linear layer of vectors, one row at a time."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([torch.stack([self.linear(token) for token in row]) for row in x])
+    return torch.stack([torch.stack([m.linear(token) for token in row]) for row in x])
 
 
-class Broadcast(Linear):
-    """The gradient of the linear layer's output is an expanded tensor."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.mean((0, 1))).expand_as(x)
-
-
-class SomeTokens(Linear):
+def some_tokens(m: Any, x: Tensor) -> Tensor:
     """A linear layer of those tokens that the data chooses, none at all now and then."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = x[..., 0] > 0.8
-        return torch.zeros_like(x).masked_scatter(chosen[..., None].expand_as(x), self.linear(x[chosen]))
+    chosen = x[..., 0] > 0.8
+    return torch.zeros_like(x).masked_scatter(chosen[..., None].expand_as(x), m.linear(x[chosen]))
 
 
 class Own(nn.Linear):
@@ -184,104 +139,52 @@ def overridden() -> nn.Module:
     return layer
 
 
-class InPlace(Linear):
-    """Changes what it computed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).mul_(1.5).add_(x).relu_()
-
-
-class Counter_(Linear):
+def counter(m: Any, x: Tensor) -> Tensor:
     """Counts its forwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen += 1
-        return self.linear(x)
+    m.seen += 1
+    return m.linear(x)
 
 
-class Average(Linear):
+def average(m: Any, x: Tensor) -> Tensor:
     """Keeps a running mean of its inputs; does not read it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.mean.lerp_(x.mean((0, 1)), 0.1)
-        return self.linear(x)
+    with torch.no_grad():
+        m.mean.lerp_(x.mean((0, 1)), 0.1)
+    return m.linear(x)
 
 
-class ReadAverage(Average):
-    """Reads it too."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        return out - self.mean.clone() * x
-
-
-class InputHook(Linear):
+def input_hook(m: Any, x: Tensor) -> Tensor:
     """Halves the gradient of its input by a hook on that."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.requires_grad:
-            x.register_hook(lambda gradient: gradient * 0.5)
-        return self.linear(x)
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient * 0.5)
+    return m.linear(x)
 
 
-class Remember(Linear):
+def remember(m: Any, x: Tensor) -> Tensor:
     """Depends on a number and a generator that it keeps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.generator = 0, torch.Generator().manual_seed(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.linear(x) * (1 + self.calls % 3) + torch.rand(WIDTH, generator=self.generator) * x
+    m.calls += 1
+    return m.linear(x) * (1 + m.calls % 3) + torch.rand(WIDTH, generator=m.generator) * x
 
 
-class History(Linear):
+def history(m: Any, x: Tensor) -> Tensor:
     """Subtracts the mean of what its forwards have found."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.past: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.linear(x)
-        self.past.append(out.detach().mean())
-        return out - torch.stack(self.past).mean()
+    out = m.linear(x)
+    m.past.append(out.detach().mean())
+    return out - torch.stack(m.past).mean()
 
 
-class TakesAway(Linear):
+def takes_away(m: Any, x: Tensor) -> Tensor:
     """Holds its input during its forward; its last operation but one is the last that a backward needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = 1.0 if self.held is None else 2.0
-        self.held = x
-        out = self.linear(self.held) * scale
-        self.held = None
-        return out
+    scale = 1.0 if m.held is None else 2.0
+    m.held = x
+    out = m.linear(m.held) * scale
+    m.held = None
+    return out
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.inner, self.reentrant = mlp(), reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a first layer's input has no gradient, which reentrant checkpoints tell
-            return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+def checkpointed(reentrant: bool, m: Any, x: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a first layer's input has no gradient, which reentrant checkpoints tell
+        return checkpoint(m.inner, x, use_reentrant=reentrant)
 
 
 class Compiled(nn.Module):
@@ -302,91 +205,64 @@ def differentiable(x: Tensor) -> Tensor:
     return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
 
 
-class Penalty(Linear):
+def penalty(m: Any, x: Tensor) -> Tensor:
     """The norm of a gradient, as in a gradient penalty."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = differentiable(x)
-            out = torch.tanh(self.linear(x))
-            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return out + slope.pow(2)
+    with torch.enable_grad():
+        x = differentiable(x)
+        out = torch.tanh(m.linear(x))
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return out + slope.pow(2)
 
 
-class Force(nn.Module):
+def force(m: Any, x: Tensor) -> Tensor:
     """Minus the gradient of an energy, as in force matching."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = differentiable(x)
-            (slope,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
-        return -slope
+    with torch.enable_grad():
+        x = differentiable(x)
+        (slope,) = torch.autograd.grad(m.energy(x).sum(), x, create_graph=True)
+    return -slope
 
 
-class Adversarial(Linear):
+def adversarial(m: Any, x: Tensor) -> Tensor:
     """A step up the gradient first, which is a constant of the graph."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            probe = x.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(self.linear(probe).pow(2).sum(), probe)
-        return self.linear(x + 0.1 * slope)
+    with torch.enable_grad():
+        probe = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(m.linear(probe).pow(2).sum(), probe)
+    return m.linear(x + 0.1 * slope)
 
 
-class InnerStep(Linear):
+def inner_step(m: Any, x: Tensor) -> Tensor:
     """A step of gradient descent on its own weight inside the forward, differentiated through."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            weight = self.linear.weight
-            weight = weight if weight.requires_grad else weight.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(F.linear(x, weight).pow(2).mean(), weight, create_graph=True)
-        return F.linear(self.linear(x), weight - 0.1 * slope)
+    with torch.enable_grad():
+        weight = m.linear.weight
+        weight = weight if weight.requires_grad else weight.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(F.linear(x, weight).pow(2).mean(), weight, create_graph=True)
+    return F.linear(m.linear(x), weight - 0.1 * slope)
 
 
-class InnerLinearStep(Linear):
+def inner_linear_step(m: Any, x: Tensor) -> Tensor:
     """The same where the inner loss goes through the layer itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.linear.weight
-        if not weight.requires_grad:
-            return self.linear(x)
-        with torch.enable_grad():
-            (slope,) = torch.autograd.grad(self.linear(x).pow(2).mean(), weight, create_graph=True)
-        return F.linear(x, weight - 0.1 * slope)
+    weight = m.linear.weight
+    if not weight.requires_grad:
+        return m.linear(x)
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(m.linear(x).pow(2).mean(), weight, create_graph=True)
+    return F.linear(x, weight - 0.1 * slope)
 
 
-class Vmap(Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.func.vmap(self.linear)(x)
+def jvp(m: Any, x: Tensor) -> Tensor:
+    out, slope = torch.func.jvp(m.linear, (x,), (torch.ones_like(x),))
+    return out + slope.pow(2)
 
 
-class Jvp(Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        out, slope = torch.func.jvp(self.linear, (x,), (torch.ones_like(x),))
-        return out + slope.pow(2)
-
-
-class FunctionalGradient(Linear):
+def functional_gradient(m: Any, x: Tensor) -> Tensor:
     """A functorch gradient with respect to the layer's own weights."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        def energy(weights: dict[str, Tensor]) -> Tensor:
-            return torch.func.functional_call(self.linear, weights, x).pow(2).mean()
-
-        weights = dict(self.linear.named_parameters())
-        slopes = torch.func.grad(energy)(weights)
-        return F.linear(x, weights["weight"] - 0.1 * slopes["weight"], weights["bias"])
+    weights = dict(m.linear.named_parameters())
+    slopes = torch.func.grad(lambda w: torch.func.functional_call(m.linear, w, x).pow(2).mean())(weights)
+    return F.linear(x, weights["weight"] - 0.1 * slopes["weight"], weights["bias"])
 
 
-class FunctionalCall(Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        doubled = {name: 2 * value for name, value in self.linear.named_parameters()}
-        return torch.func.functional_call(self.linear, doubled, x)
+def functional_call(m: Any, x: Tensor) -> Tensor:
+    return torch.func.functional_call(m.linear, {name: 2 * value for name, value in m.linear.named_parameters()}, x)
 
 
 # -- custom functions --------------------------------------------------------------------------------------------------
@@ -439,20 +315,6 @@ class _Again(torch.autograd.Function):
         return first, None, *(next(found) if weight.requires_grad else None for weight in ctx.weights)
 
 
-class Function(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function, self.weight = function, nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function.apply(x, self.weight)
-
-
-class Reversible(Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return _Again.apply(x, self.linear, *self.linear.parameters())
-
-
 # -- numbers of other kinds, and boundaries ----------------------------------------------------------------------------
 
 
@@ -460,165 +322,55 @@ def complex_dtype() -> torch.dtype:
     return torch.complex128 if torch.get_default_dtype() == torch.float64 else torch.complex64
 
 
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, dtype=complex_dtype())
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.linear(torch.complex(x, x.flip(-1)))
-        return out.real + out.imag.pow(2)
+def complex_linear(m: Any, x: Tensor) -> Tensor:
+    out = m.linear(torch.complex(x, x.flip(-1)))
+    return out.real + out.imag.pow(2)
 
 
-class Phase(nn.Module):
-    """A complex parameter, and a complex tensor at the boundary behind it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = nn.Parameter(torch.ones(WIDTH, dtype=complex_dtype()))
-
-    def forward(self, x: Tensor, *rest: Any) -> Any:
-        return together(torch.complex(hidden(x), torch.zeros_like(hidden(x))) * self.phase, rest)
-
-
-class Embedding(nn.Module):
+def embedding(residual: bool, m: Any, x: Tensor, *rest: Any) -> Any:
     """Integers in; of a hidden tensor its rounded values, which lets no gradient through."""
-
-    def __init__(self, residual: bool) -> None:
-        super().__init__()
-        self.table, self.residual = nn.Embedding(IDS, WIDTH), residual
-
-    def forward(self, x: Tensor, *rest: Any) -> Any:
-        if x.is_complex():
-            x = hidden(x)
-        out = self.table(ids_of(x))
-        return together(out + hidden(x) if self.residual else out, rest)
+    out = m.table(ids_of(hidden(x) if x.is_complex() else x))
+    return together(out + hidden(x) if residual else out, rest)
 
 
-class Integers(nn.Module):
-    """A tensor of integers at the boundary behind it."""
-
-    def forward(self, x: Tensor, *rest: Any) -> Any:
-        return together(ids_of(hidden(x)), rest)
-
-
-class Detached(Linear):
-    def forward(self, x: Tensor, *rest: Any) -> Any:
-        return together(hidden(x) + self.linear(hidden(x).detach()) * 0.5 - hidden(x).detach() * 0.1, rest)
-
-
-class Stop(Linear):
-    """Lets no gradient through."""
-
-    def forward(self, x: Tensor, *rest: Any) -> Any:
-        return together(torch.tanh(self.linear(hidden(x).detach())), rest)
-
-
-class DetachedOutput(Linear):
-    """Its own weight gets no gradient either."""
-
-    def forward(self, x: Tensor, *rest: Any) -> Any:
-        return together((hidden(x) + self.linear(hidden(x))).detach(), rest)
-
-
-class Constant(nn.Module):
-    """Does not look at its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor, *rest: Any) -> Any:
-        return together(self.value.expand(x.shape[0], LENGTH, WIDTH) * 1.0, rest)
-
-
-class Unused(Linear):
-    """A layer and a vector that no forward reaches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other, self.vector = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
-
-
-class Sometimes(Linear):
-    """Its linear layer works on every other micro-batch only, counted over the replicas."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rare = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, *rest: Any, microbatch: MicrobatchContext) -> Any:  # type: ignore[override]
-        out = self.linear(hidden(x))
-        return together(hidden(x) + (self.rare(out) if microbatch.index % 2 else out), rest)
-
-
-class OneMicrobatch(Sometimes):
-    """On the run's very first micro-batch only: other replicas never use it."""
-
-    def forward(self, x: Tensor, *rest: Any, microbatch: MicrobatchContext) -> Any:  # type: ignore[override]
-        out = self.linear(hidden(x))
-        return together(hidden(x) + (self.rare(out) if microbatch.index == 0 else out), rest)
-
-
-class Noise(Linear):
+def noise(m: Any, x: Tensor, microbatch: MicrobatchContext) -> Tensor:
     """Draws by step and micro-batch."""
-
-    def forward(self, x: Tensor, *rest: Any, microbatch: MicrobatchContext) -> Any:  # type: ignore[override]
-        generator = torch.Generator().manual_seed(1000 * microbatch.step + microbatch.index)
-        noise = torch.randn(LENGTH, WIDTH, generator=generator) * 0.1
-        return together(hidden(x) + torch.tanh(self.linear(hidden(x) + noise)), rest)
+    generator = torch.Generator().manual_seed(1000 * microbatch.step + microbatch.index)
+    return torch.tanh(m.linear(x + torch.randn(LENGTH, WIDTH, generator=generator) * 0.1))
 
 
-class Open(Linear):
+def rarely(when: Callable[[int], bool], m: Any, x: Tensor, microbatch: MicrobatchContext) -> Tensor:
+    """A second linear layer works on some micro-batches only, counted over the replicas."""
+    out = m.linear(x)
+    return m.rare(out) if when(microbatch.index) else out
+
+
+def grown(m: Any, x: Tensor) -> Tensor:
+    return hidden(x) + torch.tanh(m.linear(hidden(x)))
+
+
+def open_(m: Any, x: Tensor, *rest: Any) -> Any:
     """Six more tensors: a gate, a bool mask, ids, None, a detached copy and one that carries and nobody need use."""
-
-    def forward(self, x: Tensor, *rest: Any) -> Any:
-        x = hidden(x)
-        out = x + torch.tanh(self.linear(x))
-        return out, torch.sigmoid(out[..., :1]), out[..., 0] > 0, ids_of(out), None, out.detach() * 0.5, x * 2, *rest
+    out = grown(m, x)
+    more = torch.sigmoid(out[..., :1]), out[..., 0] > 0, ids_of(out), None, out.detach() * 0.5, hidden(x) * 2
+    return out, *more, *rest
 
 
-class Skip(Linear):
-    """Its own input, untouched, beside its output."""
-
-    def forward(self, x: Tensor, *rest: Any) -> Any:
-        return hidden(x) + torch.tanh(self.linear(hidden(x))), x, *rest
-
-
-class Twice(Linear):
+def twice(m: Any, x: Tensor, *rest: Any) -> Any:
     """The same tensor two times, and a view of it."""
-
-    def forward(self, x: Tensor, *rest: Any) -> Any:
-        out = hidden(x) + torch.tanh(self.linear(hidden(x)))
-        return out, out, out.transpose(0, 1)[:1].transpose(0, 1), *rest
+    out = grown(m, x)
+    return out, out, out.transpose(0, 1)[:1].transpose(0, 1), *rest
 
 
-class Join(Linear):
+def join(m: Any, x: Tensor, *rest: Any) -> Any:
     """Uses all that stands beside the hidden tensor, and ends it."""
-
-    def forward(self, x: Tensor, *rest: Any) -> Any:
-        x = hidden(x)
-        for value in rest:
-            if value is not None and value.is_floating_point():
-                x = x + 0.3 * value
-            elif value is not None and value.dtype == torch.bool:
-                x = x * (1 + 0.5 * value[..., None])
-        return x + torch.tanh(self.linear(x))
-
-
-class Drop(Linear):
-    """Ends what stands beside the hidden tensor without using it."""
-
-    def forward(self, x: Tensor, *rest: Any) -> Any:
-        return hidden(x) + torch.tanh(self.linear(hidden(x)))
-
-
-class ChangedInput(Linear):
-    """Changes its own input in place."""
-
-    def forward(self, x: Tensor, *rest: Any) -> Any:
-        x = hidden(x).mul_(0.9)
-        return together(x + self.linear(x), rest)
+    x = hidden(x)
+    for value in rest:
+        if value is not None and value.is_floating_point():
+            x = x + 0.3 * value
+        elif value is not None and value.dtype == torch.bool:
+            x = x * (1 + 0.5 * value[..., None])
+    return grown(m, x)
 
 
 class _Swap:
@@ -660,22 +412,6 @@ class Segmented(nn.Module):
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def linear() -> nn.Linear:
-    return nn.Linear(WIDTH, WIDTH)
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-
-
-def scaled() -> nn.Module:
-    return Function(_Product)
-
-
-def pruned() -> nn.Module:
-    return prune.random_unstructured(linear(), "weight", 0.3)
-
-
 def old_spectral() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -684,10 +420,6 @@ def old_spectral() -> nn.Module:
 
 def encoder() -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
-
-
-def in_cell(core: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: Cell(core())
 
 
 @dataclass(frozen=True)
@@ -702,82 +434,134 @@ class Kind:
     bare: bool = False
 
 
+def core(run: Callable[..., Tensor], weight: float = 1.0, residual: bool = True, **parts: Callable[[], Any]) -> Kind:
+    """A cell around a function; without parts of its own it has a linear layer."""
+    return Kind(lambda: Cell(Core(run, **parts), residual), weight)
+
+
+def cell(make: Callable[[], nn.Module], weight: float = 1.0) -> Kind:
+    return Kind(lambda: Cell(make()), weight)
+
+
+def norm(make: Callable[[], nn.Module], weight: float = 0.5) -> Kind:
+    return core(channels, weight, inner=make)
+
+
+def boundary(run: Callable[..., Any], weight: float = 1.0, **parts: Callable[[], Any]) -> Kind:
+    return Kind(lambda: Boundary(run, **parts), weight)
+
+
+def counted(run: Callable[..., Tensor], **parts: Callable[[], Any]) -> Kind:
+    return Kind(lambda: Counted(run, **parts))
+
+
+RARE: dict[str, Callable[[], Any]] = {"linear": linear, "rare": linear}
+MEAN: dict[str, Callable[[], Any]] = {"linear": linear, "mean": lambda: nn.Buffer(torch.zeros(WIDTH))}
+
 KINDS: dict[str, Kind] = {
-    "linear": Kind(in_cell(linear), 4),
+    "linear": cell(linear, 4),
     "bare linear": Kind(linear, 1, bare=True),
     "bare stack": Kind(lambda: nn.Sequential(linear(), nn.LayerNorm(WIDTH), nn.Tanh()), 1, bare=True),
-    "no bias": Kind(in_cell(lambda: nn.Linear(WIDTH, WIDTH, bias=False))),
-    "mlp": Kind(in_cell(mlp), 2),
-    "layer norm": Kind(in_cell(lambda: nn.LayerNorm(WIDTH))),
-    "rms norm": Kind(in_cell(lambda: nn.RMSNorm(WIDTH)), 0.5),
-    "group norm": Kind(in_cell(lambda: Channels(nn.GroupNorm(2, WIDTH))), 0.5),
-    "batch norm": Kind(in_cell(lambda: Channels(nn.BatchNorm1d(WIDTH)))),
-    "batch norm, all history": Kind(in_cell(lambda: Channels(nn.BatchNorm1d(WIDTH, momentum=None))), 0.5),
-    "batch norm, no statistics": Kind(in_cell(lambda: Channels(nn.BatchNorm1d(WIDTH, track_running_stats=False))), 0.5),
-    "batch norm, evaluating": Kind(in_cell(lambda: Channels(nn.BatchNorm1d(WIDTH).eval())), 0.5),
-    "instance norm": Kind(in_cell(lambda: Channels(nn.InstanceNorm1d(WIDTH, track_running_stats=True))), 0.5),
-    "conv": Kind(in_cell(lambda: Channels(nn.Conv1d(WIDTH, WIDTH, 3, padding=1)))),
-    "attention": Kind(in_cell(Attention)),
+    "no bias": cell(lambda: nn.Linear(WIDTH, WIDTH, bias=False)),
+    "mlp": cell(mlp, 2),
+    "layer norm": cell(lambda: nn.LayerNorm(WIDTH)),
+    "rms norm": cell(lambda: nn.RMSNorm(WIDTH), 0.5),
+    "group norm": norm(lambda: nn.GroupNorm(2, WIDTH)),
+    "batch norm": norm(lambda: nn.BatchNorm1d(WIDTH), 1),
+    "batch norm, all history": norm(lambda: nn.BatchNorm1d(WIDTH, momentum=None)),
+    "batch norm, no statistics": norm(lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False)),
+    "batch norm, evaluating": norm(lambda: nn.BatchNorm1d(WIDTH).eval()),
+    "instance norm": norm(lambda: nn.InstanceNorm1d(WIDTH, track_running_stats=True)),
+    "conv": norm(lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1), 1),
+    "attention": core(
+        lambda m, x: m.heads(x, x, x, need_weights=False)[0],
+        heads=lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+    ),
     "encoder": Kind(lambda: Cell(encoder(), bounded=False)),
-    "gru": Kind(in_cell(Recurrent), 0.5),
-    "bilinear": Kind(in_cell(Bilinear), 0.5),
-    "adapter": Kind(in_cell(Adapter)),
-    "called twice": Kind(in_cell(CalledTwice)),
-    "weight used twice": Kind(in_cell(WeightUsedTwice)),
-    "transposed": Kind(in_cell(Transposed), 0.5),
-    "vectors": Kind(in_cell(Flat), 0.3),
-    "broadcast": Kind(in_cell(Broadcast), 0.5),
-    "some tokens": Kind(in_cell(SomeTokens)),
-    "own linear": Kind(in_cell(lambda: Own(WIDTH, WIDTH)), 0.5),
-    "overridden linear": Kind(in_cell(overridden), 0.5),
-    "in place": Kind(in_cell(InPlace)),
-    "changed input": Kind(ChangedInput, 0.3),
-    "counter": Kind(in_cell(Counter_)),
-    "average": Kind(in_cell(Average)),
-    "read average": Kind(in_cell(ReadAverage)),
-    "spectral norm": Kind(in_cell(lambda: parametrizations.spectral_norm(linear()))),
-    "old spectral norm": Kind(in_cell(old_spectral), 0.5),
-    "weight norm": Kind(in_cell(lambda: parametrizations.weight_norm(linear())), 0.5),
-    "pruned": Kind(in_cell(pruned), 0.5),
-    "input hook": Kind(in_cell(InputHook)),
-    "remember": Kind(in_cell(Remember), 0.5),
-    "history": Kind(in_cell(History), 0.5),
-    "takes away": Kind(in_cell(TakesAway), 0.5),
-    "checkpoint": Kind(in_cell(partial(Checkpointed, False))),
-    "reentrant checkpoint": Kind(in_cell(partial(Checkpointed, True))),
-    "compiled": Kind(in_cell(Compiled), 0.05),
-    "penalty": Kind(in_cell(Penalty)),
-    "force": Kind(in_cell(Force)),
-    "adversarial": Kind(in_cell(Adversarial)),
-    "inner step": Kind(in_cell(InnerStep), 0.5),
-    "inner linear step": Kind(in_cell(InnerLinearStep), 0.5),
-    "vmap": Kind(in_cell(Vmap), 0.5),
-    "jvp": Kind(in_cell(Jvp), 0.5),
-    "functional gradient": Kind(in_cell(FunctionalGradient), 0.5),
-    "functional call": Kind(in_cell(FunctionalCall), 0.5),
-    "function": Kind(in_cell(scaled)),
-    "function without input gradient": Kind(in_cell(lambda: Function(Straight)), 0.5),
-    "reversible": Kind(in_cell(Reversible)),
-    "complex": Kind(in_cell(Complex)),
-    "phase": Kind(Phase, 0.5),
-    "embedding": Kind(partial(Embedding, False)),
-    "embedding, residual": Kind(partial(Embedding, True)),
-    "integers": Kind(Integers),
-    "detached branch": Kind(Detached),
-    "stop": Kind(Stop),
-    "detached output": Kind(DetachedOutput, 0.5),
-    "constant": Kind(Constant, 0.3),
-    "unused": Kind(in_cell(Unused)),
-    "sometimes": Kind(Sometimes),
-    "one micro-batch": Kind(OneMicrobatch),
-    "noise": Kind(Noise),
-    "open": Kind(Open),
-    "skip": Kind(Skip),
-    "twice": Kind(Twice, 0.5),
-    "join": Kind(Join, 2),
-    "drop": Kind(Drop, 0.5),
+    "gru": core(lambda m, x: m.gru(x)[0], 0.5, gru=lambda: nn.GRU(WIDTH, WIDTH, batch_first=True)),
+    "bilinear": core(lambda m, x: m.product(x, x), 0.5, product=lambda: nn.Bilinear(WIDTH, WIDTH, WIDTH)),
+    # a frozen matrix beside a trained one of low rank
+    "adapter": core(
+        lambda m, x: m.base(x) + m.up(m.down(x)),
+        base=lambda: linear().requires_grad_(False),
+        down=lambda: nn.Linear(WIDTH, 2, bias=False),
+        up=lambda: nn.Linear(2, WIDTH, bias=False),
+    ),
+    "called twice": core(lambda m, x: m.linear(torch.tanh(m.linear(x)))),
+    # the layer's weight goes through the layer and past it
+    "weight used twice": core(lambda m, x: m.linear(x) + F.linear(x, m.linear.weight.t())),
+    # a linear layer of a tensor that is not contiguous
+    "transposed": core(lambda m, x: m.linear(x.transpose(0, 1)).transpose(0, 1), 0.5),
+    "vectors": core(vectors, 0.3),
+    # the gradient of the linear layer's output is an expanded tensor
+    "broadcast": core(lambda m, x: m.linear(x.mean((0, 1))).expand_as(x), 0.5),
+    "some tokens": core(some_tokens),
+    "own linear": cell(lambda: Own(WIDTH, WIDTH), 0.5),
+    "overridden linear": cell(overridden, 0.5),
+    # changes what it computed
+    "in place": core(lambda m, x: m.linear(x).mul_(1.5).add_(x).relu_()),
+    # changes its own input in place
+    "changed input": core(lambda m, x: x.mul_(0.9) + m.linear(x), 0.3, residual=False),
+    "counter": core(counter, linear=linear, seen=lambda: nn.Buffer(torch.zeros((), dtype=torch.int64))),
+    "average": core(average, **MEAN),
+    "read average": core(lambda m, x: average(m, x) - m.mean.clone() * x, **MEAN),
+    "spectral norm": cell(lambda: parametrizations.spectral_norm(linear())),
+    "old spectral norm": cell(old_spectral, 0.5),
+    "weight norm": cell(lambda: parametrizations.weight_norm(linear()), 0.5),
+    "pruned": cell(lambda: prune.random_unstructured(linear(), "weight", 0.3), 0.5),
+    "input hook": core(input_hook),
+    "remember": core(remember, 0.5, linear=linear, calls=lambda: 0, generator=lambda: torch.Generator().manual_seed(1)),
+    "history": core(history, 0.5, linear=linear, past=list),
+    "takes away": core(takes_away, 0.5, linear=linear, held=lambda: None),
+    "checkpoint": core(partial(checkpointed, False), inner=mlp),
+    "reentrant checkpoint": core(partial(checkpointed, True), inner=mlp),
+    "compiled": cell(Compiled, 0.05),
+    "penalty": core(penalty),
+    "force": core(force, energy=lambda: nn.Sequential(linear(), nn.Tanh(), nn.Linear(WIDTH, 1))),
+    "adversarial": core(adversarial),
+    "inner step": core(inner_step, 0.5),
+    "inner linear step": core(inner_linear_step, 0.5),
+    "vmap": core(lambda m, x: torch.func.vmap(m.linear)(x), 0.5),
+    "jvp": core(jvp, 0.5),
+    "functional gradient": core(functional_gradient, 0.5),
+    "functional call": core(functional_call, 0.5),
+    "function": core(lambda m, x: _Product.apply(x, m.scale), scale=vector),
+    "function without input gradient": core(lambda m, x: Straight.apply(x, m.scale), 0.5, scale=vector),
+    "reversible": core(lambda m, x: _Again.apply(x, m.linear, *m.linear.parameters())),
+    "complex": core(complex_linear, linear=lambda: nn.Linear(WIDTH, WIDTH, dtype=complex_dtype())),
+    # a complex parameter, and a complex tensor at the boundary behind it
+    "phase": core(
+        lambda m, x: torch.complex(x, torch.zeros_like(x)) * m.phase,
+        0.5,
+        residual=False,
+        phase=lambda: vector(complex_dtype()),
+    ),
+    "embedding": boundary(partial(embedding, False), table=lambda: nn.Embedding(IDS, WIDTH)),
+    "embedding, residual": boundary(partial(embedding, True), table=lambda: nn.Embedding(IDS, WIDTH)),
+    # a tensor of integers at the boundary behind it
+    "integers": core(lambda m, x: ids_of(x), residual=False, nothing=lambda: None),
+    "detached branch": core(lambda m, x: x + m.linear(x.detach()) * 0.5 - x.detach() * 0.1, residual=False),
+    # lets no gradient through
+    "stop": core(lambda m, x: torch.tanh(m.linear(x.detach())), residual=False),
+    # its own weight gets no gradient either
+    "detached output": core(lambda m, x: (x + m.linear(x)).detach(), 0.5, residual=False),
+    # does not look at its input
+    "constant": core(lambda m, x: m.value.expand(x.shape[0], LENGTH, WIDTH) * 1.0, 0.3, residual=False, value=vector),
+    # a layer and a vector that no forward reaches
+    "unused": core(lambda m, x: m.linear(x), linear=linear, other=linear, vector=vector),
+    "sometimes": counted(partial(rarely, lambda index: index % 2 == 1), **RARE),
+    # on the run's very first micro-batch only: other replicas never use the second layer
+    "one micro-batch": counted(partial(rarely, lambda index: index == 0), **RARE),
+    "noise": counted(noise),
+    "open": boundary(open_),
+    # its own input, untouched, beside its output
+    "skip": boundary(lambda m, x, *rest: (grown(m, x), x, *rest)),
+    "twice": boundary(twice, 0.5),
+    "join": boundary(join, 2),
+    # ends what stands beside the hidden tensor without using it
+    "drop": boundary(lambda m, x, *rest: grown(m, x), 0.5),
     "segmented": Kind(Segmented),
-    "identity": Kind(in_cell(nn.Identity), 0.5),
+    "identity": cell(nn.Identity, 0.5),
 }
 OPENING = ("open", "skip", "twice")
 CLOSING = ("join", "drop")
@@ -838,7 +622,7 @@ def build(text: str, seed: str, name: str, counts: Counter[str], kept: list[Tens
         if layout.frozen == "all" or layout.frozen == ("weight" if matrix else "bias"):
             parameter.requires_grad_(False)
     for hook in layout.hooks:
-        _HOOKS[hook](module, partial(_count, counts, f"{name} {hook}"), kept)
+        _hook(hook, module, partial(_count, counts, f"{name} {hook}"), kept)
     return module
 
 
@@ -846,114 +630,54 @@ def parametrized(module: nn.Module) -> bool:
     return any(hasattr(part, "parametrizations") or hasattr(part, "weight_orig") for part in module.modules())
 
 
-def _count(counts: Counter[str], key: str, what: str = "") -> None:
+def _count(counts: Counter[str], key: str, what: str = "") -> bool:
     counts[f"{key}{what}"] += 1
+    return True
 
 
-Count = Callable[..., None]
-
-
-def _hooked_parameter(module: nn.Module) -> nn.Parameter | None:
+def _hook(kind: str, module: nn.Module, count: Callable[..., bool], kept: list[Tensor]) -> None:
+    """Give the layer, its first linear layer or its first matrix a hook that counts its calls and mostly changes a value."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return next((p for p in trained if p.ndim >= 2), trained[0] if trained else None)
+    parameter = next((p for p in trained if p.ndim >= 2), trained[0] if trained else None)
+    inner = next((part for part in module.modules() if isinstance(part, nn.Linear)), module)
+
+    def on_output(_: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output := _first(output), Tensor) and output.requires_grad:
+            output.register_hook(lambda gradient: count() and gradient * 0.5)
+
+    def keep(_: nn.Module, inputs: Any, output: Any) -> None:
+        """Keeps the layer's outputs, detached, until the end of the step."""
+        if torch.is_grad_enabled():
+            kept.append(hidden(_first(output).detach()))
+
+    if kind == "tensor" and parameter is not None:
+        parameter.register_hook(lambda gradient: count() and gradient * 0.5)
+    elif kind == "post" and parameter is not None:
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: count("" if p.grad is not None else " without a gradient") and None
+        )
+    elif kind in ("backward", "backward@layer"):
+        whose = inner if kind == "backward" else module
+        whose.register_full_backward_hook(lambda _, inputs, outputs: count() and _scaled(inputs, 0.5))
+    elif kind == "backward_pre":
+        inner.register_full_backward_pre_hook(lambda _, outputs: count() and _scaled(outputs, 0.5))
+    elif kind == "forward":
+        inner.register_forward_hook(lambda _, inputs, output: count() and _scaled((output,), 1.1)[0])
+    elif kind == "forward_pre":
+        inner.register_forward_pre_hook(lambda _, inputs: count() and (*_scaled(inputs[:1], 0.9), *inputs[1:]))
+    elif kind in ("output", "keep"):
+        module.register_forward_hook(on_output if kind == "output" else keep)
 
 
-def _inner(module: nn.Module) -> nn.Module:
-    return next((part for part in module.modules() if isinstance(part, nn.Linear)), module)
-
-
-def _scaled(values: Any) -> Any:
-    """Gradients halved, as a hook returns them; those of integers are None or zeros."""
-    return tuple(v * 0.5 if v is not None and (v.is_floating_point() or v.is_complex()) else v for v in values)
+def _scaled(values: Any, factor: float) -> Any:
+    """Values scaled, as a hook returns them; gradients of integers are None or zeros."""
+    return tuple(
+        v * factor if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) else v for v in values
+    )
 
 
 def _first(value: Any) -> Any:
     return value[0] if isinstance(value, tuple) else value
-
-
-def _on_tensor(module: nn.Module, count: Count, kept: list[Tensor]) -> None:
-    def hook(gradient: Tensor) -> Tensor:
-        count()
-        return gradient * 0.5
-
-    if (parameter := _hooked_parameter(module)) is not None:
-        parameter.register_hook(hook)
-
-
-def _on_accumulation(module: nn.Module, count: Count, kept: list[Tensor]) -> None:
-    def hook(parameter: Tensor) -> None:
-        count("" if parameter.grad is not None else " without a gradient")
-
-    if (parameter := _hooked_parameter(module)) is not None:
-        parameter.register_post_accumulate_grad_hook(hook)
-
-
-def _on_backward(find: Callable[[nn.Module], nn.Module], module: nn.Module, count: Count, kept: list[Tensor]) -> None:
-    def hook(_: nn.Module, inputs: Any, outputs: Any) -> Any:
-        count()
-        return _scaled(inputs)
-
-    find(module).register_full_backward_hook(hook)
-
-
-def _before_backward(module: nn.Module, count: Count, kept: list[Tensor]) -> None:
-    def hook(_: nn.Module, outputs: Any) -> Any:
-        count()
-        return _scaled(outputs)
-
-    _inner(module).register_full_backward_pre_hook(hook)
-
-
-def _on_forward(module: nn.Module, count: Count, kept: list[Tensor]) -> None:
-    def hook(_: nn.Module, inputs: Any, output: Any) -> Any:
-        count()
-        return output * 1.1 if isinstance(output, Tensor) and output.is_floating_point() else output
-
-    _inner(module).register_forward_hook(hook)
-
-
-def _before_forward(module: nn.Module, count: Count, kept: list[Tensor]) -> None:
-    def hook(_: nn.Module, inputs: Any) -> Any:
-        count()
-        x, *rest = inputs
-        return (x * 0.9 if x.is_floating_point() else x, *rest)
-
-    _inner(module).register_forward_pre_hook(hook)
-
-
-def _on_output(module: nn.Module, count: Count, kept: list[Tensor]) -> None:
-    def on_gradient(gradient: Tensor) -> Tensor:
-        count()
-        return gradient * 0.5
-
-    def hook(_: nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(output := _first(output), Tensor) and output.requires_grad:
-            output.register_hook(on_gradient)
-
-    module.register_forward_hook(hook)
-
-
-def _keep(module: nn.Module, count: Count, kept: list[Tensor]) -> None:
-    """Keeps the layer's outputs, detached, until the end of the step."""
-
-    def hook(_: nn.Module, inputs: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            kept.append(hidden(_first(output).detach()))
-
-    module.register_forward_hook(hook)
-
-
-_HOOKS: dict[str, Callable[[nn.Module, Count, list[Tensor]], None]] = {
-    "tensor": _on_tensor,
-    "post": _on_accumulation,
-    "backward": partial(_on_backward, _inner),
-    "backward@layer": partial(_on_backward, lambda module: module),
-    "backward_pre": _before_backward,
-    "forward": _on_forward,
-    "forward_pre": _before_forward,
-    "output": _on_output,
-    "keep": _keep,
-}
 
 
 def tied_weight(module: nn.Module) -> str | None:

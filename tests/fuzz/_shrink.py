@@ -1,39 +1,22 @@
-"""Shrinking: the simplest case near a failing one that still fails in the same way."""
+"""The cases of `gradients` that are simpler than a given one."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from fuzz._cases import _DEFAULTS, Case, is_valid, schedule_of
 
 SIMPLER_SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved", "zbv", "1f1b-overlap", "chimera")
-SIMPLER_KINDS = ("linear",)
-
-
-def shrink(case: Case, fails: Callable[[Case], bool], seconds: float) -> Case:
-    """Takes the first simpler case that still fails, again and again, until none does or the time is over."""
-    deadline = time.monotonic() + seconds
-    tried = {case}
-    progress = True
-    while progress:
-        progress = False
-        for candidate in simpler(case):
-            if time.monotonic() > deadline:
-                return case
-            if candidate in tried:
-                continue
-            tried.add(candidate)
-            if is_valid(candidate) and fails(candidate):
-                case, progress = candidate, True
-                break
-    return case
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Cases with one thing less, those that save most first."""
+    """Valid cases with one thing less, those that save most first."""
+    yield from filter(is_valid, _simpler(case))
+
+
+def _simpler(case: Case) -> Iterator[Case]:
     yield from _fewer_processes(case)
     yield _with(case, steps=1)
     yield from _simpler_schedule(case)
@@ -130,6 +113,5 @@ def _simpler_layer(case: Case, at: int) -> Iterator[Case]:
             yield changed(hooks=tuple(other for other in layout.hooks if other != hook))
     if layout.frozen:
         yield changed(frozen="")
-    for kind in SIMPLER_KINDS:
-        if layout.kind not in SIMPLER_KINDS:
-            yield changed(kind=kind)
+    if layout.kind != "linear":
+        yield changed(kind="linear")

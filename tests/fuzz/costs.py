@@ -16,8 +16,6 @@ A case that fails is shrunk (fewer micro-batches, default costs, whole numbers) 
 from __future__ import annotations
 
 import math
-import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,6 +26,7 @@ from typing import Any
 import pipeloom as pl
 from fuzz._brute_force import least
 from fuzz._event_simulator import Times, actions_of, memory_peaks, simulate_events
+from fuzz._loop import run_cases, smallest
 from pipeloom.errors import CapacityError, PipeloomError
 from pipeloom.schedule import Action, Costs, Pair, Schedule, check, lower_bound, simulate
 from pipeloom.schedule.families import FAMILIES, build
@@ -370,18 +369,6 @@ def check_proof(case: Case) -> None:
             assert not found.proved or close(found.value, optimum), sequences
 
 
-def shrunk(case: Case, fails: Callable[[Case], bool]) -> Case:
-    """The smallest case found that still fails, by taking simplifications one at a time."""
-    tried = True
-    while tried:
-        tried = False
-        for simpler in simplifications(case):
-            if fails(simpler):
-                case, tried = simpler, True
-                break
-    return case
-
-
 def simplifications(case: Case) -> Iterator[Case]:
     costs = case.costs
     if case.microbatches > 1:
@@ -428,21 +415,14 @@ def failure(case: Case) -> str | None:
 
 def main(seed: int, cases: int | None, deadline: float | None) -> int:
     """Run the part (see `tests.fuzz.__main__`)."""
-    if cases is None:
-        cases = CASES if deadline is None else sys.maxsize
-    begun, failures, count = time.monotonic(), 0, 0
-    for count in range(1, cases + 1):
-        case = random_case(1_000_000 * seed + count)
-        sequences = failure(case)
-        if sequences is not None:
-            failures += 1
-            kind = sequences.split(":")[0]
-            small = shrunk(case, lambda one, kind=kind: (failure(one) or "").split(":")[0] == kind)
-            print(f"costs: case {count} of seed {seed}: {failure(small)}", flush=True)
-            print(f"  PYTHONPATH=tests python -c 'from fuzz.costs import *; check_case({small!r})'", flush=True)
-            if failures == 10:
-                break
-        if deadline is not None and time.monotonic() > deadline:
-            break
-    print(f"costs: {count} cases from seed {seed}, {failures} failed, {time.monotonic() - begun:.1f} s", flush=True)
-    return failures
+    return run_cases("costs", CASES, (seed, cases, deadline), _run)
+
+
+def _run(number: int) -> str | None:
+    case = random_case(number)
+    wrong = failure(case)
+    if wrong is None:
+        return None
+    kind = wrong.split(":")[0]
+    small = smallest(case, lambda one: (failure(one) or "").split(":")[0] == kind, simplifications)
+    return f"{failure(small)}\n  PYTHONPATH=tests python -c 'from fuzz.costs import *; check_case({small!r})'"

@@ -20,7 +20,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,29 +32,16 @@ import torch
 import torch.distributed as dist
 
 from fuzz._answers import Answer, answer_of, inside
-from fuzz.input import _forget_peak, _megabytes, mutated_text
+from fuzz._loop import run_cases
+from fuzz.input import _forget_peak, _megabytes, mutated_text, words
 
 CASES = 1_000
 SECONDS, MEGABYTES = 20.0, 700
 WORKER = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-SMALL = (
-    "--parallel.pp",
-    "1",
-    "--schedule.microbatches",
-    "2",
-    "--train.global_batch_size",
-    "2",
-    "--train.seq_len",
-    "16",
-)
+SMALL = words("--parallel.pp 1 --schedule.microbatches 2 --train.global_batch_size 2 --train.seq_len 16")
 TRAIN = ("train", "tiny", *SMALL, "--log.dir", "runs", "--train.steps", "3", "--train.on_nan", "skip")
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 256,
-}
+SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=256)
+SIZED = [f"--model.{key}={value}" for key, value in {**SIZES, "num_key_value_heads": 2}.items()]
 VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 1.5, -5, 10**9, 10**15, 10**20, 10**400, 2**63, float("inf"), float("nan"), 1e308),
     *("", "x", "F32", "I64", "C64", "float99", "../x", "/dev/zero", "/dev/null/x", "a\0b", "\ud800", "x" * 5_000),
@@ -130,10 +116,8 @@ def changed_tensors(data: bytes, random: Random) -> tuple[bytes, str]:
         other = random.choice((0, 1, length - 1, length + 1, 2**40, 2**64 - 1)) % 2**64
         return other.to_bytes(8, "little") + data[8:], "length"
     if way == 1:
-        body, words = (
-            body[: random.randrange(len(body))] if random.random() < 0.5 else body + b"\0" * 4,
-            "cut or extended",
-        )
+        body = body[: random.randrange(len(body))] if random.random() < 0.5 else body + b"\0" * 4
+        words = "cut or extended"
     elif way == 2:
         header, words = changed_bytes(header, random)
     else:
@@ -204,21 +188,8 @@ def make(folder: Path) -> None:
         model = transformers.AutoModelForCausalLM.from_config(config)
         model.save_pretrained(folder / name, max_shard_size="40KB" if name == "llama" else "1GB")
     with inside(str(folder)):
-        sizes = [word for key, value in SIZES.items() for word in (f"--model.{key}", str(value))]
-        heads = ("--model.num_key_value_heads", "2")
-        _sound(
-            (
-                *TRAIN,
-                *sizes,
-                *heads,
-                "--checkpoint.dir",
-                str(folder / "checkpoint"),
-                "--checkpoint.every",
-                "2",
-                "--train.steps",
-                "2",
-            )
-        )
+        store = ("--checkpoint.dir", str(folder / "checkpoint"), "--checkpoint.every", "2", "--train.steps", "2")
+        _sound((*TRAIN, *SIZED, *store))
         (step,) = (folder / "checkpoint").glob("step-*")
         lora = ("--model.source", str(folder / "llama"), "--lora.r", "2", "--data.tokenizer", "bytes")
         _sound((*TRAIN, *lora, "--checkpoint.dir", str(folder / "trained"), "--checkpoint.every", "3"))
@@ -236,8 +207,7 @@ def commands(kind: str, folder: Path) -> list[tuple[str, ...]]:
     path = str(folder)
     generate = ("generate", path, "--prompt", "ab", "--tokens", "1")
     if kind == "checkpoint":
-        sizes = [word for key, value in SIZES.items() for word in (f"--model.{key}", str(value))]
-        resume = (*TRAIN, *sizes, "--model.num_key_value_heads", "2", "--checkpoint.resume", path)
+        resume = (*TRAIN, *SIZED, "--checkpoint.resume", path)
         return [resume, generate, ("export", path, "out"), ("export", path, "out", "--format", "dcp")]
     if kind == "trained":
         return [generate, ("export", path, "out"), ("export", path, "out", "--merge")]
@@ -340,21 +310,15 @@ def replay(text: str) -> int:
 
 def main(seed: int, cases: int | None, deadline: float | None) -> int:
     """Run the part (see `tests.fuzz.__main__`)."""
-    if cases is None:
-        cases = CASES if deadline is None else sys.maxsize
-    begun, failures, count = time.monotonic(), 0, 0
     codes: Counter[tuple[str, int]] = Counter()
+
+    def run(number: int) -> str | None:
+        wrong = failure(Path(name), number, codes)
+        return wrong and f"{wrong.rstrip()}\n  python -m tests.fuzz files --case {number}"
+
     with tempfile.TemporaryDirectory(prefix="pipeloom-fuzz-") as name:
         make(Path(name))
-        for count in range(1, cases + 1):
-            case = 1_000_000 * seed + count
-            wrong = failure(Path(name), case, codes)
-            if wrong is not None:
-                failures += 1
-                print(f"files: {wrong.rstrip()}\n  python -m tests.fuzz files --case {case}", flush=True)
-            if failures == 10 or (deadline is not None and time.monotonic() > deadline):
-                break
+        failures = run_cases("files", CASES, (seed, cases, deadline), run)
     for (command, code), number in sorted(codes.items()):
         print(f"{command:<10} exit code {code}: {number}")
-    print(f"files: {count} cases from seed {seed}, {failures} failed, {time.monotonic() - begun:.1f} s", flush=True)
     return failures

@@ -21,8 +21,9 @@ from typing import Any
 from fuzz._cases import LARGEST_WORLD, Case, draw_case, schedule_of
 from fuzz._crew import Crew, Hang
 from fuzz._layers import CUTTING
+from fuzz._loop import smallest
 from fuzz._runs import Observation, differences, distributed, local, observed, reference
-from fuzz._shrink import shrink
+from fuzz._shrink import simpler
 
 CASES = 1_000
 TIMEOUT, COMPILING = 60.0, 120.0  # seconds for one case, and for one with a compiled layer, on a busy machine
@@ -260,7 +261,7 @@ def shrunk(runner: Runner, case: Case, outcome: Outcome, deadline: float | None,
         return runner.outcome(candidate).sort == outcome.sort
 
     seconds = SHRINK_SECONDS if deadline is None else min(SHRINK_SECONDS, deadline - time.monotonic())
-    small = shrink(case, fails, seconds)
+    small = smallest(case, fails, simpler, seconds)
     return Finding(small, runner.outcome(small) if small != case else outcome, number, found)
 
 

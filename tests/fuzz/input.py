@@ -30,6 +30,7 @@ from pathlib import Path
 from random import Random
 
 from fuzz._answers import Answer, answer_of, inside
+from fuzz._loop import run_cases, smallest
 from pipeloom.config import SECTIONS
 from pipeloom.schedule.csv_form import to_csv
 from pipeloom.schedule.families import FAMILIES, build
@@ -43,95 +44,25 @@ PLAIN_MEGABYTES = 45  # `pipeloom` itself, before it has read anything: what is 
 DOCUMENTED = {"schedule": (0, 2, 3, 4), "compare": (0, 2, 3, 4), "search": (0, 2, 3, 4), "check": (0, 2, 3)}
 DOCUMENTED |= {"train": (0, 2, 3, 4), "verify": (0, 2, 3, 4)}
 FOLDER = "DIR"  # stands for the folder of the case's files
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Return the words of a line."""
+    return tuple(text.split())
+
+
 NUMBERS = (
-    *("0", "-1", "1", "2", "3", "7", "16", "64", "1000", "1e3", "4096", "65536", "1000000", "2147483648"),
-    *(
-        "9223372036854775808",
-        "1e308",
-        "-1e308",
-        "1e-320",
-        "nan",
-        "inf",
-        "-inf",
-        "0x10",
-        "1_000",
-        "1.5",
-        "٣",
-        "9" * 400,
-        "9" * 6000,
-    ),
+    *words("0 -1 1 2 3 7 16 64 1000 1e3 4096 65536 1000000 2147483648 9223372036854775808 1e308 -1e308 1e-320"),
+    *words("nan inf -inf 0x10 1_000 1.5 ٣"),
+    *("9" * 400, "9" * 6000),
 )
 WORDS = (
-    *(
-        "",
-        " ",
-        "none",
-        "true",
-        "[]",
-        "{}",
-        "[[]]",
-        "[1, 2",
-        '"',
-        "'",
-        "\\",
-        "a.b",
-        "..",
-        ".",
-        "/",
-        "//",
-        "~",
-        "-",
-        "--",
-        "%s",
-        "{0}",
-    ),
-    *(
-        "x" * 300,
-        "a b " * 500,
-        "\u202e",
-        "\x1b[31m",
-        "é",
-        "\ud800",
-        "\U0001f9f5",
-        "module:function",
-        "os:system",
-        ":",
-        "a:",
-        ":b",
-    ),
-    *(
-        "/dev/null",
-        "/dev/zero",
-        "/dev/full",
-        "/proc/self/mem",
-        "/",
-        "[" * 3000,
-        "(" * 3000,
-        "1," * 3000,
-        ";" * 50,
-        "\t",
-        "\n",
-        "=",
-        "a=b",
-    ),
+    *("", " ", "\t", "\n", "[1, 2", "a b " * 500, "\u202e", "\x1b[31m", "\ud800", '"', "'", "\\"),
+    *words("none true [] {} [[]] a.b .. . / // ~ - -- %s {0} é \U0001f9f5 module:function os:system : a: :b = a=b"),
+    *words("/dev/null /dev/zero /dev/full /proc/self/mem /"),
+    *("x" * 300, "[" * 3000, "(" * 3000, "1," * 3000, ";" * 50),
 )
-CELLS = (
-    "0F0",
-    "9F9",
-    "0B0",
-    "0I0",
-    "0W0",
-    "(0F0;0B0)OVERLAP_F_B",
-    "0F",
-    "F0",
-    "0F0x",
-    "0SEND_F0",
-    "0UNSHARD",
-    "-1F0",
-    "0F999999999",
-    '"',
-    "",
-)
+CELLS = (*words('0F0 9F9 0B0 0I0 0W0 (0F0;0B0)OVERLAP_F_B 0F F0 0F0x 0SEND_F0 0UNSHARD -1F0 0F999999999 "'), "")
 
 
 @dataclass(frozen=True)
@@ -209,22 +140,7 @@ def _check(random: Random) -> Case:
 
 def _flags(random: Random, count: int) -> tuple[str, ...]:
     """Flags of random keys, with values that mean something to some key."""
-    values = (
-        "1",
-        "2",
-        "4",
-        "0.5",
-        "true",
-        "1f1b",
-        "gpipe",
-        "zb-h1",
-        "[0, 1]",
-        "full",
-        "none",
-        "cpu",
-        "Et*4L",
-        "search",
-    )
+    values = words("1 2 4 0.5 true 1f1b gpipe zb-h1 [0,1] full none cpu Et*4L search")
     found: list[str] = []
     for _ in range(random.randrange(count + 1)):
         section = random.choice(sorted(SECTIONS))
@@ -283,27 +199,10 @@ def mutated_words(words: tuple[str, ...], random: Random) -> tuple[str, ...]:
 def _all_flags() -> tuple[str, ...]:
     keys = [f"--{section}.{key}" for section, model in SECTIONS.items() for key in model.model_fields]
     own = (
-        "--ranks",
-        "--microbatches",
-        "--chunks",
-        "--option",
-        "--forward",
-        "--pair",
-        "--held-until-weight-grad",
-        "--memory",
+        "--ranks --microbatches --chunks --option --forward --pair --held-until-weight-grad --memory --placement --seed "
+        "--json --csv --tolerance --matrix --receive-depth --microbatch-costs"
     )
-    return (
-        *keys,
-        *own,
-        "--placement",
-        "--seed",
-        "--json",
-        "--csv",
-        "--tolerance",
-        "--matrix",
-        "--receive-depth",
-        "--microbatch-costs",
-    )
+    return (*keys, *words(own))
 
 
 def mutated_text(text: str, random: Random) -> str:
@@ -433,20 +332,6 @@ def real_failure(case: Case) -> str | None:
     return complaint(plain, found, REAL_SECONDS)
 
 
-def shrunk(case: Case, fails: Callable[[Case], bool], seconds: float = 60.0) -> Case:
-    """The smallest case found that still fails, by taking simplifications one at a time."""
-    until, progress = time.monotonic() + seconds, True
-    while progress and time.monotonic() < until:
-        progress = False
-        for simpler in simplifications(case):
-            if time.monotonic() > until:
-                break
-            if fails(simpler):
-                case, progress = simpler, True
-                break
-    return case
-
-
 def simplifications(case: Case) -> Iterator[Case]:
     """Fewer words, shorter words, shorter files."""
     for at in range(1, len(case.words)):
@@ -496,14 +381,29 @@ def _forget_peak() -> None:
 
 def main(seed: int, cases: int | None, deadline: float | None) -> int:
     """Run the part (see `tests.fuzz.__main__`)."""
-    if cases is None:
-        cases = CASES if deadline is None else sys.maxsize
-    begun, failures, count, slowest, most = time.monotonic(), 0, 0, 0.0, 0.0
-    codes: dict[str, Counter[int]] = {}
-    every = max(1, min(cases, CASES) // REAL)
-    reals = 0
-    for count in range(1, cases + 1):
-        case = random_case(1_000_000 * seed + count)
+    session = Session(max(1, min(CASES if cases is None else cases, CASES) // REAL))
+    failures = run_cases("input", CASES, (seed, cases, deadline), session.run, session.__str__)
+    columns = sorted({code for counter in session.codes.values() for code in counter})
+    print(f"{'exit code':<10}" + "".join(f"{code:>7}" for code in columns))
+    for command, counter in sorted(session.codes.items()):
+        print(f"{command:<10}" + "".join(f"{counter[code]:>7}" for code in columns))
+    return failures
+
+
+class Session:
+    """Cases one after another; `every`: how many there are for one that runs as a real command, too."""
+
+    def __init__(self, every: int) -> None:
+        self.every, self.count, self.reals, self.slowest, self.most = every, 0, 0, 0.0, 0.0
+        self.codes: dict[str, Counter[int]] = {}
+
+    def __str__(self) -> str:
+        return f" ({self.reals} as real commands too, slowest {self.slowest:.2f} s, {self.most:.0f} MB)"
+
+    def run(self, number: int) -> str | None:
+        """What is wrong with the case of this number, shrunk; None: nothing."""
+        self.count += 1
+        case = random_case(number)
         _forget_peak()
         before, large = _megabytes("VmRSS"), False
         try:
@@ -512,39 +412,23 @@ def main(seed: int, cases: int | None, deadline: float | None) -> int:
             if wrong is not None and wrong.startswith("slow"):  # the first answer that needs torch imports it
                 found = answer(case)
                 wrong = complaint(case, found, SECONDS)
-            codes.setdefault(case.words[0], Counter())[found.code] += 1
+            self.codes.setdefault(case.words[0], Counter())[found.code] += 1
             large = _is_large(case, found)
-            slowest = max(slowest, 0.0 if large else found.seconds)
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            wrong = f"{type(error).__name__} escapes: {error}"
+            self.slowest = max(self.slowest, 0.0 if large else found.seconds)
+            refused = bool(found.code)
+        except Exception as error:
+            wrong, refused = f"{type(error).__name__} escapes: {error}", False
         runs: Callable[[Case], str | None] = failure
-        if wrong is None and count % every == 0 and found.code:  # one that is refused, as a real command
-            reals, runs = reals + 1, real_failure
+        if wrong is None and self.count % self.every == 0 and refused:  # one that is refused, as a real command
+            self.reals, runs = self.reals + 1, real_failure
             wrong = real_failure(case)
         megabytes = PLAIN_MEGABYTES + _megabytes("VmHWM") - before
-        most = max(most, 0.0 if large else megabytes)
+        self.most = max(self.most, 0.0 if large else megabytes)
         if wrong is None and megabytes > MEGABYTES and not large:
-            wrong, runs = f"memory: {megabytes:.0f} MB", lambda _: None
-        if wrong is not None:
-            failures += 1
-            kind = wrong.split(":")[0]
-            small = shrunk(case, lambda one, kind=kind, runs=runs: (runs(one) or "").split(":")[0] == kind)  # type: ignore[misc]
-            print(f"input: case {count} of seed {seed}: {(runs(small) or wrong)[:500]!r}", flush=True)
-            text = repr(small) if len(repr(small)) < 2_000 else repr(case)[:2_000]
-            print(f"  python -m tests.fuzz input --case {json.dumps(text)}", flush=True)
-            if failures == 10 or "memory" in wrong:
-                break
-        if deadline is not None and time.monotonic() > deadline:
-            break
-    columns = sorted({code for counter in codes.values() for code in counter})
-    print(f"{'exit code':<10}" + "".join(f"{code:>7}" for code in columns))
-    for command, counter in sorted(codes.items()):
-        print(f"{command:<10}" + "".join(f"{counter[code]:>7}" for code in columns))
-    print(
-        f"input: {count} cases from seed {seed} ({reals} as real commands too), {failures} failed, slowest {slowest:.2f} s, "
-        f"{most:.0f} MB, {time.monotonic() - begun:.1f} s",
-        flush=True,
-    )
-    return failures
+            return f"memory: {megabytes:.0f} MB\n  python -m tests.fuzz input --case {json.dumps(repr(case)[:2_000])}"
+        if wrong is None:
+            return None
+        kind = wrong.split(":")[0]
+        small = smallest(case, lambda one: (runs(one) or "").split(":")[0] == kind, simplifications)
+        text = repr(small) if len(repr(small)) < 2_000 else repr(case)[:2_000]
+        return f"{(runs(small) or wrong)[:500]!r}\n  python -m tests.fuzz input --case {json.dumps(text)}"

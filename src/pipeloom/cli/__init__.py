@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from pipeloom.cli import check, compare, hub, rehearse, schedule, search, show, train, verify
+from pipeloom.cli import check, compare, hub, improve, plan, rehearse, schedule, search, show, train, verify
 from pipeloom.cli.failures import exit_code_of, protect_streams
 from pipeloom.cli.workers import CommandOfWorkers
 
@@ -34,9 +34,11 @@ for _name, _command in (
     ("schedule", schedule.command),
     ("compare", compare.command),
     ("search", search.command),
+    ("plan", plan.command),
     ("check", check.command),
     ("rehearse", rehearse.command),
     ("show", show.command),
+    ("improve", improve.command),
     ("export", hub.export),
     ("import", hub.import_),
     ("generate", hub.generate),

@@ -24,7 +24,7 @@ from pipeloom.cli.options import (
     takes_chunks,
     with_options,
 )
-from pipeloom.cli.output import OutputFlags, aligned, as_dict, costs_dict
+from pipeloom.cli.output import OutputFlags, aligned, as_dict
 from pipeloom.cli.sweep import Sweep, full_rank_peaks
 from pipeloom.errors import ConfigError, PipeloomError, UsageError
 
@@ -216,6 +216,8 @@ def share(costs: Costs, schedule: Schedule) -> Costs:
 
 
 def _as_dict(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs) -> dict[str, Any]:
+    from pipeloom.traces.timelines import costs_dict
+
     schedules = [
         {"label": label, **as_dict(timeline), "full_rank_activations": full_rank_peaks(timeline)}
         for label, timeline in rows

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
+from pipeloom.cli.output import aligned
 from pipeloom.config import Config, Layout
 from pipeloom.config.layout import stage_costs
 from pipeloom.config.stages import layer_sizes
 from pipeloom.errors import ConfigError, UsageError
-from pipeloom.limits import usable_cores
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.schedule import Costs, Timeline, simulate
 from pipeloom.schedule.channels import size_words
 
 if TYPE_CHECKING:
-    from pipeloom.train.report.layer_costs import LayerCosts
+    from pipeloom.train.report.layer_bytes import LayerBytes
 
 _ROWS, _COLUMNS = 16, 10  # largest size of the table of workers that fits on a screen
 # Bytes of fp32 state per element, besides its value: two moments, or one. For Muon an upper bound: its matrices have one.
@@ -33,7 +33,7 @@ def report_lines(layout: Layout) -> list[str]:
         *_rank_lines(layout, timeline),
         f"bubble rate, Σ idle / (p · makespan): {timeline.bubble_rate:.4f}, simulated with times proportional to each "
         "stage's FLOPs, and free messages",
-        *_measured_lines(layout),
+        _activation_line(layout),
         f"learning rate ({config.optimizer.lr_schedule}): "
         + ", ".join(f"step {step + 1} {rate:.3g}" for step, rate in _rates(config, steps, layout.mesh.dp)),
         *_observer_lines(layout),
@@ -49,33 +49,21 @@ def expected_timeline(layout: Layout) -> Timeline:
     return simulate(layout.schedule, Costs(forward=costs, input_grad=costs, weight_grad=costs))
 
 
-def measured_timeline(layout: Layout, costs: LayerCosts) -> Timeline:
-    """Simulate the schedule with the measured times (seconds) and activations (bytes) of layers; I and W each take half of the
-    backward.
-    """
-    schedule = layout.schedule
-    stages = [costs.layers[start:end] for start, end in _spans(layout)]
-    forward = tuple(sum(layer.forward for layer in layers) for layers in stages)
-    half = tuple(sum(layer.backward for layer in layers) / 2 for layers in stages)
-    activation = tuple(sum(layer.activation for layer in layers) for layers in stages)
-    factors = tuple(size / costs.rows for size in layout.microbatch_sizes) * len(schedule.routes)
-    return simulate(
-        schedule,
-        Costs(
-            forward=forward,
-            input_grad=half,
-            weight_grad=half,
-            activation=activation,
-            microbatch=factors[: schedule.microbatches],
-        ),
-    )
-
-
-def peak_bytes(layout: Layout, costs: LayerCosts, timeline: Timeline) -> list[float]:
+def peak_bytes(layout: Layout, layers: Sequence[LayerBytes]) -> list[float]:
     """Return rank -> bytes of activations at the peak, including the largest layer that is recomputed."""
-    again = [max((layer.again for layer in costs.layers[start:end]), default=0.0) for start, end in _spans(layout)]
-    stages = map(layout.schedule.stages_of.__getitem__, range(layout.schedule.ranks))
-    return [peak + max(again[stage] for stage in held) for peak, held in zip(timeline.peak_memory, stages, strict=True)]
+    spans = [layers[start:end] for start, end in _spans(layout)]
+    sizes = layout.microbatch_sizes
+    factors = tuple(size / max(sizes) for size in sizes) * len(layout.schedule.routes)
+    costs = Costs(
+        activation=tuple(sum(layer.held for layer in stage) for stage in spans),
+        microbatch=factors[: layout.schedule.microbatches],
+    )
+    again = [max((layer.again for layer in stage), default=0.0) for stage in spans]
+    peaks = simulate(layout.schedule, costs).peak_memory
+    return [
+        peak + max(again[stage] for stage in stages)
+        for peak, stages in zip(peaks, layout.schedule.stages_of, strict=True)
+    ]
 
 
 def _spans(layout: Layout) -> list[tuple[int, int]]:
@@ -84,43 +72,22 @@ def _spans(layout: Layout) -> list[tuple[int, int]]:
     return [spans[position] for position in layout.schedule.position_of]
 
 
-def _measured_lines(layout: Layout) -> list[str]:
-    """Return lines with the predicted activations of each rank and the time of a step, and the assumptions behind both."""
-    from pipeloom.train.report.layer_costs import measure_layers
+def _activation_line(layout: Layout) -> str:
+    """Return the predicted activations of each rank, and what they count."""
+    from pipeloom.train.report.layer_bytes import layer_bytes
 
-    config = layout.config
     try:
-        costs = measure_layers(layout)
+        peaks = peak_bytes(layout, layer_bytes(layout))
     except ConfigError:
         raise  # training would end with it too
     except UsageError as error:
-        return [f"activations and time of a step: not predicted: {error}"]
-    timeline = measured_timeline(layout, costs)
-    peaks = ", ".join(
-        f"rank {rank} {size_words(size)}" for rank, size in enumerate(peak_bytes(layout, costs, timeline))
+        return f"activations: not predicted: {error}"
+    ranks = ", ".join(f"rank {rank} {size_words(size)}" for rank, size in enumerate(peaks))
+    divided = "; tp and sp divide them" if layout.mesh.tp > 1 else ""
+    return (
+        f"activations at the peak: {ranks} (tensors that autograd keeps, of one whole layer of each kind{divided}; without "
+        "temporary tensors and message buffers)"
     )
-    divided = layout.mesh.tp > 1 or layout.mesh.ep > 1
-    whole = "; tp and sp divide them" if layout.mesh.tp > 1 else ""
-    cut = (
-        f"; measured with {costs.tokens} of {config.train.seq_len} tokens, and scaled"
-        if costs.tokens < config.train.seq_len
-        else ""
-    )
-    lines = [
-        f"activations at the peak: {peaks} (tensors that autograd keeps, measured on one whole layer of each kind on this "
-        f"CPU{whole}{cut}; without temporary tensors and message buffers)"
-    ]
-    if divided or config.train.device == "cuda":
-        reason = "tp and ep divide layers" if divided else "layers are measured on a CPU only"
-        return [*lines, f"time of a step: not predicted: {reason}"]
-    crowd = max(1.0, layout.world_size * costs.threads / usable_cores())
-    shared = f", times {crowd:g} because the workers share {usable_cores()} cores" if crowd > 1 else ""
-    return [
-        *lines,
-        f"time of a step: {timeline.makespan * crowd:.3g} s (the schedule simulated with these layers' times on "
-        f"{costs.threads} thread{'s' * (costs.threads > 1)} of this CPU{shared}; messages, the sum over replicas and the "
-        "optimizer are free)",
-    ]
 
 
 def rank_parameters(layout: Layout) -> list[int]:
@@ -142,18 +109,17 @@ def rank_table(mesh: MeshShape) -> list[str]:
         place = mesh.place(worker)
         numbers[place.pp, place.dp, place.tp] = (worker, place.ep)
     columns = [(dp, tp) for dp in range(mesh.dp) for tp in range(mesh.tp)]
-    clipped = len(columns) > _COLUMNS
-    heads = [("dp", mesh.dp, [dp for dp, _ in columns]), ("tp", mesh.tp, [tp for _, tp in columns])]
-    heads.insert(1, ("ep", mesh.ep, [numbers[0, dp, tp][1] for dp, tp in columns]))
-
-    def row(name: str, cells: Sequence[object]) -> str:
-        return f"{name:<8}" + "".join(f"{cell:>7}" for cell in cells[:_COLUMNS]) + "      …" * clipped
-
-    lines = [f"workers in the order {mesh.order}, the fastest axis first:"]
-    lines += [row("", [f"{axis} {at}" for at in indices]) for axis, size, indices in heads if size > 1]
+    indices = {
+        "dp": [dp for dp, _ in columns],
+        "ep": [numbers[0, dp, tp][1] for dp, tp in columns],
+        "tp": [tp for _, tp in columns],
+    }
+    rows = [["", *(f"{axis} {at}" for at in each)] for axis, each in indices.items() if getattr(mesh, axis) > 1]
     for pp in range(min(mesh.pp, _ROWS)):
-        lines.append(row(f"pp {pp}", [numbers[pp, dp, tp][0] for dp, tp in columns]))
-    return lines + ["…"] * (mesh.pp > _ROWS)
+        rows.append([f"pp {pp}", *(str(numbers[pp, dp, tp][0]) for dp, tp in columns)])
+    clipped = [row[: _COLUMNS + 1] + ["…"] * (len(row) > _COLUMNS + 1) for row in rows]
+    title = f"workers in the order {mesh.order}, the fastest axis first:"
+    return [title, *aligned(clipped), *["…"] * (mesh.pp > _ROWS)]
 
 
 def _rank_lines(layout: Layout, timeline: Timeline) -> list[str]:

@@ -122,6 +122,12 @@ class CostFlags:
         "0", "X", "Share of F and of I spent in the experts' all-to-all, 0 to 1; overlapped pairs hide it."
     )
     pair: str | None = flag(None, "T", "Time of an overlapped pair F|B; default: computed from --all-to-all.")
+    segments: str | None = flag(
+        None,
+        "FILE|X,…",
+        "Segment times of a stage's layers, which give F, I, W and pairs: a JSON file, or a number: each all-to-all's time where "
+        "attention and experts take 1.",
+    )
     microbatch_costs: str | None = flag(
         None, "X,Y,…", "A factor on the costs of each micro-batch (sequences of different lengths)."
     )
@@ -144,6 +150,13 @@ class CostFlags:
             numbers["microbatch"] = factors if isinstance(factors, tuple) else (factors,)
         if self.message is not None:
             numbers["message"] = bytes_of(self.message)
+        if self.segments is not None:
+            from pipeloom.schedule.segments import SegmentCosts
+            from pipeloom.traces.segment_times import read_segments
+
+            layers = next(iter(read_segments(self.segments).values()))
+            others = numbers.keys() - {"forward", "input_grad", "weight_grad", "all_to_all", "pair"}
+            return SegmentCosts((layers,)).costs(**{name: numbers[name] for name in others})
         return Costs(**numbers)
 
 
@@ -174,11 +187,9 @@ def message_with_flags(error: PipeloomError) -> str:
 def bytes_of(text: str) -> int:
     """Return the bytes of a size such as 65536, 64KiB or 4MiB, for `--message`. Raises UsageError for anything else."""
     match = re.fullmatch(r"(\d{1,15})\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2].lower() not in _UNITS:
-        raise UsageError(f"--message is {text!r:.60}; give bytes, such as 65536, 64KiB or 4MiB")
-    size = int(match[1]) * _UNITS[match[2].lower()]
+    size = int(match[1]) * _UNITS.get(match[2].lower(), 0) if match is not None else 0
     if not 1 <= size <= _MOST_MESSAGE:
-        raise UsageError(f"--message is {text!r:.60}; it must be from 1 byte to 16GiB")
+        raise UsageError(f"--message is {text!r:.60}; give bytes, up to 16GiB, such as 65536, 64KiB or 4MiB")
     return size
 
 

@@ -16,7 +16,7 @@ from pipeloom.cli.options import flag
 from pipeloom.errors import UsageError
 
 if TYPE_CHECKING:
-    from pipeloom.schedule import Costs, Timeline
+    from pipeloom.schedule import Timeline
 
 
 JSON_HELP = "Print one JSON object and nothing else."
@@ -61,15 +61,19 @@ class OutputFlags:
             if not os.access(path if path.exists() else path.parent, os.W_OK):
                 raise UsageError(f"cannot write {path}: {os.strerror(errno.EACCES)}")
 
-    def draw(self, timelines: Sequence[Timeline]) -> None:
-        """Write the files that the options name; the trace contains only the first timeline."""
+    def draw(self, timelines: Sequence[Timeline], below: Callable[[float], str] | None = None) -> None:
+        """Write the files that the options name; the trace contains only the first timeline.
+
+        Args:
+            below: width -> an SVG document to draw below the timelines.
+        """
         from pipeloom import draw
 
-        self.draw_as(lambda width: draw.svg(timelines, width))
+        self.draw_as(lambda width: draw.svg(timelines, width, below=below))
         if self.html is not None:
-            _write(self.html, lambda: draw.html(timelines))
+            write(self.html, lambda: draw.html(timelines, below="" if below is None else below(draw.USUAL_WIDTH)))
         if self.trace is not None:
-            _write(self.trace, lambda: json.dumps(draw.trace(timelines[0])))
+            write(self.trace, lambda: json.dumps(draw.trace(timelines[0])))
 
     def draw_as(self, drawing: Callable[[int], str]) -> None:
         """Write an SVG document, width -> text, to the files of `--svg` and `--png`, where they are given."""
@@ -78,9 +82,9 @@ class OutputFlags:
 
         width = max(self.width or USUAL_WIDTH, LEAST_WIDTH)
         if self.svg is not None:
-            _write(self.svg, lambda: drawing(width))
+            write(self.svg, lambda: drawing(width))
         if self.png is not None:
-            _write(self.png, lambda: rendered(drawing(width)))
+            write(self.png, lambda: rendered(drawing(width)))
 
     def print_timeline(self, timeline: Timeline) -> None:
         """Draw `timeline` in the terminal."""
@@ -89,7 +93,7 @@ class OutputFlags:
         sys.stdout.write(terminal(timeline, width=self.columns))
 
 
-def _write(path: Path, content: Callable[[], str | bytes]) -> None:
+def write(path: Path, content: Callable[[], str | bytes]) -> None:
     """Write the file and report it on standard error, which keeps standard output free for the command's result.
 
     Raises UsageError if the file cannot be written.
@@ -121,12 +125,6 @@ def as_dict(timeline: Timeline) -> dict[str, object]:
 def figures_and_costs(timeline: Timeline) -> dict[str, object]:
     """Return the JSON form of the costs of a stage and of the figures of the timeline."""
     from pipeloom.draw import figures
+    from pipeloom.traces.timelines import costs_dict
 
     return {"costs": {"of": "a stage", **costs_dict(timeline.costs)}} | figures(timeline)
-
-
-def costs_dict(costs: Costs) -> dict[str, object]:
-    """Return the costs by their names in `Costs`; optional ones only where they are set."""
-    always = ("forward", "input_grad", "weight_grad", "p2p", "activation", "held")
-    optional = ("message", "all_to_all", "pair", "microbatch")
-    return {name: getattr(costs, name) for name in (*always, *optional) if name in always or getattr(costs, name)}

@@ -84,12 +84,10 @@ def _rehearsal(schedule: Schedule, costs: Costs, options: Emulation) -> Rehearsa
     unit, steps, on_gpus = options.unit, options.steps, options.device == "cuda"
     if unit is not None and not (math.isfinite(unit) and 0 < unit <= MOST_SECONDS):
         raise UsageError(f"--unit is {unit:g}; give seconds above 0 and up to {MOST_SECONDS:g}, such as 0.02")
-    if schedule.ranks == 1 and on_gpus:
-        raise UsageError("--device cuda needs at least 2 ranks; use --device cpu, or --ranks 2")
     slow = _slow(options.slow or (), schedule)
     rehearsal = Rehearsal(schedule, costs, unit or 1.0, steps, slow, options.transport)
-    if rehearsal.communicates and on_gpus:
-        raise UsageError("--device cuda does not emulate --all-to-all; leave it out, or use --device cpu")
+    if on_gpus and (schedule.ranks == 1 or rehearsal.communicates):
+        raise UsageError("--device cuda needs at least 2 ranks and does not emulate --all-to-all; use --device cpu")
     if unit is None:
         rehearsal = _with_usual_unit(rehearsal)
     makespan = rehearsal.simulated().makespan

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, linear_regression
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -170,10 +170,8 @@ class Study:
         peaks = self.typical.peak_activations
         if len(self.memory) != len(peaks) or len(set(peaks)) < 2:
             return None
-        mean, level = fmean(peaks), fmean(self.memory)
-        slope = sum((p - mean) * (g - level) for p, g in zip(peaks, self.memory, strict=True))
-        slope /= sum((p - mean) ** 2 for p in peaks)
-        return level - slope * mean, slope
+        slope, intercept = linear_regression(peaks, self.memory)
+        return intercept, slope
 
     def predicted(self) -> list[tuple[Path, float, float]]:
         """Return (run, simulated makespan, measured makespan) of each run in `others`."""
@@ -198,11 +196,7 @@ class Study:
 
         schedule, halved = self.typical.schedule, self.halved
         where = name_of(schedule.placement, schedule.ranks) or ",".join(map(str, schedule.placement))
-        some = (
-            ""
-            if len(halved) == schedule.stages
-            else f" of stage{'s' * (len(halved) > 1)} {', '.join(map(str, halved))}"
-        )
+        some = f" of stage{'s' * (len(halved) > 1)} {', '.join(map(str, halved))}" * (len(halved) < schedule.stages)
         split = f"I and W{some} as half of B each (never split in these steps)" if halved else "I and W as measured"
         return f"the same placement ({where}), {split}, and activations held until W"
 

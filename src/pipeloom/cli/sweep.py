@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.cli.output import aligned
-from pipeloom.errors import PipeloomError, UsageError, did_you_mean
+from pipeloom.errors import PipeloomError, UsageError
 
 if TYPE_CHECKING:
     from pipeloom.schedule import Timeline
@@ -30,28 +30,22 @@ class Sweep:
 
         Without a step, a range of more than `MOST_POINTS` values is thinned evenly. Raises UsageError for any other text.
         """
-        size, equals, values = text.partition("=")
-        size = size.strip().replace("-", "_")
-        if not equals or size not in SIZES:
+        match = re.fullmatch(
+            rf"({'|'.join(SIZES)})=(?:(\d{{1,6}})\.\.(\d{{1,6}})(?::(\d{{1,6}}))?|(\d{{1,6}}(?:,\d{{1,6}})*))", text
+        )
+        low, high, step = (int(word or 0) for word in match.group(2, 3, 4)) if match is not None else (0, 0, 0)
+        if match is None or low > high:
             raise UsageError(
-                f"--sweep is {text!r:.200}; give a size and its values, as in microbatches=8..64, microbatches=8..64:8 or "
-                f"ranks=2,4,8{did_you_mean(size, SIZES) if equals else ''}"
+                f"--sweep is {text!r:.200}; give {', '.join(SIZES)} and values, as in microbatches=8..64, microbatches=8..64:8 "
+                "or ranks=2,4,8"
             )
-        if match := re.fullmatch(r"(\d{1,6})\.\.(\d{1,6})(?::(\d{1,6}))?", values.strip()):
-            low, high = int(match[1]), int(match[2])
-            if high < low:
-                raise UsageError(f"--sweep is {text!r:.200}; {high} is below {low}: write {size}={high}..{low}")
-            step = int(match[3]) if match[3] else -(-(high - low + 1) // MOST_POINTS)
-            if step < 1:
-                raise UsageError(f"--sweep is {text!r:.200}; the step must be at least 1")
-            points = tuple(range(low, high + 1, step))
-        elif re.fullmatch(r"\d{1,6}(,\d{1,6})*", values.strip()):
-            points = tuple(dict.fromkeys(map(int, values.split(","))))
+        if match[5]:
+            points = tuple(dict.fromkeys(map(int, match[5].split(","))))
         else:
-            raise UsageError(f"--sweep is {text!r:.200}; give a range such as 8..64, or numbers such as 8,16,32")
+            points = tuple(range(low, high + 1, step or -(-(high - low + 1) // MOST_POINTS)))
         if len(points) > MOST_POINTS:
             raise UsageError(f"--sweep has {len(points)} values; the most is {MOST_POINTS}: give a larger step")
-        return cls(size, points)
+        return cls(match[1], points)
 
     def run(self, names: Sequence[str], simulated: Callable[[str, int], Timeline]) -> list[dict[str, Any]]:
         """Return a series for each name: its label, the figures at each point, and the refused values, each with a reason.

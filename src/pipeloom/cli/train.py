@@ -51,17 +51,16 @@ def _train(arguments: Sequence[str], words: Sequence[str], dry_run: bool) -> int
 
     require_torch("train")
     path, overrides = split_arguments(arguments)
-    layout = load_layout(path, overrides, world_size=world_size_given())
-    if dry_run and is_worker() and os.environ["RANK"] != "0":
-        return 0
+    given = world_size_given()
+    layout = load_layout(path, overrides, world_size=0 if dry_run and given is None else given)
     if dry_run:
         from pipeloom.cli.dry_run import report_lines
-        from pipeloom.train.workers.preflight import require_machine
+        from pipeloom.train.workers.preflight import require_files
 
-        if not is_worker():
-            require_machine(layout)
-        announce(layout)
-        print("\n".join(report_lines(layout)))
+        if not is_worker() or os.environ["RANK"] == "0":
+            require_files(layout)
+            announce(layout)
+            print("\n".join(report_lines(layout)))
         return 0
     if not is_worker():
         from pipeloom.train.workers.preflight import require_machine

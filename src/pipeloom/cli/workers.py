@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand
 
-from pipeloom.errors import UsageError
+from pipeloom.errors import TRAIN_PACKAGES, missing_packages
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
@@ -40,12 +40,9 @@ def words_of(context: typer.Context) -> list[str]:
 
 def require_torch(command: str) -> None:
     """Raise UsageError that names the extra if the trainer's packages are not installed; import none of them."""
-    missing = [name for name in ("torch", "numpy", "safetensors") if importlib.util.find_spec(name) is None]
+    missing = [name for name in TRAIN_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(
-            f"pipeloom {command} needs {' and '.join(missing)}, which the core install leaves out: "
-            'pip install "pipeloom[train]"'
-        )
+        raise missing_packages(f"pipeloom {command}", missing)
 
 
 def start_workers(command: str, arguments: Sequence[str], world_size: int) -> int:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+from pipeloom.config.hub import download
 from pipeloom.config.problems import sentence, shown
 from pipeloom.config.sections import COMPUTED, Config
 from pipeloom.decoder_shape import ROUTERS, shape_problems
@@ -152,7 +153,10 @@ def _weights_are_a_checkpoint(config: Config) -> Iterator[Problem]:
     if weights and config.model.source:
         yield "model.weights", "model.source has its own weights; leave one of the two out"
     elif weights and not os.path.isdir(expanded(weights)):
-        yield "model.weights", "there is no such directory; give a checkpoint or a Hugging Face directory"
+        yield (
+            "model.weights",
+            download(weights) or "there is no such directory; give a checkpoint or a Hugging Face directory",
+        )
 
 
 @_reads("lora", "model.source", "model.weights", "parallel.tp")
@@ -249,22 +253,18 @@ def _recomputed_blocks_exist(config: Config) -> Iterator[Problem]:
         yield "train.recompute", f"there is no block {wrong[0]}; the model has {blocks} (0..{blocks - 1})"
 
 
-@_reads("schedule.overlap_p2p", "schedule.transport")
-def _shared_memory_posts_no_receives(config: Config) -> Iterator[Problem]:
-    if config.schedule.overlap_p2p is False and config.schedule.transport == "shared":
+@_reads("schedule.overlap_p2p", "schedule.receive_depth", "schedule.transport")
+def _transport_posts_receives(config: Config) -> Iterator[Problem]:
+    schedule = config.schedule
+    if schedule.overlap_p2p is False and schedule.transport == "shared":
         yield (
             "schedule.overlap_p2p",
             'the shared-memory transport posts no receives; set schedule.transport = "individual"',
         )
-
-
-@_reads("schedule.receive_depth", "schedule.transport")
-def _only_the_individual_transport_has_a_depth(config: Config) -> Iterator[Problem]:
-    depth, transport = config.schedule.receive_depth, config.schedule.transport
-    if depth is not None and transport in ("batched", "shared"):
+    if schedule.receive_depth is not None and schedule.transport in ("batched", "shared"):
         yield (
             "schedule.receive_depth",
-            f"the {transport} transport does not keep receives open for each channel; set schedule.transport = "
+            f"the {schedule.transport} transport does not keep receives open for each channel; set schedule.transport = "
             '"individual", or leave the key out',
         )
 
@@ -366,7 +366,7 @@ def _checkpoint_to_resume_exists(config: Config) -> Iterator[Problem]:
 
 @_reads("log.tensorboard", "log.wandb")
 def _writers_are_installed(config: Config) -> Iterator[Problem]:
-    for package, install in (("tensorboard", 'pip install "pipeloom[tensorboard]"'), ("wandb", "pip install wandb")):
+    for package, install in (("tensorboard", 'pip install -e ".[tensorboard]"'), ("wandb", "pip install wandb")):
         if getattr(config.log, package) and importlib.util.find_spec(package) is None:
             yield f"log.{package}", f"the package {package} is not installed: {install}"
 

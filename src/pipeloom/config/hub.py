@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -153,54 +154,45 @@ def own_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
     missing = [key for key in _NEEDED if values.get(key) is None]
     if missing:
         raise KeyError(missing[0])
-    rope = _rope(values)
-    defaults = {**_USUAL, **_OWN[kind]}
-    heads = values["num_attention_heads"]
+    optional = (
+        "num_key_value_heads",
+        "head_dim",
+    )  # null has a meaning of its own: as many as queries; of the hidden size
+    given = {key: value for key, value in values.items() if value is not None or key in optional}
+    values = {**_USUAL, **_OWN[kind], **given}
+    rope, heads = _rope(values), values["num_attention_heads"]
     decoder_keys = {
-        "num_hidden_layers": values["num_hidden_layers"],
-        "hidden_size": values["hidden_size"],
+        **{key: values[key] for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")},
         "num_attention_heads": heads,
-        "num_key_value_heads": values.get("num_key_value_heads", defaults.get("num_key_value_heads")) or heads,
-        "intermediate_size": values["intermediate_size"],
-        "vocab_size": values["vocab_size"],
+        "num_key_value_heads": values.get("num_key_value_heads") or heads,
         "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
-        "rope_theta": float(rope.get("rope_theta") or values.get("rope_theta") or defaults["rope_theta"]),
-        "rms_norm_eps": float(
-            defaults["rms_norm_eps"] if values.get("rms_norm_eps") is None else values["rms_norm_eps"]
-        ),
+        "rope_theta": float(rope.get("rope_theta") or values["rope_theta"]),
+        "rms_norm_eps": float(values["rms_norm_eps"]),
         "attention_bias": bool(kind in ("llama", "qwen3", "qwen3_moe") and values.get("attention_bias", False)),
         "qkv_bias": bool(kind == "qwen2" or (kind == "qwen2_moe" and values.get("qkv_bias", True))),
         "qk_norm": kind in ("qwen3", "qwen3_moe"),
-        "num_experts": 0,
-        "num_shared_experts": 0,
-        "moe_layer_freq": 1,
+        **{"num_experts": 0, "num_shared_experts": 0, "moe_layer_freq": 1},
     }
-    width = values.get("head_dim", defaults.get("head_dim"))
-    if width:
-        decoder_keys["head_dim"] = width
-    if kind == "mixtral":
-        decoder_keys |= {
-            "num_experts": values["num_local_experts"],
-            "num_experts_per_tok": values["num_experts_per_tok"],
-        }
-        decoder_keys |= {
-            "moe_intermediate_size": values["intermediate_size"],
-            "norm_topk_prob": True,
-            "num_shared_experts": 0,
-        }
-    if kind in ("qwen2_moe", "qwen3_moe"):
+    if values.get("head_dim"):
+        decoder_keys["head_dim"] = values["head_dim"]
+    if kind in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        width = values["intermediate_size" if kind == "mixtral" else "moe_intermediate_size"]
         sparse = expert_blocks(values, values["num_hidden_layers"])
-        shared, odd, width = 0, 0, values["moe_intermediate_size"]
+        shared, odd = 0, 0
         if kind == "qwen2_moe" and isinstance(width, int):
             shared, odd = divmod(values["shared_expert_intermediate_size"], width)
         if odd or not any(sparse) or (kind == "qwen2_moe" and not shared):
             return None
-        if not all(sparse):
-            decoder_keys["moe_layer_freq"] = [int(experts) for experts in sparse]
-        count = values["num_experts"] if "num_experts" in values else values["num_local_experts"]  # later files' name
-        decoder_keys |= {"num_experts": count, "num_experts_per_tok": values["num_experts_per_tok"]}
-        decoder_keys |= {"moe_intermediate_size": values["moe_intermediate_size"], "num_shared_experts": shared}
-        decoder_keys["norm_topk_prob"] = bool(values.get("norm_topk_prob", False))
+        decoder_keys |= {
+            "num_experts": values[
+                "num_experts" if "num_experts" in values else "num_local_experts"
+            ],  # depends on the file's age
+            "num_experts_per_tok": values["num_experts_per_tok"],
+            "moe_intermediate_size": width,
+            "moe_layer_freq": 1 if all(sparse) else [int(experts) for experts in sparse],
+            "num_shared_experts": shared,
+            "norm_topk_prob": kind == "mixtral" or bool(values.get("norm_topk_prob", False)),
+        }
     return decoder_keys
 
 
@@ -212,11 +204,21 @@ def _content(source: str, key: str) -> dict[str, Any]:
         if isinstance(content, dict):
             require_counts(content)
     except (OSError, UsageError) as error:
-        raise ConfigError(f'model.{key} = "{source}": {path} cannot be read: {error}') from None
+        raise ConfigError(
+            f'model.{key} = "{source}": {download(source) or f"{path} cannot be read: {error}"}'
+        ) from None
     if not isinstance(content, dict):
         raise ConfigError(f'model.{key} = "{source}": {path} is not a JSON object')
     _require(content, f'model.{key} = "{source}": {path}')
     return content
+
+
+def download(source: str) -> str:
+    """Return how to get a model that `source` names as the Hugging Face Hub does (org/name); "" for any other name."""
+    name = re.fullmatch(r"[\w.-]+/([\w.-]+)", source)
+    if name is None or expanded(source).exists():
+        return ""
+    return f"there is no such directory, and nothing is downloaded; first: hf download {source} --local-dir {name[1]}"
 
 
 def _require(values: Mapping[str, Any], where: str) -> None:

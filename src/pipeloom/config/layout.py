@@ -87,9 +87,8 @@ def examine(
     computed = COMPUTED in (config.parallel.pp, config.parallel.dp, config.parallel.tp)
     if computed or (wrong and any(key.partition(".")[0] in ("schedule", "parallel") for key in wrong)):
         return None, problems
-    if too_deep := _more_ranks_than_layers(
-        config, wrong
-    ):  # before the schedule, which takes minutes for thousands of ranks
+    # before the schedule, which takes minutes for thousands of ranks
+    if too_deep := _more_ranks_than_layers(config, wrong):
         return None, [*problems, too_deep]
     broken: ScheduleError | None = None
     schedule: Schedule | None = None
@@ -110,7 +109,9 @@ def examine(
         stage_problems, stage_layers = _stage_layers(config, schedule, wrong)
         problems += stage_problems
     if schedule is not None and broken is None and "debug.fault" not in wrong:
-        problems += _fault_problems(config, schedule)
+        fault = parse_fault(config.debug.fault)
+        if fault is not None and (problem := fault_problem(fault, schedule, config.train.steps)):
+            problems.append(f"debug.fault = {shown(config.debug.fault)}: {problem}")
     if broken is not None and not problems:
         raise broken
     if schedule is None or problems or wrong:
@@ -156,7 +157,7 @@ def _more_ranks_than_layers(config: Config, wrong: Collection[str]) -> str:
         return ""
     return (
         f"parallel.pp = {ranks}: the model has {blocks} decoder layers, and each pipeline rank needs at least one; nearest: "
-        f"parallel.pp = {blocks}, or model.num_hidden_layers = {ranks}"
+        f"--parallel.pp {blocks}{'' if config.model.source else f', or model.num_hidden_layers = {ranks}'}"
     )
 
 
@@ -170,18 +171,17 @@ def _stage_layers(config: Config, schedule: Schedule, wrong: Collection[str]) ->
         except UsageError as error:
             return [f"parallel.stages = {shown(config.parallel.stages)}: {error}"], ()
     if stages > blocks:
+        nearest = [f"--parallel.pp {blocks * schedule.ranks // stages}"] * (blocks * schedule.ranks >= stages)
+        nearest += [f"--schedule.chunks {blocks // schedule.ranks}"] * (
+            schedule.chunks > 1 and blocks >= schedule.ranks
+        )
+        nearest += [f"{stages} layers"] * (not config.model.source)
         return [
-            f"model.num_hidden_layers = {blocks}: the schedule has {stages} stages, more than there are decoder layers; "
-            f"nearest: {stages} layers, or fewer ranks or chunks (now {schedule.ranks} ranks of {schedule.chunks})"
+            f"model.num_hidden_layers = {blocks}: the schedule has {stages} stages, more than there are decoder layers "
+            f"({schedule.ranks} ranks of {schedule.chunks}); nearest: {' or '.join(nearest) or 'another schedule.name'}"
         ], ()
     sizes = layer_sizes(config.model, config.train.seq_len)
     return [], tuple(balance([size.flops for size in sizes], stages))
-
-
-def _fault_problems(config: Config, schedule: Schedule) -> list[str]:
-    fault = parse_fault(config.debug.fault)
-    problem = fault_problem(fault, schedule, config.train.steps) if fault is not None else None
-    return [f"debug.fault = {shown(config.debug.fault)}: {problem}"] if problem else []
 
 
 def _notes(config: Config, stage_layers: tuple[int, ...], sizes: tuple[int, ...]) -> list[str]:
@@ -242,22 +242,16 @@ def _untransformed(config: Config, folder: Path | None) -> Schedule:
 
 
 def _sized(schedule: Schedule, config: Config) -> Schedule:
-    problems = []
-    if schedule.ranks != config.parallel.pp:
-        problems.append(
-            f'parallel.pp = {config.parallel.pp}, but schedule "{config.schedule.name}" is for {schedule.ranks} ranks; '
-            f"set parallel.pp = {schedule.ranks}"
-        )
-    if schedule.microbatches != config.schedule.microbatches:
-        problems.append(
-            f'schedule.microbatches = {config.schedule.microbatches}, but schedule "{config.schedule.name}" is for '
-            f"{schedule.microbatches}; set schedule.microbatches = {schedule.microbatches}"
-        )
-    if config.schedule.chunks is not None and schedule.chunks != config.schedule.chunks:
-        problems.append(
-            f'schedule.chunks = {config.schedule.chunks}, but schedule "{config.schedule.name}" has {schedule.chunks}; '
-            f"set schedule.chunks = {schedule.chunks}"
-        )
+    sizes = {
+        "parallel.pp": (config.parallel.pp, schedule.ranks),
+        "schedule.microbatches": (config.schedule.microbatches, schedule.microbatches),
+        "schedule.chunks": (config.schedule.chunks, schedule.chunks),
+    }
+    problems = [
+        f'{key} = {given}, but schedule "{config.schedule.name}" has {actual}; set {key} = {actual}'
+        for key, (given, actual) in sizes.items()
+        if given is not None and given != actual
+    ]
     if problems:
         raise ConfigError(problems)
     return schedule

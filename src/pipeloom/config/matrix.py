@@ -10,10 +10,9 @@ parallel.pp = [2, 3]
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +60,17 @@ def load_matrix(path: str | Path, config: str | Path | None, overrides: Mapping[
         raise ConfigError(problems)
     base, here = flat(tables.get("base", {})), Path(path).absolute().parent
     layouts, names, refused = [], [], []
-    if sum(map(_count, rows or [])) > MOST_LAYOUTS:
+    combinations = list(islice(chain.from_iterable(map(expand, rows or [])), MOST_LAYOUTS + 1))
+    if len(combinations) > MOST_LAYOUTS:
         raise ConfigError(
             f"{path}: the [[layout]] tables stand for more than {MOST_LAYOUTS:,} combinations; use shorter lists or more files"
         )
-    for row in rows or []:
-        for combination in expand(row):
-            try:
-                layouts.append(load_layout(config, base, combination, overrides, folder=here))
-                names.append(label(layouts[-1], combination))
-            except (UsageError, ScheduleError) as error:
-                refused.append(f"{_name(combination)}: {_reason(error)}")
+    for combination in combinations:
+        try:
+            layouts.append(load_layout(config, base, combination, overrides, folder=here))
+            names.append(label(layouts[-1], combination))
+        except (UsageError, ScheduleError) as error:
+            refused.append(f"{_name(combination)}: {_reason(error)}")
     if refused and not skip:
         raise ConfigError([f"{path}: {reason}" for reason in refused])
     if not layouts:
@@ -79,15 +78,11 @@ def load_matrix(path: str | Path, config: str | Path | None, overrides: Mapping[
     return Matrix(tuple(layouts), tuple(names), tuple(refused))
 
 
-def expand(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every combination of the lists in a `[[layout]]` table, as dotted key -> value."""
+def expand(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield every combination of the lists in a `[[layout]]` table, as dotted key -> value."""
     keys = flat(row)
     choices = [value if isinstance(value, list) and not _holds_list(key) else [value] for key, value in keys.items()]
-    return [dict(zip(keys, values, strict=True)) for values in product(*choices)]
-
-
-def _count(row: Mapping[str, Any]) -> int:
-    return math.prod(len(value) for key, value in flat(row).items() if isinstance(value, list) and not _holds_list(key))
+    return (dict(zip(keys, values, strict=True)) for values in product(*choices))
 
 
 def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from pipeloom.config.problems import option_sentences
 from pipeloom.config.sections import Config, Positive
-from pipeloom.errors import ArgumentError, ConfigError, did_you_mean
+from pipeloom.errors import ArgumentError, ConfigError
 from pipeloom.limits import MOST_SEARCHED_CELLS, MOST_SEED, MOST_STEPS
 from pipeloom.schedule import Costs, Schedule
 from pipeloom.schedule.families import baseline, baseline_memory
@@ -93,14 +93,9 @@ def _per_stage(value: Any) -> Any:
 
 
 def _place(value: Any) -> Any:
-    if isinstance(value, str):
-        if value not in NAMED:
-            raise ValueError(
-                f"it must be 'linear', 'loop', 'vee' or the rank of every stage, as in [0, 1, 1, 0]"
-                f"{did_you_mean(value, NAMED)}"
-            )
+    if isinstance(value, str) and value in NAMED:
         return value
-    if not isinstance(value, list | tuple) or not all(isinstance(r, int) and not isinstance(r, bool) for r in value):
+    if not isinstance(value, list | tuple) or not all(type(rank) is int for rank in value):
         raise ValueError("it must be 'linear', 'loop', 'vee' or the rank of every stage, as in [0, 1, 1, 0]")
     return tuple(value)
 

@@ -6,15 +6,18 @@ the `config.toml` of a run.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
+import glob
 import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -36,8 +39,9 @@ from pipeloom.limits import (
     number,
     read_file,
     read_json,
+    usable_cores,
 )
-from pipeloom.schedule.families import canonical_name
+from pipeloom.schedule.families import build, canonical_name
 from pipeloom.schedule.files import names_a_file
 
 BUILT_IN = ("default", "tiny", "moe")
@@ -65,12 +69,14 @@ def load_layout(
 ) -> Layout:
     """`resolve(load(path, *overrides))` with the problems of both in one ConfigError.
 
-    `world_size` is the number of workers that torchrun started; it determines an axis of -1, and is a problem where it differs
-    from the layout's. Code that a key names as `module:function` is imported from the folder of the file that names it; where
-    `overrides` name it, from `folder` (None: the working directory). Raises ScheduleError when all keys are valid but the
-    schedule cannot run.
+    `world_size` is the number of workers that torchrun started (0: as many as the layout needs, with 1 for an axis of -1); it
+    determines an axis of -1, and is a problem where it differs from the layout's. Code that a key names as `module:function` is
+    imported from the folder of the file that names it; where `overrides` name it, from `folder` (None: the working directory).
+    Raises ScheduleError when all keys are valid but the schedule cannot run.
     """
     merged = merge(path, *overrides)
+    if merged.text("model.source"):
+        _fit_pipeline(merged, world_size)
     config, wrong, fallback = _validate(merged)
     problems = list(wrong.values())
     resolved = config or fallback
@@ -93,6 +99,28 @@ def load_layout(
     if problems or layout is None:
         raise ConfigError(problems)
     return replace(layout, origins=_origins(merged, config or resolved, resolved))
+
+
+def _fit_pipeline(merged: Merged, world_size: int | None) -> None:
+    """Choose `parallel.pp` and `schedule.chunks`, where the user has not, for the layers of a model in a directory.
+
+    The pipeline has at most as many ranks as there are workers, or else GPUs, or else cores of this machine.
+    """
+    config, wrong, _ = _validate(merged)
+    if config is None or wrong or config.parallel.stages or names_a_file(config.schedule.name):
+        return
+    parallel, schedule, blocks = config.parallel, config.schedule, config.model.num_hidden_layers
+    devices = [] if config.train.device == "cpu" else glob.glob("/dev/nvidia[0-9]*")
+    workers = (world_size or len(devices) or usable_cores()) // max(1, parallel.dp * parallel.tp)
+    most = min(max(1, workers if world_size else min(workers, parallel.pp)), blocks)
+    ranks = [parallel.pp] if "parallel.pp" in merged.given else range(most, 0, -1)
+    chunks = [schedule.chunks] if "schedule.chunks" in merged.given else [schedule.chunks, 1]
+    for pp, count in product(ranks, chunks):
+        with contextlib.suppress(PipeloomError):
+            if build(schedule.name, pp, schedule.microbatches, count, schedule.options).positions <= blocks:
+                fitting = {"parallel.pp": pp} | ({} if count is None else {"schedule.chunks": count})
+                merged.adopt(fitting, f"{config.model.source}/config.json")
+                return
 
 
 def _folder(origin: str, given: Path | None) -> Path:
@@ -193,9 +221,7 @@ def merge(path: str | Path | None, *overrides: Mapping[str, Any]) -> Merged:
     if name and names_a_file(name) and Path(name).is_file():
         schedule = read_schedule(name)
         merged.adopt({"parallel.pp": schedule.ranks, "schedule.microbatches": schedule.microbatches}, name)
-    _adopt_model_sizes(merged)
-    if adapter := merged.text("lora.adapter"):
-        _adopt_adapter(merged, adapter)
+    _adopt_described(merged)
     for key in _PATH_KEYS:
         file = expanded(merged.text(key))
         if merged.text(key) not in ("", "auto", "bytes") and os.path.exists(file):
@@ -204,42 +230,32 @@ def merge(path: str | Path | None, *overrides: Mapping[str, Any]) -> Merged:
     return merged
 
 
-def _adopt_model_sizes(merged: Merged) -> None:
-    """Take the sizes of a model in a directory, or the vocabulary size of a tokenizer for our own decoder."""
+def _adopt_described(merged: Merged) -> None:
+    """Take the sizes of a model in a directory, or the vocabulary size of a tokenizer for our own decoder, and the options of an
+    adapter."""
     source, weights, tokenizer = (merged.text(key) for key in ("model.source", "model.weights", "data.tokenizer"))
     if source:
-        _adopt_sizes(merged, "source", source, sizes(source))
+        described = sizes(source)
+        _adopt(merged, "model.source", f"{source}/config.json", described, set(merged.values["model"]) - {"source"})
     elif weights and is_directory(weights):
-        _adopt_sizes(merged, "weights", weights, own_sizes(weights))
+        described = own_sizes(weights)  # the other keys say how our own decoder trains, such as dropout
+        _adopt(merged, "model.weights", f"{weights}/config.json", described, set(described))
     elif tokenizer not in ("", "auto", "bytes") and (size := vocabulary_size(tokenizer)) is not None:
         merged.adopt({"model.vocab_size": size}, tokenizer)
+    if adapter := merged.text("lora.adapter"):
+        fixed = {"r", "lora_alpha", "target_modules"}
+        _adopt(merged, "lora.adapter", f"{adapter}/{ADAPTER_CONFIG}", adapter_keys(adapter), fixed)
 
 
-def _adopt_sizes(merged: Merged, which: str, directory: str, sizes: Mapping[str, Any]) -> None:
-    """Take the sizes of the model in the directory that `model.which` names. Raises ConfigError for others that the user gave."""
-    model = merged.values["model"]
-    for key in sorted(merged.given):
-        section, _, name = key.partition(".")
-        if section != "model" or name == which or name not in model:
-            continue
-        if which == "weights" and name not in sizes:
-            continue  # how our own decoder trains, such as dropout
-        if model[name] != sizes.get(name):
-            raise ConfigError(
-                f'{key} = {model[name]}: the model of model.{which} = "{directory}" sets it; leave it out'
-            )
-    merged.adopt({f"model.{name}": value for name, value in sizes.items()}, f"{directory}/config.json")
-
-
-def _adopt_adapter(merged: Merged, adapter: str) -> None:
-    """Take the options of an adapter in a directory. Raises ConfigError for other ones that the user gave."""
-    options, section = adapter_keys(adapter), merged.values["lora"]
-    for name in ("r", "lora_alpha", "target_modules"):
-        given = section.get(name)
-        value = list(given) if isinstance(given, tuple) else given
-        if f"lora.{name}" in merged.given and value != options[name]:
-            raise ConfigError(f'lora.{name} = {given}: the adapter of lora.adapter = "{adapter}" sets it; leave it out')
-    merged.adopt({f"lora.{name}": value for name, value in options.items()}, f"{adapter}/{ADAPTER_CONFIG}")
+def _adopt(merged: Merged, key: str, file: str, values: Mapping[str, Any], fixed: Collection[str]) -> None:
+    """Take the `values` that `file` describes. Raises ConfigError where the user gave others for the names `fixed`."""
+    section, _, which = key.partition(".")
+    table = merged.values[section]
+    for name in sorted(fixed):
+        value = list(table[name]) if isinstance(table.get(name), tuple) else table.get(name)
+        if f"{section}.{name}" in merged.given and value != values.get(name):
+            raise ConfigError(f'{section}.{name} = {value}: {key} = "{table[which]}" sets it; leave it out')
+    merged.adopt({f"{section}.{name}": value for name, value in values.items()}, file)
 
 
 def vocabulary_size(tokenizer: str) -> int | None:
@@ -286,6 +302,7 @@ def _computed(config: Config, world_size: int | None) -> tuple[Config, list[str]
     if world_size is None or len(known) < len(axes) - 1:
         return config, []
     product, workers = " x ".join(f"{axis} {size}" for axis, size in known.items()), prod(known.values())
+    world_size = world_size or workers
     for axis in axes.keys() - known.keys():  # one at most
         if world_size % workers:
             below = world_size // workers * workers

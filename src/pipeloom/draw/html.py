@@ -26,13 +26,14 @@ from pipeloom.schedule.actions import COMPUTE, EVENTS, KEPT, MOST_KINDS, PENDING
 from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.costs import StageCosts
 from pipeloom.schedule.json_form import to_dict
+from pipeloom.schedule.timeline import timelines_of
 
 PAGE_FORMAT = "pipeloom.page/1"
 MOST_BOXES = 4000  # of an SVG in a notebook: 0.5 MB
 MOST_ACTIONS = 100_000  # of a page in a notebook: 5 MB
 
 
-def html(timelines: Timeline | Sequence[Timeline], title: str | None = None) -> str:
+def html(timelines: Timeline | Sequence[Timeline], title: str | None = None, below: str = "") -> str:
     """A page with the timelines under one another on one axis of time; a browser opens it from disk, offline.
 
     The page contains everything: the data as columns, and the script that draws, simulates and checks edits by the rules of
@@ -40,18 +41,23 @@ def html(timelines: Timeline | Sequence[Timeline], title: str | None = None) -> 
 
     Args:
         title: of the page; default: the heading of the timeline, or the names of several schedules.
+        below: an SVG document of ours to show below the timelines, such as a pair's segments.
     """
-    panels = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    panels = timelines_of(timelines)
     names = list(dict.fromkeys(timeline.schedule.name for timeline in panels))
     given = title if title is not None else heading(panels[0]) if len(panels) == 1 else " · ".join(names)
     name = printable(given) or "Pipeloom"
     style, script = _resource("page.css"), _script()
-    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; form-action 'none'"
+    styles = " ".join(f"'{_hash(text)}'" for text in (style, *re.findall(r"<style>(.*?)</style>", below)))
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src {styles}; base-uri 'none'; form-action 'none'"
+    )
     parts = {
         "policy": policy,
         "title": escape(name),
         "style": style,
         "script": script,
+        "below": below,
         "data": _embedded(document(panels, name)),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], _resource("page.html"))

@@ -97,6 +97,8 @@ def draw(module: nn.Module, layer: str, drawing: InitSpec) -> None:
     """
     layouts = shardings_of(module)
     for inner, parameter in module.named_parameters():
+        if parameter.is_meta:  # of a layer that is built for its shapes
+            continue
         if (bias := inner.rpartition(".")[2] == "bias") or parameter.ndim < 2:
             parameter.fill_(0.0 if bias else 1.0)
             continue

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import Costs, PairTimes, StageCosts
-from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.model import Schedule, of_schedule
 
 ROUNDING = 1e-9  # by how much a peak may exceed a memory and still fit: peaks are sums of floats
 
 
+@of_schedule
 def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backward: bool = True) -> float:
     """Return a makespan that no schedule with this placement, these routes, m and costs can beat.
 

@@ -23,13 +23,14 @@ from pipeloom.schedule.actions import (
 from pipeloom.schedule.batched_p2p import check_batches
 from pipeloom.schedule.channels import neighbours, smallest_depths, traffic
 from pipeloom.schedule.graph import NEVER, Graph, WalkCosts, entry_waits, runnable_prefix, walk
-from pipeloom.schedule.model import Schedule, made_by, parts
+from pipeloom.schedule.model import Schedule, made_by, of_schedule, parts
 
 CheckedTransport = Literal["individual", "batched"]
 TransportName = Literal["auto", "individual", "batched", "shared"]
 """Transports of the runtime, which `RuntimeOptions.transport` describes."""
 
 
+@of_schedule
 def check(
     schedule: Schedule,
     *,

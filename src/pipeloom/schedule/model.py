@@ -8,13 +8,13 @@ Inside, a program is a tuple of integers, so that half a million actions are che
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
-from pipeloom.errors import ScheduleError, echo
+from pipeloom.errors import ScheduleError, UsageError, echo
 from pipeloom.limits import require_schedule
 from pipeloom.schedule.actions import (
     BASIC_KINDS,
@@ -33,6 +33,9 @@ from pipeloom.schedule.actions import (
 )
 
 Program = tuple[int, ...]
+
+
+PublicFunction = TypeVar("PublicFunction", bound=Callable[..., Any])
 
 
 class NamedTensor(NamedTuple):
@@ -322,6 +325,28 @@ class Schedule:
             cells = " ".join(str(self.decode(code)) for code in codes[:20])
             lines.append(f"rank {rank}: {cells}{' …' if len(codes) > 20 else ''}")
         return "\n".join(lines)
+
+
+def require_is_schedule(schedule: object) -> None:
+    """Raise UsageError for an argument `schedule` that is not a Schedule."""
+    if isinstance(schedule, str):
+        raise UsageError(
+            f"schedule is {schedule!r:.200}, a name; make the schedule of it, such as "
+            f"pipeloom.schedules.build({schedule!r:.200}, ranks=4, microbatches=8)"
+        )
+    if not isinstance(schedule, Schedule):
+        raise UsageError(f"schedule is of type {type(schedule).__name__}; give a pipeloom.Schedule")
+
+
+def of_schedule(function: PublicFunction) -> PublicFunction:
+    """Decorate a public function of a schedule: another first argument is refused by `require_is_schedule`."""
+
+    @wraps(function)
+    def checked(schedule: Schedule, *arguments: Any, **keywords: Any) -> Any:
+        require_is_schedule(schedule)
+        return function(schedule, *arguments, **keywords)
+
+    return cast(PublicFunction, checked)
 
 
 def parts(cell: Cell) -> tuple[Action, ...]:

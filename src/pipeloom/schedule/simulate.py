@@ -11,10 +11,11 @@ from pipeloom.schedule.channels import Edge, neighbours
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import Costs, PairTimes, durations
 from pipeloom.schedule.graph import Graph, NamedNeeds, WalkCosts, WalkResult, walk
-from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.model import Schedule, of_schedule
 from pipeloom.schedule.timeline import Timeline
 
 
+@of_schedule
 def simulate(schedule: Schedule, costs: Costs | None = None, *, overlap_p2p: bool = True) -> Timeline:
     """Return the timeline in which every action starts as early as its rank's order and its messages allow, from time 0.
 
@@ -35,6 +36,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, overlap_p2p: boo
     return Timeline(schedule, cost_model, starts, ends, overlap_p2p=overlap_p2p)
 
 
+@of_schedule
 def period(schedule: Schedule, costs: Costs | None = None, limit: int = 64, *, overlap_p2p: bool = True) -> float:
     """Limit of end(k+1) - end(k) when every rank starts step k+1 as soon as it has finished its own step k.
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
 from statistics import fmean
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+from pipeloom.errors import UsageError
 from pipeloom.schedule.actions import COMPUTE, KEPT, OUTPUT, PENDING, SAVED, WEIGHT_GRADIENT, kind_of
 from pipeloom.schedule.costs import DEVICE, Costs, PairTimes
 from pipeloom.schedule.graph import EntryWait, Graph, entry_waits
@@ -52,6 +53,17 @@ COMMUNICATIONS: tuple[CommunicationKind, ...] = get_args(CommunicationKind)
 - dp: gradients summed over the replicas, and weights that other replicas have stepped.
 - all-to-all: tokens and their gradients between expert-parallel ranks, and the counts of them.
 """
+
+
+def timelines_of(value: object) -> list[Timeline]:
+    """Return a timeline, or several, as a list. Raises UsageError for anything else."""
+    timelines: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
+    for each in timelines:
+        if not isinstance(each, Timeline):
+            raise UsageError(
+                f"timeline is of type {type(each).__name__}; give a pipeloom.Timeline, such as pipeloom.simulate(schedule)"
+            )
+    return timelines
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.schedule.actions import Action, Cell, kind_number, kind_of
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
-from pipeloom.schedule.model import Program, Schedule, parts
+from pipeloom.schedule.model import Program, Schedule, of_schedule, parts
 from pipeloom.schedule.simulate import simulate
 
 # The share of a weight gradient's time that a wait must have before one is computed in it. 1: it delays nothing; 0: it is
@@ -27,6 +27,7 @@ _FITTING_SHARES = (0.0, 0.5, 1.0)
 # -- pairs ---------------------------------------------------------------------------------------------------------------
 
 
+@of_schedule
 def unpair(schedule: Schedule, stages: Collection[int] | None = None) -> Schedule:
     """Return `schedule` with its pairs as a forward and then a backward.
 
@@ -55,6 +56,7 @@ def unpair(schedule: Schedule, stages: Collection[int] | None = None) -> Schedul
 # -- backwards in one part or two ------------------------------------------------------------------------------------------
 
 
+@of_schedule
 def half_split(schedule: Schedule, parity: int = 0) -> Schedule:
     """Return `schedule` with the backwards of every second micro-batch as I and W, and those of the others as one B.
 
@@ -77,6 +79,7 @@ def half_split(schedule: Schedule, parity: int = 0) -> Schedule:
     return _rewritten(schedule, cells)
 
 
+@of_schedule
 def merge_backward(schedule: Schedule, backwards: Collection[tuple[int, int]] | None = None) -> Schedule:
     """Return `schedule` with I and W as one B at the place of the I. Pairs are taken apart.
 
@@ -96,6 +99,7 @@ def merge_backward(schedule: Schedule, backwards: Collection[tuple[int, int]] | 
     return _rewritten(schedule, cells)
 
 
+@of_schedule
 def split_cooldown(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """Return `schedule` with every B after a rank's last forward that another rank waits for written as I and W.
 
@@ -116,6 +120,7 @@ def split_cooldown(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     return replace(shortest, options=tuple(sorted(options.items())))
 
 
+@of_schedule
 def defer_last_stage_weights(schedule: Schedule, last: int = 0, costs: Costs | None = None) -> Schedule:
     """Return `schedule` with weight gradients of each route's last stage computed in its rank's cool-down.
 
@@ -300,6 +305,7 @@ def recompute(schedule: Schedule, whole: bool = False, actions: Collection[tuple
 # -- other stages, or no backward --------------------------------------------------------------------------------------------
 
 
+@of_schedule
 def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
     """Return `schedule` on stages cut into `pieces` each: F through them in order, I and W through them in reverse.
 
@@ -339,6 +345,7 @@ def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
     )
 
 
+@of_schedule
 def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedule:
     """Return the forwards of `schedule` alone, in their order, for evaluation. `check` refuses it: it expects a training step.
 
@@ -427,6 +434,7 @@ TRANSFORMS: dict[str, NamedTransform] = {
 }
 
 
+@of_schedule
 def transformed(schedule: Schedule, words: Iterable[str], costs: Costs | None = None) -> Schedule:
     """Return `schedule` after the transforms that `words` name, in order; each word is `name` or `name=number`.
 

@@ -349,7 +349,7 @@ class Trainer:
     def save_as_asked(self, flags: int) -> None:
         """Save a checkpoint. Requests up to now are met by it; a request that arrives while it is saved leads to another one."""
         if flags & SAVE:
-            self._context.requests.save = False
+            self._context.requests.flags &= ~SAVE
             self._save_file.unlink(missing_ok=True)
         self._save()
 

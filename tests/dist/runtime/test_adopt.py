@@ -100,20 +100,3 @@ def test_a_pipeline_without_split_backwards_does_not_learn_them() -> None:
     with pytest.raises(ConfigError, match="without split backwards"):
         pipeline.adopt(S.zb_h1(1, 4))
 
-
-def test_a_whole_backward_beside_split_ones_puts_nothing_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a schedule of both, only the micro-batches with an I of their own leave weight gradients for W."""
-    queued: list[Any] = []
-    put = WeightGradQueue.put
-    monkeypatch.setattr(
-        WeightGradQueue, "put", lambda queue, *work, **more: (queued.append(work), put(queue, *work, **more))[1]
-    )
-    x, y = batch(11)
-    want = serial(blocks(4), x, y, [3, 2, 2, 2, 2])[1]
-    linears = sum(type(module) is nn.Linear for layer in blocks(4) for module in layer().modules())
-    for schedule, split in ((MIXED, 2), (WHOLE, 0), (FIRST, 5)):
-        pipeline = LocalPipeline(blocks(4), schedule, loss=mse)
-        pipeline.step(x, y)
-        assert len(queued) == split * linears
-        assert worst(gradients(pipeline), want) <= 1e-6
-        queued.clear()

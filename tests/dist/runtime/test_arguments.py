@@ -277,7 +277,20 @@ def test_stages_of_a_negative_size_are_refused() -> None:
         split_layers(4, 2, [5, -1])
 
 
-def test_a_timeout_in_which_no_rank_can_answer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"timeout is 0\.5; it must be 1 to .* seconds, or None"):
-        RuntimeOptions(timeout=0.5)
-    RuntimeOptions(timeout=1.0)
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("timeout", 0.5, r"must be 1 to .* seconds, or None"),
+        ("recompute", "some", "must be 'none', 'full' or a frozenset"),
+        ("seed", "x", "must be a whole number"),
+        ("check_every", 0.5, "must be a whole number of steps"),
+        ("check_every", -1, "must be a whole number of steps"),
+        ("init", "brodcast", "must be one of 'broadcast', 'check', 'none'"),
+        ("shapes", "twice", "must be one of 'once', 'each'"),
+        ("transport", "pigeon", "must be one of"),
+        ("receive_depth", 0, "must be at least 1"),
+    ],
+)
+def test_an_option_of_another_value_is_refused(option: str, value: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option} is {value!r}; it {words}"):
+        RuntimeOptions(**{option: value})

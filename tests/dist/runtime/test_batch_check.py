@@ -102,8 +102,3 @@ def test_when_a_comparison_is_due(ranks: int, every: int, steps: list[int]) -> N
     check = BatchCheck(OfShape(), every)  # type: ignore[arg-type]
     assert [step for step in range(8) if check.due()] == steps
 
-
-@pytest.mark.parametrize("every", [-1, 0.5])
-def test_an_interval_is_a_whole_number(every: Any) -> None:
-    with pytest.raises(ConfigError, match=f"check_every is {every}; it must be a whole number of steps"):
-        RuntimeOptions(check_every=every)

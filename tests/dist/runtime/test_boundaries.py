@@ -276,17 +276,6 @@ def counters(schedule: pl.Schedule) -> list[int]:
 def work(rank: int) -> dict[str, Any]:
     """The same over gloo, two processes."""
     off: dict[Any, tuple[float, float]] = {}
-    for schedule in (S.interleaved(2, 5, 2), S.looped_bfs(2, 4, 2), S.one_f_one_b(2, 3), SPLIT):
-        for options in (
-            RuntimeOptions(transport="individual", monitor=False),
-            RuntimeOptions(transport="individual", shapes="each", monitor=False),
-            RuntimeOptions(transport="shared", monitor=False),
-        ):
-            for name, model in MODELS.items():
-                pipeline = Pipeline(model(), schedule, loss=mse, options=options, stages=spread(schedule))
-                sizes = [2] * schedule.microbatches
-                off[name, repr(schedule), repr(options)] = compare(pipeline, model(), *batch(sum(sizes)), sizes)
-                pipeline.close()
     for transport in ("individual", "shared"):
         each = RuntimeOptions(transport=transport, shapes="each", monitor=False)  # type: ignore[arg-type]
         trimmed = Pipeline(variable(), S.interleaved(2, 4, 2), loss=mse, options=each)

@@ -18,7 +18,7 @@ import pipeloom as pl
 from models import Block, batch, blocks, mse
 from pipeloom.config.fault import parse_fault
 from pipeloom.errors import ConfigError, DistributedError
-from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
+from pipeloom.runtime import Layer, LossTerm, Pipeline, RuntimeOptions
 from pipeloom.runtime.loss import LossBroadcast, PendingLoss
 from processes import run_ranks
 
@@ -173,8 +173,9 @@ def refusal(make: Callable[[], Pipeline]) -> str:
 def handshakes(rank: int) -> dict[str, str]:
     plain = RuntimeOptions(monitor=False)
 
-    def pipeline(schedule: pl.Schedule = LOOPED, options: RuntimeOptions = plain, **more: Any) -> str:
-        return refusal(lambda: Pipeline(blocks(6), schedule, loss=mse, options=options, **more))
+    def pipeline(schedule: pl.Schedule = LOOPED, options: RuntimeOptions = plain, own: float = 0.0, **more: Any) -> str:
+        layers = [*blocks(5), Layer("term", lambda: Block(5), losses={"own": LossTerm(mse, own)} if own else {})]
+        return refusal(lambda: Pipeline(layers, schedule, loss=mse, options=options, **more))
 
     odd = rank == 2
     found = {
@@ -189,6 +190,7 @@ def handshakes(rank: int) -> dict[str, str]:
         "shapes": pipeline(options=replace(plain, shapes="each" if odd else "once")),
         "sizes": pipeline(options=replace(plain, microbatch_sizes=(1, 1, 1, 1, 1, 1, 3) if odd else None)),
         "tied": pipeline(tied=[("block0.linear.weight", "block1.linear.weight")] if odd else ()),
+        "losses of layers": pipeline(own=0.5 if odd else 0.3),
         "too few processes": pipeline(S.interleaved(4, 7, 1)),
         "main gradients": pipeline(options=replace(plain, main_gradients=odd)),
         "recompute": pipeline(options=replace(plain, recompute="full" if odd else frozenset(["block1"]))),
@@ -233,6 +235,7 @@ def test_the_handshake_names_every_difference_on_every_rank() -> None:
             "shapes": "options.shapes: once on rank 0, each on rank 2",
             "sizes": "sizes of the micro-batches: None on rank 0, [1, 1, 1, 1, 1, 1, 3] on rank 2",
             "tied": "tied weights: [] on rank 0, [['block0.linear.weight', 'block1.linear.weight']] on rank 2",
+            "losses of layers": "losses of layers: {'own': 0.3} on rank 0, {'own': 0.5} on rank 2",
             "too few processes": "ConfigError: the schedule has 4 ranks, and the pipeline 3 processes",
             "still well": "",
         }

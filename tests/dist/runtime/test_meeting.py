@@ -117,35 +117,6 @@ def test_strangers_who_say_nothing_are_waited_for_by_nobody() -> None:
         each.close()
 
 
-def test_a_flood_goes_on_while_they_connect() -> None:
-    stop = threading.Event()
-    count = [0]
-
-    def flood(folder: Path) -> None:
-        while not stop.is_set():
-            try:
-                with stranger_in(folder) as stranger:
-                    count[0] += 1
-                    stranger.send(b"\0" * 44)
-            except OSError:
-                return  # the folder is gone: they have met
-
-    threads: list[threading.Thread] = []
-
-    def strangers(folder: Path) -> None:
-        threads.extend(threading.Thread(target=flood, args=(folder,)) for _ in range(4))
-        for thread in threads:
-            thread.start()
-        while count[0] < 50:
-            stop.wait(0.01)
-
-    check_they_talk(strangers)
-    stop.set()
-    for thread in threads:
-        thread.join(timeout=10)
-        assert not thread.is_alive()
-
-
 def test_the_folder_is_private_and_gone_afterwards() -> None:
     seen: list[tuple[Path, int]] = []
     check_they_talk(lambda folder: seen.append((folder, os.stat(folder).st_mode & 0o777)))
@@ -204,12 +175,3 @@ def test_a_long_temporary_folder_is_no_obstacle(tmp_path: Path, monkeypatch: pyt
     close(*meet_among(lambda folder: None))
     assert list(deep.iterdir()) == []
 
-
-def test_no_socket_is_in_the_abstract_namespace() -> None:
-    names = Path("/proc/net/unix")
-    if sys.platform != "linux" or not names.exists():
-        pytest.skip("needs /proc/net/unix")
-    before = names.read_text().count("@")
-    during: list[int] = []
-    check_they_talk(lambda folder: during.append(names.read_text().count("@")))
-    assert during[0] <= before

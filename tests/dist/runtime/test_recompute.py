@@ -118,38 +118,6 @@ def test_selected_layers() -> None:
     assert log.forwards == 4 * 5 + 2 * 5
 
 
-@pytest.mark.core
-def test_random_numbers_that_are_not_replayed_are_seen() -> None:
-    """A layer that draws from a generator of its own gets another mask the second time: the gradients tell."""
-    own = torch.Generator().manual_seed(0)
-
-    class Private(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-            with torch.no_grad():
-                self.linear.weight.fill_(0.1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            mask = torch.rand(x.shape, generator=own) > 0.5
-            return torch.tanh(self.linear(x) * mask)
-
-    def step(recompute: Any) -> dict[str, Tensor]:
-        own.manual_seed(0)
-        layers = [Layer("private", Private), *blocks(1)]
-        pipeline = LocalPipeline(layers, S.gpipe(2, 3), loss=mse, options=RuntimeOptions(recompute=recompute))
-        pipeline.step(*batch(6))
-        return gradients(pipeline)
-
-    assert worst(step("full"), step("none")) > 1e-2
-
-
-@pytest.mark.core
-def test_what_it_may_be() -> None:
-    with pytest.raises(ConfigError, match="recompute is 'some'; it must be 'none', 'full' or a frozenset"):
-        RuntimeOptions(recompute="some")  # type: ignore[arg-type]
-
-
 class Normed(nn.Module):
     """Batch norm: its kernel changes the running statistics without their version."""
 

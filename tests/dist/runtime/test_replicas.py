@@ -200,12 +200,3 @@ def test_masters_take_the_broadcast_values() -> None:
     assert first == second
     assert max(first) < 1.5
 
-
-def test_a_wrong_word_is_refused() -> None:
-    with pytest.raises(ConfigError, match="init is 'brodcast'"):
-        RuntimeOptions(init="brodcast")  # type: ignore[arg-type]
-
-
-def test_one_process_has_nothing_to_compare() -> None:
-    pipeline = LocalPipeline([nn.Linear(WIDTH, WIDTH)], S.gpipe(1, 2), loss=mse)
-    pipeline.step(*batch(4))

@@ -91,21 +91,6 @@ class Holder:
         return Head(self.weight())
 
 
-class ModuleHolder:
-    """The same with a module that is the first layer, and whose weight is the last one's."""
-
-    def __init__(self) -> None:
-        self.table: nn.Module | None = None
-
-    def embed(self) -> nn.Module:
-        if self.table is None:
-            self.table = Embed(weight())
-        return self.table
-
-    def head(self) -> nn.Module:
-        return Head(self.embed().weight)  # type: ignore[arg-type]
-
-
 def layers(way: str) -> list[Any]:
     middle: list[Any] = [Layer("b0", lambda: Block(0)), Layer("b1", lambda: Block(1))]
     if way == "modules":
@@ -118,20 +103,11 @@ def layers(way: str) -> list[Any]:
     if way == "closure":
         shared = weight()
         return [Layer("embed", lambda: Embed(shared)), *middle, Layer("head", lambda: Head(shared))]
-    if way == "partial":
-        shared = weight()
-        return [partial(Embed, shared), *middle, Layer("head", partial(Head, weight=shared))]
-    if way == "default":
-        shared = weight()
-        return [Layer("embed", lambda w=shared: Embed(w)), *middle, Layer("head", lambda w=shared: Head(w))]
     if way == "global":
         return [Layer("embed", lambda: Embed(GLOBAL)), *middle, Layer("head", lambda: [Head(GLOBAL)][0])]
     if way == "lazy":
         holder = Holder()
         return [Layer("embed", holder.embed), *middle, Layer("head", holder.head)]
-    if way == "lazy module":
-        tables = ModuleHolder()
-        return [Layer("embed", tables.embed), *middle, Layer("head", tables.head)]
     if way == "model":
         model = Model()
         return [lambda: model.embed, lambda: model.blocks[0], lambda: model.blocks[1], lambda: model.head]
@@ -140,8 +116,8 @@ def layers(way: str) -> list[Any]:
     return [Layer("embed", lambda: Embed(first)), *middle, Layer("head", lambda: Head(second))]
 
 
-WAYS = ["modules", "meta", "closure", "partial", "default", "model", "apart"]
-UNSEEN = ["global", "lazy", "lazy module"]
+WAYS = ["modules", "meta", "closure", "model", "apart"]
+UNSEEN = ["global", "lazy"]
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -225,17 +201,6 @@ def test_two_ranks() -> None:
                     )
         assert seen >= 1, case
         assert found[case][1] + both[0][case][1] == count, case  # a norm counts each weight once
-
-
-def test_a_frozen_object_stays_frozen_in_one_process() -> None:
-    """While the second rank is put together, only its own layers are known."""
-    shared = weight().requires_grad_(False)
-    ends = [Layer("embed", lambda: Embed(shared)), Layer("b", lambda: Block(0)), Layer("head", lambda: Head(shared))]
-    for sources in (ends, [Embed(shared), Block(0), Head(shared)]):
-        pipeline = LocalPipeline(sources, S.gpipe(2, 2), loss=loss_of)
-        pipeline.step(*data())
-        assert not shared.requires_grad
-        assert shared.grad is None
 
 
 def frozen(rank: int) -> bool:
@@ -366,24 +331,6 @@ def test_every_rank_refuses_what_one_cannot_do() -> None:
     assert second["statistics"] == ""
     norms = [eval(said["sparse"]) for said in (first, second)]
     assert norms[0][0] == norms[1][0] == pytest.approx((norms[0][1] ** 2 + norms[1][1] ** 2) ** 0.5, rel=1e-5)
-
-
-def narrow(rank: int) -> str:
-    from pipeloom.parallel.tensor import TensorParallel
-    from pipeloom.parallel.vocabulary import VocabularyEmbedding
-
-    mesh = Mesh.of(MeshShape(tp=2))
-    assert mesh is not None
-    try:
-        VocabularyEmbedding(1, 4, TensorParallel(mesh.tp))
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_a_vocabulary_smaller_than_tp() -> None:
-    said = run_ranks(narrow, 2)
-    assert said == ["tp=2 is more than a vocabulary of 1; nearest: 1"] * 2
 
 
 class Borrowing(nn.Module):

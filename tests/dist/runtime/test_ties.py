@@ -129,15 +129,6 @@ def test_tied_weights_train_as_in_one_process(schedule: Any, middle: int, ties: 
 
 
 @pytest.mark.core
-def test_without_the_tie_the_gradients_are_others() -> None:
-    """The comparison above would see two silent copies."""
-    pipeline = LocalPipeline(language_model(2), S.one_f_one_b(2, 3), loss=loss_of)
-    got = train(pipeline, "SGD", 1, 12)[0]
-    want = train_serial(language_model(2), [EMBEDDING], "SGD", 1, 12)[0]
-    assert worst({"w": got[EMBEDDING[0]]}, {"w": want[EMBEDDING[0]]}) > 0.05
-
-
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -148,46 +139,6 @@ def test_without_the_tie_the_gradients_are_others() -> None:
 def test_impossible_ties_are_refused(names: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LocalPipeline(language_model(2), S.gpipe(2, 2), loss=loss_of, tied=[names])
-
-
-def work(rank: int, ranks: int) -> list[Any]:
-    reports = []
-    for schedule, middle, ties in CASES:
-        if schedule.ranks != ranks:
-            continue
-        for optimizer in ("SGD", "AdamW"):
-            options = RuntimeOptions(monitor=False)
-            pipeline = Pipeline(language_model(middle), schedule, loss=loss_of, tied=ties, options=options)
-            trained = [{n: t.numpy() for n, t in part.items()} for part in train(pipeline, optimizer, 3, 12)]
-            owned = {name: pipeline.owns(name) for name, _ in pipeline.named_parameters()}
-            pipeline.close()
-            reports.append((trained, owned))
-    return reports
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_tied_weights_across_processes(ranks: int) -> None:
-    everyone = run_ranks(work, ranks, ranks)
-    cases = [(case, optimizer) for case in CASES if case[0].ranks == ranks for optimizer in ("SGD", "AdamW")]
-    for (case, optimizer), reports in zip(cases, zip(*everyone, strict=True), strict=True):
-        _, middle, ties = case
-        want = train_serial(language_model(middle), ties, optimizer, 3, 12)
-        owners: dict[str, int] = {}
-        held: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        for trained, owned in reports:
-            gradients, after = ({n: torch.from_numpy(a) for n, a in part.items()} for part in trained)
-            assert worst(gradients, {name: want[0][name] for name in gradients}) <= 2e-6
-            assert worst(after, {name: want[1][name] for name in after}) <= 1e-4
-            for name, mine in owned.items():
-                owners[name] = owners.get(name, 0) + mine
-                held.setdefault(name, []).append((gradients[name], after[name]))
-        for names in ties:
-            copies = [copy for name in names for copy in held.get(name, [])]
-            assert len(copies) > 1 or names != EMBEDDING
-            assert all(torch.equal(g, copies[0][0]) and torch.equal(p, copies[0][1]) for g, p in copies)
-            assert sum(owners.get(name, 0) for name in names) == 1  # a norm counts it once
-        untied = set(owners) - {name for names in ties for name in names}
-        assert all(owners[name] == 1 for name in untied)
 
 
 def first_values(rank: int) -> list[dict[str, Any]]:
@@ -212,50 +163,6 @@ def test_tied_weights_start_with_the_first_holders_values_on_every_rank() -> Non
             for name, values in parameters.items():
                 assert torch.equal(torch.from_numpy(values), first.get(name, drawn[name]).detach()), name
             assert parameters.keys() & {name for names in ties for name in names}
-
-
-@pytest.mark.core
-def test_the_first_holders_values_win() -> None:
-    pipeline = LocalPipeline(
-        [Layer("a", lambda: Block(1)), Layer("b", lambda: Block(2))],
-        S.gpipe(2, 1),
-        loss=loss_of,
-        tied=[("a.linear.weight", "b.linear.weight")],
-    )
-    assert torch.equal(dict(pipeline.named_parameters())["a.linear.weight"], Block(1).linear.weight)
-
-
-def accumulate(rank: int) -> list[dict[str, list[float]]]:
-    """Two steps without zero_grad, in plain gradients and in main gradients."""
-    found = []
-    for main in (False, True):
-        options = RuntimeOptions(monitor=False, main_gradients=main)
-        pipeline = Pipeline(language_model(2), S.one_f_one_b(2, 3), loss=loss_of, tied=[EMBEDDING], options=options)
-        for step in range(2):
-            pipeline.step(*tokens(12, step))
-        found.append({n: p.grad.flatten().tolist() for n, p in pipeline.named_parameters() if p.grad is not None})
-        pipeline.close()
-    return found
-
-
-@pytest.mark.core
-def test_tied_gradients_of_two_steps_add_up() -> None:
-    """What an earlier step left in a tied weight's `.grad` stays there, once."""
-    modules = {layer.name: layer() for layer in language_model(2)}
-    modules["head"].linear.weight = modules["embed"].table.weight
-    for step in range(2):
-        x, y = tokens(12, step)
-        for module in modules.values():
-            x = module(x)
-        loss_of(x, y).backward()
-    want = {f"{n}.{inner}": p.grad for n, module in modules.items() for inner, p in module.named_parameters()}
-    for found in run_ranks(accumulate, 2):
-        for gradients in found:
-            assert gradients.keys() & set(EMBEDDING)
-            for name, values in gradients.items():
-                gradient = want[name]
-                assert gradient is not None
-                torch.testing.assert_close(torch.tensor(values), gradient.flatten(), rtol=1e-5, atol=1e-6, msg=name)
 
 
 def half_frozen(which: int) -> list[Layer]:

@@ -197,27 +197,6 @@ def test_a_recorded_handshake_is_not_taken() -> None:
             shake(again, 1)
 
 
-def test_strangers_at_the_door_do_not_hold_up_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linking, "machine", lambda *names: "")
-    monkeypatch.setenv("PIPELOOM_ADDRESS", "127.0.0.1")
-    open_ones = []
-
-    class Told(Addresses):
-        """A store whose readers find a door at which strangers stand already."""
-
-        def set(self, key: str, text: str) -> None:
-            if "/control/" in key:
-                for data in (b"", b"x" * 20, os.urandom(200), b"pipeloom\x01\0\0\0" + bytes(48)):
-                    open_ones.append(socket.create_connection(tuple(json.loads(text))))
-                    open_ones[-1].send(data)
-            super().set(key, text)
-
-    first, second = (links[0] for links in meet_all(2, [b"secret"] * 2, store=Told))
-    first.send({"kind": "hello"})
-    assert received(second) == [{"kind": "hello"}]
-    assert open_ones
-
-
 def test_the_secret_comes_from_the_environment_or_a_file_of_the_users_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

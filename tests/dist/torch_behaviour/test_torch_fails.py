@@ -65,35 +65,6 @@ def test_gradients_are_rescaled_and_counters_advanced(tmp_path: Path) -> None:
     assert last["buffers"] == 4  # one a micro-batch
 
 
-def other_batches(rank: int, folder: Path, sizes: list[int]) -> None:
-    faulthandler.disable()  # gloo aborts the process; pytest's handler would print the stack of every thread
-    pipeline = TorchPipeline(rank, blocks(2), GPIPE, folder)
-    for rows in sizes:
-        pipeline.step(*batch(rows))
-
-
-@pytest.mark.parametrize("sizes", [[7], [8, 16]], ids=["m does not divide", "a later step of another size"])
-def test_other_batches_end_the_processes(sizes: list[int], tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"Failed to run stage backward|ended with|[Cc]onnection|size"):
-        run_ranks(other_batches, 2, tmp_path, sizes, timeout=30)
-
-
-def boundary(rank: int, folder: Path, model: str) -> None:
-    TorchPipeline(rank, MODELS[model](), S.interleaved(2, 4, 2), folder).step(*batch(8))
-
-
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        ("several tensors, None, int and bool", "is None. Stage args must be tensors"),
-        ("views of one storage", "contiguous"),
-    ],
-)
-def test_boundaries_that_fail(model: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=f"{words}|[Cc]onnection|ended with"):
-        run_ranks(boundary, 2, tmp_path, model, timeout=30)
-
-
 def frozen(rank: int, folder: Path) -> tuple[list[str], list[str]]:
     layers = MODELS["frozen leading layers"]()
     x, y = batch(4)
@@ -110,34 +81,3 @@ def test_frozen_leading_layers_with_split_backward(tmp_path: Path) -> None:
     assert "layer2.linear.weight" in want
     assert "layer2.linear.weight" not in got
 
-
-@pytest.mark.parametrize(
-    ("rows", "what"),
-    [
-        (["0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1,1F1"], "an action twice"),
-        (["0F0,0F7,0B0,0B7", "1F0,1B0,1F1,1B1"], "micro-batch 7 of 2"),
-        (["0F0,0F1,0B0,0B1", "1F0garbage,1B0,1F1,1B1"], "characters after an action"),
-        (["0F0,0F1,0B0,0B1,0B0", "1F0,1B0,1F1,1B1"], "a backward twice"),
-    ],
-    ids=["doubled forward", "micro-batch 7", "garbage", "doubled backward"],
-)
-def test_its_validator_accepts_what_check_refuses(rows: list[str], what: str) -> None:
-    actions: Any = {rank: [_Action.from_str(cell) for cell in row.split(",")] for rank, row in enumerate(rows)}
-    _validate_schedule(actions, 2, 2, 2)
-    with pytest.raises(ScheduleError):
-        pl.check(from_csv("\n".join(rows)))
-
-
-def test_the_reference_itself_is_right() -> None:
-    """Block's serial gradients against finite differences, so that both runtimes are measured against something."""
-    x, y = (value.double() for value in batch(4))
-    module = blocks(1)[0]().double()
-    weight = module.linear.weight
-    ((module(x) - y) ** 2).mean().backward()
-    step = 1e-6
-    with torch.no_grad():
-        weight[1, 2] += step
-        above = ((module(x) - y) ** 2).mean()
-        weight[1, 2] -= 2 * step
-        below = ((module(x) - y) ** 2).mean()
-    assert weight.grad[1, 2].item() == pytest.approx(((above - below) / (2 * step)).item(), rel=1e-5)

@@ -69,7 +69,7 @@ sys.modules['torch'] = None
     for command in ("train", "verify"):
         done = pipeloom(command, code=without_torch)
         assert done.returncode == 2
-        assert 'pip install "pipeloom[train]"' in done.stderr
+        assert 'pip install -e ".[train]"' in done.stderr
         assert f"pipeloom {command} needs torch" in done.stderr
     shown = pipeloom("train", "--help", code=without_torch)
     assert shown.returncode == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -12,7 +11,7 @@ import pipeloom as pl
 from pipeloom.config import MeshShape, ModelSection, load
 from pipeloom.models import decoder as documents
 from pipeloom.models import layers, tied, token_loss
-from pipeloom.models.decoder import attend, document_numbers, visible
+from pipeloom.models.decoder import document_numbers, visible
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Mesh
@@ -144,16 +143,3 @@ def test_a_document_begins_where_positions_do_not_continue() -> None:
         [0, 0, 0, 0, 0, 1],
     ]
     assert torch.equal(visible(positions, 2, 5), visible(positions)[:, :, 2:5, :5])
-
-
-def test_attention_document_by_document_is_attention_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = torch.Generator().manual_seed(6)
-    query, key, value = (torch.randn(2, heads, 96, 8, generator=drawn, requires_grad=True) for heads in (4, 2, 2))
-    positions = torch.stack([torch.cat([torch.arange(size) for size in row]) for row in ((96,), (30, 1, 65))])
-    found = []
-    for least in (1, 10_000):  # each in a call of its own; all in one with a mask
-        monkeypatch.setattr(documents, "OWN_CALL_TOKENS", least)
-        out = attend(query, key, value, positions)
-        found.append((out, *torch.autograd.grad(out.square().sum(), (query, key, value))))
-    for own, masked in zip(*found, strict=True):
-        torch.testing.assert_close(own, masked, rtol=1e-5, atol=1e-5)

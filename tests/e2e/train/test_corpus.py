@@ -8,22 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from corpora import data
 from pipeloom.errors import ConfigError
-from pipeloom.train.data.batches import Batch, spread, windows_of
-from pipeloom.train.data.sources import HELD_OUT_EVERY, read_corpus, split, stdlib_files
+from pipeloom.train.data.batches import Batch, SpanRows, spread, windows_of
+from pipeloom.train.data.sources import stdlib_files
 from pipeloom.train.data.tokenizers import ByteTokenizer
 
 
 def sample(text: torch.Tensor, seed: int, step: int, rows: int, seq_len: int) -> Batch:
     return windows_of(text, seq_len, "training text").anywhere(rows, seed, step)
-
-
-def test_the_standard_library_is_read_the_same_each_time() -> None:
-    first, second = read_corpus("stdlib"), read_corpus("stdlib")
-    assert first == second
-    assert first.files > 300
-    assert 0.01 < len(first.held_out) / len(first.train) < 0.2
-    assert b"import" in first.held_out
 
 
 def test_installed_packages_and_tests_are_left_out(tmp_path: Path) -> None:
@@ -33,34 +26,23 @@ def test_installed_packages_and_tests_are_left_out(tmp_path: Path) -> None:
     assert [str(path.relative_to(tmp_path)) for path in stdlib_files(tmp_path)] == ["a/c.py", "b.py"]
 
 
-def test_files_are_held_out_whole() -> None:
-    texts = [f"file {number}".encode() for number in range(2 * HELD_OUT_EVERY)]
-    train, held_out = split(texts)
-    assert held_out.split(b"\n") == [texts[10], texts[30]]
-    assert sorted(train.split(b"\n") + held_out.split(b"\n")) == sorted(texts)
-
-
-def test_of_few_files_the_end_is_held_out() -> None:
-    train, held_out = split([b"a" * 99, b"b" * 100])
-    assert train + held_out == b"a" * 99 + b"\n" + b"b" * 100
-    assert held_out == b"b" * 10
-
-
 def test_a_folder_is_its_text_files_in_order(tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "b.txt").write_bytes(b"two")
-    (tmp_path / "sub" / "c.txt").write_bytes("drei ä".encode())
-    (tmp_path / "a.md").write_bytes(b"one")
-    (tmp_path / "image").write_bytes(b"\x00\x01")
-    (tmp_path / ".hidden").write_bytes(b"secret")
-    corpus = read_corpus(str(tmp_path))
-    assert corpus.train + corpus.held_out == "one\ntwo\ndrei ä".encode()
-    assert corpus.files == 3
-
-
-def test_an_empty_folder_is_refused_by_the_key(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.source.*no text"):
-        read_corpus(str(tmp_path))
+    """As bytes; of few files, the end of the last one is held out."""
+    folder = tmp_path / "texts"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "b.txt").write_bytes(b"two")
+    (folder / "sub" / "c.txt").write_bytes("drei ä".encode() * 20)
+    (folder / "a.md").write_bytes(b"one")
+    (folder / "image").write_bytes(b"\x00\x01")
+    (folder / ".hidden").write_bytes(b"secret")
+    found = data(tmp_path, source=str(folder), train__seq_len=4)
+    assert isinstance(found.train, SpanRows)
+    text = found.train.stored.tobytes()
+    assert text == b"one\ntwo\n" + "drei ä".encode() * 20 + b"\n"
+    assert found.train.tokens == len(text) - len(text) // 20
+    assert found.held_out[0].tokens[0].tolist() == list(text[found.train.tokens :][:4])
+    assert "(text, 4 files): 3 documents" in found.words
+    assert found.unit == "byte"
 
 
 def test_bytes_are_tokens_both_ways() -> None:

@@ -15,7 +15,6 @@ from pipeloom.mesh_shape import MeshShape
 from pipeloom.models import tied
 from pipeloom.runtime.replicas import differences
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.data.sources import Corpus
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.loop import Trainer
 from pipeloom.train.observers import observers
@@ -23,7 +22,7 @@ from pipeloom.train.replica_check import CUDA_TP_TOLERANCE
 from pipeloom.train.workers.worker import WorkerContext
 from processes import run_ranks
 
-CORPUS = Corpus(b"the loom weaves thread over thread, and back under the other\n" * 400, b"", 1, "here")
+CORPUS = b"the loom weaves thread over thread, and back under the other\n" * 400
 SMALL = {
     "train.device": "cpu",
     "train.steps": 4,
@@ -70,7 +69,7 @@ def test_batches_are_compared_at_the_trainers_interval() -> None:
 
 
 def text() -> torch.Tensor:
-    return ByteTokenizer().encode(CORPUS.train)
+    return ByteTokenizer().encode(CORPUS)
 
 
 def undisturbed(rank: int, settings: dict[str, Any]) -> int:

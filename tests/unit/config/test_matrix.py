@@ -24,7 +24,7 @@ def write(path: Path, text: str) -> Path:
 
 def test_lists_become_combinations_and_lists_of_values_stay() -> None:
     row = {"schedule": {"name": ["gpipe", "1f1b"], "microbatches": [1, 2]}, "optimizer": {"betas": [0.9, 0.95]}}
-    assert expand(row) == [
+    assert list(expand(row)) == [
         {"schedule.name": name, "schedule.microbatches": m, "optimizer.betas": [0.9, 0.95]}
         for name in ("gpipe", "1f1b")
         for m in (1, 2)

@@ -76,20 +76,6 @@ def test_no_line_is_wider_than_asked(
         assert max(map(len, lines)) <= width
 
 
-def test_every_box_is_at_its_time() -> None:
-    """One column a unit of time: column t of a rank's band is the action that runs from t to t + 1."""
-    timeline = pl.simulate(pl.schedules.interleaved(ranks=4, microbatches=9))
-    lines = terminal(timeline, width=80, color=False).splitlines()
-    for rank in range(4):
-        letters, numbers = (line[8:].ljust(63) for line in lines[3 + 3 * rank : 5 + 3 * rank])
-        expected = ["·"] * 63
-        for cell, start in zip(timeline.schedule.programs[rank], timeline.starts[rank], strict=True):
-            expected[int(start)] = cell.kind
-            assert numbers[int(start)] == str(cell.microbatch)
-        assert [a for a, b in zip(letters, expected, strict=True) if b != "·"] == [b for b in expected if b != "·"]
-        assert letters.count("·") == timeline.idle[rank]
-
-
 def test_figures_say_which_they_are() -> None:
     text = "\n".join(_drawn("1f1b", 4, 8))
     assert "makespan          33   lower bound 27, gap 22.2 %   period 33" in text

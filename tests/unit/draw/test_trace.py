@@ -32,13 +32,6 @@ def test_slices_are_the_actions() -> None:
     assert names == [f"rank {rank} (stages {rank}, {rank + 4})" for rank in range(4)]
 
 
-def test_phases() -> None:
-    timeline = pl.simulate(pl.schedules.one_f_one_b(ranks=3, microbatches=5))
-    slices = [event for event in trace(timeline)["traceEvents"] if event["ph"] == "X" and event["pid"] == 0]
-    phases = [event["args"]["phase"] for event in slices]
-    assert phases == ["warm-up"] * 3 + ["steady"] * 4 + ["cool-down"] * 3
-
-
 def test_the_memory_counter_peaks_where_the_timeline_does() -> None:
     timeline = pl.simulate(pl.schedules.one_f_one_b(ranks=4, microbatches=8), pl.Costs(activation=3.0))
     for rank in range(4):

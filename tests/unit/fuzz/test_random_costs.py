@@ -6,7 +6,8 @@ import pytest
 
 import pipeloom as pl
 from fuzz._brute_force import least
-from fuzz.costs import ENUMERATED, PROVED, Case, check_case, failure, main, random_case, shrunk
+from fuzz._loop import smallest
+from fuzz.costs import ENUMERATED, PROVED, Case, check_case, failure, main, random_case, simplifications
 from pipeloom.schedule import Costs
 from pipeloom.solver.exact import certify
 from pipeloom.solver.instance import Instance
@@ -80,6 +81,6 @@ def test_cases_that_failed(case: Case) -> None:
 
 def test_a_failing_case_is_shrunk() -> None:
     case = Case("random", (0, 1), 4, Costs(3, 2, 1, 5, message=2.0, microbatch=(3.0,) * 4), overlap_p2p=False)
-    small = shrunk(case, lambda one: one.costs.message > 0)
+    small = smallest(case, lambda one: one.costs.message > 0, simplifications)
     assert small == Case("random", (0, 1), 1, Costs(message=1.0))
     assert eval(repr(small), {"Case": Case, "Costs": Costs}) == small

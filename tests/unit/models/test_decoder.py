@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeloom.config import layer_sizes, load
 from pipeloom.config.sections import ModelSection
 from pipeloom.models import cross_entropy, hub_name, layers
-from pipeloom.models.decoder import Attention, FeedForward, RMSNorm, rotary_table, rotate
+from pipeloom.models.decoder import RMSNorm, rotary_table, rotate
 
 
 def shape(**changes: Any) -> ModelSection:
@@ -36,23 +36,6 @@ def naive_rotation(x: Tensor, theta: float) -> Tensor:
     return turned
 
 
-def naive_attention(module: Attention, x: Tensor) -> Tensor:
-    """Head by head and position by position, keys and values picked from their group."""
-    batch, length, _ = x.shape
-    width, group = module.head_width, module.heads // module.key_value_heads
-    query, key, value = (proj(x) for proj in (module.q_proj, module.k_proj, module.v_proj))
-    out = torch.zeros(batch, length, module.heads * width, dtype=x.dtype)
-    for head in range(module.heads):
-        own = slice(head * width, (head + 1) * width)
-        shared = slice(head // group * width, (head // group + 1) * width)
-        q = naive_rotation(query[..., own], module.theta)
-        k = naive_rotation(key[..., shared], module.theta)
-        for t in range(length):
-            scores = (k[:, : t + 1] * q[:, t : t + 1]).sum(-1) / math.sqrt(width)
-            out[:, t, own] = (torch.softmax(scores, -1)[..., None] * value[:, : t + 1, shared]).sum(1)
-    return module.o_proj(out)
-
-
 def normal(*size: int) -> Tensor:
     return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -60,22 +43,6 @@ def normal(*size: int) -> Tensor:
 def test_rotary_positions_turn_pairs_as_complex_numbers() -> None:
     x = normal(2, 3, 7, 8)
     torch.testing.assert_close(turned(x, 100.0), naive_rotation(x, 100.0), rtol=0, atol=1e-5)
-
-
-def test_rotary_scores_depend_on_the_distance_only() -> None:
-    query, key = (normal(1, 8).expand(9, 8) * scale for scale in (1.0, 0.5))
-    scores = turned(query, 10.0) @ turned(key, 10.0).T
-    for distance in range(8):
-        line = torch.diagonal(scores, -distance)
-        torch.testing.assert_close(line, line[:1].expand_as(line), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("key_value_heads", [1, 2, 4])
-def test_attention_is_the_naive_one(key_value_heads: int) -> None:
-    torch.manual_seed(0)
-    module = Attention(shape(num_key_value_heads=key_value_heads)).double()
-    x = normal(2, 6, 32)
-    torch.testing.assert_close(module(x), naive_attention(module, x), rtol=0, atol=1e-5)
 
 
 OPTIONS = [
@@ -156,26 +123,6 @@ def test_the_last_norm_has_the_same_epsilon() -> None:
     x = normal(1, 2, 32)
     normed = x / (x.square().mean(-1, keepdim=True) + 0.5).sqrt()
     torch.testing.assert_close(head(x), normed @ head.lm_head.weight.T, rtol=0, atol=1e-6)
-
-
-def test_attention_looks_at_nothing_that_comes_later() -> None:
-    module = Attention(shape()).double()
-    x = normal(1, 6, 32)
-    changed = x.clone()
-    changed[:, 4:] += 1
-    before, after = module(x), module(changed)
-    assert torch.equal(before[:, :4], after[:, :4])
-    assert not torch.allclose(before[:, 4:], after[:, 4:])
-
-
-def test_norm_and_feed_forward_are_their_formulas() -> None:
-    norm, part = RMSNorm(32).double(), FeedForward(shape()).double()
-    x = normal(2, 3, 32)
-    with torch.no_grad():
-        norm.weight.mul_(1.5)
-    torch.testing.assert_close(norm(x), 1.5 * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt())
-    gate = part.gate_proj(x)
-    torch.testing.assert_close(part(x), part.down_proj(gate * torch.sigmoid(gate) * part.up_proj(x)))
 
 
 def test_the_norm_of_low_precision_is_computed_in_fp32() -> None:

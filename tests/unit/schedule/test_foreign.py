@@ -225,18 +225,6 @@ def test_torchs_gpipe_has_names_of_its_own(tmp_path: Path) -> None:
     assert read.schedule.programs == pl.schedules.gpipe(2, 2).programs
 
 
-@pytest.mark.parametrize("name", ["zbv", "1f1b-overlap"])
-def test_our_own_trace_cut_into_a_file_for_each_rank(name: str, tmp_path: Path) -> None:
-    from pipeloom.draw import trace
-
-    timeline = _simulated(name, 4, 8)
-    events = trace(timeline, 1e6)["traceEvents"]
-    traces = {f"rank{r}.json": {"traceEvents": [e for e in events if e.get("pid") == r]} for r in range(4)}
-    (read,) = load(folder_of(tmp_path / "ours", traces)).timelines
-    assert read.schedule.programs == timeline.schedule.programs
-    assert read.makespan == pytest.approx(timeline.makespan)
-
-
 def test_a_missing_rank_of_a_folder_is_named_by_its_stage(tmp_path: Path) -> None:
     with pytest.raises(PipeloomError, match="stage 0"):
         load(folder_of(tmp_path / "half", {"rank1.json": kineto(1, SECOND)}))

@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
-from torch import Tensor
 
 from pipeloom.config import Config
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, shortened
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.train.data import cache, store
 from pipeloom.train.data.batches import Batch, Batches, Mixture, PackedRows, Rows, SortedDocuments, SpanRows, spread
 from pipeloom.train.data.packing import MULTIPLE, Spans, packed, pieces_of, split
-from pipeloom.train.data.sources import BYTES, Source, find, is_plain_text, read_corpus, require_length, tokenizer_name
-from pipeloom.train.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
-from pipeloom.train.workers.context import fingerprint
+from pipeloom.train.data.sources import BYTES, Source, find, require_length, tokenizer_name
+from pipeloom.train.data.tokenizers import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from pipeloom.train.workers.context import WorkerContext
@@ -46,7 +44,7 @@ class Data:
     """
 
     tokenizer: Tokenizer
-    train: Tensor | Rows | Mixture | SortedDocuments
+    train: Rows | Mixture | SortedDocuments
     held_out: list[Batch]
     facts: dict[str, str]
     words: str
@@ -59,8 +57,6 @@ def open_data(config: Config, context: WorkerContext) -> Data:
 
     Raises ConfigError for data that cannot be read, or that does not suit the model.
     """
-    if is_plain_text(config):
-        return _plain_text(config)
     plan = prepare(config) if context.local_rank == 0 else None
     if context.world_size > 1:
         with context.waiting("the first worker of this machine to tokenize", "start-up"):
@@ -71,7 +67,7 @@ def open_data(config: Config, context: WorkerContext) -> Data:
 
 def require_data(config: Config, replicas: int) -> Data:
     """Prepare the data for the workers before they start. Raises ConfigError for data that they could not use."""
-    data = _plain_text(config) if is_plain_text(config) else opened(config, prepare(config))
+    data = opened(config, prepare(config))
     Batches(data.train, config, replicas)
     require_masks(config, data)
     return data
@@ -156,7 +152,8 @@ def _rows(config: Config, stores: list[store.Store], plan: Plan, packs: bool) ->
     length = config.train.seq_len
     train: list[Rows] = []
     held: list[Rows] = []
-    for source_store, entries, parts in zip(stores, plan, _parts(config, stores), strict=True):
+    for number, (source_store, entries, parts) in enumerate(zip(stores, plan, _parts(config, stores), strict=True)):
+        of = f" of {shortened(config.data.source[number])}" if 1 < len(config.data.source) > number else ""
         for at, (rows, part, what) in enumerate(zip((train, held), parts, _PARTS, strict=True)):
             if part is None:
                 continue
@@ -165,7 +162,7 @@ def _rows(config: Config, stores: list[store.Store], plan: Plan, packs: bool) ->
                 pieces = entry["pieces"].reshape(-1, 2)
                 rows.append(PackedRows(source_store.tokens, source_store.counts, pieces, entry["rows"], length))
             else:
-                require_length(part.tokens, length, what)
+                require_length(part.tokens, length, what + of)
                 rows.append(SpanRows(source_store.tokens, part, length))
             if not rows[-1].count:
                 raise ConfigError(f"data.source: the {what} of {source_store.words} {_NOTHING}")
@@ -204,22 +201,6 @@ def tokenizer_of(config: Config) -> Tokenizer:
     return tokenizer
 
 
-def _plain_text(config: Config) -> Data:
-    """Return the data of text files as bytes, which every worker holds in memory."""
-    tokenizer, length = ByteTokenizer(), config.train.seq_len
-    corpus = read_corpus(config.data.source[0], _every(config))
-    text, held_out = tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out)
-    require_length(len(text), length, "training text")
-    return Data(
-        tokenizer,
-        text,
-        spread(held_out, config.train.global_batch_size, length, config.train.eval_batches),
-        {"data, to train on": fingerprint(corpus.train), "data, held out": fingerprint(corpus.held_out)},
-        f"corpus: {corpus.name}, {corpus.files} files, {len(text):,} bytes, {len(held_out):,} held out",
-        "byte",
-    )
-
-
 def _sources(config: Config) -> list[Source]:
     """Return the sources to train on, followed by the one of `data.validation`, if that is set."""
     data = config.data
@@ -235,9 +216,11 @@ def _store(source: Source, entry: cache.Entry | None, config: Config, tokenizer:
 
 def _arrangement(config: Config, stores: list[store.Store]) -> Literal["concatenate", "pack", "sort"]:
     """Return how documents become batches. Raises ConfigError for conversations that "concatenate" would cut anywhere."""
-    chat, documents = any(source_store.chat for source_store in stores), config.data.documents
+    chat, documents = [source_store.words for source_store in stores if source_store.chat], config.data.documents
     if chat and documents == "concatenate":
-        raise ConfigError('data.documents = "concatenate": windows would cut conversations anywhere; nearest: "pack"')
+        raise ConfigError(
+            f'data.documents = "concatenate": windows would cut the conversations of {chat[0]} anywhere; nearest: "pack"'
+        )
     if documents == "auto":
         return "pack" if chat else "concatenate"
     return documents

@@ -13,7 +13,7 @@ from pipeloom.config import Config, Layout, held_parameters, parameter_count
 from pipeloom.config.hub import is_directory
 from pipeloom.errors import CapacityError, ConfigError, printable
 from pipeloom.limits import MOST_LOCAL_WORKERS, MOST_THREADS, WORKER_BYTES, expanded, usable_cores
-from pipeloom.train.data.sources import STDLIB, is_plain_text, read_corpus, require_length
+from pipeloom.train.data.sources import BYTES, find, tokenizer_name
 
 _STARTED_BY = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 _NETWORK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PIPELOOM_ADDRESS", "PIPELOOM_NETWORK", "PIPELOOM_SECRET_FILE")
@@ -51,10 +51,6 @@ def environment_lines(environment: Mapping[str, str] | None = None) -> list[str]
 
 # -- checks ------------------------------------------------------------------------------------------------------------
 
-# The held-out part of the standard library is several times longer in every version of Python. Reading it takes most of a
-# second, which the launcher saves for runs with shorter sequences.
-_STDLIB_TOKENS = 100_000
-_USUAL_PART = 0.05
 # About the bytes that a short run writes into its folder: configuration, log, trace and drawing.
 _PROBE_BYTES = 2**18
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
@@ -62,12 +58,18 @@ _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 
 def require_machine(layout: Layout) -> None:
     """Raise ConfigError with every reason why `train` could not run `layout` on this machine."""
-    config = layout.config
     require_room(layout.world_size)
     require_memory(layout)
     _raise_all(
-        lambda: require_cuda(config.train.device, layout.world_size),
-        lambda: _require_receives(layout),
+        lambda: require_cuda(layout.config.train.device, layout.world_size),
+        lambda: require_files(layout),
+    )
+
+
+def require_files(layout: Layout) -> None:
+    """Raise ConfigError with every reason why weights or text cannot be read, or output folders not written."""
+    config = layout.config
+    _raise_all(
         lambda: _require_weights(config),
         lambda: _require_text(config, layout.mesh.dp),
         lambda: _require_folder("log.dir", config.log.dir),
@@ -141,20 +143,6 @@ def cuda_devices() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _require_receives(layout: Layout) -> None:
-    """Refuse `overlap_p2p = false` where "auto" will choose shared memory: for CPU workers on this machine."""
-    config = layout.config
-    if config.schedule.overlap_p2p is not False or config.schedule.transport != "auto" or layout.mesh.pp == 1:
-        return
-    from pipeloom.runtime.p2p.connect import memory_here
-
-    if memory_here() is not None and require_devices(config.train.device, layout.world_size) == 0:
-        raise ConfigError(
-            "schedule.overlap_p2p = false: the ranks of one machine send through shared memory, which posts no receives; "
-            'set schedule.transport = "individual"'
-        )
-
-
 def _require_weights(config: Config) -> None:
     """Refuse a Hugging Face directory without weights in safetensors."""
     for key in ("source", "weights"):
@@ -173,16 +161,15 @@ def _require_weights(config: Config) -> None:
 
 
 def _require_text(config: Config, replicas: int) -> None:
+    """Prepare the data, unless it is plain text that is clearly long enough: the workers read that, and this needs no torch."""
     train, data = config.train, config.data
-    plain = is_plain_text(config)
-    plain_text = plain and data.sampling in ("auto", "anywhere")
-    if plain_text and data.source == (STDLIB,) and train.seq_len < _STDLIB_TOKENS and data.held_out >= _USUAL_PART:
-        return
-    if plain_text:  # this check needs no torch, whose import takes longer
-        corpus = read_corpus(data.source[0])
-        require_length(len(corpus.train), train.seq_len, "training text")
-        require_length(len(corpus.held_out), train.seq_len, "held-out text")
-        return
+    name = tokenizer_name(data.tokenizer, config.model.source or config.model.weights)
+    if name == BYTES and data.sampling in ("auto", "anywhere"):
+        sources = [find(name, data.format) for name in (*data.source, *([data.validation] if data.validation else []))]
+        sizes = [sum(file.stat().st_size for file in source.files if file.exists()) for source in sources]
+        enough = 2 * train.seq_len / data.held_out
+        if min(sizes) > enough and all(source.kind == "text" for source in sources):
+            return
     from pipeloom.train.data.prepare import require_data
 
     require_data(config, replicas)

@@ -1,8 +1,9 @@
-"""What a dry run predicts of activations, against the tensors that live in a step; and the schedule's time from layers'."""
+"""What a dry run predicts of activations, against the tensors that live in a step."""
 
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeloom.cli.dry_run import measured_timeline, peak_bytes
+from pipeloom.cli.dry_run import peak_bytes
 from pipeloom.config import Layout, load_layout
 from pipeloom.errors import UsageError
+from pipeloom.runtime import Layer
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.report import layer_costs
-from pipeloom.train.report.layer_costs import LayerCost, LayerCosts, measure_layers
+from pipeloom.train.report import layer_bytes as module
+from pipeloom.train.report.layer_bytes import LayerBytes, layer_bytes
 from pipeloom.train.report.verify import make_batch
 from processes import run_ranks
 
@@ -72,8 +74,7 @@ def live_bytes(rank: int) -> list[int]:
 
 
 def predicted(layout: Layout) -> list[float]:
-    costs = measure_layers(layout)
-    return peak_bytes(layout, costs, measured_timeline(layout, costs))
+    return peak_bytes(layout, layer_bytes(layout))
 
 
 def test_the_predicted_bytes_are_those_of_a_step() -> None:
@@ -84,27 +85,68 @@ def test_the_predicted_bytes_are_those_of_a_step() -> None:
         assert found == pytest.approx(expected, rel=TOLERANCE)
 
 
-def test_the_step_is_the_schedule_of_the_layers() -> None:
+def test_the_peak_is_that_of_the_schedule() -> None:
     layout = load_layout("tiny", {"schedule.name": "gpipe", "schedule.microbatches": 3, "parallel.stages": "Et|tttL"})
-    sizes = layout.microbatch_sizes
-    assert sizes == (3, 3, 2)
-    costs = LayerCosts(
-        (LayerCost(0.0, 0.0, 10.0), *[LayerCost(3.0, 6.0, 100.0, 7.0)] * 4, LayerCost(1.0, 2.0, 5.0)), 3, 16, 1
-    )
-    timeline = measured_timeline(layout, costs)
-    whole = 3 + 8 / 3 * 10  # the first rank's first forward, then all of the second rank's
-    assert timeline.makespan == pytest.approx(whole + 8 / 3 * 20 + 2 / 3 * 6)
-    assert peak_bytes(layout, costs, timeline) == pytest.approx([8 / 3 * 110 + 7, 8 / 3 * 305 + 7])
+    assert layout.microbatch_sizes == (3, 3, 2)
+    layers = (LayerBytes(10.0), *[LayerBytes(100.0, 7.0)] * 4, LayerBytes(5.0))
+    assert peak_bytes(layout, layers) == pytest.approx([8 / 3 * 110 + 7, 8 / 3 * 305 + 7])
 
 
-def test_long_sequences_are_cut_and_large_layers_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = load_layout("tiny", {"train.seq_len": 128, "parallel.pp": 1, "schedule.name": "gpipe"})
-    whole = measure_layers(layout)
-    monkeypatch.setattr(layer_costs, "MOST_FLOPS", 1e6)
-    cut = measure_layers(layout)
-    assert cut.tokens < whole.tokens == 128
-    for short, long in zip(cut.layers, whole.layers, strict=True):
-        assert short.activation == pytest.approx(long.activation, rel=0.05)
-    monkeypatch.setattr(layer_costs, "MOST_PARAMETERS", 10)
+def written(folder: Path, kind: str) -> Path:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 300,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
+    getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")(
+        getattr(transformers, f"{kind}Config")(**sizes)
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"train.dtype": "bfloat16"},
+        {"model.num_key_value_heads": 2},
+        {"model.source": "Llama"},
+        {"model.source": "GPT2"},
+    ],
+)
+def test_shapes_alone_give_the_bytes_of_a_run(
+    flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """GPT-2's attention has a dropout, so that it is not fused."""
+    if kind := flags.get("model.source"):
+        flags = {"model.source": str(written(tmp_path, kind))}
+    layout = load_layout("tiny", flags)
+    monkeypatch.setattr(module, "MOST_PARAMETERS", 0)
+    shapes = layer_bytes(layout)
+    monkeypatch.undo()
+    real = module._saved
+
+    def without_meta(layout: Layout, layer: Layer, x: torch.Tensor, last: bool) -> Any:
+        if x.is_meta:
+            raise NotImplementedError
+        return real(layout, layer, x, last)
+
+    monkeypatch.setattr(module, "_saved", without_meta)
+    assert layer_bytes(layout) == shapes
+
+
+def test_layers_that_need_values_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long sequences are shortened, and their bytes scaled; large layers are refused."""
+    experts = {"model.num_experts": 4, "parallel.pp": 1, "schedule.name": "gpipe"}
+    layout = load_layout("tiny", {"train.seq_len": 128, **experts})
+    whole = layer_bytes(layout)
+    assert whole[1].held > layer_bytes(load_layout("tiny", {"train.seq_len": 128}))[1].held
+    monkeypatch.setattr(module, "MOST_FLOPS", 1e6)
+    assert [layer.held for layer in layer_bytes(layout)] == pytest.approx([layer.held for layer in whole], rel=0.05)
+    monkeypatch.setattr(module, "MOST_PARAMETERS", 10)
     with pytest.raises(UsageError, match="parameters, more than the 10 that a dry run builds"):
-        measure_layers(layout)
+        layer_bytes(layout)

@@ -1,0 +1,212 @@
+"""`pipeloom plan`: which layout to train a model with on given devices, what it costs, and why the others lost."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pipeloom.cli.options import flag, with_options
+from pipeloom.cli.output import JSON_HELP, aligned, write
+from pipeloom.errors import CapacityError, UsageError
+
+if TYPE_CHECKING:
+    from pipeloom.plan import Device, LayoutCosts, LayoutPlan, ModelShape, Planner, PlanRequest
+
+_ROWS = 10
+_TOKENS = 2**22  # of a step, where --global-batch is not given
+_TIMES = {"ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True)
+class PlanFlags:
+    """The model, the devices, and the form of the answer."""
+
+    model: str = flag(..., "MODEL", "A preset, a Hugging Face directory, or a config.json.")
+    devices: int | None = flag(None, "N", "Number of devices; with --layout, that of the layout.", min=1, max=1_000_000)
+    memory: float | None = flag(None, "GIB", "Memory of a device in GiB; default: the device's.", min=0.001)
+    device: str = flag("h100", "NAME", "a100, h100, h200, b200, gb200 or mi300x.")
+    nodes: int | None = flag(None, "N", "Number of nodes; default: as many as the devices fill.", min=1)
+    global_batch: int | None = flag(None, "N", "Sequences of a step; default: four million tokens.", min=1)
+    seq: int = flag(4096, "N", "Tokens of a sequence.", min=1, max=2**24)
+    runtime: Literal["pipeloom", "megatron", "torchtitan"] = flag(
+        "pipeloom", "NAME", "Whose saved tensors, temporaries and schedules: pipeloom, megatron or torchtitan."
+    )
+    capacity: float = flag(0.0, "X", "Capacity factor of the experts; 0: rows as routed, evenly.", min=0.0)
+    layers: int | None = flag(None, "N", "Cut the model to its first N blocks.", min=1)
+    layout: str | None = flag(
+        None, "KEY=N,…", "Predict this layout only: dp, tp, cp, pp, ep, v, m, micro_batch, zero, recompute, schedule."
+    )
+    fixed: str | None = flag(None, "KEY=N,…", "Search only layouts with these values, such as tp=8,cp=1.")
+    stages: str | None = flag(None, "TEXT", "Layers of each stage of --layout, such as 'Et*3|(tt|)*29L'.")
+    measured: str | None = flag(None, "m=N:TIME", "A measured step of that layout, such as m=4:843ms; scales its time.")
+    as_json: bool = flag(False, None, JSON_HELP, "--json")
+    output: Path | None = flag(None, "FILE", "Write the best layout as a configuration for `pipeloom train`.")
+    as_: Literal["megatron", "torchtitan", "torch-csv"] | None = flag(
+        None, "FORM", "Print the best layout for another system: megatron, torchtitan or torch-csv.", "--as"
+    )
+
+
+@with_options()
+def command(options: PlanFlags) -> None:
+    """Find the layout with which to train a model.
+
+    pipeloom plan --model llama3-70b --devices 64 --device h100
+
+    Predicts the memory of every rank and the time of a step, for every layout of data, tensor, context, pipeline and expert
+    parallelism that the model and the devices allow.
+    """
+    from pipeloom.plan import RUNTIMES, Planner, load_model
+
+    device = _device(options)
+    shape = load_model(options.model)
+    if options.layers is not None:
+        shape = shape.with_layers(options.layers)
+    planner = Planner(shape, device, RUNTIMES[options.runtime])
+    if options.layout is not None:
+        prediction = _one(options, planner, options.layout)
+        fits = prediction.peak <= device.memory
+        _write(options, prediction, shape)
+        if options.as_json:
+            from pipeloom.plan.report import as_dict
+
+            print(json.dumps(as_dict(prediction) | {"fits": fits}, allow_nan=False))
+        elif options.as_ is None:
+            print("\n".join(_details(prediction, device)))
+        return
+    if options.measured:
+        raise UsageError("--measured scales the prediction of one layout; give it with --layout")
+    request = _request(options, device)
+    from pipeloom.plan import search
+
+    plan = search(planner, request)
+    if not plan.predictions:
+        least = plan.smallest
+        missing = (least.memory - request.memory) / 2**30
+        raise CapacityError(
+            f"no layout of {shape.name} fits into {request.memory / 2**30:.1f} GiB on {request.devices} devices; the smallest "
+            f"needs about {least.memory / 2**30:.1f} GiB, {max(missing, 0):.1f} more: {least.layout.text()}"
+        )
+    _write(options, plan.best, shape)
+    if options.as_json:
+        from pipeloom.plan.report import as_dict
+
+        print(
+            json.dumps(
+                {"best": as_dict(plan.best), "layouts": [as_dict(each) for each in plan.predictions]}, allow_nan=False
+            )
+        )
+    elif options.as_ is None:
+        print("\n".join(_lines(plan, planner, request)))
+
+
+def _device(options: PlanFlags) -> Device:
+    from pipeloom.plan import load_device
+
+    device = load_device(options.device)
+    if options.nodes is not None:
+        if options.devices is None or options.devices % options.nodes:
+            raise UsageError(f"--nodes {options.nodes} does not divide --devices {options.devices}; nearest: --nodes 1")
+        device = replace(device, per_node=options.devices // options.nodes)
+    return device if options.memory is None else replace(device, memory=options.memory * 2**30)
+
+
+def _request(options: PlanFlags, device: Device) -> PlanRequest:
+    from pipeloom.plan import OFFERED, PlanRequest
+
+    if options.devices is None:
+        raise UsageError("plan needs --devices, or --layout with the sizes of the axes")
+    ours = options.runtime == "pipeloom"  # what its trainer does not do is not planned
+    request = PlanRequest(
+        options.devices,
+        device.memory,
+        options.global_batch or max(1, _TOKENS // options.seq),
+        options.seq,
+        OFFERED[options.runtime],
+        zero=(3,) if options.runtime == "torchtitan" else (1,),
+        capacity=options.capacity,
+        context_parallel=not ours,
+    )
+    if options.fixed is not None:
+        from pipeloom.plan.layout import values_of
+
+        request = replace(request, fixed=values_of(options.fixed, "--fixed"))
+    return replace(request, recompute=("none", "full")) if ours else request
+
+
+def _one(options: PlanFlags, planner: Planner, text: str) -> LayoutCosts:
+    from pipeloom.plan import PlannedLayout, parse_layout
+
+    # Megatron and torchtitan divide the blocks evenly unless they are told; our trainer balances its stages.
+    cut = "balanced" if options.runtime == "pipeloom" else "even"
+    layout = parse_layout(text, PlannedLayout(seq=options.seq, capacity=options.capacity, cut=cut))
+    if options.stages is not None:
+        from pipeloom.config.stages import parse_stages
+
+        try:
+            counts = parse_stages(options.stages, planner.shape.layers, layout.built().positions)
+        except UsageError as error:
+            raise UsageError(f"--stages {options.stages!r:.200}: {error}") from None
+        layout = replace(layout, stages=tuple(counts))
+    if options.devices is not None and options.devices != layout.world:
+        raise UsageError(
+            f"--layout uses {layout.world} devices, and --devices is {options.devices}; nearest: --devices {layout.world}"
+        )
+    prediction = planner.predict(layout)
+    if options.measured is None:
+        return prediction
+    match = re.fullmatch(r"m=(\d{1,6}):(\d+(?:\.\d+)?)(ms|s)", options.measured.strip())
+    if match is None or not int(match[1]) or not float(match[2]):
+        raise UsageError(
+            f"--measured is {options.measured!r:.100}; give a number of micro-batches and a time, such as m=4:843ms"
+        )
+    return planner.measured(prediction, int(match[1]), float(match[2]) * _TIMES[match[3]])
+
+
+def _write(options: PlanFlags, prediction: LayoutCosts, shape: ModelShape) -> None:
+    from pipeloom.plan.export import EXPORTS, run_toml
+
+    if options.as_ is not None:
+        sys.stdout.write(EXPORTS[options.as_](prediction))
+    if options.output is not None:
+        source = options.model if Path(options.model).is_dir() else None
+        write(options.output, lambda: run_toml(prediction, shape, source))
+
+
+def _details(prediction: LayoutCosts, device: Device) -> list[str]:
+    from pipeloom.plan.export import layout_string
+    from pipeloom.plan.report import gib, memory_rows
+
+    parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in prediction.step.parts().items())
+    worst = prediction.ranks[prediction.worst]
+    room = (device.memory - prediction.peak) / 2**30
+    return [
+        f"{prediction.layout.text()}: {prediction.layout.world} devices, stages {layout_string(prediction.stages)}",
+        f"step {prediction.step.total:.4g} s ({parts}); {prediction.tokens:,.0f} tokens/s on each device",
+        *aligned(memory_rows(prediction.ranks)),
+        f"rank {prediction.worst} needs the most, {gib(prediction.peak)} GiB, at {worst.peak_action}: "
+        + (f"{room:.1f} GiB are left" if room >= 0 else f"{-room:.1f} GiB more than there are"),
+    ]
+
+
+def _lines(plan: LayoutPlan, planner: Planner, request: PlanRequest) -> list[str]:
+    from pipeloom.plan.report import advice, neighbours, table, what_if
+
+    best = plan.best
+    lines = [
+        f"{planner.shape.name} on {request.devices} {planner.device.name} with {request.memory / 2**30:.1f} GiB, "
+        f"{request.sequences} sequences of {request.seq} tokens a step, run by {planner.runtime.name}",
+        f"{len(plan.estimates):,} layouts estimated; of those that fit, {len(plan.predictions)} predicted from their schedules; "
+        "below, each is slower and smaller than the one above",
+        *aligned(table(plan.pareto[:_ROWS])),
+        advice(plan),
+        "",
+        *_details(best, planner.device),
+        "",
+        "one step away from the best layout:",
+    ]
+    lines += [f"  {each.change}: {each.reason}" for each in neighbours(planner, best, request)]
+    return [*lines, "", *what_if(planner, request, best)]

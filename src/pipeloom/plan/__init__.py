@@ -1,0 +1,33 @@
+"""The planner: memory of every rank and time of a step under a layout, and the search over layouts. Needs no torch."""
+
+from __future__ import annotations
+
+from pipeloom.plan.blocks import RUNTIMES, Runtime
+from pipeloom.plan.layout import PlannedLayout
+from pipeloom.plan.layout import parse as parse_layout
+from pipeloom.plan.memory import RankMemory
+from pipeloom.plan.model import ModelShape
+from pipeloom.plan.model import load as load_model
+from pipeloom.plan.predict import LayoutCosts, Planner
+from pipeloom.plan.search import OFFERED, LayoutPlan, PlanRequest, search
+from pipeloom.plan.time import Device, StepTime
+from pipeloom.plan.time import device as load_device
+
+__all__ = [
+    "OFFERED",
+    "RUNTIMES",
+    "Device",
+    "LayoutCosts",
+    "LayoutPlan",
+    "ModelShape",
+    "PlanRequest",
+    "PlannedLayout",
+    "Planner",
+    "RankMemory",
+    "Runtime",
+    "StepTime",
+    "load_device",
+    "load_model",
+    "parse_layout",
+    "search",
+]

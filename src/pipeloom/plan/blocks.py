@@ -1,0 +1,442 @@
+"""The layers of a model as operations: what each keeps for the backward, what it computes, and what it sends.
+
+One table per kind of layer. Memory, time, recomputation and sizes of messages are all read from it, so that they cannot disagree.
+Bytes and operations are those of one rank and one micro-batch. Runtimes keep different tensors; `Runtime` holds the differences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import ceil
+
+from pipeloom.plan.model import ModelShape
+
+ELEMENT = 2  # bytes of a bf16 element, in which all three runtimes compute
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The tensors that a training system keeps where others do not.
+
+    Attributes:
+        gradient_placeholders: weight gradients are added into fp32 buffers inside the product, and autograd receives a bf16
+            placeholder instead: one buffer per shape of a weight, kept for the whole run (Transformer Engine).
+        loss_bytes: per logit: what the loss keeps, and what computing its gradient takes besides.
+        fused_norm, fused_gate: the norm (the gated activation) keeps only its inputs.
+        repeats_keys: keys and values are expanded to the query heads before attention.
+        keeps_outputs: experts' outputs are kept, because an operation of their own multiplies them by the router's weights.
+        workspace: bytes that libraries hold in the allocator.
+        overhead: bytes outside the allocator: the CUDA context and NCCL's buffers.
+        margin: the allocator's reserve over the peak, as a share of activations.
+        whole_experts: an expert is usually whole on one rank of tp, and ep extends over tp.
+        sharded: parameters, gradients and optimizer state are fp32 and sharded over dp by layer (fully_shard).
+    """
+
+    name: str
+    gradient_placeholders: bool
+    loss_bytes: tuple[float, float]
+    fused_norm: bool
+    fused_gate: bool
+    repeats_keys: bool
+    keeps_outputs: bool
+    workspace: float = 40 * 2**20
+    overhead: float = 2.5 * 2**30
+    margin: float = 0.15
+    sharded: bool = False
+    whole_experts: bool = False
+
+
+RUNTIMES = {
+    each.name: each
+    for each in (
+        # The loss works in place on bf16 logits.
+        Runtime("megatron", True, (2, 0), True, True, repeats_keys=False, keeps_outputs=False, whole_experts=True),
+        # The logarithmic softmax in fp32; its gradient, in fp32 and in bf16.
+        Runtime(
+            "torchtitan",
+            False,
+            (4, 6),
+            fused_norm=True,
+            fused_gate=False,
+            repeats_keys=True,
+            keeps_outputs=True,
+            sharded=True,
+        ),
+        Runtime("pipeloom", False, (4, 6), False, False, repeats_keys=False, keeps_outputs=True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Split:
+    """One rank's share of a layer.
+
+    Attributes:
+        tokens: of one micro-batch on one rank of cp: micro-batch times sequence divided by cp.
+        context: length of the whole sequence, which attention sees.
+    """
+
+    runtime: Runtime
+    tokens: int
+    context: int
+    tp: int = 1
+    ep: int = 1
+    cp: int = 1
+    capacity: float = 0.0
+    etp: int = 1
+
+    def part(self, elements: float) -> float:
+        """Bytes of an activation of so many elements that tensor (with sequence) parallelism divides."""
+        return elements * ELEMENT / self.tp
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation.
+
+    Attributes:
+        saves: (name, bytes) of the tensors that it keeps; a name that several operations keep is one tensor.
+        gradients: bytes of the gradients of its output and its inputs, alive together while its backward runs.
+        scratch: bytes more while its backward runs.
+        out: bytes of the gradient of a product's output, which a deferred weight gradient keeps with its input.
+        weights: (rows x columns of a matrix, or length of a vector; how many of them) on this rank.
+        expert: whether expert parallelism spreads the weights.
+        flops: of the products of the forward; the backward takes twice as many.
+        traffic: bytes that the forward reads and writes outside of products.
+        tp_bytes: bytes that the forward exchanges with the tp group; ep_bytes: with the ep group.
+        attends: fused attention.
+        makes: the tensor that it has to compute again where that is recomputed.
+    """
+
+    name: str
+    saves: tuple[tuple[str, float], ...] = ()
+    gradients: float = 0.0
+    scratch: float = 0.0
+    out: float = 0.0
+    weights: tuple[tuple[float, int], ...] = ()
+    expert: bool = False
+    flops: float = 0.0
+    traffic: float = 0.0
+    tp_bytes: float = 0.0
+    ep_bytes: float = 0.0
+    attends: bool = False
+    makes: str = ""
+
+
+# Part -> the tensors that it recomputes, as Megatron-Core's `recompute_modules` does. Attention frees only its statistics: its
+# output is the next product's input.
+PARTS = {
+    "norms": ("norm_1", "norm_2", "query_norm", "latent_norm"),
+    "attention": ("statistics",),
+    "activation": ("gated", "silu", "expert_gated", "expert_silu", "shared_gated"),
+    "mlp": ("inner", "gated", "silu"),
+    "experts": ("dispatched", "expert_inner", "expert_gated", "expert_silu", "expert_outputs", "routing"),
+    "shared": ("shared_inner", "shared_gated"),
+    "latent_up": ("query_norm", "latent_norm", "query", "key", "value"),
+}
+
+
+@dataclass(frozen=True)
+class LayerOps:
+    """The operations of one layer in the order of the forward.
+
+    Attributes:
+        kind: E embedding, t block, L output layer.
+        residual: bytes of gradient that are alive beside each operation of the backward.
+        input: bytes of the input, which a wholly recomputed layer keeps.
+        dropped: names of tensors that the backward computes again.
+    """
+
+    kind: str
+    ops: tuple[Op, ...]
+    residual: float
+    input: float = 0.0
+    dropped: frozenset[str] = field(default=frozenset())
+
+    def recomputed(self, part: str) -> LayerOps:
+        """This layer with a part recomputed: "none", "full", or parts of PARTS joined by "+"."""
+        if part == "none" or self.kind != "t":
+            return self
+        if part == "full":
+            names = set(self.tensors)
+        else:
+            names = {name for each in part.split("+") for name in PARTS[each]}
+        return replace(self, dropped=frozenset(names))
+
+    @property
+    def tensors(self) -> dict[str, float]:
+        """Name -> bytes of every tensor that the backward reads."""
+        return {name: size for op in self.ops for name, size in op.saves}
+
+    @property
+    def saved(self) -> float:
+        """Bytes that one micro-batch holds from the forward to the backward."""
+        size = sum(size for name, size in self.tensors.items() if name not in self.dropped)
+        return size or self.input
+
+    @property
+    def pending(self) -> float:
+        """Bytes that a deferred weight gradient holds: the products' inputs and the gradients of their outputs."""
+        products = [op for op in self.ops if op.flops and op.weights]
+        return sum(size for op in products for _, size in op.saves[:1]) + sum(op.out for op in products)
+
+    @property
+    def rebuilt(self) -> float:
+        """Bytes that the backward rebuilds first."""
+        return sum(size for name, size in self.tensors.items() if name in self.dropped)
+
+    @property
+    def backward_peak(self) -> float:
+        """The most bytes during this layer's backward over those that the micro-batch held before; what is used up is freed."""
+        first: dict[str, int] = {}
+        for at, op in enumerate(self.ops):
+            for name, _ in op.saves:
+                first.setdefault(name, at)
+        tensors, held, peak = self.tensors, self.rebuilt, 0.0
+        for at in range(len(self.ops) - 1, -1, -1):
+            op = self.ops[at]
+            peak = max(peak, held + op.gradients + op.scratch + self.residual)
+            held -= sum((tensors[name] for name, _ in op.saves if first[name] == at), 0.0)
+        return peak
+
+    @property
+    def parameters(self) -> tuple[float, float]:
+        """(parameters that all ranks of an ep group hold, parameters of experts), on this rank."""
+        shared = sum(size * count for op in self.ops if not op.expert for size, count in op.weights)
+        experts = sum(size * count for op in self.ops if op.expert for size, count in op.weights)
+        return shared, experts
+
+
+def placeholders(layers: list[LayerOps]) -> float:
+    """Bytes of one bf16 buffer for each shape of a block's weights (see `Runtime.gradient_placeholders`)."""
+    shapes = {size for layer in layers if layer.kind == "t" for op in layer.ops for size, _ in op.weights}
+    return ELEMENT * sum(shapes)
+
+
+def layers_of(shape: ModelShape, split: Split) -> list[LayerOps]:
+    """[embedding, block, …, block, output layer]."""
+    dense = _block(shape, split, sparse=False)
+    sparse = _block(shape, split, sparse=True) if any(shape.sparse) else dense
+    blocks = [sparse if shape.block_is_sparse(block) else dense for block in range(shape.layers)]
+    return [_embedding(shape, split), *blocks, _output(shape, split)]
+
+
+def _embedding(shape: ModelShape, split: Split) -> LayerOps:
+    table = shape.vocabulary * shape.hidden / split.tp + shape.positions * shape.hidden
+    hidden = split.part(split.tokens * shape.hidden)
+    op = Op(
+        "embedding",
+        saves=(("ids", 8.0 * split.tokens),),
+        gradients=hidden,
+        scratch=table * ELEMENT,
+        weights=((table, 1),),
+        traffic=2 * hidden,
+    )
+    return LayerOps("E", (op,), 0.0)
+
+
+def _output(shape: ModelShape, split: Split) -> LayerOps:
+    """The last norm, the product with the vocabulary, and the loss."""
+    elements, hidden = split.tokens * shape.hidden, split.part(split.tokens * shape.hidden)
+    logits, weight = split.part(split.tokens * shape.vocabulary), shape.vocabulary * shape.hidden / split.tp
+    saved, scratch = (logits / ELEMENT * each for each in split.runtime.loss_bytes)
+    placeholder = weight * ELEMENT if split.runtime.gradient_placeholders else 0.0
+    product = Op(
+        "logits",
+        (("last_norm", hidden),),
+        logits + max(elements * ELEMENT, hidden),
+        placeholder + elements * ELEMENT * (split.tp > 1) + hidden,
+        weights=((weight, 1),),
+        flops=2 * split.tokens * weight,
+        tp_bytes=_exchanged(split, elements),
+    )
+    loss = Op("loss", (("logits", saved),), scratch=scratch, traffic=3 * logits)
+    return LayerOps("L", (_norm(shape, split, "last", "last_norm"), product, loss), 0.0)
+
+
+def _norm(shape: ModelShape, split: Split, operand: str, makes: str) -> Op:
+    """It keeps its input; where it is not fused an fp32 copy of that, and the normed values before their weight."""
+    hidden = split.part(split.tokens * shape.hidden)
+    saves = (
+        ((operand, hidden),)
+        if split.runtime.fused_norm
+        else ((f"{operand}_wide", 2 * hidden), (f"{operand}_unit", hidden))
+    )
+    return Op(makes, saves, 2 * hidden, weights=((shape.hidden, 1),), traffic=2 * hidden, makes=makes)
+
+
+def _exchanged(split: Split, elements: float) -> float:
+    return elements * ELEMENT * (split.tp - 1) / split.tp
+
+
+def _block(shape: ModelShape, split: Split, *, sparse: bool) -> LayerOps:
+    attention = _latent_attention(shape, split) if shape.latent is not None else _attention(shape, split)
+    tokens, hidden = split.tokens, split.part(split.tokens * shape.hidden)
+    if sparse:
+        feed_forward = _experts(shape, split)
+    else:
+        width = shape.feed_forward / split.tp
+        feed_forward = _mlp(shape, split, ("norm_2", hidden), tokens, width, exchanged=tokens * shape.hidden)
+    ops = (_norm(shape, split, "input", "norm_1"), *attention, _norm(shape, split, "middle", "norm_2"), *feed_forward)
+    return LayerOps("t", ops, hidden, hidden)
+
+
+def _linear(
+    split: Split,
+    name: str,
+    operand: tuple[str, float],
+    shape: tuple[float, float],
+    rows: float,
+    exchanged: float = 0.0,
+    *,
+    count: int = 1,
+    expert: bool = False,
+    makes: str = "",
+) -> Op:
+    """A product of `rows` rows with this rank's part of a weight (out, in), or of `count` experts.
+
+    `exchanged`: elements that tp gathers for it, or reduces behind it; a gathered input is gathered again for the backward.
+    """
+    out, inner = shape
+    gathers = exchanged if split.tp > 1 and exchanged == rows * inner else 0.0
+    return Op(
+        name,
+        (operand,),
+        (out + inner) * rows * ELEMENT,
+        gathers * ELEMENT,
+        out * rows * ELEMENT,
+        ((out * inner, count),),
+        expert,
+        flops=2 * rows * out * inner,
+        tp_bytes=_exchanged(split, exchanged),
+        makes=makes,
+    )
+
+
+def _core(shape: ModelShape, split: Split, query: float, key: float, value: float, out: float, width: float) -> Op:
+    """Fused, causal attention; `width`: this rank's query and value widths, of all heads, added."""
+    statistics = 4.0 * split.tokens * shape.heads / split.tp
+    return Op(
+        "attention",
+        (("query", query), ("key", key), ("value", value), ("mixed", out), ("statistics", statistics)),
+        query + key + value + out,
+        2 * query,  # the fp32 sum of the queries' gradient
+        flops=split.tokens * split.context * width,
+        traffic=query + key + value + out,
+        attends=True,
+        makes="statistics",
+    )
+
+
+def _attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
+    tokens, hidden = split.tokens, split.part(split.tokens * shape.hidden)
+    queries = shape.heads * shape.head_width / split.tp
+    keys = shape.key_value_heads * shape.head_width / split.tp
+    query, key = tokens * queries * ELEMENT, tokens * (queries if split.runtime.repeats_keys else keys) * ELEMENT
+    exchanged = tokens * shape.hidden
+    return (
+        _linear(split, "qkv", ("norm_1", hidden), (queries + 2 * keys, shape.hidden), tokens, exchanged),
+        _core(shape, split, query, key, key, query, 2 * queries),
+        _linear(split, "o", ("mixed", query), (shape.hidden, queries), tokens, exchanged),
+    )
+
+
+def _small_norm(name: str, operand: str, kept_width: float, tokens: int, width: float) -> Op:
+    size = 2.0 * tokens * width * ELEMENT
+    return Op(name, ((operand, tokens * kept_width * ELEMENT),), size, weights=((width, 1),), traffic=size, makes=name)
+
+
+def _latent_attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
+    latent, tokens = shape.latent, split.tokens
+    assert latent is not None
+    hidden = split.part(tokens * shape.hidden)
+    heads, query_width = shape.heads / split.tp, latent.nope + latent.rope
+    rank, shared = latent.key_value_rank, latent.key_value_rank + latent.rope
+    query, value = (tokens * heads * width * ELEMENT for width in (query_width, latent.value))
+
+    def linear(name: str, operand: str, out: float, inner: float, makes: str = "") -> Op:
+        size = hidden if operand == "norm_1" else tokens * inner * ELEMENT
+        return _linear(split, name, (operand, size), (out, inner), tokens, makes=makes)
+
+    ops: list[Op] = []
+    if narrow := latent.query_rank:
+        ops += [
+            linear("query_down", "norm_1", narrow, shape.hidden),
+            _small_norm("query_norm", "query_down", narrow, tokens, narrow),
+            linear("query_up", "query_norm", heads * query_width, narrow, "query"),
+        ]
+    else:
+        ops.append(linear("query_up", "norm_1", heads * query_width, shape.hidden))
+    return (
+        *ops,
+        linear("latent_down", "norm_1", shared, shape.hidden),
+        _small_norm("latent_norm", "latent", shared, tokens, rank),
+        linear("latent_up", "latent_norm", heads * (latent.nope + latent.value), rank, "key"),
+        _core(shape, split, query, query, value, value, heads * (query_width + latent.value)),
+        _linear(split, "o", ("mixed", value), (shape.hidden, heads * latent.value), tokens, tokens * shape.hidden),
+    )
+
+
+def _mlp(
+    shape: ModelShape,
+    split: Split,
+    operand: tuple[str, float],
+    rows: float,
+    width: float,
+    prefix: str = "",
+    exchanged: float = 0.0,
+    count: int = 1,
+) -> tuple[Op, ...]:
+    """Product, activation, product; `rows` go through `count` experts, or one dense part, of inner width `width`."""
+    inner, gated, silu = (prefix + name for name in ("inner", "gated", "silu"))
+    wide, expert = width * (2 if shape.gated else 1), prefix == "expert_"
+    tall, out = rows * wide * ELEMENT, rows * width * ELEMENT
+    unfused = ((silu, out),) if shape.gated and not split.runtime.fused_gate else ()
+    up, down = (wide, shape.hidden), (shape.hidden, width)
+    return (
+        _linear(split, f"{prefix}up", operand, up, rows, exchanged, count=count, expert=expert, makes=inner),
+        Op(f"{prefix}activation", ((inner, tall), *unfused), tall + out, traffic=tall + out, makes=gated),
+        _linear(split, f"{prefix}down", (gated, out), down, rows, exchanged, count=count, expert=expert),
+    )
+
+
+def _experts(shape: ModelShape, split: Split) -> tuple[Op, ...]:
+    """Router, shared experts, dispatch, experts, combine.
+
+    Each rank of a tp group routes its own part of the tokens, and a rank's experts receive as many rows as it sends on average.
+    Where the ranks of tp divide each expert's inner width (etp = tp), they gather what their experts receive.
+    """
+    hidden = split.part(split.tokens * shape.hidden)
+    rows = split.tokens * shape.experts_per_token * split.etp / split.tp
+    if split.capacity:
+        rows = shape.experts * ceil(split.capacity * rows / shape.experts)
+    local, moved = shape.experts // split.ep, rows * shape.hidden * ELEMENT
+    routing = split.tokens / split.tp * shape.experts
+    operand = ("norm_2", hidden)
+    shared: tuple[Op, ...] = ()
+    if width := shape.shared_width / split.tp:
+        shared = _mlp(shape, split, operand, split.tokens, width, "shared_", split.tokens * shape.hidden)
+    # logits, probabilities and their gradient's factor in fp32, and a mask
+    router = Op(
+        "router",
+        (operand, ("routing", 13.0 * routing)),
+        2 * hidden,
+        weights=((shape.experts * shape.hidden, 1),),
+        flops=2 * routing * shape.hidden,
+        traffic=26 * routing,
+    )
+    exchange = Op(
+        "combine",
+        gradients=2 * moved,
+        traffic=4 * moved,
+        tp_bytes=moved * (split.etp - 1) / split.etp,
+        ep_bytes=moved / split.etp * (split.ep - 1) / split.ep,
+    )
+    outputs = (("expert_outputs", moved),) if split.runtime.keeps_outputs else ()
+    return (
+        router,
+        *shared,
+        replace(exchange, name="dispatch"),
+        *_mlp(shape, split, ("dispatched", moved), rows, shape.expert_width / split.etp, "expert_", count=local),
+        replace(exchange, saves=outputs),
+    )

@@ -1,0 +1,182 @@
+"""A planned layout as the options of a training system."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from pipeloom.errors import UsageError
+from pipeloom.plan.model import ModelShape
+from pipeloom.plan.predict import LayoutCosts, built
+
+_TORCHTITAN = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+
+
+def layout_string(stages: Sequence[int]) -> str:
+    """The layers of each stage in Megatron's notation, such as `Et*3|(tt|)*29,m|L`'s: equal neighbours are one group.
+
+    Args:
+        stages: layers of each stage; the first counts the embedding, the last the output layer.
+    """
+    words = ["t" * count for count in stages]
+    words[0] = "E" + words[0][1:]
+    words[-1] = words[-1][:-1] + "L"
+
+    def short(word: str) -> str:
+        runs = ((letter, len(list(group))) for letter, group in groupby(word))
+        return "".join(
+            letter if count == 1 else f"{letter * count}" if count < 4 else f"{letter}*{count}"
+            for letter, count in runs
+        )
+
+    pieces = []
+    for word, group in groupby(words[:-1]):
+        count = len(list(group))
+        pieces.append(f"{short(word)}|" if count == 1 else f"({short(word)}|)*{count}")
+    return "".join(pieces) + short(words[-1])
+
+
+def megatron(prediction: LayoutCosts) -> str:
+    """The flags of Megatron-LM that lay out the run. Raises UsageError for what it does not have."""
+    layout = prediction.layout
+    if layout.schedule not in ("1f1b", "interleaved"):
+        raise UsageError(f"--as megatron: it has no schedule {layout.schedule!r}; nearest: interleaved")
+    flags: dict[str, object] = {
+        "tensor-model-parallel-size": layout.tp,
+        "pipeline-model-parallel-size": layout.pp,
+        "context-parallel-size": layout.cp,
+        "expert-model-parallel-size": layout.ep,
+        "micro-batch-size": layout.micro_batch,
+        "global-batch-size": layout.sequences,
+        "seq-length": layout.seq,
+    }
+    words = [f"--{flag} {value}" for flag, value in flags.items() if value != 1 or flag.endswith("batch-size")]
+    if layout.tp > 1:
+        words.append("--sequence-parallel")
+    if layout.zero:
+        words.append("--use-distributed-optimizer")
+    if layout.recompute == "full":
+        words.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    elif layout.recompute != "none":
+        names = {
+            "norms": "layernorm",
+            "attention": "core_attn",
+            "activation": "moe_act",
+            "mlp": "mlp",
+            "experts": "moe",
+        }
+        names |= {"shared": "shared_experts", "latent_up": "mla_up_proj"}
+        modules = " ".join(names[part] for part in layout.recompute.split("+"))
+        words.append(f"--recompute-granularity selective --recompute-modules {modules}")
+    if layout.pp > 1:
+        words.append(f'--pipeline-model-parallel-layout "{layout_string(prediction.stages)}"')
+    return " \\\n".join(words) + "\n"
+
+
+def torchtitan(prediction: LayoutCosts) -> str:
+    """The sections of a torchtitan configuration that lay out the run. Raises UsageError for what it does not have."""
+    layout = prediction.layout
+    if layout.schedule not in _TORCHTITAN:
+        raise UsageError(f"--as torchtitan: it has no schedule {layout.schedule!r}; nearest: 1f1b")
+    mode = {"none": "none", "full": "full"}.get(layout.recompute, "selective")
+    lines = [
+        "[training]",
+        f"local_batch_size = {layout.m * layout.micro_batch}",
+        f"seq_len = {layout.seq}",
+        "[parallelism]",
+        f"data_parallel_shard_degree = {layout.dp}",
+        f"tensor_parallel_degree = {layout.tp}",
+        f"context_parallel_degree = {layout.cp}",
+        f"expert_parallel_degree = {layout.ep}",
+        f"pipeline_parallel_degree = {layout.pp}",
+        f'pipeline_parallel_schedule = "{_TORCHTITAN[layout.schedule]}"',
+        f"pipeline_parallel_microbatch_size = {layout.micro_batch}",
+        "[activation_checkpoint]",
+        f'mode = "{mode}"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def torch_csv(prediction: LayoutCosts) -> str:
+    """The schedule in torch's CSV format."""
+    from pipeloom.schedule.csv_form import to_csv
+
+    return to_csv(built(prediction.layout))
+
+
+def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None) -> str:
+    """A configuration for `pipeloom train`. Raises UsageError that names what the trainer does not have.
+
+    Args:
+        source: the Hugging Face directory that holds the model, or None: its sizes are written.
+    """
+    layout = prediction.layout
+    refused = {
+        f"cp={layout.cp}": layout.cp > 1,
+        f"zero={layout.zero}": layout.zero > 1,
+        f"recompute={layout.recompute}": layout.recompute not in ("none", "full"),
+        "multi-head latent attention without a Hugging Face directory": shape.latent is not None and source is None,
+        "biases and feed-forward parts without a gate": source is None and not shape.gated,
+    }
+    if wrong := [what for what, applies in refused.items() if applies]:
+        raise UsageError(
+            f"--output: `pipeloom train` does not have {', '.join(wrong)}; choose another layout with --layout"
+        )
+    model: dict[str, object] = {"source": source} if source else _sizes(shape)
+    sections: dict[str, dict[str, object]] = {
+        "model": model,
+        "parallel": {
+            "pp": layout.pp,
+            "dp": layout.dp,
+            "tp": layout.tp,
+            "sp": layout.tp > 1,
+            "ep": layout.ep,
+            "stages": layout_string(prediction.stages),
+        },
+        "schedule": {"name": layout.schedule, "microbatches": layout.m}
+        | ({"chunks": layout.v} if layout.v > 1 else {}),
+        "train": {
+            "seq_len": layout.seq,
+            "global_batch_size": layout.sequences,
+            "dtype": "bfloat16",
+            "device": "cuda",
+            "recompute": layout.recompute,
+        },
+        "optimizer": {"zero1": layout.zero == 1},
+    }
+    return "\n".join(
+        line
+        for name, keys in sections.items()
+        for line in (f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in keys.items()), "")
+    )
+
+
+def _toml(value: object) -> str:
+    import json
+
+    return json.dumps(value)
+
+
+def _sizes(shape: ModelShape) -> dict[str, object]:
+    sizes: dict[str, object] = {
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.key_value_heads,
+        "head_dim": shape.head_width,
+        "intermediate_size": shape.feed_forward,
+        "vocab_size": shape.vocabulary,
+        "tie_word_embeddings": shape.tied,
+    }
+    if shape.experts:
+        sizes |= {
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.experts_per_token,
+            "moe_intermediate_size": shape.expert_width,
+            "num_shared_experts": shape.shared_width // shape.expert_width,
+            "moe_layer_freq": [int(each) for each in shape.sparse],
+        }
+    return sizes
+
+
+EXPORTS = {"megatron": megatron, "torchtitan": torchtitan, "torch-csv": torch_csv}

@@ -1,0 +1,160 @@
+"""A layout: how a model, a batch and a schedule are spread over devices."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import accumulate, pairwise
+
+from pipeloom.errors import UsageError, did_you_mean
+from pipeloom.plan.blocks import PARTS
+from pipeloom.plan.model import ModelShape
+from pipeloom.schedule import Schedule
+from pipeloom.schedule.families import build
+
+RECOMPUTE = ("none", "full", *PARTS)
+CUTS = ("balanced", "even")
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """Axes of parallelism, the schedule, and what is kept in memory. `world` devices; tp is the fastest axis, then cp, dp, pp.
+
+    Attributes:
+        dp, tp, cp, pp: sizes of the axes.
+        ep: ranks over which the experts are spread, a divisor of dp x cp x tp / etp.
+        etp: ranks of tp that divide each expert: tp (or 0), or 1, where each expert is whole on one rank.
+        v: chunks of a pipeline rank.
+        m: micro-batches of one replica.
+        micro_batch: sequences of a micro-batch.
+        seq: tokens of a sequence.
+        zero: 0: every replica holds everything; 1: the optimizer's state is sharded over dp x cp; 2: gradients too; 3: all.
+        recompute: "none", "full", or parts of a block joined by "+".
+        schedule: name of a family.
+        capacity: capacity factor of the experts; 0: rows as routed, evenly.
+        cut: "balanced": the heaviest stage is as light as possible; "even": as many blocks on each stage.
+        stages: layers of each stage by position, the embedding and the output layer among them; empty: as `cut` says.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    v: int = 1
+    m: int = 1
+    micro_batch: int = 1
+    seq: int = 4096
+    zero: int = 1
+    recompute: str = "none"
+    schedule: str = "1f1b"
+    capacity: float = 0.0
+    etp: int = 0
+    cut: str = "balanced"
+    stages: tuple[int, ...] = ()
+
+    @property
+    def world(self) -> int:
+        """The number of devices."""
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of a pipeline rank that hold different experts or copies of them."""
+        return self.dp * self.cp * (self.tp if self.etp == 1 else 1)
+
+    @property
+    def expert_replicas(self) -> int:
+        """Copies of each expert."""
+        return max(1, self.expert_ranks // self.ep)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step."""
+        return self.m * self.micro_batch * self.dp
+
+    def built(self) -> Schedule:
+        """The schedule. Raises UsageError when the family refuses these sizes."""
+        return build(self.schedule, self.pp, self.m, self.v if self.v > 1 else None, {})
+
+    def text(self) -> str:
+        """The layout as `parse` reads it; keys at their default are left out, but for the axes in use."""
+        default = PlannedLayout()
+        values = {
+            key: value for key, value in asdict(self).items() if value != getattr(default, key) and key != "stages"
+        }
+        return ",".join(f"{key}={value}" for key, value in values.items()) or "dp=1"
+
+
+def values_of(text: str, option: str) -> dict[str, int | float | str]:
+    """Field -> value in `"tp=2,pp=2,schedule=1f1b"`.
+
+    Raises UsageError that names the key and the value, with the nearest valid one; `option` is what gave the text.
+    """
+    kinds = {spec.name: spec.type for spec in fields(PlannedLayout) if spec.name != "stages"}
+    values: dict[str, int | float | str] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (word.strip() for word in item.partition("="))
+        key = key.replace("-", "_")
+        if key not in kinds:
+            raise UsageError(f"{option}: there is no key {key!r:.100}{did_you_mean(key, kinds)}")
+        if not equals or not value:
+            raise UsageError(f"{option}: {key} has no value; write {key}=…")
+        values[key] = value if kinds[key] == "str" else _number(key, value, kinds[key] == "float", option)
+    choices = (("cut", CUTS), ("recompute", RECOMPUTE))
+    for key, known in choices:
+        for part in str(values.get(key, known[0])).split("+"):
+            if part not in known or (part in ("none", "full") and part != values.get(key, part)):
+                raise UsageError(f"{option}: {key}={values[key]!r:.100} is not known{did_you_mean(part, known)}")
+    return values
+
+
+def _number(key: str, text: str, real: bool, option: str) -> int | float:
+    try:
+        number = float(text) if real else int(text)
+    except ValueError:
+        raise UsageError(f"{option}: {key}={text!r:.100} is not a number; nearest: {key}=1") from None
+    least, most = 0 if key in ("zero", "capacity", "etp") else 1, 3 if key == "zero" else 10**6
+    if not least <= number <= most:
+        nearest = min(max(number, least), most)
+        raise UsageError(f"{option}: {key}={text:.100} is outside {least} to {most}; nearest: {key}={nearest:g}")
+    return number
+
+
+def parse(text: str, base: PlannedLayout = PlannedLayout()) -> PlannedLayout:
+    """The layout that `values_of` describes; what the text leaves out is as in `base`."""
+    return replace(base, **values_of(text, "--layout"))  # type: ignore[arg-type]
+
+
+def problems(shape: ModelShape, layout: PlannedLayout) -> list[str]:
+    """Return a sentence for each thing that makes the layout impossible for the model."""
+    reasons = []
+
+    def divides(key: str, size: int, total: int, what: str) -> None:
+        if total % size:
+            nearest = max(each for each in range(1, size) if total % each == 0)
+            reasons.append(f"{key}={size} does not divide the {total} {what}; nearest: {key}={nearest}")
+
+    divides("tp", layout.tp, shape.heads, "attention heads")
+    if shape.latent is None:
+        divides("tp", layout.tp, shape.key_value_heads, "key and value heads")
+    divides("tp", layout.tp, shape.feed_forward, "elements of the feed-forward width")
+    if layout.etp not in (0, 1, layout.tp):
+        reasons.append(f"etp={layout.etp} is neither 1 nor tp; nearest: etp=1")
+    divides("ep", layout.ep, layout.expert_ranks, "ranks of dp x cp x tp / etp")
+    if layout.ep > 1 and not shape.experts:
+        reasons.append(f"ep={layout.ep}: the model has no experts; nearest: ep=1")
+    elif layout.ep > 1:
+        divides("ep", layout.ep, shape.experts, "experts")
+    divides("cp", 2 * layout.cp if layout.cp > 1 else 1, layout.seq, "tokens of a sequence")
+    if layout.pp * layout.v > shape.layers:
+        nearest = max(1, shape.layers // layout.pp)
+        reasons.append(
+            f"pp={layout.pp} times v={layout.v} is more than the {shape.layers} blocks; nearest: v={nearest}"
+        )
+    return reasons
+
+
+def spans(layout: PlannedLayout, schedule: Schedule, stage_layers: list[int]) -> list[tuple[int, int]]:
+    """Stage -> (its first layer, the layer behind its last)."""
+    ends = list(pairwise([0, *accumulate(stage_layers)]))
+    return [ends[position] for position in schedule.position_of]

@@ -1,0 +1,167 @@
+"""Memory of each rank: what stands for the whole run, and the peak along the rank's own program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from pipeloom.plan.blocks import ELEMENT, LayerOps, Runtime, placeholders
+from pipeloom.plan.layout import PlannedLayout
+from pipeloom.schedule import Schedule
+from pipeloom.schedule.actions import kind_of
+from pipeloom.schedule.model import parts
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one device. The first seven lines are `allocated`; reserve and overhead are outside of it.
+
+    Attributes:
+        parameters, gradients, optimizer: of the stages that the rank holds, as ZeRO divides them.
+        gathered: whole copies of sharded weights, and of gradients before their reduction.
+        buffers: placeholders of weight gradients and the libraries' workspace.
+        activations: saved tensors at the rank's peak.
+        temporaries: what the action at the peak needs besides.
+        reserve: what the allocator holds over its peak (fragments, blocks of other sizes).
+        overhead: the CUDA context, NCCL's buffers.
+        peak_action: the action at which the peak is, in words.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    buffers: float
+    activations: float
+    temporaries: float
+    reserve: float
+    overhead: float
+    peak_action: str
+
+    @property
+    def allocated(self) -> float:
+        """Bytes that the allocator hands out at the peak."""
+        named = [spec.name for spec in fields(self)]
+        return float(sum(getattr(self, name) for name in named[: named.index("reserve")]))
+
+    @property
+    def total(self) -> float:
+        """Bytes that the device must have."""
+        return self.allocated + self.reserve + self.overhead
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one micro-batch on one stage: held from F, still held between I and W, and above that at the backward's peak."""
+
+    saved: float
+    pending: float
+    extra: float
+
+
+def stage_memory(layers: Sequence[LayerOps]) -> StageMemory:
+    """Sum the layers of a stage; the backward runs from the last to the first and frees what it has used."""
+    freed, extra = 0.0, 0.0
+    for layer in reversed(layers):
+        extra = max(extra, layer.backward_peak - freed)
+        freed += layer.saved
+    saved = sum(layer.saved for layer in layers)
+    return StageMemory(saved, sum(layer.pending for layer in layers), extra)
+
+
+def peak(schedule: Schedule, rank: int, stages: Sequence[StageMemory]) -> tuple[float, float, str]:
+    """(saved tensors, temporaries, action) at the rank's peak, which depends on the order of its program alone."""
+    held, best = 0.0, (0.0, 0.0, "-")
+    for cell in schedule.programs[rank]:
+        change = extra = 0.0
+        actions = parts(cell)
+        for action in actions:
+            stage, kind = stages[action.stage], kind_of(action.kind)
+            if kind.is_forward:
+                change += stage.saved
+            elif action.kind == "B":
+                change, extra = change - stage.saved, max(extra, stage.extra)
+            elif action.kind == "I":
+                change, extra = change - stage.saved + stage.pending, max(extra, stage.extra)
+            elif action.kind == "W":
+                change -= stage.pending
+        claimed = sum(stages[action.stage].saved for action in actions if kind_of(action.kind).is_forward)
+        if held + claimed + extra > best[0] + best[1]:
+            best = (held + claimed, extra, str(cell))
+        held += change
+    return best
+
+
+def rank_memory(
+    layers: Sequence[LayerOps],
+    spans: Sequence[tuple[int, int]],
+    layout: PlannedLayout,
+    schedule: Schedule,
+    runtime: Runtime,
+) -> list[RankMemory]:
+    """Pipeline rank -> its memory.
+
+    Args:
+        layers: [embedding, block, …, output layer], as `layers_of` returns them.
+        spans: stage -> (its first layer, the layer behind its last).
+    """
+    of_stage = [stage_memory([layers[at] for at in range(*span)]) for span in spans]
+    replicas = layout.dp * layout.cp
+    result = []
+    for rank, stages in enumerate(schedule.stages_of):
+        held = [layers[at] for stage in stages for at in range(*spans[stage])]
+        # (parameters, ranks that hold the same ones)
+        groups = [
+            (sum(layer.parameters[at] for layer in held), ranks)
+            for at, ranks in enumerate((replicas, layout.expert_replicas))
+        ]
+        saved, extra, action = peak(schedule, rank, of_stage)
+        weights, gradients, optimizer, gathered = state_bytes(
+            groups, max((sum(layer.parameters) for layer in held), default=0.0), layout, runtime
+        )
+        buffers = runtime.workspace + (placeholders(held) if runtime.gradient_placeholders else 0.0)
+        result.append(
+            RankMemory(
+                weights,
+                gradients,
+                optimizer,
+                gathered,
+                buffers,
+                saved,
+                extra,
+                runtime.margin * (saved + extra),
+                runtime.overhead,
+                action,
+            )
+        )
+    return result
+
+
+def state_bytes(
+    groups: Sequence[tuple[float, int]], largest: float, layout: PlannedLayout, runtime: Runtime
+) -> tuple[float, float, float, float]:
+    """Bytes of (weights, gradients, optimizer state, gathered copies).
+
+    Mixed precision: bf16 weights, fp32 gradients, and for AdamW an fp32 copy of the weights and two moments (2 + 4 + 12 bytes a
+    parameter), each divided by the replicas from its ZeRO level on (arXiv 1910.02054). `fully_shard` keeps no bf16 copy but the
+    gathered one: 4 + 4 + 8.
+
+    Args:
+        groups: (parameters, ranks that hold the same ones) of what every rank of an ep group holds, and of the experts.
+        largest: parameters of the largest layer, which is gathered whole.
+    """
+    whole = sum(count for count, _ in groups)
+    shard = sum(count / replicas for count, replicas in groups)
+    if runtime.sharded:
+        # Two layers gathered at once (one computes, one is on its way), and a layer's gradient before its reduction; a pipeline's
+        # stages stay gathered, and accumulate whole gradients over their micro-batches.
+        gathered = ELEMENT * whole + 4 * whole if layout.pp > 1 else 2 * ELEMENT * largest + (ELEMENT + 4) * largest
+        return 4 * shard, 4 * shard, 8 * shard, gathered
+    zero = layout.zero
+    gathered = (2 * ELEMENT * largest if zero == 3 else 0.0) + (4 * largest if zero >= 2 else 0.0)
+    return (
+        ELEMENT * (shard if zero == 3 else whole),
+        4 * (shard if zero >= 2 else whole),
+        12 * (shard if zero >= 1 else whole),
+        gathered,
+    )

@@ -1,0 +1,138 @@
+"""The costs of a layout: memory of every rank and seconds of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from pipeloom.config.stages import balance
+from pipeloom.errors import UsageError
+from pipeloom.plan.blocks import LayerOps, Runtime, Split, layers_of
+from pipeloom.plan.layout import PlannedLayout, problems, spans
+from pipeloom.plan.memory import RankMemory, rank_memory
+from pipeloom.plan.model import ModelShape
+from pipeloom.plan.time import AxisRates, Device, StageSeconds, StepTime, costs, stage_times, state_seconds
+from pipeloom.schedule import Costs, Schedule, simulate
+
+
+@dataclass(frozen=True)
+class LayoutCosts:
+    """Predicted costs of one layout.
+
+    Attributes:
+        stages: layers of each stage by position.
+        ranks: pipeline rank -> its memory on one device.
+        step: seconds.
+        tokens: per second and device.
+    """
+
+    layout: PlannedLayout
+    stages: tuple[int, ...]
+    ranks: tuple[RankMemory, ...]
+    step: StepTime
+    tokens: float
+
+    @property
+    def worst(self) -> int:
+        """The pipeline rank that needs the most memory."""
+        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].total)
+
+    @property
+    def peak(self) -> float:
+        """Bytes that a device must have."""
+        return self.ranks[self.worst].total
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Predicts layouts of one model on one kind of device under one runtime."""
+
+    shape: ModelShape
+    device: Device
+    runtime: Runtime
+
+    def layers(self, layout: PlannedLayout) -> list[LayerOps]:
+        """[embedding, block, …, output layer] of one device under the layout."""
+        tokens = layout.micro_batch * layout.seq // layout.cp
+        split = Split(
+            self.runtime, tokens, layout.seq, layout.tp, layout.ep, layout.cp, layout.capacity, layout.etp or layout.tp
+        )
+        # blocks of the same kind are one object
+        whole = layers_of(self.shape, split)
+        copies = {id(layer): layer.recomputed(layout.recompute) for layer in whole}
+        return [copies[id(layer)] for layer in whole]
+
+    def cut(self, layout: PlannedLayout, layers: list[LayerOps], links: AxisRates, positions: int) -> tuple[int, ...]:
+        """The layers of each stage."""
+        if layout.stages:
+            return layout.stages
+        if layout.cut == "even":
+            fewest, more = divmod(len(layers) - 2, positions)
+            blocks = [fewest + (at < more) for at in range(positions)]
+            return tuple(count + (at == 0) + (at == positions - 1) for at, count in enumerate(blocks))
+        known: dict[int, int] = {}
+        for layer in layers:
+            if id(layer) not in known:
+                times = stage_times([layer], layout, self.runtime, self.device, links)
+                known[id(layer)] = round(1e9 * times.total)
+        return tuple(balance([known[id(layer)] for layer in layers], positions))
+
+    def predict(self, layout: PlannedLayout) -> LayoutCosts:
+        """The costs of `layout`. Raises UsageError for one that the model, or its schedule's family, does not allow."""
+        if reasons := problems(self.shape, layout):
+            raise UsageError("; ".join(reasons))
+        schedule = built(layout)
+        layers, links = self.layers(layout), AxisRates.of(layout, self.device)
+        stages = self.cut(layout, layers, links, schedule.positions)
+        if sum(stages) != len(layers) or len(stages) != schedule.positions:
+            raise UsageError(
+                f"stages={list(stages)}: they must be {schedule.positions} stages of {len(layers)} layers in all"
+            )
+        of_stage = spans(layout, schedule, list(stages))
+        times: dict[tuple[int, int], StageSeconds] = {}
+        for span in set(of_stage):
+            times[span] = stage_times([layers[at] for at in range(*span)], layout, self.runtime, self.device, links)
+        memory = rank_memory(layers, of_stage, layout, schedule, self.runtime)
+        makespan, busy = _pipeline(layout, costs([times[span] for span in of_stage], layout, self.shape.hidden, links))
+        slowest = (0.0, 0.0)
+        for mine in schedule.stages_of:
+            held = [layers[at].parameters for stage in mine for at in range(*of_stage[stage])]
+            shared, experts = (sum(each[at] for each in held) for at in (0, 1))
+            slowest = max(slowest, state_seconds(shared, experts, layout, self.runtime, self.device, links))
+        work = sum(times[span].total for span in of_stage)
+        sent = sum(times[span].sent_forward + times[span].sent_backward for span in of_stage)
+        step = StepTime(busy * (1 - sent / work), busy * sent / work, max(0.0, makespan - busy), *slowest)
+        tokens = layout.sequences * layout.seq / step.total / layout.world
+        return LayoutCosts(layout, stages, tuple(memory), step, tokens)
+
+    def measured(self, prediction: LayoutCosts, microbatches: int, seconds: float) -> LayoutCosts:
+        """The prediction with its times scaled so that the same layout with `microbatches` takes the measured `seconds`."""
+        reference = self.predict(replace(prediction.layout, m=microbatches))
+        factor = seconds / reference.step.total
+        return replace(prediction, step=prediction.step.scaled(factor), tokens=prediction.tokens / factor)
+
+
+# Actions from which a step is extrapolated: in the steady state its time is linear in the micro-batches.
+SIMULATED_ACTIONS = 30_000
+
+
+def _pipeline(layout: PlannedLayout, costs: Costs) -> tuple[float, float]:
+    """(makespan, mean busy time of a rank) in seconds."""
+    sizes, rounds = [layout.m], layout.m // layout.pp
+    if layout.m * layout.pp * layout.v > SIMULATED_ACTIONS and rounds > 5:
+        sizes = [layout.m - (rounds - few) * layout.pp for few in (3, 4)]
+    runs = [simulate(built(replace(layout, m=m)), costs) for m in sizes]
+    ends = [(run.makespan, sum(run.busy) / layout.pp) for run in runs]
+    more = (layout.m - sizes[-1]) / layout.pp
+    makespan, busy = (last + more * (last - first) for first, last in zip(ends[0], ends[-1], strict=True))
+    return makespan, busy
+
+
+@lru_cache(maxsize=256)
+def _built(schedule: str, pp: int, m: int, v: int) -> Schedule:
+    return PlannedLayout(schedule=schedule, pp=pp, m=m, v=v).built()
+
+
+def built(layout: PlannedLayout) -> Schedule:
+    """The layout's schedule; layouts that differ elsewhere share it."""
+    return _built(layout.schedule, layout.pp, layout.m, layout.v)

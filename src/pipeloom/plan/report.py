@@ -1,0 +1,183 @@
+"""A plan in words: the table, the memory of the fullest rank line by line, and why the neighbours of the best layout lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from pipeloom.errors import UsageError
+from pipeloom.plan.layout import PlannedLayout, problems
+from pipeloom.plan.memory import RankMemory
+from pipeloom.plan.predict import LayoutCosts, Planner
+from pipeloom.plan.search import RECOMPUTED, LayoutPlan, PlanRequest, search
+
+GIB = 2**30
+_CAUSES = {
+    "compute": "more computation (recomputed layers, smaller products, or an uneven cut)",
+    "exchange": "more time in collectives of tp, cp and ep",
+    "idle": "a larger bubble",
+    "reduction": "more time for the gradients' sum over the replicas",
+    "optimizer": "a slower optimizer step",
+    "host": "more waiting for the hosts",
+}
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A layout one step from the best, and the sentence that says why it lost."""
+
+    layout: PlannedLayout
+    change: str
+    reason: str
+
+
+def gib(size: float) -> str:
+    """Bytes as people write them in a table: "61.2"."""
+    return f"{size / GIB:.1f}"
+
+
+def table(predictions: list[LayoutCosts]) -> list[list[str]]:
+    """Rows of a table, the head first."""
+    rows = [["layout", "tokens/s/device", "step s", "idle", "exchange", "GiB", "worst rank"]]
+    for each in predictions:
+        parts, total = each.step.parts(), each.step.total
+        shares = [f"{100 * parts[name] / total:.0f} %" for name in ("idle", "exchange")]
+        rows.append(
+            [
+                each.layout.text(),
+                f"{each.tokens:,.0f}",
+                f"{total:.3g}",
+                *shares,
+                gib(each.peak),
+                f"{each.worst} at {each.ranks[each.worst].peak_action}",
+            ]
+        )
+    return rows
+
+
+def memory_rows(ranks: tuple[RankMemory, ...]) -> list[list[str]]:
+    """A column for each of the (at most eight) ranks, a row for each line of memory in GiB, the head first."""
+    columns = list(range(len(ranks))) if len(ranks) <= 8 else [0, 1, 2, len(ranks) // 2, len(ranks) - 2, len(ranks) - 1]
+    names = [spec.name for spec in fields(RankMemory) if spec.name != "peak_action"]
+    at = names.index("reserve")
+    rows = [["GiB on one device", *(f"rank {rank}" for rank in columns)]]
+    for name in [*names[:at], "allocated", *names[at:], "total"]:
+        rows.append([name, *(gib(getattr(ranks[rank], name)) for rank in columns)])
+    return rows
+
+
+def _steps(layout: PlannedLayout) -> Iterator[tuple[str, PlannedLayout]]:
+    """(what changes, the layout) of every layout one step away that keeps devices and sequences."""
+    for grown in ("tp", "pp", "cp", "dp"):
+        for shrunk in ("tp", "pp", "cp", "dp"):
+            a, b = getattr(layout, grown), getattr(layout, shrunk)
+            if grown == shrunk or b % 2 or ("cp" in (grown, shrunk) and layout.cp == 1 and grown != "cp"):
+                continue
+            changed = replace(layout, **{grown: 2 * a, shrunk: b // 2})
+            sequences = layout.sequences
+            if sequences % (changed.dp * changed.micro_batch):
+                continue
+            yield (
+                f"{grown} {2 * a}, {shrunk} {b // 2}",
+                replace(changed, m=sequences // (changed.dp * changed.micro_batch)),
+            )
+    for ep in (layout.ep * 2, layout.ep // 2):
+        if ep and ep != layout.ep:
+            yield f"ep {ep}", replace(layout, ep=ep)
+    for v in {layout.v * 2, layout.v // 2} - {0, 2 if layout.schedule == "zbv" else 0}:
+        if layout.pp > 1 and layout.schedule != "zbv":
+            yield f"v {v}", replace(layout, v=v, schedule="interleaved" if v > 1 else "1f1b")
+    if layout.m % 2 == 0:
+        yield (
+            f"micro_batch {2 * layout.micro_batch}",
+            replace(layout, micro_batch=2 * layout.micro_batch, m=layout.m // 2),
+        )
+    for recompute in RECOMPUTED:
+        if recompute != layout.recompute:
+            yield f"recompute {recompute}", replace(layout, recompute=recompute)
+
+
+def neighbours(planner: Planner, best: LayoutCosts, request: PlanRequest) -> list[Neighbour]:
+    """Every layout one step from the best one, with the reason why it is not the best."""
+    neighbouring = []
+    for change, layout in _steps(best.layout):
+        if problems(planner.shape, layout) or (layout.cp > 1 and best.layout.cp == 1 and not request.context_parallel):
+            continue
+        try:
+            prediction = planner.predict(layout)
+        except UsageError:
+            continue
+        neighbouring.append(Neighbour(layout, change, reason(prediction, best, request.memory)))
+    return neighbouring
+
+
+def reason(prediction: LayoutCosts, best: LayoutCosts, memory: float) -> str:
+    """Return why `prediction` is worse than `best` in `memory` bytes."""
+    slower = prediction.step.total / best.step.total - 1
+    pace = f"{100 * slower:.1f} % slower" if slower > 0 else f"{-100 * slower:.1f} % faster"
+    if prediction.peak > memory:
+        rank = prediction.worst
+        short = gib(prediction.peak - memory)
+        return f"does not fit: rank {rank} needs {gib(prediction.peak)} GiB, {short} more than there is (it would be {pace})"
+    if slower <= 0:
+        return f"{pace}, and was not searched" if slower < -0.001 else "as fast"
+    parts, reference = prediction.step.parts(), best.step.parts()
+    name = max(parts, key=lambda each: parts[each] - reference[each])
+    return f"{pace}: {_CAUSES[name]}, {reference[name]:.3g} → {parts[name]:.3g} s of {prediction.step.total:.3g}"
+
+
+def advice(plan: LayoutPlan) -> str:
+    """Return a sentence that says whether the pipeline pays."""
+    flat = [each for each in plan.predictions if each.layout.pp == 1]
+    deep = [each for each in plan.predictions if each.layout.pp > 1]
+    if not deep:
+        return "do not pipeline this: no layout with pp above 1 is among those that fit"
+    if not flat:
+        return "a pipeline is needed: no layout with pp = 1 is among those that fit"
+    gain = deep[0].tokens / flat[0].tokens - 1
+    if gain <= 0:
+        return f"do not pipeline this: the best layout with pp = 1 is {-100 * gain:.1f} % faster than the best with a pipeline"
+    return f"the pipeline pays: {100 * gain:.1f} % faster than the best layout with pp = 1 ({flat[0].layout.text()})"
+
+
+def as_dict(prediction: LayoutCosts) -> dict[str, object]:
+    """The prediction as JSON."""
+    return {
+        "layout": prediction.layout.text(),
+        "world": prediction.layout.world,
+        "stages": list(prediction.stages),
+        "step_seconds": prediction.step.total,
+        "step_parts": prediction.step.parts(),
+        "tokens_per_second_per_device": prediction.tokens,
+        "peak_bytes": prediction.peak,
+        "worst_rank": prediction.worst,
+        "allocated_bytes": [round(each.allocated) for each in prediction.ranks],
+        "reserved_margin_bytes": [round(each.reserve) for each in prediction.ranks],
+        "overhead_bytes": [round(each.overhead) for each in prediction.ranks],
+        "memory": [
+            {
+                spec.name: value if isinstance(value := getattr(each, spec.name), str) else round(value)
+                for spec in fields(each)
+            }
+            for each in prediction.ranks
+        ],
+    }
+
+
+def what_if(planner: Planner, request: PlanRequest, best: LayoutCosts) -> list[str]:
+    """Sentences: the best layout where links are half as fast, and where a tenth of the memory is missing."""
+    device = planner.device
+    slower = replace(planner, device=replace(device, link=device.link / 2, network=device.network / 2))
+    lines = []
+    for words, each, asked in (
+        ("links half as fast", slower, request),
+        ("a tenth less memory", planner, replace(request, memory=0.9 * request.memory)),
+    ):
+        plan = search(each, asked)
+        if not plan.predictions:
+            lines.append(f"with {words}: nothing fits")
+            continue
+        change = plan.best.tokens / best.tokens - 1
+        same = "the same layout" if plan.best.layout == best.layout else plan.best.layout.text()
+        lines.append(f"with {words}: {same}, {100 * change:+.1f} % tokens/s")
+    return lines

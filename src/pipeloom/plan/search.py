@@ -1,0 +1,262 @@
+"""Search over layouts: every one that the model and the devices allow is estimated, the most promising are predicted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipeloom.config.stages import balance
+from pipeloom.errors import UsageError
+from pipeloom.plan.blocks import LayerOps
+from pipeloom.plan.layout import PlannedLayout, problems
+from pipeloom.plan.memory import state_bytes
+from pipeloom.plan.predict import LayoutCosts, Planner
+from pipeloom.plan.time import HOST, AxisRates, gathers_by_microbatch, stage_times, state_seconds
+
+RECOMPUTED = ("none", "norms+activation", "full")
+# Family -> its numbers of chunks that are tried; those that need a multiple of the ranks in micro-batches.
+CHUNKS = {"1f1b": (1,), "zb-h1": (1,), "interleaved": (2, 4, 8), "zbv": (2,)}
+WHOLE_ROUNDS = ("interleaved",)
+OFFERED = {
+    "megatron": ("1f1b", "interleaved"),
+    "torchtitan": ("1f1b", "interleaved", "zbv"),
+    "pipeloom": ("1f1b", "interleaved", "zb-h1", "zbv"),
+}
+_SPREAD = ("dp", "tp", "cp", "pp", "ep", "m", "micro_batch", "recompute")
+EXACT = 24  # most layouts that are predicted exactly
+SECONDS = 20.0  # after which no further layout is predicted
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The question to the planner.
+
+    Attributes:
+        devices: their number.
+        memory: bytes that a device may use.
+        sequences: of a step, over all replicas.
+        seq: tokens of a sequence.
+        schedules: names of families that may be used.
+        zero: levels that may be used.
+        capacity: factor of the experts.
+        fixed: name of a field of `PlannedLayout` -> the value that it must have.
+        context_parallel: whether cp above 1 may be used.
+        recompute: what may be recomputed.
+    """
+
+    devices: int
+    memory: float
+    sequences: int
+    seq: int
+    schedules: tuple[str, ...]
+    zero: tuple[int, ...] = (1,)
+    capacity: float = 0.0
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    context_parallel: bool = True
+    recompute: tuple[str, ...] = RECOMPUTED
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A layout with its estimated bytes on the fullest device and seconds of a step."""
+
+    layout: PlannedLayout
+    memory: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """The outcome of a search.
+
+    Attributes:
+        predictions: layouts that fit, the fastest first.
+        best: the first of them.
+        estimates: all layouts that were looked at.
+        smallest: the estimate with the least memory, also where none fits.
+    """
+
+    predictions: tuple[LayoutCosts, ...]
+    estimates: tuple[Estimate, ...]
+    smallest: Estimate
+
+    @property
+    def best(self) -> LayoutCosts:
+        return self.predictions[0]
+
+    @property
+    def pareto(self) -> list[LayoutCosts]:
+        """Those of which no other one is as fast with as little memory, the fastest first."""
+        frontier: list[LayoutCosts] = []
+        for each in self.predictions:
+            if all(each.peak < other.peak for other in frontier):
+                frontier.append(each)
+        return frontier
+
+
+def search(planner: Planner, request: PlanRequest) -> LayoutPlan:
+    """The layouts of `request`, ranked. Raises UsageError where no layout exists for so many devices."""
+    estimates = sorted(_estimates(planner, request), key=lambda each: each.seconds)
+    if not estimates:
+        raise UsageError(
+            f"--devices {request.devices}: no layout of {planner.shape.name} uses them with {request.sequences} sequences "
+            f"a step; nearest: a number that divides by few primes, such as {1 << (request.devices.bit_length() - 1)}"
+        )
+    fitting = [each for each in estimates if each.memory <= request.memory]
+    # besides the fastest, the fastest of each depth, so that the table shows what the pipeline costs
+    candidates = list({(each.layout.pp, each.layout.recompute): each for each in reversed(fitting)}.values())
+    candidates = sorted(candidates, key=lambda each: each.seconds)[: EXACT // 2]
+    candidates += [each for each in fitting[:EXACT] if each not in candidates][: EXACT - len(candidates)]
+    predictions, until = [], time.monotonic() + SECONDS
+    for each in sorted(candidates, key=lambda each: each.seconds):
+        try:
+            prediction = planner.predict(each.layout)
+        except UsageError:  # a family that refuses these sizes
+            continue
+        if prediction.peak <= request.memory:
+            predictions.append(prediction)
+        if time.monotonic() > until:
+            break
+    predictions.sort(key=lambda each: -each.tokens)
+    return LayoutPlan(tuple(predictions), tuple(estimates), min(estimates, key=lambda each: each.memory))
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << n for n in range(most.bit_length()) if 1 << n <= most]
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _spreads(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
+    """Every size of the axes that uses all devices, with every size of a micro-batch and what may be recomputed."""
+    shape, device = planner.shape, planner.device
+    for tp in _powers(min(device.per_node, shape.heads)):
+        for cp in _powers(max(1, min(16, request.seq // 4096)) if request.context_parallel else 1):
+            if request.devices % (tp * cp):
+                continue
+            for pp in _divisors(request.devices // (tp * cp)):
+                dp = request.devices // (tp * cp * pp)
+                if pp > shape.layers or request.sequences % dp:
+                    continue
+                # Megatron gives each expert to one rank of tp, the others divide it
+                etp = 1 if shape.experts and planner.runtime.whole_experts else 0
+                expert_ranks = _powers(min(dp * cp * (tp if etp else 1), shape.experts)) if shape.experts else [1]
+                for micro_batch in (1, 2, 4):
+                    if request.sequences % (dp * micro_batch):
+                        continue
+                    for ep in expert_ranks:
+                        for recompute in request.recompute:
+                            layout = PlannedLayout(
+                                dp, tp, cp, pp, ep, m=request.sequences // (dp * micro_batch), micro_batch=micro_batch,
+                                seq=request.seq, recompute=recompute, capacity=request.capacity, etp=etp,
+                            )  # fmt: skip
+                            fixed = {key: value for key, value in request.fixed.items() if key in _SPREAD}
+                            if all(getattr(layout, key) == value for key, value in fixed.items()) and not problems(
+                                shape, layout
+                            ):
+                                yield layout
+
+
+def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
+    """Estimates of all layouts."""
+    known: dict[tuple[object, ...], _Sums] = {}
+    cuts: dict[tuple[object, ...], _Cut] = {}
+    for layout in _spreads(planner, request):
+        links = AxisRates.of(layout, planner.device)
+        key = (layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.recompute, links)
+        for name in request.schedules if layout.pp > 1 else request.schedules[:1]:
+            for v in CHUNKS[name] if layout.pp > 1 else (1,):
+                if layout.pp * v > planner.shape.layers or (name in WHOLE_ROUNDS and layout.m % layout.pp):
+                    continue
+                for zero in request.zero:
+                    candidate = replace(layout, v=v, schedule=name, zero=zero)
+                    if not all(getattr(candidate, key) == value for key, value in request.fixed.items()):
+                        continue
+                    gathers = layout.dp if gathers_by_microbatch(candidate, planner.runtime) else 0
+                    if (*key, gathers) not in known:
+                        known[*key, gathers] = _Sums.of(planner, candidate, links)
+                    sums, place = known[*key, gathers], (*key, gathers, layout.pp, v, name == "zbv")
+                    if place not in cuts:
+                        cuts[place] = sums.cut(layout.pp, v, vee=name == "zbv")
+                    yield _estimate(planner, candidate, links, cuts[place])
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """Sums over the layers of one pipeline rank, of one micro-batch."""
+
+    seconds: float
+    saved: float
+    shared: float
+    experts: float
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The ranks of a cut, and the largest temporaries and the largest layer of the model."""
+
+    ranks: tuple[_Rank, ...]
+    extra: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """The layers of a model under a layout, and their times."""
+
+    layers: list[LayerOps]
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def of(cls, planner: Planner, layout: PlannedLayout, links: AxisRates) -> _Sums:
+        layers = planner.layers(layout)
+        times: dict[int, float] = {}
+        for layer in layers:
+            if id(layer) not in times:
+                times[id(layer)] = stage_times([layer], layout, planner.runtime, planner.device, links).total
+        return cls(layers, tuple(times[id(layer)] for layer in layers))
+
+    def cut(self, ranks: int, chunks: int, *, vee: bool) -> _Cut:
+        """The layers in balanced stages, and these on ranks: in a loop, or back and forth."""
+        of_stage = balance([round(1e9 * each) for each in self.seconds], ranks * chunks)
+        sums, start = [[0.0] * 4 for _ in range(ranks)], 0
+        for stage, count in enumerate(of_stage):
+            rank = stage % ranks
+            if vee and stage // ranks % 2:
+                rank = ranks - 1 - rank
+            for at in range(start, start + count):
+                layer = self.layers[at]
+                for field_, value in enumerate((self.seconds[at], layer.saved, *layer.parameters)):
+                    sums[rank][field_] += value
+            start += count
+        distinct = {id(layer): layer for layer in self.layers}.values()
+        extra, largest = max(each.backward_peak for each in distinct), max(sum(each.parameters) for each in distinct)
+        return _Cut(tuple(_Rank(*each) for each in sums), extra, largest)
+
+
+def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _Cut) -> Estimate:
+    """1F1B's laws: the heaviest rank works for all micro-batches, and the others pass the first one to it and the last one on.
+
+    Rank r of p keeps p - r micro-batches; interleaved, p + (p - 1 - 2 r) / v - r more; zbv p on every rank.
+    """
+    p, v, m, runtime = layout.pp, layout.v, layout.m, planner.runtime
+    heaviest = max(rank.seconds for rank in cut.ranks)
+    fill = (sum(rank.seconds for rank in cut.ranks) - heaviest) / v
+    if layout.schedule in ("zbv", "zb-h1"):
+        fill /= 3
+    memory, state_time = 0.0, (0.0, 0.0)
+    replicas = layout.dp * layout.cp
+    for at, rank in enumerate(cut.ranks):
+        alive = {"interleaved": p - at + (p - 1 - at) / v, "zbv": p, "zb-h1": p}.get(layout.schedule, p - at)
+        state = state_bytes(
+            [(rank.shared, replicas), (rank.experts, layout.expert_replicas)], cut.largest, layout, runtime
+        )
+        memory = max(memory, sum(state) + (1 + runtime.margin) * rank.saved * min(m, alive))
+        spent = state_seconds(rank.shared, rank.experts, layout, runtime, planner.device, links)
+        state_time = max(state_time, spent)
+    memory += runtime.workspace + runtime.overhead + (1 + runtime.margin) * cut.extra
+    return Estimate(layout, memory, heaviest * m + fill + sum(state_time) + HOST)

@@ -1,0 +1,259 @@
+"""Time of a step: the operations of each stage on a device, their exchanges, and the schedule that orders them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from importlib import resources
+from typing import Any
+
+from pipeloom.errors import UsageError, did_you_mean
+from pipeloom.plan.blocks import ELEMENT, LayerOps, Op, Runtime
+from pipeloom.plan.layout import PlannedLayout
+from pipeloom.schedule import Costs
+
+# Share of a link's rate that a collective reaches, of memory's rate that an elementwise operation reaches, and of a product's
+# rate that fused attention and grouped products reach.
+LINK_SHARE, MEMORY_SHARE, ATTENTION_SHARE, GROUPED_SHARE = 0.45, 0.8, 0.6, 0.85
+# A product of which one side is this long runs at half of the rate of a large one.
+HALF_RATE_SIDE = 192
+LATENCY = 15e-6  # seconds of a collective, whatever its size
+LAUNCH = 4e-6  # seconds of an operation, whatever its size
+HOST = 0.02  # seconds of a step in which devices wait for their hosts: batches, norms of gradients, logs
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of accelerator and the links of its node.
+
+    Attributes:
+        flops: bf16 operations per second.
+        memory: bytes.
+        bandwidth: of its memory, bytes per second.
+        link: of one device to the others of its node, bytes per second and direction.
+        network: of one device to other nodes.
+        per_node: devices of a node.
+        efficiency: share of `flops` that large products reach.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    bandwidth: float
+    link: float
+    network: float
+    per_node: int
+    efficiency: float
+
+
+def devices() -> dict[str, dict[str, Any]]:
+    """Name -> data sheet of the devices that are known by name."""
+    return dict(json.loads(resources.files("pipeloom.plan").joinpath("devices.json").read_text()))
+
+
+def device(name: str) -> Device:
+    """The device called `name`. Raises UsageError with the nearest names."""
+    known = devices()
+    if name.lower() not in known:
+        raise UsageError(f"--device {name!r:.100} is not known{did_you_mean(name.lower(), known)}")
+    sheet = known[name.lower()]
+    return Device(
+        name.lower(),
+        sheet["tflops"] * 1e12,
+        sheet["gigabytes"] * 1e9,
+        sheet["hbm_tbps"] * 1e12,
+        sheet["link_gbps"] * 1e9,
+        sheet["network_gbps"] * 1e9,
+        sheet["per_node"],
+        sheet["product_efficiency"],
+    )
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of one micro-batch on one stage; of F and I, `sent_forward` and `sent_backward` are communication."""
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    sent_forward: float
+    sent_backward: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of F, I and W."""
+        return self.forward + self.input_grad + self.weight_grad
+
+
+@dataclass(frozen=True)
+class AxisRates:
+    """Rates in bytes per second of a group's exchange, by axis: within a node, or between nodes where the axis leaves it."""
+
+    tp: float
+    ep: float
+    cp: float
+    pp: float
+    dp: float
+
+    @classmethod
+    def of(cls, layout: PlannedLayout, device: Device) -> AxisRates:
+        """tp is the fastest axis, then cp and ep, dp, pp."""
+
+        def rate(reach: int) -> float:
+            return LINK_SHARE * (device.link if reach <= device.per_node else device.network)
+
+        inner = layout.tp * layout.cp
+        return cls(
+            rate(layout.tp),
+            rate(layout.ep * (1 if layout.etp == 1 else layout.tp)),
+            rate(inner),
+            rate(layout.world)
+            if layout.pp > 1 and inner * layout.dp >= device.per_node
+            else rate(inner * layout.dp * 2),
+            rate(inner * layout.dp),
+        )
+
+
+def gathers_by_microbatch(layout: PlannedLayout, runtime: Runtime) -> bool:
+    """Return whether sharded weights are gathered for every micro-batch (ZeRO-3; not by `fully_shard` in a pipeline)."""
+    return layout.pp == 1 if runtime.sharded else layout.zero == 3
+
+
+def stage_times(
+    layers: Sequence[LayerOps], layout: PlannedLayout, runtime: Runtime, device: Device, links: AxisRates
+) -> StageSeconds:
+    """Sum the layers of a stage.
+
+    A product takes the larger of its operations over the rate that its shortest side allows and of its bytes over the memory's
+    rate; an exchange takes its bytes over the link's rate. Backward: two products for each of the forward, one of them I's and
+    one W's; exchanges and elementwise work belong to I. What is recomputed adds its forward to I. Gathers of sharded weights
+    run beside the layer before, and take time as far as they are longer than a layer.
+    """
+    sums = [0.0] * 5
+    for layer in layers:
+        times = _layer_times(layer, layout, device, links)
+        if gathers_by_microbatch(layout, runtime):
+            replicas = layout.dp * layout.cp
+            gather = _seconds(ELEMENT * sum(layer.parameters) * (replicas - 1) / replicas, links.dp)
+            waits = max(0.0, gather - times[0]), max(0.0, 3 * gather - times[1] - times[2])
+            times = (times[0] + waits[0], times[1] + waits[1], times[2], times[3] + waits[0], times[4] + waits[1])
+        sums = [total + each for total, each in zip(sums, times, strict=True)]
+    return StageSeconds(*sums)
+
+
+def _layer_times(
+    layer: LayerOps, layout: PlannedLayout, device: Device, links: AxisRates
+) -> tuple[float, float, float, float, float]:
+    """The fields of `StageSeconds` for one layer whose weights are there."""
+    forward = input_grad = weight_grad = sent_forward = sent_backward = 0.0
+    whole = "mixed" in layer.dropped  # a whole block repeats its exchanges too
+    for op in layer.ops:
+        product = _product_seconds(op, device)
+        elementwise = op.traffic / (MEMORY_SHARE * device.bandwidth) + LAUNCH
+        sent = _seconds(op.tp_bytes, links.tp) + _seconds(op.ep_bytes, links.ep)
+        if op.attends:
+            sent += _context_exchange(op, layout, links)
+        forward += product + elementwise + sent
+        sent_forward += sent
+        # fused attention computes its scores again: 5 products for 2
+        input_grad += product * (2.5 if op.attends else 1.0) + 2 * elementwise + sent
+        sent_backward += sent
+        if op.flops and op.weights:
+            weights = sum(size * count for size, count in op.weights)
+            weight_grad += max(product, 8 * weights / (MEMORY_SHARE * device.bandwidth))
+        if whole or op.makes in layer.dropped:
+            input_grad += product + elementwise + sent * whole
+            sent_backward += sent * whole
+    return forward, input_grad, weight_grad, sent_forward, sent_backward
+
+
+def _seconds(size: float, rate: float) -> float:
+    return size / rate + LATENCY if size else 0.0
+
+
+def _context_exchange(op: Op, layout: PlannedLayout, links: AxisRates) -> float:
+    """Keys and values of the other ranks of cp: gathered once."""
+    if layout.cp == 1:
+        return 0.0
+    sizes = dict(op.saves)
+    return _seconds((sizes["key"] + sizes["value"]) * (layout.cp - 1), links.cp)
+
+
+def _product_seconds(op: Op, device: Device) -> float:
+    if not op.flops:
+        return 0.0
+    rate = device.flops * device.efficiency
+    if op.attends:
+        return op.flops / (rate * ATTENTION_SHARE)
+    (size, count), *_ = op.weights
+    rows = op.flops / (2 * size * count)  # of one expert, or of all tokens
+    side = min(rows, math.sqrt(size))
+    share = side / (side + HALF_RATE_SIDE) * (GROUPED_SHARE if op.expert else 1.0)
+    moved = ELEMENT * size * count
+    return max(op.flops / (rate * share), moved / (MEMORY_SHARE * device.bandwidth))
+
+
+def costs(times: Sequence[StageSeconds], layout: PlannedLayout, hidden: int, links: AxisRates) -> Costs:
+    """`Costs` in seconds; a message is a micro-batch's activations between two stages, divided by tp."""
+    message = ELEMENT * layout.micro_batch * layout.seq / layout.cp * hidden / layout.tp
+    return Costs(
+        forward=tuple(each.forward for each in times),
+        input_grad=tuple(each.input_grad for each in times),
+        weight_grad=tuple(each.weight_grad for each in times),
+        p2p=LATENCY,
+        message=message,
+        bandwidth=links.pp,
+    )
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step on the mean rank, by what they are spent on; their sum is the step.
+
+    Attributes:
+        compute: products and elementwise work, what is recomputed included.
+        exchange: collectives of tp, cp and ep, of which nothing is hidden.
+        idle: the pipeline's bubble.
+        reduction: of gradients over the replicas, and gathering of weights, as far as they are not hidden.
+        optimizer: its step.
+        host: devices wait for their hosts.
+    """
+
+    compute: float
+    exchange: float
+    idle: float
+    reduction: float
+    optimizer: float
+    host: float = HOST
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """Name -> seconds."""
+        return {spec.name: getattr(self, spec.name) for spec in fields(self)}
+
+    def scaled(self, factor: float) -> StepTime:
+        """With all seconds multiplied."""
+        return StepTime(**{name: seconds * factor for name, seconds in self.parts().items()})
+
+
+def state_seconds(
+    shared: float, experts: float, layout: PlannedLayout, runtime: Runtime, device: Device, links: AxisRates
+) -> tuple[float, float]:
+    """(reduction of gradients and gathering of weights, optimizer) in seconds, of a rank with so many parameters.
+
+    A ring moves (n - 1) / n of the fp32 gradients, and as much of the bf16 weights. The optimizer reads and writes 16 bytes a
+    parameter of its shard, and reads the gradient twice more for its norm and its clipping.
+    """
+    replicas = layout.dp * layout.cp
+    moved = traffic = 0.0
+    hidden = gathers_by_microbatch(layout, runtime)
+    for count, ranks in ((shared, replicas), (experts, layout.expert_replicas)):
+        moved += 0.0 if hidden else count * (4 + ELEMENT) * (ranks - 1) / ranks
+        traffic += 40 * count / (ranks if layout.zero or runtime.sharded else 1)
+    return _seconds(moved, links.dp), traffic / (MEMORY_SHARE * device.bandwidth)

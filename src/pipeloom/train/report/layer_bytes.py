@@ -1,0 +1,139 @@
+"""Activations of each layer of a layout: the bytes that autograd saves in one layer of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from pipeloom.config import Layout
+from pipeloom.config.stages import layer_sizes
+from pipeloom.errors import ConfigError, PipeloomError, UsageError
+from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
+from pipeloom.ops.layer import KEYWORD, Layer, MicrobatchContext
+from pipeloom.train.build import PARAMETER_DTYPES, model_layers, moe_classes, recomputed, training_loss
+
+# A layer whose forward needs values, such as one with experts, runs on the CPU: the most operations of its forward and backward
+# (a second or two on one core; longer sequences are shortened to stay below), and its most parameters (1.2 GB in fp32).
+MOST_FLOPS = 2e10
+MOST_PARAMETERS = 3e8
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Activations of one layer for one micro-batch.
+
+    Attributes:
+        held: bytes from the forward until the backward.
+        again: additional bytes during the backward of a layer that is recomputed.
+    """
+
+    held: float
+    again: float = 0.0
+
+
+def layer_bytes(layout: Layout) -> tuple[LayerBytes, ...]:
+    """Return the activations of the embedding, the blocks, and the output layer with the loss, each unsharded, for the largest
+    micro-batch.
+
+    One layer of each kind (layers of equal sizes) runs on the meta device, which computes shapes only.
+
+    Raises:
+        UsageError: a layer needs values and is too large to be built, or returns more than one tensor.
+        ConfigError: a layer's forward fails.
+    """
+    config, rows = layout.config, max(layout.microbatch_sizes)
+    sizes = layer_sizes(config.model, config.train.seq_len)
+    dtype, classes = PARAMETER_DTYPES[config.train.dtype], moe_classes(layout)
+    meta, cpu = (model_layers(config, dtype, torch.device(name), classes=classes) for name in ("meta", "cpu"))
+    names = recomputed(config)
+    kinds: dict[Any, tuple[float, float]] = {}  # bytes saved, bytes of the input
+    layers = []
+    x = torch.zeros(rows, config.train.seq_len, dtype=torch.int64, device="meta")
+    for at, size in enumerate(sizes):
+        if size not in kinds:
+            last = size is sizes[-1]
+            try:
+                saved, output = _saved(layout, meta[at], x, last)
+            except (
+                Exception
+            ):  # an operation that needs values, or has no implementation on the meta device; or an error
+                saved, output = _saved_on_cpu(layout, cpu[at], x, at, last)
+            kinds[size] = saved, x.nbytes
+            x = output.detach().requires_grad_()
+        saved, received = kinds[size]
+        again = names != "none" and meta[at].name in names
+        layers.append(LayerBytes(received, max(0.0, saved - received)) if again else LayerBytes(saved))
+    return tuple(layers)
+
+
+def _saved_on_cpu(layout: Layout, layer: Layer, x: Tensor, at: int, last: bool) -> tuple[float, Tensor]:
+    """Return the result of `_saved` from a run on the CPU, where a long sequence is shortened and the bytes are scaled."""
+    model, (rows, seq_len) = layout.config.model, x.shape[:2]
+    parameters, tokens = layer_sizes(model, seq_len)[at].parameters, seq_len
+    if parameters > MOST_PARAMETERS:
+        raise UsageError(
+            f"a layer has {parameters:,} parameters, more than the {MOST_PARAMETERS:,.0f} that a dry run builds"
+        )
+    while tokens > 16 and layer_sizes(model, tokens)[at].flops * rows > MOST_FLOPS:
+        tokens //= 2
+    generator = torch.Generator().manual_seed(layout.config.train.seed)
+    if x.is_floating_point():
+        short = torch.randn(rows, tokens, *x.shape[2:], generator=generator).to(x.dtype).requires_grad_()
+    else:
+        short = torch.randint(0, model.vocab_size, (rows, tokens), generator=generator)
+    try:
+        saved, output = _saved(layout, layer, short, last)
+    except PipeloomError:
+        raise
+    except Exception as error:  # of a foreign model whose configuration contradicts itself, or of a class of the user's
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"layer {layer.name!r} cannot run: {type(error).__name__}: {reason}") from error
+    return saved * seq_len / tokens, output.new_empty(rows, seq_len, *output.shape[2:], device="meta")
+
+
+def _saved(layout: Layout, layer: Layer, x: Tensor, last: bool) -> tuple[float, Tensor]:
+    """Build a layer on the device of `x`; return the bytes that its forward (and the loss of the last) saves, and its output."""
+    module: nn.Module = layer().to(x.device)
+    module.train()
+    defer_weight_gradients(module, WeightGradContext())
+    rows = x.shape[0]
+    keywords = {KEYWORD: MicrobatchContext(samples=rows)} if KEYWORD in signature(module.forward).parameters else {}
+    # Python objects of storages are unique while one refers to them, unlike addresses, which are 0 on the meta device
+    weights = {id(storage): storage for storage in _storages((*module.parameters(), *module.buffers()))}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.update((id(storage), storage) for storage in _storages((tensor,)))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _Shapes():
+        output = module(x, **keywords)
+        if not isinstance(output, Tensor):
+            raise UsageError("a layer returns more than one tensor")
+        if last:
+            training_loss(layout.config)(output, torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device))
+    return sum(storage.nbytes() for key, storage in saved.items() if key not in weights), output
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+    return (tensor.untyped_storage() for tensor in tensors)
+
+
+class _Shapes(TorchFunctionMode):
+    """Attention on the meta device that saves what the fused implementations save, not the matrix of probabilities."""
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if arguments and isinstance(arguments[0], Tensor) and arguments[0].is_meta:
+            if function is torch.Tensor.__bool__:  # transformers asks whether all of a sequence is one document
+                return True
+            if function is F.scaled_dot_product_attention and not (keywords or {}).get("dropout_p"):
+                # The operation behind it on a CPU; on the meta device it chooses the one without fusion.
+                return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*arguments[:3], is_causal=True)[0]
+        return function(*arguments, **(keywords or {}))

@@ -1,0 +1,69 @@
+"""`pipeloom plan`: one layout, a search, refusals, and files."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+
+import pytest
+
+from pipeloom.cli import app
+from pipeloom.errors import CapacityError, PipeloomError, UsageError
+
+
+def run(capsys, *words):
+    """What the command prints."""
+    app(["plan", *words], standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_one_layout_as_json(capsys):
+    text = run(capsys, "--model", "llama3-8b", "--layout", "tp=2,pp=2,dp=2,m=4", "--json", "--runtime", "megatron")
+    found = json.loads(text)
+    assert found["world"] == 8
+    assert found["step_seconds"] == pytest.approx(sum(found["step_parts"].values()))
+    for at in (0, 1):
+        lines = {k: v for k, v in found["memory"][at].items() if k not in ("reserve", "overhead", "peak_action")}
+        assert found["allocated_bytes"][at] == pytest.approx(sum(lines.values()), abs=5)
+    assert found["fits"] is (found["peak_bytes"] <= 80e9)
+
+
+def test_a_measured_step_scales_the_time(capsys):
+    words = ("--model", "llama3-8b", "--layout", "tp=2,pp=2,dp=2,m=4", "--json")
+    found = json.loads(run(capsys, *words, "--measured", "m=4:1234ms"))
+    assert found["step_seconds"] == pytest.approx(1.234)
+
+
+def test_a_search_explains_itself(capsys, tmp_path):
+    path = tmp_path / "run.toml"
+    text = run(capsys, "--model", "llama3-8b", "--devices", "8", "--global-batch", "32", "--output", str(path))
+    for words in ("tokens/s/device", "allocated", "one step away from the best layout:", "with links half as fast"):
+        assert words in text
+    assert tomllib.loads(path.read_text())["parallel"]["pp"] >= 1
+
+
+def test_stages_are_read_in_megatrons_notation(capsys):
+    words = ("--model", "llama3-8b", "--layout", "pp=4,m=8", "--json")
+    assert json.loads(run(capsys, *words, "--stages", "Et*5|(t*9|)*2t*9L"))["stages"] == [6, 9, 9, 10]
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "message"),
+    [
+        (["--model", "llama3-9b", "--devices", "8"], UsageError, "did you mean 'llama3-8b'"),
+        (["--model", "llama3-8b", "--devices", "8", "--device", "h10"], UsageError, "did you mean 'h100'"),
+        (["--model", "llama3-8b"], UsageError, "plan needs --devices"),
+        (["--model", "llama3-8b", "--devices", "8", "--nodes", "3"], UsageError, "--nodes 3 does not divide"),
+        (["--model", "llama3-8b", "--devices", "4", "--layout", "tp=2"], UsageError, "nearest: --devices 2"),
+        (["--model", "llama3-8b", "--devices", "8", "--measured", "m=4:1s"], UsageError, "give it with --layout"),
+        (["--model", "llama3-8b", "--layout", "tp=2", "--measured", "4s"], UsageError, "such as m=4:843ms"),
+        (["--model", "llama3-8b", "--layout", "pp=4,m=8", "--stages", "Et|L"], UsageError, "it holds 1 blocks"),
+        (["--model", "llama3-8b", "--devices", "8", "--fixed", "tq=2"], UsageError, "--fixed: there is no key 'tq'"),
+        (["--model", "llama3-405b", "--devices", "8"], CapacityError, "no layout of llama3-405b fits into 74.5 GiB"),
+    ],
+)
+def test_refusals(words, kind, message):
+    with pytest.raises(PipeloomError) as error:
+        app(["plan", *words], standalone_mode=False)
+    assert isinstance(error.value, kind)
+    assert message in str(error.value)

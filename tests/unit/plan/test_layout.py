@@ -1,0 +1,240 @@
+"""Layouts as text, the search over them, and their forms for other systems."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from pipeloom.config import load_layout
+from pipeloom.config.stages import expand
+from pipeloom.errors import UsageError
+from pipeloom.plan import (
+    OFFERED,
+    RUNTIMES,
+    PlannedLayout,
+    Planner,
+    PlanRequest,
+    load_device,
+    load_model,
+    parse_layout,
+    search,
+)
+from pipeloom.plan import predict as prediction_module
+from pipeloom.plan.export import layout_string, megatron, run_toml, torch_csv, torchtitan
+from pipeloom.plan.layout import problems
+from pipeloom.plan.model import from_config
+from pipeloom.plan.report import advice, neighbours, reason, what_if
+from pipeloom.schedule.csv_form import from_csv
+
+H100 = load_device("h100")
+
+
+def planner(model="llama3-8b", runtime="megatron", device=H100):
+    return Planner(load_model(model), device, RUNTIMES[runtime])
+
+
+def request_of(devices, sequences=64, seq=8192, runtime="megatron", **more):
+    return PlanRequest(devices, H100.memory, sequences, seq, OFFERED[runtime], **more)
+
+
+@cache
+def flat_plan():
+    """A small model on one node."""
+    return search(planner(), request_of(8))
+
+
+@cache
+def deep_plan():
+    """A model that does not fit without a pipeline or recomputation."""
+    return search(planner("llama3-70b"), request_of(32, 32, seq=4096))
+
+
+def test_a_layout_reads_what_it_writes():
+    layout = PlannedLayout(dp=2, tp=4, pp=8, v=2, m=32, recompute="norms+activation", schedule="interleaved", zero=3)
+    assert parse_layout(layout.text()) == layout
+    assert parse_layout("") == PlannedLayout()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tq=2", "no key 'tq'"),
+        ("tp", "tp has no value"),
+        ("tp=two", "tp='two' is not a number; nearest: tp=1"),
+        ("tp=0", "tp=0 is outside 1 to 1000000; nearest: tp=1"),
+        ("zero=4", "zero=4 is outside 0 to 3; nearest: zero=3"),
+        ("recompute=norm", "recompute='norm' is not known; did you mean 'norms'"),
+        ("recompute=full+norms", "recompute='full+norms' is not known"),
+        ("cut=evn", "cut='evn' is not known; did you mean 'even'"),
+    ],
+)
+def test_bad_layouts_name_key_value_and_the_nearest(text, words):
+    with pytest.raises(UsageError) as error:
+        parse_layout(text)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tp": 3}, "tp=3 does not divide the 32 attention heads; nearest: tp=2"),
+        ({"tp": 16}, "tp=16 does not divide the 8 key and value heads; nearest: tp=8"),
+        ({"ep": 2, "dp": 2}, "the model has no experts; nearest: ep=1"),
+        ({"pp": 64}, "pp=64 times v=1 is more than the 32 blocks; nearest: v=1"),
+        ({"cp": 3}, "cp=6 does not divide the 4096 tokens"),
+    ],
+)
+def test_layouts_that_the_model_does_not_allow_say_why(changes, words):
+    assert any(words in each for each in problems(load_model("llama3-8b"), PlannedLayout(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, "it has no 'num_hidden_layers'"),
+        ({"num_hidden_layers": 0}, "'num_hidden_layers' is 0"),
+        ({"num_hidden_layers": 2, "hidden_size": 8.5, "num_attention_heads": 1}, "'hidden_size' is 8.5"),
+    ],
+)
+def test_files_that_are_no_models_are_refused(values, words):
+    with pytest.raises(UsageError, match=words):
+        from_config(values)
+
+
+def test_an_unknown_model_names_the_nearest_preset():
+    with pytest.raises(UsageError, match="did you mean 'llama3-8b'"):
+        load_model("llama3-8")
+
+
+@pytest.mark.parametrize(
+    ("stages", "text"),
+    [
+        ((3, 2, 2, 2), "Ett|(tt|)*2tL"),
+        ((7, 6), "Et*6|t*5L"),
+        ((2,), "EL"),
+        ((1, 5, 5, 4), "E|(t*5|)*2tttL"),
+        ((4, 3, 3, 3, 1), "Ettt|(ttt|)*3L"),
+    ],
+)
+def test_layout_strings_stand_for_the_stages(stages, text):
+    assert layout_string(stages) == text
+    assert [len(part) for part in expand(text).split("|")] == list(stages)
+
+
+def test_the_search_returns_what_fits_the_fastest_first():
+    plan = flat_plan()
+    assert plan.predictions
+    assert all(each.layout.world == 8 and each.layout.sequences == 64 for each in plan.predictions)
+    assert all(each.peak <= H100.memory for each in plan.predictions)
+    assert [each.tokens for each in plan.predictions] == sorted((e.tokens for e in plan.predictions), reverse=True)
+    peaks = [each.peak for each in plan.pareto]
+    assert peaks == sorted(peaks, reverse=True)
+    assert plan.pareto[0] == plan.best
+
+
+def test_fixed_values_are_kept():
+    plan = search(planner(), request_of(8, fixed={"tp": 2, "pp": 2, "recompute": "full"}))
+    assert {(e.layout.tp, e.layout.pp, e.layout.recompute) for e in plan.predictions} == {(2, 2, "full")}
+
+
+def test_estimates_are_near_the_predictions():
+    plan = deep_plan()
+    known = {each.layout: each for each in plan.estimates}
+    for each in plan.predictions:
+        if each.layout.m < 2 * each.layout.pp:
+            continue  # the laws are those of the steady state
+        assert known[each.layout].seconds == pytest.approx(each.step.total, rel=0.08)
+        assert known[each.layout].memory == pytest.approx(each.peak, rel=0.1)
+
+
+def test_nothing_fits_a_small_device():
+    assert not search(planner("llama3-405b"), request_of(8, 8)).predictions
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv", "interleaved"])
+def test_long_steps_are_extrapolated_exactly(name, monkeypatch):
+    layout = PlannedLayout(pp=4, v=2 if name in ("zbv", "interleaved") else 1, m=42, schedule=name, seq=2048)
+    whole = planner().predict(layout)
+    monkeypatch.setattr(prediction_module, "SIMULATED_ACTIONS", 10)
+    assert planner().predict(layout).step.total == pytest.approx(whole.step.total, rel=1e-3)
+
+
+def test_slower_links_make_exchanges_longer():
+    layout = PlannedLayout(tp=8, m=4)
+    slow = replace(H100, link=H100.link / 2)
+    fast, late = planner().predict(layout), planner(device=slow).predict(layout)
+    assert late.step.exchange == pytest.approx(2 * fast.step.exchange, rel=0.05)
+    assert late.step.compute == pytest.approx(fast.step.compute)
+
+
+def test_neighbours_say_why_they_lost():
+    asked = request_of(8)
+    plan = flat_plan()
+    found = neighbours(planner(), plan.best, asked)
+    assert len(found) >= 5
+    assert all("does not fit" in each.reason or "slower" in each.reason or "fast" in each.reason for each in found)
+    better = [each for each in found if "faster, and was not searched" in each.reason]
+    assert not better
+
+
+def test_a_reason_names_the_rank_and_the_missing_memory():
+    best = planner().predict(PlannedLayout(dp=8, m=8, seq=8192, recompute="full"))
+    large = planner().predict(PlannedLayout(dp=8, m=2, micro_batch=4, seq=8192))
+    words = reason(large, best, H100.memory)
+    assert words.startswith("does not fit: rank 0 needs ")
+    assert f"{(large.peak - H100.memory) / 2**30:.1f} more than there is" in words
+
+
+def test_small_models_need_no_pipeline_and_large_ones_do():
+    large = load_device("h200")
+    asked = PlanRequest(8, large.memory, 1024, 4096, OFFERED["megatron"])
+    assert advice(search(planner(device=large), asked)).startswith("do not pipeline this")
+    assert advice(deep_plan()).startswith(("the pipeline pays", "a pipeline is needed"))
+
+
+def test_what_if_predicts_the_loss():
+    asked = request_of(8)
+    links, memory = what_if(planner(), replace(asked, fixed={"micro_batch": 1}), flat_plan().best)
+    assert links.startswith("with links half as fast: ")
+    assert memory.startswith("with a tenth less memory: ")
+
+
+def exported():
+    return planner(runtime="pipeloom").predict(PlannedLayout(dp=2, tp=2, pp=2, m=4, seq=2048))
+
+
+def test_a_configuration_is_one_that_train_accepts(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(run_toml(exported(), load_model("llama3-8b"), None))
+    layout = load_layout(path)
+    assert (layout.mesh.dp, layout.mesh.tp, layout.mesh.pp) == (2, 2, 2)
+    assert layout.schedule.microbatches == 4
+    assert layout.stage_layers == exported().stages
+    assert layout.config.train.global_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"), [({"cp": 2}, "cp=2"), ({"zero": 3}, "zero=3"), ({"recompute": "norms"}, "recompute=norms")]
+)
+def test_what_train_does_not_have_is_refused_by_name(changes, words):
+    prediction = planner().predict(PlannedLayout(**{"dp": 2, "seq": 2048, **changes}))
+    with pytest.raises(UsageError, match=words):
+        run_toml(prediction, load_model("llama3-8b"), None)
+
+
+def test_other_systems_read_the_same_layout():
+    prediction = planner().predict(PlannedLayout(dp=2, tp=2, pp=2, v=2, m=4, schedule="interleaved", recompute="norms"))
+    flags = megatron(prediction)
+    assert "--tensor-model-parallel-size 2" in flags
+    assert "--recompute-modules layernorm" in flags
+    assert f'--pipeline-model-parallel-layout "{layout_string(prediction.stages)}"' in flags
+    assert "--global-batch-size 8" in flags
+    titan = tomllib.loads(torchtitan(prediction))
+    assert titan["parallelism"]["pipeline_parallel_schedule"] == "Interleaved1F1B"
+    assert titan["training"]["local_batch_size"] == 4
+    assert from_csv(torch_csv(prediction)).codes == prediction.layout.built().codes
+    with pytest.raises(UsageError, match="no schedule 'zbv'; nearest: interleaved"):
+        megatron(planner().predict(PlannedLayout(pp=2, v=2, m=4, schedule="zbv")))
