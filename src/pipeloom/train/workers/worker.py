@@ -154,7 +154,7 @@ def start(layout: Layout, requests: Requests | None = None, watching: list[Watch
     local_rank, local_world = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world)
     torch.set_num_threads(worker_threads(train.threads, local_world))
     torch.manual_seed(train.seed)
-    if train.deterministic:
+    if train.deterministic or train.reproducible:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     device = claim_device(train.device, local_rank, local_world)
