@@ -22,7 +22,7 @@ from pipeloom.errors import LONGEST_ECHO, CapacityError, ConfigError, PipeloomEr
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.files import load
-from pipeloom.train.data.sources import find, records
+from pipeloom.train.data.sources import Fields, find, records
 from pipeloom.train.workers.preflight import require_room
 
 SOURCE = ROOT / "src" / "pipeloom"
@@ -222,17 +222,17 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
             load(path)
     for source in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(ConfigError, match="is read from a file"):
-            list(records(find(str(source), "auto"), ""))
+            list(records(Fields(find(str(source), "auto"), "")))
 
 
 def test_a_text_has_a_size_and_a_source_a_number_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for at in range(4):
         (tmp_path / f"{at}.txt").write_text("0123456789")
     monkeypatch.setattr("pipeloom.train.data.sources.CORPUS_BYTES", 10)
-    assert len(list(records(find(str(tmp_path), "auto"), ""))) == 4
+    assert len(list(records(Fields(find(str(tmp_path), "auto"), "")))) == 4
     monkeypatch.setattr("pipeloom.train.data.sources.CORPUS_BYTES", 9)
     with pytest.raises(ConfigError, match="has 10 bytes; a text has at most 9"):
-        list(records(find(str(tmp_path), "auto"), ""))
+        list(records(Fields(find(str(tmp_path), "auto"), "")))
     monkeypatch.setattr("pipeloom.train.data.sources.CORPUS_FILES", 3)
     with pytest.raises(ConfigError, match="more than 3 files"):
         find(str(tmp_path), "auto")

@@ -122,6 +122,12 @@ class CostFlags:
         "0", "X", "Share of F and of I spent in the experts' all-to-all, 0 to 1; overlapped pairs hide it."
     )
     pair: str | None = flag(None, "T", "Time of an overlapped pair F|B; default: computed from --all-to-all.")
+    segments: str | None = flag(
+        None,
+        "FILE|X,…",
+        "Segment times of a stage's layers, which give F, I, W and pairs: a JSON file, or a number: each all-to-all's time where "
+        "attention and experts take 1.",
+    )
     microbatch_costs: str | None = flag(
         None, "X,Y,…", "A factor on the costs of each micro-batch (sequences of different lengths)."
     )
@@ -144,6 +150,13 @@ class CostFlags:
             numbers["microbatch"] = factors if isinstance(factors, tuple) else (factors,)
         if self.message is not None:
             numbers["message"] = bytes_of(self.message)
+        if self.segments is not None:
+            from pipeloom.schedule.segments import SegmentCosts
+            from pipeloom.traces.segment_times import read_segments
+
+            layers = next(iter(read_segments(self.segments).values()))
+            others = numbers.keys() - {"forward", "input_grad", "weight_grad", "all_to_all", "pair"}
+            return SegmentCosts((layers,)).costs(**{name: numbers[name] for name in others})
         return Costs(**numbers)
 
 
@@ -234,6 +247,37 @@ def schedule_of(
         schedule = transformed(schedule, transforms, costs)
         check(schedule)
     return schedule
+
+
+def families(incomplete: str) -> list[str]:
+    """Return the names of families that complete a word."""
+    from pipeloom.schedule.families import FAMILIES
+
+    return [name for name in FAMILIES if name.startswith(incomplete)]
+
+
+def family_lines() -> list[str]:
+    """Return a line for each family: its name, and the first paragraph of its description."""
+    from pipeloom.schedule.families import FAMILIES
+
+    wide = max(map(len, FAMILIES))
+    firsts = {name: (inspect.getdoc(family) or "").partition("\n\n")[0] for name, family in FAMILIES.items()}
+    return [f"{name:<{wide}}  {' '.join(text.split())}" for name, text in firsts.items()]
+
+
+def family_help(word: str) -> str:
+    """Return the options of the family that `word` names, with their defaults, and its description; "" for another word."""
+    from pipeloom.schedule.families import FAMILIES, canonical_name
+
+    name = canonical_name(word)
+    if name not in FAMILIES:
+        return ""
+    options = {"cooldown": "whole (or split)"}
+    for key, parameter in inspect.signature(FAMILIES[name]).parameters.items():
+        if key not in ("ranks", "microbatches", "costs"):
+            options[key] = "not given" if parameter.default is None else parameter.default
+    listed = ", ".join(f"{key}: {value}" for key, value in options.items())
+    return f"Options of {name} (--option KEY=VALUE), with their defaults: {listed}\n\n{inspect.getdoc(FAMILIES[name])}"
 
 
 def takes_chunks(name: str) -> bool:

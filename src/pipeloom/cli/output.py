@@ -61,13 +61,17 @@ class OutputFlags:
             if not os.access(path if path.exists() else path.parent, os.W_OK):
                 raise UsageError(f"cannot write {path}: {os.strerror(errno.EACCES)}")
 
-    def draw(self, timelines: Sequence[Timeline]) -> None:
-        """Write the files that the options name; the trace contains only the first timeline."""
+    def draw(self, timelines: Sequence[Timeline], below: Callable[[float], str] | None = None) -> None:
+        """Write the files that the options name; the trace contains only the first timeline.
+
+        Args:
+            below: width -> an SVG document to draw below the timelines.
+        """
         from pipeloom import draw
 
-        self.draw_as(lambda width: draw.svg(timelines, width))
+        self.draw_as(lambda width: draw.svg(timelines, width, below=below))
         if self.html is not None:
-            write(self.html, lambda: draw.html(timelines))
+            write(self.html, lambda: draw.html(timelines, below="" if below is None else below(draw.USUAL_WIDTH)))
         if self.trace is not None:
             write(self.trace, lambda: json.dumps(draw.trace(timelines[0])))
 

@@ -27,6 +27,7 @@ from pipeloom.parallel.dispatch import (
     DispatchPlan,
     ExpertParallel,
     begin_dispatch,
+    chunk_segments,
     combine_segments,
     dispatch_segments,
     group_by_expert,
@@ -126,7 +127,9 @@ class MoELayer(nn.Module):
     def segments(self, *, microbatch: MicrobatchContext | None = None) -> Sequence[Segment]:
         """(x, …) -> (output, …), cut at the all-to-alls; further values are passed on."""
         if self.parallel is not None and self.parallel.chunks > 1:
-            return [Compute("experts in chunks", partial(self._in_chunks, microbatch))]
+            share = Compute("shared expert", self._share)
+            chunks = chunk_segments(self.parallel, self._compute, share)
+            return [Compute("router", partial(self._route, microbatch)), *chunks, Compute("mixture", self._mix)]
         return [
             Compute("router", partial(self._route, microbatch)),
             *self._dispatch_and_share(),
@@ -197,51 +200,36 @@ class MoELayer(nn.Module):
         entered = self.enter(x)
         tokens = entered.flatten(0, -2)
         routing = self.route(tokens, microbatch)
-        dispatch = begin_dispatch([routing], self.parallel)
-        rows, weights = permute_for_dispatch(tokens, routing.weights, dispatch.leaving[0], self.parallel)
-        (dispatch_plan,) = dispatch.plans()  # the counts have travelled while the rows were gathered
-        return rows, weights, dispatch_plan, None if self.shared_expert is None else tokens, entered.shape, *others
+        routings = [routing] if self._runs == 1 else _cut(routing, self._runs)
+        dispatch = begin_dispatch(routings, self.parallel)
+        leaving = [
+            permute_for_dispatch(part, routing.weights, permutation, self.parallel)
+            for part, routing, permutation in zip(
+                tokens.tensor_split(self._runs), routings, dispatch.leaving, strict=True
+            )
+        ]
+        plans = dispatch.plans()  # the counts have travelled while the rows were gathered
+        runs = [value for rows, plan in zip(leaving, plans, strict=True) for value in (*rows, plan)]
+        return *runs, None if self.shared_expert is None else tokens, entered.shape, *others
+
+    @property
+    def _runs(self) -> int:
+        """The number of runs of tokens; rows, weights and dispatch plan of each are the first values between segments."""
+        return 1 if self.parallel is None else self.parallel.chunks
 
     def _share(self, values: Values) -> Values:
-        rows, weights, dispatch_plan, tokens, *others = values
-        return rows, weights, dispatch_plan, self.share(tokens), *others
+        at = 3 * self._runs
+        return *values[:at], None if values[at] is None else self.share(values[at]), *values[at + 1 :]
 
     def _compute(self, values: Values) -> Values:
         rows, weights, dispatch_plan, *others = values
         return self.compute(rows, dispatch_plan), weights, dispatch_plan, *others
 
     def _mix(self, values: Values) -> Values:
-        rows, weights, dispatch_plan, shared, shape, *others = values
-        return self.leave(plus(unpermute_and_mix(rows, weights, dispatch_plan), shared), shape), *others
-
-    def _in_chunks(self, microbatch: MicrobatchContext | None, values: Values) -> Values:
-        """The tokens in chunks: dispatch(i+1) beside experts(i) beside combine(i-1) (Tutel, arXiv 2206.03382)."""
-        assert self.parallel is not None
-        x, *others = values
-        entered = self.enter(x)
-        tokens = entered.flatten(0, -2)
-        chunks = tokens.tensor_split(self.parallel.chunks)
-        routings = _cut(self.route(tokens, microbatch), self.parallel.chunks)
-        dispatch = begin_dispatch(routings, self.parallel)
-
-        def rows(at: int) -> tuple[Tensor, Tensor]:
-            return permute_for_dispatch(chunks[at], routings[at].weights, dispatch.leaving[at], self.parallel)
-
-        first = rows(0)
-        plans = dispatch.plans()  # the counts have travelled while the first rows were gathered
-        coming, going = self.start_dispatch(first, plans[0]), None
-        shared = self.share(tokens)
-        mixed: list[Tensor] = []
-        for at, plan in enumerate(plans):
-            arrived = coming
-            if at + 1 < len(plans):
-                coming = self.start_dispatch(rows(at + 1), plans[at + 1])
-            leaving = self.start_combine(arrived, plan)
-            mixed += [] if going is None else [landed(going, plans[at - 1])]
-            going = leaving
-        assert going is not None
-        mixed.append(landed(going, plans[-1]))
-        return self.leave(plus(torch.cat(mixed), shared), entered.shape), *others
+        *runs, shared, shape = values[: 3 * self._runs + 2]
+        parts = [unpermute_and_mix(*runs[at : at + 3]) for at in range(0, len(runs), 3)]
+        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.leave(plus(mixed, shared), shape), *values[3 * self._runs + 2 :]
 
 
 def plus(mixed: Tensor, shared: Tensor | None) -> Tensor:

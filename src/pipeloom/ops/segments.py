@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -122,71 +122,111 @@ class Segmented(Protocol):
         """
 
 
-def beside(communication: Communication, moved: Sequence[int], compute: Compute) -> list[Segment]:
-    """Return three segments: start the communication, compute during it, wait for it; the backward mirrors that.
-
-    Args:
-        moved: positions of the values that the communication replaces. `compute` gets empty tensors there and passes them on,
-            like all values that the communication's backward needs in `saved`.
-    """
-    pending: list[Pending] = []
-    ends = [_End(communication, tuple(moved), pending, first) for first in (True, False)]
-    return [ends[0], compute, ends[1]]
-
-
 @dataclass(frozen=True)
-class _End:
-    """One end of a communication; the other end is another segment.
+class Apart:
+    """A communication that one segment starts and a later one waits for.
 
     Attributes:
-        moved: positions of the values that it replaces.
-        pending: holds the communication while it is in progress, for both ends.
-        first: whether this end starts it in the forward, and waits for it in the backward.
+        moved: positions of the values that it replaces. Segments in between get empty tensors there and pass them on, like all
+            values that the communication's backward needs in `saved`.
+        pending: holds the communication while it is in progress.
     """
 
     communication: Communication
     moved: tuple[int, ...]
-    pending: list[Pending]
-    first: bool
-
-    @property
-    def name(self) -> str:
-        return self.communication.name
-
-    @property
-    def quick(self) -> bool:
-        return self.communication.quick or not self.first  # a pair switches actions once, at the start
-
-    def start(self, values: Values) -> Pending:
-        return self._begun(self.communication.start(values), values) if self.first else self._ended(values)
-
-    def start_backward(self, gradients: Values, saved: Values) -> Pending:
-        if self.first:
-            return self._ended(gradients)
-        return self._begun(self.communication.start_backward(gradients, saved), gradients)
-
-    def _begun(self, pending: Pending, values: Values) -> Pending:
-        """Keep `pending`; at the positions that it fills, empty tensors of the same dtype connect the graph."""
-        self.pending.append(pending)
-        return Done(
-            tuple(v.new_empty(0) if at in self.moved and isinstance(v, Tensor) else v for at, v in enumerate(values))
-        )
-
-    def _ended(self, values: Values) -> Pending:
-        return _Ending(self.pending.pop(), self.moved, values)
+    pending: list[Pending] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class _Ending:
-    """The end of a communication, with values that have changed since its start."""
+class Ends:
+    """Starts of communications, then waits for others, as one segment; in the backward the waits are starts, and last first.
 
-    pending: Pending
-    moved: tuple[int, ...]
+    Attributes:
+        turns: whether an overlapped pair switches actions here: behind the starts, and in the backward before the waits.
+    """
+
+    starts: tuple[Apart, ...]
+    waits: tuple[Apart, ...] = ()
+    turns: bool = False
+
+    @property
+    def name(self) -> str:
+        return (*self.waits, *self.starts)[0].communication.name
+
+    @property
+    def quick(self) -> bool:
+        return not self.turns
+
+    def start(self, values: Values) -> Pending:
+        return self._meet(self.starts, self.waits, values, lambda each, given: each.communication.start(given))
+
+    def start_backward(self, gradients: Values, saved: Values) -> Pending:
+        def start(each: Apart, given: Values) -> Pending:
+            return each.communication.start_backward(given, saved)
+
+        return self._meet(self.waits[::-1], self.starts[::-1], gradients, start)
+
+    def _meet(
+        self,
+        starts: Sequence[Apart],
+        waits: Sequence[Apart],
+        values: Values,
+        start: Callable[[Apart, Values], Pending],
+    ) -> Pending:
+        for each in starts:
+            each.pending.append(start(each, values))
+            # Empty tensors of the same dtype connect the graph.
+            moved = [v.new_empty(0) if at in each.moved and isinstance(v, Tensor) else v for at, v in enumerate(values)]
+            values = tuple(moved)
+        return _Meeting([(each.pending.pop(), each.moved) for each in waits], values)
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """Communications that are waited for, with values that have changed since their starts."""
+
+    pending: Sequence[tuple[Pending, tuple[int, ...]]]
     values: Values
 
     def wait(self) -> Values:
-        arrived = self.pending.wait()
-        return tuple(arrived[at] if at in self.moved else value for at, value in enumerate(self.values))
+        values = self.values
+        for pending, moved in self.pending:
+            arrived = pending.wait()
+            values = tuple(arrived[at] if at in moved else value for at, value in enumerate(values))
+        return values
+
+
+def beside(communication: Communication, moved: Sequence[int], compute: Compute) -> list[Segment]:
+    """Return three segments: start the communication, compute during it, wait for it; the backward mirrors that."""
+    apart = Apart(communication, tuple(moved))
+    return [Ends((apart,), turns=not communication.quick), compute, Ends((), (apart,))]
+
+
+def in_turns(
+    parts: Sequence[Sequence[Segment]], moved: Callable[[Communication], Sequence[int]], first: Compute
+) -> list[Segment]:
+    """Return the segments of several parts, such as runs of tokens, each beside the communications of the others.
+
+    A part's communications and computations alternate, and begin and end with a communication. All first communications start
+    at once, before `first`; computation p of part i runs in step i + p, and its communication starts behind it. An overlapped
+    pair switches actions behind the first and the last starts.
+
+    Args:
+        moved: the positions of the values that a communication replaces.
+    """
+    aparts = [
+        [Apart(each, tuple(moved(each))) for each in part[::2] if not isinstance(each, Compute)] for part in parts
+    ]
+    segments: list[Segment] = [Ends(tuple(part[0] for part in aparts), turns=True), first]
+    begun: tuple[Apart, ...] = ()
+    steps = len(aparts[0]) - 1
+    for step in range(len(parts) + steps - 1):
+        for phase in range(steps):
+            if 0 <= (at := step - phase) < len(parts):
+                compute = parts[at][2 * phase + 1]
+                segments += [Ends(begun, (aparts[at][phase],)), compute]
+                begun = (aparts[at][phase + 1],)
+    return [*segments, Ends(begun, turns=True), Ends((), tuple(part[-1] for part in aparts))]
 
 
 def is_segmented(layer: object) -> bool:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import ArgumentError, divisors, nearest
-from pipeloom.ops.segments import Compute, Done, Pending, Segment, Values, standstill
+from pipeloom.ops.segments import Compute, Done, Pending, Segment, Values, in_turns, standstill
 from pipeloom.ops.token_permute import TokenPermutation, assign, combine_rows, gather_rows, permute
 from pipeloom.parallel.collectives import start_collective
 from pipeloom.parallel.mesh import Axis
@@ -289,6 +289,7 @@ class AllToAll:
         places: the values that move, tensors [rows, width].
         quick: whether the exchange stays inside a node.
         routes: whether the rows' routes move with them, in the forward.
+        first: position of the rows; places count from there.
     """
 
     name: str
@@ -297,18 +298,19 @@ class AllToAll:
     places: tuple[int, ...] = (ROWS,)
     quick: bool = False
     routes: bool = False
+    first: int = 0
 
     @property
     def filled(self) -> tuple[int, ...]:
-        """Return the places whose values the forward replaces."""
-        return (*self.places, PLAN) if self.routes else self.places
+        """Return the positions whose values the forward replaces."""
+        return tuple(self.first + place for place in ((*self.places, PLAN) if self.routes else self.places))
 
     def start(self, values: Values) -> Pending:
-        dispatch_plan: DispatchPlan = values[PLAN]
+        dispatch_plan: DispatchPlan = values[self.first + PLAN]
         return self.exchange(values, dispatch_plan, self.back, dispatch_plan.routes if self.routes else None)
 
     def start_backward(self, gradients: Values, saved: Values) -> Pending:
-        return self.exchange(gradients, saved[PLAN], not self.back)
+        return self.exchange(gradients, saved[self.first + PLAN], not self.back)
 
     def exchange(
         self, values: Values, dispatch_plan: DispatchPlan, back: bool, routes: Tensor | None = None
@@ -316,10 +318,12 @@ class AllToAll:
         split = dispatch_plan.hops[self.split]
         if split.axis.size == 1:
             return Done(values)
-        moved = [(at, values[at]) for at in self.places if values[at] is not None]
-        transfers = {at: _TensorAllToAll(tensor, split, back) for at, tensor in moved}
+        at_rows = [(self.first + place, values[self.first + place]) for place in self.places]
+        moved = [(at, tensor) for at, tensor in at_rows if tensor is not None]
+        transfers: dict[int, _TensorAllToAll] = {at: _TensorAllToAll(tensor, split, back) for at, tensor in moved}
         if routes is not None:
-            return _Moving(values, transfers, _TensorAllToAll(routes, split, back))
+            at = self.first + PLAN
+            return _Moving(values, transfers, at, _TensorAllToAll(routes, split, back))
         return _Moving(values, transfers) if moved else Done(values)
 
 
@@ -343,16 +347,21 @@ class _Moving:
     """The values of a layer, some of which are being exchanged."""
 
     def __init__(
-        self, values: Values, transfers: dict[int, _TensorAllToAll], routes: _TensorAllToAll | None = None
+        self,
+        values: Values,
+        transfers: dict[int, _TensorAllToAll],
+        plan: int = PLAN,
+        routes: _TensorAllToAll | None = None,
     ) -> None:
         self._values = values
         self._transfers = transfers
+        self._plan = plan
         self._routes = routes
 
     def wait(self) -> Values:
         arrived: dict[int, Any] = {at: transfer.wait() for at, transfer in self._transfers.items()}
         if self._routes is not None:
-            arrived[PLAN] = replace(self._values[PLAN], routes=self._routes.wait())
+            arrived[self._plan] = replace(self._values[self._plan], routes=self._routes.wait())
         return tuple(arrived.get(at, value) for at, value in enumerate(self._values))
 
 
@@ -388,6 +397,28 @@ def combine_segments(parallel: ExpertParallel | None) -> list[Segment]:
         Compute("mix", _mix_in_node),
         AllToAll("combine", 0, back=True),
     ]
+
+
+def chunk_segments(parallel: ExpertParallel, compute: Callable[[Values], Values], first: Compute) -> list[Segment]:
+    """Dispatch, experts and combine of several runs of tokens: dispatch(i+1) beside experts(i) beside combine(i-1) (Tutel,
+    arXiv 2206.03382), and with two levels the hops inside a node beside those between nodes.
+
+    Args:
+        compute: (rows, weights, dispatch plan) -> the same of the experts' outputs. Those of run i are the values 3i to 3i + 2.
+        first: computed while the first dispatches are under way.
+    """
+
+    def of_run(segment: Segment, at: int) -> Segment:
+        start = 3 * at
+        if not isinstance(segment, Compute):
+            assert isinstance(segment, AllToAll)
+            return replace(segment, first=start)
+        inner = segment.run
+        return Compute(segment.name, lambda v: (*v[:start], *inner(v[start : start + 3]), *v[start + 3 :]))
+
+    whole = [*dispatch_segments(parallel), Compute("experts", compute), *combine_segments(parallel)]
+    runs = [[of_run(segment, at) for segment in whole] for at in range(parallel.chunks)]
+    return in_turns(runs, lambda communication: cast("AllToAll", communication).filled, first)
 
 
 def group_by_expert(rows: Tensor, dispatch_plan: DispatchPlan) -> Tensor:

@@ -312,7 +312,7 @@ class TwoEqualRanks:
     ("parts", "between"),
     [
         ({}, ["gather"]),
-        ({"chunks": 2}, ["gather"]),
+        ({"chunks": 2}, ["gather", "gather"]),
         ({"blocks": 2}, ["gather", "wait for rows", "experts", "start rows"]),
     ],
     ids=["whole", "chunks", "blocks"],

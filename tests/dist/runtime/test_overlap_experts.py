@@ -59,11 +59,12 @@ def one_step(
     return loss, gradients(pipeline), loads, stood
 
 
-def _both_ways(rank: int, world: int, levels: bool) -> list[str]:
-    """What differs between pairs and one action after the other."""
+def _both_ways(rank: int, world: int, levels: bool, chunks: int) -> list[str]:
+    """What differs between pairs and one action after the other; with two levels, from the flat exchange too."""
     mesh = Mesh.of(MeshShape(dp=world, ep=world, ep_nodes=2 if levels else 1))
     assert mesh is not None
-    expert = ExpertParallel(mesh.ep, 2, mesh.inside, mesh.across) if levels else ExpertParallel(mesh.ep)
+    flat = ExpertParallel(mesh.ep, 2 if levels else 1, chunks=chunks)
+    expert = replace(flat, inside=mesh.inside, across=mesh.across) if levels else flat
     differences = []
     for changes in SHAPES[: 1 if levels else None]:
         shape = shape_of(changes)
@@ -77,13 +78,18 @@ def _both_ways(rank: int, world: int, levels: bool) -> list[str]:
                 if found[1].keys() != want[1].keys():
                     differences.append(f"{label}: gradients of other weights")
                 differences += [f"{label}: {k}" for k, g in found[1].items() if not torch.equal(g, want[1][k])]
+                if levels:
+                    other = one_step(shape, schedule, options, flat)[1]
+                    differences += [f"{label}, flat: {k}" for k, g in found[1].items() if not torch.equal(g, other[k])]
                 if not found[3] > 0:
                     differences.append(f"{label}: no communication was waited for")
     return differences
 
 
-@pytest.mark.parametrize(("world", "levels"), [(2, False), (4, True)])
-def test_pairs_are_bitwise_one_after_the_other(world: int, levels: bool) -> None:
-    for differences in run_ranks(_both_ways, world, world, levels, timeout=240):
+@pytest.mark.parametrize(
+    ("world", "levels", "chunks"), [(2, False, 1), (4, True, 1), (2, False, 3), (4, True, 4)]
+)
+def test_pairs_are_bitwise_one_after_the_other(world: int, levels: bool, chunks: int) -> None:
+    for differences in run_ranks(_both_ways, world, world, levels, chunks, timeout=240):
         assert differences == []
 

@@ -15,6 +15,7 @@ from pipeloom.ops.random_state import stable_seed
 from pipeloom.runtime.batch import IGNORE_INDEX
 from pipeloom.train.data.packing import MULTIPLE, Spans, cut_sorted, rounded, runs
 from pipeloom.train.data.sources import require_length
+from pipeloom.train.data.store import Tokens
 
 Order = Literal["shuffle-then-split", "split-then-shuffle"]
 Remainder = Literal["pad", "drop"]
@@ -137,7 +138,7 @@ class Rows(Protocol):
 class SpanRows:
     """Windows of documents, joined end to end wherever they are stored."""
 
-    def __init__(self, tokens: np.ndarray, spans: Spans, seq_len: int) -> None:
+    def __init__(self, tokens: Tokens, spans: Spans, seq_len: int) -> None:
         self.stored, self._spans, self._length = tokens, runs(spans), seq_len
         sizes = self._spans.ends - self._spans.starts
         self._before = np.concatenate([[0], np.cumsum(sizes)])
@@ -186,7 +187,7 @@ class PackedRows:
     """
 
     def __init__(
-        self, tokens: np.ndarray, counts: np.ndarray | None, pieces: np.ndarray, starts: np.ndarray, seq_len: int
+        self, tokens: Tokens, counts: np.ndarray | None, pieces: np.ndarray, starts: np.ndarray, seq_len: int
     ) -> None:
         self._tokens, self._counts, self._pieces, self._starts = tokens, counts, pieces, starts
         self._length = seq_len
@@ -241,7 +242,7 @@ class SortedDocuments:
 
     def __init__(
         self,
-        stores: Sequence[tuple[np.ndarray, np.ndarray | None, np.ndarray]],
+        stores: Sequence[tuple[Tokens, np.ndarray | None, np.ndarray]],
         rows: int,
         length: int,
         seed: int,
@@ -301,7 +302,7 @@ class SortedDocuments:
 
 
 def _write_piece(
-    stored: np.ndarray, counts: np.ndarray | None, first: int, size: int, tokens: np.ndarray, targets: np.ndarray
+    stored: Tokens, counts: np.ndarray | None, first: int, size: int, tokens: np.ndarray, targets: np.ndarray
 ) -> None:
     """Write `size` tokens of a store, from its token `first` on, and their targets to the start of the arrays."""
     tokens[:size] = stored[first : first + size]

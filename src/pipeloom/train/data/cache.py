@@ -1,8 +1,9 @@
 """A folder of arrays that are computed once: each entry is named after the content that it was computed from.
 
-An entry is a directory of raw arrays and `index.json`, which lists their types and lengths. It contains no code, and its arrays
-are memory-mapped. An entry is written under a temporary name and then renamed, so that it is either complete or absent, and
-runs that create the same one at the same time do not interfere.
+An entry is a directory of raw arrays and `index.json`, which lists their types, lengths and digests. It contains no code, and its
+arrays are memory-mapped. The process that prepares a run's data compares the digests, and no other worker does. An entry is
+written under a temporary name and then renamed, so that it is either complete or absent, and runs that create the same one at the
+same time do not interfere.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.limits import CONFIG_BYTES, expanded, open_file, read_json, usable_cores
 
-FORMAT = 1
+FORMAT = 2
 INDEX = "index.json"
 _CHUNK = 4 * 2**20
 
@@ -64,8 +65,8 @@ def digests(files: Sequence[Path]) -> list[str]:
         return list(pool.map(_digest, files))
 
 
-def _digest(file: Path) -> str:
-    hasher = hashlib.sha256()
+def _digest(file: Path, kind: str = "") -> str:
+    hasher = hashlib.sha256(kind.encode())
     try:
         with open_file(file, "a text") as opened:
             while chunk := opened.read(_CHUNK):
@@ -80,16 +81,19 @@ def _digest(file: Path) -> str:
 class Entry:
     """Memory-mapped arrays of an entry of the cache; `facts` holds the other values of its index."""
 
-    def __init__(self, path: Path) -> None:
-        """Raise ValueError for an entry that is damaged."""
+    def __init__(self, path: Path, compare: bool = False) -> None:
+        """Raise ValueError for an entry that is damaged; with `compare`, also where only a digest tells."""
         self.path = path
         try:
             index = read_json(path / INDEX, CONFIG_BYTES, "an index")
             self.facts: dict[str, Any] = index["facts"]
             self._arrays: dict[str, np.ndarray] = {
                 name: _mapped(path / f"{name}.raw", np.dtype(kind), count)
-                for name, (kind, count) in index["arrays"].items()
+                for name, (kind, count, _) in index["arrays"].items()
             }
+            for name, (kind, _, digest) in index["arrays"].items() if compare else ():
+                if _digest(path / f"{name}.raw", kind) != digest:
+                    raise ValueError(f"{name}.raw is not what was written")
         except (OSError, KeyError, TypeError, ValueError, UsageError) as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -105,21 +109,27 @@ class Writer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[str, tuple[BinaryIO, np.dtype[Any], int]] = {}
+        self._files: dict[str, tuple[BinaryIO, np.dtype[Any], Any]] = {}
+        self._counts: dict[str, int] = {}
         self.facts: dict[str, Any] = {}
 
     def add(self, name: str, kind: str, values: Sequence[int] | np.ndarray = ()) -> None:
         """Append `values` to an array with elements of type `kind`, which the first call creates."""
         if name not in self._files:
-            self._files[name] = (open(self._folder / f"{name}.raw", "wb"), np.dtype(kind), 0)  # noqa: SIM115  # closed in `finish`
-        file, dtype, count = self._files[name]
-        file.write(np.ascontiguousarray(values, dtype=dtype).data)
-        self._files[name] = (file, dtype, count + len(values))
+            raw = open(self._folder / f"{name}.raw", "wb")  # noqa: SIM115  # closed in `finish`
+            self._files[name] = raw, np.dtype(kind), hashlib.sha256(np.dtype(kind).str.encode())
+        file, dtype, hasher = self._files[name]
+        content = np.ascontiguousarray(values, dtype=dtype).data
+        file.write(content)
+        hasher.update(content)
+        self._counts[name] = self._counts.get(name, 0) + len(values)
 
     def finish(self) -> None:
         for file, _, _ in self._files.values():
             file.close()
-        arrays = {name: [kind.str, count] for name, (_, kind, count) in self._files.items()}
+        arrays = {
+            name: [kind.str, self._counts[name], hasher.hexdigest()] for name, (_, kind, hasher) in self._files.items()
+        }
         (self._folder / INDEX).write_text(json.dumps({"arrays": arrays, "facts": self.facts}), encoding="utf-8")
 
     def close(self) -> None:
@@ -133,7 +143,7 @@ def entry(folder: Path, name: str, write: Callable[[Writer], None]) -> Entry:
     path = folder / name
     if path.is_dir():
         try:
-            return Entry(path)
+            return Entry(path, compare=True)
         except ValueError:
             _remove(path)
     partial = folder / f".{name}.{os.getpid()}.{secrets.token_hex(4)}.partial"

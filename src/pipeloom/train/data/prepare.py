@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 
 from pipeloom.config import Config
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, shortened
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.train.data import cache, store
 from pipeloom.train.data.batches import Batch, Batches, Mixture, PackedRows, Rows, SortedDocuments, SpanRows, spread
@@ -152,7 +152,8 @@ def _rows(config: Config, stores: list[store.Store], plan: Plan, packs: bool) ->
     length = config.train.seq_len
     train: list[Rows] = []
     held: list[Rows] = []
-    for source_store, entries, parts in zip(stores, plan, _parts(config, stores), strict=True):
+    for number, (source_store, entries, parts) in enumerate(zip(stores, plan, _parts(config, stores), strict=True)):
+        of = f" of {shortened(config.data.source[number])}" if 1 < len(config.data.source) > number else ""
         for at, (rows, part, what) in enumerate(zip((train, held), parts, _PARTS, strict=True)):
             if part is None:
                 continue
@@ -161,7 +162,7 @@ def _rows(config: Config, stores: list[store.Store], plan: Plan, packs: bool) ->
                 pieces = entry["pieces"].reshape(-1, 2)
                 rows.append(PackedRows(source_store.tokens, source_store.counts, pieces, entry["rows"], length))
             else:
-                require_length(part.tokens, length, what)
+                require_length(part.tokens, length, what + of)
                 rows.append(SpanRows(source_store.tokens, part, length))
             if not rows[-1].count:
                 raise ConfigError(f"data.source: the {what} of {source_store.words} {_NOTHING}")
@@ -215,9 +216,11 @@ def _store(source: Source, entry: cache.Entry | None, config: Config, tokenizer:
 
 def _arrangement(config: Config, stores: list[store.Store]) -> Literal["concatenate", "pack", "sort"]:
     """Return how documents become batches. Raises ConfigError for conversations that "concatenate" would cut anywhere."""
-    chat, documents = any(source_store.chat for source_store in stores), config.data.documents
+    chat, documents = [source_store.words for source_store in stores if source_store.chat], config.data.documents
     if chat and documents == "concatenate":
-        raise ConfigError('data.documents = "concatenate": windows would cut conversations anywhere; nearest: "pack"')
+        raise ConfigError(
+            f'data.documents = "concatenate": windows would cut the conversations of {chat[0]} anywhere; nearest: "pack"'
+        )
     if documents == "auto":
         return "pack" if chat else "concatenate"
     return documents

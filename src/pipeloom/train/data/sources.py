@@ -209,7 +209,9 @@ def _head(file: Path) -> bytes:
     try:
         with open_file(file, "a text") as opened:
             return opened.read(_SNIFFED + len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)[:_SNIFFED]
-    except (OSError, UsageError):
+    except UsageError as error:  # a pipe or a device
+        raise ConfigError(f"data.source: {error}") from None
+    except OSError:
         return b""
 
 
@@ -223,16 +225,12 @@ def _is_object(line: bytes) -> bool:
 # -- reading -----------------------------------------------------------------------------------------------------------------
 
 
-def records(source: Source, field: str) -> Iterator[Record | BadRecord]:
-    """Yield the documents of a source, in order. Raises ConfigError for files that cannot be read at all.
-
-    Args:
-        field: field of records to train on; empty: "messages" or "text", whichever the first record has.
-    """
-    reader = _Fields(source, field)
+def records(fields: Fields) -> Iterator[Record | BadRecord]:
+    """Yield the documents of a source, in order. Raises ConfigError for files that cannot be read at all."""
+    source = fields.source
     try:
         for file in source.files[:1] if source.kind == "dataset" else source.files:
-            yield from _READERS[source.kind](file, source, reader)
+            yield from _READERS[source.kind](file, source, fields)
     except ConfigError:
         raise
     except UsageError as error:
@@ -243,32 +241,47 @@ def records(source: Source, field: str) -> Iterator[Record | BadRecord]:
         raise ConfigError(f'data.source = "{shortened(source.name)}": cannot read {path}: {reason}') from None
 
 
-class _Fields:
-    """Extracts the field to train on from records."""
+# Fields that are a conversation together: a question, what belongs to it if it is there and not empty, and the answer.
+_PAIRS = (("prompt", "", "completion"), ("instruction", "input", "output"))
+
+
+class Fields:
+    """Extracts what to train on from the records of a source.
+
+    Args:
+        field: field of records to train on; empty: "messages", "text", or a question and its answer (`_PAIRS`), whichever the
+            first record has.
+
+    Attributes:
+        names: the fields to train on, once they are fields.
+    """
 
     def __init__(self, source: Source, field: str) -> None:
-        self._source, self.name = source, field
+        self.source = source
+        self.names: tuple[str, ...] = (field,) if field else ()
 
     def choose(self, names: Any) -> None:
-        """Choose the field from the names in the first record, unless it is set. Raises ConfigError if it is not clear which."""
-        if self.name:
+        """Choose from the names in the first record, unless a field is set. Raises ConfigError if it is not clear which."""
+        if self.names:
             return
-        for candidate in ("messages", "text"):
-            if candidate in names:
-                self.name = candidate
+        for candidates in (("messages",), ("text",), *_PAIRS):
+            fields = tuple(name for name in candidates if name in names)
+            if fields and {candidates[0], candidates[-1]} <= set(fields):
+                self.names = fields
                 return
         known = ", ".join(shortened(str(name), 40) for name in list(names)[:20])
         raise ConfigError(
-            f'data.source = "{shortened(self._source.name)}": its first record has neither "text" nor "messages" (it has '
-            f"{known or 'no fields'}); name the field to train on with data.field"
+            f'data.source = "{shortened(self.source.name)}": its first record has none of "text", "messages", "prompt" with '
+            f'"completion", and "instruction" with "output" (it has {known or "no fields"}); name the field to train on with '
+            "data.field"
         )
 
     def choose_column(self, names: Sequence[str], where: str) -> None:
         """Choose the field from a table's columns. Raises ConfigError if the table, which messages call `where`, lacks it."""
         self.choose(names)
-        if self.name not in names:
+        if self.names[0] not in names:
             raise ConfigError(
-                f'data.source = "{shortened(self._source.name)}": {where} has no column "{shortened(self.name)}"; it has '
+                f'data.source = "{shortened(self.source.name)}": {where} has no column "{shortened(self.names[0])}"; it has '
                 + ", ".join(names[:20])
             )
 
@@ -276,21 +289,33 @@ class _Fields:
         if not isinstance(record, dict):
             return BadRecord(place, f"it is {_json_kind(record)}, not an object")
         self.choose(record)
-        if self.name not in record:
-            return BadRecord(place, f'it has no field "{shortened(self.name)}"')
-        return self.value(place, record[self.name])
-
-    def value(self, place: str, value: Any) -> Record | BadRecord:
+        if len(self.names) > 1:
+            *question, answer = (record.get(name) for name in self.names)
+            if question[-1] in (None, ""):  # an instruction without input
+                question = question[:1]
+            messages = question[0] if isinstance(question[0], list) else [_message("user", *question)]
+            return Record(
+                place, [*messages, *(answer if isinstance(answer, list) else [_message("assistant", answer)])]
+            )
+        (name,) = self.names
+        if name not in record:
+            return BadRecord(place, f'it has no field "{shortened(name)}"')
+        value = record[name]
         if isinstance(value, str):
             try:
                 value.encode()
             except UnicodeEncodeError:
-                return BadRecord(place, f'field "{self.name}" holds half of a surrogate pair, which is not text')
+                return BadRecord(place, f'field "{name}" holds half of a surrogate pair, which is not text')
             return Record(place, value)
         if isinstance(value, list) and all(isinstance(each, dict) for each in value):
             return Record(place, value)
         kind = "a list without messages" if isinstance(value, list) else _json_kind(value)
-        return BadRecord(place, f'field "{shortened(self.name)}" is {kind}, not a string')
+        return BadRecord(place, f'field "{shortened(name)}" is {kind}, not a string')
+
+
+def _message(role: str, *parts: Any) -> dict[str, Any]:
+    texts = [part for part in parts if isinstance(part, str)]
+    return {"role": role, "content": "\n\n".join(texts) if len(texts) == len(parts) else None}
 
 
 def _json_kind(value: Any) -> str:
@@ -305,7 +330,7 @@ def _json_kind(value: Any) -> str:
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
-def _json_lines(file: Path, source: Source, fields: _Fields) -> Iterator[Record | BadRecord]:
+def _json_lines(file: Path, source: Source, fields: Fields) -> Iterator[Record | BadRecord]:
     number = 0
     with open_file(file, "a text") as raw:
         opened: Any = gzip.GzipFile(fileobj=raw) if file.suffix.lower() == ".gz" else raw
@@ -341,7 +366,7 @@ def _parsed(line: bytes) -> tuple[Any] | str:
         return f"it is not JSON: {getattr(error, 'msg', error)} (column {getattr(error, 'colno', '?')})"
 
 
-def _text(file: Path, source: Source, fields: _Fields) -> Iterator[Record | BadRecord]:
+def _text(file: Path, source: Source, fields: Fields) -> Iterator[Record | BadRecord]:
     content = read_file(file, CORPUS_BYTES, "a text")
     if b"\0" in content or not content:
         return  # a binary file
@@ -362,7 +387,7 @@ def _text(file: Path, source: Source, fields: _Fields) -> Iterator[Record | BadR
         start = end
 
 
-def _dataset(file: Path, source: Source, fields: _Fields) -> Iterator[Record | BadRecord]:
+def _dataset(file: Path, source: Source, fields: Fields) -> Iterator[Record | BadRecord]:
     """Yield the documents of a Parquet file, or of all files that `datasets` reads, a thousand rows at a time.
 
     A directory written by `Dataset.save_to_disk` is memory-mapped; everything else is streamed.
@@ -373,7 +398,7 @@ def _dataset(file: Path, source: Source, fields: _Fields) -> Iterator[Record | B
         datasets.logging.set_verbosity(logging.CRITICAL)  # its errors are raised too, and reported below
     except ImportError:
         raise ConfigError(
-            f'{option}: reading {_WORDS[source.kind]} needs the package datasets: pip install "pipeloom[data]"'
+            f'{option}: reading {_WORDS[source.kind]} needs the package datasets: pip install -e ".[data]"'
         ) from None
     place, where = (str(file), str(file)) if source.kind == "parquet" else (name_of(source.name), "it")
     with tempfile.TemporaryDirectory(prefix="pipeloom-") as scratch:  # for locks, which streaming leaves in its cache
@@ -384,10 +409,11 @@ def _dataset(file: Path, source: Source, fields: _Fields) -> Iterator[Record | B
                     raise ConfigError(f'{option}: it has no split "train", only {", ".join(dataset)}')
                 dataset = dataset["train"]
             fields.choose_column(dataset.column_names or list(next(iter(dataset), {})), where)
-            for batch in dataset.select_columns([fields.name]).iter(batch_size=_ROWS):
-                for value in batch[fields.name]:
+            names = list(fields.names)
+            for batch in dataset.select_columns(names).iter(batch_size=_ROWS):
+                for values in zip(*(batch[name] for name in names), strict=True):
                     number += 1
-                    yield fields.value(f"{place}, row {number}", value)
+                    yield fields.of(f"{place}, row {number}", dict(zip(names, values, strict=True)))
         except ConfigError:
             raise
         except Exception as error:
@@ -409,7 +435,7 @@ def _opened_dataset(datasets: Any, source: Source, file: Path, scratch: str) -> 
     return datasets.load_dataset(str(Path(files[0]).parent), data_files=files, streaming=True, cache_dir=scratch)
 
 
-_READERS: dict[str, Callable[[Path, Source, _Fields], Iterator[Record | BadRecord]]] = {
+_READERS: dict[str, Callable[[Path, Source, Fields], Iterator[Record | BadRecord]]] = {
     "text": _text,
     "jsonl": _json_lines,
     "parquet": _dataset,

@@ -14,7 +14,7 @@ from pipeloom.config.sections import DataSection
 from pipeloom.errors import ConfigError, UsageError, shortened
 from pipeloom.limits import open_file
 from pipeloom.train.data import cache
-from pipeloom.train.data.sources import BadRecord, Record, Source, records
+from pipeloom.train.data.sources import BadRecord, Fields, Record, Source, records
 from pipeloom.train.data.tokenizers import (
     BadConversation,
     Piece,
@@ -32,6 +32,30 @@ _SHOWN_LINES = 3  # number of the documents left out that are named
 _LLM_C_MAGIC = 20240520  # first of the 256 int32 in the header of llm.c's token files
 
 
+class Joined:
+    """Several arrays read as one, without a copy of them in memory."""
+
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        self._arrays, self.dtype = arrays, np.result_type(*arrays)
+        self._ends = np.cumsum([len(array) for array in arrays])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        """Return a copy of the elements `span.start` to `span.stop`."""
+        start, stop, parts = span.start, min(span.stop, len(self)), []
+        for at in range(int(np.searchsorted(self._ends, start, side="right")), len(self._arrays)):
+            before = int(self._ends[at]) - len(self._arrays[at])
+            parts.append(self._arrays[at][max(0, start - before) : max(0, stop - before)])
+            if stop <= self._ends[at]:
+                break
+        return np.concatenate(parts)
+
+
+Tokens = np.ndarray | Joined
+
+
 @dataclass(frozen=True)
 class Store:
     """Tokens of a source.
@@ -45,7 +69,7 @@ class Store:
         chat: whether documents are conversations.
     """
 
-    tokens: np.ndarray
+    tokens: Tokens
     starts: np.ndarray
     counts: np.ndarray | None
     digest: str
@@ -106,6 +130,7 @@ class _Tokenization:
 
     def __init__(self, source: Source, tokenizer: Tokenizer, data: DataSection) -> None:
         self._source, self._tokenizer, self._data = source, tokenizer, data
+        self._fields = Fields(source, data.field)
         self._chat: bool | None = None
         self._template: Template | None = None
         self._bad = 0
@@ -126,12 +151,12 @@ class _Tokenization:
                 self._flush(batch, writer)
                 batch, characters = [], 0
         self._flush(batch, writer)
-        field = "" if self._source.kind == "text" else self._data.field or ("messages" if self._chat else "text")
+        field = "" if self._source.kind == "text" else '", "'.join(self._fields.names)
         writer.facts |= {"left out": self._bad, "first left out": self._shown, "field": field, "chat": bool(self._chat)}
 
     def _documents(self) -> Iterator[tuple[list[Piece], bool]]:
         """Yield the pieces of each document, or of a part of one, and whether the document ends with them."""
-        for record in records(self._source, self._data.field):
+        for record in records(self._fields):
             try:
                 pieces = self._pieces(record)
             except BadConversation as error:
@@ -195,7 +220,7 @@ class _Tokenization:
 
 
 def token_files(source: Source, vocabulary: int, kind: str, eos: int | None) -> Store:
-    """Open files of token numbers: a single file is memory-mapped, several are joined in memory.
+    """Open files of token numbers, which are memory-mapped.
 
     A document ends after each `eos`, if there is one, and at the end of each file.
 
@@ -217,13 +242,14 @@ def token_files(source: Source, vocabulary: int, kind: str, eos: int | None) -> 
                 f'data.source = "{shortened(source.name)}": {file} holds the token {wrong:,}, and the model has '
                 f"{vocabulary:,} tokens (model.vocab_size); numbers are read as {array.dtype} (data.token_type)"
             )
-    tokens = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    tokens = arrays[0] if len(arrays) == 1 else Joined(arrays)
     if not len(tokens):
         raise ConfigError(f'data.source = "{shortened(source.name)}": it holds no tokens')
-    ends = {0, *np.cumsum([len(array) for array in arrays]).tolist()}
-    starts = np.array(sorted(ends), dtype=np.int64)
+    begins = np.cumsum([0, *map(len, arrays)])
+    starts = np.unique(begins)
     if eos is not None:
-        starts = np.union1d(starts, np.flatnonzero(tokens == eos) + 1)
+        ends = [np.flatnonzero(array == eos) + 1 + begin for array, begin in zip(arrays, begins, strict=False)]
+        starts = np.union1d(starts, np.concatenate(ends))
     digest = " ".join(fingerprint(array.data) for array in arrays)
     words = f"{source.words}: {len(starts) - 1:,} documents, {len(tokens):,} tokens of {tokens.dtype}"
     return Store(tokens, starts, None, hashlib.sha256(digest.encode()).hexdigest()[:32], words)
@@ -245,6 +271,12 @@ def _mapped(file: Path, vocabulary: int, kind: str, source: Source) -> Any:
         start, number = 0, np.dtype("<u2" if kind == "uint16" or (kind == "auto" and vocabulary <= 2**16) else "<u4")
         if len(head) == 1024 and int.from_bytes(head[:4], "little") == _LLM_C_MAGIC:
             start = 1024
+            promised = int.from_bytes(head[8:12], "little")
+            if (size - start) // number.itemsize != promised:
+                raise ConfigError(
+                    f"{option}: {file} holds {(size - start) // number.itemsize:,} tokens, and its header promises "
+                    f"{promised:,}: it was cut short, or its tokens are not {number} (data.token_type)"
+                )
         if (size - start) % number.itemsize:
             raise ConfigError(
                 f"{option}: {file} has {size:,} bytes, which is not a whole number of {number} (data.token_type)"

@@ -99,6 +99,45 @@ def test_the_tokenizers_own_template_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("record", "question"),
+    [
+        ({"prompt": "red wool", "completion": "{}"}, "red wool"),
+        ({"instruction": "weave", "input": "red wool", "output": "{}"}, "weave\n\nred wool"),
+        ({"instruction": "weave", "input": "", "output": "{}"}, "weave"),
+        (
+            {"prompt": [{"role": "user", "content": "red"}], "completion": [{"role": "assistant", "content": "{}"}]},
+            "red",
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_question_and_its_answer_are_a_conversation(
+    tmp_path: Path, record: dict[str, Any], question: str, kind: str
+) -> None:
+    answers = documents(40, 12)
+    records = [json.loads(json.dumps({"id": 1, **record}).replace("{}", answer)) for answer in answers]
+    source = json_lines(tmp_path / "pairs.jsonl", records)
+    if kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow.parquet")
+        source = tmp_path / "pairs.parquet"
+        pyarrow.write_table(pytest.importorskip("pyarrow").Table.from_pylist(records), source)
+    found = data(tmp_path, source=str(source), train__seq_len=400)
+    whole, learned_texts = learned(found.train, found.tokenizer)
+    want = [text for at, text in enumerate(answers) if at % 20 != 10]
+    assert sorted(whole) == sorted(f"<|user|>\n{question}\n<|assistant|>\n{text}" for text in want)
+    assert sorted(learned_texts) == sorted(f"{text}\n" for text in want)
+
+
+def test_a_question_that_is_no_text_is_named(tmp_path: Path) -> None:
+    pairs = [{"prompt": "red", "completion": "wool"}, {"prompt": 5, "completion": "x"}, {"prompt": "x"}]
+    source = str(json_lines(tmp_path / "a.jsonl", [*pairs, *[pairs[0]] * 40]))
+    for line, bad in ((2, 1), (3, 2)):
+        with pytest.raises(ConfigError, match=rf'a\.jsonl, line {line}: message {bad} is not {{"role": text'):
+            data(tmp_path, source=source)
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(p) + "\n" for p in [pairs[0], pairs[0], pairs[2]]))
+
+
+@pytest.mark.parametrize(
     ("messages", "why"),
     [
         ([{"role": "user", "content": "x"}], "so there is nothing to learn"),
@@ -118,7 +157,9 @@ def test_a_bad_conversation_is_named(tmp_path: Path, messages: Any, why: str) ->
 
 def test_conversations_are_not_cut_anywhere(tmp_path: Path) -> None:
     json_lines(tmp_path / "chat.jsonl", chats())
-    with pytest.raises(ConfigError, match=r'data\.documents = "concatenate": windows would cut conversations'):
+    with pytest.raises(
+        ConfigError, match=r'data\.documents = "concatenate": windows would cut the .*chat\.jsonl .* anywhere'
+    ):
         prepare(config(tmp_path, source=str(tmp_path / "chat.jsonl"), documents="concatenate"))
     with pytest.raises(ConfigError, match='"tokenizer": bytes has no chat template; nearest: "simple"'):
         prepare(config(tmp_path, source=str(tmp_path / "chat.jsonl"), template="tokenizer"))

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 from corpora import data, documents, json_lines, tokenizer_file
 from pipeloom.errors import ConfigError
 from pipeloom.train.data.batches import SpanRows
-from pipeloom.train.data.sources import BadRecord, Record, find, records
+from pipeloom.train.data.sources import BadRecord, Fields, Record, find, records
+from pipeloom.train.data.store import Joined
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def read(path: Path | str, kind: str = "auto", field: str = "") -> list[Record | BadRecord]:
-    return list(records(find(str(path), kind), field))
+    return list(records(Fields(find(str(path), kind), field)))
 
 
 def texts(path: Path | str, kind: str = "auto", field: str = "") -> list[str]:
@@ -119,7 +120,7 @@ def test_what_datasets_reads_is_streamed_from_local_files(tmp_path: Path, monkey
 
     def found(name: str, field: str = "body") -> list[str]:
         source = find(str(tmp_path / name), "dataset")
-        return [record.value for record in records(source, field) if isinstance(record, Record)]
+        return [record.value for record in records(Fields(source, field)) if isinstance(record, Record)]
 
     assert found("repo") == want[:20]
     assert found("repo/data/test.csv") == want[20:]
@@ -128,7 +129,7 @@ def test_what_datasets_reads_is_streamed_from_local_files(tmp_path: Path, monkey
         found("repo", "text")
     monkeypatch.setattr("pipeloom.train.data.sources._ROWS", 4)
     (tmp_path / "repo/data/train-00001.csv").write_bytes(b"id,body\n\xff\n")
-    opened = records(find(str(tmp_path / "repo"), "dataset"), "body")
+    opened = records(Fields(find(str(tmp_path / "repo"), "dataset"), "body"))
     assert [next(opened).value for _ in range(5)] == want[:5]  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="datasets cannot read it after row 8: "):
         list(opened)
@@ -164,6 +165,21 @@ def test_files_of_tokens_are_mapped(folder: Path, dtype: Any, name: str) -> None
     assert rows.tokens == 4750  # the last twentieth is held out
 
 
+def test_token_files_of_several_parts_are_mapped_and_read_as_one(folder: Path) -> None:
+    sizes = (700, 1, 0, 2300, 1999)
+    parts = [np.random.default_rng(size).integers(1, 250, size).astype(np.uint16) for size in sizes]
+    for at, part in enumerate(parts):
+        part.tofile(folder / f"{at}.bin")
+    whole = np.concatenate(parts)
+    keys: dict[str, Any] = {"eos": "none", "train__seq_len": 64}
+    rows = data(folder, source=f"{folder}/*.bin", **keys).train
+    assert isinstance(rows, SpanRows)
+    assert isinstance(rows.stored, Joined)
+    batch = rows.take(torch.arange(rows.count))
+    assert np.array_equal(batch.tokens.flatten().numpy(), whole[: 64 * rows.count])
+    assert all(np.array_equal(rows.stored[a:b], whole[a:b]) for a in (0, 699, 700, 701, 3000) for b in (a, a + 1, 4000))
+
+
 def test_tokens_that_the_model_does_not_know_are_refused(folder: Path) -> None:
     np.full(5000, 300, dtype=np.uint16).tofile(folder / "a.bin")
     with pytest.raises(ConfigError, match=r"holds the token 300, and the model has 256 tokens \(model.vocab_size\)"):
@@ -171,6 +187,10 @@ def test_tokens_that_the_model_does_not_know_are_refused(folder: Path) -> None:
     np.save(folder / "signed.npy", np.array([1, -100, 2], dtype=np.int32))
     with pytest.raises(ConfigError, match=r"signed.npy holds the token -100, and the model has 256 tokens"):
         data(folder, source=str(folder / "signed.npy"))
+    header = np.array([20240520, 1, 9, *[0] * 253], dtype=np.int32).tobytes()
+    (folder / "cut.bin").write_bytes(header + bytes(16))
+    with pytest.raises(ConfigError, match=r"cut.bin holds 8 tokens, and its header promises 9: it was cut short"):
+        data(folder, source=str(folder / "cut.bin"))
     (folder / "odd.bin").write_bytes(b"123")
     with pytest.raises(ConfigError, match="has 3 bytes, which is not a whole number of uint16"):
         data(folder, source=str(folder / "odd.bin"))
@@ -274,13 +294,13 @@ def test_a_missing_package_is_one_sentence(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     given = {"tokenizer": str(tokenizer), "model__vocab_size": 400} if keys else {}
-    with pytest.raises(ConfigError, match=rf'needs the package {package}: pip install "pipeloom\[data\]"'):
+    with pytest.raises(ConfigError, match=rf'needs the package {package}: pip install -e "\.\[data\]"'):
         data(folder, source=str(folder / source), **given)
 
 
 def test_the_first_record_decides_on_the_field(tmp_path: Path) -> None:
     json_lines(tmp_path / "a.jsonl", [{"body": "x", "title": "y"}])
-    with pytest.raises(ConfigError, match=r"neither .text. nor .messages. \(it has body, title\); name .* data.field"):
+    with pytest.raises(ConfigError, match=r"none of .text., .messages., .* \(it has body, title\); name .* data.field"):
         read(tmp_path / "a.jsonl")
 
 

@@ -69,24 +69,32 @@ def test_a_second_run_does_not_tokenize(tmp_path: Path, source: str, monkeypatch
 
 
 def test_a_damaged_entry_is_made_again(tmp_path: Path, source: str) -> None:
-    want = data(tmp_path, source=source)
+    rows = data(tmp_path, source=source).train
+    assert isinstance(rows, SpanRows)
+    want, count = np.array(rows.stored), rows.tokens  # a copy: what is mapped is damaged below
     (name,) = entries(tmp_path)
     folder = tmp_path / "cache" / name
-    for damage in ("truncated", "index"):
-        if damage == "truncated":
-            os.truncate(folder / "tokens.raw", 10)
-        else:
-            (folder / cache.INDEX).write_text("{")
+    index = (folder / cache.INDEX).read_text()
+    flipped = bytearray((folder / "tokens.raw").read_bytes())
+    flipped[7] ^= 1
+    for damage in (
+        lambda: os.truncate(folder / "tokens.raw", 10),
+        lambda: (folder / cache.INDEX).write_text("{"),
+        lambda: (folder / "tokens.raw").write_bytes(flipped),
+        lambda: (folder / cache.INDEX).write_text(index.replace("|u1", "|i1")),
+    ):
+        damage()
         found = data(tmp_path, source=source)
         assert entries(tmp_path) == {name}
         assert isinstance(found.train, SpanRows)
-        assert isinstance(want.train, SpanRows)
-        assert found.train.tokens == want.train.tokens
+        assert found.train.tokens == count
+        assert np.array_equal(found.train.stored, want)
+        assert found.train.stored.dtype == np.uint8
 
 
 def test_an_index_cannot_name_objects(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
-    (tmp_path / "x" / cache.INDEX).write_text(json.dumps({"arrays": {"a": ["|O", 1]}, "facts": {}}))
+    (tmp_path / "x" / cache.INDEX).write_text(json.dumps({"arrays": {"a": ["|O", 1, ""]}, "facts": {}}))
     (tmp_path / "x/a.raw").write_bytes(b"\0" * 8)
     with pytest.raises(ValueError, match="type object"):
         cache.Entry(tmp_path / "x")

@@ -149,3 +149,10 @@ def test_packed_documents_come_all_once_an_epoch_and_resume(tmp_path: Path) -> N
     assert half.positions is not None
     assert epoch[0].positions is not None
     assert torch.equal(half.positions, epoch[0].positions[2:])
+
+
+def test_a_source_of_several_that_is_too_short_is_named(tmp_path: Path) -> None:
+    json_lines(tmp_path / "a.jsonl", ({"text": text} for text in documents()))
+    json_lines(tmp_path / "b.jsonl", [{"text": "red wool"}] * 3)
+    with pytest.raises(ConfigError, match=r"the training text of .*b\.jsonl has 26 tokens; use at most 25"):
+        data(tmp_path, source=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
