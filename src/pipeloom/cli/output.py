@@ -89,11 +89,11 @@ class OutputFlags:
         if self.png is not None:
             write(self.png, lambda: rendered(drawing(width)))
 
-    def print_timeline(self, timeline: Timeline) -> None:
-        """Draw `timeline` in the terminal."""
+    def print_timeline(self, timeline: Timeline, bound: bool = True) -> None:
+        """Draw `timeline` in the terminal, with or without its lower bound."""
         from pipeloom.draw import terminal
 
-        sys.stdout.write(terminal(timeline, width=self.columns))
+        sys.stdout.write(terminal(timeline, width=self.columns, bound=bound))
 
 
 def write(path: Path, content: Callable[[], str | bytes]) -> None:
