@@ -93,7 +93,7 @@ def _least_work(costs: Costs, stages: int, uses: list[tuple[int, float]]) -> flo
 
 def work_bound(placement: Sequence[int], microbatches: int, costs: Costs, objective: str = "makespan") -> float:
     """`lower_bound` of one route through all stages in order; for the objective `"span"` a rank's work alone."""
-    empty = Schedule.of_codes([()] * (max(placement) + 1), placement=placement, microbatches=microbatches, name="empty")
+    empty = Schedule.of([()] * (max(placement) + 1), placement=placement, microbatches=microbatches, name="empty")
     if objective == "makespan":
         return lower_bound(empty, costs)
     stages = len(placement)
