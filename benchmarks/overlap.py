@@ -41,7 +41,7 @@ from pipeloom.schedule.model import parts
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts, exposed, length, run_block
 from pipeloom.schedule.transforms import unpair
 from pipeloom.traces.measured import hops
-from pipeloom.train.report.rehearse import Clock, EmulatedBlock
+from pipeloom.train.report.rehearse import Clock, EmulatedLayer
 from processes import run_ranks
 
 STEPS = 5
@@ -52,6 +52,13 @@ def segments(talk: float) -> LayerSegments:
     """A block whose computations take a unit each, and whose all-to-alls take `talk` seconds."""
     part = PhaseTimes(UNIT, UNIT, UNIT)
     return LayerSegments(part, part, talk, talk)
+
+
+class Fused(EmulatedLayer):
+    """Computes its weight gradients with its input gradients."""
+
+    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
+        pass
 
 
 class Alone(NamedTuple):
@@ -67,7 +74,7 @@ def run_alone(microbatches: int, talk: float, split: bool, pairs: bool, blocks: 
     clock = Clock()
     schedule = pl.schedules.build("1f1b-overlap", 1, microbatches)
     run = schedule if pairs else unpair(schedule)
-    block = partial(EmulatedBlock, clock, segments(talk), split, **levels)
+    block = partial(EmulatedLayer if split else Fused, clock, segments(talk), **levels)
     pipeline = LocalPipeline([block] * blocks, run, loss=total)
     stood, took = [], []
     x = torch.ones(microbatches, 1)
@@ -157,7 +164,7 @@ def measure(
     sides = []
     for one in (schedule, unpair(schedule)):
         clock = Clock()
-        blocks = [partial(EmulatedBlock, clock, segments(talk))] * one.positions
+        blocks = [partial(EmulatedLayer, clock, segments(talk))] * one.positions
         sides.append((Pipeline(blocks, one, loss=total), clock))
     found: tuple[list[Measured], list[Measured]] = [], []
     x = torch.ones(m, 1)

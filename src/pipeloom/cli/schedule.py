@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from pipeloom.cli.options import CostFlags, FamilyFlags, Sizes, with_options
-from pipeloom.cli.output import OutputFlags, figures_and_costs
+from pipeloom.cli.options import CostFlags, FamilyFlags, Sizes, families, family_lines, with_options
+from pipeloom.cli.output import OutputFlags, aligned, figures_and_costs
 
 
 @with_options()
 def command(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A family, a CSV or JSON file, or module:function.")],
+    *,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="A family (without a name they are listed, and NAME --help shows its options), a CSV or JSON file, or "
+            "module:function.",
+            autocompletion=families,
+        ),
+    ] = None,
     sizes: Sizes,
     family: FamilyFlags,
     costs: CostFlags,
@@ -21,16 +32,28 @@ def command(
 ) -> None:
     """Draw a schedule, or write it in another format.
 
-    Costs are those of one stage: one number, or one number per stage, separated by commas.
+    Costs are those of one stage: one number, or one number per stage, separated by commas. With --segments the drawing has a
+    pair's segments before and after overlapping, of the first number where there are several.
 
     pipeloom schedule interleaved --ranks 4 --microbatches 9 --option rounds=tail
     """
     output.require()
+    if name is None:
+        lines = family_lines()
+        print(json.dumps({"families": lines}) if output.as_json else "\n".join(lines))
+        return
     from pipeloom.schedule import simulate
 
+    table, below = [], None
+    if costs.segments is not None:
+        from pipeloom.draw import segment_lanes, segment_table
+        from pipeloom.traces.segment_times import read_segments
+
+        stages = read_segments(costs.segments)
+        table, below = segment_table(stages), partial(segment_lanes, next(iter(stages.values())))
     schedule, values = family.schedule(name, sizes, costs)
     timeline = simulate(schedule, values, overlap_p2p=costs.overlap_p2p)
-    output.draw([timeline])
+    output.draw([timeline], below)
     if output.csv:
         from pipeloom.schedule.csv_form import to_csv
 
@@ -38,7 +61,11 @@ def command(
     elif output.as_json:
         from pipeloom.schedule.json_form import parts_of_json
 
-        sys.stdout.writelines(parts_of_json(schedule, figures_and_costs(timeline)))
+        more = {"segments": [dict(zip(table[0], row, strict=True)) for row in table[1:]]} if table else {}
+        sys.stdout.writelines(parts_of_json(schedule, figures_and_costs(timeline) | more))
         print()
     else:
         output.print_timeline(timeline)
+        if table:
+            print("\nA pair of layers, F of one micro-batch and B of another:")
+            print("\n".join(aligned(table)))

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+from pipeloom.config.hub import download
 from pipeloom.config.problems import sentence, shown
 from pipeloom.config.sections import COMPUTED, Config
 from pipeloom.decoder_shape import ROUTERS, shape_problems
@@ -152,7 +153,10 @@ def _weights_are_a_checkpoint(config: Config) -> Iterator[Problem]:
     if weights and config.model.source:
         yield "model.weights", "model.source has its own weights; leave one of the two out"
     elif weights and not os.path.isdir(expanded(weights)):
-        yield "model.weights", "there is no such directory; give a checkpoint or a Hugging Face directory"
+        yield (
+            "model.weights",
+            download(weights) or "there is no such directory; give a checkpoint or a Hugging Face directory",
+        )
 
 
 @_reads("lora", "model.source", "model.weights", "parallel.tp")
@@ -362,7 +366,7 @@ def _checkpoint_to_resume_exists(config: Config) -> Iterator[Problem]:
 
 @_reads("log.tensorboard", "log.wandb")
 def _writers_are_installed(config: Config) -> Iterator[Problem]:
-    for package, install in (("tensorboard", 'pip install "pipeloom[tensorboard]"'), ("wandb", "pip install wandb")):
+    for package, install in (("tensorboard", 'pip install -e ".[tensorboard]"'), ("wandb", "pip install wandb")):
         if getattr(config.log, package) and importlib.util.find_spec(package) is None:
             yield f"log.{package}", f"the package {package} is not installed: {install}"
 

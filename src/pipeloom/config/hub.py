@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -203,11 +204,21 @@ def _content(source: str, key: str) -> dict[str, Any]:
         if isinstance(content, dict):
             require_counts(content)
     except (OSError, UsageError) as error:
-        raise ConfigError(f'model.{key} = "{source}": {path} cannot be read: {error}') from None
+        raise ConfigError(
+            f'model.{key} = "{source}": {download(source) or f"{path} cannot be read: {error}"}'
+        ) from None
     if not isinstance(content, dict):
         raise ConfigError(f'model.{key} = "{source}": {path} is not a JSON object')
     _require(content, f'model.{key} = "{source}": {path}')
     return content
+
+
+def download(source: str) -> str:
+    """Return how to get a model that `source` names as the Hugging Face Hub does (org/name); "" for any other name."""
+    name = re.fullmatch(r"[\w.-]+/([\w.-]+)", source)
+    if name is None or expanded(source).exists():
+        return ""
+    return f"there is no such directory, and nothing is downloaded; first: hf download {source} --local-dir {name[1]}"
 
 
 def _require(values: Mapping[str, Any], where: str) -> None:

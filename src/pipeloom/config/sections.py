@@ -291,6 +291,7 @@ class TrainSection(Section):
     tune_cpu: bool
     threads: Threads
     deterministic: bool
+    reproducible: bool
     on_nan: OnNan
     on_spike: OnSpike
     rollbacks: Whole
@@ -363,6 +364,13 @@ class CheckpointSection(Section):
     resume: Resume
 
 
+class SampleSection(Section):
+    """`[sample]`: the text that a run generates at its end."""
+
+    prompt: str
+    tokens: Whole
+
+
 class LogSection(Section):
     """`[log]`: log lines, metrics and the HTML page."""
 
@@ -392,6 +400,7 @@ class Config(Section):
     optimizer: OptimizerSection
     data: DataSection
     checkpoint: CheckpointSection
+    sample: SampleSection
     log: LogSection
     debug: DebugSection
 

@@ -6,8 +6,10 @@ the `config.toml` of a run.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
+import glob
 import json
 import os
 import re
@@ -15,6 +17,7 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -36,8 +39,9 @@ from pipeloom.limits import (
     number,
     read_file,
     read_json,
+    usable_cores,
 )
-from pipeloom.schedule.families import canonical_name
+from pipeloom.schedule.families import build, canonical_name
 from pipeloom.schedule.files import names_a_file
 
 BUILT_IN = ("default", "tiny", "moe")
@@ -71,6 +75,8 @@ def load_layout(
     Raises ScheduleError when all keys are valid but the schedule cannot run.
     """
     merged = merge(path, *overrides)
+    if merged.text("model.source"):
+        _fit_pipeline(merged, world_size)
     config, wrong, fallback = _validate(merged)
     problems = list(wrong.values())
     resolved = config or fallback
@@ -93,6 +99,28 @@ def load_layout(
     if problems or layout is None:
         raise ConfigError(problems)
     return replace(layout, origins=_origins(merged, config or resolved, resolved))
+
+
+def _fit_pipeline(merged: Merged, world_size: int | None) -> None:
+    """Choose `parallel.pp` and `schedule.chunks`, where the user has not, for the layers of a model in a directory.
+
+    The pipeline has at most as many ranks as there are workers, or else GPUs, or else cores of this machine.
+    """
+    config, wrong, _ = _validate(merged)
+    if config is None or wrong or config.parallel.stages or names_a_file(config.schedule.name):
+        return
+    parallel, schedule, blocks = config.parallel, config.schedule, config.model.num_hidden_layers
+    devices = [] if config.train.device == "cpu" else glob.glob("/dev/nvidia[0-9]*")
+    workers = (world_size or len(devices) or usable_cores()) // max(1, parallel.dp * parallel.tp)
+    most = min(max(1, workers if world_size else min(workers, parallel.pp)), blocks)
+    ranks = [parallel.pp] if "parallel.pp" in merged.given else range(most, 0, -1)
+    chunks = [schedule.chunks] if "schedule.chunks" in merged.given else [schedule.chunks, 1]
+    for pp, count in product(ranks, chunks):
+        with contextlib.suppress(PipeloomError):
+            if build(schedule.name, pp, schedule.microbatches, count, schedule.options).positions <= blocks:
+                fitting = {"parallel.pp": pp} | ({} if count is None else {"schedule.chunks": count})
+                merged.adopt(fitting, f"{config.model.source}/config.json")
+                return
 
 
 def _folder(origin: str, given: Path | None) -> Path:

@@ -2,8 +2,19 @@
 
 from pipeloom.draw.figures import figures
 from pipeloom.draw.html import html
+from pipeloom.draw.segments import segment_lanes, segment_table
 from pipeloom.draw.svg import LEAST_WIDTH, USUAL_WIDTH, svg
 from pipeloom.draw.terminal import terminal
 from pipeloom.draw.trace import trace
 
-__all__ = ["LEAST_WIDTH", "USUAL_WIDTH", "figures", "html", "svg", "terminal", "trace"]
+__all__ = [
+    "LEAST_WIDTH",
+    "USUAL_WIDTH",
+    "figures",
+    "html",
+    "segment_lanes",
+    "segment_table",
+    "svg",
+    "terminal",
+    "trace",
+]

@@ -21,18 +21,25 @@ from pipeloom.draw import palette
 from pipeloom.draw.figures import assumptions, heading, messages, number, time_unit
 from pipeloom.draw.svg import svg
 from pipeloom.errors import PipeloomError, printable
-from pipeloom.schedule import Schedule, Timeline, simulate
-from pipeloom.schedule.actions import EVENTS, MOST_KINDS, Kind, kinds
+from pipeloom.schedule import Schedule, Timeline, lower_bound, simulate
+from pipeloom.schedule.actions import COMPUTE, EVENTS, KEPT, MOST_KINDS, PENDING, SAVED, Kind, kinds
 from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.costs import StageCosts
 from pipeloom.schedule.json_form import to_dict
+from pipeloom.schedule.timeline import timelines_of
 
 PAGE_FORMAT = "pipeloom.page/1"
 MOST_BOXES = 4000  # of an SVG in a notebook: 0.5 MB
 MOST_ACTIONS = 100_000  # of a page in a notebook: 5 MB
 
 
-def html(timelines: Timeline | Sequence[Timeline], title: str | None = None) -> str:
+def html(
+    timelines: Timeline | Sequence[Timeline],
+    title: str | None = None,
+    below: str = "",
+    bound: float | None = None,
+    limit: float | None = None,
+) -> str:
     """A page with the timelines under one another on one axis of time; a browser opens it from disk, offline.
 
     The page contains everything: the data as columns, and the script that draws, simulates and checks edits by the rules of
@@ -40,25 +47,37 @@ def html(timelines: Timeline | Sequence[Timeline], title: str | None = None) -> 
 
     Args:
         title: of the page; default: the heading of the timeline, or the names of several schedules.
+        below: an SVG document of ours to show below the timelines, such as a pair's segments.
+        bound: a lower bound on the makespan, such as a search's; default: of each timeline's placement and costs.
+        limit: of a rank's memory, in the unit of `Costs.activation`.
     """
-    panels = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    panels = timelines_of(timelines)
     names = list(dict.fromkeys(timeline.schedule.name for timeline in panels))
     given = title if title is not None else heading(panels[0]) if len(panels) == 1 else " · ".join(names)
     name = printable(given) or "Pipeloom"
     style, script = _resource("page.css"), _script()
-    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; form-action 'none'"
+    styles = " ".join(f"'{_hash(text)}'" for text in (style, *re.findall(r"<style>(.*?)</style>", below)))
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src {styles}; base-uri 'none'; form-action 'none'"
+    )
     parts = {
         "policy": policy,
         "title": escape(name),
         "style": style,
         "script": script,
-        "data": _embedded(document(panels, name)),
+        "below": below,
+        "data": _embedded(document(panels, name, bound, limit)),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], _resource("page.html"))
 
 
-def document(timelines: Sequence[Timeline], title: str) -> dict[str, Any]:
-    """Return the data of the page, ready for `json.dumps`: the table of kinds, the unit of time, and a pane for each timeline."""
+def document(
+    timelines: Sequence[Timeline], title: str, bound: float | None = None, limit: float | None = None
+) -> dict[str, Any]:
+    """Return the data of the page, ready for `json.dumps`: the table of kinds, the unit of time, and a pane for each timeline.
+
+    Args: as of `html`.
+    """
     factor, unit = time_unit(timelines)
     mixed = len({timeline.source for timeline in timelines}) > 1
     return {
@@ -66,9 +85,11 @@ def document(timelines: Sequence[Timeline], title: str) -> dict[str, Any]:
         "title": title,
         "unit": {"factor": factor, "name": unit},
         "kinds": [_kind(kind) for kind in kinds()],
+        "limit": limit,
         "panes": [
             _pane(timeline, (factor, unit))
             | {"heading": f"{timeline.source}: {heading(timeline)}" if mixed else heading(timeline)}
+            | {"lower_bound": lower_bound(timeline.schedule, timeline.costs) if bound is None else bound}
             for timeline in timelines
         ],
     }
@@ -83,13 +104,14 @@ def _kind(kind: Kind) -> dict[str, Any]:
         "need": None
         if need is None
         else {
-            "event": EVENTS.index(need.event),
+            "event": EVENTS.index(need.value),
             "step": need.step,
             "at_end": None if need.at_end is None else EVENTS.index(need.at_end),
         },
-        "memory": list(kind.memory),
-        "duration": kind.duration,
-        "resource": kind.resource,
+        "memory": [(value in kind.makes) - (value in kind.frees) for value in (SAVED, PENDING, KEPT)],
+        "fuses": kind.fuses,
+        "duration": kind.time,
+        "resource": "computation" if kind.queue == COMPUTE else "communication",
     }
 
 
@@ -110,6 +132,7 @@ def _pane(timeline: Timeline, unit: tuple[float, str]) -> dict[str, Any]:
         "most_kinds": MOST_KINDS,
         "origin": _short(min((starts[0] for starts in timeline.starts if starts), default=0.0)),
         "codes": schedule.codes,
+        "remade": [stage * schedule.microbatches + mb for stage, mb in schedule.remade],
         "starts": [list(map(_short, starts)) for starts in timeline.starts],
         "ends": [list(map(_short, ends)) for ends in timeline.ends],
         "costs": _costs(timeline),
@@ -126,6 +149,7 @@ def _costs(timeline: Timeline) -> dict[str, Any]:
         **asdict(StageCosts.of(costs, stages)),
         "activation": costs.per_stage("activation", stages),
         "held": costs.per_stage("held", stages),
+        "kept": costs.per_stage("kept", stages),
         "share": costs.per_stage("all_to_all", stages),
         "pair": _given(costs.pair, stages),
         "pair_split": _given(costs.pair_split, stages),

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import importlib.util
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
 from pipeloom.draw import palette
 from pipeloom.draw.boxes import EntryBox, boxes, nice_step, talk
 from pipeloom.draw.figures import assumptions, heading, number, time_unit
-from pipeloom.errors import UsageError, printable
+from pipeloom.errors import UsageError, missing_packages, printable
 from pipeloom.schedule import Timeline
 from pipeloom.schedule.actions import kinds
-from pipeloom.schedule.timeline import CAUSES, Cause, plain
+from pipeloom.schedule.timeline import CAUSES, Cause, plain, timelines_of
 
 ROW, GAP = 30.0, 5.0
 SHEET_MARGIN, LEAST_LEFT, LEAST_IDLE, PEAK_RIGHT = 16.0, 66.0, 50.0, 54.0
@@ -38,6 +38,10 @@ class Sheet:
     def text(self, x: float, y: float, content: str, style: str = "") -> None:
         name = f' class="{style}"' if style else ""
         self.out.append(f'<text x="{_n(x)}" y="{_n(y)}"{name}>{escape(printable(content))}</text>')
+
+    def box(self, x: float, y: float, width: float, height: float, fill: str) -> None:
+        shape = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
+        self.out.append(f'<rect {shape} fill="{fill}"/>')
 
     def flow(self, widths: Sequence[float], y: float, line: float) -> Iterator[tuple[float, float]]:
         """Yield the place of each entry of a legend that begins at height `y`, with lines `line` high."""
@@ -74,26 +78,32 @@ class _TimelineSheet(Sheet):
 
     def idle(self, x: float, y: float, width: float, height: float, cause: Cause) -> None:
         self.causes.add(cause)
-        self.out.append(
-            f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}" fill="url(#{_pattern(cause)})"/>'
-        )
+        self.box(x, y, width, height, f"url(#{_pattern(cause)})")
 
     def time(self, value: float) -> str:
         """A time in the unit of the sheet, without its name."""
         return number(plain(value * self.unit[0]))
 
 
-def svg(timelines: Timeline | Sequence[Timeline], width: float = USUAL_WIDTH, tooltips: bool = True) -> str:
+def svg(
+    timelines: Timeline | Sequence[Timeline],
+    width: float = USUAL_WIDTH,
+    tooltips: bool = True,
+    below: Callable[[float], str] | None = None,
+) -> str:
     """An SVG document of `width` pixels: the timelines under one another, on one scale of time, so that they compare.
 
     A box holds its micro-batch where there is room; a pair has its forward above and its backward below. Idle is hatched by
     its cause. Idle and the peak of activations are written at the right of each rank. With `tooltips` each box shows its action,
     times and phase under the pointer (left out above `MOST_TOOLTIPS` boxes).
 
+    Args:
+        below: width -> another SVG document to draw below the timelines, such as a pair's segments.
+
     Raises:
         UsageError: no timeline, or a width below `LEAST_WIDTH`.
     """
-    panels = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    panels = timelines_of(timelines)
     if not panels:
         raise UsageError("svg needs at least one timeline")
     if not width >= LEAST_WIDTH:
@@ -112,8 +122,12 @@ def svg(timelines: Timeline | Sequence[Timeline], width: float = USUAL_WIDTH, to
             + BETWEEN
         )
     height = _legend(sheet, panels, top - BETWEEN / 2) + 10
+    if below is not None:
+        other = below(width)
+        sheet.out.append(other.replace("<svg ", f'<svg y="{_n(height)}" ', 1))
+        height += float(other.split('height="', 1)[1].split('"')[0])
     title = "; ".join(heading(timeline) for timeline in panels)
-    return svg_document((width, height), title, _style(sheet), sheet.out, _hatches(sheet))
+    return svg_document((width, height), title, svg_style(sheet.classes), sheet.out, _hatches(sheet))
 
 
 def svg_document(
@@ -189,14 +203,15 @@ def _hatches(sheet: _TimelineSheet) -> str:
     )
 
 
-def _style(sheet: _TimelineSheet) -> str:
+def svg_style(classes: Mapping[str, str] | None = None) -> str:
+    """Return the rules of a document's texts and boxes; `classes`: colour -> the class of boxes of that colour."""
     rules = [
         f".f{{fill:{palette.FAINT_INK};font-size:11.5px}}",
         ".r,.e{text-anchor:end}.m{text-anchor:middle}.e{font-size:11.5px}",
         ".n text{text-anchor:middle;font-size:inherit}",
         f".b rect{{stroke:{palette.PAPER}}}",
-        ".n .w{fill:#ffffff}.n .k{fill:#000000}",
-        *(f".{name}{{fill:{color}}}" for color, name in sheet.classes.items()),
+        "text.w{fill:#ffffff}text.k{fill:#000000}",
+        *(f".{name}{{fill:{color}}}" for color, name in (classes or {}).items()),
     ]
     return "".join(rules)
 
@@ -366,4 +381,4 @@ def png(document: str, zoom: float = 2.0) -> bytes:
 def require_png() -> None:
     """Raise UsageError without the extra `png`."""
     if importlib.util.find_spec("resvg_py") is None:
-        raise UsageError('a PNG needs resvg-py, which the core install leaves out: pip install "pipeloom[png]"')
+        raise missing_packages("a PNG", ["resvg-py"], "png")

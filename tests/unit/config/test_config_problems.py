@@ -83,6 +83,6 @@ def test_more_ranks_than_layers_are_refused_before_the_schedule_is_built(monkeyp
     monkeypatch.setattr("pipeloom.config.layout.make_schedule", build)
     flags = {"parallel.pp": 4096, "schedule.name": "zbv", "model.num_hidden_layers": 4, "schedule.microbatches": 4}
     with pytest.raises(
-        ConfigError, match=r"parallel\.pp = 4096: the model has 4 decoder layers, .* nearest: parallel\.pp = 4,"
+        ConfigError, match=r"parallel\.pp = 4096: the model has 4 decoder layers, .* nearest: --parallel\.pp 4,"
     ):
         load_layout(None, flags)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pipeloom.config import load_layout
 from pipeloom.config.hub import adapter_keys, own_sizes, sizes
 from pipeloom.errors import ConfigError
 
@@ -87,3 +88,54 @@ def test_a_value_of_another_type_in_an_adapters_configuration_is_named(
     (tmp_path / "adapter_config.json").write_text(json.dumps({**ADAPTER, **changes}))
     with pytest.raises(ConfigError, match=rf"adapter_config\.json: {words}"):
         adapter_keys(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "flags", "cores", "world", "ranks", "chunks"),
+    [
+        (12, {}, 2, None, 2, 2),
+        (12, {}, 16, None, 4, 2),
+        (6, {}, 16, None, 4, 1),
+        (2, {}, 16, None, 2, 1),
+        (1, {}, 1, None, 1, 1),
+        (12, {}, 2, 6, 6, 2),  # torchrun decides on the number of workers
+        (12, {"parallel.dp": 2}, 4, None, 2, 2),
+        (6, {"schedule.chunks": 3}, 4, None, 2, 3),
+        (6, {"parallel.pp": 6}, 2, None, 6, 1),
+        (6, {"schedule.name": "zbv"}, 16, None, 3, 2),
+    ],
+)
+def test_the_pipeline_fits_the_layers_and_cores(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    blocks: int,
+    flags: dict[str, Any],
+    cores: int,
+    world: int | None,
+    ranks: int,
+    chunks: int,
+) -> None:
+    monkeypatch.setattr("pipeloom.config.settings.usable_cores", lambda: cores)
+    folder = written(tmp_path, {**MODEL, "num_hidden_layers": blocks})
+    keys = {"model.source": str(folder), "train.device": "cpu", **flags}
+    layout = load_layout(None, keys, world_size=world)
+    assert (layout.schedule.ranks, layout.schedule.chunks) == (ranks, chunks)
+    assert len(layout.stage_layers) <= blocks
+
+
+def test_a_pipeline_that_does_not_fit_the_layers_is_refused_by_its_flags(tmp_path: Path) -> None:
+    keys = {"model.source": str(written(tmp_path, {**MODEL, "num_hidden_layers": 6}))}
+    with pytest.raises(ConfigError, match=r"6 decoder layers, .*; nearest: --parallel\.pp 6$"):
+        load_layout(None, keys, {"parallel.pp": 8})
+    with pytest.raises(
+        ConfigError, match=r"8 stages, .* \(4 ranks of 2\); nearest: --parallel\.pp 3 or --schedule\.chunks 1$"
+    ):
+        load_layout(None, keys, {"parallel.pp": 4, "schedule.chunks": 2})
+
+
+@pytest.mark.parametrize("key", ["source", "weights"])
+def test_the_name_of_a_model_on_the_hub_is_not_downloaded(key: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"nothing is downloaded; first: hf download org/a-model --local-dir a-model$"
+    ):
+        load_layout(None, {f"model.{key}": "org/a-model"})

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,10 +70,6 @@ class Clock:
         self._woken = time.perf_counter()
         self.seconds[name, kind].append(self._woken - begun)
 
-    def times(self, name: str) -> PhaseTimes:
-        """Return the mean durations of F, I and W of the part `name`, in seconds."""
-        return PhaseTimes(*(fmean(self.seconds[name, kind]) for kind in "FIW"))
-
 
 def cycles_per_second(device: torch.device) -> float:
     """Return the cycles per second that a spinning kernel counts on this GPU.
@@ -124,50 +119,20 @@ class _Emulated(torch.autograd.Function):
 
 
 class EmulatedLayer(nn.Module):
-    """A layer with given times of F, I and W.
+    """A layer with given times of attention, and if it has any, of dispatch, experts and combine; each all-to-all is a timer.
 
     Args:
         times: times of one micro-batch, in seconds.
-        factors: factor on the times of each micro-batch; empty: 1 for all.
-    """
-
-    def __init__(self, clock: Clock, times: PhaseTimes, factors: Sequence[float] = ()) -> None:
-        super().__init__()
-        self.clock, self.times, self.factors = clock, times, factors
-        self.weight = nn.Parameter(torch.zeros(()))
-        self.grad_context = WeightGradContext()
-
-    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
-        self.grad_context = grad_context
-
-    def forward(self, x: Tensor, microbatch: MicrobatchContext | None = None) -> Tensor:
-        times = _times(self.times, _factor(self.factors, microbatch))
-        return _Emulated.apply(x, self.weight, _Work(self.clock, "layer", times, self.grad_context.queue))  # type: ignore[no-any-return, no-untyped-call]
-
-
-class EmulatedBlock(nn.Module):
-    """A block of attention, dispatch, experts and combine with given times; each all-to-all is a timer.
-
-    Args:
-        times: times of one micro-batch, in seconds.
-        split: whether its weight gradients can be deferred to W.
         factors: factor on the times of each micro-batch; empty: 1 for all.
         inside: time of each hop inside a node, on a link of its own, which each all-to-all takes too (two levels).
         chunks: runs of the tokens, whose all-to-alls overlap with the other runs' experts and all-to-alls.
     """
 
     def __init__(
-        self,
-        clock: Clock,
-        times: LayerSegments,
-        split: bool = True,
-        factors: Sequence[float] = (),
-        inside: float = 0.0,
-        chunks: int = 1,
+        self, clock: Clock, times: LayerSegments, factors: Sequence[float] = (), inside: float = 0.0, chunks: int = 1
     ) -> None:
         super().__init__()
-        self.clock, self.times, self.split, self.factors = clock, times, split, factors
-        self.inside, self.chunks = inside, chunks
+        self.clock, self.times, self.factors, self.inside, self.chunks = clock, times, factors, inside, chunks
         self.weight = nn.Parameter(torch.zeros(()))
         self.grad_context = WeightGradContext()
 
@@ -176,8 +141,10 @@ class EmulatedBlock(nn.Module):
 
     def segments(self, microbatch: MicrobatchContext | None = None) -> Sequence[Segment]:
         times, factor, n = self.times, _factor(self.factors, microbatch), self.chunks
-        combine_backward, dispatch_backward = times.backward_talk
         attention = self._part("attention", _times(times.attention, factor))
+        if not any(times.experts):
+            return (attention,)
+        combine_backward, dispatch_backward = times.backward_talk
         share = factor / n
         runs = [
             [
@@ -202,7 +169,7 @@ class EmulatedBlock(nn.Module):
 
     def _part(self, name: str, times: PhaseTimes, at: int = 0) -> Compute:
         def run(values: Values) -> Values:
-            queue = self.grad_context.queue if self.split else None  # queue of the micro-batch whose forward runs now
+            queue = self.grad_context.queue  # of the micro-batch whose forward runs now
             out = _Emulated.apply(values[at], self.weight, _Work(self.clock, name, times, queue))  # type: ignore[no-untyped-call]
             return (*values[:at], out, *values[at + 1 :])
 
@@ -310,12 +277,9 @@ class Rehearsal:
 
         def build(position: int) -> nn.Module:
             stage = stages[position]
-            factor = self.slow.get(stage, 1.0)
-            part = segments[stage]
-            if self.communicates:
-                slowed = replace(part, attention=_times(part.attention, factor), experts=_times(part.experts, factor))
-                return EmulatedBlock(clock, slowed, factors=self.costs.microbatch)
-            return EmulatedLayer(clock, _times(part.attention, factor), self.costs.microbatch)
+            factor, part = self.slow.get(stage, 1.0), segments[stage]
+            slowed = replace(part, attention=_times(part.attention, factor), experts=_times(part.experts, factor))
+            return EmulatedLayer(clock, slowed, self.costs.microbatch)
 
         return [Layer(f"stage.{position}", partial(build, position)) for position in range(self.schedule.positions)]
 

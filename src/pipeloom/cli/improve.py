@@ -1,0 +1,179 @@
+"""`pipeloom improve`: what another schedule would have saved in a measured step, at the same memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipeloom.cli.options import flag, with_options
+from pipeloom.cli.output import JSON_HELP, aligned, write
+from pipeloom.cli.show import Study, layers_of, steps_of
+from pipeloom.errors import PipeloomError
+
+if TYPE_CHECKING:
+    from pipeloom.schedule import Costs, Schedule
+
+_LEAST = 1e-6  # share of a step below which nothing is gained
+_ENOUGH = 0.9  # share of the largest saving from which a simpler change is recommended
+
+
+@dataclass(frozen=True)
+class ImproveFlags:
+    """The limits of the search, and the files that it writes."""
+
+    memory: float | None = flag(
+        None, "X", "Most stage-micro-batches alive on a rank; default: as many as in the measured step.", min=1.0
+    )
+    time_limit: float = flag(10.0, "S", "Longest search, in seconds.", min=0.1)
+    csv: Path | None = flag(None, "FILE", "Write the best schedule in torch's CSV format.")
+    as_json: bool = flag(False, None, JSON_HELP, "--json")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A schedule in place of the measured one, simulated with the measured costs.
+
+    Attributes:
+        words: how to get it.
+        makespan: seconds.
+        peak: the most stage-micro-batches alive on a rank.
+    """
+
+    words: str
+    schedule: Schedule
+    makespan: float
+    peak: float
+
+
+@with_options()
+def command(
+    *,
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACE",
+            help="A Chrome or Kineto trace, a folder of them, a CSV with durations, or the folder of a run.",
+        ),
+    ],
+    options: ImproveFlags,
+) -> None:
+    """Find what a measured step would have saved under another schedule.
+
+    pipeloom improve trace.json --csv better.csv
+
+    Reads schedule and costs from the trace, and compares every family and transform that fits the placement and the memory, and
+    the best schedule that a search finds. A trace of another program will do.
+    """
+    from pipeloom.traces.measured import predict
+
+    steps, memory, notes = steps_of(trace)
+    study = Study(steps, predict(steps), (), layers_of(trace, steps), memory, notes)
+    now, changes = compare(study, options.memory, options.time_limit)
+    best = min(changes, key=lambda each: each.makespan)
+    if now in changes and best.makespan > now.makespan * (1 - _LEAST):
+        best = now
+    gain = now.makespan - best.makespan
+    simple = next(each for each in changes if now.makespan - each.makespan >= min(gain, _ENOUGH * gain))
+    if options.csv is not None:
+        from pipeloom.schedule.csv_form import to_csv
+
+        write(options.csv, lambda: to_csv(best.schedule))
+    if options.as_json:
+        print(json.dumps(_as_dict(study, now, changes, best, simple), allow_nan=False))
+        return
+    print("\n".join(_lines(study, now, changes, best, simple)))
+
+
+def compare(study: Study, memory: float | None, seconds: float) -> tuple[Change, list[Change]]:
+    """Return (the measured schedule simulated with its costs, all schedules within the memory, simple ones first)."""
+    from pipeloom.schedule import simulate
+    from pipeloom.schedule.check import check
+    from pipeloom.solver import search
+
+    schedule, costs = study.typical.schedule, study.prediction.costs
+    timeline = simulate(schedule, costs)
+    now = Change("as measured", schedule, timeline.makespan, max(timeline.peak_memory))
+    limit = now.peak if memory is None else memory
+    changes = [now] if now.peak <= limit + 1e-9 else []
+    for words, other in _others(schedule, costs):
+        try:
+            check(other)
+            run = simulate(other, costs)
+        except PipeloomError:  # a family that these costs or sizes do not suit
+            continue
+        if max(run.peak_memory) <= limit + 1e-9:
+            changes.append(Change(words, other, run.makespan, max(run.peak_memory)))
+    result = search(
+        schedule.ranks, schedule.microbatches, costs, limit, placement=list(schedule.placement), time_limit=seconds
+    )
+    return now, [*changes, Change("searched", result.schedule, result.value, max(result.timeline.peak_memory))]
+
+
+def _others(schedule: Schedule, costs: Costs) -> Iterator[tuple[str, Schedule]]:
+    """Yield (words, schedule) of transforms of the schedule and of the families of one route on its placement."""
+    from pipeloom.schedule.families import ONE_ROUTE, build
+    from pipeloom.schedule.placement import name_of
+    from pipeloom.schedule.transforms import split_cooldown
+
+    if len(schedule.routes) > 1:
+        return
+    with suppress(PipeloomError):  # one that is split already
+        yield "transform split_cooldown", split_cooldown(schedule)
+    place = name_of(schedule.placement, schedule.ranks)
+    for name in ONE_ROUTE.get(place or "", ()):
+        try:
+            other = build(name, schedule.ranks, schedule.microbatches, schedule.chunks, {}, costs)
+        except PipeloomError:
+            continue
+        if other.placement == schedule.placement and other.codes != schedule.codes:
+            yield f"family {name}", other
+
+
+def _as_dict(study: Study, now: Change, changes: list[Change], best: Change, simple: Change) -> dict[str, object]:
+    def plain(each: Change) -> dict[str, object]:
+        saved = 1 - each.makespan / now.makespan if now.makespan else 0.0
+        return {"change": each.words, "makespan": each.makespan, "peak": each.peak, "saved": saved}
+
+    return {
+        "unit": "s",
+        "measured": study.prediction.measured,
+        "now": plain(now),
+        "changes": [plain(each) for each in changes],
+        "best": plain(best),
+        "recommended": plain(simple),
+        "assumptions": study.assumptions(),
+        "notes": list(study.notes),
+    }
+
+
+def _lines(study: Study, now: Change, changes: list[Change], best: Change, simple: Change) -> list[str]:
+    from pipeloom.draw.figures import number, time_unit
+
+    factor, unit = time_unit([study.typical])
+
+    def row(each: Change) -> list[str]:
+        saved = 100 * (1 - each.makespan / now.makespan)
+        return [each.words, number(each.makespan * factor), f"{saved:.1f} %", number(each.peak)]
+
+    ordered = sorted((each for each in changes if each is not now), key=lambda each: each.makespan)
+    lines = [
+        *study.notes,
+        f"measured {number(study.prediction.measured * factor)} {unit}, simulated with the step's own costs "
+        f"{number(now.makespan * factor)} {unit}",
+        *aligned(
+            [
+                ["schedule", f"step, {unit}", "saved", "peak"],
+                *map(row, [now, *ordered]),
+            ]
+        ),
+    ]
+    if best is now:
+        return [*lines, "nothing within this memory is shorter than the measured schedule"]
+    lines.append(f"change: {simple.words}, which saves {100 * (1 - simple.makespan / now.makespan):.1f} % of the step")
+    return [*lines, "the peak counts stage-micro-batches; assumed:", f"  {study.assumptions()}"]

@@ -1,0 +1,68 @@
+"""`pipeloom improve`: what other schedules would have saved in a measured step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import pipeloom as pl
+from pipeloom.cli import app
+from pipeloom.schedule.csv_form import from_csv
+from pipeloom.traces import timelines as timeline_files
+
+
+def improve(*words):
+    result = CliRunner().invoke(app, ["improve", *words, "--time-limit", "0.1"])
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+def trace(folder, schedule, costs):
+    """A file with one measured step."""
+    step = dataclasses.replace(pl.simulate(schedule, costs), source="measured")
+    path = folder / "timelines.json"
+    path.write_text(json.dumps(timeline_files.to_dict([step])))
+    return str(path)
+
+
+COSTS = pl.Costs(forward=0.01, input_grad=0.01, weight_grad=0.01)
+
+
+def test_1f1b_would_have_gained_what_the_split_backward_saves(tmp_path):
+    path = trace(tmp_path, pl.schedules.one_f_one_b(ranks=4, microbatches=8), COSTS)
+    found = json.loads(improve(path, "--json", "--csv", str(tmp_path / "better.csv")))
+    families = {each["change"]: each for each in found["changes"]}
+    now, split = found["now"], pl.simulate(pl.schedules.zb_h1(ranks=4, microbatches=8), COSTS)
+    assert now["makespan"] == pytest.approx(0.33)
+    assert families["family zb-h1"]["makespan"] == pytest.approx(split.makespan)
+    assert families["family zb-h1"]["saved"] == pytest.approx(1 - split.makespan / 0.33)
+    assert found["best"]["makespan"] <= split.makespan + 1e-12
+    assert found["recommended"]["saved"] >= 0.9 * found["best"]["saved"]
+    assert all(each["peak"] <= now["peak"] for each in found["changes"])
+    written = from_csv((tmp_path / "better.csv").read_text())
+    assert pl.simulate(written, COSTS).makespan == pytest.approx(found["best"]["makespan"])
+
+
+def test_more_memory_allows_more(tmp_path):
+    path = trace(tmp_path, pl.schedules.one_f_one_b(ranks=4, microbatches=8), COSTS)
+    bests = [json.loads(improve(path, "--json", "--memory", str(limit)))["best"] for limit in (2, 4)]
+    assert bests[1]["makespan"] < bests[0]["makespan"] - 1e-9
+    assert bests[0]["peak"] <= 2
+    assert bests[1]["peak"] <= 4
+
+
+def test_the_best_schedule_is_left_alone(tmp_path):
+    path = trace(tmp_path, pl.schedules.one_f_one_b(ranks=1, microbatches=4), COSTS)
+    assert "nothing within this memory is shorter than the measured schedule" in improve(path)
+
+
+def test_the_text_says_what_to_change_and_what_is_assumed(tmp_path):
+    text = improve(trace(tmp_path, pl.schedules.one_f_one_b(ranks=4, microbatches=8), COSTS))
+    assert "change: " in text
+    assert "of the step" in text
+    assert "I and W as half of B each" in text
+    assert max(map(len, text.splitlines())) <= 130
