@@ -77,7 +77,7 @@ def run(layout: Layout, context: WorkerContext, observers: Sequence[StepObserver
     Batches(data.train, config, layout.mesh.dp)  # a text that is too short is refused before the start
     require_masks(config, data)
     require_agreement([layout], context, data.facts)
-    facts = digests(config, "; ".join(data.facts.values()))
+    facts = digests(config, "; ".join(data.facts.values()), data.template)
     with contextlib.closing(RunClaim()) as claim:
         start = find_start(config, facts, context, restarted_run(), claim)
         _train(layout, context, data, facts, start, claim, observers)

@@ -13,15 +13,19 @@ import pytest
 import torch
 import transformers
 
+from corpora import tokenizer_file
 from hf_families import MODEL_FAMILIES
-from pipeloom.config import load
+from pipeloom import checkpoint
+from pipeloom.config import load, load_layout
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
 from pipeloom.models import cross_entropy, hf
+from pipeloom.models import layers as decoder_layers
 from pipeloom.runtime import LocalPipeline
+from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.save import write_whole
 from pipeloom.train.hub import conversion as hub
 from pipeloom.train.hub.families import SCHEDULES
-from pipeloom.train.hub.generate import Sampling, extend, open_model
+from pipeloom.train.hub.generate import Sampling, continue_prompts, extend, open_model, open_pipeline, text_of
 
 PROMPTS = [[5, 9, 11], [7, 8, 9, 10, 11, 12, 13], [3]]
 
@@ -54,6 +58,28 @@ def test_greedy_text_is_that_of_transformers(family: str, schedule: str) -> None
     end = want[0][4]
     stopped = extend(pipeline, PROMPTS, 30, Sampling(temperature=0), ends=[end])
     assert stopped == [tokens[: tokens.index(end) + 1] if end in tokens else tokens for tokens in want]
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_keeping_keys_and_values_changes_no_token(schedule: str, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass has one token of each sequence, until a sequence is longer than the context."""
+    shape = load("tiny", {"model.num_experts": experts, "model.num_key_value_heads": 2}).model.shape()
+    pipeline = LocalPipeline(decoder_layers(shape, 3), SCHEDULES[schedule](), loss=cross_entropy)
+    pipeline.eval()
+    lengths: list[int] = []
+    predict = LocalPipeline.predict
+    monkeypatch.setattr(
+        LocalPipeline, "predict", lambda self, x, **more: lengths.append(x.shape[1]) or predict(self, x, **more)
+    )
+    for context in (None, 20):
+        for ends in ([], [77]):
+            sampling = Sampling(2.0, seed=3)
+            want = extend(pipeline, PROMPTS, 40, sampling, context=context, ends=ends)
+            lengths.clear()
+            assert extend(pipeline, PROMPTS, 40, sampling, context=context, ends=ends, keep=True) == want
+            if not ends:  # the longest prompt has 7 tokens
+                assert lengths == ([32, *[1] * 39] if context is None else [20, *[1] * 13, *[20] * 26])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -128,6 +154,40 @@ def test_the_command_gives_the_text_of_a_directory_and_of_its_checkpoint(
     assert row["tokens"] == want
     assert row["prompt"] == "ab"
     assert row["text"].startswith("ab")
+
+
+@pytest.mark.parametrize("template", ["simple", "tokenizer"])
+def test_a_model_of_conversations_is_asked_in_their_template(template: str, tmp_path: Path) -> None:
+    """What comes before the answer are the tokens that training has before an answer; the answer comes in parts."""
+    pytest.importorskip("tokenizers")
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    tokenizer_file(folder / "tokenizer.json")
+    chat_template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    chat_template += "{% if add_generation_prompt %}[a] {% endif %}"
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|endoftext|>",
+        "chat_template": chat_template,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    keys = {"data.tokenizer": str(folder), "data.template": "auto", "parallel.pp": 1, "schedule.name": "1f1b"}
+    config = load("tiny", keys)
+    pipeline = build_pipeline(load_layout("tiny", keys), torch.device("cpu"))
+    extra = {"config": config.model_dump(mode="json"), "template": template}
+    path = checkpoint.save(tmp_path / "run", 1, pipeline, extra=extra)
+    pipeline.close()
+    opened = open_model(path, 1, {"parallel.pp": 1})
+    asked = {"simple": "<|user|>\nred wool\n<|assistant|>\n", "tokenizer": "[user] red wool\n[a] "}[template]
+    text = text_of(opened)
+    assert text.decode(text.encode("red wool")) == asked
+    assert text.ends == (0,)
+    pipeline, parts = open_pipeline(opened, torch.device("cpu")), []
+    ((answer, tokens),) = continue_prompts(opened, pipeline, ["red wool"], 9, Sampling(1.0), parts.append)
+    pipeline.close()
+    assert len(tokens) == 9
+    assert answer == text.decode(tokens) == "".join(parts)
+    assert len(parts) > 2
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -59,6 +59,7 @@ class RunFacts(BaseModel):
         data: digest of the data.
         config: the configuration, section by section.
         source: the Hugging Face directory that the weights were imported from.
+        template: the `data.template` of the conversations that it was trained on; empty: there were none.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -71,6 +72,7 @@ class RunFacts(BaseModel):
     data: str | None = None
     config: dict[str, dict[str, Any]] = {}
     source: str | None = None
+    template: Literal["", "simple", "tokenizer"] = ""
 
     @classmethod
     def of(cls, extra: Any, directory: Path) -> RunFacts:
@@ -139,8 +141,8 @@ class Start:
     notes: tuple[str, ...] = ()
 
 
-def digests(config: Config, data: str) -> dict[str, str]:
-    """Return the digests that two runs must have in common for one to continue the other: `model` and `data`."""
+def digests(config: Config, data: str, template: str = "") -> dict[str, str]:
+    """Return the facts that two runs must have in common for one to continue the other: `model`, `data` and a `template`."""
     model = config.model.model_dump(include=set(_MODEL_KEYS), mode="json")
     if config.model.qk_norm:
         model["qk_norm"] = True
@@ -148,7 +150,8 @@ def digests(config: Config, data: str) -> dict[str, str]:
         model["lora"] = [config.lora.r, config.lora.target_modules]
     if config.model.moe_layer_freq != 1:  # left out at its default, because the digests of older runs do not have it
         model["moe_layer_freq"] = config.model.moe_layer_freq
-    return {"model": hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()[:16], "data": data}
+    facts = {"model": hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()[:16], "data": data}
+    return facts | ({"template": template} if template else {})
 
 
 def find_start(

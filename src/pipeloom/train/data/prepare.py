@@ -41,6 +41,7 @@ class Data:
         words: description for people.
         unit: "byte" or "token".
         packed: whether rows hold several documents that must not attend to each other.
+        template: the `data.template` of its conversations; empty: it has none.
     """
 
     tokenizer: Tokenizer
@@ -50,6 +51,7 @@ class Data:
     words: str
     unit: str
     packed: bool = False
+    template: str = ""
 
 
 def open_data(config: Config, context: WorkerContext) -> Data:
@@ -144,7 +146,8 @@ def opened(config: Config, plan: Plan) -> Data:
     counted = "" if tokenizer.eos is None else f", documents end with {tokenizer.eos}"
     words = "\n  ".join([f"data: tokens of {tokenizer.name} (up to {tokenizer.vocab_size:,}{counted})", *lines])
     unit = "byte" if tokenizer.name == BYTES else "token"
-    return Data(tokenizer, whole, batches, facts, words, unit, arrangement == "pack")
+    template = store.template_of(tokenizer, data).name if any(each.chat for each in stores) else ""
+    return Data(tokenizer, whole, batches, facts, words, unit, arrangement == "pack", template)
 
 
 def _rows(config: Config, stores: list[store.Store], plan: Plan, packs: bool) -> tuple[list[Rows], list[Rows]]:

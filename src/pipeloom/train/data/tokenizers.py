@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -219,9 +219,12 @@ class BadConversation(ValueError):
 
 
 class Template(Protocol):
-    """Renders conversations as pieces. `name` is part of the cache's key."""
+    """Renders conversations as pieces. `name`: the `data.template` that selects it."""
 
-    name: str
+    name: Literal["simple", "tokenizer"]
+
+    def prompt(self, text: str) -> list[Piece]:
+        """Return the pieces of a question, up to where its answer begins."""
 
     def pieces(self, messages: Sequence[Any]) -> list[Piece]:
         """Return the pieces of one conversation. Raises BadConversation if it cannot be rendered."""
@@ -249,10 +252,13 @@ def checked(messages: Sequence[Any]) -> list[dict[str, str]]:
 class SimpleTemplate:
     r"""Template of `<|role|>`, a newline, the content; answers end with the tokenizer's eos, everything else with a newline."""
 
-    name = "simple"
+    name: Literal["simple", "tokenizer"] = "simple"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._bos, self._eos = tokenizer.bos, tokenizer.eos
+
+    def prompt(self, text: str) -> list[Piece]:
+        return self.pieces([{"role": "user", "content": text}, {"role": ANSWERS, "content": ""}])[:-2]
 
     def pieces(self, messages: Sequence[Any]) -> list[Piece]:
         pieces = [] if self._bos is None else [Piece(self._bos, False)]
@@ -271,9 +277,13 @@ class TokenizerTemplate:
     generation: the tokens of the prompt, and then those of the answer with the token that ends it.
     """
 
+    name: Literal["simple", "tokenizer"] = "tokenizer"
+
     def __init__(self, folder: Path) -> None:
         self._tokenizer = transformers_tokenizer(folder)
-        self.name = f"template {self._tokenizer.chat_template}"
+
+    def prompt(self, text: str) -> list[Piece]:
+        return [Piece(self._render([{"role": "user", "content": text}], True), False)]
 
     def pieces(self, messages: Sequence[Any]) -> list[Piece]:
         given = checked(messages)

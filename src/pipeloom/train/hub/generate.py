@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from torch import Tensor
 
 from pipeloom.config import Layout, load_layout
 from pipeloom.config.checks import CLASS_KEYS
-from pipeloom.config.hub import ADAPTER_CONFIG, is_directory, read_adapter_config
+from pipeloom.config.hub import ADAPTER_CONFIG, is_directory, own_sizes, read_adapter_config
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
+from pipeloom.models.decoder import Attention, KeyValueCache
 from pipeloom.models.hf.library import read_config
 from pipeloom.models.layers import VOCABULARY_WEIGHTS
 from pipeloom.ops.random_state import stable_seed
@@ -27,11 +30,13 @@ from pipeloom.train.checkpoint.load import load
 from pipeloom.train.checkpoint.run import RunFacts
 from pipeloom.train.collect import sums
 from pipeloom.train.data.sources import BYTES, tokenizer_name
-from pipeloom.train.data.tokenizers import Tokenizer, load_tokenizer
+from pipeloom.train.data.store import template_of
+from pipeloom.train.data.tokenizers import Piece, Tokenizer, load_tokenizer
 from pipeloom.train.hub.lora_files import base_weights, begin_weights
 
 PROMPT = "def "
 SAMPLED_TOKENS = 160
+_PADDING = 2**30  # position of tokens that no other may attend to
 _WINDOW_STEP = 32  # windows grow by this many tokens: larger means fewer distinct shapes, but more padding to compute
 
 
@@ -88,6 +93,8 @@ def extend(
     *,
     ends: Collection[int] = (),
     context: int | None = None,
+    keep: bool = False,
+    told: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
     """Return up to `count` new tokens for each prompt, on every rank. Collective.
 
@@ -97,6 +104,9 @@ def extend(
     Args:
         ends: tokens that end a sequence; they are its last.
         context: the longest window, in tokens; None: no limit.
+        keep: keep keys and values of earlier tokens, of which all layers must be of Pipeloom's decoder; sequences longer than
+            `context` are computed whole.
+        told: called with the number of a prompt and each new token of it.
 
     Raises UsageError for an empty prompt.
     """
@@ -106,27 +116,54 @@ def extend(
     texts = [list(prompt) for prompt in prompts]
     generators = [torch.Generator().manual_seed(stable_seed("sample", sampling.seed, at)) for at in range(len(prompts))]
     going = set(range(len(texts)))
-    for _ in range(count):
-        recent = [text if context is None else text[-context:] for text in texts]
-        longest = max(len(recent[at]) for at in going)
-        length = -(-longest // _WINDOW_STEP) * _WINDOW_STEP
-        window = torch.zeros(len(texts), length if context is None else min(length, context), dtype=torch.int64)
-        for at in going:
-            window[at, : len(recent[at])] = torch.tensor(recent[at])
-        logits = pipeline.predict(window.to(pipeline.device))
-        tokens = [0.0] * len(texts)
-        if logits is not None:
-            for at in going:
-                tokens[at] = sampling.choose(_whole(pipeline, logits[at, len(recent[at]) - 1]), generators[at])
-        # only the rank with the last stage has logits; the other ranks add 0, so the sum is its choice
-        for at, token in enumerate(sums(pipeline, tokens)):
-            if at in going:
-                texts[at].append(int(token))
-                if int(token) in ends:
+    with _keeping(pipeline, keep) as caches:
+        for number in range(count):
+            recent = {at: texts[at] if context is None else texts[at][-context:] for at in going}
+            whole = not keep or number == 0 or any(len(texts[at]) > len(recent[at]) for at in going)
+            if not whole:
+                recent = {at: texts[at][-1:] for at in going}
+            length = max(map(len, recent.values()))
+            if whole:
+                length = min(-(-length // _WINDOW_STEP) * _WINDOW_STEP, context or sys.maxsize)
+            window = torch.zeros(len(texts), length, dtype=torch.int64)
+            positions = torch.full_like(window, _PADDING)
+            for at, tokens in recent.items():
+                first = 0 if whole else len(texts[at]) - 1
+                window[at, : len(tokens)] = torch.tensor(tokens)
+                positions[at, : len(tokens)] = torch.arange(first, first + len(tokens))
+            for cache in caches:
+                cache.begin(whole)
+            keywords = {"position_ids": positions.to(pipeline.device)} if keep else {}
+            logits = pipeline.predict(window.to(pipeline.device), **keywords)
+            drawn = [0.0] * len(texts)
+            for at in going if logits is not None else ():
+                drawn[at] = sampling.choose(_whole(pipeline, logits[at, len(recent[at]) - 1]), generators[at])
+            # only the rank with the last stage has logits; the other ranks add 0, so the sum is its choice
+            drawn = sums(pipeline, drawn)
+            for at in sorted(going):
+                token = int(drawn[at])
+                texts[at].append(token)
+                if told is not None:
+                    told(at, token)
+                if token in ends:
                     going.discard(at)
-        if not going:
-            break
+            if not going:
+                break
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+
+
+@contextlib.contextmanager
+def _keeping(pipeline: Pipeline | LocalPipeline, keep: bool) -> Iterator[list[KeyValueCache]]:
+    """Give each attention of this rank a cache meanwhile, if `keep`."""
+    modules = [part for module in pipeline.modules.values() for part in module.modules()] if keep else []
+    attentions = [part for part in modules if isinstance(part, Attention)]
+    try:
+        for attention in attentions:
+            attention.cache = KeyValueCache()
+        yield [attention.cache for attention in attentions if attention.cache is not None]
+    finally:
+        for attention in attentions:
+            attention.cache = None
 
 
 def generate(pipeline: Pipeline, tokenizer: Tokenizer, seq_len: int, seed: int, prompt: str = PROMPT) -> str:
@@ -164,11 +201,13 @@ class OpenedModel:
         layout: layout that `open_pipeline` builds.
         checkpoint: checkpoint with its weights; None: they are in the directory that the layout names.
         hub: Hugging Face directory that its configuration names as its source or for its weights; None: it names none.
+        chat: whether it was trained on conversations, with the `data.template` of the layout.
     """
 
     layout: Layout
     checkpoint: Path | None
     hub: Path | None
+    chat: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,7 +242,12 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any], trust_code: b
             load_layout(None, {"model.source": str(base), "lora.adapter": str(path), **layout, **flags}), None, base
         )
     if (path / "config.json").is_file():
-        return OpenedModel(load_layout(None, {"model.source": str(path), **layout, **flags}), None, path)
+        kind = "model.weights"
+        try:
+            own_sizes(str(path))
+        except ConfigError:  # the model of transformers, or refused there with the reason
+            kind = "model.source"
+        return OpenedModel(load_layout(None, {kind: str(path), **layout, **flags}), None, path)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; give a checkpoint, a run, or a Hugging Face directory")
     checkpoint = newest_checkpoint(path)
@@ -225,7 +269,10 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any], trust_code: b
     for section, key in (("train", "dtype"), ("data", "tokenizer"), ("data", "bos"), ("data", "eos")):
         if key in config.get(section, {}):
             keys[f"{section}.{key}"] = config[section][key]
-    return OpenedModel(load_layout(None, {**keys, **layout, **flags}), checkpoint, Path(hub) if hub else None)
+    if facts.template:
+        keys["data.template"] = facts.template
+    opened = load_layout(None, {**keys, **layout, **flags})
+    return OpenedModel(opened, checkpoint, Path(hub) if hub else None, bool(facts.template))
 
 
 def open_pipeline(opened: OpenedModel, device: torch.device, watchdog: Any = None) -> Pipeline:
@@ -247,22 +294,38 @@ def text_of(opened: OpenedModel) -> Text:
     data = opened.layout.config.data
     name = tokenizer_name(data.tokenizer, str(opened.hub or ""))
     tokenizer = load_tokenizer(name, data.bos, data.eos)
-    begin = [] if tokenizer.bos is None else [tokenizer.bos]
-    tokenizer_ends = () if tokenizer.eos is None or name == BYTES else (tokenizer.eos,)
-    return Text(
-        lambda text: begin + tokenizer.encode(text).tolist(),
-        lambda tokens: tokenizer.decode(torch.tensor(tokens)),
-        _ends(opened.hub) or tokenizer_ends,
-    )
+    begin = [] if tokenizer.bos is None else [Piece(tokenizer.bos, False)]
+    pieces = template_of(tokenizer, data).prompt if opened.chat else lambda text: [*begin, Piece(text, False)]
+
+    def encode(text: str) -> list[int]:
+        contents = [piece.content for piece in pieces(text)]
+        return [
+            token
+            for part in contents
+            for token in ([part] if isinstance(part, int) else tokenizer.encode(part).tolist())
+        ]
+
+    line_end = tokenizer.encode("\n").tolist() if opened.chat else []  # ends answers where there is no eos
+    end = line_end[:1] if tokenizer.eos is None else [tokenizer.eos] * (opened.chat or name != BYTES)
+    return Text(encode, lambda tokens: tokenizer.decode(torch.tensor(tokens)), _ends(opened.hub) or tuple(end))
 
 
 def continue_prompts(
-    opened: OpenedModel, pipeline: Pipeline, prompts: Sequence[str], count: int, sampling: Sampling
+    opened: OpenedModel,
+    pipeline: Pipeline,
+    prompts: Sequence[str],
+    count: int,
+    sampling: Sampling,
+    stream: Callable[[str], None] | None = None,
 ) -> list[tuple[str, list[int]]]:
-    """Return (prompt and continuation as text, new tokens) for each prompt; collective, the same on every rank.
+    """Return (text, new tokens) for each prompt; collective, the same on every rank.
+
+    The text is the prompt and its continuation, or the answer of a model that was trained on conversations: to it a prompt is a
+    question, in the template of its training data.
 
     Args:
         count: most new tokens per prompt.
+        stream: called with the parts of the first prompt's text as they are known.
 
     Raises UsageError for a prompt without tokens, or with a token outside the model's vocabulary.
     """
@@ -275,8 +338,29 @@ def continue_prompts(
             raise UsageError(
                 f"token {unknown[0]} of the prompt {prompt[:60]!r} is outside the vocabulary of {vocabulary}"
             )
-    added = extend(pipeline, encoded, count, sampling, ends=text.ends, context=_context(opened.hub))
-    return [(text.decode([*before, *after]), after) for before, after in zip(encoded, added, strict=True)]
+    before: list[list[int]] = [[] for _ in encoded] if opened.chat else [list(tokens) for tokens in encoded]
+    shown, first = "", [*before[0]]
+
+    def tell(number: int, token: int) -> None:
+        nonlocal shown
+        if number or stream is None:
+            return
+        first.append(token)
+        known = text.decode(first)
+        if token not in text.ends and not known.endswith("\ufffd"):  # the last character is whole
+            stream(known[len(shown) :])
+            shown = known
+
+    model = opened.layout.config.model
+    keep = not model.source and not model.capacity_factor  # a capacity depends on the tokens that are computed together
+    added = extend(
+        pipeline, encoded, count, sampling, ends=text.ends, context=_context(opened.hub), keep=keep, told=tell
+    )
+    answers = [after[:-1] if opened.chat and after[-1:] and after[-1] in text.ends else after for after in added]
+    texts = [text.decode([*start, *after]) for start, after in zip(before, answers, strict=True)]
+    if stream is not None:
+        stream(texts[0][len(shown) :])
+    return list(zip(texts, added, strict=True))
 
 
 def _ends(hub: Path | None) -> tuple[int, ...]:
