@@ -13,7 +13,7 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and sys.path[:1] == [os.ge
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pipeloom.errors import PipeloomError, ScheduleError, VerifyError
+from pipeloom.errors import PipeloomError, ScheduleError, VerifyError, naming_extra
 from pipeloom.schedule import (
     Action,
     Costs,
@@ -52,6 +52,7 @@ __all__ = [
     "VerifyError",
     "auto_layers",
     "check",
+    "checkpoint",
     "draw",
     "hf",
     "load",
@@ -70,14 +71,19 @@ _LAZY = {
     "verify": "pipeloom.runtime.verify",
 }
 """Function -> the module that holds it, imported on first access; it may need torch."""
+_MODULES = {"checkpoint": "checkpoint", "draw": "draw", "hf": "models.hf", "schedules": "schedules"}
+"""The same for modules, below `pipeloom`."""
 
 
 def __getattr__(name: str) -> Any:
-    """`pl.auto_layers`, `pl.draw`, `pl.hf`, `pl.schedules`, `pl.search` and `pl.verify`."""
-    if name in _LAZY:
+    """The functions of `_LAZY` and the modules of `_MODULES`."""
+    if name not in _LAZY | _MODULES:
+        raise AttributeError(f"module 'pipeloom' has no attribute {name!r}")
+    with naming_extra(f"pipeloom.{name}"):
+        if name in _MODULES:
+            return importlib.import_module(f"pipeloom.{_MODULES[name]}")
         return getattr(importlib.import_module(_LAZY[name]), name)
-    if name in ("draw", "schedules"):
-        return importlib.import_module(f"pipeloom.{name}")
-    if name == "hf":
-        return importlib.import_module("pipeloom.models.hf")
-    raise AttributeError(f"module 'pipeloom' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -6,7 +6,10 @@ import difflib
 import errno
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+TRAIN_PACKAGES = ("torch", "numpy", "safetensors")  # of the extra `train`
 
 
 class PipeloomError(Exception):
@@ -149,6 +152,23 @@ def nearest(value: int, valid: Iterable[int]) -> str:
     below = [n for n in numbers if n < value][-1:]
     above = [n for n in numbers if n > value][:1]
     return "nearest: " + " or ".join(map(str, below + above))
+
+
+def missing_packages(what: str, packages: Iterable[str], extra: str = "train") -> UsageError:
+    """Return the error for a part of Pipeloom without the packages that an extra installs."""
+    names = " and ".join(packages)
+    return UsageError(f'{what} needs {names}, which the core install leaves out: pip install -e ".[{extra}]"')
+
+
+@contextmanager
+def naming_extra(what: str) -> Iterator[None]:
+    """Turn the error of an import inside that needs a package of the extra `train` into a UsageError that names the extra."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in TRAIN_PACKAGES:
+            raise
+        raise missing_packages(what, [error.name]) from None
 
 
 LONGEST_ECHO = 200  # characters of a user's input that a message repeats

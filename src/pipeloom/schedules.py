@@ -14,6 +14,7 @@ from pipeloom.schedule.transforms import defer_last_stage_weights as defer_last_
 from pipeloom.schedule.transforms import forward_only as forward_only
 from pipeloom.schedule.transforms import half_split as half_split
 from pipeloom.schedule.transforms import merge_backward as merge_backward
+from pipeloom.schedule.transforms import recompute as recompute
 from pipeloom.schedule.transforms import split_cooldown as split_cooldown
 from pipeloom.schedule.transforms import transformed as transformed
 from pipeloom.schedule.transforms import unpair as unpair

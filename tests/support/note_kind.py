@@ -9,7 +9,7 @@ def note(modules: tuple[object, ...], microbatch: int) -> None:
     SEEN.extend((type(module).__name__, microbatch) for module in modules)
 
 
-NOTE = pl.register_kind(pl.Kind("N", "note", duration=0.5, colour=(150.0, 0.1, 0.0)), execute=note)
+NOTE = pl.register_kind(pl.Kind("N", "note", time=0.5, colour=(150.0, 0.1, 0.0)), execute=note)
 
 
 def noted(ranks: int, microbatches: int) -> pl.Schedule:

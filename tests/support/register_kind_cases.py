@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -16,9 +18,10 @@ from models import batch, blocks, mse
 from pipeloom.config import MeshShape
 from pipeloom.draw import svg, terminal
 from pipeloom.draw.trace import trace
-from pipeloom.errors import UsageError
+from pipeloom.errors import ConfigError, UsageError
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import LocalPipeline, Pipeline
+from pipeloom.schedule.actions import Need
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.json_form import from_json, to_json
 from pipeloom.traces.measured import hops
@@ -68,7 +71,7 @@ def stepped(rank: int, kind: bool) -> list[Any]:
 
 def gradients_are_there() -> None:
     """The gradients that an action reads are the sums over the replicas."""
-    pl.register_kind(pl.Kind("STEP", "step", duration=0.1), execute=step_weights)
+    pl.register_kind(pl.Kind("STEP", "step", time=0.1), execute=step_weights)
     (losses, weights), *others = run_ranks(stepped, 2, True)
     want_losses, want_weights = run_ranks(stepped, 2, False)[0]
     assert losses == want_losses
@@ -76,29 +79,75 @@ def gradients_are_there() -> None:
     assert others[0][1] == weights
 
 
-def check_memory() -> None:
-    """What kinds take from a stage and micro-batch they bring back, whatever share of it is kept until W."""
-    for letter, memory in (("D", (-0.5, 0.0)), ("L", (0.5, 0.0)), ("H", (0.0, -1.0)), ("K", (-1.0, 1.0))):
-        pl.register_kind(pl.Kind(letter, "moved memory", memory=memory))
+def check_values() -> None:
+    """A value is there when it is needed, made once, and freed where it can be; also across stages and queues."""
+    pl.register_kind(pl.Kind("D", "drop", needs=(Need("saved"),), makes=("kept apart",), frees=("saved",)))
+    pl.register_kind(pl.Kind("L", "load", makes=("saved",), frees=("kept apart",), queue="in", time=2.0))
+    pl.register_kind(
+        pl.Kind("HASH", "hash of gradients", (Need("weight gradient"),), ("hash",), queue="host", time=4.0)
+    )
+    pl.register_kind(pl.Kind("TELL", "next stage's hash", (Need("hash", 1),), queue="host", time=1.0))
 
-    def checked(*cells: str, microbatches: int = 1) -> None:
-        pl.check(pl.Schedule.of([list(cells)], placement=[0], microbatches=microbatches))
+    def checked(*cells: str, microbatches: int = 1) -> pl.Timeline:
+        schedule = pl.Schedule.of([list(cells)], placement=[0], microbatches=microbatches)
+        pl.check(schedule)
+        return pl.simulate(schedule)
 
-    checked("0F0", "0D0", "0L0", "0B0")
     with pytest.raises(
-        pl.ScheduleError, match=r"stage 0 micro-batch 0 .rank 0. falls below zero: 0F0 \+1, 0D0 -0.5, 0B0 -1"
+        pl.ScheduleError, match=r"action 1: 0D0 needs what is saved of stage 0 micro-batch 0, .*0F0 or 0R0 or 0L0"
     ):
+        checked("0F0", "0D0", "0L0", "0B0")  # 0L0 makes what is saved, so 0F0 does not leave it
+    with pytest.raises(pl.ScheduleError, match="0B0 needs what is saved"):
         checked("0F0", "0D0", "0B0")
-    with pytest.raises(pl.ScheduleError, match="falls below zero"):
-        checked("0D0", "0F0", "0B0", "0L0")
-    with pytest.raises(pl.ScheduleError, match=r"is not all freed: 0F0 \+1, 0B0 -1, 0L0 \+0.5"):
-        checked("0F0", "0B0", "0L0")
-    with pytest.raises(pl.ScheduleError, match=r"micro-batch [01] \(rank 0\) falls below zero"):
-        checked("0F0", "0F1", "0D0", "0L1", "0B0", "0B1", microbatches=2)
-    with pytest.raises(pl.ScheduleError, match=r"falls below zero: 0F0 \+1, 0H0 -1, 0I0 \+0, 0W0 -1"):
-        checked("0F0", "0H0", "0I0", "0W0")
-    with pytest.raises(pl.ScheduleError, match=r"falls below zero: 0F0 \+1, 0K0 -1, 0B0 -1"):
-        checked("0F0", "0K0", "0B0")
+    pl.register_kind(pl.Kind("MARK", "mark", makes=("kept apart",)))
+    with pytest.raises(pl.ScheduleError, match="nothing frees what is kept apart, which 0MARK0 leaves"):
+        checked("0F0", "0MARK0", "0B0")
+    # The hash of micro-batch 0 begins when the gradients exist and computation goes on beside it; the next one waits for it.
+    timeline = checked("0F0", "0F1", "0B0", "0HASH0", "0B1", "0HASH1", microbatches=2)
+    assert timeline.starts == ((0, 1, 2, 4, 4, 8),)
+    assert (timeline.makespan, timeline.busy, timeline.spans) == (12, (6,), (12,))
+    cells = [["0F0", "0TELL0", "0B0", "0HASH0"], ["1F0", "1B0", "1HASH0"]]
+    across = pl.Schedule.of(cells, placement=[0, 1], microbatches=1)
+    pl.check(across)
+    assert pl.simulate(across, pl.Costs(p2p=0.5)).starts == ((0, 9, 5, 10), (1.5, 2.5, 4.5))
+    cells = [["0F0", "0B0", "0HASH0"], ["1TELL0", "1F0", "1B0", "1HASH0"], ["2HASH0", "2F0", "2B0"]]
+    with pytest.raises(pl.ScheduleError, match="2HASH0 needs what is weight gradient"):
+        pl.check(pl.Schedule.of(cells, placement=[0, 1, 2], microbatches=1))
+
+
+HASHES: list[tuple[int, int, bool]] = []  # micro-batch, hash of the gradients, whether on the thread of the computation
+
+
+def hash_gradients(modules: tuple[Any, ...], microbatch: int) -> None:
+    time.sleep(0.2)
+    values = [p.grad.flatten().tolist() for module in modules for p in module.parameters()]
+    HASHES.append((microbatch, hash(str(values)), threading.current_thread() is threading.main_thread()))
+
+
+def run_beside() -> None:
+    """A kind on a queue of its own runs in a thread beside the computation, after what it needs and before what changes that."""
+    pl.register_kind(
+        pl.Kind("SUM", "hash", (Need("weight gradient"),), queue="hashing", time=1.0), execute=hash_gradients
+    )
+    cells = ["0F0", "0F1", "1F0", "1B0", "1F1", "1B1", "1SUM1", "0B0", "0B1", "0SUM1"]
+    schedule = pl.Schedule.of([cells], placement=[0, 0], microbatches=2)
+    pl.check(schedule)
+    pipeline = LocalPipeline(blocks(2), schedule, loss=mse)
+    pipeline.step(*batch(4))
+    assert [alone for _, _, alone in HASHES] == [False, False]
+    hash_gradients((dict(pipeline.modules)["block1"],), 1)
+    assert HASHES[2][1] == HASHES[0][1] != HASHES[1][1]
+    starts, ends = pipeline.timeline().starts[0], pipeline.timeline().ends[0]
+    assert ends[5] <= starts[6]  # the gradients of stage 1 were there
+    assert (
+        ends[8] < ends[6] <= starts[9]
+    )  # both backwards of stage 0 ran beside its hash; the other hash came behind it
+    pipeline.close()
+    apart = pl.Schedule.of([["0F0", "0TELL0", "0B0"], ["1F0", "1B0", "1HASH0"]], placement=[0, 1], microbatches=1)
+    with pytest.raises(
+        ConfigError, match="0TELL0 of rank 0 waits for 1HASH0 of rank 1, and no message tells it of that"
+    ):
+        LocalPipeline(blocks(2), apart, loss=mse).step(*batch(2))
 
 
 def main() -> None:
@@ -123,20 +172,21 @@ def main() -> None:
     with pytest.raises(pl.ScheduleError, match="0N0 appears twice"):
         pl.check(pl.Schedule.of(twice, placement=range(2), microbatches=3))
     refused: dict[str, dict[str, Any]] = {
-        "the kind 'N' .note. exists already": {"letter": "N"},
-        "1 to 16 capital letters, not 'n'": {"letter": "n"},
-        "duration is 'furlong'; give a time of at least 0, or forward, backward": {"duration": "furlong"},
-        "duration is -1": {"duration": -1},
-        "duration is nan": {"duration": float("nan")},
-        "memory is .1.0,.; give 2 numbers in a tuple": {"memory": (1.0,)},
-        "memory is 1.0": {"memory": 1.0},
-        "colour is .1.0, inf, 0.0.; give 3 numbers": {"colour": (1.0, float("inf"), 0.0)},
-        "waits_for is 'output'; give Need": {"waits_for": "output"},
+        "'N' exists already": {"letter": "N"},
+        "'n': its letter is 1 to 16 capital letters": {"letter": "n"},
+        "time is a number of at least 0, or one of forward, backward": {"time": "furlong"},
+        "time is a number of at least 0.*time=-1": {"time": -1},
+        "finite numbers": {"time": float("inf")},
+        "colour is 3 numbers": {"colour": (1.0,)},
+        "needs is a tuple of Need": {"needs": ("output",)},
+        "output cannot be made by a registered kind": {"makes": ("output",)},
+        "values and queues are names": {"queue": ""},
     }
     for words, values in refused.items():
         with pytest.raises(UsageError, match=words):
             pl.register_kind(pl.Kind(**{"letter": "X", "words": "x", **values}))
-    check_memory()
+    check_values()
+    run_beside()
     local = LocalPipeline(blocks(4), plain, loss=mse).step(*batch(6)).item()
     context = multiprocessing.get_context("spawn")
     results, port = context.Queue(), free_port()

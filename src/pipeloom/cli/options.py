@@ -249,6 +249,37 @@ def schedule_of(
     return schedule
 
 
+def families(incomplete: str) -> list[str]:
+    """Return the names of families that complete a word."""
+    from pipeloom.schedule.families import FAMILIES
+
+    return [name for name in FAMILIES if name.startswith(incomplete)]
+
+
+def family_lines() -> list[str]:
+    """Return a line for each family: its name, and the first paragraph of its description."""
+    from pipeloom.schedule.families import FAMILIES
+
+    wide = max(map(len, FAMILIES))
+    firsts = {name: (inspect.getdoc(family) or "").partition("\n\n")[0] for name, family in FAMILIES.items()}
+    return [f"{name:<{wide}}  {' '.join(text.split())}" for name, text in firsts.items()]
+
+
+def family_help(word: str) -> str:
+    """Return the options of the family that `word` names, with their defaults, and its description; "" for another word."""
+    from pipeloom.schedule.families import FAMILIES, canonical_name
+
+    name = canonical_name(word)
+    if name not in FAMILIES:
+        return ""
+    options = {"cooldown": "whole (or split)"}
+    for key, parameter in inspect.signature(FAMILIES[name]).parameters.items():
+        if key not in ("ranks", "microbatches", "costs"):
+            options[key] = "not given" if parameter.default is None else parameter.default
+    listed = ", ".join(f"{key}: {value}" for key, value in options.items())
+    return f"Options of {name} (--option KEY=VALUE), with their defaults: {listed}\n\n{inspect.getdoc(FAMILIES[name])}"
+
+
 def takes_chunks(name: str) -> bool:
     """Return whether the number of chunks of the family `name` can be chosen; also True for a name that is not a family."""
     from pipeloom.schedule.families import FAMILIES, canonical_name

@@ -366,7 +366,7 @@ def _checkpoint_to_resume_exists(config: Config) -> Iterator[Problem]:
 
 @_reads("log.tensorboard", "log.wandb")
 def _writers_are_installed(config: Config) -> Iterator[Problem]:
-    for package, install in (("tensorboard", 'pip install "pipeloom[tensorboard]"'), ("wandb", "pip install wandb")):
+    for package, install in (("tensorboard", 'pip install -e ".[tensorboard]"'), ("wandb", "pip install wandb")):
         if getattr(config.log, package) and importlib.util.find_spec(package) is None:
             yield f"log.{package}", f"the package {package} is not installed: {install}"
 

@@ -17,10 +17,11 @@ from pipeloom.config.sections import COMPUTED, Config
 from pipeloom.config.stages import balance, layer_sizes, parse_stages
 from pipeloom.errors import ConfigError, ScheduleError, UsageError
 from pipeloom.mesh_shape import MeshShape
-from pipeloom.schedule import Schedule, check
+from pipeloom.schedule import Costs, Schedule, check, simulate
 from pipeloom.schedule.families import build
 from pipeloom.schedule.files import load, names_a_file
 from pipeloom.schedule.functions import importable_from, is_function, source_file, user_object
+from pipeloom.schedule.model import parts
 from pipeloom.schedule.transforms import transformed
 
 _GATE = "pipeloom.models.gate.TopKGate"
@@ -105,6 +106,8 @@ def examine(
     except ScheduleError as error:
         broken = error
     stage_layers: tuple[int, ...] = ()
+    if schedule is not None and config.train.reproducible:
+        problems += _problems_of_order(config, schedule)
     if schedule is not None:
         stage_problems, stage_layers = _stage_layers(config, schedule, wrong)
         problems += stage_problems
@@ -125,7 +128,7 @@ def examine(
         stage_layers=stage_layers,
         microbatch_sizes=sizes,
         mesh=mesh,
-        notes=tuple(_notes(config, stage_layers, sizes)) + ((request.note,) if request is not None else ()),
+        notes=tuple(_notes(config, schedule, stage_layers, sizes)) + ((request.note,) if request is not None else ()),
         fault=parse_fault(config.debug.fault),
         search=request,
         code=source_file(config.schedule.name) if is_function(config.schedule.name) else None,
@@ -184,8 +187,39 @@ def _stage_layers(config: Config, schedule: Schedule, wrong: Collection[str]) ->
     return [], tuple(balance([size.flops for size in sizes], stages))
 
 
-def _notes(config: Config, stage_layers: tuple[int, ...], sizes: tuple[int, ...]) -> list[str]:
+def _problems_of_order(config: Config, schedule: Schedule) -> list[str]:
+    """Return the reason why sums of gradients would depend on the schedule, if there is one."""
+    key, rows = "train.reproducible = true", config.train.global_batch_size // config.parallel.dp
+    if config.schedule.name == SEARCH and rows % schedule.microbatches:
+        return [
+            f"{key}: a search may reorder micro-batches of several sizes; {schedule.microbatches} do not divide {rows} rows"
+        ]
+    backwards: dict[int, list[int]] = {}
+    for action in (part for program in schedule.programs for cell in program for part in parts(cell)):
+        if action.kind in ("B", "W"):
+            backwards.setdefault(action.stage, []).append(action.microbatch)
+    ends = schedule.placement[schedule.routes[0][0]], schedule.placement[schedule.routes[0][-1]]
+    if config.model.tie_word_embeddings and len(set(ends)) == 1:
+        return [
+            f"{key}: model.tie_word_embeddings = true, and rank {ends[0]} has both the first stage and the last, whose gradients "
+            "of the embedding it sums in turns; use two ranks or more, and a schedule that starts and ends on different ones"
+        ]
+    if len(schedule.routes) == 1 and all(order == sorted(order) for order in backwards.values()):
+        return []
+    return [
+        f'{key}: schedule.name = "{config.schedule.name}" does not sum the gradients of each layer in the order of the '
+        "micro-batches on one rank; use a schedule with one route that keeps the order"
+    ]
+
+
+def _notes(config: Config, schedule: Schedule, stage_layers: tuple[int, ...], sizes: tuple[int, ...]) -> list[str]:
     notes = []
+    if schedule.microbatches < schedule.ranks:
+        idle, count = simulate(schedule, Costs()).bubble_rate, schedule.microbatches
+        notes.append(
+            f"{count} micro-batch{'es' * (count > 1)} on {schedule.ranks} ranks: about {idle:.0%} of each step is idle time; "
+            f"schedule.microbatches = {2 * schedule.ranks} or more fills the pipeline"
+        )
     blocks = list(stage_layers)
     blocks[0] -= 1
     blocks[-1] -= 1

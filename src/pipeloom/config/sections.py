@@ -291,6 +291,7 @@ class TrainSection(Section):
     tune_cpu: bool
     threads: Threads
     deterministic: bool
+    reproducible: bool
     on_nan: OnNan
     on_spike: OnSpike
     rollbacks: Whole

@@ -9,7 +9,7 @@ from typing import Any
 from pipeloom.errors import printable
 from pipeloom.schedule import Costs, Schedule, Timeline, lower_bound, period
 from pipeloom.schedule.channels import message_counts, message_sizes, size_words
-from pipeloom.schedule.timeline import CAUSES, plain
+from pipeloom.schedule.timeline import CAUSES, plain, timelines_of
 
 BUBBLE_WORDS = {
     "bubble_ratio": "Σ idle / Σ busy (Megatron's figure)",
@@ -25,6 +25,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
     unit of the costs, of a measured timeline in seconds. The period
     and the lower bound follow from the timeline's costs.
     """
+    timelines_of(timeline)
     bound = lower_bound(timeline.schedule, timeline.costs)
     return {
         "makespan": plain(timeline.makespan),

@@ -22,10 +22,11 @@ from pipeloom.draw.figures import assumptions, heading, messages, number, time_u
 from pipeloom.draw.svg import svg
 from pipeloom.errors import PipeloomError, printable
 from pipeloom.schedule import Schedule, Timeline, simulate
-from pipeloom.schedule.actions import EVENTS, MOST_KINDS, Kind, kinds
+from pipeloom.schedule.actions import COMPUTE, EVENTS, KEPT, MOST_KINDS, PENDING, SAVED, Kind, kinds
 from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.costs import StageCosts
 from pipeloom.schedule.json_form import to_dict
+from pipeloom.schedule.timeline import timelines_of
 
 PAGE_FORMAT = "pipeloom.page/1"
 MOST_BOXES = 4000  # of an SVG in a notebook: 0.5 MB
@@ -42,7 +43,7 @@ def html(timelines: Timeline | Sequence[Timeline], title: str | None = None, bel
         title: of the page; default: the heading of the timeline, or the names of several schedules.
         below: an SVG document of ours to show below the timelines, such as a pair's segments.
     """
-    panels = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    panels = timelines_of(timelines)
     names = list(dict.fromkeys(timeline.schedule.name for timeline in panels))
     given = title if title is not None else heading(panels[0]) if len(panels) == 1 else " · ".join(names)
     name = printable(given) or "Pipeloom"
@@ -88,13 +89,14 @@ def _kind(kind: Kind) -> dict[str, Any]:
         "need": None
         if need is None
         else {
-            "event": EVENTS.index(need.event),
+            "event": EVENTS.index(need.value),
             "step": need.step,
             "at_end": None if need.at_end is None else EVENTS.index(need.at_end),
         },
-        "memory": list(kind.memory),
-        "duration": kind.duration,
-        "resource": kind.resource,
+        "memory": [(value in kind.makes) - (value in kind.frees) for value in (SAVED, PENDING, KEPT)],
+        "fuses": kind.fuses,
+        "duration": kind.time,
+        "resource": "computation" if kind.queue == COMPUTE else "communication",
     }
 
 
@@ -115,6 +117,7 @@ def _pane(timeline: Timeline, unit: tuple[float, str]) -> dict[str, Any]:
         "most_kinds": MOST_KINDS,
         "origin": _short(min((starts[0] for starts in timeline.starts if starts), default=0.0)),
         "codes": schedule.codes,
+        "remade": [stage * schedule.microbatches + mb for stage, mb in schedule.remade],
         "starts": [list(map(_short, starts)) for starts in timeline.starts],
         "ends": [list(map(_short, ends)) for ends in timeline.ends],
         "costs": _costs(timeline),
@@ -131,6 +134,7 @@ def _costs(timeline: Timeline) -> dict[str, Any]:
         **asdict(StageCosts.of(costs, stages)),
         "activation": costs.per_stage("activation", stages),
         "held": costs.per_stage("held", stages),
+        "kept": costs.per_stage("kept", stages),
         "share": costs.per_stage("all_to_all", stages),
         "pair": _given(costs.pair, stages),
         "pair_split": _given(costs.pair_split, stages),

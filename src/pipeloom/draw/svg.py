@@ -14,10 +14,10 @@ from xml.sax.saxutils import escape
 from pipeloom.draw import palette
 from pipeloom.draw.boxes import EntryBox, boxes, nice_step, talk
 from pipeloom.draw.figures import assumptions, heading, number, time_unit
-from pipeloom.errors import UsageError, printable
+from pipeloom.errors import UsageError, missing_packages, printable
 from pipeloom.schedule import Timeline
 from pipeloom.schedule.actions import kinds
-from pipeloom.schedule.timeline import CAUSES, Cause, plain
+from pipeloom.schedule.timeline import CAUSES, Cause, plain, timelines_of
 
 ROW, GAP = 30.0, 5.0
 SHEET_MARGIN, LEAST_LEFT, LEAST_IDLE, PEAK_RIGHT = 16.0, 66.0, 50.0, 54.0
@@ -103,7 +103,7 @@ def svg(
     Raises:
         UsageError: no timeline, or a width below `LEAST_WIDTH`.
     """
-    panels = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    panels = timelines_of(timelines)
     if not panels:
         raise UsageError("svg needs at least one timeline")
     if not width >= LEAST_WIDTH:
@@ -381,4 +381,4 @@ def png(document: str, zoom: float = 2.0) -> bytes:
 def require_png() -> None:
     """Raise UsageError without the extra `png`."""
     if importlib.util.find_spec("resvg_py") is None:
-        raise UsageError('a PNG needs resvg-py, which the core install leaves out: pip install "pipeloom[png]"')
+        raise missing_packages("a PNG", ["resvg-py"], "png")

@@ -26,7 +26,7 @@ from pipeloom.draw.figures import (
 )
 from pipeloom.schedule import Action, Timeline
 from pipeloom.schedule.actions import kinds
-from pipeloom.schedule.timeline import plain
+from pipeloom.schedule.timeline import plain, timelines_of
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -85,6 +85,7 @@ def terminal(timeline: Timeline, width: int = 80, color: bool | None = None) -> 
     from rich.console import Console
     from rich.text import Text
 
+    timelines_of(timeline)
     colored = _wants_color() if color is None else color
     label = len(f"rank {timeline.schedule.ranks - 1}") + 2
     picture = grid(timeline, max(width, label + 12) - label, filled=not colored)

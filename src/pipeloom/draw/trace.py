@@ -10,6 +10,7 @@ from pipeloom.draw.figures import heading
 from pipeloom.schedule import Timeline
 from pipeloom.schedule.actions import kind_of
 from pipeloom.schedule.channels import Message, traffic
+from pipeloom.schedule.timeline import timelines_of
 
 
 def trace(timeline: Timeline, unit_microseconds: float | None = None) -> dict[str, Any]:
@@ -22,6 +23,7 @@ def trace(timeline: Timeline, unit_microseconds: float | None = None) -> dict[st
         unit_microseconds: how long one unit of the costs is shown. Default: a second for a measured timeline (its
             times are seconds), a millisecond for a simulated one.
     """
+    timelines_of(timeline)
     unit = unit_microseconds or (1e6 if timeline.source == "measured" else 1e3)
     events: list[dict[str, Any]] = []
     for rank, row in enumerate(boxes(timeline)):

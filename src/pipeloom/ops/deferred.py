@@ -1,8 +1,9 @@
 """Linear layers whose weight gradient autograd does not compute: it waits for W, or is added to a main gradient.
 
-I computes the input gradient now, W the weight's later. Works for a plain `nn.Linear`. Only the matrix weight waits; the
-bias, and every parameter of any other layer, gets its gradient in I (zero-bubble pipelines, arXiv 2401.10241, section 2: B
-and W).
+I computes the input gradient now, W the weight's later (zero-bubble pipelines, arXiv 2401.10241, section 2: B and W). What
+waits are the matrix weights of plain `nn.Linear`s and of modules with `set_weight_grad_context`: tensor-parallel and expert
+linears, gates, LoRA factors, transformers' transposed linears. Biases, weights that are hooked or computed from others, and
+the parameters of all other layers get their gradients in I.
 """
 
 from __future__ import annotations

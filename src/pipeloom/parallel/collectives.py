@@ -227,6 +227,5 @@ class Tag(enum.IntEnum):
     TIED_WEIGHT = 14
     CLOCK = 15
     LOSS = 16
-    NUMBERS = 17
     GRADIENT_HEADER = 18
     ROWS = 19

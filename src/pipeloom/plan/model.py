@@ -83,12 +83,14 @@ _KEYS = {
     "head_width": ("head_dim",),
     "feed_forward": ("intermediate_size", "n_inner", "ffn_dim", "d_inner"),
     "vocabulary": ("vocab_size",),
-    "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
-    "experts_per_token": ("num_experts_per_tok",),
+    "experts": ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
+    "experts_per_token": ("num_experts_per_tok", "moe_k", "moe_topk"),
     "expert_width": ("moe_intermediate_size",),
     "shared_width": ("shared_expert_intermediate_size",),
+    "shared_count": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    "dense_first": ("first_k_dense_replace", "dense_layers", "moe_layer_start_index"),
 }
-_UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "starcoder2", "nemotron")
+_UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "starcoder2", "nemotron", "apertus")
 
 
 def from_config(values: Mapping[str, Any], name: str = "model") -> ModelShape:
@@ -116,7 +118,8 @@ def from_config(values: Mapping[str, Any], name: str = "model") -> ModelShape:
     ungated = family in _UNGATED
     feed_forward = number("feed_forward", default=4 * hidden, least=1)
     expert_width = number("expert_width", default=feed_forward) if experts else 0
-    shared = number("shared_width", default=number("n_shared_experts", default=0) * expert_width) if experts else 0
+    shared = number("shared_width", default=number("shared_count", default=0) * expert_width) if experts else 0
+    step = number("decoder_sparse_step", default=1, least=1)
     latent = None
     if rank := number("kv_lora_rank", default=0):
         rope = number("qk_rope_head_dim", default=number("qk_pos_emb_head_dim", default=64))
@@ -127,7 +130,7 @@ def from_config(values: Mapping[str, Any], name: str = "model") -> ModelShape:
         layers=layers,
         hidden=hidden,
         heads=heads,
-        key_value_heads=number("key_value_heads", default=heads, least=1),
+        key_value_heads=1 if values.get("multi_query") else number("key_value_heads", default=heads, least=1),
         head_width=number("head_width", default=hidden // heads, least=1),
         feed_forward=feed_forward,
         vocabulary=number("vocabulary", least=1),
@@ -139,21 +142,21 @@ def from_config(values: Mapping[str, Any], name: str = "model") -> ModelShape:
         experts_per_token=number("experts_per_token", default=1) if experts else 0,
         expert_width=expert_width,
         shared_width=shared,
-        sparse=_sparse(values, layers) if experts else (),
+        sparse=_sparse(values, layers, number("dense_first", default=0), step) if experts else (),
         latent=latent,
     )
 
 
-def _sparse(values: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    """Block -> whether it has experts, in the words of the families: a number of dense blocks first, a list, a step."""
-    dense = values.get("first_k_dense_replace", values.get("dense_layers", 0))
-    listed = values.get("mlp_only_layers") or ()
-    step = values.get("decoder_sparse_step", 1)
+def _sparse(values: Mapping[str, Any], layers: int, dense_first: int, step: int) -> tuple[bool, ...]:
+    """Block -> whether it has experts, in the words of the families: dense blocks first, a list of blocks, every n-th one."""
+    listed = values.get("mlp_only_layers")
+    dense = set(listed) if isinstance(listed, list) else set()
     frequency = values.get("moe_layer_freq", 1)
-    if isinstance(frequency, list):
+    if isinstance(frequency, list) and frequency:
         return tuple(bool(frequency[block % len(frequency)]) for block in range(layers))
+    every = frequency if isinstance(frequency, int) and frequency > 0 else 1
     return tuple(
-        block >= dense and block not in listed and (block + 1) % step == 0 and block % frequency == 0
+        block >= dense_first and block not in dense and (block + 1) % step == 0 and block % every == 0
         for block in range(layers)
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pipeloom.errors import naming_extra
+
 if TYPE_CHECKING:
     from pipeloom.runtime.options import RuntimeOptions
     from pipeloom.runtime.pipeline import LocalPipeline, Pipeline
@@ -24,4 +26,9 @@ def __getattr__(name: str) -> Any:
     """Imports torch with the first of these names: `runtime.health` watches a worker that has not imported it yet."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    with naming_extra(f"{__name__}.{name}"):
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -7,8 +7,10 @@ ranks in one thread, calls `begin`, then `execute_next` for a rank whose message
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +26,9 @@ from pipeloom.runtime.loss import Loss, LossSum, MicrobatchLoss
 from pipeloom.runtime.overlap import CommStream, Coroutine, interleave
 from pipeloom.runtime.p2p.base import Delivery, Outgoing, Transport
 from pipeloom.runtime.program import Instruction, RankProgram
-from pipeloom.runtime.stage import Stage, StageOutputs
+from pipeloom.runtime.stage import ForwardCall, Stage, StageOutputs
 from pipeloom.runtime.tensor_spec import BoundaryValues, ShapeCache, TensorSpecs, boundary_of
-from pipeloom.schedule.actions import OUTPUT, Action, kind_of
+from pipeloom.schedule.actions import COMPUTE, OUTPUT, PENDING, Action, kind_of
 from pipeloom.schedule.channels import Edge, Message
 
 
@@ -209,6 +211,12 @@ class Executor:
         self._ends: list[Any] = []
         self._turns: dict[int, Any] = {}
         self._forward_shares: dict[int, float] = {}
+        # Of a program with several queues: the ends of its entries, and the times of those beside the computation.
+        self._ended: list[Future[None]] = (
+            [Future() for _ in self.program.instructions] if self.program.has_queues else []
+        )
+        self._beside: dict[int, tuple[float, float]] = {}
+        self._issue(self.program.issued_first)
         if self.program.instructions:
             self.transport.exchange((), self.program.instructions[0].post_receives)
 
@@ -223,6 +231,10 @@ class Executor:
     def execute_next(self) -> None:
         """Run the next instruction: receive, compute, send the results, and open the receives of the following instruction."""
         instruction = self.program.instructions[self._next]
+        if self._ended and instruction.queue == COMPUTE:
+            for at in instruction.waits:
+                self._ended[at].result()
+            self._issue(instruction.issues)
         received = [
             self._received(action, messages) if messages else {}
             for action, messages in zip(instruction.actions, instruction.receives, strict=True)
@@ -234,7 +246,7 @@ class Executor:
             outgoing = self._overlapped_pair(instruction, received)
         else:
             outgoing = []
-            for at, action in enumerate(instruction.actions):
+            for at, action in enumerate(instruction.actions if instruction.queue == COMPUTE else ()):
                 if at:
                     self._turn(outgoing)
                 self.hooks.status.enter(action)
@@ -248,6 +260,8 @@ class Executor:
                     raise
                 outgoing = self._outgoing(instruction.sends[at], output) if instruction.sends[at] else []
         self._ends.append(self.clock.now())
+        if self._ended and instruction.queue == COMPUTE:
+            self._ended[self._next].set_result(None)
         self._next += 1
         self.unfinished = self._next < len(self.program.instructions)
         posts = self.program.instructions[self._next].post_receives if self.unfinished else ()
@@ -257,9 +271,30 @@ class Executor:
             for stage in instruction.completes_stages:
                 self.hooks.stage_done(stage)
 
+    def _issue(self, entries: Sequence[int]) -> None:
+        """Start entries on other queues than that of computation. Each waits for the one before it on its queue."""
+        for at in entries:
+            threading.Thread(target=self._run_beside, args=(at,), daemon=True).start()
+
+    def _run_beside(self, at: int) -> None:
+        """Run an entry in a thread of its own, once what it waits for has ended."""
+        instruction = self.program.instructions[at]
+        try:
+            for other in instruction.waits:
+                self._ended[other].result()
+            start = time.perf_counter()
+            for action in instruction.actions:
+                self._execute_kind(action)
+            self._beside[at] = start, time.perf_counter()
+            self._ended[at].set_result(None)
+        except BaseException as error:
+            self._ended[at].set_exception(error)
+
     def finish(self) -> StepResult:
-        """End the run once every send has completed, and return its result."""
+        """End the run once every send and the entries on other queues have completed, and return its result."""
         self.transport.finish()
+        for ended in self._ended:
+            ended.result()
         self.hooks.status.leave()
         report_standstills_to(None)
         if self._has_loss and self._unreached:
@@ -278,6 +313,8 @@ class Executor:
         """Set the times of the actions in the result, from their marks."""
         seconds, result = self.clock.seconds, self.result
         result.starts, result.ends = seconds(self._starts), seconds(self._ends)
+        for at, (start, end) in self._beside.items():
+            result.starts[at], result.ends[at] = start, end
         result.turns = dict(zip(self._turns, seconds(self._turns.values()), strict=True))
         for at, share in self._forward_shares.items():
             result.turns[at] = result.starts[at] + share * (result.ends[at] - result.starts[at])
@@ -286,25 +323,36 @@ class Executor:
 
     def _forward(self, action: Action, received: Deliveries) -> Deliveries:
         """Run F; on a route's last stage, with the loss."""
-        values, specs = self._forward_inputs(action, received)
-        outputs = self.stages[action.stage].forward(
-            action.microbatch,
-            values,
-            specs,
-            self.batch.keywords[action.microbatch],
-            self.program.stages[action.stage],
-            self._loss_of(action.microbatch),
-            self.hooks.before_layer,
-        )
+        outputs = self.stages[action.stage].forward(self._forward_call(action, received), self.hooks.before_layer)
         return self._forward_done(action, outputs, received)
 
     def _backward(self, action: Action, received: Deliveries) -> Deliveries:
-        """Run B: input and weight gradients of one micro-batch; or I, after which it stays alive until its W."""
-        keeps_weights = action.kind == "I"
+        """Run B: input and weight gradients of one micro-batch; or I, after which it stays alive until its W.
+
+        A layer that is recomputed in a block with it runs forward again within.
+        """
+        keeps_weights = self._begin_backward(action)
         gradients = self._output_gradients(action, received)
         inputs = self.stages[action.stage].backward(action.microbatch, gradients, keeps_weights)
         self._alive -= not keeps_weights
         return self._backward_done(action, inputs, received)
+
+    def _begin_backward(self, action: Action) -> bool:
+        """Return whether weight gradients are left to W."""
+        if kind_of(action.kind).fuses:
+            self._hold()
+        return PENDING in kind_of(action.kind).makes
+
+    def _recompute(self, action: Action, received: Deliveries) -> Deliveries:
+        """Run R: the forward again, which saves what the backward needs."""
+        self._hold()
+        self.stages[action.stage].recompute(action.microbatch, self.hooks.before_layer)
+        return {}
+
+    def _hold(self) -> None:
+        """Count one more micro-batch whose activations are held."""
+        self._alive += 1
+        self.result.peak_alive = max(self.result.peak_alive, self._alive)
 
     def _weight_grad(self, action: Action, received: Deliveries) -> Deliveries:
         """Run W: the weight gradients of one micro-batch."""
@@ -314,12 +362,15 @@ class Executor:
 
     def _registered_kind(self, action: Action, received: Deliveries) -> Deliveries:
         """Run an action of a registered kind."""
+        if self.hooks.before_kind is not None and kind_of(action.kind).execute is not None:
+            self.hooks.before_kind(action.stage)
+        self._execute_kind(action)
+        return {}
+
+    def _execute_kind(self, action: Action) -> None:
         execute = kind_of(action.kind).execute
         if execute is not None:
-            if self.hooks.before_kind is not None:
-                self.hooks.before_kind(action.stage)
             execute(self.stages[action.stage].modules, action.microbatch)
-        return {}
 
     def _overlapped_pair(self, instruction: Instruction, received: Sequence[Deliveries]) -> list[Outgoing]:
         """Run a forward and a backward interleaved. Send the forward's output at once; return the backward's.
@@ -347,20 +398,13 @@ class Executor:
 
     def _forward_in_segments(self, action: Action, received: Deliveries) -> Coroutine[Deliveries]:
         """As `_forward` in a training step, yielding where it would wait for a communication."""
-        values, specs = self._forward_inputs(action, received)
-        outputs = yield from self.stages[action.stage].forward_in_segments(
-            action.microbatch,
-            values,
-            specs,
-            self.batch.keywords[action.microbatch],
-            self.program.stages[action.stage],
-            self._loss_of(action.microbatch),
-        )
+        call = self._forward_call(action, received)
+        outputs = yield from self.stages[action.stage].forward_in_segments(call)
         return self._forward_done(action, outputs, received)
 
     def _backward_in_segments(self, action: Action, received: Deliveries) -> Coroutine[Deliveries]:
         """As `_backward`, yielding where it would wait for a communication."""
-        keeps_weights = action.kind == "I"
+        keeps_weights = self._begin_backward(action)
         gradients = self._output_gradients(action, received)
         inputs = yield from self.stages[action.stage].backward_in_segments(action.microbatch, gradients, keeps_weights)
         self._alive -= not keeps_weights
@@ -383,16 +427,15 @@ class Executor:
 
     # -- inputs and outputs of actions -----------------------------------------------------------------------------------
 
-    def _forward_inputs(self, action: Action, received: Deliveries) -> tuple[BoundaryValues, TensorSpecs | None]:
-        """Return a forward's inputs, named ones last, and their specs (None for inputs of the user)."""
+    def _forward_call(self, action: Action, received: Deliveries) -> ForwardCall:
+        """Return the arguments of a forward."""
         _, stage, mb = action
         program = self.program.stages[stage]
-        if self.training:
-            self._alive += 1
-            if self._alive > self.result.peak_alive:
-                self.result.peak_alive = self._alive
+        if self.training and mb not in program.recomputed and mb not in program.in_blocks:
+            self._hold()
+        keywords, loss = self.batch.keywords[mb], self._loss_of(mb)
         if program.takes is None:
-            return self.batch.inputs[self.hooks.faults.input_of(mb)], None
+            return ForwardCall(mb, self.batch.inputs[self.hooks.faults.input_of(mb)], None, keywords, program, loss)
         if self.training and received:
             self._inputs[stage, mb] = received
         values: BoundaryValues = ()
@@ -404,7 +447,7 @@ class Executor:
             else:
                 delivery = self._local.pop(("activation", edge, mb))
             values, specs = values + delivery.values, specs + delivery.boundary
-        return values, specs
+        return ForwardCall(mb, values, specs, keywords, program, loss)
 
     def _gradients_of(self, edge: Edge, microbatch: int, received: Deliveries) -> BoundaryValues:
         """Return the gradients of the values sent along an edge, from another rank or from another stage here."""
@@ -545,4 +588,7 @@ _EXECUTE: dict[str, Callable[[Executor, Action, Deliveries], Deliveries]] = {
     "B": Executor._backward,
     "I": Executor._backward,
     "W": Executor._weight_grad,
+    "R": Executor._recompute,
+    "RB": Executor._backward,
+    "RI": Executor._backward,
 }

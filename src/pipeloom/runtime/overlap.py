@@ -59,8 +59,12 @@ class ComputeGroup:
         return result
 
 
-def split_at_communications(layers: StageModules, keywords: Mapping[str, Any]) -> list[ComputeGroup]:
+def split_at_communications(
+    layers: StageModules, keywords: Mapping[str, Any], recompute: bool = False
+) -> list[ComputeGroup]:
     """Return the groups of the stage for one micro-batch: at least one, the last of them without a communication.
+
+    With `recompute` every computation runs again in the backward, else those of `layers.recomputed`.
 
     A segmented layer with hooks runs as a whole: hooks belong to a call of the layer, which its segments do not make.
     """
@@ -68,7 +72,7 @@ def split_at_communications(layers: StageModules, keywords: Mapping[str, Any]) -
     computations: list[Computation] = []
     for at, (module, name) in enumerate(zip(layers.modules, layers.names, strict=True)):
         accepted = layers.accepted(at, keywords)
-        again = name in layers.recomputed
+        again = recompute or name in layers.recomputed
         if not is_segmented(module) or _has_hooks(module):
             forward = partial(_forward, module, accepted)
             computations.append(Computation(partial(_recomputed, forward, module) if again else forward, name))

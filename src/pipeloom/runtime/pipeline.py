@@ -576,9 +576,10 @@ class Pipeline:
         yield from self._assembly.parameters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages."""
-        for _, parameter in self.named_parameters():
-            yield parameter
+        """The parameters of this rank's stages; where they have none, one without elements, since torch's optimizers need one."""
+        yield from (parameter for _, parameter in self.named_parameters())
+        if not self._assembly.parameters:
+            yield nn.Parameter(torch.empty(0, device=self.device))
 
     def stored_name(self, name: str) -> str:
         """The name of this parameter in checkpoints: the first name of a weight with several, on every layout."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from pipeloom.errors import ConfigError
 from pipeloom.runtime.options import RuntimeOptions
-from pipeloom.schedule.actions import INPUT_GRADIENT, OUTPUT, Action, Cell, kind_of
+from pipeloom.schedule.actions import COMPUTE, INPUT_GRADIENT, OUTPUT, Action, Cell, Kind, kind_of
 from pipeloom.schedule.batched_p2p import MessageBatch, batches_of
 from pipeloom.schedule.channels import (
     Channel,
@@ -22,6 +22,7 @@ from pipeloom.schedule.channels import (
     posting_plan,
     traffic,
 )
+from pipeloom.schedule.graph import entry_waits
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.transforms import unpair
 
@@ -37,6 +38,9 @@ class Instruction:
         receives: for each of its actions, the messages that it waits for; all other inputs are on this rank.
         sends: for each of its actions, the messages with its results; all other results stay on this rank.
         completes_stages: the stages whose gradients are complete after it.
+        queue: where it runs: COMPUTE, or beside the computation.
+        waits: the entries of this program, by their positions, whose ends it waits for besides those before it on COMPUTE.
+        issues: the entries on other queues that are issued when it starts.
     """
 
     cell: Cell
@@ -45,6 +49,9 @@ class Instruction:
     receives: tuple[tuple[Message, ...], ...]
     sends: tuple[tuple[Message, ...], ...]
     completes_stages: tuple[int, ...] = ()
+    queue: str = COMPUTE
+    waits: tuple[int, ...] = ()
+    issues: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,8 @@ class StageProgram:
             micro-batches would keep old state.
         reads: edges of the tensors that it reads by name, from earlier stages.
         writes: name of a tensor -> edges to the later stages that read it.
+        recomputed: the micro-batches whose F keeps only what R needs.
+        in_blocks: those whose layers are recomputed one by one in their backward.
     """
 
     takes: Edge | None
@@ -66,6 +75,8 @@ class StageProgram:
     in_order: bool
     reads: tuple[Edge, ...] = ()
     writes: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
+    recomputed: frozenset[int] = frozenset()
+    in_blocks: frozenset[int] = frozenset()
 
     @cached_property
     def inputs(self) -> tuple[Edge, ...]:
@@ -85,6 +96,7 @@ class RankProgram:
         releases_sends: received message -> sends of this rank that must have arrived by then, since the peer's program uses
             them before it sends that message. Their buffers are released without a query of the network.
         batches: this rank's calls of the batched transport, in order; None with another transport.
+        issued_first: the entries on other queues before the first computation.
     """
 
     instructions: tuple[Instruction, ...]
@@ -93,6 +105,12 @@ class RankProgram:
     all_channels: tuple[Channel, ...]
     releases_sends: dict[Message, tuple[Message, ...]]
     batches: tuple[MessageBatch, ...] | None = None
+    issued_first: tuple[int, ...] = ()
+
+    @cached_property
+    def has_queues(self) -> bool:
+        """Return whether an instruction runs beside the computation."""
+        return any(instruction.queue != COMPUTE for instruction in self.instructions)
 
 
 def as_executed(schedule: Schedule, segmented: Collection[int]) -> Schedule:
@@ -146,6 +164,7 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
         sends = tuple(_messages_of(action, entry.sends, "producer") for action in actions)
         completes = tuple(stage for stage in sorted(last) if last[stage] == at)
         instructions.append(Instruction(entry.cell, actions, posts, receives, sends, completes))
+    issued_first = _with_queues(schedule, rank, instructions) if schedule.has_queues else ()
     channels = sorted({m.channel for entry in entries for m in (*entry.receives, *entry.sends)})
     every = sorted({m.channel for program in programs for entry in program for m in entry.sends})
     # A peer may run the two actions of a pair one after the other.
@@ -157,7 +176,39 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
         tuple(every),
         _released_sends(apart, rank),
         batches,
+        issued_first,
     )
+
+
+def _with_queues(schedule: Schedule, rank: int, instructions: list[Instruction]) -> tuple[int, ...]:
+    """Add queues, waits and issues to a rank's instructions; return `RankProgram.issued_first`.
+
+    Raises ConfigError for an action that waits for another rank's without a message.
+    """
+    ordered = entry_waits(schedule)
+    issued: dict[int | None, list[int]] = {None: []}
+    computation: int | None = None
+    before: dict[str, int] = {}
+    for at, instruction in enumerate(instructions):
+        queue = kind_of(instruction.actions[0].kind).queue
+        waits = [wait for wait in ordered.get((rank, at), ()) if not wait.start]
+        for other in waits:
+            if other.rank != rank:
+                raise ConfigError(
+                    f"{instruction.cell} of rank {rank} waits for {schedule.programs[other.rank][other.at]} of rank "
+                    f"{other.rank}, and no message tells it of that: such a schedule can be simulated, not run"
+                )
+        if queue == COMPUTE:
+            computation, issued[at] = at, []
+        else:
+            issued[computation].append(at)
+        positions = {*(wait.at for wait in waits), *([before[queue]] if queue != COMPUTE and queue in before else ())}
+        before[queue] = at
+        instructions[at] = replace(instruction, queue=queue, waits=tuple(sorted(positions)))
+    for before_at, entries in issued.items():
+        if before_at is not None:
+            instructions[before_at] = replace(instructions[before_at], issues=tuple(entries))
+    return tuple(issued[None])
 
 
 def _stage_programs(schedule: Schedule, rank: int) -> dict[int, StageProgram]:
@@ -166,15 +217,21 @@ def _stage_programs(schedule: Schedule, rank: int) -> dict[int, StageProgram]:
     actions = [action for cell in schedule.programs[rank] for action in parts(cell)]
     everything = list(range(schedule.microbatches))
     replicas = Counter(schedule.position_of)
+
+    def microbatches(stage: int, wanted: Callable[[Kind], bool]) -> list[int]:
+        return [mb for kind, at, mb in actions if at == stage and wanted(kind_of(kind))]
+
     return {
         stage: StageProgram(
             takes[stage],
             gives[stage],
-            frozenset(mb for kind, at, mb in actions if at == stage and kind_of(kind).produces == (INPUT_GRADIENT,)),
+            frozenset(microbatches(stage, lambda kind: kind.produces == (INPUT_GRADIENT,))),
             replicas[schedule.position_of[stage]] == 1
-            and [mb for kind, at, mb in actions if at == stage and kind_of(kind).is_forward] == everything,
+            and microbatches(stage, lambda kind: kind.is_forward) == everything,
             named.reads[stage],
             {name: tuple(e for e in named.writes[stage] if e.name == name) for _, _, name in named.writes[stage]},
+            frozenset(microbatches(stage, lambda kind: kind.letter == "R")),
+            frozenset(microbatches(stage, lambda kind: bool(kind.fuses))),
         )
         for stage in schedule.stages_of[rank]
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from pipeloom.ops.checksum import version_of
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients, run_backward
 from pipeloom.ops.recompute import recomputed
 from pipeloom.ops.segments import Communication, carries, saved_of
-from pipeloom.ops.stage_state import batch_statistics
+from pipeloom.ops.stage_state import StageState, batch_statistics
 from pipeloom.runtime.loss import MicrobatchLoss
 from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
 from pipeloom.runtime.program import StageProgram
@@ -77,6 +78,43 @@ class SavedGroup:
     saved: tuple[Any, ...] = ()
 
 
+class ForwardCall(NamedTuple):
+    """Arguments of one forward.
+
+    Attributes:
+        microbatch: its number.
+        values: the inputs, those named by `program.reads` last; tensors to which no other code writes.
+        specs: specs of the inputs, which tell those that carry a gradient; None: inputs of the user, without gradients.
+        keywords: the micro-batch's keyword arguments; each layer gets those that its forward takes.
+        program: the stage's part of the schedule.
+        loss: the micro-batch's loss, for a route's last stage and for layers with losses of their own; None: neither is
+            computed, and a route's last stage returns its outputs as they are.
+    """
+
+    microbatch: int
+    values: BoundaryValues
+    specs: TensorSpecs | None
+    keywords: Mapping[str, Any]
+    program: StageProgram
+    loss: MicrobatchLoss | None
+
+
+class ForwardRecord(NamedTuple):
+    """Record of a forward, kept from F until R.
+
+    Attributes:
+        call: the arguments of the forward.
+        versions: of the tensors among its inputs.
+        state: of the layers before it, and of the generators that are not torch's.
+        random: the states of torch's generators before it, of the CPU and of the stage's GPU.
+    """
+
+    call: ForwardCall
+    versions: tuple[int, ...]
+    state: StageState
+    random: tuple[Tensor, Tensor | None]
+
+
 @dataclass(slots=True)
 class InFlight:
     """State of one micro-batch on a stage between F and the end of its backward.
@@ -88,6 +126,7 @@ class InFlight:
         specs: specs of the stage's inputs, which tell the inputs whose gradient is sent back (a layer may call
             `requires_grad_` on others); None: inputs of the user, without gradients.
         read: number of inputs, the last ones, that the stage reads by name.
+        record: what R needs; its forward saves nothing for a backward. None: it saves everything.
     """
 
     queue: WeightGradQueue | None
@@ -95,6 +134,11 @@ class InFlight:
     outputs: BoundaryValues = ()
     specs: TensorSpecs | None = None
     read: int = 0
+    record: ForwardRecord | None = None
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Return the context of its computations."""
+        return nullcontext() if self.record is None else torch.autograd.graph.saved_tensors_hooks(_drop, _dropped)
 
 
 class Stage:
@@ -132,6 +176,7 @@ class Stage:
         self._communications = communications
         self._alive: dict[int, InFlight] = {}
         self._awaiting_w: dict[int, WeightGradQueue] = {}
+        self._records: dict[int, ForwardRecord] = {}
         self._inputs = ChangeableInputs()
         self._foreign = foreign  # None once a graph has been checked
         if writes_weight_gradients or self.segmented:  # otherwise plain layers are left unchanged
@@ -144,56 +189,80 @@ class Stage:
 
     # -- forward ---------------------------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        microbatch: int,
-        values: BoundaryValues,
-        specs: TensorSpecs | None,
-        keywords: Mapping[str, Any],
-        program: StageProgram,
-        loss: MicrobatchLoss | None = None,
-        before_layer: Callable[[str], None] | None = None,
-    ) -> StageOutputs:
+    def forward(self, call: ForwardCall, before_layer: Callable[[str], None] | None = None) -> StageOutputs:
         """F: return the outputs, attached to the graph; for a route's last stage only the loss, detached.
 
         Args:
-            values: the inputs, those named by `program.reads` last; tensors to which no other code writes.
-            specs: specs of the inputs, which tell those that carry a gradient; None: inputs of the user, without gradients.
-            keywords: the micro-batch's keyword arguments; each layer gets those that its forward takes.
-            program: the stage's part of the schedule.
-            loss: the micro-batch's loss, for a route's last stage and for layers with losses of their own; None: neither is
-                computed, and a route's last stage returns its outputs as they are.
             before_layer: called with each layer's name before the layer; for a segmented stage, the caller calls it.
         """
         if self.segmented:
-            return run_to_end(self.forward_in_segments(microbatch, values, specs, keywords, program, loss))
+            return run_to_end(self.forward_in_segments(call))
+        return self._forward(call, before_layer, self._record_of(call))
+
+    def recompute(self, microbatch: int, before_layer: Callable[[str], None] | None = None) -> None:
+        """R: run the forward again from what F has kept, with the same random numbers, and save what the backward needs.
+
+        It leaves no trace in the layers: what counts or averages in a forward does so once.
+        """
+        call, versions, state, (random, on_device) = self._records.pop(microbatch)
+        if versions != _versions(call.values):
+            raise UsageError(
+                f"{self.words} is recomputed, and a layer changes the stage's input in place: work on a copy there "
+                "(inplace=False), or use a schedule without R of this stage"
+            )
+        state.swap_in()
+        try:
+            with torch.random.fork_rng([] if on_device is None else [self._communications.device]):
+                torch.set_rng_state(random)
+                if on_device is not None:
+                    torch.cuda.set_rng_state(on_device, self._communications.device)
+                if self.segmented:
+                    run_to_end(self._forward_in_segments(call, None))
+                else:
+                    self._forward(call, before_layer, None)
+        finally:
+            state.swap_out()
+
+    def _record_of(self, call: ForwardCall) -> ForwardRecord | None:
+        """Return the record that the micro-batch's R needs; None: it has no R."""
+        if call.microbatch not in call.program.recomputed or not torch.is_grad_enabled():
+            return None
+        device = self._communications.device
+        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return ForwardRecord(call, _versions(call.values), StageState(self.modules), (torch.get_rng_state(), on_device))
+
+    def _forward(
+        self, call: ForwardCall, before_layer: Callable[[str], None] | None, record: ForwardRecord | None
+    ) -> StageOutputs:
+        microbatch, _, _, keywords, program, loss = call
         layers = self.layers
-        flight, inputs = self._begin_forward(values, specs, program, microbatch in program.split)
+        flight, inputs = self._begin_forward(call, microbatch in program.split, record)
         self._grad_context.queue = flight.queue
         by_position = inputs if not flight.read else inputs[: len(inputs) - flight.read]
         names = None if self.silent else NamedInForward(layers, program, inputs[len(by_position) :], loss)
         result: Any = self._inputs.changeable(by_position)
-        for at, (name, module) in enumerate(zip(layers.names, layers.modules, strict=True)):
-            arguments = self._arguments(at, result)
-            accepted, read = layers.accepted(at, keywords), {} if names is None else names.read(at)
-            if before_layer is not None:
-                before_layer(name)
-            if name in layers.recomputed:
-                # Another tensor may be of the memory of one among several, and would change with it in one process.
-                alone = names is None and len(arguments) == 1
-                result = recomputed(
-                    partial(_by_name, module, accepted, tuple(read)),
-                    (*read.values(), *arguments),
-                    module,
-                    self._inputs.on_change(name) if alone else None,
-                )
-            else:
-                result = module(*arguments, **accepted, **read)
-            del arguments, read  # a layer's output is freed as soon as autograd does not need it
-            if names is not None:
-                result = names.written(at, result)
+        with flight.saving():
+            for at, (name, module) in enumerate(zip(layers.names, layers.modules, strict=True)):
+                arguments = self._arguments(at, result)
+                accepted, read = layers.accepted(at, keywords), {} if names is None else names.read(at)
+                if before_layer is not None:
+                    before_layer(name)
+                if name in layers.recomputed or microbatch in program.in_blocks:
+                    # Another tensor may be of the memory of one among several, and would change with it in one process.
+                    alone = names is None and len(arguments) == 1
+                    result = recomputed(
+                        partial(_by_name, module, accepted, tuple(read)),
+                        (*read.values(), *arguments),
+                        module,
+                        self._inputs.on_change(name) if alone else None,
+                    )
+                else:
+                    result = module(*arguments, **accepted, **read)
+                del arguments, read  # a layer's output is freed as soon as autograd does not need it
+                if names is not None:
+                    result = names.written(at, result)
         self._inputs.note_changes(by_position)
-        return self._finish_forward(microbatch, flight, inputs, result, program, loss, names)
+        return self._finish_forward(call, flight, inputs, result, names)
 
     def _arguments(self, at: int, result: Any) -> BoundaryValues:
         """Return the arguments of layer `at`, from the result of the layer before it or from the stage's inputs."""
@@ -201,40 +270,36 @@ class Stage:
             return (result,)
         return as_values(result, f"layer {self.layers.names[at - 1]!r}") if at else result
 
-    def forward_in_segments(
-        self,
-        microbatch: int,
-        values: BoundaryValues,
-        specs: TensorSpecs | None,
-        keywords: Mapping[str, Any],
-        program: StageProgram,
-        loss: MicrobatchLoss | None = None,
-    ) -> Coroutine[StageOutputs]:
+    def forward_in_segments(self, call: ForwardCall) -> Coroutine[StageOutputs]:
         """As `forward`, yielding where it would wait for a communication."""
         if not self.segmented:
-            return self.forward(microbatch, values, specs, keywords, program, loss)
-        groups = split_at_communications(self.layers, keywords)
+            return self.forward(call)
+        return (yield from self._forward_in_segments(call, self._record_of(call)))
+
+    def _forward_in_segments(self, call: ForwardCall, record: ForwardRecord | None) -> Coroutine[StageOutputs]:
+        program = call.program
+        groups = split_at_communications(self.layers, call.keywords, call.microbatch in program.in_blocks)
         # A backward with communications computes weight gradients during them, also in a B.
-        queues = len(groups) > 1 or microbatch in program.split
-        flight, inputs = self._begin_forward(values, specs, program, queues)
+        queues = len(groups) > 1 or call.microbatch in program.split
+        flight, inputs = self._begin_forward(call, queues, record)
         for group in groups[:-1]:
             inputs = yield from self._compute_and_communicate(group, inputs, flight)
         result = self._compute(groups[-1], inputs, flight)
-        return self._finish_forward(microbatch, flight, inputs, result, program, loss, None)
+        return self._finish_forward(call, flight, inputs, result, None)
 
     def _begin_forward(
-        self, values: BoundaryValues, specs: TensorSpecs | None, program: StageProgram, queues: bool
+        self, call: ForwardCall, queues: bool, record: ForwardRecord | None
     ) -> tuple[InFlight, tuple[Any, ...]]:
         """Return the micro-batch's state, and its inputs as leaves.
 
         Args:
             queues: whether weight gradients wait for W.
         """
-        read = len(program.reads)
+        read, specs = len(call.program.reads), call.specs
         if not torch.is_grad_enabled():
-            return InFlight(None, read=read), values
-        leaves = values if specs is None else _leaves(values, specs)
-        return InFlight(WeightGradQueue() if queues else None, specs=specs, read=read), leaves
+            return InFlight(None, read=read), call.values
+        leaves = call.values if specs is None else _leaves(call.values, specs)
+        return InFlight(WeightGradQueue() if queues else None, specs=specs, read=read, record=record), leaves
 
     def _compute_and_communicate(
         self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight
@@ -244,7 +309,7 @@ class Stage:
         training = torch.is_grad_enabled()
         outputs = self._compute(group, inputs, flight)
         which = [training and carries(value) for value in outputs]
-        if training:
+        if training and flight.record is None:
             flight.groups.append(SavedGroup(inputs, _roots(outputs), (), group.after, saved_of(outputs)))
         given = tuple(value.detach() if isinstance(value, Tensor) else value for value in outputs)
         pending = self._communications.start(partial(group.after.start, given), given)
@@ -257,28 +322,24 @@ class Stage:
     def _compute(self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight) -> Any:
         """Run the group's computations. Another micro-batch may have run since the last group, so the queue is set again."""
         self._grad_context.queue = flight.queue
-        result = group.compute(self._inputs.changeable(inputs))
+        with flight.saving():
+            result = group.compute(self._inputs.changeable(inputs))
         self._inputs.note_changes(inputs)
         return result
 
     def _finish_forward(
-        self,
-        microbatch: int,
-        flight: InFlight,
-        inputs: tuple[Any, ...],
-        result: Any,
-        program: StageProgram,
-        loss: MicrobatchLoss | None,
-        names: NamedInForward | None,
+        self, call: ForwardCall, flight: InFlight, inputs: tuple[Any, ...], result: Any, names: NamedInForward | None
     ) -> StageOutputs:
-        """Return the forward's outputs, and save what the backward needs."""
+        """Return the forward's outputs, and save what the backward needs, or R."""
+        microbatch, _, _, _, program, loss = call
         outputs: BoundaryValues = ()
         mean: Tensor | None = None
         if program.gives is not None:
             outputs = as_values(result, self.words)
             require_plain(outputs, self.words)
         elif loss is not None:
-            mean = loss.mean(result)
+            with flight.saving():
+                mean = loss.mean(result)
         tensors, terms = ({}, []) if names is None else (names.sent(), names.terms)
         for name, value in tensors.items():
             require_plain([value], f"{self.words}, as tensor {name!r},")
@@ -293,10 +354,15 @@ class Stage:
             if self._foreign:
                 _require_unreached(self._foreign, [*(r.node for r in roots), *(value.grad_fn for value, _ in losses)])
                 self._foreign = None
-            flight.groups.append(SavedGroup(inputs, roots, losses))
-            if not self._deallocate:
-                flight.outputs = results
-            self._alive[microbatch] = flight
+            if flight.record is not None:
+                flight.record.state.forget_unchanged()
+                self._records[microbatch] = flight.record
+                outputs, tensors = _off_graph(outputs), {name: _off_graph((v,))[0] for name, v in tensors.items()}
+            else:
+                flight.groups.append(SavedGroup(inputs, roots, losses))
+                if not self._deallocate:
+                    flight.outputs = results
+                self._alive[microbatch] = flight
         detached = tuple([(key, each.detach(), weight) for key, each, weight in terms])
         if mean is None or loss is None:
             return StageOutputs(outputs, tensors, result if program.gives is None else None, None, detached)
@@ -509,6 +575,32 @@ class NamedInForward:
     def sent(self) -> dict[str, Tensor | None]:
         """Return the tensors that later stages read, in the order in which they are sent."""
         return {name: self._tensors[name] for name in self._program.writes}
+
+
+def _drop(saved: Tensor) -> None:
+    """Let go of a tensor that autograd saves; R saves it again."""
+
+
+def _dropped(nothing: None) -> Tensor:
+    raise UsageError(
+        "a layer computes gradients in its forward, and the stage is recomputed by an action of its own (R), whose forward saves "
+        "nothing: recompute it in blocks (R;B)"
+    )
+
+
+def _versions(values: BoundaryValues) -> tuple[int, ...]:
+    return tuple(version_of(value) for value in values if isinstance(value, Tensor))
+
+
+def _off_graph(values: BoundaryValues) -> BoundaryValues:
+    """Return the values without the graph that they are from, and with the same claims to a gradient."""
+    return tuple([v if v is None or not v.requires_grad else v.detach().requires_grad_() for v in values])
+
+
+def _set_random(states: tuple[Tensor, Tensor | None], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.cuda.set_rng_state(states[1], device)
 
 
 def _by_name(module: nn.Module, accepted: Mapping[str, Any], keywords: Sequence[str], *values: Any) -> Any:

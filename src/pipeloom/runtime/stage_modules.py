@@ -21,7 +21,7 @@ from pipeloom.ops.layer import LossTerm as LossTerm
 from pipeloom.ops.random_state import seeded, stable_seed
 from pipeloom.ops.segments import is_segmented
 from pipeloom.runtime.batch import split_sizes
-from pipeloom.schedule.model import NamedTensor, Schedule
+from pipeloom.schedule.model import NamedTensor, Schedule, require_is_schedule
 
 LayerSource = Callable[[], nn.Module] | nn.Module
 
@@ -264,13 +264,7 @@ class KnownKeywords:
 
 def require_arguments(layers: object, schedule: object, loss: object) -> None:
     """Raise UsageError for arguments of a pipeline that are not layers, a schedule and a loss."""
-    if isinstance(schedule, str):
-        raise UsageError(
-            f"schedule is {schedule!r}, a name; make the schedule of it, such as "
-            f"pipeloom.schedules.build({schedule!r}, ranks=4, microbatches=8)"
-        )
-    if not isinstance(schedule, Schedule):
-        raise UsageError(f"schedule is of type {type(schedule).__name__}; give a pipeloom.Schedule")
+    require_is_schedule(schedule)
     if isinstance(layers, str) or not isinstance(layers, (Sequence, nn.Sequential, nn.ModuleList)):
         raise UsageError(
             f"layers is of type {type(layers).__name__}; give a list of the model's layers in order: modules, or "

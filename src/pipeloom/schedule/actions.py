@@ -3,8 +3,8 @@
 Everything that depends on what an action is reads its `Kind`: the integer codes, durations, memory, `check`, the dependency
 graph, the text forms, the drawings and the executor. `register_kind` adds your own kind.
 
-The text of a cell is the one that `torch.distributed.pipelining` reads and writes: `0F0`, `3I2`, `3W2`, `3B2`,
-`(0F5;3B1)OVERLAP_F_B`.
+The text of a cell is the one that `torch.distributed.pipelining` reads and writes, `0F0`, `3I2`, `3W2`, `3B2`,
+`(0F5;3B1)OVERLAP_F_B`, and for recomputation `2R0`, the block `(2R0;2B0)`, and that block in a pair, `(0F5;2R0;2B0)OVERLAP_F_B`.
 """
 
 from __future__ import annotations
@@ -12,103 +12,166 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 from pipeloom.errors import ScheduleError, UsageError
 
-Resource = Literal["computation", "communication"]
 KindName = str  # the letter of a kind
+Resource = Literal["computation", "communication"]  # of the segments of an action
 
 OUTPUT, INPUT_GRADIENT, WEIGHT_GRADIENT = "output", "input gradient", "weight gradient"
 EVENTS = (OUTPUT, INPUT_GRADIENT, WEIGHT_GRADIENT)
-"""Results that each stage produces once for each of its micro-batches, whatever the kinds of its actions."""
+"""Values that each stage must have made once for each of its micro-batches, whatever the kinds of its actions."""
+
+KEPT, SAVED, PENDING = "kept", "saved", "pending"
+"""Values that a stage holds for a micro-batch: what a recomputation needs (inputs, random state), what a backward needs beyond
+it, and what W needs after I."""
+
+COMPUTE = "compute"
+"""The queue of computation. Every other queue of a rank runs beside it."""
 
 
 class Need(NamedTuple):
-    """The event that an action waits for.
+    """A value that an action needs.
 
     Attributes:
-        event: one of EVENTS.
+        value: its name: one of EVENTS, KEPT, SAVED, PENDING, or one that a registered kind makes.
         step: of which stage: -1 the one before in the route, 0 the action's own, 1 the one after.
-        at_end: the event of its own stage that replaces it where the route has no such stage; None: it waits for nothing.
+        at_end: the value of its own stage that replaces it where the route has no such stage; None: it needs nothing there.
     """
 
-    event: str
+    value: str
     step: int = 0
     at_end: str | None = None
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of action.
+    """One kind of action: needs -> makes; frees.
 
     Attributes:
         letter: capital letters; how a cell writes it (`3I2`).
         words: for people.
-        produces: which of EVENTS the action completes. A complete schedule produces each exactly once for every stage and
-            micro-batch; a kind that produces none is optional, at most once each.
-        waits_for: the event that it needs beside its place in the program; None: nothing.
-        memory: (a, b): the action changes the stage's memory by (a + b * held) * activation (`Costs.held`,
-            `Costs.activation`), at its start where that is more, at its end where it is less. `check` refuses a schedule whose
-            changes of one stage and micro-batch fall below zero or do not add up to it.
-        duration: the name of a field of `StageCosts`, or a time.
-        resource: the resource that it occupies. A rank that only communicates counts as idle.
+        needs: the values that must exist before it starts.
+        makes: the values that exist once it has ended, each made once for a stage and micro-batch. A forward leaves out what
+            another action of its stage and micro-batch makes: recomputation needs no flag.
+        frees: the values that are gone once it has ended; also of those that it makes, which then exist only while it runs.
+        queue: what is busy meanwhile. An action on another queue than COMPUTE is issued when the computation before it in the
+            program starts, and runs once its queue is free and what it needs exists.
+        time: the name of a field of `StageCosts`, or a time.
         colour: (hue in degrees, chroma, lightness above or below the chunk's) in OKLCH.
-        execute: `execute(modules, microbatch)` runs an action of a kind registered by a user: `modules` are the stage's
-            layers, whose `.grad` is complete, and summed over the replicas, behind the stage's last backward (that of a
-            weight that other ranks hold too, only after the step). None for the built-in kinds, which the executor knows.
+        execute: `execute(modules, microbatch)` runs an action of a registered kind: `modules` are the stage's layers, whose
+            `.grad` is complete, and summed over the replicas, behind the stage's last backward (that of a weight that other
+            ranks hold too, only after the step). On another queue than COMPUTE it runs in a thread beside the computation, and
+            gradients are this rank's own. None for the built-in kinds, which the executor knows.
+        fuses: the letters of the actions of one stage and micro-batch that run as one block: a cell `(2R0;2B0)`.
     """
 
     letter: str
     words: str
-    produces: tuple[str, ...] = ()
-    waits_for: Need | None = None
-    memory: tuple[float, float] = (0.0, 0.0)
-    duration: str | float = 0.0
-    resource: Resource = "computation"
+    needs: tuple[Need, ...] = ()
+    makes: tuple[str, ...] = ()
+    frees: tuple[str, ...] = ()
+    queue: str = COMPUTE
+    time: str | float = 0.0
     colour: tuple[float, float, float] = (0.0, 0.0, 0.0)
     execute: Callable[[tuple[Any, ...], int], None] | None = None
+    fuses: tuple[str, ...] = ()
+
+    @cached_property
+    def produces(self) -> tuple[str, ...]:
+        """The values of EVENTS that it makes; none: it is optional."""
+        return tuple(value for value in self.makes if value in EVENTS)
+
+    @cached_property
+    def waits_for(self) -> Need | None:
+        """The need of an output or input gradient, for which ranks wait; None: there is none."""
+        return next((need for need in self.needs if need.value in (OUTPUT, INPUT_GRADIENT)), None)
 
     @property
     def is_forward(self) -> bool:
         """Return whether it computes a stage's output."""
-        return OUTPUT in self.produces
+        return OUTPUT in self.makes
 
     @property
     def is_backward(self) -> bool:
         """Return whether it computes gradients."""
         return bool(self.produces) and not self.is_forward
 
+    @property
+    def is_plain(self) -> bool:
+        """Return whether `waits_for` and the order of one queue say all that it waits for."""
+        return self.queue == COMPUTE and all(not need.step or need == self.waits_for for need in self.needs)
+
 
 _BACK = Need(INPUT_GRADIENT, 1, at_end=OUTPUT)
+_HELD = (SAVED, KEPT)
 _KINDS: dict[str, Kind] = {
     kind.letter: kind
     for kind in (
-        Kind("F", "forward", (OUTPUT,), Need(OUTPUT, -1), (1.0, 0.0), "forward", colour=(255.0, 0.15, -0.04)),
+        Kind(
+            "F",
+            "forward",
+            (Need(OUTPUT, -1),),
+            (OUTPUT, KEPT, SAVED),
+            time="forward",
+            colour=(255.0, 0.15, -0.04),
+        ),
         Kind(
             "B",
             "backward",
+            (_BACK, Need(SAVED)),
             (INPUT_GRADIENT, WEIGHT_GRADIENT),
-            _BACK,
-            (-1.0, 0.0),
-            "backward",
+            _HELD,
+            time="backward",
             colour=(45.0, 0.16, 0.02),
         ),
-        Kind("I", "input gradient", (INPUT_GRADIENT,), _BACK, (-1.0, 1.0), "input_grad", colour=(85.0, 0.15, 0.10)),
+        Kind(
+            "I",
+            "input gradient",
+            (_BACK, Need(SAVED)),
+            (INPUT_GRADIENT, PENDING),
+            _HELD,
+            time="input_grad",
+            colour=(85.0, 0.15, 0.10),
+        ),
         Kind(
             "W",
             "weight gradient",
+            (Need(INPUT_GRADIENT), Need(PENDING)),
             (WEIGHT_GRADIENT,),
-            Need(INPUT_GRADIENT),
-            (0.0, -1.0),
-            "weight_grad",
+            (PENDING,),
+            time="weight_grad",
             colour=(330.0, 0.15, -0.10),
+        ),
+        Kind("R", "recomputation", (Need(KEPT),), (SAVED,), time="recompute", colour=(190.0, 0.10, 0.06)),
+        Kind(
+            "RB",
+            "backward, each layer recomputed just before its own",
+            (_BACK, Need(KEPT)),
+            (INPUT_GRADIENT, WEIGHT_GRADIENT, SAVED),
+            _HELD,
+            time="recompute_backward",
+            colour=(20.0, 0.13, -0.04),
+            fuses=("R", "B"),
+        ),
+        Kind(
+            "RI",
+            "input gradient, each layer recomputed just before its own",
+            (_BACK, Need(KEPT)),
+            (INPUT_GRADIENT, PENDING, SAVED),
+            _HELD,
+            time="recompute_input_grad",
+            colour=(110.0, 0.11, 0.02),
+            fuses=("R", "I"),
         ),
     )
 }
-MOST_KINDS = 16
+BASIC_KINDS = 4
+"""F, B, I and W: the tables of a schedule that has no others hold only these."""
+MOST_KINDS = 64
 """The number of kinds that integer codes have room for; fixed, so that a code keeps its meaning when a kind is registered."""
 
 
@@ -125,54 +188,54 @@ def kind_of(letter: str) -> Kind:
 
 @lru_cache(maxsize=MOST_KINDS)
 def kind_number(letter: str) -> int:
-    """The number of the kind written `letter` in integer codes: F 0, B 1, I 2, W 3, then registered ones."""
+    """The number of the kind called `letter` in integer codes: F 0, B 1, I 2, W 3, R 4, RB 5, RI 6, then registered ones."""
     return list(_KINDS).index(letter)
 
 
-_DURATIONS = ("forward", "backward", "input_grad", "weight_grad")
-
-
-def _is_number(value: object, least: float = -math.inf) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value) and value >= least
+TIMES = (
+    "forward",
+    "backward",
+    "input_grad",
+    "weight_grad",
+    "recompute",
+    "recompute_backward",
+    "recompute_input_grad",
+)
+"""The names that `Kind.time` may have."""
 
 
 def register_kind(kind: Kind, execute: Callable[[tuple[Any, ...], int], None] | None = None) -> Kind:
     """Add a kind of action; every process that reads or runs schedules with it registers it first, in the same order.
 
+    It may need values of its own stage and of the stages before and after, make values of any new name, free values, and run
+    on any queue.
+
     Args:
         execute: `execute(modules, microbatch)`, which the executor calls; default: `kind.execute`.
 
-    Raises UsageError for a letter that is taken or not in capitals, a kind that produces an event or waits for another stage,
-    an unknown event or cost, numbers that are not finite, and a seventeenth kind.
+    Raises UsageError for a letter that is taken, a kind that makes one of EVENTS, and an attribute of another form.
     """
-    if execute is not None:
-        kind = Kind(**{**{name: getattr(kind, name) for name in Kind.__dataclass_fields__}, "execute": execute})
-    if not re.fullmatch(r"[A-Z]{1,16}", kind.letter):
-        raise UsageError(f"a kind's letter is 1 to 16 capital letters, not {kind.letter!r:.200}")
-    if kind.letter in _KINDS:
-        raise UsageError(f"the kind {kind.letter!r:.200} ({_KINDS[kind.letter].words}) exists already")
-    if kind.produces:
-        raise UsageError(
-            f"kind {kind.letter}: {', '.join(kind.produces)} cannot be produced by a registered kind; leave produces empty"
-        )
-    need = kind.waits_for
-    if need is not None and not isinstance(need, Need):
-        raise UsageError(
-            f"kind {kind.letter}: waits_for is {need!r:.200}; give Need(event) of pipeloom.schedule.actions, or None"
-        )
-    if need is not None and (need.event not in EVENTS or need.step not in (-1, 0, 1)):
-        raise UsageError(f"kind {kind.letter} waits for {need}; events: {', '.join(EVENTS)}; steps: -1, 0, 1")
-    if need is not None and need.step:
-        raise UsageError(f"kind {kind.letter} waits for another stage's {need.event}; only F, B and I receive messages")
-    if kind.duration not in _DURATIONS if isinstance(kind.duration, str) else not _is_number(kind.duration, least=0.0):
-        raise UsageError(
-            f"kind {kind.letter}: duration is {kind.duration!r:.200}; give a time of at least 0, or {', '.join(_DURATIONS)}"
-        )
-    for name, values, length in (("memory", kind.memory, 2), ("colour", kind.colour, 3)):
-        if not isinstance(values, tuple) or len(values) != length or not all(map(_is_number, values)):
-            raise UsageError(f"kind {kind.letter}: {name} is {values!r:.200}; give {length} numbers in a tuple")
-    if len(_KINDS) == MOST_KINDS:
-        raise UsageError(f"there are {MOST_KINDS} kinds already: {', '.join(_KINDS)}")
+    kind = kind if execute is None else replace(kind, execute=execute)
+    names = (*kind.makes, *kind.frees, kind.queue, *(need.value for need in kind.needs if isinstance(need, Need)))
+    numbers = (*kind.colour, kind.time) if not isinstance(kind.time, str) else kind.colour
+    problems = {
+        "its letter is 1 to 16 capital letters": re.fullmatch(r"[A-Z]{1,16}", kind.letter),
+        f"{kind.letter!r:.200} exists already": kind.letter not in _KINDS,
+        f"{', '.join(kind.produces)} cannot be made by a registered kind": not kind.produces,
+        "needs is a tuple of Need(value, step), with a step of -1, 0 or 1": all(
+            isinstance(need, Need) and need.step in (-1, 0, 1) for need in kind.needs
+        ),
+        "values and queues are names": all(isinstance(name, str) and name for name in names),
+        f"time is a number of at least 0, or one of {', '.join(TIMES)}": kind.time in TIMES
+        if isinstance(kind.time, str)
+        else isinstance(kind.time, (int, float)) and kind.time >= 0,
+        "colour is 3 numbers in a tuple": isinstance(kind.colour, tuple) and len(kind.colour) == 3,
+        "times and colours are finite numbers": all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers),
+        f"there are {MOST_KINDS} kinds already": len(_KINDS) < MOST_KINDS,
+    }
+    for rule, holds in problems.items():
+        if not holds:
+            raise UsageError(f"register_kind: {kind.letter!r:.200}: {rule}; got {kind!r:.400}")
     _KINDS[kind.letter] = kind
     kinds.cache_clear()
     _patterns.cache_clear()
@@ -187,21 +250,24 @@ class Action(NamedTuple):
     microbatch: int
 
     def __str__(self) -> str:
+        fused = _KINDS[self.kind].fuses
+        if fused:
+            return f"({';'.join(f'{self.stage}{letter}{self.microbatch}' for letter in fused)})"
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     @property
     def words(self) -> str:
-        return f"{self.kind} of stage {self.stage} micro-batch {self.microbatch}"
+        return f"{';'.join(_KINDS[self.kind].fuses) or self.kind} of stage {self.stage} micro-batch {self.microbatch}"
 
 
 class Pair(NamedTuple):
-    """A forward and a backward (`B` or `I`) that run as one overlapped block."""
+    """A forward and a backward (`B` or `I`, also recomputed) that run as one overlapped block."""
 
     forward: Action
     backward: Action
 
     def __str__(self) -> str:
-        return f"({self.forward};{self.backward})OVERLAP_F_B"
+        return f"({self.forward};{str(self.backward).strip('()')})OVERLAP_F_B"
 
     @property
     def words(self) -> str:
@@ -214,35 +280,46 @@ _COMMUNICATION = re.compile(r"\d+(SEND|RECV|UNSHARD|RESHARD|REDUCE)")
 
 
 @lru_cache(maxsize=1)
-def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return the patterns of a cell with one action and of a cell with a pair."""
-    letters = {
-        True: "|".join(kind.letter for kind in kinds() if kind.is_forward),
-        False: "|".join(kind.letter for kind in kinds() if INPUT_GRADIENT in kind.produces),
-    }
-    every = "|".join(sorted(_KINDS, key=len, reverse=True))
-    action = re.compile(rf"(\d{{1,9}})({every})(\d{{1,9}})", re.ASCII)
-    pair = rf"\((\d{{1,9}}(?:{letters[True]})\d{{1,9}});(\d{{1,9}}(?:{letters[False]})\d{{1,9}})\)(?:OVERLAP_F_B)?"
-    return action, re.compile(pair, re.ASCII)
+def _patterns() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
+    """Return the patterns of a cell with one action, with one of a kind that fuses two, and with a pair."""
+    forward = "|".join(kind.letter for kind in kinds() if kind.is_forward)
+    single = "|".join(sorted((kind.letter for kind in kinds() if not kind.fuses), key=len, reverse=True))
+    fused = r"(\d{1,9})([A-Z]+)(\d{1,9});\1([A-Z]+)\3"
+    back = r"\d{1,9}[A-Z]+\d{1,9}(?:;\d{1,9}[A-Z]+\d{1,9})?"
+    pair = rf"\((\d{{1,9}}(?:{forward})\d{{1,9}});({back})\)(?:OVERLAP_F_B)?"
+    return (
+        re.compile(rf"(\d{{1,9}})({single})(\d{{1,9}})", re.ASCII),
+        re.compile(rf"\({fused}\)", re.ASCII),
+        re.compile(pair, re.ASCII),
+    )
 
 
 def parse_action(text: str) -> Action:
     """The action written `text`; raises ScheduleError, with examples, on anything else."""
-    match = _patterns()[0].fullmatch(text)
-    if match is None:
-        if _COMMUNICATION.match(text):
-            raise ScheduleError(
-                f"{text!r:.200} is a communication; sends and receives are derived here: export the compute-only form"
-            )
+    single, fused, _ = _patterns()
+    match = single.fullmatch(text)
+    if match is not None:
+        return Action(match[2], int(match[1]), int(match[3]))
+    match = fused.fullmatch(text)
+    letters = match and next((kind.letter for kind in kinds() if kind.fuses == (match[2], match[4])), None)
+    if match is not None and letters:
+        return Action(letters, int(match[1]), int(match[3]))
+    if _COMMUNICATION.match(text):
         raise ScheduleError(
-            f"{text!r:.200} is not an action; one looks like 0F0, 3B2, 3I2, 3W2 or (0F5;3B1)OVERLAP_F_B"
+            f"{text!r:.200} is a communication; sends and receives are derived here, so export the schedule without them "
+            '(in torch: format="compute_only")'
         )
-    return Action(match[2], int(match[1]), int(match[3]))
+    raise ScheduleError(f"{text!r:.200} is not an action; one looks like 0F0, 3B2, 3I2, 3W2 or (0F5;3B1)OVERLAP_F_B")
 
 
 def parse_cell(text: str) -> Cell:
     """The action or pair written `text`; raises ScheduleError on anything else, trailing characters included."""
-    match = _patterns()[1].fullmatch(text.replace(" ", ""))
+    match = _patterns()[2].fullmatch(text.replace(" ", ""))
     if match is None:
         return parse_action(text)
-    return Pair(parse_action(match[1]), parse_action(match[2]))
+    pair = Pair(parse_action(match[1]), parse_action(f"({match[2]})" if ";" in match[2] else match[2]))
+    if INPUT_GRADIENT not in _KINDS[pair.backward.kind].makes:
+        raise ScheduleError(
+            f"{text!r:.200} is not an action; a pair is a forward and a backward, as in (0F5;3B1)OVERLAP_F_B"
+        )
+    return pair

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import Costs, PairTimes, StageCosts
-from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.model import Schedule, of_schedule
 
 ROUNDING = 1e-9  # by how much a peak may exceed a memory and still fit: peaks are sums of floats
 
 
+@of_schedule
 def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backward: bool = True) -> float:
     """Return a makespan that no schedule with this placement, these routes, m and costs can beat.
 
@@ -92,7 +93,7 @@ def _least_work(costs: Costs, stages: int, uses: list[tuple[int, float]]) -> flo
 
 def work_bound(placement: Sequence[int], microbatches: int, costs: Costs, objective: str = "makespan") -> float:
     """`lower_bound` of one route through all stages in order; for the objective `"span"` a rank's work alone."""
-    empty = Schedule.of_codes([()] * (max(placement) + 1), placement=placement, microbatches=microbatches, name="empty")
+    empty = Schedule.of([()] * (max(placement) + 1), placement=placement, microbatches=microbatches, name="empty")
     if objective == "makespan":
         return lower_bound(empty, costs)
     stages = len(placement)

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from functools import reduce
-from itertools import accumulate, chain, combinations
+from itertools import combinations
 from operator import or_
 from typing import Literal
 
 from pipeloom.errors import ScheduleError
-from pipeloom.schedule.actions import EVENTS, INPUT_GRADIENT, OUTPUT, WEIGHT_GRADIENT, Action, Cell, kind_of, kinds
+from pipeloom.schedule.actions import (
+    BASIC_KINDS,
+    EVENTS,
+    INPUT_GRADIENT,
+    OUTPUT,
+    WEIGHT_GRADIENT,
+    Action,
+    Cell,
+    kind_of,
+    kinds,
+)
 from pipeloom.schedule.batched_p2p import check_batches
 from pipeloom.schedule.channels import neighbours, smallest_depths, traffic
-from pipeloom.schedule.costs import TIME_TOLERANCE
-from pipeloom.schedule.graph import Graph, runnable_prefix
-from pipeloom.schedule.model import Schedule, parts
+from pipeloom.schedule.graph import NEVER, Graph, WalkCosts, entry_waits, runnable_prefix, walk
+from pipeloom.schedule.model import Schedule, made_by, of_schedule, parts
 
 CheckedTransport = Literal["individual", "batched"]
 TransportName = Literal["auto", "individual", "batched", "shared"]
 """Transports of the runtime, which `RuntimeOptions.transport` describes."""
 
 
+@of_schedule
 def check(
     schedule: Schedule,
     *,
@@ -29,23 +39,22 @@ def check(
 ) -> None:
     """Raise ScheduleError, with the reason, unless every rank can run `schedule` to its end.
 
-    Checked: each (stage, micro-batch) of a route has F and either B or I and W, once, on the placed rank; no cycle among
-    data dependencies and program order; the memory of each (stage, micro-batch), which registered kinds can
-    change, never falls below zero and ends at zero. Sends do not block, and each channel keeps at least `smallest_depths`
-    receives open, so the individual transport adds no cycle of its own; a smaller `receive_depth` given here is refused by
-    name. The batched transport does add order (a batch ends when both ends of all its messages have reached it, and a rank
-    runs its batches one after another). Batches are formed so that this adds no deadlock to any schedule; they are walked all
-    the same.
+    Checked: each (stage, micro-batch) of a route has F and either B or I and W, once, on the placed rank; every value that an
+    action needs of its own stage is there, none is made twice, and what an action can free is freed in the end (one sweep); no
+    cycle among data dependencies, program order and the queues of all ranks. Sends do not block, and each channel keeps at
+    least `smallest_depths` receives open, so the individual transport adds no cycle of its own; a smaller `receive_depth` given
+    here is refused by name. The batched transport does add order (a batch ends when both ends of all its messages have reached
+    it, and a rank runs its batches one after another). Batches are formed so that this adds no deadlock to any schedule; they
+    are walked all the same.
 
     Time is linear in the number of actions.
     """
     _check_actions(schedule)
     graph = Graph.of(schedule)
-    reached = runnable_prefix(schedule, graph)
-    if reached != list(map(len, schedule.codes)):
-        raise ScheduleError(_explain(schedule, reached))
-    if any(any(kind.memory) for kind in kinds() if not kind.produces):  # the other kinds balance in a complete schedule
-        _check_memory(schedule)
+    if runnable_prefix(schedule, graph) != list(map(len, schedule.codes)):
+        raise ScheduleError(_explain(schedule))
+    if len(schedule.kinds) > BASIC_KINDS:  # F, B, I and W hold in every complete schedule whose order can run
+        _check_values(schedule)
     if receive_depth is not None:
         _check_depth(schedule, receive_depth)
     if transport == "batched":
@@ -54,7 +63,7 @@ def check(
 
 def _check_actions(schedule: Schedule) -> None:
     """Raise unless each action is present once, on its placed rank. A fast test detects a fault; `_diagnose` finds which."""
-    stride, m, numbers = schedule.kind_stride, schedule.microbatches, range(len(kinds()))
+    stride, m, numbers = schedule.kind_stride, schedule.microbatches, range(len(schedule.kinds))
     seen = bytearray(schedule.no_action)
     total = 0
     misplaced = False
@@ -75,7 +84,7 @@ def _check_actions(schedule: Schedule) -> None:
     done = [int.from_bytes(seen[number * stride : (number + 1) * stride], "little") for number in numbers]
     complete = total == sum(seen) and not any(bits & ~due for bits in done)
     for event in EVENTS:
-        producers = [bits for kind, bits in zip(kinds(), done, strict=True) if event in kind.produces]
+        producers = [bits for kind, bits in zip(schedule.kinds, done, strict=True) if event in kind.produces]
         both = any(a & b for a, b in combinations(producers, 2))
         complete = complete and not both and reduce(or_, producers) == due
     if misplaced or not complete:
@@ -107,7 +116,7 @@ def _diagnose(schedule: Schedule) -> None:
 
 
 def _diagnose_stage(schedule: Schedule, place: dict[Action, int], stage: int, microbatch: int) -> None:
-    there = [kind for kind in kinds() if Action(kind.letter, stage, microbatch) in place]
+    there = [kind for kind in schedule.kinds if Action(kind.letter, stage, microbatch) in place]
     where = f"stage {stage} micro-batch {microbatch} (rank {schedule.placement[stage]})"
 
     def cell(letter: str) -> str:
@@ -127,43 +136,77 @@ def _diagnose_stage(schedule: Schedule, place: dict[Action, int], stage: int, mi
             raise ScheduleError(f"{where} has no {event}: {cell(letter)} is missing")
 
 
-def _check_memory(schedule: Schedule) -> None:
-    """Raise where the actions of a stage and micro-batch free more than they have allocated, or leave some allocated.
+def _check_values(schedule: Schedule) -> None:
+    """Raise where an action needs a value of its own stage that is not there, makes one that is, or leaves one for ever."""
+    freed = {value for kind in schedule.kinds for value in kind.frees}
+    there: dict[tuple[int, int], dict[str, Action]] = {}
+    for rank, program in enumerate(schedule.programs):
+        for at, action in [(at, action) for at, cell in enumerate(program) for action in parts(cell)]:
+            kind, values = kind_of(action.kind), there.setdefault((action.stage, action.microbatch), {})
+            where = f"rank {rank}, action {at}: {action}"
+            results = made_by(schedule, action)
+            needed = [need.value for need in kind.needs if not need.step and need != kind.waits_for]
+            for value in dict.fromkeys((*needed, *(value for value in kind.frees if value not in results))):
+                if value not in values:
+                    raise ScheduleError(
+                        f"{where} needs what is {value} of stage {action.stage} micro-batch {action.microbatch}, which is not "
+                        f"there{_makers(schedule, value, action)}"
+                    )
+            for value in results:
+                if value in values:
+                    raise ScheduleError(f"{where} makes what is {value} a second time; {values[value]} has made it")
+            values.update(dict.fromkeys(results, action))
+            for value in kind.frees:
+                del values[value]
+    for (stage, microbatch), values in there.items():
+        for value in freed.intersection(values):
+            raise ScheduleError(
+                f"stage {stage} micro-batch {microbatch} (rank {schedule.placement[stage]}): nothing frees what is {value}, "
+                f"which {values[value]} leaves"
+            )
 
-    A change of memory is linear in `Costs.held`, so looking at its ends, 0 and 1, is enough.
-    """
-    actions: dict[tuple[int, int], list[Action]] = {}
-    for program in schedule.programs:
-        for action in chain.from_iterable(map(parts, program)):
-            actions.setdefault((action.stage, action.microbatch), []).append(action)
-    for (stage, microbatch), there in actions.items():
-        for held in (0, 1):
-            changes = [constant + share * held for constant, share in (kind_of(action.kind).memory for action in there)]
-            levels = list(accumulate(changes))
-            if min(levels) < -TIME_TOLERANCE or levels[-1] > TIME_TOLERANCE:
-                wrong = "falls below zero" if min(levels) < -TIME_TOLERANCE else "is not all freed"
-                sums = ", ".join(f"{action} {change:+g}" for action, change in zip(there, changes, strict=True))
-                raise ScheduleError(
-                    f"the memory of stage {stage} micro-batch {microbatch} (rank {schedule.placement[stage]}) {wrong}: {sums}"
-                )
+
+def _makers(schedule: Schedule, value: str, action: Action) -> str:
+    """Return the cells of the same stage and micro-batch that could make `value`, in words."""
+    cells = [str(action._replace(kind=kind.letter)) for kind in kinds() if value in kind.makes and not kind.fuses]
+    return f"; {' or '.join(cells)} makes it" if cells else ""
 
 
-def _explain(schedule: Schedule, reached: list[int]) -> str:
-    """The shortest cycle among the ranks that are stuck, in words."""
-    at = {rank: count for rank, count in enumerate(reached) if count < len(schedule.codes[rank])}
-    place = {
-        action: (rank, i) for rank in at for i, cell in enumerate(schedule.programs[rank]) for action in parts(cell)
+Lane = tuple[int, str]  # rank and queue
+
+
+def _explain(schedule: Schedule) -> str:
+    """The shortest cycle among the queues that are stuck, in words."""
+    run = walk(schedule, Graph.of(schedule), WalkCosts([0.0] * schedule.no_action, None, defaultdict(float)))
+    at: dict[Lane, int] = {}
+    lane_of: dict[tuple[int, int], Lane] = {}
+    for rank, queues in enumerate(schedule.queues):
+        for queue, positions in queues.items():
+            lane_of |= {(rank, position): (rank, queue) for position in positions}
+            stuck = [p for p in positions if p >= len(run.ends[rank]) or run.ends[rank][p] == NEVER]
+            if stuck:
+                at[rank, queue] = stuck[0]
+    pending = {
+        action: (rank, position)
+        for rank, queue in at
+        for position in schedule.queues[rank][queue]
+        for action in parts(schedule.programs[rank][position])
     }
-    waits: dict[int, list[tuple[Action, int]]] = {}
-    for rank, position in at.items():
+    ordered = entry_waits(schedule)
+    waits: dict[Lane, list[tuple[Action, Lane]]] = {}
+    for lane, position in at.items():
+        rank = lane[0]
         cell = schedule.programs[rank][position]
-        for action in parts(cell):
-            need = _need(schedule, place, action)
-            if need is not None and place[need][1] >= at.get(place[need][0], 0) and place[need][0] in at:
-                if place[need] == (rank, position):
-                    return f"rank {rank}, action {position}: {cell} depends on itself: {action} waits for {need} of the same pair"
-                waits.setdefault(rank, []).append((need, place[need][0]))
-    return _cycle_words(schedule, at, _shortest_cycle(waits), place)
+        needs = [need for action in parts(cell) if (need := _need(schedule, pending, action)) is not None]
+        others = [parts(schedule.programs[other.rank][other.at])[0] for other in ordered.get((rank, position), ())]
+        for need in (*needs, *(other for other in others if other in pending)):
+            owner, there = pending[need]
+            if (owner, there) == (rank, position):
+                action = next(action for action in parts(cell) if _need(schedule, pending, action) == need)
+                return f"rank {rank}, action {position}: {cell} depends on itself: {action} waits for {need} of the same pair"
+            if there >= at.get(lane_of[owner, there], there + 1):
+                waits.setdefault(lane, []).append((need, lane_of[owner, there]))
+    return _cycle_words(schedule, at, _shortest_cycle(waits), pending, lane_of)
 
 
 def _need(schedule: Schedule, place: dict[Action, tuple[int, int]], action: Action) -> Action | None:
@@ -171,48 +214,52 @@ def _need(schedule: Schedule, place: dict[Action, tuple[int, int]], action: Acti
     need, stage = kind_of(action.kind).waits_for, action.stage
     if need is None:
         return None
-    source, event = stage, need.event
+    source, value = stage, need.value
     if need.step:
         before, after = neighbours(schedule)
         other = (before if need.step < 0 else after)[stage]
         if other is None and need.at_end is None:
             return None
-        source, event = (other, event) if other is not None else (stage, need.at_end or event)
-    options = [Action(kind.letter, source, action.microbatch) for kind in kinds() if event in kind.produces]
+        source, value = (other, value) if other is not None else (stage, need.at_end or value)
+    options = [Action(kind.letter, source, action.microbatch) for kind in schedule.kinds if value in kind.produces]
     return next((option for option in options if option in place), None)
 
 
-def _shortest_cycle(waits: dict[int, list[tuple[Action, int]]]) -> list[tuple[int, Action]]:
-    """The shortest [(rank, what it waits for), …] in which each waits for the next; breadth first from every rank."""
-    best: list[tuple[int, Action]] = []
+def _shortest_cycle(waits: dict[Lane, list[tuple[Action, Lane]]]) -> list[tuple[Lane, Action]]:
+    """The shortest [(queue, what it waits for), …] in which each waits for the next; breadth first from every queue."""
+    best: list[tuple[Lane, Action]] = []
     for start in waits:
-        paths: deque[tuple[int, list[tuple[int, Action]]]] = deque([(start, [])])
-        seen: set[int] = set()
+        paths: deque[tuple[Lane, list[tuple[Lane, Action]]]] = deque([(start, [])])
+        seen: set[Lane] = set()
         while paths:
-            rank, path = paths.popleft()
+            lane, path = paths.popleft()
             if best and len(path) + 1 >= len(best):
                 break
-            for need, owner in waits.get(rank, ()):
+            for need, owner in waits.get(lane, ()):
                 if owner == start:
-                    best = [*path, (rank, need)]
+                    best = [*path, (lane, need)]
                     paths.clear()
                     break
                 if owner not in seen:
                     seen.add(owner)
-                    paths.append((owner, [*path, (rank, need)]))
+                    paths.append((owner, [*path, (lane, need)]))
     return best
 
 
 def _cycle_words(
-    schedule: Schedule, at: dict[int, int], cycle: list[tuple[int, Action]], place: dict[Action, tuple[int, int]]
+    schedule: Schedule,
+    at: dict[Lane, int],
+    cycle: list[tuple[Lane, Action]],
+    place: dict[Action, tuple[int, int]],
+    lane_of: dict[tuple[int, int], Lane],
 ) -> str:
     lines = ["the schedule deadlocks; the shortest cycle:"]
-    for rank, need in cycle:
-        cell: Cell = schedule.programs[rank][at[rank]]
+    for lane, need in cycle:
+        cell: Cell = schedule.programs[lane[0]][at[lane]]
         owner, position = place[need]
         lines.append(
-            f"  rank {rank} is at {cell.words} (action {at[rank]}), which waits for {need.words} on rank {owner} "
-            f"(its action {position}; that rank has reached action {at[owner]})"
+            f"  rank {lane[0]} is at {cell.words} (action {at[lane]}), which waits for {need.words} on rank {owner} "
+            f"(its action {position}; that rank has reached action {at[lane_of[owner, position]]})"
         )
     return "\n".join(lines)
 

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from numbers import Real
+from operator import add
 from typing import Any
 
 from pipeloom.errors import ArgumentError
-from pipeloom.schedule.actions import OUTPUT, kinds
+from pipeloom.schedule.actions import OUTPUT
 from pipeloom.schedule.model import Schedule
 
 LARGEST_COST = (
@@ -17,6 +18,9 @@ LARGEST_COST = (
 )
 TIME_TOLERANCE = 1e-9
 """Times and amounts of memory that differ by less count as equal: rounding makes sums depend on their order."""
+
+DEVICE = "device"
+"""The pool of a rank's device; pools are where bytes are."""
 
 PerStage = float | tuple[float, ...]
 PerLink = float | tuple[tuple[float, ...], ...]
@@ -37,14 +41,20 @@ class Costs:
         activation: memory that one micro-batch's F allocates on the stage. A pair whose halves run in turns frees memory segment
             by segment while it allocates, and needs no more than before or after it (`PairTimes.overlaps`).
         held: the share of `activation` that is kept from I until W (B frees all of it).
+        kept: the share of `activation` that is held from F until R where a stage is recomputed: its input.
         all_to_all: the share of F and of I that is communication (expert all-to-all); a pair overlaps it with computation.
         pair: time of a pair F|B: a number, one per stage of the forward, or `pair[stage of forward][stage of backward]`; None:
             computed from `all_to_all` (`PairTimes`).
         pair_split: the same for a pair F|I; None: the time of F|B minus W.
         backward: time of a B alone, for instance of one in which W hides I's all-to-all; None: I + W.
+        recompute: time of R; None: F. The block (R;B) takes R + B.
         microbatch: factors by micro-batch (sequences of different lengths) on F, I, W, B, the activation and the message;
             empty: 1 for all. A given pair's gain is multiplied by the smaller of its two factors.
         tensors: sizes of named tensors, {name: size}, in the unit of `message`; default for each: `message`.
+        bytes: {name: bytes, as a number or one per stage}. Of a stage and micro-batch: `"saved"`, `"kept"`, `"pending"` and the
+            values that registered kinds make, and `"layer"`: the most that one layer saves, which a block (R;B) holds. Any other
+            name, such as `"params"`, `"grads"` or `"optimizer"`, is there for the whole step.
+        pools: {name: pool} of the bytes that are not in the pool "device".
 
     Raises:
         UsageError: a value that is negative, not finite, or of a shape that its field does not accept.
@@ -58,18 +68,24 @@ class Costs:
     bandwidth: float = math.inf
     activation: PerStage = 1.0
     held: PerStage = 1.0
+    kept: PerStage = 0.0
     all_to_all: PerStage = 0.0
     pair: PerPair | None = None
     pair_split: PerPair | None = None
     backward: PerStage | None = None
+    recompute: PerStage | None = None
     microbatch: tuple[float, ...] = ()
     tensors: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
+    bytes: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = ()
+    pools: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tensors", _sizes(self.tensors))
+        object.__setattr__(self, "tensors", _sizes("tensors", self.tensors, (0,)))
+        object.__setattr__(self, "bytes", _sizes("bytes", self.bytes, (0, 1)))
+        object.__setattr__(self, "pools", tuple(sorted(dict(self.pools).items())))
         for spec in fields(self):
             value = getattr(self, spec.name)
-            if spec.name == "tensors":
+            if spec.name in ("tensors", "bytes", "pools"):
                 continue
             if value is None and spec.default is None:
                 continue
@@ -85,30 +101,32 @@ class Costs:
                     raise ArgumentError(spec.name, f" is {number:g}; the largest cost is {LARGEST_COST:g}")
         if self.bandwidth == 0:
             raise ArgumentError("bandwidth", " is 0; it must be above 0")
-        for name in ("held", "all_to_all"):
+        for name in ("held", "kept", "all_to_all"):
             if any(share > 1 for share in _numbers(getattr(self, name))):
                 raise ArgumentError(name, f" is {getattr(self, name)}; it is a share between 0 and 1")
 
     def scaled(self, factor: float) -> Costs:
-        """Return these costs with F, I, W, B, the pairs and the activation multiplied by `factor` (numbers and tuples alike)."""
+        """Return these costs with F, I, W, B, R, the pairs, the activation and the bytes multiplied by `factor`."""
 
         def times(value: Any) -> Any:
             return tuple(map(times, value)) if isinstance(value, tuple) else value * factor
 
-        return replace(
-            self,
-            forward=times(self.forward),
-            input_grad=times(self.input_grad),
-            weight_grad=times(self.weight_grad),
-            activation=times(self.activation),
-            pair=None if self.pair is None else times(self.pair),
-            pair_split=None if self.pair_split is None else times(self.pair_split),
-            backward=None if self.backward is None else times(self.backward),
-        )
+        scaled = ("forward", "input_grad", "weight_grad", "activation", "pair", "pair_split", "backward", "recompute")
+        values = {name: getattr(self, name) for name in scaled}
+        amounts = {name: times(value) for name, value in dict(self.bytes).items()}
+        return replace(self, bytes=amounts, **{n: times(value) for n, value in values.items() if value is not None})
 
     def per_stage(self, name: str, stages: int) -> tuple[float, ...]:
         """The value called `name` as one number per stage; raises UsageError when there is not one for each."""
-        value = getattr(self, name)
+        return self._spread(name, getattr(self, name), stages)
+
+    def bytes_in(self, pool: str, stages: int) -> dict[str, tuple[float, ...]]:
+        """name -> bytes by stage of what is in `pool`; raises as `per_stage`."""
+        places, amounts = dict(self.pools), dict(self.bytes)
+        names = [name for name in amounts if places.get(name, DEVICE) == pool]
+        return {name: self._spread(f"bytes[{name!r}]", amounts[name], stages) for name in names}
+
+    def _spread(self, name: str, value: Any, stages: int) -> tuple[float, ...]:
         if not isinstance(value, tuple):
             return (float(value),) * stages
         if len(value) != stages:
@@ -183,23 +201,30 @@ class Costs:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Costs spread over the stages of one schedule: what the simulator and the bounds read. `backward` is the time of a B."""
+    """Costs spread over the stages of one schedule, for the simulator and the bounds: the times that `Kind.time` names."""
 
     forward: tuple[float, ...]
     input_grad: tuple[float, ...]
     weight_grad: tuple[float, ...]
     backward: tuple[float, ...]
+    recompute: tuple[float, ...]
+    recompute_backward: tuple[float, ...]
+    recompute_input_grad: tuple[float, ...]
 
     @classmethod
     def of(cls, costs: Costs, stages: int) -> StageCosts:
+        def spread(name: str, otherwise: tuple[float, ...]) -> tuple[float, ...]:
+            return otherwise if getattr(costs, name) is None else costs.per_stage(name, stages)
+
+        def total(first: tuple[float, ...], second: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(map(add, first, second))
+
         forward, input_grad, weight_grad = (
             costs.per_stage(name, stages) for name in ("forward", "input_grad", "weight_grad")
         )
-        if costs.backward is not None:
-            backward = costs.per_stage("backward", stages)
-        else:
-            backward = tuple(i + w for i, w in zip(input_grad, weight_grad, strict=True))
-        return cls(forward, input_grad, weight_grad, backward)
+        backward = spread("backward", total(input_grad, weight_grad))
+        again = spread("recompute", forward)
+        return cls(forward, input_grad, weight_grad, backward, again, total(again, backward), total(again, input_grad))
 
 
 @dataclass(frozen=True)
@@ -211,8 +236,8 @@ class PairTimes:
 
         max((1 - x_s) F_s + (1 - x_t) I_t + W_t, x_s F_s + x_t I_t)        F|I: the same without W_t
 
-    With no all-to-all declared: F + B. A given `Costs.pair` is the time of F|B; F|I then takes that less W_t, but at
-    least F_s, unless `Costs.pair_split` is given, too.
+    A block (R;B) or (R;I) adds R_t to the computation. With no all-to-all declared: F + B. A given `Costs.pair` is the time of
+    F|B; F|I then takes that less W_t, but at least F_s, unless `Costs.pair_split` is given, too.
     """
 
     spread: StageCosts
@@ -225,35 +250,49 @@ class PairTimes:
         given, given_split = costs.per_pair("pair", stages), costs.per_pair("pair_split", stages)
         return cls(StageCosts.of(costs, stages), costs.per_stage("all_to_all", stages), given, given_split)
 
-    def time(self, forward: int, backward: int, split: bool, factors: tuple[float, float] = (1.0, 1.0)) -> float:
-        """Return the time of a pair with these stages; `split`: its backward is an I; `factors`: of the two micro-batches."""
+    def time(
+        self,
+        forward: int,
+        backward: int,
+        split: bool,
+        factors: tuple[float, float] = (1.0, 1.0),
+        recomputed: bool = False,
+    ) -> float:
+        """Return the time of a pair with these stages.
+
+        Args:
+            split: its backward is an I.
+            factors: of the two micro-batches.
+            recomputed: the layers of its backward are recomputed.
+        """
         spread, (a, b) = self.spread, factors
+        again = spread.recompute[backward] if recomputed else 0.0
         if a == b:
-            return a * self._even(forward, backward, split)
-        alone = (spread.input_grad if split else spread.backward)[backward]
+            return a * self._even(forward, backward, split, again)
+        alone = (spread.input_grad if split else spread.backward)[backward] + again
         if (self.given if not split else self.given_split or self.given) is not None:
-            gain = spread.forward[forward] + alone - self._even(forward, backward, split)
+            gain = spread.forward[forward] + alone - self._even(forward, backward, split, again)
             return a * spread.forward[forward] + b * alone - min(a, b) * gain
         x, y = self.share[forward], self.share[backward]
         talk = a * x * spread.forward[forward] + b * y * spread.input_grad[backward]
         if talk == 0:
             return a * spread.forward[forward] + b * alone
-        compute = a * (1 - x) * spread.forward[forward] + b * (1 - y) * spread.input_grad[backward]
+        compute = a * (1 - x) * spread.forward[forward] + b * ((1 - y) * spread.input_grad[backward] + again)
         return max(compute + (0.0 if split else b * spread.weight_grad[backward]), talk)
 
-    def _even(self, forward: int, backward: int, split: bool) -> float:
-        """`time` where both micro-batches have the factor 1."""
+    def _even(self, forward: int, backward: int, split: bool, again: float = 0.0) -> float:
+        """`time` where both micro-batches have the factor 1, with a recomputation that takes `again`."""
         spread, x, y = self.spread, self.share[forward], self.share[backward]
         weight = spread.weight_grad[backward]
         if split and self.given_split is not None:
-            return self.given_split[forward][backward]
+            return self.given_split[forward][backward] + again
         if self.given is not None:
-            given = self.given[forward][backward]
+            given = self.given[forward][backward] + again
             return max(spread.forward[forward], given - weight) if split else given
         talk = x * spread.forward[forward] + y * spread.input_grad[backward]
         if talk == 0:
-            return spread.forward[forward] + (spread.input_grad if split else spread.backward)[backward]
-        compute = (1 - x) * spread.forward[forward] + (1 - y) * spread.input_grad[backward]
+            return spread.forward[forward] + (spread.input_grad if split else spread.backward)[backward] + again
+        compute = (1 - x) * spread.forward[forward] + (1 - y) * spread.input_grad[backward] + again
         return max(compute + (0.0 if split else weight), talk)
 
     def overlaps(self, forward: int, backward: int, split: bool) -> bool:
@@ -280,8 +319,8 @@ def durations(schedule: Schedule, costs: Costs) -> list[float]:
     spread = StageCosts.of(costs, schedule.stages)
     factors = costs.factors(schedule.microbatches)
     times: list[float] = []
-    for kind in kinds():
-        time = kind.duration
+    for kind in schedule.kinds:
+        time = kind.time
         values = getattr(spread, time) if isinstance(time, str) else (time,) * schedule.stages
         for value in values:
             times.extend([value * factor for factor in factors] if costs.microbatch else [value] * len(factors))
@@ -307,17 +346,21 @@ _DEPTHS = {
 }
 
 
-def _sizes(tensors: Any) -> tuple[tuple[str, float], ...]:
-    """`Costs.tensors` as sorted pairs. Raises UsageError for anything but names with sizes."""
+def _sizes(field: str, sizes: Any, depths: tuple[int, ...]) -> tuple[tuple[str, Any], ...]:
+    """The sizes by name of a field as sorted pairs. Raises UsageError for anything but names with sizes of such a depth."""
     shape = "; it must give each name its size, as in {'skip': 2.0}"
     try:
-        pairs = [(name, size) for name, size in (tensors.items() if isinstance(tensors, Mapping) else tensors)]
+        pairs = [(name, _plain_tuples(size)) for name, size in (sizes.items() if isinstance(sizes, Mapping) else sizes)]
     except (TypeError, ValueError):
-        raise ArgumentError("tensors", f" is {tensors!r:.200}{shape}") from None
+        raise ArgumentError(field, f" is {sizes!r:.200}{shape}") from None
     for name, size in pairs:
-        if not isinstance(name, str) or _depth(size) != 0 or not 0 <= size < math.inf:
-            raise ArgumentError("tensors", f" has {name!r:.100}: {size!r:.100}{shape}, at least 0")
-    return tuple(sorted((name, float(size)) for name, size in dict(pairs).items()))
+        if (
+            not isinstance(name, str)
+            or _depth(size) not in depths
+            or not all(0 <= n < math.inf for n in _numbers(size))
+        ):
+            raise ArgumentError(field, f" has {name!r:.100}: {size!r:.100}{shape}, at least 0")
+    return tuple(sorted(dict(pairs).items()))
 
 
 def _plain_tuples(value: Any) -> Any:

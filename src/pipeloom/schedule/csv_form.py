@@ -17,8 +17,7 @@ from pipeloom.schedule.actions import Action, Cell, parse_cell
 from pipeloom.schedule.model import Schedule, parts
 
 _REDUCE = re.compile(r"\d+REDUCE_GRAD")
-_ACTION = re.compile(r"\(?\d+[FBIW]\d")  # the start of an action; the rest of the cell may still be invalid
-_COMMUNICATION_CELL = re.compile(r"\d+(SEND|RECV|UNSHARD|RESHARD)")
+_ACTION = re.compile(r"\(?\d+(?!REDUCE)[A-Z]")  # the start of an action; the rest of the cell may still be invalid
 
 
 class _Place(NamedTuple):
@@ -96,12 +95,12 @@ def _require_size(text: str, where: str) -> None:
 
 
 def _require_actions(text: str, where: str) -> None:
-    """Raise UsageError when no cell looks like an action or a communication of torch's."""
+    """Raise UsageError when no cell looks like an action."""
     lines = text.removeprefix("\ufeff").splitlines()
     words = [word for line in lines for word in map(_word, filter(None, line.split(","))) if word]
     if not words:
         raise UsageError(f"{where}: the file contains no actions")
-    if not any(_ACTION.match(word) or _COMMUNICATION_CELL.match(word) for word in words):
+    if not any(map(_ACTION.match, words)):
         raise UsageError(
             f"{where} is not a schedule: none of its cells is an action, such as 0F0, 3B2, 3I2, 3W2 or "
             f"(0F5;3B1)OVERLAP_F_B; the first cell is {words[0]!r:.60}"
@@ -134,11 +133,6 @@ def _read(text: str, where: str) -> tuple[list[list[Cell]], list[list[_Place]]]:
 
 
 def _cell(word: str, where: str) -> Cell:
-    if _COMMUNICATION_CELL.match(word):
-        raise ScheduleError(
-            f"{where}: {word} is a communication; sends and receives are derived here, so export the schedule without "
-            'them (in torch: format="compute_only")'
-        )
     try:
         return parse_cell(word)
     except ScheduleError as error:

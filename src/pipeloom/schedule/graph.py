@@ -6,6 +6,9 @@ Every action waits for at most one event beside its place in the program (`Kind.
     F of a route's first stage: nothing        F: the output of the stage before
     B, I of a route's last stage: its output   B, I: the input gradient of the stage after      W: its own input gradient
 
+What an action needs beyond these exists by the order of its rank's program (`check` proves it), or it waits for the entry that
+makes it (`entry_waits`): where queues run beside each other, or a value of another stage is needed.
+
 That a backward follows its own F needs no separate edge: the chain through the last stage implies it. Nor does
 a tensor that stages read by name, or its gradient: it is produced before the neighbour's message that the action waits for.
 Its message may arrive later, however, so a walk that counts hops waits for it, too (`NamedNeeds`).
@@ -15,14 +18,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
-from pipeloom.schedule.actions import EVENTS, INPUT_GRADIENT, OUTPUT, Need, kinds
+from pipeloom.schedule.actions import COMPUTE, EVENTS, INPUT_GRADIENT, OUTPUT, Need, kind_of
 from pipeloom.schedule.channels import Edge, NamedEdges, neighbours
-from pipeloom.schedule.model import Program, Schedule
+from pipeloom.schedule.model import Program, Schedule, made_by, parts
 
 NEVER = math.inf
 
@@ -53,7 +56,7 @@ class Graph:
         every = schedule.has_split or full
         columns: dict[Need | None, list[int]] = {}  # kinds with the same need share one table
         needs: list[int] = []
-        for kind in kinds() if every else kinds()[:2]:
+        for kind in schedule.kinds if every else schedule.kinds[:2]:
             if kind.waits_for not in columns:
                 columns[kind.waits_for] = _needs(schedule, kind.waits_for, always)
             needs += columns[kind.waits_for]
@@ -61,7 +64,7 @@ class Graph:
         if not every:
             return cls(always, None, needs, named)
         event: list[int] = []
-        for kind in kinds():
+        for kind in schedule.kinds:
             first = EVENTS.index(kind.produces[0]) * stride if kind.produces else None
             event += range(first, first + stride) if first is not None else [always + 1] * stride
         return cls(always, [*event, always + 1], [*needs, always], named)
@@ -100,7 +103,7 @@ class NamedNeeds:
         backward = [tuple((gradients + edge.consumer * m, edge) for edge in edges) for edges in named.writes]
         nothing: list[tuple[tuple[int, Edge], ...]] = [()] * schedule.stages
         by_step = {-1: forward, 0: nothing, 1: backward}
-        steps = [kind.waits_for.step if kind.waits_for is not None else 0 for kind in kinds()]
+        steps = [kind.waits_for.step if kind.waits_for is not None else 0 for kind in schedule.kinds]
         return cls(m, tuple(edges for step in steps for edges in by_step[step]))
 
     def of_code(self, code: int) -> list[tuple[int, Edge]]:
@@ -115,7 +118,7 @@ def _needs(schedule: Schedule, need: Need | None, always: int) -> list[int]:
     before, after = neighbours(schedule)
     indices: list[int] = []
     for stage in range(schedule.stages):
-        source, event = None if need is None else stage, None if need is None else need.event
+        source, event = None if need is None else stage, None if need is None else need.value
         if need is not None and need.step:
             source = (before if need.step < 0 else after)[stage]
             if source is None and need.at_end is not None:
@@ -128,18 +131,77 @@ def _needs(schedule: Schedule, need: Need | None, always: int) -> list[int]:
     return indices
 
 
+class EntryWait(NamedTuple):
+    """The entry `at` of the program of `rank`, whose end is waited for, or whose start if `start`."""
+
+    rank: int
+    at: int
+    start: bool = False
+
+
+def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ...]]:
+    """(rank, position) -> the entries that it waits for, besides the events of `Graph` and the entry before it on its queue.
+
+    - One on another queue than COMPUTE is issued when the computation before it in the program starts.
+    - Entries of a rank that touch one value, at least one of them making or freeing it, run in the order of the program, whatever
+      their queues.
+    - A value of another stage is waited for until the entry that makes it ends.
+    """
+    if not schedule.has_queues:
+        return {}
+    maker = {
+        (value, action.stage, action.microbatch): EntryWait(rank, at)
+        for rank, program in enumerate(schedule.programs)
+        for at, cell in enumerate(program)
+        for action in parts(cell)
+        for value in made_by(schedule, action)
+    }
+    before, after = neighbours(schedule)
+    waits: dict[tuple[int, int], tuple[EntryWait, ...]] = {}
+    for rank, program in enumerate(schedule.programs):
+        queue_of = {at: queue for queue, positions in schedule.queues[rank].items() for at in positions}
+        changed: dict[tuple[str, int, int], int] = {}
+        read: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+        computation: int | None = None
+        for at, cell in enumerate(program):
+            awaited: list[EntryWait] = []
+            if queue_of[at] == COMPUTE:
+                computation = at
+            elif computation is not None:
+                awaited.append(EntryWait(rank, computation, start=True))
+            for action in parts(cell):
+                kind, stage, mb = kind_of(action.kind), action.stage, action.microbatch
+                for need in kind.needs:
+                    other = stage if not need.step else (before if need.step < 0 else after)[stage]
+                    source = (need.value, other) if other is not None else (need.at_end, stage)
+                    if need != kind.waits_for and need.step and source[0] is not None:
+                        awaited += [maker[key] for key in [(source[0], source[1], mb)] if key in maker]
+                changes = {(value, stage, mb) for value in (*made_by(schedule, action), *kind.frees)}
+                reads = {(need.value, stage, mb) for need in kind.needs if not need.step} - changes
+                earlier = {changed[key] for key in changes | reads if key in changed}
+                earlier |= {reader for key in changes for reader in read[key]}
+                awaited += [EntryWait(rank, other) for other in sorted(earlier) if queue_of[other] != queue_of[at]]
+                changed |= dict.fromkeys(changes, at)
+                for key in reads:
+                    read[key].append(at)
+            if awaited:
+                waits[rank, at] = tuple(awaited)
+    return waits
+
+
 @dataclass(frozen=True)
 class WalkCosts:
     """Times that a walk adds up: code -> duration, code -> hop of the message waited for, pair code -> duration.
 
     `hop` is None when all hops are free. `named`: code -> (event, hop) of each message that it waits for by name; None where
-    these are free or there are none.
+    these are free or there are none. `link`: (source rank, destination rank) -> hop of a value that only `entry_waits` tells of.
     """
 
     duration: Sequence[float]
     hop: Sequence[float] | None
     pair: dict[int, float]
     named: dict[int, list[tuple[int, float]]] | None = None
+    link: Callable[[int, int], float] = lambda source, destination: 0.0
 
 
 @dataclass(frozen=True)
@@ -147,7 +209,7 @@ class WalkResult:
     """Result of `walk`.
 
     Attributes:
-        starts, ends: rank -> times of its program's entries, as many as could run.
+        starts, ends: rank -> times of its program's entries, as many as could run; with several queues, NEVER for the others.
         stuck: the ranks that could not finish their program.
     """
 
@@ -163,6 +225,7 @@ class _ReadyQueue:
         self.feeds = feeds
         self.ready = list(range(len(feeds)))
         self.waiting: dict[int, int] = {}
+        self.more: dict[int, list[int]] = {}  # event -> others that wait for it (`_ReadyQueues`)
         self.held: list[tuple[Any, ...]] = [()] * len(feeds)
 
     def entries(self, rank: int) -> Iterator[Any]:
@@ -174,11 +237,23 @@ class _ReadyQueue:
         self.waiting[need] = rank
 
 
+class _ReadyQueues(_ReadyQueue):
+    """As `_ReadyQueue`, of several queues per rank: more than one may wait for one event."""
+
+    def stop(self, rank: int, entry: tuple[Any, ...], need: int) -> None:
+        if need in self.waiting:
+            self.more.setdefault(need, []).append(self.waiting[need])
+        super().stop(rank, entry, need)
+
+
 def runnable_prefix(schedule: Schedule, graph: Graph) -> list[int]:
-    """rank -> how many entries of its program can run, with data dependencies and program order alone."""
-    if schedule.has_pairs:
+    """rank -> how many entries of its program can run, with data dependencies and the order of queues alone.
+
+    With several queues: up to the first one that cannot.
+    """
+    if schedule.has_pairs or schedule.has_queues:
         nothing = WalkCosts([0.0] * schedule.no_action, None, defaultdict(float))
-        return list(map(len, walk(schedule, graph, nothing).ends))
+        return [(*ends, NEVER).index(NEVER) for ends in walk(schedule, graph, nothing).ends]
     happened = bytearray(graph.always + 2)
     happened[graph.always] = 1
     turns = _ReadyQueue([zip(graph.events_of(p), graph.needs_of(p), strict=True) for p in schedule.codes])
@@ -211,15 +286,59 @@ def walk(
     end_of = [NEVER] * graph.always + [0.0, 0.0]
     run = WalkResult([[] for _ in schedule.codes], [[] for _ in schedule.codes], [])
     clock = list(clocks) if clocks is not None else [0.0] * schedule.ranks
-    if weights.named is not None or schedule.has_pairs or (weights.hop is not None and not overlap_p2p):
+    if schedule.has_queues:
+        _walk_queues(schedule, graph, weights, end_of, run, clock, overlap_p2p)
+    elif weights.named is not None or schedule.has_pairs or (weights.hop is not None and not overlap_p2p):
         feeds = [_general_feed(schedule, rank, graph, weights) for rank in range(schedule.ranks)]
         _walk_generally(_ReadyQueue(feeds), end_of, run, clock, overlap_p2p)
     else:
         # Two loops written out for actions alone: a call for each action would cost as much as the rest.
         feeds = [_feed(program, graph, weights) for program in schedule.codes]
         (_walk if weights.hop is None else _walk_hops)(_ReadyQueue(feeds), end_of, run, clock)
-    run.stuck.extend(rank for rank, program in enumerate(schedule.codes) if len(run.ends[rank]) < len(program))
+    run.stuck.extend(
+        rank
+        for rank, ends in enumerate(run.ends)
+        if len(ends) < len(schedule.codes[rank]) or (schedule.has_queues and NEVER in ends)
+    )
     return run
+
+
+def _walk_queues(
+    schedule: Schedule,
+    graph: Graph,
+    weights: WalkCosts,
+    end_of: list[float],
+    run: WalkResult,
+    clocks: Sequence[float],
+    overlap_p2p: bool,
+) -> None:
+    """Walk every queue of every rank as a program of its own, and write the times in the order of the ranks' programs."""
+    waits = entry_waits(schedule)
+    number = {wait: len(end_of) + at for at, wait in enumerate(dict.fromkeys(chain.from_iterable(waits.values())))}
+    end_of += [NEVER] * len(number)
+    lanes = [(rank, positions) for rank, queues in enumerate(schedule.queues) for positions in queues.values()]
+    whole = [list(_general_feed(schedule, rank, graph, weights)) for rank in range(schedule.ranks)]
+
+    def entries(rank: int, at: int) -> Iterator[tuple[float, list[int], list[tuple[int, float]]]]:
+        """The entry; before it, where its start is waited for, one of no length that waits for all that it waits for."""
+        duration, events, needs = whole[rank][at]
+        for wait in waits.get((rank, at), ()):
+            needs.append((number[wait], 0.0 if wait.rank == rank else weights.link(wait.rank, rank)))
+        start, end = number.get(EntryWait(rank, at, True)), number.get(EntryWait(rank, at))
+        if start is not None:
+            yield 0.0, [start], needs
+        yield duration, events if end is None else [*events, end], needs if start is None else []
+
+    feeds = [iter([entry for at in positions for entry in entries(rank, at)]) for rank, positions in lanes]
+    lane_run = WalkResult([[] for _ in lanes], [[] for _ in lanes], [])
+    _walk_generally(_ReadyQueues(feeds), end_of, lane_run, [clocks[rank] for rank, _ in lanes], overlap_p2p)
+    for rank, program in enumerate(schedule.codes):
+        run.starts[rank] += [NEVER] * len(program)
+        run.ends[rank] += [NEVER] * len(program)
+    for lane, (rank, positions) in enumerate(lanes):
+        places = [at for at in positions for _ in range(1 + (EntryWait(rank, at, True) in number))]
+        for at, start, end in zip(places, lane_run.starts[lane], lane_run.ends[lane], strict=False):
+            run.starts[rank][at], run.ends[rank][at] = start, end
 
 
 def _feed(program: Program, graph: Graph, weights: WalkCosts) -> Iterator[Any]:
@@ -286,7 +405,11 @@ def _general_feed(schedule: Schedule, rank: int, graph: Graph, weights: WalkCost
         waits = [(needs[each], hop[each]) for each in codes]
         if named:
             waits += [need for each in codes for need in named.get(each, ())]
-        yield weights.duration[code] if code < limit else weights.pair[code], [event[each] for each in codes], waits
+        yield (
+            weights.duration[code] if code < limit else weights.pair[code],
+            [event[each] for each in codes],
+            waits,
+        )
 
 
 def _walk_generally(
@@ -320,4 +443,6 @@ def _walk_generally(
                 end_of[event] = clock
                 if event in waiting:
                     ready.append(waiting.pop(event))
+                    if turns.more:
+                        ready += turns.more.pop(event, ())
         clocks[rank] = clock

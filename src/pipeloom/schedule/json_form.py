@@ -13,6 +13,18 @@ from pipeloom.limits import MOST_NESTED, depth
 from pipeloom.schedule.model import Schedule
 
 SCHEDULE_FORMAT = "pipeloom.schedule/1"
+_REQUIRED = ("programs", "microbatches", "placement")
+_SHAPES: dict[str, tuple[Any, str]] = {
+    "name": (str, "a string"),
+    "options": (dict, "an object"),
+    "ranks": (int, "a whole number"),
+    "microbatches": (int, "a whole number"),
+    "placement": ([int], "a list of whole numbers"),
+    "routes": ([[int]], "a list of lists of stages"),
+    "route_of": ([int], "a list of whole numbers"),
+    "programs": ([[str]], 'one list of cells such as "0F0" for each rank'),
+    "tensors": ([(str, int, [int])], "a list of [name, producer, [consumers]]"),
+}
 
 
 def to_dict(schedule: Schedule) -> dict[str, Any]:
@@ -88,30 +100,26 @@ def from_json(text: str, source: str = "json") -> Schedule:
         raise UsageError(
             f"{source}: format is {form.get('format')!r:.200}; this version reads {SCHEDULE_FORMAT!r:.200}"
         )
-    programs = _programs(form, source)
-    ranks = _whole(form, "ranks", source, default=len(programs))
+    _require_shapes(form, source)
+    programs, microbatches, placement = form["programs"], form["microbatches"], form["placement"]
+    ranks = form.get("ranks", len(programs))
     if ranks != len(programs):
         raise ScheduleError(f"{source}: ranks is {ranks}, and there are programs for {len(programs)}")
-    microbatches = _whole(form, "microbatches", source)
-    placement = _wholes(_key(form, "placement", source), "placement", source)
     cells = sum(map(len, programs))
     if microbatches * len(placement) > 4 * cells:
         raise ScheduleError(
             f"{source}: {cells} actions are too few for {microbatches} micro-batches through {len(placement)} stages"
         )
-    name, options = form.get("name", "json"), form.get("options", {})
-    if not isinstance(name, str) or not isinstance(options, dict):
-        raise UsageError(f"{source}: name must be a string and options an object")
     try:
         return Schedule.of(
             programs,
             placement=placement,
             microbatches=microbatches,
-            name=name,
-            options={key: _frozen(value) for key, value in options.items()},
-            routes=_routes(form, source),
-            route_of=_wholes(form["route_of"], "route_of", source) if "route_of" in form else None,
-        ).with_tensors(_tensors(form, source))
+            name=form.get("name", "json"),
+            options={key: _frozen(value) for key, value in form.get("options", {}).items()},
+            routes=form.get("routes"),
+            route_of=form.get("route_of"),
+        ).with_tensors(form.get("tensors", []))
     except ScheduleError as error:
         raise ScheduleError(f"{source}: {error}") from None
 
@@ -122,56 +130,23 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def _key(form: dict[str, Any], key: str, source: str) -> Any:
-    if key not in form:
-        raise UsageError(f"{source}: the key {key!r:.200} is missing")
-    return form[key]
+def _require_shapes(form: dict[str, Any], source: str) -> None:
+    """Raise UsageError for a key that is missing or holds a value of another shape than `_SHAPES` gives."""
+    for key, (shape, words) in _SHAPES.items():
+        if key not in form:
+            if key in _REQUIRED:
+                raise UsageError(f"{source}: the key {key!r} is missing")
+        elif not _fits(form[key], shape):
+            raise UsageError(f"{source}: {key} is {form[key]!r:.60}; it must be {words}")
 
 
-def _whole(form: dict[str, Any], key: str, source: str, default: int | None = None) -> int:
-    value = form.get(key, default) if default is not None else _key(form, key, source)
-    return _wholes([value], key, source)[0]
-
-
-def _wholes(value: Any, key: str, source: str) -> list[int]:
-    if not isinstance(value, list):
-        raise UsageError(f"{source}: {key} must be a list of whole numbers, not {value!r:.60}")
-    for item in value:
-        if not isinstance(item, int) or isinstance(item, bool):
-            raise UsageError(f"{source}: {key} holds {item!r:.60}, which is not a whole number")
-    return value
-
-
-def _routes(form: dict[str, Any], source: str) -> list[list[int]] | None:
-    if "routes" not in form:
-        return None
-    routes = form["routes"]
-    if not isinstance(routes, list) or not routes:
-        raise UsageError(f"{source}: routes must be a list of lists of stages, not {routes!r:.60}")
-    return [_wholes(route, "routes", source) for route in routes]
-
-
-def _tensors(form: dict[str, Any], source: str) -> list[tuple[str, int, list[int]]]:
-    tensors = form.get("tensors", [])
-    if not isinstance(tensors, list):
-        raise UsageError(f"{source}: tensors must be a list, not {tensors!r:.60}")
-    for entry in tensors:
-        if not isinstance(entry, list) or len(entry) != 3 or not isinstance(entry[0], str):
-            raise UsageError(f"{source}: tensors holds {entry!r:.60}; give [name, producer, [consumers]]")
-        _wholes([entry[1]], "tensors", source)
-        _wholes(entry[2], "tensors", source)
-    return [(name, producer, consumers) for name, producer, consumers in tensors]
-
-
-def _programs(form: dict[str, Any], source: str) -> list[list[str]]:
-    programs = _key(form, "programs", source)
-    if not isinstance(programs, list) or not all(isinstance(program, list) for program in programs):
-        raise UsageError(f"{source}: programs must be one list of cells for each rank")
-    for rank, program in enumerate(programs):
-        for at, cell in enumerate(program):
-            if not isinstance(cell, str):
-                raise UsageError(f'{source}: rank {rank}, action {at}: {cell!r:.60} is not a string such as "0F0"')
-    return programs
+def _fits(value: Any, shape: Any) -> bool:
+    """Return whether `value` has the shape: of a type, a list of one shape, or as many values as a tuple has shapes."""
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(_fits(item, shape[0]) for item in value)
+    if isinstance(shape, tuple):
+        return isinstance(value, list) and len(value) == len(shape) and all(map(_fits, value, shape))
+    return isinstance(value, shape) and not isinstance(value, bool)
 
 
 def _plain(value: Any) -> Any:

@@ -3,25 +3,28 @@
 Inside, a program is a tuple of integers, so that half a million actions are checked and simulated in about a second:
 
     code of an action = (kind * S + stage) * m + microbatch      kind: its number in the table of kinds (F 0, B 1, I 2, W 3)
-    code of a pair    = (code of F + 1) * 16 S m + code of B or I
+    code of a pair    = (code of F + 1) * 64 S m + code of B or I
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
-from pipeloom.errors import ScheduleError, echo
+from pipeloom.errors import ScheduleError, UsageError, echo
 from pipeloom.limits import require_schedule
 from pipeloom.schedule.actions import (
+    BASIC_KINDS,
+    COMPUTE,
     INPUT_GRADIENT,
     MOST_KINDS,
     WEIGHT_GRADIENT,
     Action,
     Cell,
+    Kind,
     Pair,
     kind_number,
     kind_of,
@@ -30,6 +33,9 @@ from pipeloom.schedule.actions import (
 )
 
 Program = tuple[int, ...]
+
+
+PublicFunction = TypeVar("PublicFunction", bound=Callable[..., Any])
 
 
 class NamedTensor(NamedTuple):
@@ -99,7 +105,7 @@ class Schedule:
     @classmethod
     def of(
         cls,
-        programs: Sequence[Iterable[Cell | str]],
+        programs: Sequence[Iterable[Cell | str | int]],
         *,
         placement: Sequence[int],
         microbatches: int,
@@ -108,50 +114,22 @@ class Schedule:
         routes: Sequence[Sequence[int]] | None = None,
         route_of: Sequence[int] | None = None,
     ) -> Schedule:
-        """Return a schedule of actions, pairs or their text (such as `"0F3"`), one program per rank.
+        """Return a schedule of actions, pairs, their text (such as `"0F3"`) or their codes, one program per rank.
 
         It has one route through all stages in order unless `routes` and `route_of` are given.
         Raises ScheduleError for a stage, rank or micro-batch out of range. Does not check that the programs are complete and
         free of deadlock; `check` does.
         """
-        stages = len(placement)
         _check_sizes(len(programs), microbatches, placement)
-        codes = tuple(
-            tuple(_encode(cell, stages, microbatches, rank, at) for at, cell in enumerate(program))
-            for rank, program in enumerate(programs)
-        )
-        return cls.of_codes(
-            codes,
-            placement=placement,
-            microbatches=microbatches,
-            name=name,
-            options=options,
-            routes=routes,
-            route_of=route_of,
-        )
-
-    @classmethod
-    def of_codes(
-        cls,
-        codes: Sequence[Iterable[int]],
-        *,
-        placement: Sequence[int],
-        microbatches: int,
-        name: str,
-        options: Mapping[str, Any] | None = None,
-        routes: Sequence[Sequence[int]] | None = None,
-        route_of: Sequence[int] | None = None,
-    ) -> Schedule:
-        """As `of`, from programs that are already integers, as the families write them."""
         chosen_routes = tuple(map(tuple, routes)) if routes is not None else (tuple(range(len(placement))),)
         chosen_route_of = tuple(route_of) if route_of is not None else (0,) * microbatches
         _check_routes(chosen_routes, chosen_route_of, len(placement), microbatches)
         return cls(
             name=name,
-            ranks=len(codes),
+            ranks=len(programs),
             microbatches=microbatches,
             placement=tuple(placement),
-            codes=tuple(tuple(program) for program in codes),
+            codes=_encoded(programs, len(placement), microbatches),
             routes=chosen_routes,
             route_of=chosen_route_of,
             options=tuple(sorted((options or {}).items())),
@@ -206,7 +184,52 @@ class Schedule:
     @property
     def no_action(self) -> int:
         """The index just past the last action in tables by code; it marks an entry without a second action."""
-        return len(kinds()) * self.kind_stride
+        return len(self.kinds) * self.kind_stride
+
+    @cached_property
+    def _kind_count(self) -> int:
+        if self.largest_code < BASIC_KINDS * self.kind_stride:
+            return BASIC_KINDS
+        last = max((max(codes) for codes in map(self.action_codes, range(self.ranks)) if codes), default=0)
+        return max(BASIC_KINDS, last // self.kind_stride + 1)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds that tables by code hold: F, B, I and W, and all up to the last one that it uses."""
+        return kinds()[: self._kind_count]
+
+    @cached_property
+    def has_queues(self) -> bool:
+        """Return whether an action runs on another queue than that of computation, or waits for more than `Kind.waits_for`."""
+        special = {number for number, kind in enumerate(self.kinds) if not kind.is_plain}
+        stride = self.kind_stride
+        return bool(special) and any(
+            code // stride in special for codes in map(self.action_codes, range(self.ranks)) for code in codes
+        )
+
+    @cached_property
+    def queues(self) -> tuple[dict[str, tuple[int, ...]], ...]:
+        """rank -> queue -> the positions of its entries, in order."""
+        if not self.has_queues:
+            return tuple({COMPUTE: tuple(range(len(program)))} for program in self.codes)
+        by_rank: list[dict[str, list[int]]] = [{COMPUTE: []} for _ in self.codes]
+        for queues, program in zip(by_rank, self.programs, strict=True):
+            for at, cell in enumerate(program):
+                queues.setdefault(kind_of(parts(cell)[0].kind).queue, []).append(at)
+        return tuple({queue: tuple(positions) for queue, positions in queues.items()} for queues in by_rank)
+
+    @cached_property
+    def remade(self) -> dict[tuple[int, int], frozenset[str]]:
+        """(stage, micro-batch) -> the values that its F leaves out, because another of its actions makes them."""
+        stride, left = self.kind_stride, set(kinds()[0].makes)
+        makes = {number: left.intersection(kind.makes) for number, kind in enumerate(self.kinds) if not kind.is_forward}
+        values: dict[tuple[int, int], frozenset[str]] = {}
+        for codes in map(self.action_codes, range(self.ranks)) if any(makes.values()) else ():
+            for code in codes:
+                if makes.get(code // stride):
+                    place = divmod(code % stride, self.microbatches)
+                    values[place] = values.get(place, frozenset()) | makes[code // stride]
+        return values
 
     @property
     def has_pairs(self) -> bool:
@@ -237,7 +260,7 @@ class Schedule:
     @cached_property
     def splits_backward(self) -> bool:
         """Return whether any backward is written as I and W."""
-        apart = {number for number, kind in enumerate(kinds()) if kind.produces == (WEIGHT_GRADIENT,)}
+        apart = {number for number, kind in enumerate(self.kinds) if kind.produces == (WEIGHT_GRADIENT,)}
         return any(code // self.kind_stride in apart for rank in range(self.ranks) for code in self.action_codes(rank))
 
     @cached_property
@@ -262,6 +285,10 @@ class Schedule:
         rest, microbatch = divmod(code, self.microbatches)
         kind, stage = divmod(rest, self.stages)
         return Action(kinds()[kind].letter, stage, microbatch)
+
+    def with_programs(self, programs: Sequence[Iterable[Cell | str | int]]) -> Schedule:
+        """Return this schedule with other programs; raises as `of` does."""
+        return replace(self, codes=_encoded(programs, self.stages, self.microbatches))
 
     def save(self, path: str | Path) -> None:
         """Write it to a file that `pipeloom.load` reads: `.csv` in torch's CSV format, `.json` with all attributes.
@@ -300,9 +327,47 @@ class Schedule:
         return "\n".join(lines)
 
 
+def require_is_schedule(schedule: object) -> None:
+    """Raise UsageError for an argument `schedule` that is not a Schedule."""
+    if isinstance(schedule, str):
+        raise UsageError(
+            f"schedule is {schedule!r:.200}, a name; make the schedule of it, such as "
+            f"pipeloom.schedules.build({schedule!r:.200}, ranks=4, microbatches=8)"
+        )
+    if not isinstance(schedule, Schedule):
+        raise UsageError(f"schedule is of type {type(schedule).__name__}; give a pipeloom.Schedule")
+
+
+def of_schedule(function: PublicFunction) -> PublicFunction:
+    """Decorate a public function of a schedule: another first argument is refused by `require_is_schedule`."""
+
+    @wraps(function)
+    def checked(schedule: Schedule, *arguments: Any, **keywords: Any) -> Any:
+        require_is_schedule(schedule)
+        return function(schedule, *arguments, **keywords)
+
+    return cast(PublicFunction, checked)
+
+
 def parts(cell: Cell) -> tuple[Action, ...]:
     """The one action of `cell`, or a pair's two."""
     return (cell.forward, cell.backward) if isinstance(cell, Pair) else (cell,)
+
+
+def made_by(schedule: Schedule, action: Action) -> tuple[str, ...]:
+    """Return the values that `action` makes: those of its kind, for a forward less those that a later action makes again."""
+    kind = kind_of(action.kind)
+    if not kind.is_forward:
+        return kind.makes
+    left = schedule.remade.get((action.stage, action.microbatch), frozenset())
+    return tuple(value for value in kind.makes if value not in left)
+
+
+def _encoded(programs: Sequence[Iterable[Cell | str | int]], stages: int, microbatches: int) -> tuple[Program, ...]:
+    return tuple(
+        tuple([c if isinstance(c, int) else _encode(c, stages, microbatches, rank, at) for at, c in enumerate(program)])
+        for rank, program in enumerate(programs)
+    )
 
 
 def _encode(cell: Cell | str, stages: int, microbatches: int, rank: int, at: int) -> int:

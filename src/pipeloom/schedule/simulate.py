@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from itertools import chain
 
 from pipeloom.errors import ScheduleError
-from pipeloom.schedule.actions import WEIGHT_GRADIENT, kinds
+from pipeloom.schedule.actions import WEIGHT_GRADIENT
 from pipeloom.schedule.channels import Edge, neighbours
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import Costs, PairTimes, durations
 from pipeloom.schedule.graph import Graph, NamedNeeds, WalkCosts, WalkResult, walk
-from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.model import Schedule, of_schedule
 from pipeloom.schedule.timeline import Timeline
 
 
+@of_schedule
 def simulate(schedule: Schedule, costs: Costs | None = None, *, overlap_p2p: bool = True) -> Timeline:
     """Return the timeline in which every action starts as early as its rank's order and its messages allow, from time 0.
 
@@ -35,6 +36,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, overlap_p2p: boo
     return Timeline(schedule, cost_model, starts, ends, overlap_p2p=overlap_p2p)
 
 
+@of_schedule
 def period(schedule: Schedule, costs: Costs | None = None, limit: int = 64, *, overlap_p2p: bool = True) -> float:
     """Limit of end(k+1) - end(k) when every rank starts step k+1 as soon as it has finished its own step k.
 
@@ -46,7 +48,7 @@ def period(schedule: Schedule, costs: Costs | None = None, limit: int = 64, *, o
     history = [[0.0] * schedule.ranks]
     for _ in range(limit):
         run = run_once(schedule, cost_model, history[-1], overlap_p2p=overlap_p2p)
-        history.append([ends[-1] if ends else clock for ends, clock in zip(run.ends, history[-1], strict=True)])
+        history.append([max(ends) if ends else clock for ends, clock in zip(run.ends, history[-1], strict=True)])
         for back in range(1, min(5, len(history))):
             growth = [now - then for now, then in zip(history[-1], history[-1 - back], strict=True)]
             if max(growth) - min(growth) <= 1e-9 * max(1.0, max(growth)):
@@ -71,20 +73,20 @@ def weights_of(schedule: Schedule, costs: Costs) -> WalkCosts:
     if schedule.has_pairs:
         times, stages, m = PairTimes.of(costs, schedule.stages), schedule.stages, schedule.microbatches
         limit, stride = schedule.pair_stride, schedule.kind_stride
-        splits = [WEIGHT_GRADIENT not in kind.produces for kind in kinds()]
-        table: dict[tuple[int, int, bool, tuple[float, float]], float] = {}
+        splits = [(WEIGHT_GRADIENT not in kind.produces, bool(kind.fuses)) for kind in schedule.kinds]
+        table: dict[tuple[int, int, bool, tuple[float, float], bool], float] = {}
         factors = costs.factors(m)
         for program in schedule.codes:
             for code in program:
                 if code >= limit:
                     forward, backward = divmod(code, limit)
                     sizes = factors[(forward - 1) % m], factors[backward % m]
-                    split = splits[backward // stride]
-                    key = (forward - 1) // m, backward // m % stages, split, sizes
+                    split, recomputed = splits[backward // stride]
+                    key = (forward - 1) // m, backward // m % stages, split, sizes, recomputed
                     if key not in table:
                         table[key] = times.time(*key)
                     pairs[code] = table[key]
-    return WalkCosts(duration, _hops(schedule, costs), pairs, _named_hops(schedule, costs))
+    return WalkCosts(duration, _hops(schedule, costs), pairs, _named_hops(schedule, costs), costs.hop)
 
 
 def _named_hops(schedule: Schedule, costs: Costs) -> dict[int, list[tuple[int, float]]] | None:
@@ -131,5 +133,5 @@ def _hops(schedule: Schedule, costs: Costs) -> list[float] | None:
     if not any(forward) and not any(backward):
         return None
     hops = {-1: forward, 0: [0.0] * schedule.kind_stride, 1: backward}
-    steps = [kind.waits_for.step if kind.waits_for is not None else 0 for kind in kinds()]
+    steps = [kind.waits_for.step if kind.waits_for is not None else 0 for kind in schedule.kinds]
     return [*chain.from_iterable(hops[step] for step in steps), 0.0]

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
 from statistics import fmean
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from pipeloom.schedule.actions import OUTPUT, WEIGHT_GRADIENT, kind_of, kinds
-from pipeloom.schedule.costs import Costs, PairTimes
-from pipeloom.schedule.graph import Graph
+from pipeloom.errors import UsageError
+from pipeloom.schedule.actions import COMPUTE, KEPT, OUTPUT, PENDING, SAVED, WEIGHT_GRADIENT, kind_of
+from pipeloom.schedule.costs import DEVICE, Costs, PairTimes
+from pipeloom.schedule.graph import EntryWait, Graph, entry_waits
 from pipeloom.schedule.model import Schedule, parts
 
 Objective = Literal["makespan", "span"]
@@ -52,6 +53,17 @@ COMMUNICATIONS: tuple[CommunicationKind, ...] = get_args(CommunicationKind)
 - dp: gradients summed over the replicas, and weights that other replicas have stepped.
 - all-to-all: tokens and their gradients between expert-parallel ranks, and the counts of them.
 """
+
+
+def timelines_of(value: object) -> list[Timeline]:
+    """Return a timeline, or several, as a list. Raises UsageError for anything else."""
+    timelines: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
+    for each in timelines:
+        if not isinstance(each, Timeline):
+            raise UsageError(
+                f"timeline is of type {type(each).__name__}; give a pipeloom.Timeline, such as pipeloom.simulate(schedule)"
+            )
+    return timelines
 
 
 @dataclass(frozen=True)
@@ -125,18 +137,21 @@ class Timeline:
         """Start of the first action to end of the last."""
         if not any(self.starts):
             return 0.0
-        return max(e[-1] for e in self.ends if e) - min(s[0] for s in self.starts if s)
+        return max(map(max, filter(None, self.ends))) - min(s[0] for s in self.starts if s)
+
+    @cached_property
+    def _computations(self) -> tuple[Sequence[int], ...]:
+        """rank -> the positions of its entries on the queue of computation, in order."""
+        return tuple(queues[COMPUTE] for queues in self.schedule.queues)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """rank -> time in which it computes."""
-        totals = [sum(ends) - sum(starts) for starts, ends in zip(self.starts, self.ends, strict=True)]
-        silent = {kind.letter for kind in kinds() if kind.resource == "communication"}
-        for rank, program in enumerate(self.schedule.programs if silent else ()):
-            for cell, start, end in zip(program, self.starts[rank], self.ends[rank], strict=True):
-                if all(action.kind in silent for action in parts(cell)):
-                    totals[rank] -= end - start
-        return tuple(map(plain, totals))
+        rows = zip(self.starts, self.ends, self._computations, strict=True)
+        return tuple(
+            plain(sum(map(ends.__getitem__, entries)) - sum(map(starts.__getitem__, entries)))
+            for starts, ends, entries in rows
+        )
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
@@ -147,7 +162,7 @@ class Timeline:
     def spans(self) -> tuple[float, ...]:
         """rank -> its first start to its last end."""
         return tuple(
-            ends[-1] - starts[0] if starts else 0.0 for starts, ends in zip(self.starts, self.ends, strict=True)
+            max(ends) - starts[0] if starts else 0.0 for starts, ends in zip(self.starts, self.ends, strict=True)
         )
 
     def value(self, objective: str) -> float:
@@ -175,9 +190,10 @@ class Timeline:
         return tuple(self._phases(rank) for rank in range(self.schedule.ranks))
 
     def _phases(self, rank: int) -> Idle:
-        starts, ends = self.starts[rank], self.ends[rank]
+        entries = self._computations[rank]
+        starts, ends = ([row[rank][at] for at in entries] for row in (self.starts, self.ends))
+        program = [self.schedule.programs[rank][at] for at in entries]
         origin = min(s[0] for s in self.starts if s)
-        program = self.schedule.programs[rank]
         backward = [at for at, cell in enumerate(program) if any(kind_of(a.kind).is_backward for a in parts(cell))]
         forward = [at for at, cell in enumerate(program) if any(kind_of(a.kind).is_forward for a in parts(cell))]
         first = starts[backward[0]] if backward else origin + self.makespan
@@ -211,59 +227,122 @@ class Timeline:
     @cached_property
     def memory_changes(self) -> list[float]:
         """code -> the change of its rank's memory by the action."""
-        return _memory_changes(self.schedule, self.costs)
+        return self._memory[0]
+
+    @cached_property
+    def _memory(self) -> tuple[list[float], dict[int, float]]:
+        """`_changes` of memory, in the unit of `Costs.activation`."""
+        costs, stages = self.costs, self.schedule.stages
+        activation, held, inputs = (costs.per_stage(name, stages) for name in ("activation", "held", "kept"))
+        return _changes(
+            self.schedule,
+            {
+                SAVED: [(1 - share) * size for share, size in zip(inputs, activation, strict=True)],
+                KEPT: [share * size for share, size in zip(inputs, activation, strict=True)],
+                PENDING: [share * size for share, size in zip(held, activation, strict=True)],
+            },
+            costs.factors(self.schedule.microbatches),
+        )
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """rank -> the most stage-micro-batches alive at once: F allocates; B, or W where the backward is split, frees.
+        """rank -> the most stage-micro-batches alive at once: F, or R, allocates; B, or W where the backward is split, frees.
 
         Both micro-batches of a pair count, whatever the pair frees while it runs; `peak_memory` takes that into account.
         """
-        delta = [change for kind in kinds() for change in [round(sum(kind.memory))] * self.schedule.kind_stride]
-        return tuple(
-            max(accumulate(map(delta.__getitem__, self.schedule.action_codes(rank))), default=0)
-            for rank in range(self.schedule.ranks)
-        )
+        schedule, one = self.schedule, [1] * self.schedule.stages
+        change, passing = _changes(schedule, {SAVED: one, PENDING: one}, (1,) * schedule.microbatches)
+        peaks = []
+        for rank in range(schedule.ranks):
+            codes = schedule.action_codes(rank)
+            levels = list(accumulate(map(change.__getitem__, codes)))
+            if passing:
+                levels += [level - change[c] + passing.get(c, 0) for level, c in zip(levels, codes, strict=True)]
+            peaks.append(int(max(levels, default=0)))
+        return tuple(peaks)
 
     @cached_property
     def memory_curve(self) -> tuple[tuple[tuple[float, float], ...], ...]:
         """rank -> (time, memory from then on), in program order; memory by `Costs.activation` and `Costs.held`."""
-        return tuple(self._curve(rank) for rank in range(self.schedule.ranks))
+        return tuple(self._curve(rank, *self._memory) for rank in range(self.schedule.ranks))
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
         """rank -> the largest value of its memory curve."""
-        change, schedule = self.memory_changes, self.schedule
+        (change, passing), schedule = self._memory, self.schedule
 
         def steps(rank: int) -> Iterable[float]:
-            if schedule.has_pairs:
-                return chain.from_iterable(self._steps(rank, change))
+            if schedule.has_pairs or passing:
+                return chain.from_iterable(self._steps(rank, change, passing))
             return map(change.__getitem__, schedule.codes[rank])  # faster, and sufficient for most schedules
 
         return tuple(plain(max(accumulate(steps(rank)), default=0.0)) for rank in range(schedule.ranks))
 
-    def _curve(self, rank: int) -> tuple[tuple[float, float], ...]:
-        change = self.memory_changes
-        level, points = 0.0, []
-        for steps, start, end in zip(self._steps(rank, change), self.starts[rank], self.ends[rank], strict=True):
+    @cached_property
+    def bytes_curves(self) -> dict[str, tuple[tuple[tuple[float, float], ...], ...]]:
+        """pool -> rank -> (time, bytes from then on), in order of time; by `Costs.bytes`, empty without them.
+
+        What an action makes counts from its start, what it frees until its end; of an I that frees what is saved and leaves what
+        is pending, which is a part of it, the difference counts.
+        """
+        costs, schedule = self.costs, self.schedule
+        moving = {value for kind in schedule.kinds for value in (*kind.makes, *kind.frees)}
+        curves = {}
+        for pool in sorted({DEVICE, *dict(costs.pools).values()}) if costs.bytes else ():
+            sizes = costs.bytes_in(pool, schedule.stages)
+            layer = sizes.pop("layer", None)
+            values = {name: sizes.pop(name) for name in moving.intersection(sizes)}
+            changes = _changes(schedule, values, costs.factors(schedule.microbatches), layer)
+            curves[pool] = tuple(
+                self._curve(rank, *changes, sum(size[stage] for size in sizes.values() for stage in stages))
+                for rank, stages in enumerate(schedule.stages_of)
+            )
+        return curves
+
+    @cached_property
+    def peak_bytes(self) -> dict[str, tuple[float, ...]]:
+        """pool -> rank -> the most bytes at once; empty without `Costs.bytes`."""
+        return {
+            pool: tuple(max(level for _, level in curve) for curve in curves)
+            for pool, curves in self.bytes_curves.items()
+        }
+
+    def _curve(
+        self, rank: int, change: list[float], passing: dict[int, float], level: float = 0.0
+    ) -> tuple[tuple[float, float], ...]:
+        moments = []
+        for steps, start, end in zip(
+            self._steps(rank, change, passing), self.starts[rank], self.ends[rank], strict=True
+        ):
             for at, step in enumerate(steps):
-                level += step
-                points.append((start if not at and (len(steps) > 1 or step > 0) else end, plain(level)))
+                moments.append((start if not at and (len(steps) > 1 or step > 0) else end, step))
+        if self.schedule.has_queues:
+            moments.sort(key=lambda moment: (moment[0], moment[1] > 0))
+        points = [(self.starts[rank][0], level)] if level and self.starts[rank] else []
+        for time, step in moments:
+            level += step
+            points.append((time, plain(level)))
         return tuple(points)
 
-    def _steps(self, rank: int, change: list[float]) -> Iterator[tuple[float, ...]]:
-        """Yield each entry's changes of memory: (change,) of an action, (change at the start, change at the end) of a pair."""
+    def _steps(self, rank: int, change: list[float], passing: dict[int, float]) -> Iterator[tuple[float, ...]]:
+        """Yield each entry's changes of memory: (change,) of an action; (change at its start, change at its end) of a pair and
+        of an action that holds something while it runs.
+        """
         schedule = self.schedule
         limit, stride, m = schedule.pair_stride, schedule.kind_stride, schedule.microbatches
-        splits = [WEIGHT_GRADIENT not in kind.produces for kind in kinds()]
+        splits = [WEIGHT_GRADIENT not in kind.produces for kind in schedule.kinds]
         times = PairTimes.of(self.costs, schedule.stages) if schedule.has_pairs else None
         overlaps: dict[tuple[int, int, bool], bool] = {}
         for code in schedule.codes[rank]:
             if code < limit or times is None:
-                yield (change[code],)
+                held = passing.get(code)
+                yield (change[code],) if held is None else (held, change[code] - held)
                 continue
             forward, backward = divmod(code, limit)
-            allocated, freed = change[forward - 1], change[backward]
+            allocated, freed = (
+                change[forward - 1] + passing.get(backward, 0.0),
+                change[backward] - passing.get(backward, 0.0),
+            )
             key = (forward - 1) // m, backward // m % schedule.stages, splits[backward // stride]
             if key not in overlaps:
                 overlaps[key] = times.overlaps(*key)
@@ -278,7 +357,7 @@ class Timeline:
         waited for, whichever let it start later (the message, if both at the same time).
         """
         entries = [self.schedule.split_entries(rank) for rank in range(self.schedule.ranks)]
-        _, rank, at = max((ends[-1], rank, len(ends) - 1) for rank, ends in enumerate(self.ends) if ends)
+        _, rank, at = max((end, rank, at) for rank, ends in enumerate(self.ends) for at, end in enumerate(ends))
         path = [(rank, at)]
         while True:
             candidates = []
@@ -286,12 +365,28 @@ class Timeline:
                 for end, hop, source, position in self._inputs(rank, code):
                     arrival = end + hop if self.overlap_p2p else end  # else the hop starts when the wait ends
                     candidates.append((arrival, source != rank, (source, position)))
-            if at:
-                candidates.append((self.ends[rank][at - 1], False, (rank, at - 1)))
+            for other in self._entry_waits.get((rank, at), ()):
+                moment = (self.starts if other.start else self.ends)[other.rank][other.at]
+                candidates.append((moment, other.rank != rank, (other.rank, other.at)))
+            before = self._before[rank][at]
+            if before is not None:
+                candidates.append((self.ends[rank][before], False, (rank, before)))
             if not candidates:
                 return tuple(reversed(path))
             rank, at = max(candidates)[2]
             path.append((rank, at))
+
+    @cached_property
+    def _entry_waits(self) -> dict[tuple[int, int], tuple[EntryWait, ...]]:
+        return entry_waits(self.schedule)
+
+    @cached_property
+    def _before(self) -> tuple[dict[int, int | None], ...]:
+        """rank -> entry -> the one before it on its queue."""
+        return tuple(
+            {at: before for row in queues.values() for before, at in zip((None, *row), row, strict=False)}
+            for queues in self.schedule.queues
+        )
 
     @cached_property
     def _makers(self) -> tuple[Graph, dict[int, tuple[int, int]], tuple[float, ...]]:
@@ -333,16 +428,16 @@ class Timeline:
     def _gaps_of(self, rank: int) -> tuple[Gap, ...]:
         schedule, change = self.schedule, self.memory_changes
         firsts, seconds = schedule.split_entries(rank)
-        forwards = [OUTPUT in kind.produces for kind in kinds()]
+        forwards = [OUTPUT in kind.produces for kind in schedule.kinds]
         none, stride = schedule.no_action, schedule.kind_stride
         clock = min(starts[0] for starts in self.starts if starts)
-        finish = max(ends[-1] for ends in self.ends if ends)
+        finish = max(map(max, filter(None, self.ends)))
         dust = 1e-9 * (finish - clock)
         peak, level = self.peak_memory[rank], 0.0
         upcoming = _upcoming_forwards(firsts, [forwards[code // stride] for code in firsts])
         rank_gaps: list[Gap] = []
-        for at, (first, second) in enumerate(zip(firsts, seconds, strict=True)):
-            start = self.starts[rank][at]
+        for at in self._computations[rank]:
+            first, second, start = firsts[at], seconds[at], self.starts[rank][at]
             if start > clock + dust:
                 waits = [self._arrival(rank, code, clock) for code in (first, second)]
                 latest = max((wait for wait in waits if wait is not None), default=None)
@@ -374,18 +469,33 @@ class Timeline:
         return f"Timeline({self.schedule!r}, {self.source}, makespan={self.makespan:g}, bubble_ratio={self.bubble_ratio:.4f})"
 
 
-def _memory_changes(schedule: Schedule, costs: Costs) -> list[float]:
-    """code -> the change of its rank's memory by the action."""
-    activation = costs.per_stage("activation", schedule.stages)
-    held = costs.per_stage("held", schedule.stages)
-    factors = costs.factors(schedule.microbatches)
+def _changes(
+    schedule: Schedule,
+    sizes: Mapping[str, Sequence[float]],
+    factors: Sequence[float],
+    layer: Sequence[float] | None = None,
+) -> tuple[list[float], dict[int, float]]:
+    """code -> by how much the action changes what its rank holds, and code -> what it holds only while it runs, where it does.
+
+    Args:
+        sizes: value -> its size on each stage; other values have none.
+        factors: of the micro-batches.
+        layer: the size on each stage of what an action holds only while it runs; None: of all values that it makes and frees.
+    """
     changes: list[float] = []
-    for kind in kinds():
-        constant, share = kind.memory
+    passing: dict[int, float] = {}
+    for kind in schedule.kinds:
+        brief = [value for value in kind.makes if value in sizes and value in kind.frees]
+        net = [(sizes[v], (v in kind.makes) - (v in kind.frees)) for v in sizes if v not in brief]
         for stage in range(schedule.stages):
-            change = (constant + share * held[stage]) * activation[stage]
+            change = sum(sign * size[stage] for size, sign in net if sign)
+            held = sum(sizes[value][stage] for value in brief) if layer is None else layer[stage]
+            if brief:
+                passing |= {len(changes) + mb: held * factor for mb, factor in enumerate(factors)}
             changes += [change * factor for factor in factors]
-    return changes
+    for (stage, mb), values in schedule.remade.items():
+        changes[stage * schedule.microbatches + mb] -= factors[mb] * sum(sizes[v][stage] for v in values if v in sizes)
+    return changes, passing
 
 
 def plain(value: float) -> float:

@@ -9,14 +9,14 @@ micro-batch gets the same forward, input gradient and weight gradient as before,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.schedule.actions import Action, Cell, kind_number, kind_of
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
-from pipeloom.schedule.model import Program, Schedule, parts
+from pipeloom.schedule.model import Program, Schedule, of_schedule, parts
 from pipeloom.schedule.simulate import simulate
 
 # The share of a weight gradient's time that a wait must have before one is computed in it. 1: it delays nothing; 0: it is
@@ -27,6 +27,7 @@ _FITTING_SHARES = (0.0, 0.5, 1.0)
 # -- pairs ---------------------------------------------------------------------------------------------------------------
 
 
+@of_schedule
 def unpair(schedule: Schedule, stages: Collection[int] | None = None) -> Schedule:
     """Return `schedule` with its pairs as a forward and then a backward.
 
@@ -55,6 +56,7 @@ def unpair(schedule: Schedule, stages: Collection[int] | None = None) -> Schedul
 # -- backwards in one part or two ------------------------------------------------------------------------------------------
 
 
+@of_schedule
 def half_split(schedule: Schedule, parity: int = 0) -> Schedule:
     """Return `schedule` with the backwards of every second micro-batch as I and W, and those of the others as one B.
 
@@ -66,7 +68,7 @@ def half_split(schedule: Schedule, parity: int = 0) -> Schedule:
     """
     even = parity % 2 if schedule.microbatches > 1 else 0
 
-    def cells(action: Action) -> tuple[Cell, ...]:
+    def cells(rank: int, action: Action) -> tuple[Cell, ...]:
         kind, stage, mb = action
         if kind == "B" and mb % 2 == even:
             return Action("I", stage, mb), Action("W", stage, mb)
@@ -74,9 +76,10 @@ def half_split(schedule: Schedule, parity: int = 0) -> Schedule:
             return (Action("B", stage, mb),)
         return () if kind == "W" and mb % 2 != even else (action,)
 
-    return _rewritten(schedule, lambda rank, action: cells(action))
+    return _rewritten(schedule, cells)
 
 
+@of_schedule
 def merge_backward(schedule: Schedule, backwards: Collection[tuple[int, int]] | None = None) -> Schedule:
     """Return `schedule` with I and W as one B at the place of the I. Pairs are taken apart.
 
@@ -96,6 +99,7 @@ def merge_backward(schedule: Schedule, backwards: Collection[tuple[int, int]] | 
     return _rewritten(schedule, cells)
 
 
+@of_schedule
 def split_cooldown(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """Return `schedule` with every B after a rank's last forward that another rank waits for written as I and W.
 
@@ -116,6 +120,7 @@ def split_cooldown(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     return replace(shortest, options=tuple(sorted(options.items())))
 
 
+@of_schedule
 def defer_last_stage_weights(schedule: Schedule, last: int = 0, costs: Costs | None = None) -> Schedule:
     """Return `schedule` with weight gradients of each route's last stage computed in its rank's cool-down.
 
@@ -265,9 +270,42 @@ def _with_weights_in_waits(
     return best
 
 
+# -- recomputation ------------------------------------------------------------------------------------------------------
+
+
+def recompute(schedule: Schedule, whole: bool = False, actions: Collection[tuple[int, int]] | None = None) -> Schedule:
+    """Return `schedule` with every backward's activations recomputed, so that F leaves only the stage's inputs until then.
+
+    In blocks (2R0;2B0), also inside pairs, each layer is recomputed just before its own backward. Memory: `Costs.kept` of an
+    activation from F on, and while the block runs one layer's activations (which simulations count as the whole stage's).
+    Split backwards are recomputed in their I. Transforms that split backwards are applied before this one.
+
+    Args:
+        whole: an R for the whole stage before the entry with its backward instead. It waits for no message, so it runs while the
+            backward's gradient is on its way; memory: a whole stage's activations from then on.
+        actions: (stage, micro-batch) of the backwards to recompute; None: all.
+    """
+    stride, limit = schedule.kind_stride, schedule.pair_stride
+    block = {kind_number(letter): kind_number(f"R{letter}") for letter in "BI"}
+    again = kind_number("R") * stride
+
+    def cells(code: int) -> Iterator[int]:
+        forward, backward = divmod(code, limit) if code >= limit else (0, code)
+        kind, place = divmod(backward, stride)
+        if kind not in block or (actions is not None and divmod(place, schedule.microbatches) not in actions):
+            yield code
+        elif whole:
+            yield from (again + place, code)
+        else:
+            yield forward * limit + block[kind] * stride + place
+
+    return schedule.with_programs([[cell for code in program for cell in cells(code)] for program in schedule.codes])
+
+
 # -- other stages, or no backward --------------------------------------------------------------------------------------------
 
 
+@of_schedule
 def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
     """Return `schedule` on stages cut into `pieces` each: F through them in order, I and W through them in reverse.
 
@@ -291,7 +329,7 @@ def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
         kind = kind_of(action.kind)
         if not kind.is_backward:
             return [Action(action.kind, stage, action.microbatch) for stage in stages]
-        letters = "IW" if action.kind == "B" else action.kind
+        letters: Sequence[str] = {"B": ("I", "W"), "RB": ("RI", "W")}.get(action.kind, (action.kind,))
         return [Action(letter, stage, action.microbatch) for letter in letters for stage in reversed(stages)]
 
     programs = [
@@ -307,6 +345,7 @@ def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
     )
 
 
+@of_schedule
 def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedule:
     """Return the forwards of `schedule` alone, in their order, for evaluation. `check` refuses it: it expects a training step.
 
@@ -330,18 +369,12 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
 
 def _rewritten(schedule: Schedule, cells: Callable[[int, Action], Iterable[Cell]]) -> Schedule:
     """`schedule` with each action of a rank replaced by `cells(rank, action)`, and its pairs taken apart."""
-    return Schedule.of(
+    return schedule.with_programs(
         [
             [cell for entry in program for action in parts(entry) for cell in cells(rank, action)]
             for rank, program in enumerate(schedule.programs)
-        ],
-        placement=schedule.placement,
-        microbatches=schedule.microbatches,
-        name=schedule.name,
-        options=dict(schedule.options),
-        routes=schedule.routes,
-        route_of=schedule.route_of,
-    ).with_tensors(schedule.tensors)
+        ]
+    )
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------------
@@ -356,12 +389,14 @@ class NamedTransform:
         apply: (schedule, number or None, costs) -> schedule.
         number: the meaning of the number; None: it takes none.
         needs_number: whether the number must be given.
+        choices: words that stand for the numbers 0, 1, ...; empty: numbers are given.
     """
 
     words: str
     apply: Callable[[Schedule, int | None, Costs | None], Schedule]
     number: str | None = None
     needs_number: bool = False
+    choices: tuple[str, ...] = ()
 
 
 TRANSFORMS: dict[str, NamedTransform] = {
@@ -384,6 +419,12 @@ TRANSFORMS: dict[str, NamedTransform] = {
     "merge-backward": NamedTransform(
         "every I and W as one B", lambda schedule, number, costs: merge_backward(schedule)
     ),
+    "recompute": NamedTransform(
+        "activations recomputed layer by layer just before each backward, or of a whole stage in an action of its own before it",
+        lambda schedule, number, costs: recompute(schedule, whole=number == 1),
+        "block or whole",
+        choices=("block", "whole"),
+    ),
     "cut-stages": NamedTransform(
         "every stage cut into N",
         lambda schedule, number, costs: cut_stages(schedule, number or 0),
@@ -393,6 +434,7 @@ TRANSFORMS: dict[str, NamedTransform] = {
 }
 
 
+@of_schedule
 def transformed(schedule: Schedule, words: Iterable[str], costs: Costs | None = None) -> Schedule:
     """Return `schedule` after the transforms that `words` name, in order; each word is `name` or `name=number`.
 
@@ -418,6 +460,10 @@ def parsed_transform(word: str) -> tuple[NamedTransform, int | None]:
         return transform, None
     if transform.number is None:
         raise UsageError(f"transform {name} takes no number, but is given {text!r:.200}")
+    if transform.choices:
+        if text not in transform.choices:
+            raise UsageError(f"transform {name}: there is no {text!r:.200}{did_you_mean(text, transform.choices)}")
+        return transform, transform.choices.index(text)
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise UsageError(f"transform {name}: {text!r:.200} is not a whole number of at least 0 ({transform.number})")
     return transform, int(text)

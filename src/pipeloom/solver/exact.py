@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from pipeloom.errors import UsageError
+from pipeloom.errors import missing_packages
 from pipeloom.limits import usable_cores
 from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.solver.evaluate import evaluate
@@ -81,7 +81,7 @@ def require_solver() -> Any:
     try:
         return importlib.import_module("ortools.sat.python.cp_model")
     except ImportError:
-        raise UsageError("proofs need OR-Tools: pip install 'pipeloom[opt]'") from None
+        raise missing_packages("a proof", ["OR-Tools"], "opt") from None
 
 
 def _least_times(instance: Instance) -> list[float]:

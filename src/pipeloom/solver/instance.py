@@ -124,7 +124,7 @@ class Instance:
                 codes.pop()
             return codes[0] if len(codes) == 1 else (codes[0] + 1) * pair_stride + codes[1]
 
-        return Schedule.of_codes(
+        return Schedule.of(
             [[code(operation) for operation in sequence] for sequence in sequences],
             placement=self.placement,
             microbatches=m,

@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.errors import DistributedError
-from pipeloom.parallel.collectives import Tag, carrier_of
+from pipeloom.parallel.collectives import carrier_of
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import LocalPipeline, Pipeline
-from pipeloom.runtime.health.report import plain_words, timed_out
 
 
 def from_every_rank(pipeline: Pipeline, value: Any, what: str, phase: str | None = None) -> list[Any]:
@@ -50,49 +48,21 @@ def _gather(pipeline: Pipeline | LocalPipeline, values: Sequence[float], group: 
 
 
 class NumberGather:
-    """One exchange. All ranks of the run create their exchanges in the same order, with the same number of numbers.
-
-    The receives are opened before anything is sent, so no send waits for a later action of another rank.
-    """
+    """A gather of numbers that is under way. All ranks of the run start theirs in the same order, with as many numbers each."""
 
     def __init__(self, pipeline: Pipeline, numbers: Sequence[float]) -> None:
         self._pipeline = pipeline
-        self._own = torch.tensor(numbers, dtype=torch.float64)
-        self._group = pipeline.run_control
-        self._rank, ranks = pipeline.mesh.everyone.index, pipeline.mesh.everyone.size
-        self._rows: list[Tensor] = [torch.empty_like(self._own) for _ in range(ranks)]
-        self._rows[self._rank] = self._own
-        self._known: tuple[tuple[float, ...], ...] | None = None
-        others = [rank for rank in range(ranks) if rank != self._rank]
-        self._receipts: list[tuple[int, Any]] = [
-            (rank, self._group.recv([self._rows[rank]], rank, Tag.NUMBERS)) for rank in others
-        ]
-        self._sends: list[tuple[int, Any]] = [
-            (rank, self._group.send([self._own], rank, Tag.NUMBERS)) for rank in others
-        ]
+        row = torch.tensor(numbers, dtype=torch.float64)
+        self._rows: list[Tensor] = [row]
+        self._work: Any = None
+        if pipeline.mesh.everyone.size > 1:
+            self._rows = [torch.empty_like(row) for _ in range(pipeline.mesh.everyone.size)]
+            self._work = dist.all_gather(self._rows, row, group=pipeline.run_control, async_op=True)
 
-    def wait(self) -> tuple[tuple[float, ...], ...]:
-        """Wait for the numbers of every rank, and return them in rank order, with the same bits on every rank.
-
-        Raises DistributedError if a rank has exited, or does not send them in time.
-        """
-        if self._known is None:
+    def wait(self) -> list[list[float]]:
+        """Wait for the numbers of every rank, and return them in rank order, with the same bits on every rank."""
+        if self._work is not None:
             with self._pipeline.waiting("the other ranks' parts of the gradient norm"):
-                _complete(self._receipts)
-            self._known = tuple(tuple(row.tolist()) for row in self._rows)
-        return self._known
-
-    def finish(self) -> None:
-        """Wait until the other ranks have this rank's numbers. Raises DistributedError if a rank has exited."""
-        with self._pipeline.waiting("the other ranks to take the gradient norm"):
-            _complete(self._sends)
-        self._sends = []
-
-
-def _complete(works: Sequence[tuple[int, Any]]) -> None:
-    for rank, work in works:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            lost = "did not send its part of the gradient norm in time" if timed_out(error) else "is gone"
-            raise DistributedError(f"rank {rank} {lost}: {plain_words(error)}") from None
+                self._work.wait()
+            self._work = None
+        return [each.tolist() for each in self._rows]

@@ -349,7 +349,7 @@ class Trainer:
     def save_as_asked(self, flags: int) -> None:
         """Save a checkpoint. Requests up to now are met by it; a request that arrives while it is saved leads to another one."""
         if flags & SAVE:
-            self._context.requests.save = False
+            self._context.requests.flags &= ~SAVE
             self._save_file.unlink(missing_ok=True)
         self._save()
 
@@ -514,12 +514,22 @@ def _reporting(
     with Report(layout.config, start.folder, facts, layout.origins) as report:
         if failure:
             report.say(f"continues the run that failed: {failure}")
+        if layout.config.checkpoint.resume == "auto":
+            report.say(f'checkpoint.resume = "auto": {_continued(layout.config, start)}; log: {report.folder.log}')
         for note in start.notes:
             report.say(note)
         note_run(report.folder.root.absolute())
         if context.watchdog is not None:
             context.watchdog.share_folder(str(report.folder.root.absolute()))
         yield report
+
+
+def _continued(config: Config, start: Start) -> str:
+    """Return which run is continued, in words."""
+    if start.path is None:
+        where = expanded(config.checkpoint.dir or config.log.dir)
+        return f"no checkpoint of this model and data in {where}, so a new run begins"
+    return f"continuing {start.folder or start.path.parent} from {start.path.name}"
 
 
 def _recovery(begun: float) -> str:

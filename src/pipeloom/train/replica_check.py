@@ -9,18 +9,13 @@ tensor-parallel ranks may differ by CUDA_TP_TOLERANCE.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from pipeloom.errors import DistributedError
-from pipeloom.ops.checksum import joint_checksum
-from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline, replicas
 from pipeloom.runtime.health.status import Names
-from pipeloom.runtime.tied_weights import layer_of
 from pipeloom.train.optimizer import Optimizer
 
 # Relative to a tensor's norm: on CUDA, tensor-parallel ranks may add the terms of the same sum in different orders.
@@ -64,13 +59,10 @@ class ReplicaCheck:
 
     def _require_equal(self, step: int) -> None:
         pipeline, named = self._pipeline, dict(self.tensors())
-        group, shape = pipeline.run_control, pipeline.mesh.shape
+        shape = pipeline.mesh.shape
         tolerance = CUDA_TP_TOLERANCE if pipeline.device.type == "cuda" and shape.tp > 1 else 0.0
         with pipeline.waiting("the other ranks' checksums"):
-            # first one checksum per group of tensors that the same ranks hold: there are few groups, so little is sent
-            if not replicas.differences(all_gather_json(self._joint(named), group), shape):
-                return
-            differences = replicas.compare(named, group, shape, tolerance)
+            differences = replicas.compare(named, pipeline.run_control, shape, tolerance)
         if differences:
             raise DistributedError(f"after step {step} {self._words(differences)}")
 
@@ -91,25 +83,6 @@ class ReplicaCheck:
                 if isinstance(held.get(kind), Tensor) and not (kind == "master" and _shares(held[kind], parameter)):
                     yield f"{where}|{kind} {held['start']}:{held['stop']}", held[kind]
 
-    def _joint(self, named: Mapping[str, Tensor]) -> dict[str, tuple[str, int, float]]:
-        """Return one value, as `replicas.differences` takes it, for all tensors that are sharded alike; its key is a digest of
-        theirs.
-        """
-        routes = len(self._pipeline.schedule.routes)
-        groups: dict[tuple[str, ...], list[str]] = {}
-        for key in sorted(named):
-            name, cut, kind = key.split("|")
-            # separate groups where other ranks may hold them: a tied weight, a layer of two routes, weights under ZeRO-1
-            alone = name if name in self._first.values() else ""
-            layer = layer_of(name, self._pipeline.modules) or "" if routes > 1 else ""
-            groups.setdefault((alone, layer, cut, str(kind == "weight")), []).append(key)
-        if not groups:
-            return {}
-        totals = torch.stack([joint_checksum([named[key] for key in keys]) for keys in groups.values()]).tolist()
-        return {
-            _digest("\n".join(keys)): ("", int(total), 0.0) for keys, total in zip(groups.values(), totals, strict=True)
-        }
-
     def _words(self, differences: Sequence[replicas.Difference]) -> str:
         names, first = Names(self._pipeline.mesh), differences[0]
         name, _, kind = first.key.split("|")
@@ -126,7 +99,3 @@ class ReplicaCheck:
 
 def _shares(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from pipeloom import errors
 from pipeloom.config import Config, Layout, stage_costs
 from pipeloom.config.search import SearchRequest
 from pipeloom.errors import CapacityError, PipeloomError
@@ -26,8 +25,7 @@ from pipeloom.parallel.exchange import broadcast_json
 from pipeloom.runtime import Pipeline
 from pipeloom.schedule import Costs, Schedule, Timeline, check, simulate
 from pipeloom.schedule.costs import TIME_TOLERANCE
-from pipeloom.schedule.files import load
-from pipeloom.schedule.json_form import from_json, to_dict, to_json
+from pipeloom.schedule.json_form import from_json, to_dict
 from pipeloom.schedule.transforms import half_split
 from pipeloom.traces.measured import costs_of
 from pipeloom.train.report.metrics import shared_cores
@@ -67,23 +65,17 @@ class SearchOutcome:
         return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
-def to_plain(outcome: SearchOutcome) -> dict[str, Any]:
-    """Return `outcome` as JSON can hold it."""
-    return {
-        **{spec.name: getattr(outcome, spec.name) for spec in fields(outcome)},
-        "schedule": to_json(outcome.schedule),
-        "costs": asdict(outcome.costs),
-    }
+def to_plain(request: SearchRequest, outcome: SearchOutcome) -> dict[str, Any]:
+    """Return `outcome` as JSON can hold it: the form of its schedule, and under `searched` the figures for the log."""
+    return to_dict(outcome.schedule) | {"searched": figures_of(request, outcome)}
 
 
 def from_plain(plain: Mapping[str, Any]) -> SearchOutcome:
     """Invert `to_plain`. Of a schedule's options, those that its JSON form does not hold are lost."""
-    costs = {key: _tuples(value) for key, value in plain["costs"].items()}
-    return SearchOutcome(**{**plain, "schedule": from_json(plain["schedule"]), "costs": Costs(**costs)})
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+    figures = plain["searched"]
+    names = ("objective", "value", "was", "lower_bound", "source", "seconds")
+    schedule, costs = from_json(json.dumps(plain)), Costs(**figures["costs"])
+    return SearchOutcome(schedule, costs, *(figures[name] for name in names))
 
 
 def search_for(request: SearchRequest, costs: Costs, source: str) -> SearchOutcome:
@@ -135,9 +127,6 @@ def value_of(schedule: Schedule, costs: Costs, objective: str) -> float:
 
 
 FILE = "schedule.json"
-# The fields of `Costs` that a search in training sets. A reused schedule must fit into the memory with all of them: that of
-# micro-batches of several sizes does not without their factors.
-_SAVED_COSTS = ("forward", "input_grad", "weight_grad", "backward", "p2p", "held", "microbatch")
 
 
 def fingerprint(config: Config, device: torch.device) -> str:
@@ -164,26 +153,16 @@ def earlier_outcome(config: Config, request: SearchRequest, device: torch.device
     key = fingerprint(config, device)
     for path in sorted(expanded(config.log.dir).glob(f"*/{FILE}"), reverse=True):
         try:
-            saved = json.loads(path.read_text(encoding="utf-8"))["searched"]
-            if saved["fingerprint"] != key:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            if saved["searched"]["fingerprint"] != key:
                 continue
-            schedule = load(path)
-            costs = Costs(**saved["costs"])
+            outcome = from_plain(saved)
+            schedule, limit = outcome.schedule, memory_limit(request, outcome.costs)
             check(schedule)
-            if schedule.ranks != request.ranks or schedule.microbatches != request.microbatches:
-                continue
-            if max(simulate(schedule, costs).peak_memory) > memory_limit(request, costs) + TIME_TOLERANCE:
-                continue
-            objective = request.objective
-            return SearchOutcome(
-                schedule,
-                costs,
-                objective,
-                value_of(schedule, costs, objective),
-                value_of(request.family, costs, objective),
-                float(saved["lower_bound"]),
-                f"and schedule of {path}, as schedule.options.reuse allows",
-            )
+            fits = max(simulate(schedule, outcome.costs).peak_memory) <= limit + TIME_TOLERANCE
+            if fits and schedule.ranks == request.ranks and schedule.microbatches == request.microbatches:
+                source = f"and schedule of {path}, as schedule.options.reuse allows"
+                return replace(outcome, source=source, seconds=0.0)
         except (OSError, ValueError, KeyError, TypeError, PipeloomError):  # not written by a search, or damaged
             continue
     return None
@@ -205,7 +184,8 @@ def report_outcome(report: Report, key: str, request: SearchRequest, outcome: Se
 def save_outcome(report: Report, key: str, request: SearchRequest, outcome: SearchOutcome) -> Path:
     """Write the schedule into the run's folder, with everything that a later run needs to reuse it; return the file."""
     path = report.folder.root / FILE
-    saved = to_dict(outcome.schedule) | {"searched": figures_of(request, outcome) | {"fingerprint": key}}
+    saved = to_plain(request, outcome)
+    saved["searched"]["fingerprint"] = key
     path.write_text(json.dumps(saved, allow_nan=False) + "\n", encoding="utf-8")
     return path
 
@@ -221,10 +201,11 @@ def figures_of(request: SearchRequest, outcome: SearchOutcome) -> dict[str, Any]
         "gap": outcome.gap,
         "memory": request.memory,
         "source": outcome.source,
+        "seconds": outcome.seconds,
         "costs": {
-            name: value
-            for name, value in asdict(outcome.costs).items()
-            if name in _SAVED_COSTS and value not in (None, ())
+            field.name: getattr(outcome.costs, field.name)
+            for field in fields(Costs)
+            if getattr(outcome.costs, field.name) != field.default
         },
     }
 
@@ -250,7 +231,7 @@ def resolve_before_start(layout: Layout, context: WorkerContext, report: Report 
             report.say("searching for a schedule for the costs given")
         return search_for(request, request.costs, "as given")
 
-    outcome = outcome_of_rank_0(context, find)
+    outcome = outcome_of_rank_0(context, request, find)
     if outcome is None:
         return layout
     if report is not None:
@@ -268,40 +249,31 @@ def estimated(layout: Layout, context: WorkerContext) -> Layout:
         return layout
     stage_times = tuple(float(flops) / 3 for flops in stage_costs(layout.config, layout.stage_layers))
     costs = request.costs or Costs(stage_times, stage_times, stage_times)
-    outcome = outcome_of_rank_0(context, lambda: search_for(request, costs, ""))
+    outcome = outcome_of_rank_0(context, request, lambda: search_for(request, costs, ""))
     assert outcome is not None
     return replace(layout, schedule=outcome.schedule, search=None)
 
 
-def outcome_of_rank_0(context: WorkerContext, find: Callable[[], SearchOutcome | None]) -> SearchOutcome | None:
+def outcome_of_rank_0(
+    context: WorkerContext, request: SearchRequest, find: Callable[[], SearchOutcome | None]
+) -> SearchOutcome | None:
     """Call `find` on rank 0, and return its result on every worker; collective."""
 
     def plain() -> dict[str, Any] | None:
         outcome = find()
-        return None if outcome is None else to_plain(outcome)
+        return None if outcome is None else to_plain(request, outcome)
 
     result = value_of_rank_0(context, plain)
     return None if result is None else from_plain(result)
 
 
 def value_of_rank_0(context: WorkerContext, find: Callable[[], Any]) -> Any:
-    """Call `find` on rank 0, and return its result, a JSON value, on every worker; collective.
-
-    A PipeloomError of `find` is raised on every worker.
-    """
-    result: dict[str, Any] = {}
-    if context.rank == 0:
-        try:
-            result["value"] = find()
-        except PipeloomError as error:
-            result["error"] = [type(error).__name__, str(error)]
-    if context.world_size > 1:
-        with context.waiting("the schedule that rank 0 searches", "search"):
-            result = broadcast_json(result, dist.group.WORLD, 0)
-    if "error" in result:
-        kind, text = result["error"]
-        raise getattr(errors, kind, PipeloomError)(text)
-    return result["value"]
+    """Call `find` on rank 0, and return its result, a JSON value, on every worker; collective."""
+    value = find() if context.rank == 0 else None
+    if context.world_size == 1:
+        return value
+    with context.waiting("the schedule that rank 0 searches", "search"):
+        return broadcast_json(value, dist.group.WORLD, 0)
 
 
 class ABTrial:
@@ -360,7 +332,9 @@ class MeasureThenSearch:
                 "searching for a schedule for the measured costs"
                 + (f" ({crowded}: CPU cores are oversubscribed, so these include waits for a core)" * bool(crowded))
             )
-        outcome = outcome_of_rank_0(self._context, lambda: search_for(self._request, self._costs(steady), words))
+        outcome = outcome_of_rank_0(
+            self._context, self._request, lambda: search_for(self._request, self._costs(steady), words)
+        )
         assert outcome is not None
         self._pipeline.adopt(outcome.schedule)
         if self._report is not None:

@@ -13,7 +13,7 @@ never sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,45 +29,33 @@ from pipeloom.train.step import NormRow, Outcome, norm_of, own_square
 from pipeloom.train.workers.context import together
 
 
-class Copies:
-    """Exact copies of tensors, in memory that the next `take` reuses."""
+class OptimizerCopy:
+    """Exact copies of an optimizer's parameters and state, in memory that the next `take` reuses."""
 
     def __init__(self) -> None:
         self._originals: list[Tensor] = []
         self._copies: list[Tensor] = []
+        self._states: list[dict[Any, dict[str, Any]]] = []
 
     @torch.no_grad()
-    def take(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the tensors; the copies replace those of the last call."""
-        if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in self._copies]:
-            self._copies = [torch.empty_like(tensor) for tensor in tensors]
-        self._originals = [tensor.detach() for tensor in tensors]
+    def take(self, optimizer: Optimizer) -> None:
+        """Copy the present values; the copies replace those of the last call."""
+        self._states = [{master: dict(state) for master, state in each.state.items()} for each in optimizer.optimizers]
+        states = [state for by_master in self._states for state in by_master.values()]
+        values = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        # also parameters that other ranks step for this one
+        self._originals = [tensor.detach() for tensor in (*optimizer.changing(), *values)]
+        if [(t.shape, t.dtype) for t in self._originals] != [(t.shape, t.dtype) for t in self._copies]:
+            self._copies = [torch.empty_like(tensor) for tensor in self._originals]
         if self._copies:  # in one call for all tensors, where one call each takes longer than the copies
             torch._foreach_copy_(self._copies, self._originals)
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Write the copies back into the tensors."""
+    def restore(self, optimizer: Optimizer) -> None:
+        """Write the copies back."""
+        optimizer.wait()  # a transfer under way would overwrite what is restored
         if self._copies:  # as in `take`
             torch._foreach_copy_(self._originals, self._copies)
-
-
-class OptimizerCopy:
-    """A copy of an optimizer's parameters and state."""
-
-    def __init__(self) -> None:
-        self._copies = Copies()
-        self._states: list[dict[Any, dict[str, Any]]] = []
-
-    def take(self, optimizer: Optimizer) -> None:
-        self._states = [{master: dict(state) for master, state in each.state.items()} for each in optimizer.optimizers]
-        state = [state for states in self._states for state in states.values()]
-        values = [value for each in state for value in each.values() if isinstance(value, Tensor)]
-        self._copies.take([*optimizer.changing(), *values])  # also parameters that other ranks step for this one
-
-    def restore(self, optimizer: Optimizer) -> None:
-        optimizer.wait()  # a transfer under way would overwrite what is restored
-        self._copies.restore()
         for inner, states in zip(optimizer.optimizers, self._states, strict=True):
             inner.state.clear()  # a parameter's first gradient may have added state
             inner.state.update({master: dict(state) for master, state in states.items()})
@@ -189,7 +177,6 @@ class SpeculativeOptimizer:
                 self._optimizer.step(norm, step.rate)
             else:
                 self._optimizer.publish_again()
-        step.exchange.finish()
         flags = together(row[1] for row in rows)
         loss = step.loss.wait()
         with self._pipeline.waiting_for_device():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from models import WIDTH, batch, mse
+from pipeloom import checkpoint
 from pipeloom.config import MeshShape
 from pipeloom.config.settings import load
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
+from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.train.optimizer import Optimizer
 from processes import run_ranks
 
@@ -165,3 +167,36 @@ def test_sharded_gradients_warn_once_unless_an_optimizer_reads_them() -> None:
         pipeline = pipeline_of_one(shard_gradients=True)
         Optimizer(list(pipeline.named_parameters()), load("tiny").optimizer, pipeline.sync, pipeline.counts)
         pipeline.step(ONES, ONES * 0)
+
+
+def without_parameters(rank: int, at: int, folder: str) -> tuple[list[float], dict[str, list[float]]]:
+    """Losses and weights of a loop whose stage `at` of two has no parameters; its state is saved and loaded."""
+    torch.manual_seed(0)
+    kept: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    kept.insert(2 * at, nn.Tanh())
+    schedule = pl.schedules.one_f_one_b(2, 2)
+    stages = [1, 2] if at == 0 else [2, 1]
+    build: Any = Pipeline if rank >= 0 else LocalPipeline
+    pipeline = build(kept, schedule, loss=mse, stages=stages)
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=RATE)
+    losses = []
+    for step in range(STEPS):
+        losses.append(pipeline.step(*batch(4, seed=step)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    if rank >= 0:
+        checkpoint.save(folder, STEPS, pipeline, optimizer)
+        checkpoint.load(folder, pipeline, optimizer)
+    weights = {name: p.flatten().tolist() for name, p in pipeline.named_parameters()}
+    pipeline.close()
+    return losses, weights
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_stage_without_parameters_trains(at: int, tmp_path: Path) -> None:
+    want, weights = without_parameters(-1, at, "")
+    ranks = run_ranks(without_parameters, 2, at, str(tmp_path))
+    assert [losses for losses, _ in ranks] == [pytest.approx(want, rel=1e-6)] * 2
+    assert ranks[at][1] == {}
+    for name, values in ranks[1 - at][1].items():
+        assert values == pytest.approx(weights[name], rel=1e-5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from pipeloom.train.checkpoint.run import Start
 from pipeloom.train.loop import Trainer
 from pipeloom.train.step import BadSteps
 from processes import run_ranks
+from run_notes import Notes, context
 
 CPU = torch.device("cpu")
 
@@ -43,17 +43,8 @@ def trained(tmp_path: Any, bad: dict[int, float], **changes: Any) -> tuple[Train
             **{"model.dropout": 0.1, "log.dir": str(tmp_path), **keys},
         },
     )
-    events: list[tuple[str, dict[str, Any]]] = []
-    report: Any = SimpleNamespace(
-        record=lambda event, **values: events.append((event, values)),
-        say=lambda text: None,
-        advance=lambda: None,
-        step=lambda metrics: None,
-        figures=lambda step, figures: None,
-        end_progress=lambda: None,
-    )
-    context: Any = SimpleNamespace(rank=0, device=CPU, flags=0, world_size=1)
-    trainer = Trainer(layout.config, build_pipeline(layout, CPU), context, report)
+    report: Any = Notes()
+    trainer = Trainer(layout.config, build_pipeline(layout, CPU), context(), report)
     trainer.begin(Start(), tmp_path / "run")
     plain = trainer.pipeline.step
 
@@ -66,7 +57,7 @@ def trained(tmp_path: Any, bad: dict[int, float], **changes: Any) -> tuple[Train
 
     trainer.pipeline.step = spoilt  # type: ignore[method-assign]
     trainer.train(torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(0)))
-    return trainer, events
+    return trainer, report.events
 
 
 @pytest.mark.core
@@ -84,8 +75,7 @@ def stopped(rank: int, what: str) -> str:
             **{"train.steps": 3, "train.device": "cpu", "model.num_hidden_layers": 2},
         },
     )
-    context: Any = SimpleNamespace(rank=rank, device=CPU, flags=0, world_size=2)
-    trainer = Trainer(layout.config, build_pipeline(layout, CPU), context, None)
+    trainer = Trainer(layout.config, build_pipeline(layout, CPU), context(rank, 2), None)
     plain = trainer.pipeline.step
 
     def spoilt(*arguments: Any) -> Any:

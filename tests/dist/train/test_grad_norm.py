@@ -14,9 +14,10 @@ from pipeloom.config import Layout, load_layout
 from pipeloom.errors import UsageError
 from pipeloom.models import tied
 from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.sharding import shard_of
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.report.verify import RankTensors, make_batch, serial_step, whole
+from pipeloom.train.report.verify import make_batch, serial_step
 from processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -46,8 +47,11 @@ def layout_of(case: str) -> Layout:
     return load_layout("tiny", {**BASE, **CASES[case]})
 
 
-def measured(rank: int, case: str) -> tuple[float, float, float, float, list[tuple[str, list[float]]]]:
-    """The loss, the norm, the norm that clipping returns, the norm after it, and the gradients after it (unless sharded)."""
+def measured(rank: int, case: str) -> tuple[float, float, float, float, list[tuple[str, Any, list[float]]]]:
+    """The loss, the norm, the norm that clipping returns, the norm after it, and the gradients after it (unless sharded).
+
+    A gradient has its layout and place beside it.
+    """
     layout = layout_of(case)
     mesh = Mesh.of(layout.mesh)
     assert mesh is not None
@@ -59,12 +63,11 @@ def measured(rank: int, case: str) -> tuple[float, float, float, float, list[tup
     assert norm.dtype == torch.float32
     returned = pipeline.clip_grad_norm_(float(norm) / 4).item()
     after = pipeline.grad_norm().item()
-    gradients = {name: None if p.grad is None else p.grad for name, p in pipeline.named_parameters()}
-    everyone: list[Any] = [None] * mesh.everyone.size
-    torch.distributed.all_gather_object(everyone, RankTensors(mesh.place, gradients, pipeline.layouts))
-    joined = whole(everyone)[rank]
+    place = mesh.place._asdict()
+    held = [(n, p.grad.flatten().tolist()) for n, p in pipeline.named_parameters() if p.grad is not None]
+    gradients = [(name, (pipeline.layouts[name], place), values) for name, values in held]
     pipeline.close()
-    return loss, norm.item(), returned, after, [(n, g.flatten().tolist()) for n, g in joined.items() if g is not None]
+    return loss, norm.item(), returned, after, gradients
 
 
 @pytest.mark.parametrize(
@@ -91,10 +94,10 @@ def test_norm_and_clipping_are_those_of_one_process(case: str) -> None:
         assert returned == norm
         assert after == pytest.approx(want / 4, rel=1e-4)
         assert (norm, after) == (found[0][1], found[0][3])  # bitwise the same on every rank
-        for name, values in gradients:
+        for name, where, values in gradients:
             gradient = parameters[name].grad
             assert gradient is not None
-            torch.testing.assert_close(torch.tensor(values), gradient.flatten(), rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(torch.tensor(values), shard_of(gradient, *where).flatten(), rtol=1e-4, atol=1e-6)
             compared += 1
     assert compared or layout.config.optimizer.zero1
 

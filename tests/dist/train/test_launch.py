@@ -255,17 +255,6 @@ def test_who_failed_first() -> None:
     assert first_failure({0: -6, 1: -11}, {}) == 1  # an abort may be because of others
 
 
-def test_a_full_disc_leaves_no_empty_exit_file(tmp_path: Path) -> None:
-    """Python ignores SIGXFSZ, so that a write beyond the limit fails as one on a full disc does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        write_exit(str(tmp_path), 6, "a reason", (1,))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("codes", [(6, 0, 75), (6, 1, 6), (1, 6), (1, 2)])
 def test_the_first_to_say_how_a_run_ended_decides_unless_it_stopped_because_of_another(
     codes: tuple[int, ...], tmp_path: Path

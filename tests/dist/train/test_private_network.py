@@ -150,15 +150,6 @@ def test_a_refusal_is_one_line_and_the_run_goes_on(
     assert "docs/security.md" in line
 
 
-@takes_a_network
-def test_a_launcher_that_ignores_its_children_makes_a_network_too() -> None:
-    old = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        assert refusal() == ""
-    finally:
-        signal.signal(signal.SIGCHLD, old)
-
-
 def test_descriptors_are_not_kept() -> None:
     before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
     for _ in range(3):
@@ -169,8 +160,3 @@ def test_descriptors_are_not_kept() -> None:
 def test_an_unknown_network_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="PIPELOOM_NETWORK = 'none'; it must be 'private' or 'host'"):
         launch(["true"], 2, environment={"PIPELOOM_NETWORK": "none"})
-
-
-def test_the_machines_network_needs_no_entering() -> None:
-    Network().enter()
-    assert sys.platform != "linux" or here() == os.readlink(f"/proc/{os.getppid()}/ns/net")

@@ -20,6 +20,7 @@ from pipeloom.train.data.batches import Batch
 from pipeloom.train.loop import Trainer
 from pipeloom.train.speculative import OptimizerCopy
 from processes import run_ranks
+from run_notes import context
 
 pytestmark = pytest.mark.core
 
@@ -61,8 +62,7 @@ class LateGathers:
 def trainer_of(rank: int, changes: dict[str, Any]) -> tuple[Layout, Trainer]:
     layout = load_layout("tiny", {"optimizer.zero1": True, **changes})
     pipeline = build_pipeline(layout, CPU)
-    context: Any = SimpleNamespace(rank=rank, device=CPU, flags=0)
-    return layout, Trainer(layout.config, pipeline, context, None)
+    return layout, Trainer(layout.config, pipeline, context(rank), None)
 
 
 def batch_of(layout: Layout, step: int, replica: int) -> Batch:

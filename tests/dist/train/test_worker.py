@@ -61,15 +61,6 @@ def test_workers_meet_sum_and_share_a_store_and_the_cores(tmp_path: Path, monkey
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [repr((2, "cpu", 3.0, True))] * 2
 
 
-def test_workers_compute_with_as_many_threads_as_the_user_asks_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    body = f"pathlib.Path({str(tmp_path)!r}, str(context.rank)).write_text(str(torch.get_num_threads()))"
-    assert run(script(tmp_path, body)) == 0
-    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["3", "3"]
-
-
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("variable", "torchrun", "configured", "threads"),
@@ -120,7 +111,7 @@ def test_a_bug_ends_with_1_and_its_traceback_and_peers_say_that_they_lost_it(
     assert run(script(tmp_path, body)) == 1
     err = capfd.readouterr().err
     assert "[rank 1] ValueError: a bug of the test" in err
-    assert "lost another worker in body" in err
+    assert "lost another worker: " in err
     assert "rank 1 (process " in err
 
 
@@ -131,31 +122,6 @@ def test_pipeloom_errors_keep_their_code_and_are_written_as_a_sentence(
     err = capfd.readouterr().err
     assert err.count("the same on every rank") == 1
     assert "Traceback" not in err
-
-
-def test_sigterm_asks_for_a_stop(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    body = """
-    if context.rank == 0:  # the other one may get to know before it comes here
-        assert not context.requests.ends
-        os.kill(os.getppid(), signal.SIGTERM)
-    until = time.time() + 20
-    while not context.requests.ends and time.time() < until:
-        time.sleep(0.02)
-    raise Preempted("stopped after this step")
-    """
-    path = script(tmp_path, body)
-    code = f"import sys\nfrom pipeloom.train.workers.launch import launch\nsys.exit(launch([sys.executable, {str(path)!r}], 2))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 75, done.stderr
-    assert done.stderr.count("stopped after this step") == 1
-
-
-def test_torchrun_starts_the_same_worker(tmp_path: Path) -> None:
-    body = f"pathlib.Path({str(tmp_path)!r}, str(context.rank)).write_text(f'{{total.item()}} {{context.world_size}}')"
-    path = script(tmp_path, body)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
-    subprocess.run(command, check=True, timeout=100, capture_output=True)
-    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["3.0 2"] * 2
 
 
 @pytest.mark.parametrize("secrets", [("one", "another"), ("one", "")], ids=["two", "one"])
@@ -235,23 +201,15 @@ def test_a_port_that_is_in_use_is_named_by_a_worker_too(monkeypatch: pytest.Monk
 
 
 @pytest.mark.core
-def test_environment_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "two")
-    with pytest.raises(ConfigError, match="WORLD_SIZE is 'two'"):
-        worker.world_size_given()
-    monkeypatch.delenv("RANK")
-    assert worker.world_size_given() is None
-    assert not worker.is_worker()
-
-
-@pytest.mark.core
 @pytest.mark.parametrize("text", ["two", "-1", "1.0", "²", "٣", ""])
 def test_an_environment_without_numbers_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", text)
     with pytest.raises(ConfigError, match=r"WORLD_SIZE is .* in the environment; it must be a whole number"):
         worker.world_size_given()
+    monkeypatch.delenv("RANK")
+    assert worker.world_size_given() is None
+    assert not worker.is_worker()
 
 
 @pytest.mark.core

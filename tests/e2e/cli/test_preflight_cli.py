@@ -124,17 +124,6 @@ def test_a_disc_without_room(pipeloom: Run, tmp_path: Path) -> None:
     assert ended.err == 'pipeloom: log.dir = "small": cannot write there: No space left on device\n'
 
 
-@pytest.mark.parametrize("transport", ["auto", "shared"])
-def test_no_overlap_over_shared_memory(pipeloom: Run, transport: str) -> None:
-    words = "--parallel.pp 2 --schedule.overlap_p2p false --train.device cpu"
-    ended = pipeloom(f"train tiny {words} --schedule.transport {transport}")
-    assert ended.code == 2
-    assert "schedule.overlap_p2p = false: the " in ended.err
-    assert 'set schedule.transport = "individual"' in ended.err
-    for allowed in ("--schedule.transport individual", "--parallel.pp 1", "--schedule.overlap_p2p true"):
-        assert pipeloom(f"train tiny {words} {allowed}").code == 99
-
-
 def test_all_of_them_at_once_and_nothing_is_left_behind(pipeloom: Run, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("a" * 50)
     ended = pipeloom("train tiny --data.source short.txt --log.dir /proc/a/b")

@@ -28,18 +28,9 @@ TEXT = b"the loom weaves thread over thread\n" * 500, b"over thread\n" * 500  # 
 OTHERS: list[tuple[str, Any, str]] = [
     ("optimizer.lr", 0.25, "0.25"),
     ("optimizer.betas", [0.5, 0.75], "[0.5, 0.75]"),
-    ("optimizer.clip_norm", 0.125, "0.125"),
-    ("optimizer.weight_decay", 0.0625, "0.0625"),
-    ("optimizer.warmup_steps", 7, "7"),
     ("train.seed", 12345, "12345"),
-    ("train.steps", 77, "77"),
-    ("train.label_smoothing", 0.03125, "0.03125"),
     ("train.dtype", "float64", "float64"),
-    ("model.rope_theta", 123.0, "123.0"),
-    ("model.dropout", 0.0625, "0.0625"),
     ("data.sampling", "split-then-shuffle", "split-then-shuffle"),
-    ("log.every", 33, "33"),
-    ("parallel.order", "dp-tp-ep-pp", "dp-tp-ep-pp"),
 ]
 
 

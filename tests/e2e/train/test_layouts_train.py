@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from pipeloom.train.data.batches import Batches
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.loop import Trainer
 from processes import run_ranks
+from run_notes import context
 
 CPU = torch.device("cpu")
 TEXT = ByteTokenizer().encode("".join(f"def f{number}(x):\n    return x + {number}\n" for number in range(100)))
@@ -60,7 +60,7 @@ def train(rank: int, keys: dict[str, Any]) -> tuple[list[tuple[float, float]], s
     """(loss, norm) of each step, and a fingerprint of this rank's weights after them."""
     layout = layout_of(keys)
     pipeline = build_pipeline(layout, CPU)
-    trainer = Trainer(layout.config, pipeline, SimpleNamespace(rank=rank, device=CPU, flags=0), None)
+    trainer = Trainer(layout.config, pipeline, context(rank), None)
     pipeline.train()
     place, replicas = pipeline.mesh.place, pipeline.mesh.shape.dp
     batches = Batches(TEXT, layout.config, replicas)

@@ -10,7 +10,6 @@ import sys
 import tomllib
 import types
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +29,7 @@ from pipeloom.train.report.report import Report
 from pipeloom.train.step import LayerNorms, layer_norms
 from pipeloom.train.workers.preflight import READ, SECRET
 from processes import run_ranks
+from run_notes import Notes, context
 
 CPU = torch.device("cpu")
 TEXT = torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
@@ -39,34 +39,13 @@ ONE = {"parallel.pp": 1, "schedule.name": "1f1b", "schedule.microbatches": 2}
 # -- evaluation --------------------------------------------------------------------------------------------------------------
 
 
-class Notes:
-    """A report that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, dict[str, Any]]] = []
-        self.given: list[tuple[int, dict[str, Any]]] = []
-
-    def record(self, event: str, **figures: Any) -> None:
-        self.events.append((event, figures))
-
-    def figures(self, step: int, figures: Any) -> None:
-        self.given.append((step, dict(figures)))
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: None
-
-    def of(self, event: str) -> list[dict[str, Any]]:
-        return [figures for kind, figures in self.events if kind == event]
-
-
 def trained(**changes: Any) -> tuple[Notes, dict[str, Tensor]]:
     """What six steps told, and the weights, buffers and optimizer state after them."""
     keys = {key.replace("__", "."): value for key, value in changes.items()}
     layout = load_layout("tiny", {**ONE, "train.steps": 6, "log.every": 3, "train.tune_cpu": False, **keys})
     pipeline = build_pipeline(layout, CPU)
     notes = Notes()
-    context: Any = SimpleNamespace(rank=0, device=CPU, flags=0)
-    trainer = Trainer(layout.config, pipeline, context, notes)  # type: ignore[arg-type]
+    trainer = Trainer(layout.config, pipeline, context(), notes)  # type: ignore[arg-type]
     train = layout.config.train
     trainer.train(TEXT, spread(TEXT[:1500], train.global_batch_size, train.seq_len, train.eval_batches))
     state = {name: value.clone() for name, value in pipeline.state_dict().items()}
@@ -292,6 +271,6 @@ def test_every_variable_that_is_read_is_recorded_or_internal() -> None:
         for name in re.findall(r"""os\.environ(?:\.get|\.setdefault|\.pop)?[(\[]"([A-Z_]+)\"""", path.read_text())
     }
     # who a worker is; how a terminal looks; how much the profiler prints
-    internal = {"RANK", "TORCHELASTIC_RUN_ID", "NO_COLOR", "TERM", "COLORTERM", "KINETO_LOG_LEVEL"}
+    internal = {"RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "NO_COLOR", "TERM", "COLORTERM", "KINETO_LOG_LEVEL"}
     assert "WANDB_MODE" in read
     assert read - {*READ, *SECRET} <= internal

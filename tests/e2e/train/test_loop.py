@@ -24,7 +24,7 @@ from pipeloom.train.data.batches import windows_of
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.hub.generate import SAMPLED_TOKENS, generate
 from pipeloom.train.loop import Trainer
-from pipeloom.train.report.verify import make_batch, pipeline_step, serial_step
+from pipeloom.train.report.verify import make_batch
 from processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -150,36 +150,6 @@ def test_one_rank_learns_a_text() -> None:
     assert generate(pipeline, ByteTokenizer(), 16, seed=0, prompt="abc") == written
 
 
-def first_norms(rank: int, tie: bool) -> tuple[float, float, dict[str, list[Any]]]:
-    """Loss and norm of two steps on this rank, and its weights after them."""
-    layout = load_layout("tiny", {"model.tie_word_embeddings": tie, "optimizer.clip_norm": 0.1})
-    pipeline = build_pipeline(layout, CPU)
-    trainer = Trainer(layout.config, pipeline, context(rank), None)
-    outcome = trainer.step(make_batch(layout), rate=1e-3)
-    assert not outcome.flags
-    trainer.step(make_batch(layout), rate=1e-3)
-    weights = {name: value.tolist() for name, value in pipeline.named_parameters()}
-    pipeline.close()
-    return outcome.loss, outcome.norm, weights
-
-
-@pytest.mark.parametrize("tie", [False, True])
-def test_the_norm_over_ranks_is_that_of_one_process(tie: bool) -> None:
-    (loss, norm, weights), (loss1, norm1, weights1) = run_ranks(first_norms, 2, tie)
-    assert (loss, norm) == (loss1, norm1)
-    layout = load_layout("tiny", {"model.tie_word_embeddings": tie})
-    reference = serial_step(layout, CPU)
-    own = [
-        g for name, g in reference.gradients.items() if g is not None and not (tie and name == "head.lm_head.weight")
-    ]
-    assert loss == pytest.approx(reference.loss, rel=1e-6)
-    assert norm == pytest.approx(math.sqrt(sum(g.double().square().sum().item() for g in own)), rel=1e-6)
-    both = {**weights, **weights1}
-    assert len(both) == len(reference.gradients)
-    if tie:
-        assert both["head.lm_head.weight"] == both["model.embed_tokens.weight"]
-
-
 def stop_of(rank: int) -> bool:
     layout = load_layout("tiny")
     pipeline = build_pipeline(layout, CPU)
@@ -190,13 +160,3 @@ def stop_of(rank: int) -> bool:
 
 def test_all_ranks_stop_when_one_was_told_to() -> None:
     assert run_ranks(stop_of, 2) == [True, True]
-
-
-def test_one_process_is_a_pipeline_too() -> None:
-    from pipeloom.parallel.mesh import Mesh, PipelineMesh
-
-    layout = load_layout("tiny", {"parallel.pp": 1, "schedule.name": "gpipe"})
-    (found,) = pipeline_step(layout, CPU, Mesh.of_pipeline(PipelineMesh.of([0])))
-    reference = serial_step(layout, CPU)
-    assert found.loss == pytest.approx(reference.loss, rel=1e-6)
-    assert found.gradients.keys() == reference.gradients.keys()

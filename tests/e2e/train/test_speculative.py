@@ -23,6 +23,7 @@ from pipeloom.train.loop import Trainer
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.speculative import OptimizerCopy, Outcome, SpeculativeOptimizer
 from processes import run_ranks
+from run_notes import Notes, context
 
 CPU = torch.device("cpu")
 STEPS = 12
@@ -76,12 +77,7 @@ def train(rank: int, layout: Layout, barrier: bool, spoil: Spoil, steps: int = S
     pipeline = build(layout) if build is not None else build_pipeline(layout, CPU)
     step, run = SimpleNamespace(now=0), Run()
     spoiling(pipeline, rank, spoil, step)
-    trainer = Trainer(
-        layout.config,
-        pipeline,
-        SimpleNamespace(rank=rank, device=CPU, flags=0),
-        None,  # type: ignore[arg-type]
-    )
+    trainer = Trainer(layout.config, pipeline, context(rank), None)
     optimizer = trainer.optimizer
     speculative = SpeculativeOptimizer(pipeline, optimizer)
     for now in range(steps):
@@ -275,8 +271,7 @@ def overlap(rank: int) -> dict[bool, tuple[list[float], list[float]]]:
             return result
 
         Executor.run = late  # type: ignore[method-assign, assignment]
-        context: Any = SimpleNamespace(rank=rank, device=CPU, flags=0)
-        trainer = Trainer(layout.config, pipeline, context, None)
+        trainer = Trainer(layout.config, pipeline, context(rank), None)
         speculative = SpeculativeOptimizer(pipeline, trainer.optimizer)
         for step in range(5):
             if barrier:
@@ -338,23 +333,11 @@ def command_losses(rank: int, barrier: bool) -> tuple[list[dict[str, Any]], int]
     options = {"optimizer.barrier": barrier, "train.steps": 7, "log.every": 3, "optimizer.clip_norm": 100.0}
     layout = load_layout("tiny", options)
     pipeline = build_pipeline(layout, CPU)
-    steps: list[dict[str, Any]] = []
-
-    def record(event: str, **values: Any) -> None:
-        steps.append(values)
-
-    report: Any = SimpleNamespace(
-        record=record,
-        advance=lambda: None,
-        step=lambda metrics: None,
-        end_progress=lambda: None,
-        figures=lambda step, figures: None,
-    )
-    context: Any = SimpleNamespace(rank=rank, device=CPU, flags=0)
-    trainer = Trainer(layout.config, pipeline, context, report)
+    report: Any = Notes()
+    trainer = Trainer(layout.config, pipeline, context(rank), report)
     trainer.train(torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(0)))
     pipeline.close()
-    return steps, len(trainer.log.traces)
+    return report.of("step"), len(trainer.log.traces)
 
 
 @pytest.mark.timeout(120)

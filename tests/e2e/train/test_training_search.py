@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ import pipeloom as pl
 from pipeloom.config import Layout, load_layout
 from pipeloom.errors import CapacityError
 from pipeloom.schedule.files import load
-from pipeloom.schedule.json_form import to_dict
 from pipeloom.traces.measured import costs_of
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.tokenizers import ByteTokenizer
@@ -34,51 +31,15 @@ from pipeloom.train.schedule_search import (
     resolve_before_start,
     save_outcome,
     search_for,
-    value_of_rank_0,
+    to_plain,
 )
 from processes import run_ranks
+from run_notes import Notes, context
 
 CPU = torch.device("cpu")
 TEXT = "".join(f"def f{number}(x):\n    return x + {number}\n" for number in range(400))
 COSTS = {"forward": [1, 1, 1, 3], "input_grad": [1, 1, 1, 3], "weight_grad": [1, 1, 1, 2], "p2p": 0.1}
 SEARCH = {"schedule.name": "search", "schedule.chunks": 2, "schedule.options.iterations": 100}
-
-
-class Notes:
-    """A report that keeps what it is told."""
-
-    def __init__(self, root: Path) -> None:
-        self.folder = SimpleNamespace(root=root)
-        self.said: list[str] = []
-        self.events: list[dict[str, Any]] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def record(self, event: str, **figures: Any) -> None:
-        self.events.append({"event": event, **figures})
-
-    def step(self, metrics: Any) -> None:
-        pass
-
-    def advance(self) -> None:
-        pass
-
-    def end_progress(self) -> None:
-        pass
-
-    def figures(self, step: int, figures: Any) -> None:
-        pass
-
-
-def context(rank: int = 0, world_size: int = 1) -> Any:
-    return SimpleNamespace(
-        rank=rank,
-        world_size=world_size,
-        device=CPU,
-        flags=0,
-        waiting=lambda what, phase: contextlib.nullcontext(),
-    )
 
 
 def trained(rank: int, folder: Path, overrides: dict[str, Any], world_size: int = 2) -> dict[str, Any]:
@@ -98,13 +59,13 @@ def trained(rank: int, folder: Path, overrides: dict[str, Any], world_size: int 
     peak = pipeline.peak_activations
     pipeline.close()
     return {
-        "losses": [event["loss"] for event in report.events if event["event"] == "step"] if report else [],
+        "losses": [event["loss"] for event in report.of("step")] if report else [],
         "codes": pipeline.schedule.codes,
         "changed": pipeline.schedule.codes != started,
         "peak": peak,
         "said": report.said if report else [],
-        "search": [event for event in report.events if event["event"] == "search"] if report else [],
-        "trial": [event for event in report.events if event["event"] == "trial"] if report else [],
+        "search": report.of("search") if report else [],
+        "trial": report.of("trial") if report else [],
         "traces": len(trainer.log.traces),
         "weights": {name: value.tolist() for name, value in pipeline.named_parameters()},
     }
@@ -272,10 +233,12 @@ def test_another_configuration_is_searched_anew(tmp_path: Path) -> None:
     layout = load_layout("tiny", {**SEARCH, "log.dir": str(tmp_path)})
     assert _kept(tmp_path, layout, "not JSON {") is None
     assert _kept(tmp_path, layout, json.dumps({"format": "pipeloom.schedule/1"})) is None
-    own = to_dict(layout.search.first)
-    facts = {"fingerprint": same, "lower_bound": 1.0, "costs": {"forward": 1.0}}
-    assert _kept(tmp_path, layout, json.dumps(own | {"searched": facts | {"fingerprint": "another"}})) is None
-    found = _kept(tmp_path, layout, json.dumps(own | {"searched": facts}))
+    request = layout.search
+    saved = to_plain(request, SearchOutcome(request.first, pl.Costs(), request.objective, 2.0, 3.0, 1.0, "measured"))
+    saved["searched"]["fingerprint"] = "another"
+    assert _kept(tmp_path, layout, json.dumps(saved)) is None
+    saved["searched"]["fingerprint"] = same
+    found = _kept(tmp_path, layout, json.dumps(saved))
     assert found is not None
     assert found.schedule == layout.search.first
     tight = load_layout("tiny", {**SEARCH, "log.dir": str(tmp_path)})
@@ -305,21 +268,6 @@ def _kept(folder: Path, layout: Layout, text: str) -> Any:
     (folder / "20260101-000000-search").mkdir(exist_ok=True)
     (folder / "20260101-000000-search" / FILE).write_text(text)
     return earlier_outcome(layout.config, layout.search, CPU)
-
-
-def failing(rank: int) -> str:
-    def find() -> str:
-        assert rank == 0
-        raise CapacityError("no room")
-
-    try:
-        return value_of_rank_0(context(rank, 2), find)
-    except CapacityError as error:
-        return str(error)
-
-
-def test_an_error_of_rank_0_is_everyones() -> None:
-    assert run_ranks(failing, 2) == ["no room", "no room"]
 
 
 @pytest.mark.timeout(120)

@@ -70,9 +70,9 @@ def test_an_error_is_printed_without_control_characters(pipeloom: Callable[[str]
 
 def test_a_run_folder_is_its_users_alone(tmp_path: Path) -> None:
     folder = make_folder(load(None, {"log.dir": str(tmp_path / "runs"), "schedule.name": "x[red]\x1b/../y.csv"}))
-    assert folder.root.stat().st_mode & 0o777 == 0o700
-    assert folder.root.parent == tmp_path / "runs"
-    assert folder.root.name.isascii()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert folder.parent == tmp_path / "runs"
+    assert folder.name.isascii()
 
 
 def test_a_value_that_no_file_can_hold_is_refused() -> None:

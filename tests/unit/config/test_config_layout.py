@@ -139,3 +139,13 @@ def test_recompute_is_a_word_or_blocks() -> None:
     assert load_layout("tiny").config.train.recompute == "none"
     assert load_layout("tiny", {"train.recompute": "full"}).config.train.recompute == "full"
     assert load_layout("tiny", {"train.recompute": [0, 3]}).config.train.recompute == (0, 3)
+
+
+def test_too_few_micro_batches_are_said_to_leave_ranks_idle() -> None:
+    keys = {"parallel.pp": 4, "schedule.name": "1f1b", "schedule.chunks": 1}
+    few, enough = (load_layout("tiny", {**keys, "schedule.microbatches": count}).notes for count in (2, 4))
+    idle = (
+        "2 micro-batches on 4 ranks: about 60% of each step is idle time; schedule.microbatches = 8 or more fills the "
+    )
+    assert few[0].startswith(idle)
+    assert enough == ()

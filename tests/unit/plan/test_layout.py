@@ -104,6 +104,34 @@ def test_files_that_are_no_models_are_refused(values, words):
         from_config(values)
 
 
+SMALL = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "vocab_size": 100,
+    "intermediate_size": 96,
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, {"key_value_heads": 8, "head_width": 8, "gated": True, "sparse": ()}),
+        ({"model_type": "falcon", "multi_query": True}, {"key_value_heads": 1, "gated": False, "tied": True}),
+        ({"num_experts": 4, "mlp_only_layers": [1]}, {"sparse": (True, False, True, True), "expert_width": 96}),
+        ({"num_experts": 4, "decoder_sparse_step": 2}, {"sparse": (False, True, False, True)}),
+        ({"n_routed_experts": 4, "first_k_dense_replace": 3, "n_shared_experts": 2, "moe_intermediate_size": 16},
+         {"sparse": (False, False, False, True), "expert_width": 16, "shared_width": 32}),
+        ({"moe_num_experts": 4, "moe_k": 3, "moe_layer_freq": [1, 0]},
+         {"sparse": (True, False, True, False), "experts_per_token": 3}),
+        ({"text_config": {"hidden_size": 128}}, {"hidden": 128}),
+    ],
+)  # fmt: skip
+def test_the_words_of_the_families_are_read(values, expected):
+    shape = from_config(SMALL | values)
+    assert {name: getattr(shape, name) for name in expected} == expected
+
+
 def test_an_unknown_model_names_the_nearest_preset():
     with pytest.raises(UsageError, match="did you mean 'llama3-8b'"):
         load_model("llama3-8")

@@ -165,7 +165,7 @@ def test_a_mutated_large_schedule_is_refused_quickly() -> None:
     schedule = schedules.interleaved(8, 400, 8)
     programs = [list(program) for program in schedule.codes]
     programs[3][1000], programs[3][2500] = programs[3][2500], programs[3][1000]
-    bad = Schedule.of_codes(programs, placement=schedule.placement, microbatches=400, name="mutated")
+    bad = Schedule.of(programs, placement=schedule.placement, microbatches=400, name="mutated")
     start = time.process_time()
     with pytest.raises(ScheduleError, match="deadlocks"):
         check(bad)

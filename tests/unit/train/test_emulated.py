@@ -13,7 +13,7 @@ from pipeloom.runtime import LocalPipeline
 from pipeloom.schedule import Costs, Schedule
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes
 from pipeloom.train.report import rehearse
-from pipeloom.train.report.rehearse import Clock, EmulatedBlock, Rehearsal
+from pipeloom.train.report.rehearse import Clock, EmulatedLayer, Rehearsal
 
 
 class Hands:
@@ -83,9 +83,9 @@ def _split(ranks: int, microbatches: int) -> Schedule:
 def test_a_stage_takes_its_costs_times_its_unit_and_what_slows_it(build: Any, hands: Hands) -> None:
     costs = Costs(forward=1, input_grad=2, weight_grad=3, microbatch=(1.0, 0.5))
     taken = _run(Rehearsal(build(1, 2), costs, unit=0.01, slow={0: 1.1}), hands)
-    assert taken["layer", "F"] == pytest.approx([0.011, 0.0055])
-    assert taken["layer", "I"] == pytest.approx([0.022, 0.011])
-    assert taken["layer", "W"] == pytest.approx([0.033, 0.0165])
+    assert taken["attention", "F"] == pytest.approx([0.011, 0.0055])
+    assert taken["attention", "I"] == pytest.approx([0.022, 0.011])
+    assert taken["attention", "W"] == pytest.approx([0.033, 0.0165])
 
 
 def test_all_to_all_takes_its_share_and_its_simulation_is_the_blocks(hands: Hands) -> None:
@@ -105,16 +105,15 @@ def test_replicas_of_a_position_are_the_stages_of_their_rank(hands: Hands) -> No
     schedule = pl.schedules.dualpipe(ranks=2, microbatches=4)
     rehearsal = Rehearsal(schedule, Costs(), unit=0.01, slow={schedule.stages_of[1][0]: 2.0})
     for rank in range(2):
-        times = [layer().times.forward for layer in rehearsal.layers(rank, Clock())]
+        times = [layer().times.attention.forward for layer in rehearsal.layers(rank, Clock())]
         slowed = schedule.position_of[schedule.stages_of[1][0]]
         assert times == [0.02 if rank == 1 and at == slowed else 0.01 for at in range(2)]
 
 
-def test_a_weight_gradient_that_can_wait_hides_an_all_to_all(hands: Hands) -> None:
-    for split, seconds in ((True, 0.13), (False, 0.14)):
-        clock, part = Clock(), PhaseTimes(0.01, 0.01, 0.01)
-        build = partial(EmulatedBlock, clock, LayerSegments(part, part, 0.02, 0.02), split)
-        pipeline = LocalPipeline([build], pl.schedules.one_f_one_b(1, 1), loss=lambda out, _: out.mean())
-        begun = hands.now
-        pipeline.step(torch.ones(1, 1), torch.ones(1, 1))
-        assert hands.now - begun == pytest.approx(seconds)
+def test_a_weight_gradient_hides_an_all_to_all(hands: Hands) -> None:
+    clock, part = Clock(), PhaseTimes(0.01, 0.01, 0.01)
+    build = partial(EmulatedLayer, clock, LayerSegments(part, part, 0.02, 0.02))
+    pipeline = LocalPipeline([build], pl.schedules.one_f_one_b(1, 1), loss=lambda out, _: out.mean())
+    begun = hands.now
+    pipeline.step(torch.ones(1, 1), torch.ones(1, 1))
+    assert hands.now - begun == pytest.approx(0.13)

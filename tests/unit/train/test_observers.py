@@ -87,7 +87,7 @@ def test_norms_are_needed_where_they_are_logged() -> None:
 
 def trained(*rows: StepObserver, flags: int = 0) -> Trainer:
     layout = load_layout("tiny", KEYS | {"schedule.microbatches": 2, "train.global_batch_size": 2, "train.seq_len": 8})
-    context: Any = SimpleNamespace(rank=0, device=CPU, flags=flags, requests=SimpleNamespace(save=True))
+    context: Any = SimpleNamespace(rank=0, device=CPU, flags=flags, requests=SimpleNamespace(flags=SAVE))
     trainer = Trainer(layout.config, build_pipeline(layout, CPU), context, None, observers=rows)
     trainer.train(torch.arange(2000) % 250)
     trainer.pipeline.close()

@@ -75,6 +75,7 @@ class Schedule {
     this.history = [];
     this.future = [];
     this.hasPairs = false;
+    this.remade = new Set(document.remade); // codes of the forwards whose activations are recomputed
     this.communicates = kinds.some((kind) => kind.resource === "communication");
     this.programs = document.codes.map((codes, rank) => this.read(codes, rank));
     this.settle();
@@ -95,11 +96,14 @@ class Schedule {
   }
 
   text(code) {
-    return `${this.stageOf(code)}${this.kindOf(code).letter}${this.microbatchOf(code)}`;
+    const { letter, fuses } = this.kindOf(code);
+    const texts = (fuses.length ? fuses : [letter]).map((each) => `${this.stageOf(code)}${each}${this.microbatchOf(code)}`);
+    return fuses.length ? `(${texts.join(";")})` : texts[0];
   }
 
   words(code) {
-    return `${this.kindOf(code).letter} of stage ${this.stageOf(code)}, micro-batch ${this.microbatchOf(code)}`;
+    const { letter, fuses } = this.kindOf(code);
+    return `${fuses.join(";") || letter} of stage ${this.stageOf(code)}, micro-batch ${this.microbatchOf(code)}`;
   }
 
   codesAt(rank, at) {
@@ -109,7 +113,7 @@ class Schedule {
 
   cell(rank, at) {
     const texts = this.codesAt(rank, at).map((code) => this.text(code));
-    return texts.length > 1 ? `(${texts.join(";")})OVERLAP_F_B` : texts[0];
+    return texts.length > 1 ? `(${texts.join(";").replace(/[()]/g, "")})OVERLAP_F_B` : texts[0];
   }
 
   cellWords(rank, at) {
@@ -232,10 +236,11 @@ class Schedule {
   }
 
   changeOf(code) {
-    const { activation, held } = this.document.costs;
-    const [constant, share] = this.kindOf(code).memory;
+    const { activation, held, kept } = this.document.costs;
+    const [saved, pending, inputs] = this.kindOf(code).memory;
     const stage = this.stageOf(code);
-    return (constant + share * held[stage]) * activation[stage] * this.factor(code);
+    const saves = this.remade.has(code) ? 0 : saved * (1 - kept[stage]);
+    return (saves + inputs * kept[stage] + pending * held[stage]) * activation[stage] * this.factor(code);
   }
 
   // ---- pairs (costs.PairTimes) ----
@@ -247,29 +252,33 @@ class Schedule {
   pairTime(first, second) {
     const s = this.stageOf(first), t = this.stageOf(second), split = this.isSplit(second);
     const a = this.factor(first), b = this.factor(second), { costs } = this.document;
-    if (a === b) return a * this.evenPair(s, t, split);
-    const alone = (split ? costs.input_grad : costs.backward)[t];
+    const again = this.kindOf(second).fuses.length ? costs.recompute[t] : 0;
+    if (a === b) return a * this.evenPair(s, t, split, again);
+    const alone = (split ? costs.input_grad : costs.backward)[t] + again;
     if ((split ? costs.pair_split || costs.pair : costs.pair) !== null) {
-      const gain = costs.forward[s] + alone - this.evenPair(s, t, split);
+      const gain = costs.forward[s] + alone - this.evenPair(s, t, split, again);
       return a * costs.forward[s] + b * alone - Math.min(a, b) * gain;
     }
     const x = costs.share[s], y = costs.share[t];
     const talk = a * x * costs.forward[s] + b * y * costs.input_grad[t];
     if (talk === 0) return a * costs.forward[s] + b * alone;
-    const compute = a * (1 - x) * costs.forward[s] + b * (1 - y) * costs.input_grad[t];
+    const compute = a * (1 - x) * costs.forward[s] + b * ((1 - y) * costs.input_grad[t] + again);
     return Math.max(compute + (split ? 0 : b * costs.weight_grad[t]), talk);
   }
 
-  evenPair(s, t, split) {
+  evenPair(s, t, split, again = 0) {
     const { costs } = this.document;
     const weight = costs.weight_grad[t];
     const given = (table) => (Array.isArray(table[s]) ? table[s][t] : table[s]);
-    if (split && costs.pair_split !== null) return given(costs.pair_split);
-    if (costs.pair !== null) return split ? Math.max(costs.forward[s], given(costs.pair) - weight) : given(costs.pair);
+    if (split && costs.pair_split !== null) return given(costs.pair_split) + again;
+    if (costs.pair !== null) {
+      const whole = given(costs.pair) + again;
+      return split ? Math.max(costs.forward[s], whole - weight) : whole;
+    }
     const x = costs.share[s], y = costs.share[t];
     const talk = x * costs.forward[s] + y * costs.input_grad[t];
-    if (talk === 0) return costs.forward[s] + (split ? costs.input_grad : costs.backward)[t];
-    const compute = (1 - x) * costs.forward[s] + (1 - y) * costs.input_grad[t];
+    if (talk === 0) return costs.forward[s] + (split ? costs.input_grad : costs.backward)[t] + again;
+    const compute = (1 - x) * costs.forward[s] + (1 - y) * costs.input_grad[t] + again;
     return Math.max(compute + (split ? 0 : weight), talk);
   }
 
@@ -521,8 +530,8 @@ class Schedule {
     let level = 0, peak = -Infinity;
     for (let at = 0; at < this.reached[rank]; at++)
       for (const code of this.codesAt(rank, at)) {
-        const [constant, share] = this.kindOf(code).memory;
-        level += Math.round(constant + share);
+        const [saved, pending] = this.kindOf(code).memory;
+        level += (this.remade.has(code) ? 0 : saved) + pending;
         peak = Math.max(peak, level);
       }
     return peak === -Infinity ? 0 : peak;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib
 import inspect
@@ -95,7 +94,7 @@ def _unknown_name(name: str) -> UsageError:
 def require(name: str, options: Iterable[str] = (), folder: str | Path | None = None) -> None:
     """Raise the errors of `build` that need no sizes: for an unknown name, a user's module, and names of options."""
     name = canonical_name(name)
-    with contextlib.nullcontext() if name in FAMILIES else importable_from(folder):
+    with importable_from(folder):
         _check_options(name, _parameters(name, _find(name, Path(folder or "."))), options)
 
 
@@ -117,32 +116,21 @@ def build(
     `folder` (None: the working directory), after everything that is installed.
     """
     name = canonical_name(name)
-    with contextlib.nullcontext() if name in FAMILIES else importable_from(folder):
-        return _build(name, ranks, microbatches, chunks, options, costs, Path(folder or "."))
-
-
-def _build(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    chunks: int | None,
-    options: Mapping[str, Any] | None,
-    costs: Costs | None,
-    folder: Path,
-) -> Schedule:
-    family = _find(name, folder)
-    parameters = _parameters(name, family)
-    _check_options(name, parameters, options or ())
-    open_ended = _open_ended(parameters)
-    arguments: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, **(options or {})}
-    cooldown = "whole" if "cooldown" in parameters else arguments.pop("cooldown", "whole")
-    if cooldown not in COOLDOWNS:
-        raise UsageError(f"cooldown is {cooldown!r:.200}{did_you_mean(str(cooldown), COOLDOWNS)}")
-    if chunks is not None and ("chunks" in parameters or open_ended):
-        arguments["chunks"] = chunks
-    if costs is not None and "costs" in parameters:
-        arguments["costs"] = costs
-    schedule = family(**arguments) if name in FAMILIES else run_user_code(name, "schedule", lambda: family(**arguments))
+    with importable_from(folder):
+        family = _find(name, Path(folder or "."))
+        parameters = _parameters(name, family)
+        _check_options(name, parameters, options or ())
+        arguments: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, **(options or {})}
+        cooldown = "whole" if "cooldown" in parameters else arguments.pop("cooldown", "whole")
+        if cooldown not in COOLDOWNS:
+            raise UsageError(f"cooldown is {cooldown!r:.200}{did_you_mean(str(cooldown), COOLDOWNS)}")
+        if chunks is not None and ("chunks" in parameters or _open_ended(parameters)):
+            arguments["chunks"] = chunks
+        if costs is not None and "costs" in parameters:
+            arguments["costs"] = costs
+        schedule = (
+            family(**arguments) if name in FAMILIES else run_user_code(name, "schedule", lambda: family(**arguments))
+        )
     if not isinstance(schedule, Schedule):
         raise UsageError(f"{name} returned {type(schedule).__name__}, not a Schedule")
     if chunks is not None and schedule.chunks != chunks:
@@ -214,7 +202,7 @@ def baseline(
         except MemoryDeadlock:
             continue
         codes = encoded(programs, len(placement), microbatches)
-        return Schedule.of_codes(codes, placement=placement, microbatches=microbatches, name="list scheduling")
+        return Schedule.of(codes, placement=placement, microbatches=microbatches, name="list scheduling")
     raise ArgumentError("memory", f" is {memory:g}; no schedule was found that fits it; give more")
 
 

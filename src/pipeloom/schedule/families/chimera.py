@@ -44,7 +44,7 @@ def chimera(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedu
             placement, routes, jobs, plan, (math.inf,) * ranks, tuple(map(float, caps)) * 2, fused=True
         )
         schedules.append(
-            Schedule.of_codes(
+            Schedule.of(
                 encoded(programs_of(problem, PriorityRule(turns=turns)), stages, microbatches),
                 placement=placement,
                 microbatches=microbatches,

@@ -43,7 +43,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
         held = (rank, stages - 1 - rank)
         one = EightPhases(code, held if first_half else held[::-1], (down, up) if first_half else (up, down))
         programs.append(one.run(Phases(outer, inner, half - ranks + inner, apart=outer == 0)))
-    return Schedule.of_codes(
+    return Schedule.of(
         programs,
         placement=[*range(ranks), *reversed(range(ranks))],
         microbatches=microbatches,
@@ -74,7 +74,7 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
     for rank in range(ranks):
         phases = Phases(ranks - rank - 1, rank + 1, microbatches - 2 * ranks + rank + 1, apart=rank == ranks - 1)
         programs.append(EightPhases(code, (rank, 2 * ranks - 1 - rank), (jobs, jobs)).run(phases))
-    return Schedule.of_codes(
+    return Schedule.of(
         programs,
         placement=vee(ranks),
         microbatches=microbatches,

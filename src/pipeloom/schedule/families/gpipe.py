@@ -16,4 +16,4 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
     code = Coder(ranks, microbatches)
     order = range(microbatches)
     programs = [[*(code.f(r, mb) for mb in order), *(code.b(r, mb) for mb in order)] for r in range(ranks)]
-    return Schedule.of_codes(programs, placement=range(ranks), microbatches=microbatches, name="gpipe")
+    return Schedule.of(programs, placement=range(ranks), microbatches=microbatches, name="gpipe")

@@ -36,7 +36,7 @@ def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Schedule:
         problem = single_route(placement, microbatches, Costs(), [math.inf] * ranks, [cap] * len(placement))
         programs = programs_of(replace(problem, fused=True), PriorityRule(turns=turn))
         schedules.append(
-            Schedule.of_codes(
+            Schedule.of(
                 encoded(programs, len(placement), microbatches),
                 placement=placement,
                 microbatches=microbatches,

@@ -76,7 +76,7 @@ def _by_rounds(
         programs.append(in_turn(forwards, backwards, warmup + paired))
     options: dict[str, object] = {"chunks": chunks}
     options |= {"group_size": group_size} if group_size is not None else {"rounds": rounds}
-    return Schedule.of_codes(
+    return Schedule.of(
         programs,
         placement=loop(ranks, chunks),
         microbatches=microbatches,

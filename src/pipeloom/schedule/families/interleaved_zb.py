@@ -73,7 +73,7 @@ def interleaved_zb(
     for size in sorted({planned, microbatches}):
         base = interleaved(ranks, size, chunks, rounds, group_size)
         schedules = [
-            Schedule.of_codes(
+            Schedule.of(
                 programs,
                 placement=base.placement,
                 microbatches=size,

@@ -23,7 +23,7 @@ def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
         ]
         for r in range(ranks)
     ]
-    return Schedule.of_codes(
+    return Schedule.of(
         programs,
         placement=loop(ranks, chunks),
         microbatches=microbatches,

@@ -30,7 +30,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
         )
         for r in range(ranks)
     ]
-    return Schedule.of_codes(programs, placement=range(ranks), microbatches=microbatches, name="1f1b")
+    return Schedule.of(programs, placement=range(ranks), microbatches=microbatches, name="1f1b")
 
 
 @family("1f1b-overlap", placement="linear", order=120)
@@ -58,4 +58,4 @@ def paired_one_f_one_b(ranks: int, microbatches: int, warmup: Callable[[int], in
         )
         for r in range(ranks)
     ]
-    return Schedule.of_codes(programs, placement=range(ranks), microbatches=microbatches, name="1f1b-overlap")
+    return Schedule.of(programs, placement=range(ranks), microbatches=microbatches, name="1f1b-overlap")

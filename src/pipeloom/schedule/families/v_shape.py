@@ -107,7 +107,7 @@ def _v_schedule(
     def candidates(planned: int) -> Iterator[Schedule]:
         for programs in _programs((ranks, planned), cost_model, blocks, memory_limit, rounds):
             codes = encoded(programs, 2 * ranks, planned)
-            yield Schedule.of_codes(codes, placement=vee(ranks), microbatches=planned, name=name, options=options)
+            yield Schedule.of(codes, placement=vee(ranks), microbatches=planned, name=name, options=options)
 
     return plan(sizes, cost_model, objective, candidates)
 

@@ -68,9 +68,7 @@ def zb_auto(
     def candidates(planned: int) -> Iterator[Schedule]:
         for programs in _programs((ranks, planned), cost_model, memory_limit):
             codes = encoded(programs, ranks, planned)
-            yield Schedule.of_codes(
-                codes, placement=range(ranks), microbatches=planned, name="zb-auto", options=options
-            )
+            yield Schedule.of(codes, placement=range(ranks), microbatches=planned, name="zb-auto", options=options)
         for schedule in (zb_h1(ranks, planned), zb_h2(ranks, planned)):
             peak = max(simulate(schedule, replace(cost_model, microbatch=())).peak_memory)
             if peak <= memory_limit + TIME_TOLERANCE:

@@ -51,4 +51,4 @@ def split_one_f_one_b(name: str, ranks: int, microbatches: int, shape: Callable[
                 program.append(code.w(r, mb - late))
         program += [code.w(r, mb) for mb in range(max(0, microbatches - late), microbatches)]
         programs.append(program)
-    return Schedule.of_codes(programs, placement=range(ranks), microbatches=microbatches, name=name)
+    return Schedule.of(programs, placement=range(ranks), microbatches=microbatches, name=name)

@@ -207,12 +207,17 @@ def optimizer_parts(pipeline: Pipeline, optimizer: AnyOptimizer) -> tuple[list[P
     return parts, numbers
 
 
+def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Return the optimizer's parameters, without the one that `Pipeline.parameters` yields where there are none."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.numel()]
+
+
 def _states(pipeline: Pipeline, optimizer: AnyOptimizer) -> Iterator[_State]:
     """Yield the state of each parameter that the optimizer steps here."""
     by_name = {held.name: held for held in holders(pipeline) if held.parameter}
     parameters = {parameter: by_name[pipeline.stored_name(name)] for name, parameter in pipeline.named_parameters()}
     if isinstance(optimizer, torch.optim.Optimizer):
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        for parameter in _stepped(optimizer):
             if parameter not in parameters:
                 raise UsageError(
                     f"the optimizer steps a parameter of {list(parameter.shape)} that is not among pipeline.parameters()"
@@ -306,8 +311,7 @@ def load_optimizer(stored: Reader, pipeline: Pipeline, optimizer: AnyOptimizer) 
     slots = list(_states(pipeline, optimizer))
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer.state.clear()
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for parameter, slot in zip(parameters, slots, strict=True):
+        for parameter, slot in zip(_stepped(optimizer), slots, strict=True):
             for kind in sorted(kinds.get(slot.held.name, ())):
                 optimizer.state[parameter][kind] = _torch_state(stored, slot.held, kind, parameter.device)
         return

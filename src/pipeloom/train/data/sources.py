@@ -398,7 +398,7 @@ def _dataset(file: Path, source: Source, fields: Fields) -> Iterator[Record | Ba
         datasets.logging.set_verbosity(logging.CRITICAL)  # its errors are raised too, and reported below
     except ImportError:
         raise ConfigError(
-            f'{option}: reading {_WORDS[source.kind]} needs the package datasets: pip install "pipeloom[data]"'
+            f'{option}: reading {_WORDS[source.kind]} needs the package datasets: pip install -e ".[data]"'
         ) from None
     place, where = (str(file), str(file)) if source.kind == "parquet" else (name_of(source.name), "it")
     with tempfile.TemporaryDirectory(prefix="pipeloom-") as scratch:  # for locks, which streaming leaves in its cache

@@ -159,7 +159,7 @@ def _from_file(path: Path) -> Any:
         from tokenizers import Tokenizer as Inner
     except ImportError:
         raise ConfigError(
-            f'data.tokenizer = "{shortened(str(path))}": it needs the package tokenizers: pip install "pipeloom[data]"'
+            f'data.tokenizer = "{shortened(str(path))}": it needs the package tokenizers: pip install -e ".[data]"'
         ) from None
     return Inner.from_str(read_file(path, TOKENIZER_BYTES, "a tokenizer").decode())
 
@@ -183,7 +183,7 @@ def transformers_tokenizer(path: Path) -> Any:
     except ImportError:
         raise ConfigError(
             f'data.tokenizer = "{shortened(str(path))}": its chat template, or a tokenizer without tokenizer.json, needs '
-            'transformers: pip install "pipeloom[hf]"'
+            'transformers: pip install -e ".[hf]"'
         ) from None
     return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
 

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,10 +70,6 @@ class Clock:
         self._woken = time.perf_counter()
         self.seconds[name, kind].append(self._woken - begun)
 
-    def times(self, name: str) -> PhaseTimes:
-        """Return the mean durations of F, I and W of the part `name`, in seconds."""
-        return PhaseTimes(*(fmean(self.seconds[name, kind]) for kind in "FIW"))
-
 
 def cycles_per_second(device: torch.device) -> float:
     """Return the cycles per second that a spinning kernel counts on this GPU.
@@ -124,14 +119,14 @@ class _Emulated(torch.autograd.Function):
 
 
 class EmulatedLayer(nn.Module):
-    """A layer with given times of F, I and W.
+    """A layer with given times of attention, and if it has any, of dispatch, experts and combine; each all-to-all is a timer.
 
     Args:
         times: times of one micro-batch, in seconds.
         factors: factor on the times of each micro-batch; empty: 1 for all.
     """
 
-    def __init__(self, clock: Clock, times: PhaseTimes, factors: Sequence[float] = ()) -> None:
+    def __init__(self, clock: Clock, times: LayerSegments, factors: Sequence[float] = ()) -> None:
         super().__init__()
         self.clock, self.times, self.factors = clock, times, factors
         self.weight = nn.Parameter(torch.zeros(()))
@@ -140,34 +135,14 @@ class EmulatedLayer(nn.Module):
     def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
         self.grad_context = grad_context
 
-    def forward(self, x: Tensor, microbatch: MicrobatchContext | None = None) -> Tensor:
-        times = _times(self.times, _factor(self.factors, microbatch))
-        return _Emulated.apply(x, self.weight, _Work(self.clock, "layer", times, self.grad_context.queue))  # type: ignore[no-any-return, no-untyped-call]
-
-
-class EmulatedBlock(nn.Module):
-    """A block of attention, dispatch, experts and combine with given times; each all-to-all is a timer.
-
-    Args:
-        times: times of one micro-batch, in seconds.
-        split: whether its weight gradients can be deferred to W.
-        factors: factor on the times of each micro-batch; empty: 1 for all.
-    """
-
-    def __init__(self, clock: Clock, times: LayerSegments, split: bool = True, factors: Sequence[float] = ()) -> None:
-        super().__init__()
-        self.clock, self.times, self.split, self.factors = clock, times, split, factors
-        self.weight = nn.Parameter(torch.zeros(()))
-        self.grad_context = WeightGradContext()
-
-    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
-        self.grad_context = grad_context
-
     def segments(self, microbatch: MicrobatchContext | None = None) -> Sequence[Segment]:
         times, factor = self.times, _factor(self.factors, microbatch)
+        attention = self._part("attention", _times(times.attention, factor))
+        if not any(times.experts):
+            return (attention,)
         combine_backward, dispatch_backward = times.backward_talk
         return (
-            self._part("attention", _times(times.attention, factor)),
+            attention,
             _Timed("dispatch", self.clock, factor * times.dispatch, factor * dispatch_backward),
             self._part("experts", _times(times.experts, factor)),
             _Timed("combine", self.clock, factor * times.combine, factor * combine_backward),
@@ -175,7 +150,7 @@ class EmulatedBlock(nn.Module):
 
     def _part(self, name: str, times: PhaseTimes) -> Compute:
         def run(values: Values) -> Values:
-            queue = self.grad_context.queue if self.split else None  # queue of the micro-batch whose forward runs now
+            queue = self.grad_context.queue  # of the micro-batch whose forward runs now
             return (_Emulated.apply(values[0], self.weight, _Work(self.clock, name, times, queue)),)  # type: ignore[no-untyped-call]
 
         return Compute(name, run)
@@ -277,12 +252,9 @@ class Rehearsal:
 
         def build(position: int) -> nn.Module:
             stage = stages[position]
-            factor = self.slow.get(stage, 1.0)
-            part = segments[stage]
-            if self.communicates:
-                slowed = replace(part, attention=_times(part.attention, factor), experts=_times(part.experts, factor))
-                return EmulatedBlock(clock, slowed, factors=self.costs.microbatch)
-            return EmulatedLayer(clock, _times(part.attention, factor), self.costs.microbatch)
+            factor, part = self.slow.get(stage, 1.0), segments[stage]
+            slowed = replace(part, attention=_times(part.attention, factor), experts=_times(part.experts, factor))
+            return EmulatedLayer(clock, slowed, self.costs.microbatch)
 
         return [Layer(f"stage.{position}", partial(build, position)) for position in range(self.schedule.positions)]
 

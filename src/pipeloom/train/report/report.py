@@ -105,38 +105,18 @@ class RunFolder:
         self.timelines = root / "timelines.json"
 
 
-def _resolved(config: Config, origins: Mapping[str, str] | None) -> str:
-    """Return the content of a run's `config.toml`: all values with their origins, and the environment variables in use."""
-    return "\n".join([to_toml(config, origins), *environment_lines(), ""])
-
-
-def make_folder(config: Config, origins: Mapping[str, str] | None = None) -> RunFolder:
-    """Create a folder in `log.dir`, with mode 0700, named after the time and the schedule. Raises ConfigError if that fails."""
+def make_folder(config: Config) -> Path:
+    """Create a folder in `log.dir`, with mode 0700, named after the time and the schedule. Raises OSError if that fails."""
     name = re.sub(r"[^\w.-]+", "-", config.schedule.name).strip("-.")
     stem = expanded(config.log.dir) / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
-    for number in range(1, 1000):
-        root = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
+    number, root = 1, stem
+    while True:
         try:
             root.mkdir(0o700, parents=True)
+            return root
         except FileExistsError:
-            continue
-        except OSError as error:
-            raise ConfigError(f'log.dir = "{config.log.dir}": cannot make a folder there: {error.strerror}') from None
-        try:
-            (root / "config.toml").write_text(_resolved(config, origins), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f'log.dir = "{config.log.dir}": cannot write into {root}: {error.strerror}') from None
-        return RunFolder(root)
-    raise ConfigError(f'log.dir = "{config.log.dir}": {stem} and 998 more already exist')
-
-
-def reopen(folder: RunFolder, config: Config, origins: Mapping[str, str] | None = None) -> None:
-    """Prepare the folder of a run that continues: remove the record of its end. Raises ConfigError if it cannot be written."""
-    try:
-        (folder.root / EXIT_FILE).unlink(missing_ok=True)
-        (folder.root / "config.toml").write_text(_resolved(config, origins), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write into {folder.root}: {error.strerror}") from None
+            number += 1
+            root = stem.with_name(f"{stem.name}-{number}")
 
 
 class Report:
@@ -158,31 +138,18 @@ class Report:
             folder: of a run to continue in; None: a new one.
             facts: for the `run.json` of a new folder.
             origins: origins of the configuration's values, for the comments in `config.toml`.
+
+        Raises ConfigError if the folder cannot be written, or belongs to a run that is still active.
         """
-        self.folder = make_folder(config, origins) if folder is None else RunFolder(folder)
-        if folder is None and facts is not None:
-            checkpoints = (
-                {"checkpoints": str(expanded(config.checkpoint.dir).absolute())} if config.checkpoint.dir else {}
-            )
-            with contextlib.suppress(OSError):
-                text = json.dumps({**facts, "started": time.time(), **checkpoints})
-                (self.folder.root / DIGESTS_FILE).write_text(text, encoding="utf-8")
         self._steps = config.train.steps
         self._html = config.log.html
         try:
+            self.folder = RunFolder(make_folder(config) if folder is None else folder)
             self._log = os.open(self.folder.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._claim(config, origins, facts if folder is None else None)
         except OSError as error:
-            raise ConfigError(
-                f'log.dir = "{config.log.dir}": cannot write {self.folder.log}: {error.strerror}'
-            ) from None
-        if locked(self._log) is False:
-            os.close(self._log)
-            raise ConfigError(
-                f"{self.folder.root} is the folder of a run that is still active; end that run first, or set "
-                "checkpoint.resume to another checkpoint"
-            )
-        if folder is not None:
-            reopen(self.folder, config, origins)
+            where = error.filename or self.folder.root
+            raise ConfigError(f'log.dir = "{config.log.dir}": cannot write {where}: {error.strerror}') from None
         self._writers = figure_writers(config, self.folder.root)
         self._torn = False  # whether only part of the last line was written
         self._unwritten: set[Path] = set()
@@ -192,6 +159,24 @@ class Report:
             columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._progress = Progress(*columns, console=self._console, transient=True)
             self._task = self._progress.add_task("training", total=self._steps)
+
+    def _claim(self, config: Config, origins: Mapping[str, str] | None, facts: Mapping[str, Any] | None) -> None:
+        """Lock the folder, remove the record of its last end, and write `config.toml`; with `facts`, also `run.json`."""
+        root = self.folder.root
+        if locked(self._log) is False:
+            os.close(self._log)
+            raise ConfigError(
+                f"{root} is the folder of a run that is still active; end that run first, or set checkpoint.resume to another "
+                "checkpoint"
+            )
+        (root / EXIT_FILE).unlink(missing_ok=True)
+        text = "\n".join([to_toml(config, origins), *environment_lines(), ""])
+        (root / "config.toml").write_text(text, encoding="utf-8")
+        if facts is not None:
+            where = expanded(config.checkpoint.dir).absolute()
+            more = {"checkpoints": str(where)} if config.checkpoint.dir else {}
+            text = json.dumps({**facts, "started": time.time(), **more})
+            (root / DIGESTS_FILE).write_text(text, encoding="utf-8")
 
     def __enter__(self) -> Report:
         return self

@@ -28,7 +28,7 @@ class RankSummary:
     """
 
     place: Place
-    layers: tuple[tuple[str, ...], ...]
+    layers: Sequence[Sequence[str]]
     parameters: int
     optimizer_bytes: int
     in_flight: int
@@ -45,13 +45,9 @@ def what_ranks_hold(pipeline: Pipeline, optimizer: Optimizer) -> list[RankSummar
         int(peaks[pipeline.rank]),
     )
     summaries = from_every_rank(pipeline, astuple(mine), "what the other ranks hold")
-    return [_from_json(*each) for each in summaries] if pipeline.mesh.everyone.index == 0 else None
-
-
-def _from_json(
-    place: Sequence[int], layers: Sequence[Sequence[str]], parameters: int, optimizer_bytes: int, in_flight: int
-) -> RankSummary:
-    return RankSummary(Place(*place), tuple(map(tuple, layers)), parameters, optimizer_bytes, in_flight)
+    return (
+        [RankSummary(Place(*place), *rest) for place, *rest in summaries] if not pipeline.mesh.everyone.index else None
+    )
 
 
 def table(ranks: Sequence[RankSummary]) -> list[str]:

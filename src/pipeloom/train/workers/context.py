@@ -37,29 +37,21 @@ def together(flags: Iterable[float]) -> int:
 
 @dataclass
 class Requests:
-    """The requests of one worker. The first signal that ends the run decides its exit code."""
+    """The requests of one worker, as bits. The first signal that ends the run decides its exit code."""
 
-    stop: bool = False
-    interrupt: bool = False
-    save: bool = False
-
-    @property
-    def flags(self) -> int:
-        """Return the requests as bits."""
-        return STOP * self.stop + INTERRUPT * self.interrupt + SAVE * self.save
+    flags: int = 0
 
     @property
     def ends(self) -> bool:
         """Return whether the run is to end."""
-        return self.stop or self.interrupt
+        return bool(self.flags & (STOP | INTERRUPT))
 
     def note(self, number: int) -> None:
         """Record a signal."""
         if number == signal.SIGUSR1:
-            self.save = True
+            self.flags |= SAVE
         elif not self.ends:
-            self.interrupt = number == signal.SIGINT
-            self.stop = not self.interrupt
+            self.flags |= INTERRUPT if number == signal.SIGINT else STOP
 
     def watch_save(self) -> None:
         """From now on SIGUSR1 requests a checkpoint, also one that was received while it was blocked."""

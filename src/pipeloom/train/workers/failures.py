@@ -112,12 +112,9 @@ def write_exit(folder: str | None, exit_code: int, reason: str = "", blames: Seq
     path = Path(folder) / EXIT_FILE
     is_cause = exit_code not in (0, DistributedError.exit_code, *OBEYED)
     with contextlib.suppress(OSError):
-        file = path.open("wb" if is_cause and _written(path).get("exit_code") == DistributedError.exit_code else "xb")
-        try:
-            with file:
-                file.write(json.dumps(facts).encode() + b"\n")
-        except OSError:  # on a full disk, no file is better than an empty one
-            path.unlink()
+        mode = "wb" if is_cause and _written(path).get("exit_code") == DistributedError.exit_code else "xb"
+        with path.open(mode) as file:
+            file.write(json.dumps(facts).encode() + b"\n")
 
 
 def failure_of_run(folder: Path) -> str:
@@ -137,7 +134,7 @@ def _written(path: Path) -> dict[str, Any]:
 
 
 def first_to_say(text: str) -> bool:
-    """Return whether this process should print `text`, its reason to end: of torchrun's workers, only the first with that text.
+    """Return whether this process should print `text`, its reason to end: of torchrun's workers, the first of each host.
 
     All of torchrun's workers read the same configuration, and refuse it with the same message. Pipeloom's own launcher omits
     repeated messages, so its workers always print.
@@ -147,8 +144,8 @@ def first_to_say(text: str) -> bool:
         return True
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = f"pipeloom/said/{start}/{hashlib.sha256(text.encode()).hexdigest()}"
+    start, host = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("GROUP_RANK", "0")
+    key = f"pipeloom/said/{start}/{host}/{hashlib.sha256(text.encode()).hexdigest()}"
     try:
         store = TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=_STORE_SECONDS))
         return bool(store.add(key, 1) == 1)
@@ -196,8 +193,8 @@ class RankLog:
         self._lock = threading.RLock()
         self._file: int | None = None
         self._held: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._unfinished: dict[str, str] = {}
-        self._streams: dict[str, tuple[TextIO, TextIO]] = {}  # name -> the original stream, and its replacement
+        self._unfinished = {"stdout": "", "stderr": ""}
+        self._redirections = contextlib.ExitStack()
 
     def open(self, folder: Path) -> None:
         """Write into `folder` from now on; a host that does not share the run's folder creates its own of that name."""
@@ -214,7 +211,7 @@ class RankLog:
         if not self._lock.acquire(timeout=_PATIENCE):
             return
         try:
-            *lines, rest = (self._unfinished.get(name, "") + text).split("\n")
+            *lines, rest = (self._unfinished[name] + text).split("\n")
             self._unfinished[name] = rest.rpartition("\r")[2]
             self._write([_CONTROL.sub("", line.rstrip("\r").rpartition("\r")[2]) for line in lines])
         finally:
@@ -228,20 +225,17 @@ class RankLog:
                 os.write(self._file, "".join(f"{line}\n" for line in lines).encode(errors="replace"))
 
     def __enter__(self) -> RankLog:
-        for name in ("stdout", "stderr"):
-            stream = getattr(sys, name)
-            ours = cast(TextIO, _Copied(stream, name, self))
-            self._streams[name] = (stream, ours)
-            setattr(sys, name, ours)
+        out, err = (cast(TextIO, _Copied(getattr(sys, name), name, self)) for name in self._unfinished)
+        self._redirections.enter_context(contextlib.redirect_stdout(out))
+        self._redirections.enter_context(contextlib.redirect_stderr(err))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for name, (before, ours) in self._streams.items():
-            if getattr(sys, name) is ours:
-                setattr(sys, name, before)
-            if self._unfinished.get(name):
+        self._redirections.close()
+        for name, text in self._unfinished.items():
+            if text:
                 self.take(name, "\n")
         if self._file is not None:
             os.close(self._file)

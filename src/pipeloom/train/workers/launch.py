@@ -58,20 +58,23 @@ class _Worker:
 
 @dataclass
 class _Signals:
-    """Signals that the parent has received. The first one decides how the run ends; a second one ends it at once.
+    """Signals that the parent has received.
 
     Attributes:
-        interrupts: number of SIGINT, SIGTERM and SIGHUP received, if the first was SIGINT; else 0.
-        terminations: the same number if the first was SIGTERM or SIGHUP; else 0.
-        saves: number of SIGUSR1s that have not been passed on yet.
+        ends: SIGINT, SIGTERM and SIGHUP. The first one decides how the run ends; a second one ends it at once.
+        save: whether a SIGUSR1 is still to be passed on.
     """
 
-    interrupts: int = 0
-    terminations: int = 0
-    saves: int = 0
+    ends: list[int] = field(default_factory=list)
+    save: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a run that ends as requested."""
+        return INTERRUPTED if self.ends[:1] == [signal.SIGINT] else Preempted.exit_code
 
     def install(self) -> Callable[[], None]:
-        """Count SIGINT, SIGTERM, SIGHUP and SIGUSR1 from now on. Return a function that restores the old handlers.
+        """Note signals from now on. Return a function that restores the old handlers.
 
         If a signal to end has arrived, that function makes the process ignore further ones: it is about to end, with an exit
         code that they must not change.
@@ -81,18 +84,15 @@ class _Signals:
 
         def handle(number: int, frame: object) -> None:
             if number == signal.SIGUSR1:
-                self.saves += 1
-            elif self.interrupts or (number == signal.SIGINT and not self.terminations):
-                self.interrupts += 1
+                self.save = True
             else:
-                self.terminations += 1
+                self.ends.append(number)
 
         old = {number: signal.signal(number, handle) for number in (*_ENDING, signal.SIGUSR1)}
 
         def restore() -> None:
             for number, handler in old.items():
-                told = self.interrupts or self.terminations
-                signal.signal(number, signal.SIG_IGN if told and number in _ENDING else handler)
+                signal.signal(number, signal.SIG_IGN if self.ends and number in _ENDING else handler)
 
         return restore
 
@@ -255,19 +255,19 @@ def _watch(workers: list[_Worker], signals: _Signals, patience: Patience, folder
     ended: list[_Worker] = []
     forwarded = False
     while len(ended) < len(workers):
-        told = INTERRUPTED if signals.interrupts else Preempted.exit_code
-        if max(signals.interrupts, signals.terminations) > 1:
+        interrupted = signals.exit_code == INTERRUPTED
+        if len(signals.ends) > 1:
             _end(workers, 0.0)
-            return told
-        if signals.interrupts and not obedient:
+            return signals.exit_code
+        if interrupted and not obedient:
             _end(workers, patience.term)
             return INTERRUPTED
-        if signals.saves:
-            signals.saves = 0
+        if signals.save:
+            signals.save = False
             _signal(workers[:1], signal.SIGUSR1)  # one request reaches all ranks; two could count for different steps
-        if (signals.interrupts or signals.terminations) and not forwarded:
+        if signals.ends and not forwarded:
             forwarded = True
-            if signals.interrupts:
+            if interrupted:
                 _signal(workers, signal.SIGINT)
             _signal(workers, signal.SIGTERM)  # ends a worker that has no handler for SIGINT yet
         for worker in workers:
@@ -279,7 +279,7 @@ def _watch(workers: list[_Worker], signals: _Signals, patience: Patience, folder
         time.sleep(patience.poll)
     if not any(worker.process.returncode for worker in ended):
         return 0
-    return INTERRUPTED if signals.interrupts else Preempted.exit_code
+    return signals.exit_code
 
 
 def _fail(workers: list[_Worker], signals: _Signals, patience: Patience, folder: Path) -> int:
@@ -298,7 +298,7 @@ def _fail(workers: list[_Worker], signals: _Signals, patience: Patience, folder:
         failures = read_failures(folder)
         silent = {rank for note in failures.values() for rank in note.blames if rank != note.origin} - failures.keys()
         left = {worker.rank for worker in workers} - codes.keys()
-        if left <= silent or time.monotonic() > until or signals.interrupts:
+        if left <= silent or time.monotonic() > until or signals.exit_code == INTERRUPTED:
             break
         if not told:
             told = True

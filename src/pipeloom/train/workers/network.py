@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from pipeloom.errors import ConfigError, did_you_mean
+from pipeloom.errors import ConfigError
 
 NETWORK = "PIPELOOM_NETWORK"  # "private" or "host"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -74,8 +74,7 @@ def _made_by_a_child() -> tuple[int, ...]:
         try:
             words, namespaces, _, _ = socket.recv_fds(here, 1024, 2)
         finally:
-            with contextlib.suppress(ChildProcessError):  # this process ignores SIGCHLD
-                os.waitpid(child, 0)
+            os.waitpid(child, 0)
     if not namespaces:
         number, _, call = words.decode().partition(" ")
         raise OSError(int(number or 0), f"{call or 'it ended early'}: {os.strerror(int(number or 0))}")
@@ -168,37 +167,21 @@ def require_interface(local_workers: int, workers: int) -> None:
     if local_workers >= workers:
         return
     host, local = socket.gethostname(), addresses()
-    right = _towards(os.environ.get("MASTER_ADDR", ""), local)
-    advice = f"set {_INTERFACE}={right}" if right else f"set {_INTERFACE} to the interface that the other hosts reach"
-    setting = os.environ.get(_INTERFACE, "")
-    for name in filter(None, setting.split(",")):
-        if name not in local:
-            near = f"; {advice}" if right else did_you_mean(name, local)
-            raise ConfigError(f"{_INTERFACE} = {name!r}: {host} has no such interface, but {', '.join(local)}{near}")
-        if local[name].startswith("127."):
+    route = _towards(os.environ.get("MASTER_ADDR", ""), local)
+    advice = f"set {_INTERFACE}={route}" if route else f"set {_INTERFACE} to the interface that the other hosts reach"
+    for name in os.environ.get(_INTERFACE, "").split(","):
+        address, whose = local.get(name, ""), f"{_INTERFACE} = {name!r} of {host}"
+        if not name:
+            with contextlib.suppress(OSError):
+                address = socket.gethostbyname(host)
+            whose = f"{_INTERFACE} is not set, and the name of this host, {host},"
+        if not address:
+            others = ", ".join(f"{name} {local[name]}" for name in local if local[name])
+            raise ConfigError(f"{whose} has no IPv4 address (here are {others}); {advice}")
+        if address.startswith("127.") or address not in local.values():
             raise ConfigError(
-                f"{_INTERFACE} = {name!r}: the other hosts of this run cannot reach {local[name]}, a loopback address; {advice}"
+                f"{whose} resolves to {address}, which the other hosts of this run cannot reach; {advice}"
             )
-        if not local[name]:
-            raise ConfigError(f"{_INTERFACE} = {name!r}: that interface of {host} has no IPv4 address; {advice}")
-    if setting:
-        return
-    try:
-        address = socket.gethostbyname(host)
-    except OSError:
-        raise ConfigError(
-            f"{_INTERFACE} is not set, and the name of this host, {host}, resolves to no address; {advice}"
-        ) from None
-    if address.startswith("127."):
-        raise ConfigError(
-            f"{_INTERFACE} is not set, and the name of this host, {host}, resolves to {address}, which the other hosts of this "
-            f"run cannot reach; {advice}"
-        )
-    if address not in local.values():
-        raise ConfigError(
-            f"{_INTERFACE} is not set, and the name of this host, {host}, resolves to {address}, which no interface here has; "
-            f"{advice}"
-        )
 
 
 def addresses() -> dict[str, str]:

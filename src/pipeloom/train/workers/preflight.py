@@ -62,7 +62,6 @@ def require_machine(layout: Layout) -> None:
     require_memory(layout)
     _raise_all(
         lambda: require_cuda(layout.config.train.device, layout.world_size),
-        lambda: _require_receives(layout),
         lambda: require_files(layout),
     )
 
@@ -142,20 +141,6 @@ def cuda_devices() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def _require_receives(layout: Layout) -> None:
-    """Refuse `overlap_p2p = false` where "auto" will choose shared memory: for CPU workers on this machine."""
-    config = layout.config
-    if config.schedule.overlap_p2p is not False or config.schedule.transport != "auto" or layout.mesh.pp == 1:
-        return
-    from pipeloom.runtime.p2p.connect import memory_here
-
-    if memory_here() is not None and require_devices(config.train.device, layout.world_size) == 0:
-        raise ConfigError(
-            "schedule.overlap_p2p = false: the ranks of one machine send through shared memory, which posts no receives; "
-            'set schedule.transport = "individual"'
-        )
 
 
 def _require_weights(config: Config) -> None:

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pipeloom.config import Layout
@@ -29,7 +28,7 @@ from pipeloom.errors import (
     sentence,
 )
 from pipeloom.runtime.health.links import Link, RunStore, inherited, meet, read_secret, within
-from pipeloom.runtime.health.report import lost_peer
+from pipeloom.runtime.health.report import lost_peer, plain_words
 from pipeloom.runtime.health.status import Limits, Status
 from pipeloom.runtime.health.watchdog import Failure, Watchdog
 from pipeloom.train.workers.context import Requests, WorkerContext
@@ -68,33 +67,28 @@ def main(layout: Layout, body: Callable[[WorkerContext], None]) -> int:
     An error is reported to the other workers and written to stderr: a PipeloomError as its message, any other with its
     traceback.
     """
-    rank = int(os.environ.get("RANK", 0))
+    rank, requests = int(os.environ.get("RANK", 0)), Requests()
     with RankLog(rank) as log:
-        return _run(layout, body, rank, log)
-
-
-def _run(layout: Layout, body: Callable[[WorkerContext], None], rank: int, log: RankLog) -> int:
-    requests = Requests()
-    requests.watch_save()
-    watching = _inherited_watchdog(layout)
-    try:
-        context = replace(start(layout, requests, watching), log=log)
-        body(context)
-        finish(context.watchdog)
-        _record_end(context.watchdog, 0, "")
-        return 0
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one does not change how this worker ends
-        watchdog = watching[0] if watching else None
-        code, text, blames, origin = _explain(error, watchdog, rank)
-        _record_end(watchdog, code, text, blames)
-        if isinstance(error, Preempted | Interrupted) and rank != 0:
+        requests.watch_save()
+        watching = _inherited_watchdog(layout)
+        try:
+            context = replace(start(layout, requests, watching), log=log)
+            body(context)
+            finish(context.watchdog)
+            _record_end(context.watchdog, 0, "")
+            return 0
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one does not change how this worker ends
+            watchdog = watching[0] if watching else None
+            code, text, blames, origin = _explain(error, watchdog, rank)
+            _record_end(watchdog, code, text, blames)
+            if isinstance(error, Preempted | Interrupted) and rank != 0:
+                return code
+            record_failure(rank, code, text, blames, origin)
+            if text and first_to_say(text):
+                print(printable(text), file=sys.stderr, flush=True)
             return code
-        record_failure(rank, code, text, blames, origin)
-        if text and first_to_say(text):
-            print(printable(text), file=sys.stderr, flush=True)
-        return code
 
 
 def _explain(error: BaseException, watchdog: Watchdog | None, rank: int) -> tuple[int, str, tuple[int, ...], int]:
@@ -152,7 +146,6 @@ def start(layout: Layout, requests: Requests | None = None, watching: list[Watch
     import torch.distributed as dist
 
     faulthandler.enable()
-    _die_with_parent()
     requests = requests or Requests()
     watching = [] if watching is None else watching
     watchdog = watching[0] if watching else None
@@ -161,7 +154,7 @@ def start(layout: Layout, requests: Requests | None = None, watching: list[Watch
     local_rank, local_world = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world)
     torch.set_num_threads(worker_threads(train.threads, local_world))
     torch.manual_seed(train.seed)
-    if train.deterministic:
+    if train.deterministic or train.reproducible:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     device = claim_device(train.device, local_rank, local_world)
@@ -271,12 +264,7 @@ def describe(error: BaseException) -> tuple[int, str]:
             return error.code or 0, ""
         return 1, str(error.code)
     if lost_peer(error):
-        frames = traceback.extract_tb(error.__traceback__)
-        torch = str(Path(sys.modules["torch"].__file__ or "").parent) if "torch" in sys.modules else "torch"
-        ours = [frame for frame in frames if not frame.filename.startswith(torch)] or list(frames)
-        where = f" in {ours[-1].name} (line {ours[-1].lineno})" if ours else ""
-        reason = _first_line(error).rpartition("] ")[2].partition(". ")[0]
-        return DistributedError.exit_code, f"lost another worker{where}: {reason}"
+        return DistributedError.exit_code, f"lost another worker: {plain_words(error)}"
     return 1, "".join(traceback.format_exception(error)).rstrip()
 
 
@@ -285,20 +273,6 @@ def _obey_signals(requests: Requests, watchdog: Watchdog | None) -> None:
     requests.watch_end()
     if watchdog is not None and threading.current_thread() is threading.main_thread():
         watchdog.guard_signals()
-
-
-def _die_with_parent() -> None:
-    """Start a thread that ends this worker when the launcher has exited, on systems whose kernel cannot do so."""
-    parent = os.getppid()
-    if FAILURES not in os.environ or sys.platform == "linux":
-        return
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(DistributedError.exit_code)
-
-    threading.Thread(target=watch, name="parent watch", daemon=True).start()
 
 
 def claim_device(name: str, local_rank: int, local_world: int) -> torch.device:

@@ -15,14 +15,18 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.mark.parametrize("steps", [2, 1])
 def test_a_run_whose_steps_are_done_evaluates(steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_here(tmp_path, "a", {"train.steps": 2})
-    (first,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("held-out loss: ")]
+    run_here(tmp_path, "a", {"train.steps": 2, "checkpoint.resume": "auto"})
+    said, (folder,) = capsys.readouterr().out, runs(tmp_path / "a")
+    auto, log = 'checkpoint.resume = "auto":', f"log: {folder / 'log.jsonl'}"
+    assert f"{auto} no checkpoint of this model and data in {tmp_path / 'a'}, so a new run begins; {log}\n" in said
+    (first,) = [line for line in said.splitlines() if line.startswith("held-out loss: ")]
     run_here(tmp_path, "a", {"train.steps": steps, "checkpoint.resume": "auto"})
     said = capsys.readouterr().out
     assert f"all {steps} steps are done (train.steps): the checkpoint is of step 2" in said
+    assert f"{auto} continuing {folder} from step-000002; {log}\n" in said
     assert first in said
     assert "timeline.svg" not in said  # no step was measured
-    (folder,) = runs(tmp_path / "a")
+    assert runs(tmp_path / "a") == [folder]
     assert len(steps_of(folder)) == 2
 
 

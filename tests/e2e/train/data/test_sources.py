@@ -294,7 +294,7 @@ def test_a_missing_package_is_one_sentence(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     given = {"tokenizer": str(tokenizer), "model__vocab_size": 400} if keys else {}
-    with pytest.raises(ConfigError, match=rf'needs the package {package}: pip install "pipeloom\[data\]"'):
+    with pytest.raises(ConfigError, match=rf'needs the package {package}: pip install -e "\.\[data\]"'):
         data(folder, source=str(folder / source), **given)
 
 

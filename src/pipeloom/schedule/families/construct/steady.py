@@ -154,7 +154,7 @@ def repeated(schedule: Schedule, steady: SteadyState, microbatches: int) -> Sche
         end = begin + len(word) // before * steady.microbatches
         following = {what: count(what * microbatches) for what in set(word)}
         codes.append([next(following[what]) for what in [*word[:begin], *word[begin:end] * times, *word[begin:]]])
-    return Schedule.of_codes(
+    return Schedule.of(
         codes,
         placement=schedule.placement,
         microbatches=microbatches,

@@ -1,0 +1,140 @@
+"""Recomputation in schedules: its cells, what `check` demands, times, memory by value, and the transform."""
+
+from __future__ import annotations
+
+import pytest
+
+import pipeloom as pl
+from pipeloom.errors import ScheduleError, UsageError
+from pipeloom.schedule import Costs, Schedule, check, simulate
+from pipeloom.schedule.actions import Action, parse_cell
+from pipeloom.schedule.csv_form import from_csv, to_csv
+from pipeloom.schedule.families import FAMILIES, build
+from pipeloom.schedule.json_form import from_json, to_json
+from pipeloom.schedule.model import parts
+from pipeloom.schedule.transforms import cut_stages, recompute, transformed, unpair
+
+
+def one(*cells: str, microbatches: int = 1) -> Schedule:
+    return Schedule.of([cells], placement=[0], microbatches=microbatches)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_recomputed(name: str, whole: bool) -> None:
+    """It passes `check`, does the same work, keeps its text, and holds at most a stage-micro-batch more than it must."""
+    plain = build(name, 4, 8)
+    schedule = recompute(plain, whole)
+    check(schedule, transport="batched")
+    assert from_json(to_json(schedule)) == schedule
+    if len(schedule.routes) == 1:
+        assert from_csv(to_csv(schedule)).codes == schedule.codes
+
+    def work(schedule: Schedule) -> list[list[Action]]:
+        actions = ([a for cell in program for a in parts(cell)] for program in schedule.programs)
+        return [[a._replace(kind=a.kind[-1]) for a in program if a.kind != "R"] for program in actions]
+
+    assert work(schedule) == work(plain)
+    before, after = simulate(plain), simulate(schedule)
+    again = [sum(action.kind in "BI" for action in program) for program in work(plain)]
+    assert after.busy == tuple(busy + count for busy, count in zip(before.busy, again, strict=True))
+    assert all(a <= b for a, b in zip(after.peak_activations, before.peak_activations, strict=True))
+    kept = simulate(schedule, Costs(kept=1 / 8))
+    levels = [[level for _, level in curve] for curve in kept.memory_curve]
+    assert min(map(min, levels)) == 0
+    assert [row[-1] for row in levels] == [0] * 4
+    assert tuple(map(max, levels)) == kept.peak_memory
+
+
+def test_cells() -> None:
+    assert parse_cell("2R0") == Action("R", 2, 0)
+    assert parse_cell("(2R0;2B0)") == Action("RB", 2, 0)
+    assert str(parse_cell("(2R0;2I0)")) == "(2R0;2I0)"
+    assert str(parse_cell("(0F5; 3R1; 3B1)OVERLAP_F_B")) == "(0F5;3R1;3B1)OVERLAP_F_B"
+    for text in ("(2R0;1B0)", "(2R0;2B1)", "2R0;2B0", "2RB0", "(2R0;2W0)", "(0F5;3R1)", "(2B0;2R0)"):
+        with pytest.raises(ScheduleError, match="is not an action"):
+            parse_cell(text)
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        (["0R0", "0F0", "0B0"], "action 0: 0R0 needs what is kept of stage 0 micro-batch 0, .*; 0F0 makes it"),
+        (["0F0", "0R0", "(0R0;0B0)"], r"action 2: \(0R0;0B0\) makes what is saved a second time; 0R0 has made it"),
+        (["0F0", "0B0", "0R0"], "action 1: 0B0 needs what is saved .*; 0F0 or 0R0 makes it"),
+        (["0F0", "0I0", "0R0", "0W0"], "action 1: 0I0 needs what is saved"),
+        (["0F0", "0R0", "0R0", "0B0"], "0R0 appears twice"),
+        (["0F0", "(0R0;0B0)", "0B0"], "has its backward twice"),
+    ],
+)
+def test_an_order_that_cannot_run(cells: list[str], words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        check(one(*cells))
+
+
+def test_times_and_memory_by_hand() -> None:
+    """F keeps 1 of 8; R takes 1.5 and brings the other 7; the block holds them while it runs; I leaves half until W."""
+    costs = Costs(2, 3, 1, activation=8.0, kept=1 / 8, held=0.5, recompute=1.5)
+    timeline = simulate(one("0F0", "0F1", "0R0", "0B0", "(0R1;0I1)", "0W1", microbatches=2), costs)
+    assert timeline.ends == ((2, 4, 5.5, 9.5, 14, 15),)
+    assert timeline.memory_curve == (((0, 1), (2, 2), (4, 9), (9.5, 1), (9.5, 8), (14, 4), (15, 0)),)
+    assert timeline.peak_memory == (9,)
+    assert timeline.peak_activations == (1,)
+    pair = one("0F0", "(0F1;0R0;0B0)OVERLAP_F_B", "0B1", microbatches=2)
+    assert simulate(pair, costs).ends == ((2, 2 + 2 + 1.5 + 4, 13.5),)
+    assert simulate(pair, Costs(2, 3, 1, recompute=1.5, pair=4.0)).ends[0][1] == 2 + 4 + 1.5
+    assert simulate(pair, Costs(2, 3, 1, recompute=1.5, all_to_all=0.5)).ends[0][1] == 2 + 1 + 1.5 + 1.5 + 1
+    assert simulate(pair, Costs(2, 3, 1, microbatch=(2.0, 1.0), recompute=1.5)).ends[0][1] == 4 + 2 + 2 * (4 + 1.5)
+
+
+def test_a_recomputation_runs_while_the_gradient_is_on_its_way() -> None:
+    plain = pl.schedules.one_f_one_b(4, 8)
+    block, whole = (simulate(recompute(plain, way)).makespan for way in (False, True))
+    assert (simulate(plain).makespan, block, whole) == (33, 44, 41)
+
+
+def test_some_of_the_actions() -> None:
+    schedule = recompute(pl.schedules.one_f_one_b(2, 2), actions=[(0, 1)])
+    assert [str(cell) for cell in schedule.programs[0]] == ["0F0", "0F1", "0B0", "(0R1;0B1)"]
+    assert schedule.remade == {(0, 1): frozenset({"saved"})}
+    check(schedule)
+    assert simulate(schedule).peak_activations == (1, 1)
+
+
+def test_with_other_transforms_and_by_name() -> None:
+    plain = pl.schedules.interleaved_overlap(2, 4)
+    block = transformed(plain, ["recompute"])
+    assert block == recompute(plain)
+    assert transformed(plain, ["recompute=whole"]) == recompute(plain, whole=True)
+    assert unpair(block) == recompute(unpair(plain))
+    with pytest.raises(UsageError, match="transform recompute: there is no 'hole'; did you mean 'whole'"):
+        transformed(plain, ["recompute=hole"])
+    for whole in (False, True):
+        check(cut_stages(recompute(pl.schedules.one_f_one_b(2, 3), whole), 2))
+    accumulated = recompute(pl.schedules.gpipe(1, 4))  # one rank: gradients accumulated over micro-batches
+    check(accumulated)
+    assert simulate(accumulated, Costs(kept=0.25)).peak_memory == (1.75,)
+
+
+def test_bytes_by_value_and_pool() -> None:
+    """Parameters all step; 100 saved and 4 kept of a micro-batch, 30 pending; a block holds one layer's 25."""
+    costs = Costs(
+        bytes={"params": 1000, "saved": 100, "kept": 4, "pending": 30, "layer": 25, "copy": 7, "spool": (5,)},
+        pools={"copy": "host", "spool": "host"},
+    )
+    timeline = simulate(one("0F0", "0F1", "0B0", "(0R1;0I1)", "0W1", microbatches=2), costs)
+    assert timeline.bytes_curves["device"] == (
+        ((0, 1000), (0, 1104), (1, 1108), (4, 1004), (4, 1029), (6, 1030), (7, 1000)),
+    )
+    assert timeline.peak_bytes == {"device": (1108,), "host": (12,)}
+    assert simulate(one("0F0", "0B0")).peak_bytes == {}
+    two = simulate(
+        pl.schedules.one_f_one_b(2, 3), Costs(bytes={"saved": (10, 20), "grads": (1, 2)}, microbatch=(1, 2, 1))
+    )
+    assert two.peak_bytes == {"device": (31, 42)}
+    assert Costs(bytes={"saved": (10, 20)}).scaled(0.5).bytes == (("saved", (5, 10)),)
+    for wrong in ({"saved": -1}, {"saved": "much"}, 3, {"saved": ((1.0,),)}):
+        with pytest.raises(UsageError, match="bytes"):
+            Costs(bytes=wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"bytes\['saved'\] has 3 values and the schedule 1 stages"):
+        simulate(one("0F0", "0B0"), Costs(bytes={"saved": (1, 2, 3)})).peak_bytes  # noqa: B018

@@ -1,0 +1,70 @@
+"""The public names: what lists them, and one sentence for an argument of another kind or a package that is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import pipeloom as pl
+import pipeloom.checkpoint  # with the modules that need torch, not in a test's call
+import pipeloom.models.hf
+import pipeloom.runtime
+import pipeloom.runtime.verify
+from pipeloom.errors import UsageError
+
+GPIPE = pl.schedules.gpipe(2, 2)
+
+
+@pytest.mark.parametrize("module", [pl, pipeloom.runtime])
+def test_a_module_lists_its_public_names(module: Any) -> None:
+    assert dir(module) == sorted(module.__all__)
+    assert all(hasattr(module, name) for name in dir(module))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(pl.check, pl.simulate, pl.lower_bound, pl.schedules.cut_stages, pl.schedules.defer_last_stage_weights),
+        *(pl.schedules.forward_only, pl.schedules.half_split, pl.schedules.merge_backward),
+        *(pl.schedules.split_cooldown, pl.schedules.transformed, pl.schedules.unpair),
+        lambda schedule: pipeloom.runtime.LocalPipeline([], schedule, loss=print),
+    ],
+)
+def test_a_name_is_no_schedule(function: Callable[..., Any]) -> None:
+    with pytest.raises(
+        UsageError, match=r"^schedule is 'zbv', a name; make the schedule of it, such as .*build\('zbv'"
+    ):
+        function("zbv")
+    with pytest.raises(UsageError, match="schedule is of type Timeline; give a "):
+        function(pl.simulate(GPIPE))
+
+
+@pytest.mark.parametrize("draw", [pl.draw.figures, pl.draw.html, pl.draw.svg, pl.draw.terminal, pl.draw.trace])
+def test_a_schedule_is_no_timeline(draw: Callable[[Any], Any]) -> None:
+    with pytest.raises(UsageError, match="timeline is of type Schedule; give a "):
+        draw(GPIPE)
+
+
+@pytest.mark.parametrize(
+    ("module", "importer", "name"),
+    [
+        *((pl, "importlib.import_module", name) for name in ("verify", "checkpoint")),
+        (pipeloom.runtime, "pipeloom.runtime.import_module", "Pipeline"),
+    ],
+)
+def test_a_missing_package_names_its_extra(
+    module: Any, importer: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sentence is that of the commands."""
+
+    def fails(_: str) -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr(importer, fails)
+    sentence = (
+        rf'{module.__name__}\.{name} needs torch, which the core install leaves out: pip install -e "\.\[train\]"'
+    )
+    with pytest.raises(UsageError, match=sentence):
+        module.__getattr__(name)  # a submodule that has been imported is an attribute already
