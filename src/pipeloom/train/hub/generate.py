@@ -339,17 +339,17 @@ def continue_prompts(
                 f"token {unknown[0]} of the prompt {prompt[:60]!r} is outside the vocabulary of {vocabulary}"
             )
     before: list[list[int]] = [[] for _ in encoded] if opened.chat else [list(tokens) for tokens in encoded]
-    shown, first = "", [*before[0]]
+    streamed, first = "", [*before[0]]
 
     def tell(number: int, token: int) -> None:
-        nonlocal shown
+        nonlocal streamed
         if number or stream is None:
             return
         first.append(token)
         known = text.decode(first)
         if token not in text.ends and not known.endswith("\ufffd"):  # the last character is whole
-            stream(known[len(shown) :])
-            shown = known
+            stream(known[len(streamed) :])
+            streamed = known
 
     model = opened.layout.config.model
     keep = not model.source and not model.capacity_factor  # a capacity depends on the tokens that are computed together
@@ -359,7 +359,7 @@ def continue_prompts(
     answers = [after[:-1] if opened.chat and after[-1:] and after[-1] in text.ends else after for after in added]
     texts = [text.decode([*start, *after]) for start, after in zip(before, answers, strict=True)]
     if stream is not None:
-        stream(texts[0][len(shown) :])
+        stream(texts[0][len(streamed) :])
     return list(zip(texts, added, strict=True))
 
 
