@@ -125,8 +125,7 @@ def generate(
 ) -> None:
     """Generate text from a checkpoint or a model.
 
-    The tokenizer is that of the model's directory; without one, tokens are bytes. To a model that was trained on conversations, a
-    prompt is a question, and its answer is printed. The text of a single prompt is printed as it is generated.
+    The tokenizer is that of the model's directory; without one, tokens are bytes.
 
     pipeloom generate my-model --prompt "Once upon a time" --tokens 100 --top-p 0.9
     """
@@ -144,11 +143,17 @@ def generate(
 
         pipeline = open_pipeline(opened, worker.device, worker.watchdog)
         worker.close_to_strangers()
-        streams = len(prompt) == 1 and not json and os.environ["RANK"] == "0"
-        show = (lambda part: print(printable(part), end="", flush=True)) if streams else None
-        results = continue_prompts(opened, pipeline, prompt, tokens, sampling, show)
+        first = int(os.environ["RANK"]) == 0
+        streams = first and len(prompt) == 1 and not json
+
+        def show(part: str) -> None:
+            print(printable(part), end="", flush=True)
+
+        results = continue_prompts(opened, pipeline, prompt, tokens, sampling, show if streams else None)
         pipeline.close()
-        if int(os.environ["RANK"]) != 0:
+        if streams:
+            print(flush=True)
+        if streams or not first:
             return
         if json:
             rows = [
@@ -157,6 +162,6 @@ def generate(
             ]
             print(json_format.dumps({"sequences": rows}), flush=True)
         else:
-            print("" if streams else "\n\n".join(printable(text) for text, _ in results), flush=True)
+            print("\n\n".join(printable(text) for text, _ in results), flush=True)
 
     raise typer.Exit(be_worker(opened.layout, work))

@@ -13,9 +13,7 @@ import pytest
 import torch
 import transformers
 
-from corpora import tokenizer_file
 from hf_families import MODEL_FAMILIES
-from pipeloom import checkpoint
 from pipeloom.config import load, load_layout
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
 from pipeloom.models import cross_entropy, hf
@@ -25,7 +23,7 @@ from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.save import write_whole
 from pipeloom.train.hub import conversion as hub
 from pipeloom.train.hub.families import SCHEDULES
-from pipeloom.train.hub.generate import Sampling, continue_prompts, extend, open_model, open_pipeline, text_of
+from pipeloom.train.hub.generate import Sampling, continue_prompts, extend, open_model
 
 PROMPTS = [[5, 9, 11], [7, 8, 9, 10, 11, 12, 13], [3]]
 
@@ -156,38 +154,20 @@ def test_the_command_gives_the_text_of_a_directory_and_of_its_checkpoint(
     assert row["text"].startswith("ab")
 
 
-@pytest.mark.parametrize("template", ["simple", "tokenizer"])
-def test_a_model_of_conversations_is_asked_in_their_template(template: str, tmp_path: Path) -> None:
-    """What comes before the answer are the tokens that training has before an answer; the answer comes in parts."""
-    pytest.importorskip("tokenizers")
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    tokenizer_file(folder / "tokenizer.json")
-    chat_template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
-    chat_template += "{% if add_generation_prompt %}[a] {% endif %}"
-    described = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|endoftext|>",
-        "chat_template": chat_template,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(described))
-    keys = {"data.tokenizer": str(folder), "data.template": "auto", "parallel.pp": 1, "schedule.name": "1f1b"}
-    config = load("tiny", keys)
-    pipeline = build_pipeline(load_layout("tiny", keys), torch.device("cpu"))
-    extra = {"config": config.model_dump(mode="json"), "template": template}
-    path = checkpoint.save(tmp_path / "run", 1, pipeline, extra=extra)
+def test_a_checkpoint_of_conversations_gets_its_prompts_as_messages_and_streams(tmp_path: Path) -> None:
+    config = load_layout("tiny", {"parallel.pp": 1, "schedule.name": "gpipe"})
+    pipeline = build_pipeline(config, torch.device("cpu"))
+    pipeline.eval()
+    weights = iter([{name: p.detach() for name, p in pipeline.named_parameters()}])
+    extra = {"batch": 0, "chat": True, "config": config.config.model_dump(mode="json")}
+    opened = open_model(write_whole(tmp_path, 0, weights, extra), 1, {})
+    parts: list[str] = []
+    ((text, added),) = continue_prompts(opened, pipeline, ["red"], 12, Sampling(0.0), parts.append)
     pipeline.close()
-    opened = open_model(path, 1, {"parallel.pp": 1})
-    asked = {"simple": "<|user|>\nred wool\n<|assistant|>\n", "tokenizer": "[user] red wool\n[a] "}[template]
-    text = text_of(opened)
-    assert text.decode(text.encode("red wool")) == asked
-    assert text.ends == (0,)
-    pipeline, parts = open_pipeline(opened, torch.device("cpu")), []
-    ((answer, tokens),) = continue_prompts(opened, pipeline, ["red wool"], 9, Sampling(1.0), parts.append)
-    pipeline.close()
-    assert len(tokens) == 9
-    assert answer == text.decode(tokens) == "".join(parts)
+    assert parts[0] == "<|user|>\nred\n<|assistant|>\n"
+    assert len(added) == 12
     assert len(parts) > 2
+    assert text.startswith("".join(parts))
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -59,7 +59,7 @@ class RunFacts(BaseModel):
         data: digest of the data.
         config: the configuration, section by section.
         source: the Hugging Face directory that the weights were imported from.
-        template: the `data.template` of the conversations that it was trained on; empty: there were none.
+        chat: whether the data are conversations.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -72,7 +72,7 @@ class RunFacts(BaseModel):
     data: str | None = None
     config: dict[str, dict[str, Any]] = {}
     source: str | None = None
-    template: Literal["", "simple", "tokenizer"] = ""
+    chat: bool = False
 
     @classmethod
     def of(cls, extra: Any, directory: Path) -> RunFacts:
@@ -118,7 +118,7 @@ _MODEL_KEYS = (
 # Keys that may change from one part of a run to the next without a note. Most change results by rounding at most; train.steps
 # moves the decay of the learning rate too, but changing it is the usual reason to resume.
 _FREE = re.compile(
-    r"(parallel|schedule|log|checkpoint|debug)\..*|data\.(source|cache)|optimizer\.(zero1|barrier)"
+    r"(parallel|schedule|log|checkpoint|debug|sample)\..*|data\.(source|cache)|optimizer\.(zero1|barrier)"
     r"|train\.(steps|device|threads|tune_cpu|recompute|deterministic|reproducible|timeout|check_every|on_nan|on_spike|rollbacks|restarts)"
     r"|train\.profile_(from|steps)"
 )
@@ -141,8 +141,8 @@ class Start:
     notes: tuple[str, ...] = ()
 
 
-def digests(config: Config, data: str, template: str = "") -> dict[str, str]:
-    """Return the facts that two runs must have in common for one to continue the other: `model`, `data` and a `template`."""
+def digests(config: Config, data: str) -> dict[str, str]:
+    """Return the digests that two runs must have in common for one to continue the other: `model` and `data`."""
     model = config.model.model_dump(include=set(_MODEL_KEYS), mode="json")
     if config.model.qk_norm:
         model["qk_norm"] = True
@@ -150,8 +150,7 @@ def digests(config: Config, data: str, template: str = "") -> dict[str, str]:
         model["lora"] = [config.lora.r, config.lora.target_modules]
     if config.model.moe_layer_freq != 1:  # left out at its default, because the digests of older runs do not have it
         model["moe_layer_freq"] = config.model.moe_layer_freq
-    facts = {"model": hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()[:16], "data": data}
-    return facts | ({"template": template} if template else {})
+    return {"model": hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()[:16], "data": data}
 
 
 def find_start(

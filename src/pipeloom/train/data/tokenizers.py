@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -219,15 +219,15 @@ class BadConversation(ValueError):
 
 
 class Template(Protocol):
-    """Renders conversations as pieces. `name`: the `data.template` that selects it."""
+    """Renders conversations as pieces. `name` is part of the cache's key."""
 
-    name: Literal["simple", "tokenizer"]
-
-    def prompt(self, text: str) -> list[Piece]:
-        """Return the pieces of a question, up to where its answer begins."""
+    name: str
 
     def pieces(self, messages: Sequence[Any]) -> list[Piece]:
         """Return the pieces of one conversation. Raises BadConversation if it cannot be rendered."""
+
+    def prompt(self, text: str) -> list[Piece]:
+        """Return the pieces of a user's message, up to where the answer begins."""
 
 
 def checked(messages: Sequence[Any]) -> list[dict[str, str]]:
@@ -252,13 +252,10 @@ def checked(messages: Sequence[Any]) -> list[dict[str, str]]:
 class SimpleTemplate:
     r"""Template of `<|role|>`, a newline, the content; answers end with the tokenizer's eos, everything else with a newline."""
 
-    name: Literal["simple", "tokenizer"] = "simple"
+    name = "simple"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._bos, self._eos = tokenizer.bos, tokenizer.eos
-
-    def prompt(self, text: str) -> list[Piece]:
-        return self.pieces([{"role": "user", "content": text}, {"role": ANSWERS, "content": ""}])[:-2]
 
     def pieces(self, messages: Sequence[Any]) -> list[Piece]:
         pieces = [] if self._bos is None else [Piece(self._bos, False)]
@@ -269,6 +266,10 @@ class SimpleTemplate:
             pieces.append(Piece("\n" if self._eos is None or not answer else self._eos, answer))
         return pieces
 
+    def prompt(self, text: str) -> list[Piece]:
+        begin = [] if self._bos is None else [Piece(self._bos, False)]
+        return [*begin, Piece(f"<|user|>\n{text}\n<|{ANSWERS}|>\n", False)]
+
 
 class TokenizerTemplate:
     """The chat template of a tokenizer's directory, as `transformers` renders it.
@@ -277,13 +278,9 @@ class TokenizerTemplate:
     generation: the tokens of the prompt, and then those of the answer with the token that ends it.
     """
 
-    name: Literal["simple", "tokenizer"] = "tokenizer"
-
     def __init__(self, folder: Path) -> None:
         self._tokenizer = transformers_tokenizer(folder)
-
-    def prompt(self, text: str) -> list[Piece]:
-        return [Piece(self._render([{"role": "user", "content": text}], True), False)]
+        self.name = f"template {self._tokenizer.chat_template}"
 
     def pieces(self, messages: Sequence[Any]) -> list[Piece]:
         given = checked(messages)
@@ -307,6 +304,9 @@ class TokenizerTemplate:
             done = whole
         return pieces
 
+    def prompt(self, text: str) -> list[Piece]:
+        return [Piece(self._render([{"role": "user", "content": text}], True), False)]
+
     def _render(self, messages: list[dict[str, str]], prompts: bool) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompts)
@@ -314,6 +314,14 @@ class TokenizerTemplate:
             words = next(iter(str(error).splitlines()), type(error).__name__)
             raise BadConversation(f"the tokenizer's chat template refuses it: {words}") from None
         return text
+
+
+def prompt_tokens(text: str, tokenizer: Tokenizer, template: Template | None) -> list[int]:
+    """Return the tokens of a prompt: a user's message under a template for conversations, else the text behind bos."""
+    begin = [] if tokenizer.bos is None else [Piece(tokenizer.bos, False)]
+    pieces = [*begin, Piece(text, False)] if template is None else template.prompt(text)
+    encoded = [tokenizer.encode(each).tolist() if isinstance(each, str) else [each] for each, _ in pieces]
+    return [token for tokens in encoded for token in tokens]
 
 
 def has_template(folder: Path) -> bool:

@@ -31,11 +31,9 @@ from pipeloom.train.checkpoint.run import RunFacts
 from pipeloom.train.collect import sums
 from pipeloom.train.data.sources import BYTES, tokenizer_name
 from pipeloom.train.data.store import template_of
-from pipeloom.train.data.tokenizers import Piece, Tokenizer, load_tokenizer
+from pipeloom.train.data.tokenizers import Tokenizer, load_tokenizer, prompt_tokens
 from pipeloom.train.hub.lora_files import base_weights, begin_weights
 
-PROMPT = "def "
-SAMPLED_TOKENS = 160
 _PADDING = 2**30  # position of tokens that no other may attend to
 _WINDOW_STEP = 32  # windows grow by this many tokens: larger means fewer distinct shapes, but more padding to compute
 
@@ -94,7 +92,7 @@ def extend(
     ends: Collection[int] = (),
     context: int | None = None,
     keep: bool = False,
-    told: Callable[[int, int], None] | None = None,
+    seen: Callable[[list[list[int]]], object] | None = None,
 ) -> list[list[int]]:
     """Return up to `count` new tokens for each prompt, on every rank. Collective.
 
@@ -106,7 +104,7 @@ def extend(
         context: the longest window, in tokens; None: no limit.
         keep: keep keys and values of earlier tokens, of which all layers must be of Pipeloom's decoder; sequences longer than
             `context` are computed whole.
-        told: called with the number of a prompt and each new token of it.
+        seen: called with the prompts and their new tokens after each step.
 
     Raises UsageError for an empty prompt.
     """
@@ -141,12 +139,11 @@ def extend(
             # only the rank with the last stage has logits; the other ranks add 0, so the sum is its choice
             drawn = sums(pipeline, drawn)
             for at in sorted(going):
-                token = int(drawn[at])
-                texts[at].append(token)
-                if told is not None:
-                    told(at, token)
-                if token in ends:
+                texts[at].append(int(drawn[at]))
+                if int(drawn[at]) in ends:
                     going.discard(at)
+            if seen is not None:
+                seen(texts)
             if not going:
                 break
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
@@ -166,14 +163,16 @@ def _keeping(pipeline: Pipeline | LocalPipeline, keep: bool) -> Iterator[list[Ke
             attention.cache = None
 
 
-def generate(pipeline: Pipeline, tokenizer: Tokenizer, seq_len: int, seed: int, prompt: str = PROMPT) -> str:
-    """Return `prompt` and SAMPLED_TOKENS sampled tokens as text, on every rank. Collective.
+def generate(
+    pipeline: Pipeline, tokenizer: Tokenizer, prompt: Sequence[int], count: int, seq_len: int, seed: int
+) -> str:
+    """Return the tokens of a prompt and up to `count` sampled ones, to the first eos, as text, on every rank. Collective.
 
     The same weights and seed give the same text.
     """
-    tokens = tokenizer.encode(prompt).tolist() or [0]  # the vocabulary may contain none of the prompt's characters
-    (added,) = extend(pipeline, [tokens], SAMPLED_TOKENS, Sampling(seed=seed), context=seq_len)
-    return printable(tokenizer.decode(torch.tensor([*tokens, *added])))
+    ends = () if tokenizer.eos is None or tokenizer.name == BYTES else (tokenizer.eos,)
+    (added,) = extend(pipeline, [prompt], count, Sampling(seed=seed), ends=ends, context=seq_len)
+    return printable(tokenizer.decode(torch.tensor([*prompt, *added])))
 
 
 def printable(text: str) -> str:
@@ -201,7 +200,7 @@ class OpenedModel:
         layout: layout that `open_pipeline` builds.
         checkpoint: checkpoint with its weights; None: they are in the directory that the layout names.
         hub: Hugging Face directory that its configuration names as its source or for its weights; None: it names none.
-        chat: whether it was trained on conversations, with the `data.template` of the layout.
+        chat: whether it was trained on conversations.
     """
 
     layout: Layout
@@ -266,13 +265,17 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any], trust_code: b
         values.pop("weights", None)  # the run's initial weights; the checkpoint has its own
     keys = {f"model.{key}": value for key, value in values.items()}
     keys |= {f"lora.{key}": value for key, value in config.get("lora", {}).items() if key != "adapter"}
-    for section, key in (("train", "dtype"), ("data", "tokenizer"), ("data", "bos"), ("data", "eos")):
+    for section, key in (
+        ("train", "dtype"),
+        ("data", "tokenizer"),
+        ("data", "bos"),
+        ("data", "eos"),
+        ("data", "template"),
+    ):
         if key in config.get(section, {}):
             keys[f"{section}.{key}"] = config[section][key]
-    if facts.template:
-        keys["data.template"] = facts.template
-    opened = load_layout(None, {**keys, **layout, **flags})
-    return OpenedModel(opened, checkpoint, Path(hub) if hub else None, bool(facts.template))
+    layout_of_model = load_layout(None, {**keys, **layout, **flags})
+    return OpenedModel(layout_of_model, checkpoint, Path(hub) if hub else None, facts.chat)
 
 
 def open_pipeline(opened: OpenedModel, device: torch.device, watchdog: Any = None) -> Pipeline:
@@ -294,20 +297,13 @@ def text_of(opened: OpenedModel) -> Text:
     data = opened.layout.config.data
     name = tokenizer_name(data.tokenizer, str(opened.hub or ""))
     tokenizer = load_tokenizer(name, data.bos, data.eos)
-    begin = [] if tokenizer.bos is None else [Piece(tokenizer.bos, False)]
-    pieces = template_of(tokenizer, data).prompt if opened.chat else lambda text: [*begin, Piece(text, False)]
-
-    def encode(text: str) -> list[int]:
-        contents = [piece.content for piece in pieces(text)]
-        return [
-            token
-            for part in contents
-            for token in ([part] if isinstance(part, int) else tokenizer.encode(part).tolist())
-        ]
-
-    line_end = tokenizer.encode("\n").tolist() if opened.chat else []  # ends answers where there is no eos
-    end = line_end[:1] if tokenizer.eos is None else [tokenizer.eos] * (opened.chat or name != BYTES)
-    return Text(encode, lambda tokens: tokenizer.decode(torch.tensor(tokens)), _ends(opened.hub) or tuple(end))
+    template = template_of(tokenizer, data) if opened.chat else None
+    tokenizer_ends = () if tokenizer.eos is None or name == BYTES else (tokenizer.eos,)
+    return Text(
+        lambda text: prompt_tokens(text, tokenizer, template),
+        lambda tokens: tokenizer.decode(torch.tensor(tokens)),
+        _ends(opened.hub) or tokenizer_ends,
+    )
 
 
 def continue_prompts(
@@ -316,16 +312,13 @@ def continue_prompts(
     prompts: Sequence[str],
     count: int,
     sampling: Sampling,
-    stream: Callable[[str], None] | None = None,
+    stream: Callable[[str], object] | None = None,
 ) -> list[tuple[str, list[int]]]:
-    """Return (text, new tokens) for each prompt; collective, the same on every rank.
-
-    The text is the prompt and its continuation, or the answer of a model that was trained on conversations: to it a prompt is a
-    question, in the template of its training data.
+    """Return (prompt and continuation as text, new tokens) for each prompt; collective, the same on every rank.
 
     Args:
         count: most new tokens per prompt.
-        stream: called with the parts of the first prompt's text as they are known.
+        stream: called with each new part of the first prompt's text; the prompt itself is the first.
 
     Raises UsageError for a prompt without tokens, or with a token outside the model's vocabulary.
     """
@@ -338,29 +331,21 @@ def continue_prompts(
             raise UsageError(
                 f"token {unknown[0]} of the prompt {prompt[:60]!r} is outside the vocabulary of {vocabulary}"
             )
-    before: list[list[int]] = [[] for _ in encoded] if opened.chat else [list(tokens) for tokens in encoded]
-    streamed, first = "", [*before[0]]
+    streamed = ""
 
-    def tell(number: int, token: int) -> None:
+    def show(texts: list[list[int]]) -> None:
         nonlocal streamed
-        if number or stream is None:
-            return
-        first.append(token)
-        known = text.decode(first)
-        if token not in text.ends and not known.endswith("\ufffd"):  # the last character is whole
-            stream(known[len(streamed) :])
-            streamed = known
+        whole = text.decode(texts[0])
+        if stream is not None and not whole.endswith("\N{REPLACEMENT CHARACTER}"):  # part of a character
+            stream(whole[len(streamed) :])
+            streamed = whole
 
+    show(encoded)
     model = opened.layout.config.model
     keep = not model.source and not model.capacity_factor  # a capacity depends on the tokens that are computed together
-    added = extend(
-        pipeline, encoded, count, sampling, ends=text.ends, context=_context(opened.hub), keep=keep, told=tell
-    )
-    answers = [after[:-1] if opened.chat and after[-1:] and after[-1] in text.ends else after for after in added]
-    texts = [text.decode([*start, *after]) for start, after in zip(before, answers, strict=True)]
-    if stream is not None:
-        stream(texts[0][len(streamed) :])
-    return list(zip(texts, added, strict=True))
+    context = _context(opened.hub)
+    added = extend(pipeline, encoded, count, sampling, ends=text.ends, context=context, keep=keep, seen=show)
+    return [(text.decode([*before, *after]), after) for before, after in zip(encoded, added, strict=True)]
 
 
 def _ends(hub: Path | None) -> tuple[int, ...]:
