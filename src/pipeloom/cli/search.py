@@ -72,7 +72,7 @@ def command(sizes: Sizes, options: SearchFlags, costs: CostFlags, output: Output
             **limits,
         )
     bound = result.lower_bound if result.objective == "makespan" else None
-    output.draw([result.timeline], bound=bound, limit=options.memory)
+    output.draw([result.timeline], bound=bound, limit=memory)
     if output.csv:
         from pipeloom.schedule.csv_form import to_csv
 
