@@ -9,11 +9,10 @@ import typer
 
 from pipeloom.cli import check, compare, hub, improve, plan, rehearse, schedule, search, show, train, verify
 from pipeloom.cli.failures import exit_code_of, protect_streams
-from pipeloom.cli.workers import CommandOfWorkers
+from pipeloom.cli.workers import WordedCommand
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,  # rich's table of four columns truncates option names at 80 columns
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -43,11 +42,11 @@ for _name, _command in (
     ("import", hub.import_),
     ("generate", hub.generate),
 ):
-    app.command(_name, cls=CommandOfWorkers)(_command)
+    app.command(_name, cls=WordedCommand)(_command)
 for _name, _command in (("train", train.command), ("verify", verify.command)):
     app.command(
         _name,
-        cls=CommandOfWorkers,
+        cls=WordedCommand,
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
         options_metavar="[CONFIG] [--section.key VALUE …] [OPTIONS]",
         add_help_option=_name != "train",  # whose help is more than typer's

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from functools import partial
 from typing import Annotated
 
 import typer
 
-from pipeloom.cli.options import CostFlags, FamilyFlags, Sizes, with_options
+from pipeloom.cli.options import CostFlags, FamilyFlags, Sizes, families, family_lines, with_options
 from pipeloom.cli.output import OutputFlags, aligned, figures_and_costs
 
 
 @with_options()
 def command(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A family, a CSV or JSON file, or module:function.")],
+    *,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="A family (without a name they are listed, and NAME --help shows its options), a CSV or JSON file, or "
+            "module:function.",
+            autocompletion=families,
+        ),
+    ] = None,
     sizes: Sizes,
     family: FamilyFlags,
     costs: CostFlags,
@@ -28,6 +38,10 @@ def command(
     pipeloom schedule interleaved --ranks 4 --microbatches 9 --option rounds=tail
     """
     output.require()
+    if name is None:
+        lines = family_lines()
+        print(json.dumps({"families": lines}) if output.as_json else "\n".join(lines))
+        return
     from pipeloom.schedule import simulate
 
     table, below = [], None

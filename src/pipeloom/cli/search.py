@@ -63,7 +63,8 @@ def command(sizes: Sizes, options: SearchFlags, costs: CostFlags, output: Output
             progress=progress,
             **limits,
         )
-    output.draw([result.timeline])
+    bound = result.lower_bound if result.objective == "makespan" else None
+    output.draw([result.timeline], bound=bound, limit=options.memory)
     if output.csv:
         from pipeloom.schedule.csv_form import to_csv
 
@@ -71,7 +72,7 @@ def command(sizes: Sizes, options: SearchFlags, costs: CostFlags, output: Output
     elif output.as_json:
         print(json.dumps(_as_dict(result, options), allow_nan=False))
     else:
-        output.print_timeline(result.timeline)
+        output.print_timeline(result.timeline, bound=False)
         print("\n".join(_lines(result)))
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)

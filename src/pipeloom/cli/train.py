@@ -24,7 +24,10 @@ def command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the configuration, print what would run, and start nothing.")
     ] = False,
-    show_help: Annotated[bool, typer.Option("--help", "-h", help="Show this message and every key.")] = False,
+    show_help: Annotated[
+        bool,
+        typer.Option("--help", "-h", help="Show this message and every key, or the keys of a section: --help data."),
+    ] = False,
 ) -> None:
     """Train a language model.
 
@@ -39,7 +42,9 @@ def command(
     torchrun --nproc-per-node 4 -m pipeloom train run.toml
     """
     if show_help:
-        print(f"{context.get_help()}\n\nKeys (with their defaults):\n{describe_keys()}")
+        sections = [word.strip("[]") for word in context.args]
+        head = "" if sections else f"{context.get_help()}\n\nKeys (with their defaults):\n"
+        print(head + describe_keys(sections))
         return
     raise typer.Exit(_train(context.args, words_of(context), dry_run))
 

@@ -8,13 +8,14 @@ import shutil
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand
 
+from pipeloom.cli.options import family_help
 from pipeloom.errors import TRAIN_PACKAGES, missing_packages
 
 if TYPE_CHECKING:
@@ -25,12 +26,28 @@ _RESULT = "PIPELOOM_RESULT"  # names the file in which rank 0 leaves its result
 _WORDS = "words"
 
 
-class CommandOfWorkers(TyperCommand):
-    """Command that keeps the words of its command line, with which its workers are started."""
+class WordedCommand(TyperCommand):
+    """Command that keeps the words of its command line, with which its workers are started, and describes families among them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[_WORDS] = list(args)
         return super().parse_args(ctx, args)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the options of the families that the command line names, behind the command's own."""
+        for text in map(family_help, words_of(ctx)):
+            formatter.write(f"\n{text}\n" if text else "")
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Complete the keys of the configuration too, where the command takes them."""
+        items: list[Any] = super().shell_complete(ctx, incomplete)
+        if not self.context_settings.get("ignore_unknown_options") or not incomplete.startswith("--"):
+            return items
+        from pipeloom.config import descriptions
+
+        item = type(super().shell_complete(ctx, "--")[0])  # click's class, or that of typer's copy of click
+        keys = descriptions().items()
+        return items + [item(f"--{key}", help=words) for key, words in keys if f"--{key}".startswith(incomplete)]
 
 
 def words_of(context: typer.Context) -> list[str]:
@@ -95,8 +112,8 @@ def be_worker(layout: Layout, body: Callable[[Any], None]) -> int:
     return code
 
 
-def describe_keys() -> str:
-    """Return every configuration key with its description and default, by section, at the width of the terminal."""
+def describe_keys(sections: Collection[str] = ()) -> str:
+    """Return the configuration keys of `sections` (none: of all) with descriptions and defaults, at the width of the terminal."""
     from pipeloom.config import descriptions, load
     from pipeloom.config.settings import toml_value
 
@@ -105,6 +122,8 @@ def describe_keys() -> str:
     width = max(60, min(120, shutil.get_terminal_size().columns))
     described = descriptions()
     for section, values in default.items():
+        if sections and section not in sections:
+            continue
         lines.append(f"\n[{section}]")
         for key, value in values.items():
             default_text = "" if value is None or value == "" else f" ({toml_value(value)})".replace('"', "")

@@ -5,6 +5,7 @@ They are translated from pydantic's errors, and from errors of the library, whic
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -131,10 +132,13 @@ def _unknown(path: list[str], start: str) -> str:
         if elsewhere:
             return f"{start}: keys belong to a section; did you mean {elsewhere[0]}.{name}?"
         return f"there is no section [{name}]{did_you_mean(name, SECTIONS)}"
-    elsewhere = [f"{section}.{name}" for section, model in SECTIONS.items() if name in model.model_fields]
     near = did_you_mean(name, SECTIONS[path[0]].model_fields)
-    if elsewhere and not near.startswith("; did"):
-        near = f"; did you mean {' or '.join(elsewhere)}?"
+    keys = {f"{section}.{key}": key for section, model in SECTIONS.items() for key in model.model_fields}
+    exact = [key for key, last in keys.items() if last == name]
+    if exact or not near.startswith("; did"):
+        close = difflib.get_close_matches(name, keys.values(), n=1, cutoff=0.75)
+        others = exact or [key for key, last in keys.items() if last in close]
+        near = f"; did you mean {' or '.join(others)}?" if others else near
     return f"{start}: there is no such key{near}"
 
 

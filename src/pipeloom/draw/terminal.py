@@ -72,7 +72,7 @@ class Grid:
         return self.rows > 1
 
 
-def terminal(timeline: Timeline, width: int = 80, color: bool | None = None) -> str:
+def terminal(timeline: Timeline, width: int = 80, color: bool | None = None, bound: bool = True) -> str:
     """The drawing, the legend and the figures as text of at most `width` columns.
 
     A rank's band is to scale. Boxes with room hold the letter and the micro-batch ("F3"); narrower ones the letter,
@@ -81,6 +81,7 @@ def terminal(timeline: Timeline, width: int = 80, color: bool | None = None) -> 
 
     Args:
         color: None colours only when standard output is a terminal and NO_COLOR is not set.
+        bound: whether to print the lower bound of all schedules on this placement; a search prints a sharper one.
     """
     from rich.console import Console
     from rich.text import Text
@@ -103,7 +104,7 @@ def terminal(timeline: Timeline, width: int = 80, color: bool | None = None) -> 
     unit = time_unit([timeline])
     text.append(" " * label + _ruler(picture, unit[0]) + "\n\n")
     _legend(text, timeline, picture, colored)
-    text.append("\n\n" + _figures(timeline, width))
+    text.append("\n\n" + _figures(timeline, width, bound))
     if not colored:
         return "\n".join(line.rstrip() for line in text.plain.splitlines()) + "\n"
     console = Console(file=io.StringIO(), force_terminal=True, color_system=_color_system(), width=max(width, 20))
@@ -165,7 +166,7 @@ def _legend(text: Text, timeline: Timeline, picture: Grid, colored: bool) -> Non
     text.append("\n" + "\n".join(notes), style="bright_black")
 
 
-def _figures(timeline: Timeline, width: int) -> str:
+def _figures(timeline: Timeline, width: int, bound: bool) -> str:
     values = figures(timeline)
     factor, unit = time_unit([timeline])
 
@@ -174,10 +175,8 @@ def _figures(timeline: Timeline, width: int) -> str:
 
     lines = [f"makespan          {time(values['makespan'])}{f' {unit}' if unit else ''}"]
     if timeline.source == "simulated":
-        lines[0] += (
-            f"   lower bound {number(values['lower_bound'])}, gap {100 * values['gap']:.1f} %"
-            f"   period {number(values['period'])}"
-        )
+        gap = f"   lower bound {number(values['lower_bound'])}, gap {100 * values['gap']:.1f} %" if bound else ""
+        lines[0] += f"{gap}   period {number(values['period'])}"
     for key, words in BUBBLE_WORDS.items():
         lines.append(f"{key.replace('_', ' '):<17} {values[key]:.4f}  {words}")
     sent = values["messages"]

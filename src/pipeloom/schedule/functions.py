@@ -44,7 +44,12 @@ def is_function(name: str) -> bool:
 
 def source_file(name: str) -> str | None:
     """The file that `module:function` was imported from; None where it has not been, or has no file."""
-    return getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
+    return getattr(sys.modules.get(_module_name(name)), "__file__", None)
+
+
+def _module_name(name: str) -> str:
+    """Return the module of `module:function`, which may be written as the file `module.py`."""
+    return name.partition(":")[0].removesuffix(".py")
 
 
 def user_object(name: str, folder: Path, what: str) -> Any:
@@ -57,7 +62,7 @@ def user_object(name: str, folder: Path, what: str) -> Any:
         UsageError: there is no such module or name, the name cannot be called, or importing raised, with the
             file and line of the user's code.
     """
-    module_name, _, attribute = name.partition(":")
+    module_name, attribute = _module_name(name), name.partition(":")[2]
     if not (attribute.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
         raise UsageError(f"{what} {name!r:.200} is not of the form module:function")
     try:
@@ -103,8 +108,7 @@ def _origin(error: Exception, name: str) -> str | None:
     frames = traceback.extract_tb(error.__traceback__)
     here = str(Path(__file__).parents[1])
     outside = [f for f in frames if not f.filename.startswith((here, "<frozen ")) and f.filename != importlib.__file__]
-    spec = sys.modules.get(name.partition(":")[0])
-    file = getattr(spec, "__file__", None)
+    file = source_file(name)
     of_file = [frame for frame in outside if frame.filename == file] or outside
     return f"{_short_path(of_file[-1].filename)}:{of_file[-1].lineno}" if of_file else None
 

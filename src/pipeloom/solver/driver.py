@@ -23,12 +23,13 @@ from pipeloom.solver.construct import (
     FIRST_RULES,
     LARGEST_WALKED,
     OTHER_RULES,
+    PairingRule,
     family_schedules,
     interleaved_rounds,
     list_scheduled,
     reduced_instances,
     sequences_of,
-    variants_with_pairs,
+    with_pairs,
 )
 from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.exact import certify
@@ -144,7 +145,7 @@ class SearchDriver:
             groups.setdefault(instance.placement, []).append(instance)
         for group in groups.values():
             self._family_starts(starts, group)
-            if self._starts_are_due():
+            if self._families_are_due():
                 break
         for group in groups.values():
             if self.incumbent.proved:
@@ -162,7 +163,7 @@ class SearchDriver:
         first = group[0]
         for schedule in self._families(first):
             self._offer_family(schedule, first)
-            if self._starts_are_due():
+            if self._families_are_due():
                 return
             if first.nodes <= LARGEST_WALKED:
                 sequences = sequences_of(first, schedule)
@@ -212,8 +213,11 @@ class SearchDriver:
 
     def _starts_are_due(self, share: float = STARTS_SHARE) -> bool:
         """Return whether to end the construction of starts: this share of the time is spent, and there is an incumbent."""
-        budget = self.budget
-        return self.incumbent.best is not None and budget.seconds > share * (budget.deadline - budget.begin)
+        return self.incumbent.best is not None and self.budget.spent > share
+
+    def _families_are_due(self) -> bool:
+        """Return the same for families; at large sizes also without an incumbent, as a packed period is one soon."""
+        return self._starts_are_due() or (self.instances[0].nodes > LARGEST_WALKED and self.budget.spent > STARTS_SHARE)
 
     def _start(self, starts: list[WarmStart], instance: Instance, sequences: Sequences, origin: str) -> None:
         """Add sequences to the warm starts and offer them, if they can run and fit the memory."""
@@ -285,8 +289,7 @@ class SearchDriver:
                 first = len(starts)
                 sequences = sequences_of(instance, schedule, pairs=True)
                 self._start(starts, instance, sequences, schedule.name)
-                for paired in variants_with_pairs(instance, sequences, FIRST_RULES, (0.5,)):
-                    self._start(starts, instance, paired, schedule.name)
+                self._paired(starts, instance, sequences, schedule.name, FIRST_RULES)
                 value = min((start.value for start in starts[first:]), default=math.inf)
                 seeds.append((value, len(seeds), instance, sequences, schedule.name))
                 if self._starts_are_due(PAIR_STARTS_SHARE) or self.incumbent.proved:
@@ -294,9 +297,22 @@ class SearchDriver:
         for _, _, instance, sequences, origin in sorted(seeds, key=lambda seed: seed[:2])[:STARTS_WITH_ALL_RULES]:
             if self._starts_are_due(PAIR_STARTS_SHARE) or self.incumbent.proved:
                 break
-            for paired in variants_with_pairs(instance, sequences, OTHER_RULES, (0.0, 1.0)):
-                self._start(starts, instance, paired, origin)
+            self._paired(starts, instance, sequences, origin, OTHER_RULES)
         return _best_of(starts)
+
+    def _paired(
+        self,
+        starts: list[WarmStart],
+        instance: Instance,
+        sequences: Sequences,
+        origin: str,
+        rules: Sequence[PairingRule],
+    ) -> None:
+        """Add the sequences with pairs formed by each rule to the warm starts."""
+        for rule in rules:
+            paired = with_pairs(instance, sequences, rule)
+            if paired is not None:
+                self._start(starts, instance, paired, origin)
 
     def _schedules(self, instance: Instance) -> Iterator[Schedule]:
         """Yield every one-route family on the placement, including those that exceed the memory, and the best list schedules."""

@@ -15,8 +15,10 @@ from pipeloom.solver.exact import RELATIVE_ROUNDING
 from pipeloom.solver.instance import Instance, Sequences
 
 # Division of a search's moves and time.
-# Nodes evaluated if neither moves nor seconds are given: about ten seconds.
-DEFAULT_WORK = 8_000_000
+# Nodes evaluated if neither moves nor seconds are given: about ten seconds, also with pairs, whose moves take longer.
+DEFAULT_WORK, DEFAULT_WORK_WITH_PAIRS = 8_000_000, 3_000_000
+# Seconds after which such a search ends at the latest, on slow or busy machines.
+DEFAULT_SECONDS = 30.0
 # The fewest moves where no limit is given, so that large instances get some too.
 FEWEST_MOVES = 100
 # Seconds of a proof without a time limit.
@@ -28,18 +30,28 @@ SEARCH_SHARE_BEFORE_PROOF = 0.25
 class Budget:
     """The remaining budget of a search: moves, seconds, or both."""
 
-    def __init__(self, size: int, time_limit: float | None, iterations: int | None, prove: bool) -> None:
+    def __init__(
+        self, size: int, time_limit: float | None, iterations: int | None, prove: bool, pairs: bool = False
+    ) -> None:
         self.begin = time.monotonic()
         self.proof_end = self.begin + (time_limit if time_limit is not None else PROOF_SECONDS) if prove else 0.0
         share = SEARCH_SHARE_BEFORE_PROOF if prove else 1.0  # of the time, for the starts and the local search
-        self.deadline = math.inf if time_limit is None else self.begin + share * time_limit
-        default_moves = 10**9 if time_limit is not None else max(FEWEST_MOVES, int(share * DEFAULT_WORK) // size)
+        work = share * (DEFAULT_WORK_WITH_PAIRS if pairs else DEFAULT_WORK)
+        default_moves = 10**9 if time_limit is not None else max(FEWEST_MOVES, int(work) // size)
         self.allowed = iterations if iterations is not None else default_moves
+        if time_limit is None:
+            time_limit = math.inf if iterations is not None else DEFAULT_SECONDS / share
+        self.deadline = self.begin + share * time_limit
         self.used = 0
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.begin
+
+    @property
+    def spent(self) -> float:
+        """The share of the time that is spent; 0 without a limit."""
+        return self.seconds / (self.deadline - self.begin)
 
     @property
     def in_time(self) -> bool:

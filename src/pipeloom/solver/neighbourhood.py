@@ -52,7 +52,7 @@ class Move(NamedTuple):
 
 # The first element of the attributes of moves other than shifts. Plain integers: tabu search looks attributes up for every move,
 # and the hash of an enum's member is computed in Python.
-APART, TOGETHER, SLID = -1, -2, -3
+APART, TOGETHER = -1, -2
 
 
 class SequenceState:
@@ -324,48 +324,10 @@ def _pair_anew(state: SequenceState, rank: int, at: int) -> Iterator[Move]:
                 )
 
 
-def slide(state: SequenceState, rank: int, low: int, high: int, later: bool) -> Move | None:
-    """Return the move that shifts the forwards of a range against its backwards by one place.
-
-    `later` False: (f1|i1) (f2|i2) -> f1 (f2|i1) i2, which is one pair fewer; True: the reverse. None if the operations of the
-    range, order or memory do not allow it.
-    """
-    table, sequence = state.table, state.sequences[rank]
-    stride = table.stride
-    forwards, backwards, weights = [], [], []
-    for at in range(low, high + 1):
-        nodes = table.nodes[sequence[at]]
-        if len(nodes) > 2 or (len(nodes) == 2 and nodes[0] >= stride):
-            return None
-        forwards += [node for node in nodes if node < stride]
-        backwards += [node for node in nodes if stride <= node < 2 * stride]
-        weights += [(len(backwards), node) for node in nodes if node >= 2 * stride]
-    if not later and not (forwards and backwards):
-        return None
-    lead = 0 if later else 1
-    pairs = [table.pair(f, i, False) for f, i in zip(forwards[lead:], backwards, strict=False)]
-    body = [*forwards[:lead], *pairs, *forwards[lead + len(pairs) :], *backwards[len(pairs) :]]
-    operations: list[int] = []
-    for index, operation in enumerate(body):
-        operations.append(operation)
-        while weights and weights[0][0] <= index + 1 - lead:
-            operations.append(weights.pop(0)[1])
-    operations += [node for _, node in weights]
-    if not state.allows(rank, low, tuple(operations)):
-        return None
-    return Move(rank, low, high, tuple(operations), (SLID, rank, low), (SLID, rank, low))
-
-
-def random_move(
-    state: SequenceState, random: Random, parameters: NeighbourhoodParameters, slide_share: float
-) -> Move | None:
-    """Return a random move of `neighbours` at two adjacent positions, or of `slide`; None if the draw is not allowed."""
+def random_move(state: SequenceState, random: Random, parameters: NeighbourhoodParameters) -> Move | None:
+    """Return a random move of `neighbours` at two adjacent positions; None if the draw is not allowed."""
     rank = random.randrange(len(state.sequences))
-    sequence = state.sequences[rank]
-    if parameters.pairs and random.random() < slide_share:
-        low, high = sorted((random.randrange(len(sequence)), random.randrange(len(sequence))))
-        return slide(state, rank, low, high, random.random() < 0.5)
-    at = random.randrange(len(sequence) - 1)
+    at = random.randrange(len(state.sequences[rank]) - 1)
     moves = list(neighbours(state, [(rank, at, at + 1)], random, parameters))
     return random.choice(moves) if moves else None
 

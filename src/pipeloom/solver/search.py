@@ -103,8 +103,8 @@ def search(
         chunks: stages per rank; default 1, or the placement's.
         objective: `"makespan"`, for steps that end in a barrier; `"span"`, the largest span of a rank, for steps without one.
         time_limit: longest search, in seconds.
-        iterations: most moves of the local search. With neither limit: a number that takes about ten seconds. Without a time
-            limit and a proof, the result depends only on the arguments.
+        iterations: most moves of the local search. Without a time limit and a proof, the result then depends only on the
+            arguments. With neither limit: a number that takes about ten seconds, and at most 30 seconds.
         seed: seed of the random choices.
         prove: let a constraint solver (the extra `opt`) search for a proof or a better schedule, for the last three quarters
             of the time limit, or for two minutes. Micro-batches must be equal. The solver does not model pairs: where pairs
@@ -138,8 +138,8 @@ def search(
     _require_plain(cost_model, prove, pairs, overlap_p2p)
     if prove:
         require_solver()
-    budget = Budget(instances[0].nodes, time_limit, iterations, prove)
     with_pairs = pairs and any(map(pairs_gain, instances))
+    budget = Budget(instances[0].nodes, time_limit, iterations, prove, with_pairs)
     driver = SearchDriver(instances, budget, Random(seed), progress, with_pairs)
     driver.run()
     incumbent, best = driver.incumbent, driver.incumbent.best

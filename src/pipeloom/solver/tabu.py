@@ -44,8 +44,6 @@ class TabuParameters:
     draws: int = 20
     # Moves between two polls of the clock and of the progress callback: fewer stop sooner, more cost less.
     poll_interval: int = 16
-    # With pairs: the share of random moves that slide the forwards of a range against its backwards, which no single move does.
-    slide_share: float = 0.3
 
 
 WITHOUT_PAIRS = TabuParameters(NeighbourhoodParameters())
@@ -143,7 +141,7 @@ class TabuSearch:
         evaluation = evaluate(self.instance, self.best)
         left = self.parameters.perturbations
         for _ in range(self.parameters.draws * self.parameters.perturbations):
-            move = random_move(self.state, self.random, self.parameters.neighbourhood, self.parameters.slide_share)
+            move = random_move(self.state, self.random, self.parameters.neighbourhood)
             if move is None:
                 continue
             back = self.state.apply(move)

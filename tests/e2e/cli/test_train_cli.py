@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -77,6 +78,8 @@ sys.modules['torch'] = None
         for key in model.model_fields:
             assert f"--{section}.{key} " in shown.stdout
     assert "(interleaved)" in shown.stdout
+    section = pipeloom("train", "--help", "schedule", code=without_torch).stdout
+    assert set(re.findall(r"^  --(\w+)\.", section, re.MULTILINE)) == {"schedule"}
 
 
 def test_the_parent_never_imports_torch() -> None:

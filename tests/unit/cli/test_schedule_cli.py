@@ -9,9 +9,12 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
+from typer.testing import CliRunner
 
 import pipeloom as pl
+from pipeloom.cli import app
 from pipeloom.schedule.csv_form import from_csv
+from pipeloom.schedule.families import FAMILIES
 from pipeloom.schedule.json_form import from_json
 
 Run = Callable[[str], Any]
@@ -49,6 +52,33 @@ def test_json_is_the_text_form_and_the_figures(pipeloom: Run) -> None:
     assert found["idle"] == [6] * 4
     assert found["peak_activations"] == [12, 10, 8, 6]
     assert all(len(found[key]) == 4 for key in ("busy", "idle", "spans", "peak_activations", "peak_memory"))
+
+
+def test_families_are_listed_and_described(pipeloom: Run) -> None:
+    ended = pipeloom("schedule")
+    assert (ended.code, ended.err) == (0, "")
+    assert [line.split()[0] for line in ended.out.splitlines()] == list(FAMILIES)
+    assert json.loads(pipeloom("schedule --json").out)["families"] == ended.out.splitlines()
+    for name in ("interleaved", "VPP"):
+        described = pipeloom(f"schedule {name} --help").out
+        assert "Options of interleaved (--option KEY=VALUE), with their defaults: cooldown: whole" in described
+        assert "rounds: balanced" in described
+        assert described.startswith("Usage: ")
+    assert "Options of" not in pipeloom("schedule --help").out
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("schedule inter", ["interleaved", "interleaved-zb", "interleaved-overlap"]),
+        ("train --data.s", ["--data.source", "--data.sampling"]),
+        ("verify --mat", ["--matrix"]),
+    ],
+)
+def test_a_shell_completes_names_options_and_keys(line: str, words: list[str]) -> None:
+    typed = f"pipeloom {line}"
+    variables = {"_PIPELOOM_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(line.count(" ") + 1)}
+    assert CliRunner(env=variables).invoke(app, [], prog_name="pipeloom").stdout.split() == words
 
 
 def test_options_reach_the_family(pipeloom: Run) -> None:
@@ -102,8 +132,9 @@ def test_a_function_of_ones_own(pipeloom: Run, tmp_path: Path, monkeypatch: pyte
         "    return pl.schedules.gpipe(ranks, microbatches * twist)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = json.loads(pipeloom("schedule my_schedules:mine --ranks 2 --microbatches 2 --option twist=3 --json").out)
-    assert found["microbatches"] == 6
+    for name in ("my_schedules:mine", "my_schedules.py:mine"):
+        found = json.loads(pipeloom(f"schedule {name} --ranks 2 --microbatches 2 --option twist=3 --json").out)
+        assert found["microbatches"] == 6
 
 
 def test_sizes_must_be_the_files(pipeloom: Run, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ def test_it_draws_and_says_how_good_it_is(pipeloom: Run) -> None:
     assert (ended.code, ended.err) == (0, "")
     assert "makespan 31, largest span" in ended.out
     assert "lower bound 28, gap 10.7 %" in ended.out
+    assert ended.out.count("lower bound") == 1  # the search's alone, which counts the memory
     assert "4 ranks, 8 micro-batches" in ended.out
 
 

@@ -59,6 +59,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("function", "code", "where"),
     [
+        ("{m}.py:key_error", 2, "{m}.py:5: schedule '{m}.py:key_error' raised KeyError: 'oops'"),
         ("{m}:key_error", 2, "{m}.py:5: schedule '{m}:key_error' raised KeyError: 'oops'"),
         ("{m}:inside_library", 2, "{m}.py:13: schedule '{m}:inside_library' raised "),
         ("{m}:exits_with", 3, "{m}.py:17: my own refusal"),

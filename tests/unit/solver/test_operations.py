@@ -13,7 +13,7 @@ from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.families import build
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.segments import LayerSegments, SegmentCosts
-from pipeloom.solver.construct import FIRST_RULES, OTHER_RULES, sequences_of, variants_with_pairs
+from pipeloom.solver.construct import FIRST_RULES, OTHER_RULES, sequences_of, with_pairs
 from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.instance import Instance, Sequences
 from pipeloom.solver.merge_backward import merge_weight_grads
@@ -214,7 +214,10 @@ def test_starts_fit_and_run(name: str, costs: Costs) -> None:
     sequences = sequences_of(instance, schedule, pairs=True)
     held = actions_of(instance, sequences)
     values = []
-    for start in variants_with_pairs(instance, sequences, (*FIRST_RULES, *OTHER_RULES), (0.0, 0.5, 1.0)):
+    for rule in (*FIRST_RULES, *OTHER_RULES):
+        start = with_pairs(instance, sequences, rule)
+        if start is None:
+            continue  # the memory is too small for the rule
         found = evaluate(instance, start)
         assert found is not None
         assert actions_of(instance, start) == held
@@ -230,16 +233,11 @@ def test_pairs_form_where_a_schedule_had_none() -> None:
     schedule = build("interleaved", 8, 32, 2)
     instance = Instance(schedule.placement, 32, costs, 24.0)
     sequences = sequences_of(instance, schedule, pairs=True)
-    values = [
-        found.value
-        for start in variants_with_pairs(instance, sequences)
-        if (found := evaluate(instance, start)) is not None
-    ]
-    assert min(values) < 0.85 * simulate(schedule, costs).makespan
-    best = next(
-        start for start in variants_with_pairs(instance, sequences) if evaluate(instance, start).value == min(values)
-    )  # type: ignore[union-attr]
-    cells = [cell for program in instance.schedule_of(best).programs for cell in program]
+    starts = [with_pairs(instance, sequences, rule) for rule in FIRST_RULES]
+    timelines = [simulate(instance.schedule_of(start), costs) for start in starts if start is not None]
+    best = min(timelines, key=lambda timeline: timeline.makespan)
+    assert best.makespan < 0.85 * simulate(schedule, costs).makespan
+    cells = [cell for program in best.schedule.programs for cell in program]
     assert sum(len(parts(cell)) > 1 for cell in cells) > 300
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -12,7 +13,8 @@ import pipeloom as pl
 from pipeloom.errors import CapacityError, PipeloomError, UsageError
 from pipeloom.schedule import Costs, check, simulate
 from pipeloom.schedule.families import build
-from pipeloom.solver import Progress
+from pipeloom.solver import Progress, driver
+from pipeloom.solver.incumbent import Budget
 
 UNEVEN = Costs(10, 12, 8, 1)
 
@@ -113,6 +115,35 @@ def test_a_time_limit_holds() -> None:
     found = pl.search(8, 32, UNEVEN, 12, chunks=2, time_limit=1.5)
     assert time.process_time() - before < 6  # of this process: on a busy machine it takes longer
     check(found.schedule)
+
+
+def test_families_that_do_not_fit_leave_time_for_a_schedule_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+
+    def families(*_: Any) -> Iterator[pl.Schedule]:
+        for _ in range(50):
+            time.sleep(0.01)
+            built.append(build("gpipe", 4, 30))
+            yield built[-1]
+
+    monkeypatch.setattr(driver, "LARGEST_WALKED", 100)
+    monkeypatch.setattr(driver, "family_schedules", families)
+    found = pl.search(4, 30, memory=2, placement="linear", time_limit=0.1)
+    assert max(found.timeline.peak_memory) <= 2
+    assert len(built) <= 4  # 0.3 of the time
+
+
+def test_a_budget_ends_by_itself() -> None:
+    """Without a limit after the moves of about ten seconds, at most 30 s; a number of moves is not cut by the clock."""
+    default, pairs, counted, timed = (
+        Budget(200, limit, moves, prove=False, pairs=pairs)
+        for limit, moves, pairs in ((None, None, False), (None, None, True), (None, 7, False), (2.0, None, False))
+    )
+    assert (default.deadline - default.begin, default.allowed) == (pytest.approx(30), 40_000)
+    assert pairs.allowed == 15_000
+    assert (counted.deadline, counted.allowed) == (float("inf"), 7)
+    assert timed.deadline - timed.begin == pytest.approx(2)
+    assert timed.allowed > 10**6
 
 
 def test_an_interrupt_keeps_the_best() -> None:

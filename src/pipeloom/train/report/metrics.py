@@ -53,18 +53,18 @@ class StepMetrics:
     all_to_all: float | None = None
 
     def line(self, steps: int) -> str:
-        """`step: 10/200  loss: 3.0000  …`: name, colon, value, two spaces."""
+        """`step: 10/200  loss: 3.0000  …`: name, colon, value, two spaces. The bubble is the measured one, then the simulated."""
         figures = {
             "step": f"{self.step:>{len(str(steps))}}/{steps}",
             "loss": f"{self.loss:.4f}",
-            "grad_norm": f"{self.grad_norm:.3f}",
+            "norm": f"{self.grad_norm:.3f}",
             "lr": f"{self.lr:.2e}",
-            "memory": f"{self.memory / 2**30:.2f}GiB",
+            "mem": f"{self.memory / 2**30:.2f}GiB",
             "tps": f"{self.tps:,.0f}",
-            "mfu": "n/a" if self.mfu is None else f"{self.mfu:.1%}",
-            "step_time": f"{self.step_time:.3f}s",
-            "bubble_rate": f"{self.bubble_measured:.1%} (simulated {self.bubble_simulated:.1%})",
+            "bubble": f"{self.bubble_measured:.0%} ({self.bubble_simulated:.0%})",
         }
+        if self.mfu is not None:
+            figures["mfu"] = f"{self.mfu:.1%}"
         if self.expert_load is not None and self.expert_drops is not None:
             figures["expert_load"] = f"{self.expert_load:.2f}x"
             figures["expert_drops"] = f"{self.expert_drops:.1%}"
