@@ -54,6 +54,11 @@ def segments(talk: float) -> LayerSegments:
     return LayerSegments(part, part, talk, talk)
 
 
+def times_of(clock: Clock, name: str) -> PhaseTimes:
+    """The mean times of a part's computations."""
+    return PhaseTimes(*(fmean(clock.seconds[name, kind]) for kind in "FIW"))
+
+
 class Fused(EmulatedLayer):
     """Computes its weight gradients with its input gradients."""
 
@@ -85,7 +90,7 @@ def run_alone(microbatches: int, talk: float, split: bool, pairs: bool, blocks: 
             stood.append((result.exposed or {}).get("all-to-all", 0.0))
             spans = zip(run.programs[0], result.starts, result.ends, strict=True)
             took += [end - start for cell, start, end in spans if isinstance(cell, Pair)]
-    return Alone(stood, took, fmean([*clock.times("attention"), *clock.times("experts")]))
+    return Alone(stood, took, fmean([*times_of(clock, "attention"), *times_of(clock, "experts")]))
 
 
 def band() -> None:
@@ -187,7 +192,7 @@ def own_segments(clock: Clock, timeline: pl.Timeline, rank: int, talk: float) ->
 
     What the engine itself takes for a forward is spread over its two parts, and as much is added to each I.
     """
-    attention, experts = clock.times("attention"), clock.times("experts")
+    attention, experts = times_of(clock, "attention"), times_of(clock, "experts")
     spans = zip(timeline.schedule.programs[rank], timeline.starts[rank], timeline.ends[rank], strict=True)
     alone = fmean(end - start for cell, start, end in spans if isinstance(cell, Action) and cell.kind == "F")
     extra = (alone - 2 * talk - attention.forward - experts.forward) / 2
