@@ -172,6 +172,12 @@ def test_a_mutated_large_schedule_is_refused_quickly() -> None:
     assert time.process_time() - start < 3
 
 
+def test_two_stages_that_ran_on_each_others_rank() -> None:
+    """Complete, once each and in order: only the ranks are wrong."""
+    with pytest.raises(ScheduleError, match="rank 0, action 2: 1F0 is on the wrong rank"):
+        check(of([["0F0", "0F1", "1F0", "0B0", "0B1"], ["1B0", "1F1", "1B1"]]))
+
+
 def test_of_two_cycles_the_shorter_one_is_told() -> None:
     """Ranks 0, 2 and 1 wait for each other in a ring of three; ranks 3 and 4 in a ring of two, which is found later."""
     placement = [0, 1, 2, 0, 1, 2, 3, 4]
