@@ -364,6 +364,13 @@ class CheckpointSection(Section):
     resume: Resume
 
 
+class SampleSection(Section):
+    """`[sample]`: the text that a run generates at its end."""
+
+    prompt: str
+    tokens: Whole
+
+
 class LogSection(Section):
     """`[log]`: log lines, metrics and the HTML page."""
 
@@ -393,6 +400,7 @@ class Config(Section):
     optimizer: OptimizerSection
     data: DataSection
     checkpoint: CheckpointSection
+    sample: SampleSection
     log: LogSection
     debug: DebugSection
 
