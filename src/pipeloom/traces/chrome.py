@@ -24,7 +24,7 @@ from pipeloom.schedule.actions import Action, Cell, Pair, parse_cell
 from pipeloom.schedule.check import check
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.timeline import Timeline
-from pipeloom.traces.inferred import INFERRED, RECORD, inferred_actions
+from pipeloom.traces.inferred import INFERRED, RECORD_LINE, inferred_actions
 from pipeloom.traces.measured import MeasuredSteps, aligned
 
 _BEGINNING = 2**20  # bytes within which a trace is recognised: the ranks' process groups are written before the events
@@ -165,7 +165,7 @@ def _inferred(ranks: Sequence[Sequence[dict[str, Any]]], path: Path) -> list[_Ro
     if len(rows) < max(2, len(ranks)):
         raise UsageError(
             f"{path}: no event has the name of an action, such as 0F0, PP:3B2 or 0F5|3B1, and none can be inferred: {reason}. "
-            f"Add to the program that is traced: {RECORD}"
+            f"Add to the program that is traced: {RECORD_LINE}"
         )
     return rows
 

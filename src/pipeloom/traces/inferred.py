@@ -16,7 +16,7 @@ from pipeloom.schedule.actions import Action
 INFERRED = "actions inferred from sends, receives and the operators between them: one stage per rank, in the order of the ranks"
 """The note on a trace that was read in this way."""
 
-RECORD = (
+RECORD_LINE = (
     'with torch.profiler.record_function(f"PP:{stage}F{microbatch}"): around each forward, and the same with B around each '
     "backward"
 )
