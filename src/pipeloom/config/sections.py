@@ -288,6 +288,7 @@ class TrainSection(Section):
     label_smoothing: Fraction
     recompute: Recompute
     device: DeviceName
+    devices: tuple[Whole, ...] = Field(strict=False)
     tune_cpu: bool
     threads: Threads
     deterministic: bool
