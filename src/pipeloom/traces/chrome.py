@@ -156,11 +156,11 @@ def _inferred(ranks: Sequence[Sequence[dict[str, Any]]], path: Path) -> list[_Ro
             cuts = list(pairwise([-math.inf, *ends, math.inf]))
         steps = []
         for low, high in sorted(cuts):
-            found = inferred_actions([event for event, start, _ in times if low <= start < high], rank, len(ranks))
-            if isinstance(found, str):
-                reason = found if "0 backwards" not in found else reason
+            actions = inferred_actions([event for event, start, _ in times if low <= start < high], rank, len(ranks))
+            if isinstance(actions, str):
+                reason = reason if "0 backwards" in actions else actions
             else:
-                steps.append([_NamedEvent(start / 1e6, end / 1e6, action) for start, end, action in found])
+                steps.append([_NamedEvent(start / 1e6, end / 1e6, action) for start, end, action in actions])
         rows += [_Row(rank, steps, 0.0)] if steps else []
     if len(rows) < max(2, len(ranks)):
         raise UsageError(
