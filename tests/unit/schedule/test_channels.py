@@ -74,6 +74,11 @@ def test_receives_are_posted_in_order_as_far_ahead_as_asked(
     assert numbers(posting_plan(program, 2, ahead=True)) == two_ahead
 
 
+def test_nothing_is_posted_before_the_entry_that_needs_it() -> None:
+    program = traffic(two_ranks(*ORDERLY))[0]
+    assert numbers(posting_plan(program, 1, ahead=False)) == [[], [], [], [0], [1], [2]]
+
+
 def test_messages_are_counted_and_weighed_by_route() -> None:
     """Two routes of two ranks in opposite directions: micro-batches 0 and 1 take the first, 2 the second."""
     routes = [(0, 1), (2, 3)]
