@@ -35,7 +35,8 @@ class Opened:
 
     def __init__(self, running: Any, folder: Path, timelines: Timeline | Sequence[Timeline], **options: Any) -> None:
         self.file = folder / "page.html"
-        self.file.write_text(html(timelines, options.pop("title", None)), encoding="utf-8")
+        page = {name: options.pop(name, None) for name in ("title", "bound", "limit")}
+        self.file.write_text(html(timelines, **page), encoding="utf-8")
         settings = {"viewport": {"width": 1280, "height": 800}, "accept_downloads": True, "offline": True} | options
         self.context = running.new_context(**settings)
         self.page = self.context.new_page()

@@ -13,7 +13,6 @@ import typer
 from pipeloom.cli import papers
 from pipeloom.cli import sweep as sweeps
 from pipeloom.cli.options import (
-    FLAGS,
     CostFlags,
     Sizes,
     flag,
@@ -21,15 +20,17 @@ from pipeloom.cli.options import (
     options_of,
     require_schedule,
     schedule_of,
+    share,
     takes_chunks,
     with_options,
+    with_slowdown,
 )
 from pipeloom.cli.output import OutputFlags, aligned, as_dict
 from pipeloom.cli.sweep import Sweep, full_rank_peaks
 from pipeloom.errors import ConfigError, PipeloomError, UsageError
 
 if TYPE_CHECKING:
-    from pipeloom.schedule import Costs, Schedule, Timeline
+    from pipeloom.schedule import Costs, Timeline
 
 
 Row = tuple[str, "Timeline"]
@@ -38,7 +39,7 @@ Row = tuple[str, "Timeline"]
 
 @dataclass(frozen=True)
 class TableFlags:
-    """Tables of another kind than one comparison."""
+    """Tables of another kind than one comparison, and the contention in pairs."""
 
     sweep: str | None = flag(
         None,
@@ -50,7 +51,14 @@ class TableFlags:
         "CONFIG",
         "Compare the bytes that a step of this configuration sends, as a pipeline and as tensor parallelism.",
     )
-    paper: str | None = flag(None, "NAME", "Recompute a paper's table; available: zero-bubble.")
+    slowdown: float = flag(
+        1.0,
+        "X",
+        "Factor on the time of computation while a pair's all-to-all runs; needs --all-to-all.",
+        min=1,
+        max=100,
+    )
+    paper: str | None = flag(None, "NAME", "Recompute a published table: zero-bubble or moe.")
 
 
 @with_options(without=("csv", "trace"))
@@ -74,15 +82,15 @@ def command(
 
     pipeloom compare --volume my.toml --ranks 4
 
-    pipeloom compare --paper zero-bubble
+    pipeloom compare --paper moe
     """
     output.require()
     for table_of, value in vars(tables).items():
-        if table_of != "sweep" and value is not None and names:
+        if table_of in ("volume", "paper") and value is not None and names:
             raise UsageError(f"--{table_of} compares schedules of its own; leave out {' '.join(names)}")
     if tables.paper is not None:
         rows = papers.recompute(tables.paper)
-        _print(output, {"paper": tables.paper, "rows": rows}, lambda: papers.table(rows))
+        _print(output, {"paper": tables.paper, "rows": rows}, lambda: papers.table(str(tables.paper), rows))
         return
     if tables.volume is not None:
         layouts = volumes_of(tables.volume, sizes)
@@ -93,7 +101,7 @@ def command(
     for spec in names if len(names) > 1 else ():  # before others are simulated
         if spec != "all":
             require_schedule(*parse_spec(spec))
-    work = Work(sizes, costs.values(), costs.overlap_p2p)
+    work = Work(sizes, costs.values(), costs.overlap_p2p, tables.slowdown)
     if tables.sweep is not None:
         if output.html is not None:
             raise UsageError("--html draws timelines and --sweep compares figures; leave one of them out, or use --svg")
@@ -119,6 +127,7 @@ class Work:
     sizes: Sizes
     costs: Costs
     overlap_p2p: bool
+    slowdown: float = 1.0
 
     def timeline(self, spec: str) -> Timeline:
         """Simulate the schedule called `spec`, with options, for this work."""
@@ -133,6 +142,8 @@ class Work:
             sizes = replace(sizes, chunks=None)
         schedule = schedule_of(name, sizes, options)
         costs = share(self.costs, schedule)
+        if self.slowdown > 1:
+            costs = with_slowdown(costs, schedule, self.slowdown)
         if name in FAMILIES and "costs" in inspect.signature(FAMILIES[name]).parameters:
             schedule = schedule_of(name, sizes, options, costs)
         return simulate(schedule, costs, overlap_p2p=self.overlap_p2p)
@@ -174,11 +185,11 @@ def _sweep(sweep: Sweep, names: Sequence[str], work: Work, output: OutputFlags) 
         raise UsageError(f"--{sweep.size} is {sizes[sweep.size]}, but --sweep varies it; leave one of them out")
 
     def simulated(name: str, value: int) -> Timeline:
-        if sweep.size == "chunks" and not takes_chunks(parse_spec(name)[0]):
-            raise UsageError(f"the number of chunks of {name} is fixed")
         return replace(work, sizes=replace(work.sizes, **{sweep.size: value})).timeline(name)
 
-    series = sweep.run([one for spec in names for one in _schedules(spec)], simulated)
+    specs = [one for spec in names for one in _schedules(spec)]
+    fixed_chunks = {one for one in specs if not takes_chunks(parse_spec(one)[0])} if sweep.size == "chunks" else set()
+    series = sweep.run(specs, simulated, fixed_chunks)
     costs = cost_numbers(work.costs)
     given = [f"{value} {size.replace('microbatches', 'micro-batches')}" for size, value in sizes.items()]
     fixed = ", ".join([*given, f"costs of 1/p of the model: {costs}"])
@@ -195,31 +206,16 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     return name, options_of(options.split(","))
 
 
-def share(costs: Costs, schedule: Schedule) -> Costs:
-    """Return the costs of a stage of `schedule` from `costs` of 1/p of the model (p values: one per p-th of the model).
-
-    A stage is one of `positions` equal parts of the model, so its costs are p / positions of those given (1/v with v chunks
-    per rank). Raises UsageError for a cost with neither one value nor p values.
-    """
-    factor = schedule.ranks / schedule.positions
-    spread: dict[str, Any] = {}
-    for name in ("forward", "input_grad", "weight_grad", "held", "all_to_all", "pair"):
-        values = getattr(costs, name)
-        if isinstance(values, tuple):
-            if len(values) != schedule.ranks:
-                raise UsageError(
-                    f"{FLAGS[name]} has {len(values)} values; compare takes costs of 1/p of the model: give one number, "
-                    f"or {schedule.ranks}"
-                )
-            spread[name] = tuple(values[at * schedule.ranks // schedule.positions] for at in schedule.position_of)
-    return replace(costs, **spread).scaled(factor)
-
-
 def _as_dict(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs) -> dict[str, Any]:
     from pipeloom.traces.timelines import costs_dict
 
     schedules = [
-        {"label": label, **as_dict(timeline), "full_rank_activations": full_rank_peaks(timeline)}
+        {
+            "label": label,
+            **as_dict(timeline),
+            "full_rank_activations": full_rank_peaks(timeline),
+            "parameters": timeline.schedule.stages // timeline.schedule.positions,
+        }
         for label, timeline in rows
     ]
     return {
@@ -256,6 +252,7 @@ def table(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs,
         "  (a stage of a schedule with v chunks per rank costs 1/v of them)",
         *(f"{key.replace('_', ' ')}: {words}" for key, words in BUBBLE_WORDS.items()),
         "mes.: number of messages between ranks in a step" + (", and their total size" if costs.message else ""),
+        "par: parameters held, in copies of the model",
         "act.: peak activations in full-rank units (micro-batches of 1/p of the model),",
         "  the maximum and the mean over the ranks",
     ]
@@ -285,6 +282,7 @@ def _figures(timeline: Timeline) -> dict[tuple[str, str], str]:
         ("", "period"): number(period(timeline.schedule, timeline.costs, overlap_p2p=timeline.overlap_p2p)),
         ("mes.", "count"): str(sent["count"]),
         ("mes.", "size"): size_words(sent["size"]),
+        ("", "par"): f"{timeline.schedule.stages // timeline.schedule.positions}x",
         ("act.", "max"): number(max(peaks)),
         ("act.", "mean"): number(sum(peaks) / len(peaks)),
         ("mem.", "max"): number(max(timeline.peak_memory)),
@@ -298,7 +296,7 @@ def volumes_of(config: str, sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
     `config` cannot be read.
     """
     from pipeloom.config import load, load_layout
-    from pipeloom.config.volume import volumes
+    from pipeloom.config.volume import linear_layers, volumes
 
     config_of_file = load(config)
     count = sizes.ranks if sizes.ranks is not None else max(config_of_file.parallel.pp, config_of_file.parallel.tp, 2)
@@ -306,6 +304,7 @@ def volumes_of(config: str, sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
     alone = {"parallel.pp": 1, "parallel.tp": count, "schedule.name": "gpipe"}
     layouts: list[dict[str, Any]] = []
     refused: list[dict[str, Any]] = []
+    linear: list[dict[str, Any]] = []
     for label, axes in (
         (
             f"pipeline, {config_of_file.schedule.name}",
@@ -321,9 +320,10 @@ def volumes_of(config: str, sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
         else:
             sent = [asdict(each) for each in volumes(layout)]
             layouts.append({"label": label, "workers": layout.world_size, "volumes": sent})
+            linear = linear_layers(layout) or linear
     if not layouts:
         raise ConfigError([f"{row['label']}: {row['reason']}" for row in refused])
-    return {"layouts": layouts, "refused": refused}
+    return {"layouts": layouts, "refused": refused, "linear_layers": linear}
 
 
 def volume_table(rows: dict[str, list[dict[str, Any]]]) -> str:
@@ -344,6 +344,11 @@ def volume_table(rows: dict[str, list[dict[str, Any]]]) -> str:
             *aligned(lines),
             "",
             "bytes that all workers send in a step, and the number of messages or collective operations",
+            *(
+                f"one tensor-parallel linear layer between whole activations, {each['inputs']} to {each['outputs']}: "
+                f"{size_words(each['gathered_column'])} as columns with gathered output, {size_words(each['row'])} as rows"
+                for each in rows["linear_layers"]
+            ),
             *(f"skipped: {row['label']}: {row['reason']}" for row in rows["refused"]),
         ]
     )

@@ -143,9 +143,17 @@ def generate(
 
         pipeline = open_pipeline(opened, worker.device, worker.watchdog)
         worker.close_to_strangers()
-        results = continue_prompts(opened, pipeline, prompt, tokens, sampling)
+        first = int(os.environ["RANK"]) == 0
+        streams = first and len(prompt) == 1 and not json
+
+        def show(part: str) -> None:
+            print(printable(part), end="", flush=True)
+
+        results = continue_prompts(opened, pipeline, prompt, tokens, sampling, show if streams else None)
         pipeline.close()
-        if int(os.environ["RANK"]) != 0:
+        if streams:
+            print(flush=True)
+        if streams or not first:
             return
         if json:
             rows = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -278,6 +278,44 @@ def family_help(word: str) -> str:
             options[key] = "not given" if parameter.default is None else parameter.default
     listed = ", ".join(f"{key}: {value}" for key, value in options.items())
     return f"Options of {name} (--option KEY=VALUE), with their defaults: {listed}\n\n{inspect.getdoc(FAMILIES[name])}"
+
+
+def share(costs: Costs, schedule: Schedule) -> Costs:
+    """Return the costs of a stage of `schedule` from `costs` of 1/p of the model (p values: one per p-th of the model).
+
+    A stage is one of `positions` equal parts of the model, so its costs are p / positions of those given (1/v with v chunks
+    per rank). Raises UsageError for a cost with neither one value nor p values.
+    """
+    factor = schedule.ranks / schedule.positions
+    spread: dict[str, Any] = {}
+    for name in ("forward", "input_grad", "weight_grad", "held", "all_to_all", "pair"):
+        values = getattr(costs, name)
+        if isinstance(values, tuple):
+            if len(values) != schedule.ranks:
+                raise UsageError(
+                    f"{FLAGS[name]} has {len(values)} values; compare takes costs of 1/p of the model: give one number, "
+                    f"or {schedule.ranks}"
+                )
+            spread[name] = tuple(values[at * schedule.ranks // schedule.positions] for at in schedule.position_of)
+    return replace(costs, **spread).scaled(factor)
+
+
+def with_slowdown(costs: Costs, schedule: Schedule, factor: float) -> Costs:
+    """Return costs with the time of each pair where computation takes `factor` times as long beside the pair's all-to-all.
+
+    With K the computation and C the communication of both halves: max(C, K + C (1 - 1/factor)).
+    """
+    forward, backward, weight, share_of = (
+        costs.per_stage(name, schedule.stages) for name in ("forward", "input_grad", "weight_grad", "all_to_all")
+    )
+    times: dict[str, list[tuple[float, ...]]] = {"pair": [], "pair_split": []}
+    for f, x in zip(forward, share_of, strict=True):
+        talks = [x * f + y * i for i, y in zip(backward, share_of, strict=True)]
+        works = [(1 - x) * f + (1 - y) * i for i, y in zip(backward, share_of, strict=True)]
+        for name, more in (("pair", weight), ("pair_split", (0.0,) * schedule.stages)):
+            rows = zip(talks, works, more, strict=True)
+            times[name].append(tuple(max(talk, work + w + talk * (1 - 1 / factor)) for talk, work, w in rows))
+    return replace(costs, pair=tuple(times["pair"]), pair_split=tuple(times["pair_split"]))
 
 
 def takes_chunks(name: str) -> bool:

@@ -61,17 +61,20 @@ class OutputFlags:
             if not os.access(path if path.exists() else path.parent, os.W_OK):
                 raise UsageError(f"cannot write {path}: {os.strerror(errno.EACCES)}")
 
-    def draw(self, timelines: Sequence[Timeline], below: Callable[[float], str] | None = None) -> None:
+    def draw(
+        self, timelines: Sequence[Timeline], below: Callable[[float], str] | None = None, **page: float | None
+    ) -> None:
         """Write the files that the options name; the trace contains only the first timeline.
 
         Args:
             below: width -> an SVG document to draw below the timelines.
+            page: `bound` and `limit` of `draw.html`.
         """
         from pipeloom import draw
 
         self.draw_as(lambda width: draw.svg(timelines, width, below=below))
         if self.html is not None:
-            write(self.html, lambda: draw.html(timelines, below="" if below is None else below(draw.USUAL_WIDTH)))
+            write(self.html, lambda: draw.html(timelines, None, below(draw.USUAL_WIDTH) if below else "", **page))
         if self.trace is not None:
             write(self.trace, lambda: json.dumps(draw.trace(timelines[0])))
 

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import tomllib
 from importlib import resources
+from math import isclose
 from typing import TYPE_CHECKING, Any
 
+from pipeloom.cli.options import share
 from pipeloom.cli.output import aligned
+from pipeloom.cli.sweep import full_rank_peaks
 from pipeloom.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from pipeloom.schedule import Costs
 
-PAPERS = {"zero-bubble": "zero_bubble.toml"}
+PAPERS = {"zero-bubble": "zero_bubble.toml", "moe": "moe.toml"}
 
 
 def recompute(name: str) -> list[dict[str, Any]]:
-    """Return one entry per row of the paper's table: model, p, m, and for each column the recomputed and published figures.
+    """Return one entry per row of the paper's table: model, sizes, and for each column the recomputed and published figures.
 
     Raises UsageError for an unknown paper.
     """
     content = paper(name)
+    return _moe_rows(content) if name == "moe" else _zero_bubble_rows(content)
+
+
+def _zero_bubble_rows(content: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "model": row["model"],
@@ -31,6 +38,45 @@ def recompute(name: str) -> list[dict[str, Any]]:
         }
         for row in content["rows"]
     ]
+
+
+def _moe_rows(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return one entry per model and schedule: idle of the worst rank, peak activations and parameters, and the formulas' values.
+
+    "crossover" is the number of chunks from which `interleaved-overlap` idles less than DualPipe.
+    """
+    from pipeloom.schedule import Costs, simulate
+    from pipeloom.schedule.families import build
+
+    costs = Costs(**content["costs"])
+    forward, backward, weight, pair = 1.0, 2.0, 1.0, content["costs"]["pair"]
+    rows = []
+    for model, (p, v) in content["rows"].items():
+        both = pair + backward - 3 * weight
+        expected = {  # idle, peak activations
+            "dualpipe": ((p / 2 - 1) * both, p + 1),
+            "dualpipev": ((p - 1) * both / 2, p + 1 / 2),
+            "interleaved-overlap": ((p - 1) * (forward + backward) / v, p + (p - 1) / v + 1 / v),
+        }
+        for name, (idle, activations) in expected.items():
+            if name == "dualpipe" and p % 2:
+                continue
+            schedule = build(name, p, 4 * p, v if name == "interleaved-overlap" else None)
+            timeline = simulate(schedule, share(costs, schedule))
+            here = {"idle": max(timeline.idle), "activations": max(full_rank_peaks(timeline))}
+            rows.append(
+                {
+                    "model": model,
+                    "ranks": p,
+                    "chunks": v,
+                    "schedule": name,
+                    "here": here,
+                    "formula": {"idle": idle, "activations": activations},
+                    "parameters": schedule.stages // schedule.positions,
+                    "crossover": (p - 1) * (forward + backward) / ((p / 2 - 1) * both),
+                }
+            )
+    return rows
 
 
 def paper(name: str) -> dict[str, Any]:
@@ -77,8 +123,15 @@ def _zero_bubble_rates(row: dict[str, Any], model: dict[str, int]) -> dict[str, 
     }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as text of at most 80 columns, two lines per row."""
+def table(name: str, rows: list[dict[str, Any]]) -> str:
+    """Return the rows as text of at most 80 columns."""
+    content = paper(name)
+    cells, notes = _moe_cells(content, rows) if name == "moe" else _zero_bubble_cells(rows)
+    return "\n".join([*content["title"], "", *aligned(cells), "", *notes])
+
+
+def _zero_bubble_cells(rows: list[dict[str, Any]]) -> tuple[list[list[str]], list[str]]:
+    """Return the cells, two lines per row, and a line below them."""
     columns = list(rows[0]["here"])
     heads = [column.removeprefix("zb-").replace("auto ", "auto") for column in columns]
     cells = [["model", "p", "m", "", *heads]]
@@ -91,5 +144,26 @@ def table(rows: list[dict[str, Any]]) -> str:
     differences = [round(row["here"][column], 4) - row["published"][column] for row in rows for column in columns]
     better, worse = sum(each < 0 for each in differences), sum(each > 0 for each in differences)
     equal = len(differences) - better - worse
-    ended = f"{equal} figures equal to four decimals, {better} better, {worse} worse"
-    return "\n".join([*paper("zero-bubble")["title"], "", *aligned(cells), "", ended])
+    return cells, [f"{equal} figures equal to four decimals, {better} better, {worse} worse"]
+
+
+def _moe_cells(content: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[list[list[str]], list[str]]:
+    """Return the cells, one line per schedule, and the formulas below them."""
+    from pipeloom.draw.figures import number
+
+    cells = [["model", "p", "v", "schedule", "idle", "activations", "parameters"]]
+    for at, row in enumerate(rows):
+        first = at == 0 or rows[at - 1]["model"] != row["model"]
+        head = [row["model"], str(row["ranks"]), str(row["chunks"])] if first else [""] * 3
+        cells.append([*head, row["schedule"], *map(number, row["here"].values()), f"{row['parameters']} x"])
+    equal = sum(isclose(row["here"][key], row["formula"][key]) for row in rows for key in row["here"])
+    chunks = {row["ranks"]: row["crossover"] for row in rows}
+    crossover = ", ".join(f"v = {number(chunks[p])} for p = {p}" for p in sorted(chunks))
+    return cells, [
+        *(
+            f"{name}: idle {each['idle']}; activations {each['activations']}"
+            for name, each in content["formulas"].items()
+        ),
+        f"{equal} of {2 * len(rows)} simulated figures are those of the formulas",
+        f"the idle times of dualpipe and interleaved-overlap are equal with {crossover}",
+    ]

@@ -63,7 +63,8 @@ def command(sizes: Sizes, options: SearchFlags, costs: CostFlags, output: Output
             progress=progress,
             **limits,
         )
-    output.draw([result.timeline])
+    bound = result.lower_bound if result.objective == "makespan" else None
+    output.draw([result.timeline], bound=bound, limit=options.memory)
     if output.csv:
         from pipeloom.schedule.csv_form import to_csv
 

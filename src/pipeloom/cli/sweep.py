@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,17 +47,23 @@ class Sweep:
             raise UsageError(f"--sweep has {len(points)} values; the most is {MOST_POINTS}: give a larger step")
         return cls(match[1], points)
 
-    def run(self, names: Sequence[str], simulated: Callable[[str, int], Timeline]) -> list[dict[str, Any]]:
+    def run(
+        self, names: Sequence[str], simulated: Callable[[str, int], Timeline], fixed: Collection[str] = ()
+    ) -> list[dict[str, Any]]:
         """Return a series for each name: its label, the figures at each point, and the refused values, each with a reason.
+
+        The names in `fixed` have no such size: one simulation gives all their points.
 
         Raises UsageError if every schedule refuses all values.
         """
         series = []
         for name in names:
-            one: dict[str, Any] = {"label": name, "points": [], "refused": []}
+            one: dict[str, Any] = {"label": name, "fixed": name in fixed, "points": [], "refused": []}
             for value in self.values:
                 try:
-                    one["points"].append({"value": value, **figures(simulated(name, value))})
+                    same = one["points"] if name in fixed else []
+                    figures_of_point = same[0] if same else figures(simulated(name, value))
+                    one["points"].append({**figures_of_point, "value": value})
                 except PipeloomError as error:
                     one["refused"].append({"value": value, "reason": str(error)})
             series.append(one)
@@ -94,10 +100,11 @@ def table(sweep: Sweep, series: Sequence[dict[str, Any]], costs: str) -> str:
 
     rows = [["schedule", sweep.size, "makespan", "bubble ratio", "peak activations", "peak memory"]]
     for one in series:
-        for point in one["points"]:
+        for point in one["points"][: 1 if one["fixed"] else None]:
             figures_of_point = [number(point["makespan"]), f"{point['bubble_ratio']:.4f}"]
             peaks = [number(point["activations"]), number(point["memory"])]
-            rows.append([one["label"], str(point["value"]), *figures_of_point, *peaks])
+            value = "any" if one["fixed"] else str(point["value"])
+            rows.append([one["label"], value, *figures_of_point, *peaks])
     lines = aligned(rows)
     lines += ["", f"costs of 1/p of the model: {costs}", "peaks in full-rank units (micro-batches of 1/p of the model)"]
     for one in series:

@@ -288,6 +288,7 @@ class TrainSection(Section):
     label_smoothing: Fraction
     recompute: Recompute
     device: DeviceName
+    devices: tuple[Whole, ...] = Field(strict=False)
     tune_cpu: bool
     threads: Threads
     deterministic: bool
@@ -364,6 +365,13 @@ class CheckpointSection(Section):
     resume: Resume
 
 
+class SampleSection(Section):
+    """`[sample]`: the text that a run generates at its end."""
+
+    prompt: str
+    tokens: Whole
+
+
 class LogSection(Section):
     """`[log]`: log lines, metrics and the HTML page."""
 
@@ -393,6 +401,7 @@ class Config(Section):
     optimizer: OptimizerSection
     data: DataSection
     checkpoint: CheckpointSection
+    sample: SampleSection
     log: LogSection
     debug: DebugSection
 

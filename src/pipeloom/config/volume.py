@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from pipeloom.config.layout import Layout
 from pipeloom.config.sections import Config
@@ -84,6 +85,23 @@ def _tensor(layout: Layout) -> Volume:
     whole *= config.model.hidden_size * _ITEM[config.train.dtype]
     moved = operations * share * (mesh.tp - 1) * whole * mesh.dp
     return Volume("tensor", operations * m * mesh.dp, moved)
+
+
+def linear_layers(layout: Layout) -> list[dict[str, Any]]:
+    """Return the bytes that a linear layer with whole input and output on every rank sends in a step, all workers together.
+
+    As a column layer with gathered output: an all-gather of the output, and an all-reduce of the input's gradient. As a row
+    layer: an all-reduce of the output, and an all-gather of the input's gradient. One entry for each direction of the
+    feed-forward part.
+    """
+    config, tp = layout.config, layout.mesh.tp
+    unit = sum(layout.microbatch_sizes) * config.train.seq_len * _ITEM[config.train.dtype] * (tp - 1) * layout.mesh.dp
+    hidden, inner = config.model.hidden_size, config.model.intermediate_size
+    return [
+        {"inputs": i, "outputs": o, "gathered_column": unit * (o + 2 * i), "row": unit * (2 * o + i)}
+        for i, o in ((hidden, inner), (inner, hidden))
+        if tp > 1
+    ]
 
 
 def _data(layout: Layout) -> Volume:

@@ -21,7 +21,7 @@ from pipeloom.draw import palette
 from pipeloom.draw.figures import assumptions, heading, messages, number, time_unit
 from pipeloom.draw.svg import svg
 from pipeloom.errors import PipeloomError, printable
-from pipeloom.schedule import Schedule, Timeline, simulate
+from pipeloom.schedule import Schedule, Timeline, lower_bound, simulate
 from pipeloom.schedule.actions import COMPUTE, EVENTS, KEPT, MOST_KINDS, PENDING, SAVED, Kind, kinds
 from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.costs import StageCosts
@@ -33,7 +33,13 @@ MOST_BOXES = 4000  # of an SVG in a notebook: 0.5 MB
 MOST_ACTIONS = 100_000  # of a page in a notebook: 5 MB
 
 
-def html(timelines: Timeline | Sequence[Timeline], title: str | None = None, below: str = "") -> str:
+def html(
+    timelines: Timeline | Sequence[Timeline],
+    title: str | None = None,
+    below: str = "",
+    bound: float | None = None,
+    limit: float | None = None,
+) -> str:
     """A page with the timelines under one another on one axis of time; a browser opens it from disk, offline.
 
     The page contains everything: the data as columns, and the script that draws, simulates and checks edits by the rules of
@@ -42,6 +48,8 @@ def html(timelines: Timeline | Sequence[Timeline], title: str | None = None, bel
     Args:
         title: of the page; default: the heading of the timeline, or the names of several schedules.
         below: an SVG document of ours to show below the timelines, such as a pair's segments.
+        bound: a lower bound on the makespan, such as a search's; default: of each timeline's placement and costs.
+        limit: of a rank's memory, in the unit of `Costs.activation`.
     """
     panels = timelines_of(timelines)
     names = list(dict.fromkeys(timeline.schedule.name for timeline in panels))
@@ -58,13 +66,18 @@ def html(timelines: Timeline | Sequence[Timeline], title: str | None = None, bel
         "style": style,
         "script": script,
         "below": below,
-        "data": _embedded(document(panels, name)),
+        "data": _embedded(document(panels, name, bound, limit)),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], _resource("page.html"))
 
 
-def document(timelines: Sequence[Timeline], title: str) -> dict[str, Any]:
-    """Return the data of the page, ready for `json.dumps`: the table of kinds, the unit of time, and a pane for each timeline."""
+def document(
+    timelines: Sequence[Timeline], title: str, bound: float | None = None, limit: float | None = None
+) -> dict[str, Any]:
+    """Return the data of the page, ready for `json.dumps`: the table of kinds, the unit of time, and a pane for each timeline.
+
+    Args: as of `html`.
+    """
     factor, unit = time_unit(timelines)
     mixed = len({timeline.source for timeline in timelines}) > 1
     return {
@@ -72,9 +85,11 @@ def document(timelines: Sequence[Timeline], title: str) -> dict[str, Any]:
         "title": title,
         "unit": {"factor": factor, "name": unit},
         "kinds": [_kind(kind) for kind in kinds()],
+        "limit": limit,
         "panes": [
             _pane(timeline, (factor, unit))
             | {"heading": f"{timeline.source}: {heading(timeline)}" if mixed else heading(timeline)}
+            | {"lower_bound": lower_bound(timeline.schedule, timeline.costs) if bound is None else bound}
             for timeline in timelines
         ],
     }

@@ -103,6 +103,7 @@ def _train(
         context.close_to_strangers()
         begin_weights(config, pipeline, start.path is not None)
         trainer = Trainer(config, pipeline, context, report, facts, data.unit, claim, observers)
+        trainer.chat = data.template is not None
         if layout.search is not None:
             trainer.measuring = MeasureThenSearch(layout, pipeline, context, report)
         held = what_ranks_hold(pipeline, trainer.optimizer)
@@ -118,7 +119,10 @@ def _train(
             report.say(f"held-out loss before training: {before:.4f} nats per {data.unit}")
         trainer.train(data.train, test)
         after = trainer.held_out_loss(test)
-        written = generate(pipeline, data.tokenizer, config.train.seq_len, config.train.seed)
+        written, sample = "", config.sample
+        if sample.tokens:
+            prompt, length = data.prompt(sample.prompt), config.train.seq_len
+            written = generate(pipeline, data.tokenizer, prompt, sample.tokens, length, config.train.seed)
         if report is not None:
             count = int(sum(count_targets(batch.targets) for batch in test))
             report.record("held-out", before=before, after=after, **{f"{data.unit}s": count})
@@ -142,6 +146,7 @@ class Trainer:
         steps_done: number of steps made, including those that were skipped.
         batch: number of the next batch; larger than `steps_done` after a rollback, which leaves out batches.
         measuring: the search for costs measured in the first steps, which gets each of them; None: no search is left to do.
+        chat: whether the data are conversations, for those who generate with a checkpoint.
         checkpoints: the checkpoints of this run, once `begin` was called; None: nothing is saved.
         held_out: losses on the held-out text: "before", once it is measured.
         log: the log lines, with the traces of their steps.
@@ -164,6 +169,7 @@ class Trainer:
         self.measuring: MeasureThenSearch | None = None
         self.steps_done, self.batch = 0, 0
         self.checkpoints: RunCheckpoints | None = None
+        self.chat = False
         self.held_out: dict[str, float] = {}
         self._context = context
         self._report = report
@@ -231,6 +237,7 @@ class Trainer:
         return {
             **self._facts,
             "batch": self.batch,
+            "chat": self.chat,
             "rollbacks": self._rollbacks,
             "held_out": self.held_out,
             "norms": self._bad_steps.norms,

@@ -27,7 +27,7 @@ def sampled(rank: int, shape: MeshShape) -> str:
     schedule = pl.schedules.build("zbv", shape.pp, 2)
     pipeline = Pipeline(made, schedule, loss=token_loss(chosen, 0.0, tensor), mesh=mesh, tied=tied(chosen))
     pipeline.eval()
-    text = generate(pipeline, ByteTokenizer(), 8, seed=3)
+    text = generate(pipeline, ByteTokenizer(), list(b"def "), 160, 8, seed=3)
     pipeline.close()
     return text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,9 @@ import pytest
 import pipeloom as pl
 from browser import Opened, browser
 from paths import ROOT
-from pipeloom.draw import html, svg
+from pipeloom.draw import figures, html, svg
+from pipeloom.draw.boxes import boxes
+from pipeloom.draw.figures import number
 from pipeloom.schedule.files import load
 from pipeloom.schedule.timeline import Exposed
 
@@ -58,7 +61,7 @@ def test_the_facts_say_how_many_messages_of_what_size(running: Any, tmp_path: Pa
     timelines = [pl.simulate(pl.schedules.one_f_one_b(2, 4), pl.Costs(message=size)) for size in (0, 2**20)]
     page = Opened(running, tmp_path, timelines, viewport={"width": 420, "height": 800})
     assert page.run("() => document.documentElement.scrollWidth") == 420  # wide tables scroll by themselves
-    plain, sized = (page.page.inner_text(f".facts >> nth={at}") for at in range(2))
+    plain, sized = page.page.locator(".facts").all_text_contents()
     assert "8 messages between ranks ·" in plain
     assert "8 messages between ranks, 8 MiB ·" in sized
     page.close()
@@ -76,6 +79,109 @@ def test_the_table_has_the_communications_that_a_step_stood_still_for(running: A
     page.run("() => pipeloom.move(pipeloom.panes[0], 0, 1, 2)")
     heads = page.run("() => pipeloom.tableOf(pipeloom.panes[0].schedule, {factor: 1, name: ''}).rows[0]")
     assert heads[3:5] == ["busy", "idle"]
+    page.close()
+
+
+def test_four_tiles_and_a_comparison_that_sorts_and_leads_to_the_panes(opened: Opened) -> None:
+    """Beside the gap of each timeline; a schedule that is edited has its new figures there."""
+    timelines = [_interleaved(), pl.simulate(pl.schedules.zb_h1(ranks=4, microbatches=8))]
+    tiles = opened.page.locator(".tiles").all_inner_texts()
+    for text, timeline in zip(tiles, timelines, strict=True):
+        found = figures(timeline)
+        bound = f"{100 * found['gap']:.1f} %\nabove the lower bound {number(found['lower_bound'])}"
+        words = [number(found["makespan"]), f"{found['bubble_ratio']:.4f}", number(max(found["peak_memory"])), bound]
+        assert [words[at] in text for at in range(4)] == [True] * 4
+    names = (
+        "() => [...document.querySelectorAll('#compare tbody tr')].map((row) => row.cells[0].textContent.split(',')[0])"
+    )
+    assert opened.run(names) == ["interleaved", "zb-h1"]
+    opened.page.click("#compare button >> text=makespan")
+    assert opened.run(names) == ["zb-h1", "interleaved"]
+    opened.page.click("#compare button >> text=makespan")
+    assert opened.run(names) == ["interleaved", "zb-h1"]
+    opened.page.click("#compare tbody tr >> nth=1")
+    assert opened.run("() => document.activeElement === pipeloom.panes[1].stage")
+    before = opened.page.inner_text("#compare tbody")
+    opened.run("() => pipeloom.move(pipeloom.panes[0], 3, 20, 4)")
+    assert opened.page.inner_text("#compare tbody") != before
+
+
+def test_a_search_shows_its_bound_and_its_limit(running: Any, tmp_path: Path) -> None:
+    timeline = pl.simulate(pl.schedules.zb_h1(ranks=4, microbatches=8))
+    page = Opened(running, tmp_path, timeline, bound=24.0, limit=3.0)
+    assert "4 of 3" in page.page.inner_text(".tiles .bad")
+    assert "above the lower bound 24" in page.page.inner_text(".tiles")
+    assert "dashed: the limit 3" in page.page.inner_text("#legend")
+    page.run("() => { pipeloom.state.memory = false; }")
+    page.close()
+
+
+def test_memory_of_all_panes_has_one_scale(running: Any, tmp_path: Path) -> None:
+    timelines = [pl.simulate(pl.schedules.one_f_one_b(2, 8)), pl.simulate(pl.schedules.gpipe(2, 8))]
+    page = Opened(running, tmp_path, timelines)
+    assert page.run("() => pipeloom.panes.map((pane) => pane.options({}).most)") == [8, 8]
+    assert "memory, 0 to 8 stage micro-batches in all rows" in page.page.inner_text("#legend")
+    page.close()
+
+
+def test_rows_grow_to_the_window_and_no_number_vanishes_for_its_length(running: Any, tmp_path: Path) -> None:
+    timeline = pl.simulate(pl.schedules.one_f_one_b(ranks=4, microbatches=40))
+    rows = []
+    for viewport in ({"width": 1280, "height": 800}, {"width": 1280, "height": 1440}):
+        page = Opened(running, tmp_path, timeline, viewport=viewport)
+        rows.append(page.run("() => pipeloom.panes[0].layout.row"))
+        assert page.run("() => document.documentElement.scrollHeight") <= viewport["height"]
+        texts = re.findall(r">(\d+)</text>", page.run("() => pipeloom.exportSvg()"))
+        page.close()
+    assert rows[1] > rows[0] > 44
+    # of each rank's forwards 3, 13, 23 and 30 to 39, digits under one another; its wider backward 3; a peak of memory
+    assert texts.count("3") == 4 * (3 + 11 + 1) + 1
+
+
+def test_phases_are_bracketed(opened: Opened) -> None:
+    timeline = pl.simulate(pl.schedules.zb_h1(ranks=4, microbatches=8))
+    for rank in range(4):
+        found = opened.run("(rank) => pipeloom.phasesOf(pipeloom.panes[1].schedule, rank)", rank)
+        row = boxes(timeline)[rank]
+        phases = [(box.phase, box.start, box.end) for box in row]
+        names = list(dict.fromkeys(phase for phase, _, _ in phases))
+        assert [name for *_, name in found] == names
+        for start, end, name in found:
+            same = [(a, b) for phase, a, b in phases if phase == name]
+            assert (start, end) == pytest.approx((same[0][0], same[-1][1]))
+    assert "warm-up of rank 0" in opened.run("() => pipeloom.exportSvg()")
+
+
+def test_the_ruler_measures_and_a_number_finds_its_micro_batch(opened: Opened) -> None:
+    opened.page.keyboard.press("r")
+    (x, y), (other, _) = opened.place(1, 0), opened.place(1, 9)
+    opened.page.mouse.move(x, y)
+    opened.page.mouse.down()
+    opened.page.mouse.move(other, y, steps=3)
+    opened.page.mouse.up()
+    starts, ends = _interleaved().starts[1], _interleaved().ends[1]
+    measure = opened.run("() => pipeloom.state.measure")
+    assert measure["to"] - measure["from"] == pytest.approx((starts[9] + ends[9] - starts[0] - ends[0]) / 2, abs=0.1)
+    opened.page.keyboard.press("r")
+    assert opened.run("() => pipeloom.state.measure") is None
+    opened.page.keyboard.press("/")
+    opened.page.keyboard.type("5")
+    assert opened.run("() => pipeloom.state.follow") == 5
+    assert opened.page.inner_text("#details").startswith("F of stage 0, micro-batch 5")
+
+
+def test_a_measured_step_has_its_deviation_and_the_worst_is_named(running: Any, tmp_path: Path) -> None:
+    simulated = pl.simulate(pl.schedules.one_f_one_b(ranks=2, microbatches=3))
+    at = [str(cell) for cell in simulated.schedule.programs[0]].index("0B2")
+    ends = ((*simulated.ends[0][:at], simulated.ends[0][at] + 1), simulated.ends[1])
+    page = Opened(running, tmp_path, [replace(simulated, source="measured", ends=ends), simulated])
+    assert "+50 %\nover the simulation: B of stage 0, micro-batch 2 on rank 0" in page.page.inner_text(
+        ".tiles >> nth=0"
+    )
+    assert page.run("(at) => pipeloom.panes[0].deviates(0, at)", at) == pytest.approx(0.5)
+    page.page.keyboard.press("v")
+    assert page.run("() => pipeloom.state.deviation")
+    assert "longer (red)" in page.page.inner_text("#legend")
     page.close()
 
 
@@ -144,10 +250,12 @@ def test_a_cycle_is_told_in_words(opened: Opened) -> None:
     opened.page.click("header", position={"x": 2, "y": 2})
     opened.page.mouse.move(*opened.place(2, 0))
     assert opened.page.is_visible("#card")
+    top = opened.run("() => pipeloom.panes[0].stage.getBoundingClientRect().top")
     opened.run("() => pipeloom.move(pipeloom.panes[0], 3, pipeloom.panes[0].schedule.programs[3].length - 1, 0)")
     assert opened.page.is_hidden("#card")  # another action may lie there now
     words = opened.page.inner_text("#status")
     assert words.startswith("the schedule deadlocks; the shortest cycle:")
+    assert opened.run("() => pipeloom.panes[0].stage.getBoundingClientRect().top") == top, "the notice moves nothing"
     assert opened.run("() => document.getElementById('status').className") == "bad"
     opened.page.click("#undo")
     assert opened.page.is_hidden("#status")
@@ -180,6 +288,14 @@ def test_the_keyboard_does_it_all(opened: Opened) -> None:
     assert opened.page.is_visible("#keys")
     opened.page.keyboard.press("Escape")
     assert opened.page.is_hidden("#keys")
+
+
+def test_a_print_has_the_legend_and_its_colours(opened: Opened) -> None:
+    opened.page.emulate_media(media="print")
+    assert opened.page.is_visible("#legend")
+    assert opened.page.is_hidden(".tools")
+    colours = "() => getComputedStyle(document.querySelector('#legend i')).printColorAdjust"
+    assert opened.run(colours) == "exact"
 
 
 def _saved(opened: Opened, button: str, folder: Path) -> Path:

@@ -199,7 +199,8 @@ def test_terminal_page_json_and_svg_have_the_same_numbers(tmp_path: Path) -> Non
     with browser() as running:
         opened = Opened(running, tmp_path, timelines[0])
         tables = json.loads(opened.run(TABLES, documents))
-        shown = opened.page.locator("table").inner_text().split("\n")
+        opened.page.click("summary")
+        shown = opened.page.locator(".pane table").inner_text().split("\n")
         assert not opened.said
     assert [line.split("\t") for line in shown] == tables[0]["rows"]  # what is asked for is what is on the page
     for timeline, table in zip(timelines, tables, strict=True):

@@ -14,14 +14,15 @@ import torch
 import transformers
 
 from hf_families import MODEL_FAMILIES
-from pipeloom.config import load
+from pipeloom.config import load, load_layout
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
 from pipeloom.models import cross_entropy, hf
 from pipeloom.runtime import LocalPipeline
+from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.save import write_whole
 from pipeloom.train.hub import conversion as hub
 from pipeloom.train.hub.families import SCHEDULES
-from pipeloom.train.hub.generate import Sampling, extend, open_model
+from pipeloom.train.hub.generate import Sampling, continue_prompts, extend, open_model
 
 PROMPTS = [[5, 9, 11], [7, 8, 9, 10, 11, 12, 13], [3]]
 
@@ -128,6 +129,22 @@ def test_the_command_gives_the_text_of_a_directory_and_of_its_checkpoint(
     assert row["tokens"] == want
     assert row["prompt"] == "ab"
     assert row["text"].startswith("ab")
+
+
+def test_a_checkpoint_of_conversations_gets_its_prompts_as_messages_and_streams(tmp_path: Path) -> None:
+    config = load_layout("tiny", {"parallel.pp": 1, "schedule.name": "gpipe"})
+    pipeline = build_pipeline(config, torch.device("cpu"))
+    pipeline.eval()
+    weights = iter([{name: p.detach() for name, p in pipeline.named_parameters()}])
+    extra = {"batch": 0, "chat": True, "config": config.config.model_dump(mode="json")}
+    opened = open_model(write_whole(tmp_path, 0, weights, extra), 1, {})
+    parts: list[str] = []
+    ((text, added),) = continue_prompts(opened, pipeline, ["red"], 12, Sampling(0.0), parts.append)
+    pipeline.close()
+    assert parts[0] == "<|user|>\nred\n<|assistant|>\n"
+    assert len(added) == 12
+    assert len(parts) > 2
+    assert text.startswith("".join(parts))
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from pipeloom.config import load_layout
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.batches import windows_of
 from pipeloom.train.data.tokenizers import ByteTokenizer
-from pipeloom.train.hub.generate import SAMPLED_TOKENS, generate
+from pipeloom.train.hub.generate import generate
 from pipeloom.train.loop import Trainer
 from pipeloom.train.report.verify import make_batch
 from processes import run_ranks
@@ -144,10 +144,11 @@ def test_one_rank_learns_a_text() -> None:
     assert abs(before - math.log(256)) < 0.5
     assert after < 0.2
     assert len(trainer.log.traces) == 3
-    written = generate(pipeline, ByteTokenizer(), 16, seed=0, prompt="abc")
-    assert len(written) == 3 + SAMPLED_TOKENS
+    prompt = list(b"abc")
+    written = generate(pipeline, ByteTokenizer(), prompt, 160, 16, seed=0)
+    assert len(written) == 3 + 160
     assert "abcdefghabcdefgh" in written
-    assert generate(pipeline, ByteTokenizer(), 16, seed=0, prompt="abc") == written
+    assert generate(pipeline, ByteTokenizer(), prompt, 160, 16, seed=0) == written
 
 
 def stop_of(rank: int) -> bool:

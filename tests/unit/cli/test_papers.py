@@ -22,6 +22,22 @@ def test_table_of_record() -> None:
         assert here == {column: rate for column, rate in row["published"].items() if column != "zb-auto 2p"}
 
 
+def test_published_layouts_are_simulated_as_their_formulas_say() -> None:
+    """Idle (p/2 - 1)(F&B + B - 3W) against (p - 1)(F + B)/v, with F&B = B = 2 and F = W = 1: equal at v = 6(p - 1)/(p - 2)."""
+    rows = papers.recompute("moe")
+    assert len({row["model"] for row in rows}) == 8
+    for row in rows:
+        assert row["here"] == pytest.approx(row["formula"]), row
+        assert row["parameters"] == (2 if row["schedule"] == "dualpipe" else 1)
+    idle = {(row["model"], row["schedule"]): row["here"]["idle"] for row in rows}
+    assert (idle["GPT-175B", "dualpipe"], idle["GPT-175B", "interleaved-overlap"]) == (3.0, 2.625)
+    assert idle["Llama-3-70B", "dualpipe"] < idle["Llama-3-70B", "interleaved-overlap"]  # v = 5, below 9
+    assert {row["ranks"]: row["crossover"] for row in rows} == pytest.approx({4: 9, 8: 7, 9: 48 / 7})
+    text = papers.table("moe", rows)
+    assert max(map(len, text.splitlines()[:28])) <= 80
+    assert "46 of 46 simulated figures are those of the formulas" in text
+
+
 @pytest.mark.parametrize("row", PAPER["rows"][:2], ids=lambda row: f"{row['model']}-{row['microbatches']}")
 @pytest.mark.parametrize("share", [0.5, 1, 1.5, 2])
 def test_automatic_schedule_keeps_to_its_memory(row: dict[str, Any], share: float) -> None:

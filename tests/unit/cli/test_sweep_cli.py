@@ -58,6 +58,14 @@ def test_figures_are_those_of_each_schedule_alone(tmp_path: Path) -> None:
     assert int.from_bytes(data[16:20], "big") == 2 * 960
 
 
+def test_a_family_without_chunks_is_one_line(tmp_path: Path) -> None:
+    words = ["1f1b", "interleaved", "--ranks", "4", "--microbatches", "8", "--sweep", "chunks=1..3"]
+    lines = _run(*words, "--svg", str(tmp_path / "x.svg")).splitlines()
+    assert [line.split()[:2] for line in lines[1:5]] == [["1f1b", "any"], *(["interleaved", str(v)] for v in (1, 2, 3))]
+    drawn = ElementTree.parse(tmp_path / "x.svg").getroot().findall("{http://www.w3.org/2000/svg}polyline")
+    assert all(len(line.attrib["points"].split()) == 3 for line in drawn)
+
+
 def test_what_a_schedule_refuses_is_a_gap_with_its_reason() -> None:
     text = _run("dualpipe", "gpipe", "--ranks", "4", "--sweep", "microbatches=6..8")
     assert "dualpipe refuses microbatches 6, 7:" in text

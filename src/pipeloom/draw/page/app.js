@@ -12,12 +12,14 @@ const unit = data.unit;
 const show = (time) => `${number(plain(time * unit.factor))}${unit.name ? ` ${unit.name}` : ""}`;
 const state = {
   theme: matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light",
-  critical: false, memory: true, edit: false, follow: -1,
+  critical: false, memory: true, edit: false, ruler: false, deviation: false, follow: -1,
   selected: null, // {pane, rank, at}
   active: 0, // the pane that edits, exports and keys apply to
   pointer: null, // time under the pointer
   drag: null,
+  measure: null, // {pane, from, to}: times at the ends of the ruler
 };
+const memoryUnit = (schedule) => (schedule.document.costs.activation.every((size) => size === 1) ? "stage micro-batches" : "units of activation memory");
 
 // ---- panes ----
 
@@ -30,23 +32,27 @@ class Pane {
     this.stage = make("div", { className: "stage", tabIndex: 0 }, this.canvas, this.overlay);
     this.stage.setAttribute("role", "application");
     this.stage.setAttribute("aria-label", `${document.heading}: timeline; arrows select actions, ? lists the keys`);
+    this.tiles = make("div", { className: "tiles" });
     this.facts = make("p", { className: "facts" });
     this.table = make("table");
     const heading = make("h2", { textContent: document.heading, dir: "auto", hidden: document.heading === data.title });
-    const details = make("details", { open: document.ranks <= 16 && data.panes.length <= 2 }, make("summary", { textContent: "Per rank" }), make("div", { className: "scroll" }, this.table));
-    this.node = make("section", { className: "pane" }, heading, this.facts, this.stage, details);
+    const details = make("details", {}, make("summary", { textContent: "All figures, assumptions, and a table per rank" }), this.facts, make("div", { className: "scroll" }, this.table));
+    this.node = make("section", { className: "pane" }, heading, this.tiles, this.stage, details);
     element("panes").append(this.node);
     this.report();
   }
 
-  get shown() {
-    return this.preview || this.schedule;
+  /** The makespan over the lower bound, less 1; null where there is none. */
+  get gap() {
+    const { lower_bound: bound } = this.schedule.document;
+    return bound ? this.schedule.figures.makespan / bound - 1 : null;
   }
 
   /** The layout for a width, with rows as high as the window has room for. */
   layoutFor(width) {
     const { ranks } = this.schedule;
-    const room = Math.max(220, window.innerHeight - 190 - 90 * panes.length) / Math.max(1, panes.length);
+    const above = element("panes").getBoundingClientRect().top + window.scrollY; // header, legend, comparison
+    const room = Math.max(220, window.innerHeight - above - 40 - 120 * panes.length) / Math.max(1, panes.length);
     const whole = (room - RULER) / ranks / (state.memory ? 1.45 : 1) - 2;
     return new Layout(this.schedule, width, Math.floor(Math.min(MOST_ROW, Math.max(leastRow(ranks), whole))), state.memory);
   }
@@ -71,9 +77,16 @@ class Pane {
   draw() {
     const ratio = window.devicePixelRatio || 1, theme = THEMES[state.theme];
     const painter = new CanvasPainter(this.context, ratio, theme);
-    const drawing = new Drawing(this.layout, painter, { view, theme, follow: state.follow, critical: state.critical, unit });
+    const drawing = new Drawing(this.layout, painter, this.options(theme));
     this.drawn = drawing.draw();
     this.drawOver();
+  }
+
+  /** What a drawing of this pane shows. */
+  options(theme) {
+    const { selected } = state, phases = selected && selected.pane === this ? selected.rank : 0;
+    const most = Math.max(...panes.map((pane) => pane.schedule.most), data.limit || 0);
+    return { view, theme, follow: state.follow, critical: state.critical, unit, most, limit: data.limit, phases, deviation: state.deviation && !this.schedule.edited && this.deviates };
   }
 
   /** Draw what depends on the pointer and the selection, on a separate canvas above the drawing. */
@@ -109,6 +122,15 @@ class Pane {
       const { rank, mark } = state.drag, x = layout.x(mark, view), y = layout.top(rank);
       painter.line([[x, y - 3], [x, y + layout.row + 3]], theme.late, 3);
     }
+    const { measure } = state;
+    if (measure) {
+      const ends = [measure.from, measure.to].map((time) => layout.x(time, view));
+      for (const x of ends) painter.line([[x, 22], [x, layout.height]], theme.late, 1, [4, 3]);
+      painter.line([[ends[0], 30], [ends[1], 30]], theme.late, 1.5);
+      const words = show(Math.abs(measure.to - measure.from)), wide = 7 * words.length + 8, middle = (ends[0] + ends[1]) / 2;
+      painter.rect(middle - wide / 2, 22, wide, 16, theme.paper);
+      painter.text(middle, 34, words, theme.late, { align: "center", weight: 600 });
+    }
     above.restore();
   }
 
@@ -129,11 +151,20 @@ class Pane {
   report() {
     const { schedule } = this, { document } = schedule, figures = schedule.figures;
     const fact = (name, value) => [make("b", { textContent: value }), ` ${name} · `];
+    const tile = (value, name, bad = false) => make("div", { className: bad ? "bad" : "" }, make("b", { textContent: value }), make("span", { textContent: name }));
+    const peak = Math.max(...figures.peak_memory), { gap } = this;
+    this.tiles.replaceChildren(
+      ...(schedule.invalid ? [tile("Deadlock", "figures up to it", true)] : []),
+      tile(show(figures.makespan), "makespan"),
+      tile(figures.bubble_ratio.toFixed(4), "bubble ratio, idle / busy"),
+      tile(number(peak) + (data.limit ? ` of ${number(data.limit)}` : ""), `peak memory, ${memoryUnit(schedule)}`, Boolean(data.limit) && peak > data.limit * (1 + 1e-9)),
+      tile(gap === null ? "–" : `${(100 * gap).toFixed(1)} %`, gap === null ? "no lower bound" : `above the lower bound ${show(document.lower_bound)}`),
+      ...(this.worst ? [tile(`${this.worst.off > 0 ? "+" : "−"}${Math.abs(100 * this.worst.off).toFixed(0)} %`, `over the simulation: ${this.worst.words}`)] : []),
+    );
+    if (panes.length) comparison();
     this.facts.replaceChildren(
-      ...(schedule.invalid ? [make("b", { textContent: "Deadlock" }), "; up to it: "] : []),
-      ...fact("makespan", show(figures.makespan)),
-      ...fact("bubble ratio (idle / busy)", figures.bubble_ratio.toFixed(4)),
       ...fact("bubble rate (idle / p·makespan)", figures.bubble_rate.toFixed(4)),
+      ...fact("span bubble rate (1 − busy / largest span)", figures.span_bubble_rate.toFixed(4)),
       ...fact("peak activations", String(Math.max(...figures.peak_activations))),
       ...fact("peak memory", number(Math.max(...figures.peak_memory))),
       ...fact(`messages between ranks${document.messages.words && `, ${document.messages.words}`}`, String(document.messages.count)),
@@ -167,8 +198,68 @@ function tableOf(schedule, { factor, name }) {
   return { rows: [heads, ...figures.busy.map(cells)], makespan: `${time(figures.makespan)}${name ? ` ${name}` : ""}` };
 }
 
+/** Columns of the comparison: a heading, a value to sort by, and its text. */
+const COLUMNS = [
+  ["schedule", (pane) => pane.schedule.document.heading, (text) => text],
+  ["makespan", (pane) => pane.schedule.figures.makespan, show],
+  ["bubble ratio", (pane) => pane.schedule.figures.bubble_ratio, (value) => value.toFixed(4)],
+  ["gap", (pane) => pane.gap ?? -1, (value) => (value < 0 ? "–" : `${(100 * value).toFixed(1)} %`)],
+  ["peak activations", (pane) => Math.max(...pane.schedule.figures.peak_activations), String],
+  ["peak memory", (pane) => Math.max(...pane.schedule.figures.peak_memory), number],
+  ["largest idle", (pane) => Math.max(...pane.schedule.figures.idle), show],
+  ["messages", (pane) => pane.schedule.document.messages.count, String],
+];
+const order = { column: -1, down: false };
+
+/** Fill the table of several panes: a click on a heading sorts, one on a row shows its pane. */
+function comparison() {
+  const box = element("compare");
+  box.hidden = panes.length < 2;
+  if (box.hidden) return;
+  const heads = COLUMNS.map(([name], at) => {
+    const button = make("button", { textContent: name + (order.column === at ? (order.down ? " ↓" : " ↑") : "") });
+    button.addEventListener("click", () => {
+      order.down = order.column === at && !order.down;
+      order.column = at;
+      comparison();
+    });
+    return make("th", {}, button);
+  });
+  const value = order.column >= 0 ? COLUMNS[order.column][1] : (pane) => pane.number;
+  const sorted = [...panes].sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) * (order.down ? -1 : 1));
+  const rows = sorted.map((pane) => {
+    const row = make("tr", { tabIndex: 0 }, ...COLUMNS.map(([, read, print]) => make("td", { textContent: print(read(pane)) })));
+    const go = () => {
+      pane.node.scrollIntoView({ block: "start", behavior: "smooth" });
+      pane.stage.focus({ preventScroll: true });
+    };
+    row.addEventListener("click", go);
+    row.addEventListener("keydown", (event) => event.key === "Enter" && go());
+    return row;
+  });
+  box.replaceChildren(make("table", {}, make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows)));
+}
+
 const panes = [];
 data.panes.forEach((document, at) => panes.push(new Pane(document, at)));
+comparison();
+
+/** How much longer the cells of a measured pane took than those of the simulation of the same schedule below it. */
+const measuredPane = panes.find(({ schedule }) => schedule.document.source === "measured");
+const simulatedPane = measuredPane && panes.find(({ schedule: { document } }) => document.source === "simulated" && JSON.stringify(document.codes) === JSON.stringify(measuredPane.schedule.document.codes));
+if (simulatedPane) {
+  const took = ({ start, end }, at) => end[at] - start[at];
+  const [real, wanted] = [measuredPane, simulatedPane].map((pane) => pane.schedule.programs);
+  measuredPane.deviates = (rank, at) => (took(wanted[rank], at) > 0 ? took(real[rank], at) / took(wanted[rank], at) - 1 : 0);
+  const lost = (rank, at) => Math.abs(took(real[rank], at) - took(wanted[rank], at));
+  let worst = [0, 0];
+  real.forEach((program, rank) => {
+    for (let at = 0; at < program.length; at++) if (lost(rank, at) > lost(...worst)) worst = [rank, at];
+  });
+  measuredPane.worst = { off: measuredPane.deviates(...worst), words: `${measuredPane.schedule.cellWords(...worst)} on rank ${worst[0]}` };
+  element("deviation").hidden = false;
+  measuredPane.report();
+}
 
 // ---- the view, one for all panes ----
 
@@ -246,6 +337,8 @@ function legend() {
   if (most && most.schedule.chunks > 1) notes.push("chunk 0 is the darkest");
   if (panes.some((pane) => pane.schedule.hasPairs)) notes.push("a pair: forward above, backward below");
   if (panes.some((pane) => pane.schedule.talks)) notes.push("foot of a box: its all-to-all");
+  if (most && state.memory) notes.push(`below a row: memory, 0 to ${number(Math.max(...panes.map((pane) => pane.schedule.most), data.limit || 0))} ${memoryUnit(most.schedule)} in all rows, peak at the right${data.limit ? `, dashed: the limit ${number(data.limit)}` : ""}`);
+  if (state.deviation) notes.push("edge of a box: longer (red) or shorter (green) than simulated");
   if (panes.length) nodes.push(make("span", { textContent: notes.join(" · ") }));
   element("legend").replaceChildren(...nodes);
 }
@@ -459,9 +552,7 @@ function compose(painter, width, theme) {
         schedule.document.assumptions,
       ];
       facts.forEach((line, at) => painter.text(16, y + 42 + 16 * at, line, theme.faint, { size: 11.5 }));
-      painter.within(y + 66, () =>
-        new Drawing(layout, painter, { view, theme, follow: state.follow, critical: state.critical, unit }).draw(),
-      );
+      painter.within(y + 66, () => new Drawing(layout, painter, pane.options(theme)).draw());
     }
     y += 66 + layout.height + 14;
   }
@@ -538,13 +629,15 @@ function buttons() {
   const which = panes.length > 1 ? ` of ${pane.schedule.document.heading}` : "";
   element("csv").title = missing ? `The CSV form cannot say ${missing}; save JSON` : `The schedule${which} as torch's CSV`;
   element("json").title = `The schedule${which} as JSON, for pipeloom check and train`;
-  for (const name of ["critical", "memory", "edit"]) element(name).setAttribute("aria-pressed", String(state[name]));
+  for (const name of ["critical", "memory", "edit", "ruler", "deviation"]) element(name).setAttribute("aria-pressed", String(state[name]));
   for (const each of panes) each.stage.classList.toggle("editing", state.edit);
 }
 
 function toggle(name) {
   state[name] = !state[name];
   buttons();
+  if (name === "ruler" && !state.ruler) state.measure = null;
+  legend();
   if (name === "memory") resize();
   else redraw();
 }
@@ -554,6 +647,7 @@ function toggle(name) {
 const actions = {
   fit, in: () => zoom(1 / 1.5, middle()), out: () => zoom(1.5, middle()),
   critical: () => toggle("critical"), memory: () => toggle("memory"), edit: () => toggle("edit"),
+  ruler: () => toggle("ruler"), deviation: () => toggle("deviation"),
   undo: () => undo(), redo: () => undo(true),
   svg: () => save(exportSvg(), "image/svg+xml", "svg"),
   png: async () => save(await exportPng(), "image/png", "png"),
@@ -564,6 +658,17 @@ const actions = {
   help: () => element("keys").showModal(),
 };
 for (const [id, act] of Object.entries(actions)) element(id).addEventListener("click", act);
+
+/** Select the first action of the micro-batch that is asked for. */
+function find() {
+  const pane = panes[state.active] || panes[0], wanted = Number(element("find").value);
+  const cells = pane && element("find").value !== "" && wanted < pane.schedule.m ? pane.schedule.cellsOf(wanted) : [];
+  if (!cells.length) return;
+  const [rank, at] = cells[0], half = pane.schedule.codesAt(rank, at).findIndex((code) => pane.schedule.microbatchOf(code) === wanted);
+  goTo(pane, rank, at);
+  select(pane, rank, at, Math.max(0, half));
+}
+element("find").addEventListener("input", find);
 
 const middle = () => (state.pointer === null ? (view.start + view.end) / 2 : state.pointer);
 
@@ -585,7 +690,8 @@ for (const pane of panes) {
     const [x, y] = position(event), hit = pane.find(x, y);
     state.active = pane.number;
     state.drag = { pane, x, y, start: view.start, moved: false, hit };
-    if (state.edit && hit && hit.place === "box") {
+    if (state.ruler) state.drag.measures = pane.layout.time(x, view);
+    else if (state.edit && hit && hit.place === "box") {
       const { start, end } = pane.schedule.programs[hit.rank], count = pane.schedule.reached[hit.rank];
       Object.assign(state.drag, { rank: hit.rank, from: hit.at, to: hit.at, mark: start[hit.at], times: { start: start.slice(0, count), end: end.slice(0, count) } });
     }
@@ -598,7 +704,10 @@ for (const pane of panes) {
     if (drag && drag.pane === pane) {
       if (!drag.moved && Math.abs(x - drag.x) < 4) return;
       drag.moved = true;
-      if (drag.rank !== undefined) dragTo(drag, pane.layout.time(x, view));
+      if (drag.measures !== undefined) {
+        state.measure = { from: drag.measures, to: pane.layout.time(x, view) };
+        for (const each of panes) each.drawOver();
+      } else if (drag.rank !== undefined) dragTo(drag, pane.layout.time(x, view));
       else {
         const span = view.end - view.start;
         const start = drag.start - (x - drag.x) / pane.layout.scale(view);
@@ -668,7 +777,8 @@ function moveSelected(along) {
 const KEYS = {
   w: () => zoom(1 / 1.25, middle()), s: () => zoom(1.25, middle()),
   a: () => pan(-0.12 * (view.end - view.start)), d: () => pan(0.12 * (view.end - view.start)),
-  0: fit, c: actions.critical, m: actions.memory, e: actions.edit, t: actions.theme, "?": actions.help,
+  0: fit, r: actions.ruler, v: () => measuredPane && measuredPane.worst && toggle("deviation"), "/": () => element("find").focus(),
+  c: actions.critical, m: actions.memory, e: actions.edit, t: actions.theme, "?": actions.help,
   f: () => {
     if (!state.selected) return fit();
     const { pane, rank, at } = state.selected, program = pane.schedule.programs[rank];
@@ -676,10 +786,15 @@ const KEYS = {
     setView(program.start[at] - 4 * time, program.end[at] + 4 * time);
   },
   arrowleft: () => step(-1, 0), arrowright: () => step(1, 0), arrowup: () => step(0, -1), arrowdown: () => step(0, 1),
-  escape: () => (state.drag ? endDrag(false) : select(null)),
+  escape: () => {
+    state.measure = null;
+    if (state.drag) endDrag(false);
+    else select(null);
+  },
 };
 
 window.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && event.target.id === "find") event.target.blur();
   if (element("keys").open || event.target.closest("input,select,textarea")) return;
   const key = event.key.toLowerCase();
   if (event.ctrlKey || event.metaKey) {
@@ -721,5 +836,5 @@ if (!panes.length) element("panes").append(make("p", { textContent: "There is no
 
 /** For scripts and tests: the panes' schedules, the view, and the functions that the keys call. */
 window.pipeloom = {
-  panes, view, state, data, Schedule, setView, zoom, fit, select, move, undo, drawNow, exportSvg, exportPng, sentence, number, setTheme, tableOf,
+  panes, view, state, data, Schedule, setView, zoom, fit, select, move, undo, drawNow, exportSvg, exportPng, sentence, number, setTheme, tableOf, phasesOf,
 };

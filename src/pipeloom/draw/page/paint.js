@@ -1,18 +1,18 @@
 // Drawing of one schedule: on a canvas, or as SVG text through the same calls. Where boxes are narrower than a few pixels
 // every column of pixels gets the mean colour of what runs in it, written straight into the pixels.
 
-const GUTTER = 62, RIGHT = 14, RULER = 22, MOST_ROW = 44;
+const GUTTER = 62, RIGHT = 34, RULER = 38, MOST_ROW = 110;
 /** The least height of a row: a few ranks have room for their numbers, hundreds fit into a window. */
 const leastRow = (ranks) => (ranks <= 16 ? 18 : ranks <= 64 ? 11 : 7);
 const MOST_BOXES = 5000; // more boxes, and boxes of less than 4 pixels, are drawn as columns of pixels: 5,000 boxes take 10 ms
 
 const THEMES = {
   light: {
-    paper: "#ffffff", ink: "#1f2430", faint: "#667085", line: "#d0d5dd", accent: "#101828", late: "#b42318",
+    paper: "#ffffff", ink: "#1f2430", faint: "#667085", line: "#d0d5dd", accent: "#101828", late: "#b42318", early: "#067647",
     idle: ["#eef0f4", "#dfe7f3", "#f3e6ec", "#f8f9fb", "#e4e4e4"], hatch: "#aeb6c4", memory: "#8a94a6", glow: "#ffffff",
   },
   dark: {
-    paper: "#14171d", ink: "#e6e9ef", faint: "#98a2b3", line: "#39404d", accent: "#f2f4f7", late: "#fda29b",
+    paper: "#14171d", ink: "#e6e9ef", faint: "#98a2b3", line: "#39404d", accent: "#f2f4f7", late: "#fda29b", early: "#75e0a7",
     idle: ["#262b34", "#253044", "#3a2932", "#1b1f26", "#303030"], hatch: "#566072", memory: "#7c879b", glow: "#14171d",
   },
 };
@@ -200,7 +200,20 @@ function niceStep(span, most) {
   return [1, 2, 5, 10].map((factor) => power * factor).find((step) => step >= rough * (1 - 1e-9));
 }
 
-/** Drawing of one schedule with a painter. `options`: view, theme, follow (micro-batch or -1), critical, unit. */
+/** By rank of a schedule: the times at which its warm-up begins, its steady phase and its cool-down, and the end. */
+function phasesOf(schedule, rank) {
+  const { start, end } = schedule.programs[rank], count = schedule.reached[rank];
+  const any = (at, event) => schedule.codesAt(rank, at).some((code) => schedule.kindOf(code).produces.includes(event));
+  let first = 0, last = count - 1;
+  while (first < count && !any(first, 1)) first++;
+  while (last >= 0 && !any(last, 0)) last--;
+  const steady = Math.max(first, last + 1);
+  return [[0, first, "warm-up"], [first, steady, "steady"], [steady, count, "cool-down"]]
+    .filter(([from, to]) => to > from).map(([from, to, name]) => [start[from], end[to - 1], name]);
+}
+
+/** Drawing of one schedule with a painter. `options`: view, theme, follow (micro-batch or -1), critical, unit, most (the
+ * memory at the top of a band), limit, phases (the rank whose phases are bracketed), deviation (of each cell, or null). */
 class Drawing {
   constructor(layout, painter, options) {
     Object.assign(this, { layout, painter, schedule: layout.schedule }, options);
@@ -220,6 +233,7 @@ class Drawing {
     if (this.critical) this.drawPath(this.schedule.criticalPath, theme.accent, dense);
     this.drawLabels();
     this.drawRuler();
+    this.drawPhases();
     return { dense, boxes };
   }
 
@@ -259,14 +273,18 @@ class Drawing {
       for (let at = low; at < high; at++) {
         const [x, width] = this.clip(program.start[at], program.end[at]);
         if (width <= 0) continue;
-        const edge = Math.min(1, 0.12 * width);
+        const edge = Math.min(1, 0.12 * width), off = this.deviation ? this.deviation(rank, at) : 0;
         const codes = schedule.codesAt(rank, at);
         const part = (row - foot) / codes.length;
         codes.forEach((code, half) => {
           const top = y + half * part;
           painter.rect(x, top, width - edge, part - (half + 1 < codes.length ? 0.5 : 0), colour(code));
-          if (width > 9 && part >= 9) texts.push([code, x + (width - edge) / 2, top, part, width - edge]);
+          if (width > 6 && part >= 8) texts.push([code, x + (width - edge) / 2, top, part, width - edge]);
         });
+        if (Math.abs(off) > 0.05) {
+          const tint = off > 0 ? theme.late : theme.early, strength = Math.min(1, 0.35 + Math.abs(off));
+          painter.rect(x, y, width - edge, Math.max(3, row * strength * 0.3), tint);
+        }
         const talk = foot ? schedule.talk(codes) : null;
         if (foot) painter.rect(x, y + row - foot, width, foot, theme.paper);
         if (talk) this.drawTalk(talk, x, y + row - foot + 1, width - edge, foot - 1);
@@ -274,12 +292,14 @@ class Drawing {
       if (layout.band) this.drawMemory(rank, y + row + 1, layout.band - 1);
     });
     for (const [code, x, top, part, width] of texts) {
-      const label = String(schedule.microbatchOf(code));
-      const size = Math.min(12, part * 0.72, (width - 2) / (0.62 * label.length));
+      const label = String(schedule.microbatchOf(code)), beside = Math.min(12, part * 0.72, (width - 2) / (0.62 * label.length));
+      // digits that have no room beside one another stand under one another, so that no number vanishes for its length alone
+      const upright = beside < 6.5, size = upright ? Math.min(11, (part - 1) / label.length, (width - 1) / 0.62) : beside;
       if (size < 6.5) continue;
       const dim = this.follow >= 0 && schedule.microbatchOf(code) !== this.follow;
       const ink = this.inks[Math.floor(code / schedule.stride)][schedule.chunkOf[schedule.stageOf(code)]];
-      painter.text(x, top + part / 2 + size * 0.36, label, dim ? theme.faint : ink, { size: Math.floor(size * 2) / 2, align: "center" });
+      const lines = upright ? [...label] : [label], middle = top + part / 2 + size * (0.36 - (lines.length - 1) / 2);
+      lines.forEach((line, at) => painter.text(x, middle + at * size, line, dim ? theme.faint : ink, { size: Math.floor(size * 2) / 2, align: "center" }));
     }
   }
 
@@ -303,8 +323,7 @@ class Drawing {
 
   drawMemory(rank, y, height) {
     const { times, levels, peak } = this.schedule.memory[rank];
-    const most = this.schedule.most;
-    const { view, layout, painter, theme } = this;
+    const { view, layout, painter, theme, most, limit } = this;
     if (!times.length || !(most > 0)) return;
     const [origin, finish] = this.schedule.span;
     // the curve runs in program order: at equal times the last value counts
@@ -324,6 +343,25 @@ class Drawing {
       level = levels[at];
     }
     bar(Math.min(finish, view.end));
+    if (limit && height > 4) {
+      const level = y + height - (limit / most) * height;
+      painter.line([[GUTTER, level], [layout.width - RIGHT, level]], theme.late, 1, [3, 3]);
+    }
+  }
+
+  /** Draw brackets over the phases of one rank. */
+  drawPhases() {
+    const { layout, painter, theme, view } = this;
+    if (!(this.phases >= 0)) return;
+    for (const [from, to, name] of phasesOf(this.schedule, this.phases)) {
+      const [x, width] = this.clip(Math.max(from, view.start), Math.min(to, view.end)), y = RULER - 3;
+      if (width < 4) continue;
+      painter.line([[x + 1, y], [x + 1, y - 4], [x + width - 1, y - 4], [x + width - 1, y]], theme.faint, 1);
+      const words = width > 110 ? `${name} of rank ${this.phases}` : name, wide = 5.6 * words.length + 6;
+      if (width < wide + 8) continue;
+      painter.rect(x + width / 2 - wide / 2, y - 9, wide, 9, theme.paper);
+      painter.text(x + width / 2, y - 1, words, theme.faint, { align: "center", size: 10 });
+    }
   }
 
   /** Draw rows as columns of pixels, each in the mean colour of the actions that run in it. */
@@ -405,7 +443,7 @@ class Drawing {
 
   memoryColumns(rank, pixels, columns, top, height, scale, ink) {
     const { times, levels } = this.schedule.memory[rank];
-    const most = this.schedule.most, { view } = this;
+    const { view, most } = this;
     if (!(most > 0) || height < 1) return;
     const peaks = new Float32Array(columns);
     const [origin, finish] = this.schedule.span;
@@ -454,7 +492,11 @@ class Drawing {
     const every = Math.max(1, Math.ceil(13 / (layout.row + layout.band + layout.gap)));
     for (let rank = 0; rank < schedule.ranks; rank += every) {
       const middle = layout.top(rank) + layout.row / 2 + 4;
-      painter.text(GUTTER - 8, middle, `rank ${rank}`, theme.ink, { align: "end", size: Math.min(12, Math.max(9, layout.row + 2)) });
+      const size = Math.min(12, Math.max(9, layout.row + 2));
+      painter.text(GUTTER - 8, middle, `rank ${rank}`, theme.ink, { align: "end", size });
+      if (!layout.band) continue;
+      const below = layout.band >= 9 ? layout.top(rank) + layout.row + layout.band - 1 : middle;
+      painter.text(layout.width - RIGHT + 5, below, number(plain(schedule.memory[rank].peak), 3), theme.faint, { size: Math.min(size, 11) });
     }
   }
 
@@ -464,7 +506,7 @@ class Drawing {
     painter.text(GUTTER - 8, 14, unit.name ? `time, ${unit.name}` : "time", theme.faint, { align: "end", size: 11 });
     for (let count = Math.ceil(view.start / step - 1e-9); count * step <= view.end + 1e-9 * span; count++) {
       const x = layout.x(count * step, view);
-      painter.line([[x, RULER - 5], [x, RULER - 1]], theme.faint, 1);
+      painter.line([[x, 18], [x, 22]], theme.faint, 1);
       painter.text(x, 14, number(plain(count * step * unit.factor), 6), theme.faint, { align: "center", size: 11 });
     }
   }

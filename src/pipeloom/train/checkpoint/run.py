@@ -59,6 +59,7 @@ class RunFacts(BaseModel):
         data: digest of the data.
         config: the configuration, section by section.
         source: the Hugging Face directory that the weights were imported from.
+        chat: whether the data are conversations.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -71,6 +72,7 @@ class RunFacts(BaseModel):
     data: str | None = None
     config: dict[str, dict[str, Any]] = {}
     source: str | None = None
+    chat: bool = False
 
     @classmethod
     def of(cls, extra: Any, directory: Path) -> RunFacts:
@@ -116,8 +118,8 @@ _MODEL_KEYS = (
 # Keys that may change from one part of a run to the next without a note. Most change results by rounding at most; train.steps
 # moves the decay of the learning rate too, but changing it is the usual reason to resume.
 _FREE = re.compile(
-    r"(parallel|schedule|log|checkpoint|debug)\..*|data\.(source|cache)|optimizer\.(zero1|barrier)"
-    r"|train\.(steps|device|threads|tune_cpu|recompute|deterministic|reproducible|timeout|check_every|on_nan|on_spike|rollbacks|restarts)"
+    r"(parallel|schedule|log|checkpoint|debug|sample)\..*|data\.(source|cache)|optimizer\.(zero1|barrier)"
+    r"|train\.(steps|devices?|threads|tune_cpu|recompute|deterministic|reproducible|timeout|check_every|on_nan|on_spike|rollbacks|restarts)"
     r"|train\.profile_(from|steps)"
 )
 

@@ -16,7 +16,7 @@ from pipeloom.train.data import cache, store
 from pipeloom.train.data.batches import Batch, Batches, Mixture, PackedRows, Rows, SortedDocuments, SpanRows, spread
 from pipeloom.train.data.packing import MULTIPLE, Spans, packed, pieces_of, split
 from pipeloom.train.data.sources import BYTES, Source, find, require_length, tokenizer_name
-from pipeloom.train.data.tokenizers import Tokenizer, load_tokenizer
+from pipeloom.train.data.tokenizers import Template, Tokenizer, load_tokenizer, prompt_tokens
 
 if TYPE_CHECKING:
     from pipeloom.train.workers.context import WorkerContext
@@ -26,6 +26,7 @@ Plan = list[dict[str, Any]]
 
 
 _PARTS = ("training text", "held-out text")
+_PROMPT_TOKENS = 16  # of the held-out text that begin a sample, at most half of a row
 _NOTHING = "has no document with anything to predict"
 
 
@@ -41,6 +42,7 @@ class Data:
         words: description for people.
         unit: "byte" or "token".
         packed: whether rows hold several documents that must not attend to each other.
+        template: renders conversations; None: the data hold none.
     """
 
     tokenizer: Tokenizer
@@ -50,6 +52,14 @@ class Data:
     words: str
     unit: str
     packed: bool = False
+    template: Template | None = None
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the tokens of a prompt as in the data; of "", the start of the held-out text."""
+        if text:  # the vocabulary may contain none of its characters
+            return prompt_tokens(text, self.tokenizer, self.template) or [0]
+        row: list[int] = self.held_out[0].tokens[0].tolist()
+        return row[: min(_PROMPT_TOKENS, -(-len(row) // 2))]
 
 
 def open_data(config: Config, context: WorkerContext) -> Data:
@@ -144,7 +154,8 @@ def opened(config: Config, plan: Plan) -> Data:
     counted = "" if tokenizer.eos is None else f", documents end with {tokenizer.eos}"
     words = "\n  ".join([f"data: tokens of {tokenizer.name} (up to {tokenizer.vocab_size:,}{counted})", *lines])
     unit = "byte" if tokenizer.name == BYTES else "token"
-    return Data(tokenizer, whole, batches, facts, words, unit, arrangement == "pack")
+    template = store.template_of(tokenizer, data) if any(each.chat for each in stores) else None
+    return Data(tokenizer, whole, batches, facts, words, unit, arrangement == "pack", template)
 
 
 def _rows(config: Config, stores: list[store.Store], plan: Plan, packs: bool) -> tuple[list[Rows], list[Rows]]:

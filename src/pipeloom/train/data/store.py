@@ -117,7 +117,7 @@ def _template_words(tokenizer: Tokenizer, data: DataSection) -> str:
     return f"{data.template} {hashlib.sha256(content).hexdigest()}"
 
 
-def _template(tokenizer: Tokenizer, data: DataSection) -> Template:
+def template_of(tokenizer: Tokenizer, data: DataSection) -> Template:
     """Return the template for conversations. Raises ConfigError if the tokenizer's is configured, and it has none."""
     folder = tokenizer.folder if tokenizer.folder is not None and has_template(tokenizer.folder) else None
     if data.template == "tokenizer" and folder is None:
@@ -176,7 +176,7 @@ class _Tokenization:
             raise BadConversation(f"it is {kinds[chat][0]}, and those before are {kinds[self._chat][1]}")
         if not chat:
             return self._plain(record)
-        self._template = self._template or _template(self._tokenizer, self._data)
+        self._template = self._template or template_of(self._tokenizer, self._data)
         return self._template.pieces(record.value)
 
     def _plain(self, record: Record) -> list[Piece]:

@@ -226,6 +226,9 @@ class Template(Protocol):
     def pieces(self, messages: Sequence[Any]) -> list[Piece]:
         """Return the pieces of one conversation. Raises BadConversation if it cannot be rendered."""
 
+    def prompt(self, text: str) -> list[Piece]:
+        """Return the pieces of a user's message, up to where the answer begins."""
+
 
 def checked(messages: Sequence[Any]) -> list[dict[str, str]]:
     """Return the messages as dictionaries of role and content.
@@ -263,6 +266,10 @@ class SimpleTemplate:
             pieces.append(Piece("\n" if self._eos is None or not answer else self._eos, answer))
         return pieces
 
+    def prompt(self, text: str) -> list[Piece]:
+        begin = [] if self._bos is None else [Piece(self._bos, False)]
+        return [*begin, Piece(f"<|user|>\n{text}\n<|{ANSWERS}|>\n", False)]
+
 
 class TokenizerTemplate:
     """The chat template of a tokenizer's directory, as `transformers` renders it.
@@ -297,6 +304,9 @@ class TokenizerTemplate:
             done = whole
         return pieces
 
+    def prompt(self, text: str) -> list[Piece]:
+        return [Piece(self._render([{"role": "user", "content": text}], True), False)]
+
     def _render(self, messages: list[dict[str, str]], prompts: bool) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompts)
@@ -304,6 +314,14 @@ class TokenizerTemplate:
             words = next(iter(str(error).splitlines()), type(error).__name__)
             raise BadConversation(f"the tokenizer's chat template refuses it: {words}") from None
         return text
+
+
+def prompt_tokens(text: str, tokenizer: Tokenizer, template: Template | None) -> list[int]:
+    """Return the tokens of a prompt: a user's message under a template for conversations, else the text behind bos."""
+    begin = [] if tokenizer.bos is None else [Piece(tokenizer.bos, False)]
+    pieces = [*begin, Piece(text, False)] if template is None else template.prompt(text)
+    encoded = [tokenizer.encode(each).tolist() if isinstance(each, str) else [each] for each, _ in pieces]
+    return [token for tokens in encoded for token in tokens]
 
 
 def has_template(folder: Path) -> bool:

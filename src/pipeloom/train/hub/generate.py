@@ -27,11 +27,10 @@ from pipeloom.train.checkpoint.load import load
 from pipeloom.train.checkpoint.run import RunFacts
 from pipeloom.train.collect import sums
 from pipeloom.train.data.sources import BYTES, tokenizer_name
-from pipeloom.train.data.tokenizers import Tokenizer, load_tokenizer
+from pipeloom.train.data.store import template_of
+from pipeloom.train.data.tokenizers import Tokenizer, load_tokenizer, prompt_tokens
 from pipeloom.train.hub.lora_files import base_weights, begin_weights
 
-PROMPT = "def "
-SAMPLED_TOKENS = 160
 _WINDOW_STEP = 32  # windows grow by this many tokens: larger means fewer distinct shapes, but more padding to compute
 
 
@@ -88,6 +87,7 @@ def extend(
     *,
     ends: Collection[int] = (),
     context: int | None = None,
+    seen: Callable[[list[list[int]]], object] | None = None,
 ) -> list[list[int]]:
     """Return up to `count` new tokens for each prompt, on every rank. Collective.
 
@@ -97,6 +97,7 @@ def extend(
     Args:
         ends: tokens that end a sequence; they are its last.
         context: the longest window, in tokens; None: no limit.
+        seen: called with the prompts and their new tokens after each step.
 
     Raises UsageError for an empty prompt.
     """
@@ -124,19 +125,23 @@ def extend(
                 texts[at].append(int(token))
                 if int(token) in ends:
                     going.discard(at)
+        if seen is not None:
+            seen(texts)
         if not going:
             break
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
-def generate(pipeline: Pipeline, tokenizer: Tokenizer, seq_len: int, seed: int, prompt: str = PROMPT) -> str:
-    """Return `prompt` and SAMPLED_TOKENS sampled tokens as text, on every rank. Collective.
+def generate(
+    pipeline: Pipeline, tokenizer: Tokenizer, prompt: Sequence[int], count: int, seq_len: int, seed: int
+) -> str:
+    """Return the tokens of a prompt and up to `count` sampled ones, to the first eos, as text, on every rank. Collective.
 
     The same weights and seed give the same text.
     """
-    tokens = tokenizer.encode(prompt).tolist() or [0]  # the vocabulary may contain none of the prompt's characters
-    (added,) = extend(pipeline, [tokens], SAMPLED_TOKENS, Sampling(seed=seed), context=seq_len)
-    return printable(tokenizer.decode(torch.tensor([*tokens, *added])))
+    ends = () if tokenizer.eos is None or tokenizer.name == BYTES else (tokenizer.eos,)
+    (added,) = extend(pipeline, [prompt], count, Sampling(seed=seed), ends=ends, context=seq_len)
+    return printable(tokenizer.decode(torch.tensor([*prompt, *added])))
 
 
 def printable(text: str) -> str:
@@ -164,11 +169,13 @@ class OpenedModel:
         layout: layout that `open_pipeline` builds.
         checkpoint: checkpoint with its weights; None: they are in the directory that the layout names.
         hub: Hugging Face directory that its configuration names as its source or for its weights; None: it names none.
+        chat: whether it was trained on conversations.
     """
 
     layout: Layout
     checkpoint: Path | None
     hub: Path | None
+    chat: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,10 +229,17 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any], trust_code: b
         values.pop("weights", None)  # the run's initial weights; the checkpoint has its own
     keys = {f"model.{key}": value for key, value in values.items()}
     keys |= {f"lora.{key}": value for key, value in config.get("lora", {}).items() if key != "adapter"}
-    for section, key in (("train", "dtype"), ("data", "tokenizer"), ("data", "bos"), ("data", "eos")):
+    for section, key in (
+        ("train", "dtype"),
+        ("data", "tokenizer"),
+        ("data", "bos"),
+        ("data", "eos"),
+        ("data", "template"),
+    ):
         if key in config.get(section, {}):
             keys[f"{section}.{key}"] = config[section][key]
-    return OpenedModel(load_layout(None, {**keys, **layout, **flags}), checkpoint, Path(hub) if hub else None)
+    layout_of_model = load_layout(None, {**keys, **layout, **flags})
+    return OpenedModel(layout_of_model, checkpoint, Path(hub) if hub else None, facts.chat)
 
 
 def open_pipeline(opened: OpenedModel, device: torch.device, watchdog: Any = None) -> Pipeline:
@@ -247,22 +261,28 @@ def text_of(opened: OpenedModel) -> Text:
     data = opened.layout.config.data
     name = tokenizer_name(data.tokenizer, str(opened.hub or ""))
     tokenizer = load_tokenizer(name, data.bos, data.eos)
-    begin = [] if tokenizer.bos is None else [tokenizer.bos]
+    template = template_of(tokenizer, data) if opened.chat else None
     tokenizer_ends = () if tokenizer.eos is None or name == BYTES else (tokenizer.eos,)
     return Text(
-        lambda text: begin + tokenizer.encode(text).tolist(),
+        lambda text: prompt_tokens(text, tokenizer, template),
         lambda tokens: tokenizer.decode(torch.tensor(tokens)),
         _ends(opened.hub) or tokenizer_ends,
     )
 
 
 def continue_prompts(
-    opened: OpenedModel, pipeline: Pipeline, prompts: Sequence[str], count: int, sampling: Sampling
+    opened: OpenedModel,
+    pipeline: Pipeline,
+    prompts: Sequence[str],
+    count: int,
+    sampling: Sampling,
+    stream: Callable[[str], object] | None = None,
 ) -> list[tuple[str, list[int]]]:
     """Return (prompt and continuation as text, new tokens) for each prompt; collective, the same on every rank.
 
     Args:
         count: most new tokens per prompt.
+        stream: called with each new part of the first prompt's text; the prompt itself is the first.
 
     Raises UsageError for a prompt without tokens, or with a token outside the model's vocabulary.
     """
@@ -275,7 +295,17 @@ def continue_prompts(
             raise UsageError(
                 f"token {unknown[0]} of the prompt {prompt[:60]!r} is outside the vocabulary of {vocabulary}"
             )
-    added = extend(pipeline, encoded, count, sampling, ends=text.ends, context=_context(opened.hub))
+    streamed = ""
+
+    def show(texts: list[list[int]]) -> None:
+        nonlocal streamed
+        whole = text.decode(texts[0])
+        if stream is not None and not whole.endswith("\N{REPLACEMENT CHARACTER}"):  # part of a character
+            stream(whole[len(streamed) :])
+            streamed = whole
+
+    show(encoded)
+    added = extend(pipeline, encoded, count, sampling, ends=text.ends, context=_context(opened.hub), seen=show)
     return [(text.decode([*before, *after]), after) for before, after in zip(encoded, added, strict=True)]
 
 

@@ -290,7 +290,7 @@ class Report:
             traces: measured steps; none where all steps were made before, or the last one ended the measuring for a search.
             losses: on the held-out text before and after training, and the number of its targets.
             unit: the word for a target.
-            written: the sample.
+            written: the sample; "": none.
             crowded: how many ranks share how many cores; "" where each has its own.
         """
         before, after, count = losses
@@ -299,8 +299,9 @@ class Report:
         self.say(f"\nheld-out loss: {after:.4f} nats per {unit} (before training {before:.4f}; {count:,} {unit}s)")
         if traces:
             self._say_bubble(typical(traces), crowded)
-        self.record("sample", text=written)
-        self.say("sample:\n" + "\n".join(f"  | {line}" for line in written.split("\n")))
+        if written:
+            self.record("sample", text=written)
+            self.say("sample:\n" + "\n".join(f"  | {line}" for line in written.split("\n")))
         self.say_files(drawn=bool(traces))
 
     def _say_bubble(self, measured: Timeline, crowded: str) -> None:

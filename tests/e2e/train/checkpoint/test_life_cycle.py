@@ -33,11 +33,15 @@ def test_a_run_whose_steps_are_done_evaluates(steps: int, tmp_path: Path, capsys
 def test_a_run_names_the_folder_of_its_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`export`, `generate` and `checkpoint.resume` take a run's folder, wherever the run saved."""
     elsewhere = tmp_path / "elsewhere"
-    run_here(tmp_path, "a", {"train.steps": 1, "checkpoint.dir": str(elsewhere)})
+    sample = {"sample.prompt": "the loom", "sample.tokens": 5}
+    run_here(tmp_path, "a", {"train.steps": 1, "checkpoint.dir": str(elsewhere), **sample})
+    assert "\nsample:\n  | the loom" in capsys.readouterr().out
     (folder,) = runs(tmp_path / "a")
     assert newest_checkpoint(folder) == elsewhere / "step-000001"
-    run_here(tmp_path, "b", {"train.steps": 1, "checkpoint.resume": str(folder)})
-    assert f"resumed after step 1 from {elsewhere / 'step-000001'}" in capsys.readouterr().out
+    run_here(tmp_path, "b", {"train.steps": 1, "checkpoint.resume": str(folder), "sample.tokens": 0})
+    said = capsys.readouterr().out
+    assert f"resumed after step 1 from {elsewhere / 'step-000001'}" in said
+    assert "sample:" not in said
     (elsewhere / "step-000001").rename(tmp_path / "moved")
     with pytest.raises(
         CheckpointError, match=f"holds no complete checkpoint, nor does {elsewhere}, the checkpoint.dir"

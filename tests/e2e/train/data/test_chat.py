@@ -57,6 +57,8 @@ def test_only_answers_are_learned_under_the_simple_template(tmp_path: Path) -> N
     start = "<|system|>\nWeave.\n<|user|>\nred wool\n<|assistant|>\nthe loom weaves red wool\n<|user|>\nand blue\n"
     assert sorted(whole) == sorted(f"{start}<|assistant|>\n{text}" for text in want)
     assert sorted(answers) == sorted(f"the loom weaves red wool\n{text}\n" for text in want)
+    assert bytes(found.prompt("red wool")) == b"<|user|>\nred wool\n<|assistant|>\n"
+    assert found.prompt("") == found.held_out[0].tokens[0, :16].tolist()
     everything = data(tmp_path, **keys, loss_on="all")
     _, learned_all = learned(everything.train, found.tokenizer)
     assert sorted(learned_all) == sorted(f"{start[1:]}<|assistant|>\n{text}\n" for text in want)
@@ -84,6 +86,8 @@ def test_the_tokenizers_own_template_is_used(tmp_path: Path) -> None:
     assert text.removesuffix("\n") in whole  # the last token is a target only
     last = first[-1]["content"]
     assert f"the loom weaves red wool<|endoftext|>\n{last}<|endoftext|>\n" in answers
+    asked = theirs.apply_chat_template([{"role": "user", "content": "red"}], tokenize=False, add_generation_prompt=True)
+    assert found.tokenizer.decode(torch.tensor(found.prompt("red"))) == asked
     simple = data(tmp_path, **keys, model__vocab_size=400, template="simple")
     assert "<|assistant|>" in learned(simple.train, found.tokenizer)[0][0]
     thinking = directory(
