@@ -302,6 +302,7 @@ class TrainSection(Section):
     check_every: StepsOrNone
     profile_from: StepsOrNone
     profile_steps: ProfiledSteps
+    memory_snapshot: bool
     timeout: Timeout
 
     @property

@@ -120,7 +120,7 @@ _MODEL_KEYS = (
 _FREE = re.compile(
     r"(parallel|schedule|log|checkpoint|debug|sample)\..*|data\.(source|cache)|optimizer\.(zero1|barrier)"
     r"|train\.(steps|devices?|threads|tune_cpu|recompute|deterministic|reproducible|timeout|check_every|on_nan|on_spike|rollbacks|restarts)"
-    r"|train\.profile_(from|steps)"
+    r"|train\.(profile_(from|steps)|memory_snapshot)"
 )
 
 
