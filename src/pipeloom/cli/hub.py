@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from pipeloom.cli.output import newest_run
 from pipeloom.cli.workers import be_worker, require_torch, start_workers, words_of
 
 
@@ -17,7 +18,8 @@ def export(
     checkpoint: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN_OR_CHECKPOINT_DIR", help="A checkpoint, or a run, whose newest checkpoint is written."
+            metavar="RUN_OR_CHECKPOINT_DIR",
+            help="A checkpoint, a run, whose newest checkpoint is written, or a folder of runs: the newest.",
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="A new directory.")],
@@ -36,6 +38,7 @@ def export(
     pipeloom export runs/20260101-120000-1f1b my-model
     """
     require_torch("export")
+    checkpoint = newest_run(checkpoint, "step-*")
     if form == "dcp":
         from pipeloom.errors import UsageError
         from pipeloom.train.checkpoint.dcp import export_dcp
@@ -101,7 +104,12 @@ def import_(
 
 def generate(
     context: typer.Context,
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, a run, or a Hugging Face directory.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", help="A checkpoint, a run or a folder of runs (the newest), or a Hugging Face directory."
+        ),
+    ],
     prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="Text to continue; repeatable.")],
     tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most new tokens per prompt.")] = 64,
     temperature: Annotated[
@@ -130,6 +138,7 @@ def generate(
     pipeloom generate my-model --prompt "Once upon a time" --tokens 100 --top-p 0.9
     """
     require_torch("generate")
+    path = newest_run(path, "step-*")
     from pipeloom.train.hub.generate import Sampling, open_model
     from pipeloom.train.workers.worker import is_worker
 

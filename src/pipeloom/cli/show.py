@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeloom.cli.options import with_options
-from pipeloom.cli.output import OutputFlags, aligned, as_dict
+from pipeloom.cli.output import OutputFlags, aligned, as_dict, newest_run
 from pipeloom.errors import PipeloomError, UsageError, did_you_mean, shortened
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def command(
         Path,
         typer.Argument(
             metavar="RUN_DIR_OR_TRACE",
-            help="The folder of a run, its timelines.json, a Chrome trace or a folder of such traces, or a CSV with durations.",
+            help="A run or a folder of runs (the newest), its timelines.json, a Chrome trace or a folder of such, a timed CSV.",
         ),
     ],
     predict: Annotated[
@@ -58,6 +58,7 @@ def command(
     from pipeloom.schedule import simulate
     from pipeloom.traces.measured import predict as fit
 
+    run = newest_run(run, TIMELINES_FILE)
     steps, memory, notes = steps_of(run)
     others = tuple((path, steps_of(path)[0]) for path in predict or ())
     study = Study(steps, fit(steps), others, layers_of(run, steps), memory, notes)
@@ -88,9 +89,7 @@ def timelines_of(path: Path) -> tuple[Timeline, ...]:
     file = path / TIMELINES_FILE if path.is_dir() else path
     if not file.is_file():
         if path.is_dir():
-            runs = sorted(name.parent.name for name in path.glob(f"*/{TIMELINES_FILE}"))
-            near = f"; nearest: {path / runs[-1]}" if runs else "; a run writes it when it ends"
-            raise UsageError(f"{path} has no {TIMELINES_FILE}{near}")
+            raise UsageError(f"{path} has no {TIMELINES_FILE}; a run writes it when it ends")
         names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
         raise UsageError(
             f"there is no {shortened(str(path))}{did_you_mean(path.name, names) if len(names) < 200 else ''}"
