@@ -91,7 +91,7 @@ def _verify(request: Request, words: Sequence[str]) -> int:
         return _work(request)
     require_room(request.largest.world_size)
     for layout in request.layouts:
-        require_cuda(layout.config.train.device, request.largest.world_size)
+        require_cuda(layout.config.train, request.largest.world_size)
     for file in sorted({layout.code for layout in request.layouts if layout.code is not None}):
         print(f"a schedule is code from {file}", file=sys.stderr)
     code, verdicts = run_workers("verify", words, request.largest.world_size)

@@ -288,6 +288,7 @@ class TrainSection(Section):
     label_smoothing: Fraction
     recompute: Recompute
     device: DeviceName
+    devices: tuple[Whole, ...] = Field(strict=False)
     tune_cpu: bool
     threads: Threads
     deterministic: bool
@@ -301,6 +302,7 @@ class TrainSection(Section):
     check_every: StepsOrNone
     profile_from: StepsOrNone
     profile_steps: ProfiledSteps
+    memory_snapshot: bool
     timeout: Timeout
 
     @property

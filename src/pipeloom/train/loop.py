@@ -37,7 +37,7 @@ from pipeloom.train.hub.lora_files import base_weights, begin_weights
 from pipeloom.train.observers import ExpertLoads, StepEnd, StepLog, StepObserver, observers, profiled_steps
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.replica_check import ReplicaCheck
-from pipeloom.train.report.metrics import shared_cores
+from pipeloom.train.report.metrics import memory_history, shared_cores
 from pipeloom.train.report.report import Report
 from pipeloom.train.report.tables import table, what_ranks_hold
 from pipeloom.train.schedule_search import MeasureThenSearch, resolve_before_start
@@ -94,8 +94,10 @@ def _train(
 ) -> None:
     """Train from `start` to the last step, and report the end; arguments and errors as for `run`."""
     config, test = layout.config, data.held_out
-    with _reporting(layout, context, start, facts) as report:
+    with _reporting(layout, context, start, facts) as report, contextlib.ExitStack() as stack:
         folder = _run_folder(report, context)
+        records = config.train.memory_snapshot and context.device.type == "cuda"
+        stack.enter_context(memory_history(folder / f"memory_{context.rank}.pickle" if records else None))
         if context.log is not None:
             context.log.open(folder)
         layout = resolve_before_start(layout, context, report)

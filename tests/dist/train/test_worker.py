@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeloom.config import load_layout
+from pipeloom.config import load, load_layout
 from pipeloom.errors import ConfigError, DistributedError, Preempted, ScheduleError
 from pipeloom.train.workers import worker
 from pipeloom.train.workers.launch import Patience, launch
-from pipeloom.train.workers.preflight import worker_threads
+from pipeloom.train.workers.preflight import usable_devices, worker_threads
 from processes import free_port
 
 pytestmark = pytest.mark.timeout(120)
@@ -150,15 +150,24 @@ def test_workers_with_different_secrets_end_with_6_and_a_sentence(tmp_path: Path
 def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def claimed(rank: int, workers: int, device: str, *devices: int) -> tuple[str, int | None]:
+        train = load("tiny", {"train.device": device, "train.devices": list(devices)}).train
+        claim = worker.claim_device(usable_devices(train, workers), rank)
+        return claim.type, claim.index
+
     with pytest.raises(ConfigError, match=r'train.device = "cuda": this machine has no CUDA device for 4 workers'):
-        worker.claim_device("cuda", 0, 4)
-    assert worker.claim_device("auto", 0, 4).type == "cpu"
+        claimed(0, 4, "cuda")
+    assert claimed(0, 4, "auto") == claimed(0, 1, "auto", 1) == ("cpu", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    assert [worker.claim_device("cuda", rank, 4).index for rank in range(4)] == [0, 1, 0, 1]
-    assert worker.claim_device("auto", 3, 4).type == "cpu"
-    assert [worker.claim_device("auto", rank, 2).index for rank in range(2)] == [0, 1]
+    assert [claimed(rank, 4, "cuda")[1] for rank in range(4)] == [0, 1, 2, 0]
+    assert [claimed(rank, 4, "cuda", 2, 1)[1] for rank in range(4)] == [2, 1, 2, 1]
+    assert claimed(3, 4, "auto") == ("cpu", None)
+    assert [claimed(rank, 2, "auto", 1, 2)[1] for rank in range(2)] == [1, 2]
+    with pytest.raises(ConfigError, match=r"train.devices = \[1, 3\]: this machine has 3 CUDA devices"):
+        claimed(0, 2, "cuda", 1, 3)
 
 
 @pytest.mark.core

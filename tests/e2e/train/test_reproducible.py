@@ -93,7 +93,7 @@ def test_twelve_pipelines_have_one_hash() -> None:
     ],
 )
 def test_what_sums_in_another_order_is_refused(changes: dict[str, Any], words: str) -> None:
-    keys = {**COMMON, "parallel.pp": 4, **changes}
+    keys = {**COMMON, "parallel.pp": 4, "schedule.microbatches": 8, **changes}
     with pytest.raises(ConfigError, match=f"train.reproducible = true: .*{words}"):
         load_layout("tiny", keys)
     load_layout("tiny", {**keys, "train.reproducible": False})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -16,7 +18,14 @@ from pipeloom.config import load, load_layout
 from pipeloom.errors import ConfigError
 from pipeloom.traces import timelines as timeline_files
 from pipeloom.train.hub.generate import printable
-from pipeloom.train.report.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
+from pipeloom.train.report.metrics import (
+    StepMetrics,
+    memory_history,
+    memory_in_use,
+    model_flops_utilization,
+    shared_cores,
+    simulated,
+)
 from pipeloom.train.report.report import Report, typical
 
 FIGURES = StepMetrics(
@@ -132,3 +141,21 @@ def test_the_page_goes_where_it_is_asked_for(tmp_path: Path) -> None:
 
 def test_a_sample_cannot_steer_the_terminal() -> None:
     assert printable("def f():\n\treturn '\x1b[2J\r\x00ä'") == "def f():\n\treturn '\ufffd[2J\ufffd\ufffdä'"
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_memory_snapshot_is_written_also_if_memory_runs_out(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr("torch.cuda.memory._record_memory_history", lambda **keys: calls.append(keys))
+    monkeypatch.setattr("torch.cuda.memory._dump_snapshot", lambda path: calls.append(path))
+    file = tmp_path / "run" / "memory_0.pickle"
+    with contextlib.suppress(torch.OutOfMemoryError), memory_history(file):
+        assert len(calls) == 1
+        if fails:
+            raise torch.OutOfMemoryError
+    assert calls[1:] == [str(file), {"enabled": None}]
+    with memory_history(None):
+        pass
+    assert len(calls) == 3

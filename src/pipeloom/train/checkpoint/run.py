@@ -119,8 +119,8 @@ _MODEL_KEYS = (
 # moves the decay of the learning rate too, but changing it is the usual reason to resume.
 _FREE = re.compile(
     r"(parallel|schedule|log|checkpoint|debug|sample)\..*|data\.(source|cache)|optimizer\.(zero1|barrier)"
-    r"|train\.(steps|device|threads|tune_cpu|recompute|deterministic|reproducible|timeout|check_every|on_nan|on_spike|rollbacks|restarts)"
-    r"|train\.profile_(from|steps)"
+    r"|train\.(steps|devices?|threads|tune_cpu|recompute|deterministic|reproducible|timeout|check_every|on_nan|on_spike|rollbacks|restarts)"
+    r"|train\.(profile_(from|steps)|memory_snapshot)"
 )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from pipeloom.schedule import Timeline, simulate
 
 # dense bf16 FLOP/s, from the vendors' data sheets
 _PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "MI300X": 1307e12}
+_MOST_ALLOCATIONS = 100_000  # the latest ones, each with a stack trace, which the file holds
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,26 @@ def memory_in_use(device: torch.device) -> float:
         return float(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak if sys.platform == "darwin" else peak * 1024)
+
+
+@contextlib.contextmanager
+def memory_history(path: Path | None) -> Iterator[None]:
+    """Record the CUDA allocator's work in a block, and write its snapshot at the end, also if memory runs out.
+
+    Args:
+        path: the file, for pytorch.org/memory_viz; None: record nothing.
+    """
+    if path is None:
+        yield
+        return
+    # The functions that torch's documentation of memory snapshots names; there are no public ones.
+    torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+    try:
+        yield
+    finally:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]  # as above
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def model_flops_utilization(config: Config, flops: float, device: torch.device, devices: int) -> float | None:

@@ -117,7 +117,8 @@ class WorkerContext:
 
 # The paths of the data may differ from machine to machine: their content is compared. Only rank 0 uses the folder of logs.
 MAY_DIFFER = frozenset(
-    {"data.source", "data.validation", "data.tokenizer", "data.cache", "log.dir", "train.device", "train.timeout"}
+    {"data.source", "data.validation", "data.tokenizer", "data.cache", "log.dir"}
+    | {"train.device", "train.devices", "train.timeout"}
 )
 _SAMPLED_BYTES = 64 * 2**20  # takes at most a second to read, and covers most texts in full
 _SAMPLES = 64

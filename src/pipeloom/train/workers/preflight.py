@@ -11,6 +11,7 @@ from typing import Literal
 
 from pipeloom.config import Config, Layout, held_parameters, parameter_count
 from pipeloom.config.hub import is_directory
+from pipeloom.config.sections import TrainSection
 from pipeloom.errors import CapacityError, ConfigError, printable
 from pipeloom.limits import MOST_LOCAL_WORKERS, MOST_THREADS, WORKER_BYTES, expanded, usable_cores
 from pipeloom.train.data.sources import BYTES, find, tokenizer_name
@@ -61,7 +62,7 @@ def require_machine(layout: Layout) -> None:
     require_room(layout.world_size)
     require_memory(layout)
     _raise_all(
-        lambda: require_cuda(layout.config.train.device, layout.world_size),
+        lambda: require_cuda(layout.config.train, layout.world_size),
         lambda: require_files(layout),
     )
 
@@ -112,28 +113,32 @@ def memory_of_machine() -> int:
     return memory
 
 
-def require_cuda(name: str, workers: int) -> None:
-    """Call `require_devices` if `name` is "cuda"; otherwise return without importing torch."""
-    if name == "cuda":
-        require_devices(name, workers)
+def require_cuda(train: TrainSection, workers: int) -> None:
+    """Call `usable_devices` if `train.device` is "cuda"; otherwise return without importing torch."""
+    if train.device == "cuda":
+        usable_devices(train, workers)
 
 
-def require_devices(name: str, workers: int) -> int:
-    """Return the number of CUDA devices for `workers` workers with `train.device = name`; 0 if they run on the CPU.
+def usable_devices(train: TrainSection, workers: int) -> list[int]:
+    """Return the numbers of the CUDA devices for `workers` workers, those of `train.devices` if given; [] if they run on the CPU.
 
     With "cuda", workers share devices where there are fewer devices than workers; with "auto" they then run on the CPU.
-    Raises ConfigError where `name` is "cuda" and there is no device.
+    Raises ConfigError where `train.device` is "cuda" and there is no device, or not one that `train.devices` names.
     """
-    if name == "cpu":
-        return 0
-    devices = cuda_devices()
-    if name == "auto":
-        return devices if devices >= workers else 0
-    if devices:
-        return devices
-    raise ConfigError(
-        f'train.device = "{name}": this machine has no CUDA device for {workers} worker{"s" * (workers > 1)}; use "cpu"'
-    )
+    if train.device == "cpu":
+        return []
+    count = cuda_devices()
+    devices = list(train.devices) or list(range(count))
+    if train.device == "auto" and (count == 0 or len(devices) < workers):
+        return []
+    if not count:
+        raise ConfigError(
+            f'train.device = "{train.device}": this machine has no CUDA device for {workers} worker{"s" * (workers > 1)}; '
+            'use "cpu"'
+        )
+    if max(devices) >= count:
+        raise ConfigError(f"train.devices = {devices}: this machine has {count} CUDA devices, numbered from 0")
+    return devices
 
 
 def cuda_devices() -> int:

@@ -34,7 +34,7 @@ from pipeloom.runtime.health.watchdog import Failure, Watchdog
 from pipeloom.train.workers.context import Requests, WorkerContext
 from pipeloom.train.workers.failures import FAILURES, STORE, RankLog, first_to_say, record_failure, write_exit
 from pipeloom.train.workers.network import allow_descriptors, require_interface
-from pipeloom.train.workers.preflight import require_devices, worker_threads
+from pipeloom.train.workers.preflight import usable_devices, worker_threads
 
 if TYPE_CHECKING:
     import torch
@@ -157,7 +157,8 @@ def start(layout: Layout, requests: Requests | None = None, watching: list[Watch
     if train.deterministic or train.reproducible:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    device = claim_device(train.device, local_rank, local_world)
+    devices = usable_devices(train, local_world)
+    device = claim_device(devices, local_rank)
     require_interface(local_world, world)
     if train.tune_cpu and device.type == "cpu":
         from pipeloom.train.tuning import tune_process
@@ -173,10 +174,9 @@ def start(layout: Layout, requests: Requests | None = None, watching: list[Watch
             watchdog = _meeting_watchdog(layout, store, rank, world, seconds)
             watching.append(watchdog)
         _obey_signals(requests, watchdog)
-    devices = torch.cuda.device_count() if device.type == "cuda" else 0
-    backend = backend_for(devices, local_world)
-    if 0 < devices < local_world and rank == 0:
-        print(shared_devices(local_world, devices), file=sys.stderr, flush=True)
+    backend = backend_for(len(devices), local_world)
+    if 0 < len(devices) < local_world and rank == 0:
+        print(shared_devices(local_world, len(devices)), file=sys.stderr, flush=True)
     try:
         # the watchdog ends a wait that is too long and reports the reason, so torch's own limit must be a later one
         later = timedelta(seconds=seconds + 600.0)
@@ -275,17 +275,16 @@ def _obey_signals(requests: Requests, watchdog: Watchdog | None) -> None:
         watchdog.guard_signals()
 
 
-def claim_device(name: str, local_rank: int, local_world: int) -> torch.device:
-    """Return the device that `train.device` = `name` gives this worker of `local_world`; on CUDA, make it the current one.
+def claim_device(devices: Sequence[int], local_rank: int) -> torch.device:
+    """Return this worker's device of its host's `devices`, which are shared where there are fewer; none: the CPU.
 
-    With "cuda", workers share devices where there are fewer. Raises ConfigError where there is none.
+    A CUDA device becomes the current one.
     """
     import torch
 
-    count = require_devices(name, local_world)
-    if count == 0:
+    if not devices:
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank % count)
+    device = torch.device("cuda", devices[local_rank % len(devices)])
     torch.cuda.set_device(device)
     return device
 
