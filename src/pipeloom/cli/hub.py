@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from pipeloom.cli.output import newest_run
 from pipeloom.cli.workers import be_worker, require_torch, start_workers, words_of
 
 
@@ -19,7 +18,7 @@ def export(
         Path,
         typer.Argument(
             metavar="RUN_OR_CHECKPOINT_DIR",
-            help="A checkpoint, a run, whose newest checkpoint is written, or a folder of runs: the newest.",
+            help="A checkpoint, or a run or a folder of runs: the newest checkpoint.",
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="A new directory.")],
@@ -38,7 +37,6 @@ def export(
     pipeloom export runs/20260101-120000-1f1b my-model
     """
     require_torch("export")
-    checkpoint = newest_run(checkpoint, "step-*")
     if form == "dcp":
         from pipeloom.errors import UsageError
         from pipeloom.train.checkpoint.dcp import export_dcp
@@ -106,9 +104,7 @@ def generate(
     context: typer.Context,
     path: Annotated[
         Path,
-        typer.Argument(
-            metavar="DIR", help="A checkpoint, a run or a folder of runs (the newest), or a Hugging Face directory."
-        ),
+        typer.Argument(metavar="DIR", help="A checkpoint, a run or a folder of runs, or a Hugging Face directory."),
     ],
     prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="Text to continue; repeatable.")],
     tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most new tokens per prompt.")] = 64,
@@ -138,13 +134,14 @@ def generate(
     pipeloom generate my-model --prompt "Once upon a time" --tokens 100 --top-p 0.9
     """
     require_torch("generate")
-    path = newest_run(path, "step-*")
     from pipeloom.train.hub.generate import Sampling, open_model
     from pipeloom.train.workers.worker import is_worker
 
     sampling = Sampling(0.0 if greedy else temperature, top_k, top_p, seed)
     opened = open_model(path, len(prompt), {"parallel.pp": pp, "parallel.tp": tp}, trust_code)
     if not is_worker():
+        if opened.checkpoint not in (None, path):
+            print(f"pipeloom: the checkpoint is {opened.checkpoint}", file=sys.stderr)
         raise typer.Exit(start_workers("generate", words_of(context), opened.layout.world_size))
 
     def work(worker: Any) -> None:

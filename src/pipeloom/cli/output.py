@@ -109,16 +109,6 @@ def write(path: Path, content: Callable[[], str | bytes]) -> None:
     print(f"wrote {path}", file=sys.stderr)
 
 
-def newest_run(path: Path, marker: str) -> Path:
-    """Return `path`, or the newest run in it that has a file or folder `marker` if it is a folder of runs; print which."""
-    markers = [] if any(path.glob(marker)) else list(path.glob(f"*/{marker}"))
-    if not markers:
-        return path
-    run = max(markers, key=lambda each: each.stat().st_mtime).parent
-    print(f"newest run: {run}", file=sys.stderr)
-    return run
-
-
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a line of text for each row: the first column to the left, the others to the right."""
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeloom.cli.options import with_options
-from pipeloom.cli.output import OutputFlags, aligned, as_dict, newest_run
+from pipeloom.cli.output import OutputFlags, aligned, as_dict
 from pipeloom.errors import PipeloomError, UsageError, did_you_mean, shortened
+from pipeloom.limits import newest_run
 
 if TYPE_CHECKING:
     from pipeloom.schedule import Timeline
@@ -31,7 +33,7 @@ def command(
         Path,
         typer.Argument(
             metavar="RUN_DIR_OR_TRACE",
-            help="A run or a folder of runs (the newest), its timelines.json, a Chrome trace or a folder of such, a timed CSV.",
+            help="The folder of a run or of runs, a timelines.json, a Chrome trace or a folder of such, or a CSV with durations.",
         ),
     ],
     predict: Annotated[
@@ -58,7 +60,9 @@ def command(
     from pipeloom.schedule import simulate
     from pipeloom.traces.measured import predict as fit
 
-    run = newest_run(run, TIMELINES_FILE)
+    if (newest := newest_run(run)) is not None:
+        run = newest
+        print(f"pipeloom: the newest run is {run}", file=sys.stderr)
     steps, memory, notes = steps_of(run)
     others = tuple((path, steps_of(path)[0]) for path in predict or ())
     study = Study(steps, fit(steps), others, layers_of(run, steps), memory, notes)
@@ -89,7 +93,9 @@ def timelines_of(path: Path) -> tuple[Timeline, ...]:
     file = path / TIMELINES_FILE if path.is_dir() else path
     if not file.is_file():
         if path.is_dir():
-            raise UsageError(f"{path} has no {TIMELINES_FILE}; a run writes it when it ends")
+            runs = sorted(name.parent.name for name in path.glob(f"*/{TIMELINES_FILE}"))
+            near = f"; nearest: {path / runs[-1]}" if runs else "; a run writes it when it ends"
+            raise UsageError(f"{path} has no {TIMELINES_FILE}{near}")
         names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
         raise UsageError(
             f"there is no {shortened(str(path))}{did_you_mean(path.name, names) if len(names) < 200 else ''}"

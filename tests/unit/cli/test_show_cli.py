@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -55,6 +54,15 @@ def test_a_run_is_drawn_with_its_unit_and_its_prediction(folder: Path, tmp_path:
     assert '"unit":{"factor":1000.0,"name":"ms"}' in (tmp_path / "x.html").read_text()
 
 
+def test_of_a_folder_of_runs_the_newest_is_shown(folder: Path) -> None:
+    for name, seconds in (("zero", 1000), ("one", 2000)):
+        file = folder.parent / name / "config.toml"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("")
+        os.utime(file, (seconds, seconds))
+    assert json.loads(_run(str(folder.parent), "--json"))["run"] == str(folder)
+
+
 def test_the_json_has_the_figures_in_seconds(folder: Path) -> None:
     found = json.loads(_run(str(folder), "--json"))
     assert found["unit"] == "s"
@@ -88,15 +96,6 @@ def test_costs_of_one_run_predict_another(folder: Path, tmp_path: Path) -> None:
     assert "the same costs, with the 4 stages cut evenly into 8, predict" in _run(str(folder), "--predict", str(looped))
 
 
-def test_of_a_folder_of_runs_the_newest_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = folder.parent / "other"
-    shutil.copytree(folder, other)
-    os.utime(other / "timelines.json", (0, 0))
-    assert json.loads(_run(str(folder.parent), "--json"))["run"] == str(folder)
-    os.utime(folder / "timelines.json", (-1, -1))
-    assert json.loads(_run(str(folder.parent), "--json"))["run"] == str(other)
-
-
 def test_every_step_is_drawn_when_asked_for(folder: Path, tmp_path: Path) -> None:
     _run(str(folder), "--every", "--html", str(tmp_path / "x.html"))
     data = json.loads((tmp_path / "x.html").read_text().split('id="data">')[1].split("</script>")[0])
@@ -114,8 +113,8 @@ def test_the_blocks_of_a_stage_come_from_the_configuration_beside(tmp_path: Path
 
 
 def test_what_is_not_there_is_named(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no timelines\.json; a run writes it when it ends"):
-        _run(str(tmp_path))
+    with pytest.raises(UsageError, match=r"nearest: .*runs/one"):
+        _run(str(folder.parent))
     with pytest.raises(UsageError, match="did you mean 'one'"):
         _run(str(folder.parent / "onee"))
 
