@@ -1,6 +1,6 @@
 """Write what the README's and the documentation's commands train: a tiny Llama with a tokenizer, and a corpus.
 
-    python examples/tiny_llama.py        # tiny-llama/ (random weights) and corpus.jsonl, in the working directory
+python examples/tiny_llama.py        # tiny-llama/ (random weights) and corpus.jsonl, in the working directory
 """
 
 import json
