@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -131,6 +132,11 @@ class CostFlags:
     microbatch_costs: str | None = flag(
         None, "X,Y,…", "A factor on the costs of each micro-batch (sequences of different lengths)."
     )
+    costs: Path | None = flag(
+        None,
+        "FILE",
+        "Costs of a stage as JSON, bytes among them, as plan --costs-to and --json write them; flags replace them.",
+    )
     message: str | None = flag(None, "BYTES", "Size of one message between stages, such as 65536, 64KiB or 4MiB.")
     overlap_p2p: bool = flag(
         True, None, "Transfer messages while their receiver computes.", "--overlap-p2p/--no-overlap-p2p"
@@ -141,9 +147,13 @@ class CostFlags:
         from pipeloom.schedule import Costs
 
         plain = ("forward", "input_grad", "weight_grad", "p2p", "held", "all_to_all", "pair")
+        base = Costs() if self.costs is None else _costs_in(self.costs)
+        defaults = {each.name: each.default for each in fields(self)}
         given = {name: text for name in plain if (text := getattr(self, name)) is not None}
+        if self.costs is not None:
+            given = {name: text for name, text in given.items() if text != defaults[name]}
         numbers: dict[str, Any] = {name: _numbers(FLAGS[name], text) for name, text in given.items()}
-        if isinstance(numbers["p2p"], tuple):
+        if isinstance(numbers.get("p2p"), tuple):
             raise UsageError(f"--p2p is {self.p2p!r:.200}; give one number, the time of a message between two ranks")
         if self.microbatch_costs is not None:
             factors = _numbers(FLAGS["microbatch"], self.microbatch_costs, "micro-batch")
@@ -157,7 +167,7 @@ class CostFlags:
             layers = next(iter(read_segments(self.segments).values()))
             others = numbers.keys() - {"forward", "input_grad", "weight_grad", "all_to_all", "pair"}
             return SegmentCosts((layers,)).costs(**{name: numbers[name] for name in others})
-        return Costs(**numbers)
+        return replace(base, **numbers)
 
 
 FLAGS = {
@@ -191,6 +201,28 @@ def bytes_of(text: str) -> int:
     if not 1 <= size <= _MOST_MESSAGE:
         raise UsageError(f"--message is {text!r:.60}; give bytes, up to 16GiB, such as 65536, 64KiB or 4MiB")
     return size
+
+
+def memory_of(text: str | None) -> tuple[float | None, bool]:
+    """Return (amount, whether it is in bytes) of a limit such as 6, 20GiB or 512MiB. Raises UsageError for anything else."""
+    if text is None:
+        return None, False
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?(?:e[+-]?\d{1,3})?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].lower() not in _UNITS:
+        raise UsageError(f"--memory is {text!r:.60}; give stage-micro-batches, such as 6, or bytes, such as 20GiB")
+    return float(match[1]) * _UNITS[match[2].lower()], bool(match[2])
+
+
+def _costs_in(path: Path) -> Costs:
+    """Return the costs in a JSON file: the object itself, or what it has under "costs"."""
+    from pipeloom.limits import SCHEDULE_BYTES, read_json
+    from pipeloom.traces.timelines import costs_of_dict
+
+    try:
+        form = read_json(path, SCHEDULE_BYTES, "a file of costs")
+    except OSError as error:
+        raise UsageError(f"--costs {path}: {error.strerror}") from None
+    return costs_of_dict(form.get("costs", form) if isinstance(form, dict) else form, f"--costs {path}")
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:

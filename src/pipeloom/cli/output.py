@@ -130,4 +130,16 @@ def figures_and_costs(timeline: Timeline) -> dict[str, object]:
     from pipeloom.draw import figures
     from pipeloom.traces.timelines import costs_dict
 
-    return {"costs": {"of": "a stage", **costs_dict(timeline.costs)}} | figures(timeline)
+    bytes_ = {"peak_bytes": timeline.peak_bytes} if timeline.costs.bytes else {}
+    return {"costs": {"of": "a stage", **costs_dict(timeline.costs)}} | figures(timeline) | bytes_
+
+
+def peak_lines(timeline: Timeline) -> list[str]:
+    """Return a line for each pool of bytes with the rank that needs the most; none without `Costs.bytes`."""
+    from pipeloom.schedule.channels import size_words
+
+    return [
+        f"memory of pool {pool}: at most {size_words(max(peaks))}, on rank {peaks.index(max(peaks))}; at least "
+        f"{size_words(min(peaks))}, on rank {peaks.index(min(peaks))}"
+        for pool, peaks in timeline.peak_bytes.items()
+    ]

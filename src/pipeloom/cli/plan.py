@@ -14,7 +14,7 @@ from pipeloom.cli.output import JSON_HELP, aligned, write
 from pipeloom.errors import CapacityError, UsageError
 
 if TYPE_CHECKING:
-    from pipeloom.plan import Device, LayoutCosts, LayoutPlan, ModelShape, Planner, PlanRequest
+    from pipeloom.plan import Device, LayoutCosts, LayoutPlan, Planner, PlanRequest
 
 _ROWS = 10
 _TOKENS = 2**22  # of a step, where --global-batch is not given
@@ -45,6 +45,9 @@ class PlanFlags:
     measured: str | None = flag(None, "m=N:TIME", "A measured step of that layout, such as m=4:843ms; scales its time.")
     as_json: bool = flag(False, None, JSON_HELP, "--json")
     output: Path | None = flag(None, "FILE", "Write the best layout as a configuration for `pipeloom train`.")
+    costs_to: Path | None = flag(
+        None, "FILE", "Write the stages' costs, in seconds and bytes, for `search --costs` and other commands."
+    )
     as_: Literal["megatron", "torchtitan", "torch-csv"] | None = flag(
         None, "FORM", "Print the best layout for another system: megatron, torchtitan or torch-csv.", "--as"
     )
@@ -69,7 +72,7 @@ def command(options: PlanFlags) -> None:
     if options.layout is not None:
         prediction = _one(options, planner, options.layout)
         fits = prediction.peak <= device.memory
-        _write(options, prediction, shape)
+        _write(options, prediction, planner)
         if options.as_json:
             from pipeloom.plan.report import as_dict
 
@@ -90,7 +93,7 @@ def command(options: PlanFlags) -> None:
             f"no layout of {shape.name} fits into {request.memory / 2**30:.1f} GiB on {request.devices} devices; the smallest "
             f"needs about {least.memory / 2**30:.1f} GiB, {max(missing, 0):.1f} more: {least.layout.text()}"
         )
-    _write(options, plan.best, shape)
+    _write(options, plan.best, planner)
     if options.as_json:
         from pipeloom.plan.report import as_dict
 
@@ -166,14 +169,18 @@ def _one(options: PlanFlags, planner: Planner, text: str) -> LayoutCosts:
     return planner.measured(prediction, int(match[1]), float(match[2]) * _TIMES[match[3]])
 
 
-def _write(options: PlanFlags, prediction: LayoutCosts, shape: ModelShape) -> None:
+def _write(options: PlanFlags, prediction: LayoutCosts, planner: Planner) -> None:
     from pipeloom.plan.export import EXPORTS, run_toml
 
     if options.as_ is not None:
         sys.stdout.write(EXPORTS[options.as_](prediction))
     if options.output is not None:
         source = options.model if Path(options.model).is_dir() else None
-        write(options.output, lambda: run_toml(prediction, shape, source))
+        write(options.output, lambda: run_toml(prediction, planner.shape, source))
+    if options.costs_to is not None:
+        from pipeloom.traces.timelines import costs_dict
+
+        write(options.costs_to, lambda: json.dumps(costs_dict(planner.stage_costs(prediction.layout))) + "\n")
 
 
 def _details(prediction: LayoutCosts, device: Device) -> list[str]:

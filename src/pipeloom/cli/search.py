@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from pipeloom.cli.options import CostFlags, Sizes, flag, with_options
-from pipeloom.cli.output import OutputFlags, as_dict
+from pipeloom.cli.options import CostFlags, Sizes, flag, memory_of, with_options
+from pipeloom.cli.output import OutputFlags, as_dict, peak_lines
 from pipeloom.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
@@ -24,8 +24,10 @@ class SearchFlags:
     """The limits of a search and its objective."""
 
     placement: str | None = flag(None, "PLACE", "linear, loop, vee, or the rank of each stage, such as 0,1,1,0.")
-    memory: float | None = flag(
-        None, "X", "Most activation memory per rank, in stage-micro-batches; default: no limit."
+    memory: str | None = flag(
+        None,
+        "X",
+        "Most memory of a rank: stage-micro-batches, such as 6, or bytes, such as 20GiB (with --costs FILE); default: no limit.",
     )
     objective: str = flag(
         "makespan",
@@ -52,19 +54,25 @@ def command(sizes: Sizes, options: SearchFlags, costs: CostFlags, output: Output
         raise UsageError(f"search needs {sizes.missing}")
     from pipeloom.solver import search
 
+    placement, values = _placement(options.placement), costs.values()
+    memory, in_bytes = memory_of(options.memory)
+    if memory is not None and in_bytes:
+        from pipeloom.schedule.costs import activation_limit
+
+        values, memory = activation_limit(values, memory, sizes.ranks, sizes.chunks, placement)
     with _display() as progress:
-        limits: dict[str, Any] = vars(options) | {"placement": _placement(options.placement)}
+        limits: dict[str, Any] = vars(options) | {"placement": placement, "memory": memory}
         result = search(
             sizes.ranks,
             sizes.microbatches,
-            costs.values(),
+            values,
             chunks=sizes.chunks,
             overlap_p2p=costs.overlap_p2p,
             progress=progress,
             **limits,
         )
     bound = result.lower_bound if result.objective == "makespan" else None
-    output.draw([result.timeline], bound=bound, limit=options.memory)
+    output.draw([result.timeline], bound=bound, limit=memory)
     if output.csv:
         from pipeloom.schedule.csv_form import to_csv
 
@@ -101,7 +109,7 @@ def _as_dict(result: SearchResult, options: SearchFlags) -> dict[str, object]:
                 name: getattr(result, name) for name in ("objective", "value", "lower_bound", "gap", "proved", "origin")
             },
             **{name: getattr(result, name) for name in ("iterations", "interrupted")},
-            "memory": options.memory,
+            "memory": memory_of(options.memory)[0],
             "seed": options.seed,
             "seconds": round(result.seconds, 3),
         }
@@ -114,6 +122,7 @@ def _lines(result: SearchResult) -> list[str]:
     proof = "proved optimal" if result.proved else f"gap {100 * result.gap:.1f} %"
     ended = "interrupted, " if result.interrupted else ""
     return [
+        *peak_lines(result.timeline),
         f"makespan {number(result.timeline.makespan)}, largest span {number(max(result.timeline.spans))}",
         f"{result.objective} within this memory: lower bound {number(result.lower_bound)}, {proof}",
         f"{ended}started from {result.origin}, {result.iterations} moves, {result.seconds:.1f} s",

@@ -117,14 +117,45 @@ class RMSNorm(nn.Module):
         return F.rms_norm(wide, (x.shape[-1],), eps=self.epsilon).to(x.dtype) * self.weight
 
 
+class KeyValueCache:
+    """Keys and values of the tokens so far of each micro-batch; micro-batches are told apart by the order of their calls."""
+
+    def __init__(self) -> None:
+        self._microbatches: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._calls = 0
+
+    def begin(self, forget: bool) -> None:
+        """Prepare for the next tokens of all micro-batches, or with `forget` for the first ones of new sequences."""
+        self._calls = 0
+        if forget:
+            self._microbatches.clear()
+
+    def extend(self, key: Tensor, value: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the keys and values of all tokens of a micro-batch, these included, and their positions [batch, tokens]."""
+        parts = key, value, position_ids
+        if self._calls == len(self._microbatches):
+            self._microbatches.append(parts)
+        else:
+            before = self._microbatches[self._calls]
+            dims = (2, 2, 1)
+            parts = tuple(torch.cat(pair, dim) for *pair, dim in zip(before, parts, dims, strict=True))  # type: ignore[assignment]
+            self._microbatches[self._calls] = parts
+        self._calls += 1
+        return parts
+
+
 class Attention(nn.Module):
     """Causal self-attention; each key and value head serves a group of query heads (arXiv 2305.13245).
 
     Under tensor parallelism each rank computes a part of the heads.
+
+    Attributes:
+        cache: keys and values of earlier tokens, while text is generated; None: a row is computed whole.
     """
 
     def __init__(self, shape: DecoderShape, tensor: TensorParallel | None = None) -> None:
         super().__init__()
+        self.cache: KeyValueCache | None = None
         hidden, width = shape.hidden_size, shape.head_width
         heads, key_value_heads = shape.num_attention_heads, shape.num_key_value_heads
         if tensor is not None:
@@ -149,9 +180,14 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """With `position_ids` [batch, length], which restart with each document of a row, attention stays inside documents."""
         query, key, value = self.split_heads(x, position_ids)
+        grouped = self.key_value_heads < self.heads
+        if self.cache is not None and position_ids is not None:
+            key, value, positions = self.cache.extend(key, value, position_ids)
+            mask = positions[:, None, None] <= position_ids[:, None, :, None]
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+            return self.merge_heads(mixed)
         if position_ids is not None:
             return self.merge_heads(attend(query, key, value, position_ids))
-        grouped = self.key_value_heads < self.heads
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         return self.merge_heads(mixed)
 

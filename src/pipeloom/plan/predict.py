@@ -9,7 +9,7 @@ from pipeloom.config.stages import balance
 from pipeloom.errors import UsageError
 from pipeloom.plan.blocks import LayerOps, Runtime, Split, layers_of
 from pipeloom.plan.layout import PlannedLayout, problems, spans
-from pipeloom.plan.memory import RankMemory, rank_memory
+from pipeloom.plan.memory import RankMemory, rank_memory, stage_memory
 from pipeloom.plan.model import ModelShape
 from pipeloom.plan.time import AxisRates, Device, StageSeconds, StepTime, costs, stage_times, state_seconds
 from pipeloom.schedule import Costs, Schedule, simulate
@@ -104,6 +104,33 @@ class Planner:
         step = StepTime(busy * (1 - sent / work), busy * sent / work, max(0.0, makespan - busy), *slowest)
         tokens = layout.sequences * layout.seq / step.total / layout.world
         return LayoutCosts(layout, stages, tuple(memory), step, tokens)
+
+    def stage_costs(self, layout: PlannedLayout) -> Costs:
+        """`Costs` of the layout's stages in seconds and bytes, for `simulate` and `search`.
+
+        "params", "grads", "optimizer" and "buffers" stand for the whole step; of the temporaries the largest of each rank's
+        stages does too.
+        """
+        schedule, layers, links = built(layout), self.layers(layout), AxisRates.of(layout, self.device)
+        of_stage = spans(layout, schedule, list(self.cut(layout, layers, links, schedule.positions)))
+        stages = [[layers[at] for at in range(*span)] for span in of_stage]
+        times = [stage_times(each, layout, self.runtime, self.device, links) for each in stages]
+        memory = [stage_memory(each) for each in stages]
+        ranks = rank_memory(layers, of_stage, layout, schedule, self.runtime)
+        standing = {"params": [0.0] * len(stages), "grads": [0.0] * len(stages), "optimizer": [0.0] * len(stages)}
+        standing |= {"buffers": [0.0] * len(stages), "temporaries": [0.0] * len(stages)}
+        for rank, mine in zip(ranks, schedule.stages_of, strict=True):
+            amounts = rank.parameters, rank.gradients, rank.optimizer, rank.gathered + rank.buffers
+            for values, amount in zip(standing.values(), amounts, strict=False):
+                values[mine[0]] = amount
+            standing["temporaries"][mine[0]] = max(memory[stage].extra for stage in mine)
+        sizes = {
+            "saved": tuple(each.saved for each in memory),
+            "pending": tuple(each.pending for each in memory),
+            "layer": tuple(max((layer.saved for layer in each), default=0.0) for each in stages),
+        }
+        sizes |= {name: tuple(values) for name, values in standing.items()}
+        return replace(costs(times, layout, self.shape.hidden, links), bytes=sizes)
 
     def measured(self, prediction: LayoutCosts, microbatches: int, seconds: float) -> LayoutCosts:
         """The prediction with its times scaled so that the same layout with `microbatches` takes the measured `seconds`."""

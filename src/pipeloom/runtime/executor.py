@@ -231,10 +231,7 @@ class Executor:
     def execute_next(self) -> None:
         """Run the next instruction: receive, compute, send the results, and open the receives of the following instruction."""
         instruction = self.program.instructions[self._next]
-        if self._ended and instruction.queue == COMPUTE:
-            for at in instruction.waits:
-                self._ended[at].result()
-            self._issue(instruction.issues)
+        is_beside = bool(self._ended) and self._runs_beside(instruction)
         received = [
             self._received(action, messages) if messages else {}
             for action, messages in zip(instruction.actions, instruction.receives, strict=True)
@@ -246,7 +243,7 @@ class Executor:
             outgoing = self._overlapped_pair(instruction, received)
         else:
             outgoing = []
-            for at, action in enumerate(instruction.actions if instruction.queue == COMPUTE else ()):
+            for at, action in enumerate(() if is_beside else instruction.actions):
                 if at:
                     self._turn(outgoing)
                 self.hooks.status.enter(action)
@@ -260,7 +257,7 @@ class Executor:
                     raise
                 outgoing = self._outgoing(instruction.sends[at], output) if instruction.sends[at] else []
         self._ends.append(self.clock.now())
-        if self._ended and instruction.queue == COMPUTE:
+        if self._ended and not is_beside:
             self._ended[self._next].set_result(None)
         self._next += 1
         self.unfinished = self._next < len(self.program.instructions)
@@ -270,6 +267,15 @@ class Executor:
         if self.hooks.stage_done is not None:
             for stage in instruction.completes_stages:
                 self.hooks.stage_done(stage)
+
+    def _runs_beside(self, instruction: Instruction) -> bool:
+        """Return whether the instruction runs on another queue; else wait for what it needs from there, and issue entries."""
+        if instruction.queue != COMPUTE:
+            return True
+        for at in instruction.waits:
+            self._ended[at].result()
+        self._issue(instruction.issues)
+        return False
 
     def _issue(self, entries: Sequence[int]) -> None:
         """Start entries on other queues than that of computation. Each waits for the one before it on its queue."""
@@ -339,8 +345,9 @@ class Executor:
 
     def _begin_backward(self, action: Action) -> bool:
         """Return whether weight gradients are left to W."""
-        if kind_of(action.kind).fuses:
-            self._hold()
+        if action.kind in ("B", "I"):
+            return action.kind == "I"
+        self._hold()
         return PENDING in kind_of(action.kind).makes
 
     def _recompute(self, action: Action, received: Deliveries) -> Deliveries:
@@ -352,7 +359,8 @@ class Executor:
     def _hold(self) -> None:
         """Count one more micro-batch whose activations are held."""
         self._alive += 1
-        self.result.peak_alive = max(self.result.peak_alive, self._alive)
+        if self._alive > self.result.peak_alive:
+            self.result.peak_alive = self._alive
 
     def _weight_grad(self, action: Action, received: Deliveries) -> Deliveries:
         """Run W: the weight gradients of one micro-batch."""

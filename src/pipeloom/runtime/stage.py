@@ -78,6 +78,9 @@ class SavedGroup:
     saved: tuple[Any, ...] = ()
 
 
+_SAVING = nullcontext()
+
+
 class ForwardCall(NamedTuple):
     """Arguments of one forward.
 
@@ -138,7 +141,7 @@ class InFlight:
 
     def saving(self) -> AbstractContextManager[Any]:
         """Return the context of its computations."""
-        return nullcontext() if self.record is None else torch.autograd.graph.saved_tensors_hooks(_drop, _dropped)
+        return _SAVING if self.record is None else torch.autograd.graph.saved_tensors_hooks(_drop, _dropped)
 
 
 class Stage:
@@ -197,7 +200,8 @@ class Stage:
         """
         if self.segmented:
             return run_to_end(self.forward_in_segments(call))
-        return self._forward(call, before_layer, self._record_of(call))
+        record = self._record_of(call) if call.microbatch in call.program.recomputed else None
+        return self._forward(call, before_layer, record)
 
     def recompute(self, microbatch: int, before_layer: Callable[[str], None] | None = None) -> None:
         """R: run the forward again from what F has kept, with the same random numbers, and save what the backward needs.

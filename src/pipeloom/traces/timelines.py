@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeloom.errors import PipeloomError, ScheduleError, UsageError
+from pipeloom.errors import PipeloomError, ScheduleError, UsageError, did_you_mean
 from pipeloom.limits import SCHEDULE_BYTES, read_text
 from pipeloom.schedule import json_form
 from pipeloom.schedule.costs import Costs
@@ -46,6 +46,25 @@ def costs_dict(costs: Costs) -> dict[str, Any]:
     return fields | {"bandwidth": fields["bandwidth"] if math.isfinite(fields["bandwidth"]) else None}
 
 
+def costs_of_dict(form: Any, source: str) -> Costs:
+    """The inverse of `costs_dict`; keys that are left out are at their defaults.
+
+    Raises UsageError for a form that is not an object of numbers, ArgumentError for values that `Costs` refuses.
+    """
+    if not isinstance(form, dict):
+        raise UsageError(f"{source}: costs are an object with keys such as forward, p2p and bytes")
+    known = {spec.name for spec in dataclasses.fields(Costs)}
+    if unknown := form.keys() - known - {"of"}:
+        raise UsageError(f"{source}: there is no cost {min(unknown)!r:.100}{did_you_mean(min(unknown), known)}")
+    costs = {name: value for name, value in form.items() if name in known}
+    if costs.get("bandwidth", 0) is None:
+        costs["bandwidth"] = math.inf
+    try:
+        return Costs(**costs | {"microbatch": tuple(costs.get("microbatch", ()))})
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{source}: {error}") from None
+
+
 def load(path: str | Path) -> tuple[Timeline, ...]:
     """The timelines in the file `path`.
 
@@ -74,10 +93,6 @@ def from_json(text: str, source: str = "json") -> tuple[Timeline, ...]:
 
 def _timeline(form: dict[str, Any], schedules: Sequence[Schedule], source: str) -> Timeline:
     schedule = schedules[form["schedule"]]
-    costs = form["costs"] | {
-        "bandwidth": math.inf if form["costs"]["bandwidth"] is None else form["costs"]["bandwidth"]
-    }
-    costs["microbatch"] = tuple(costs["microbatch"])
     starts, ends = (tuple(tuple(map(float, row)) for row in form[name]) for name in ("starts", "ends"))
     lengths = list(map(len, schedule.codes))
     for name, rows in (("starts", starts), ("ends", ends)):
@@ -90,7 +105,7 @@ def _timeline(form: dict[str, Any], schedules: Sequence[Schedule], source: str) 
         raise UsageError(f"{source}: source is {form['source']!r:.60}; it is simulated or measured")
     return Timeline(
         schedule,
-        Costs(**costs),
+        costs_of_dict(form["costs"], source),
         starts,
         ends,
         source=form["source"],

@@ -17,6 +17,7 @@ from hf_families import MODEL_FAMILIES
 from pipeloom.config import load, load_layout
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
 from pipeloom.models import cross_entropy, hf
+from pipeloom.models import layers as decoder_layers
 from pipeloom.runtime import LocalPipeline
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.save import write_whole
@@ -55,6 +56,28 @@ def test_greedy_text_is_that_of_transformers(family: str, schedule: str) -> None
     end = want[0][4]
     stopped = extend(pipeline, PROMPTS, 30, Sampling(temperature=0), ends=[end])
     assert stopped == [tokens[: tokens.index(end) + 1] if end in tokens else tokens for tokens in want]
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_keeping_keys_and_values_changes_no_token(schedule: str, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass has one token of each sequence, until a sequence is longer than the context."""
+    shape = load("tiny", {"model.num_experts": experts, "model.num_key_value_heads": 2}).model.shape()
+    pipeline = LocalPipeline(decoder_layers(shape, 3), SCHEDULES[schedule](), loss=cross_entropy)
+    pipeline.eval()
+    lengths: list[int] = []
+    predict = LocalPipeline.predict
+    monkeypatch.setattr(
+        LocalPipeline, "predict", lambda self, x, **more: lengths.append(x.shape[1]) or predict(self, x, **more)
+    )
+    for context in (None, 20):
+        for ends in ([], [77]):
+            sampling = Sampling(2.0, seed=3)
+            want = extend(pipeline, PROMPTS, 40, sampling, context=context, ends=ends)
+            lengths.clear()
+            assert extend(pipeline, PROMPTS, 40, sampling, context=context, ends=ends, keep=True) == want
+            if not ends:  # the longest prompt has 7 tokens
+                assert lengths == ([32, *[1] * 39] if context is None else [20, *[1] * 13, *[20] * 26])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from torch import Tensor
 
 from pipeloom.config import Layout, load_layout
 from pipeloom.config.checks import CLASS_KEYS
-from pipeloom.config.hub import ADAPTER_CONFIG, is_directory, read_adapter_config
+from pipeloom.config.hub import ADAPTER_CONFIG, is_directory, own_sizes, read_adapter_config
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
+from pipeloom.models.decoder import Attention, KeyValueCache
 from pipeloom.models.hf.library import read_config
 from pipeloom.models.layers import VOCABULARY_WEIGHTS
 from pipeloom.ops.random_state import stable_seed
@@ -31,6 +34,7 @@ from pipeloom.train.data.store import template_of
 from pipeloom.train.data.tokenizers import Tokenizer, load_tokenizer, prompt_tokens
 from pipeloom.train.hub.lora_files import base_weights, begin_weights
 
+_PADDING = 2**30  # position of tokens that no other may attend to
 _WINDOW_STEP = 32  # windows grow by this many tokens: larger means fewer distinct shapes, but more padding to compute
 
 
@@ -87,6 +91,7 @@ def extend(
     *,
     ends: Collection[int] = (),
     context: int | None = None,
+    keep: bool = False,
     seen: Callable[[list[list[int]]], object] | None = None,
 ) -> list[list[int]]:
     """Return up to `count` new tokens for each prompt, on every rank. Collective.
@@ -97,6 +102,8 @@ def extend(
     Args:
         ends: tokens that end a sequence; they are its last.
         context: the longest window, in tokens; None: no limit.
+        keep: keep keys and values of earlier tokens, of which all layers must be of Pipeloom's decoder; sequences longer than
+            `context` are computed whole.
         seen: called with the prompts and their new tokens after each step.
 
     Raises UsageError for an empty prompt.
@@ -107,29 +114,53 @@ def extend(
     texts = [list(prompt) for prompt in prompts]
     generators = [torch.Generator().manual_seed(stable_seed("sample", sampling.seed, at)) for at in range(len(prompts))]
     going = set(range(len(texts)))
-    for _ in range(count):
-        recent = [text if context is None else text[-context:] for text in texts]
-        longest = max(len(recent[at]) for at in going)
-        length = -(-longest // _WINDOW_STEP) * _WINDOW_STEP
-        window = torch.zeros(len(texts), length if context is None else min(length, context), dtype=torch.int64)
-        for at in going:
-            window[at, : len(recent[at])] = torch.tensor(recent[at])
-        logits = pipeline.predict(window.to(pipeline.device))
-        tokens = [0.0] * len(texts)
-        if logits is not None:
-            for at in going:
-                tokens[at] = sampling.choose(_whole(pipeline, logits[at, len(recent[at]) - 1]), generators[at])
-        # only the rank with the last stage has logits; the other ranks add 0, so the sum is its choice
-        for at, token in enumerate(sums(pipeline, tokens)):
-            if at in going:
-                texts[at].append(int(token))
-                if int(token) in ends:
+    with _keeping(pipeline, keep) as caches:
+        for number in range(count):
+            recent = {at: texts[at] if context is None else texts[at][-context:] for at in going}
+            whole = not keep or number == 0 or any(len(texts[at]) > len(recent[at]) for at in going)
+            if not whole:
+                recent = {at: texts[at][-1:] for at in going}
+            length = max(map(len, recent.values()))
+            if whole:
+                length = min(-(-length // _WINDOW_STEP) * _WINDOW_STEP, context or sys.maxsize)
+            window = torch.zeros(len(texts), length, dtype=torch.int64)
+            positions = torch.full_like(window, _PADDING)
+            for at, tokens in recent.items():
+                first = 0 if whole else len(texts[at]) - 1
+                window[at, : len(tokens)] = torch.tensor(tokens)
+                positions[at, : len(tokens)] = torch.arange(first, first + len(tokens))
+            for cache in caches:
+                cache.begin(whole)
+            keywords = {"position_ids": positions.to(pipeline.device)} if keep else {}
+            logits = pipeline.predict(window.to(pipeline.device), **keywords)
+            drawn = [0.0] * len(texts)
+            for at in going if logits is not None else ():
+                drawn[at] = sampling.choose(_whole(pipeline, logits[at, len(recent[at]) - 1]), generators[at])
+            # only the rank with the last stage has logits; the other ranks add 0, so the sum is its choice
+            drawn = sums(pipeline, drawn)
+            for at in sorted(going):
+                texts[at].append(int(drawn[at]))
+                if int(drawn[at]) in ends:
                     going.discard(at)
-        if seen is not None:
-            seen(texts)
-        if not going:
-            break
+            if seen is not None:
+                seen(texts)
+            if not going:
+                break
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+
+
+@contextlib.contextmanager
+def _keeping(pipeline: Pipeline | LocalPipeline, keep: bool) -> Iterator[list[KeyValueCache]]:
+    """Give each attention of this rank a cache meanwhile, if `keep`."""
+    modules = [part for module in pipeline.modules.values() for part in module.modules()] if keep else []
+    attentions = [part for part in modules if isinstance(part, Attention)]
+    try:
+        for attention in attentions:
+            attention.cache = KeyValueCache()
+        yield [attention.cache for attention in attentions if attention.cache is not None]
+    finally:
+        for attention in attentions:
+            attention.cache = None
 
 
 def generate(
@@ -210,7 +241,12 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any], trust_code: b
             load_layout(None, {"model.source": str(base), "lora.adapter": str(path), **layout, **flags}), None, base
         )
     if (path / "config.json").is_file():
-        return OpenedModel(load_layout(None, {"model.source": str(path), **layout, **flags}), None, path)
+        kind = "model.weights"
+        try:
+            own_sizes(str(path))
+        except ConfigError:  # the model of transformers, or refused there with the reason
+            kind = "model.source"
+        return OpenedModel(load_layout(None, {kind: str(path), **layout, **flags}), None, path)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; give a checkpoint, a run, or a Hugging Face directory")
     checkpoint = newest_checkpoint(path)
@@ -305,7 +341,10 @@ def continue_prompts(
             streamed = whole
 
     show(encoded)
-    added = extend(pipeline, encoded, count, sampling, ends=text.ends, context=_context(opened.hub), seen=show)
+    model = opened.layout.config.model
+    keep = not model.source and not model.capacity_factor  # a capacity depends on the tokens that are computed together
+    context = _context(opened.hub)
+    added = extend(pipeline, encoded, count, sampling, ends=text.ends, context=context, keep=keep, seen=show)
     return [(text.decode([*before, *after]), after) for before, after in zip(encoded, added, strict=True)]
 
 

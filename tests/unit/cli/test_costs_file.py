@@ -1,0 +1,94 @@
+"""`--costs FILE` and limits in bytes: costs that a plan writes, read by `search`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import pipeloom as pl
+from pipeloom.cli import app
+from pipeloom.cli.options import memory_of
+from pipeloom.errors import CapacityError, UsageError
+from pipeloom.schedule.costs import activation_limit
+from pipeloom.traces.timelines import costs_dict, costs_of_dict
+
+GIB = 2**30
+COSTS = pl.Costs(
+    forward=2.0, bytes={"saved": 3.0 * GIB, "pending": 1.0 * GIB, "params": 4.0 * GIB, "optimizer": 1.5 * GIB}
+)
+
+
+@pytest.fixture
+def costs_file(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(costs_dict(COSTS)))
+    return str(path)
+
+
+def run(capsys, *words):
+    app(list(words), standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_costs_are_read_as_they_are_written():
+    assert costs_of_dict(json.loads(json.dumps(costs_dict(COSTS))), "x") == COSTS
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ([], "costs are an object"),
+        ({"foward": 1}, "no cost 'foward'; did you mean 'forward'"),
+        ({"p2p": -1}, "p2p is -1"),
+    ],
+)
+def test_other_files_are_refused(form, words):
+    with pytest.raises(UsageError) as error:
+        costs_of_dict(form, "x")
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"), [("6", (6.0, False)), ("20GiB", (20.0 * GIB, True)), ("1.5 mib", (1.5 * 2**20, True))]
+)
+def test_a_limit_is_in_activations_or_in_bytes(text, amount):
+    assert memory_of(text) == amount
+
+
+def test_what_stands_is_taken_off_a_limit_in_bytes():
+    costs, limit = activation_limit(COSTS, 14.5 * GIB, 4, None, None)
+    assert limit == 9 * GIB  # 5.5 stand on each rank
+    assert (costs.activation, costs.held) == (3 * GIB, 1 / 3)
+    costs, limit = activation_limit(COSTS, 20 * GIB, 4, 2, "vee")
+    assert limit == 9 * GIB  # and twice as many with two stages
+    with pytest.raises(CapacityError, match="take 11 GiB on the fullest rank, and there are 10 GiB"):
+        activation_limit(COSTS, 10 * GIB, 4, 2, "loop")
+    with pytest.raises(UsageError, match="no 'saved'"):
+        activation_limit(pl.Costs(), GIB, 4, None, None)
+
+
+def test_a_search_stays_below_a_limit_in_bytes(capsys, costs_file):
+    words = ("search", "--ranks", "3", "--microbatches", "6", "--iterations", "300", "--costs", costs_file)
+    found = json.loads(run(capsys, *words, "--memory", "12GiB", "--json"))
+    assert max(found["peak_bytes"]["device"]) <= 12 * GIB
+    roomy = json.loads(run(capsys, *words, "--memory", "30GiB", "--json"))
+    assert roomy["makespan"] < found["makespan"]
+    assert 12 * GIB < max(roomy["peak_bytes"]["device"]) <= 30 * GIB
+    assert "memory of pool device: at most" in run(capsys, *words, "--memory", "12GiB")
+
+
+def test_flags_replace_costs_of_the_file(capsys, costs_file):
+    words = ("schedule", "1f1b", "--ranks", "2", "--microbatches", "2", "--costs", costs_file, "--json")
+    assert json.loads(run(capsys, *words))["costs"]["forward"] == 2.0
+    assert json.loads(run(capsys, *words, "--forward", "3"))["costs"]["forward"] == 3.0
+
+
+def test_a_plan_writes_costs_that_a_search_reads(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    run(capsys, "plan", "--model", "llama3-8b", "--layout", "pp=4,m=8", "--json", "--costs-to", str(path))
+    words = ("search", "--ranks", "4", "--microbatches", "8", "--iterations", "100", "--placement", "linear", "--json")
+    found = json.loads(run(capsys, *words, "--costs", str(path), "--memory", "72GiB"))
+    assert max(found["peak_bytes"]["device"]) <= 72 * GIB
+    with pytest.raises(CapacityError, match="stands for the whole step"):
+        run(capsys, *words, "--costs", str(path), "--memory", "8GiB")
