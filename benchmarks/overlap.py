@@ -1,12 +1,13 @@
 """The overlapped pair: all-to-all hidden behind the computation of another micro-batch.
 
     python benchmarks/overlap.py            all parts
-    python benchmarks/overlap.py band hidden steps real
+    python benchmarks/overlap.py band hidden levels steps real
 
 band:   one block's pair with emulated times (computations that sleep, an all-to-all that is there some time after it starts,
         one after the other on its link; the real engine), unit computation 10 ms, all-to-all from half of it to two and a half:
         measured pair against the model, with and without the weight gradients split from the backward.
 hidden: a step of 16 micro-batches without a pipeline: exposed all-to-all with pairs over that of one action after the other.
+levels: the same for two levels of all-to-all in chunks, against a flat exchange.
 steps:  pipelines of 4 processes: step over the makespan simulated with segment times and hop of the same run, and the exposed
         all-to-all with pairs over that without.
 real:   blocks with experts over gloo, real computation, 2 processes: step with pairs over step without, and exposed
@@ -21,7 +22,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ from pipeloom.schedule.model import parts
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts, exposed, length, run_block
 from pipeloom.schedule.transforms import unpair
 from pipeloom.traces.measured import hops
-from pipeloom.train.report.rehearse import Clock, EmulatedBlock
+from pipeloom.train.report.rehearse import Clock, EmulatedLayer
 from processes import run_ranks
 
 STEPS = 5
@@ -53,6 +54,18 @@ def segments(talk: float) -> LayerSegments:
     return LayerSegments(part, part, talk, talk)
 
 
+def times_of(clock: Clock, name: str) -> PhaseTimes:
+    """The mean times of a part's computations."""
+    return PhaseTimes(*(fmean(clock.seconds[name, kind]) for kind in "FIW"))
+
+
+class Fused(EmulatedLayer):
+    """Computes its weight gradients with its input gradients."""
+
+    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
+        pass
+
+
 class Alone(NamedTuple):
     """Steps without a pipeline: exposed seconds of each, lengths of the pairs, and the mean of the sleeps."""
 
@@ -61,12 +74,13 @@ class Alone(NamedTuple):
     unit: float
 
 
-def run_alone(microbatches: int, talk: float, split: bool, pairs: bool, blocks: int = 1) -> Alone:
-    """Three steps of 1f1b-overlap on one rank, after one more."""
+def run_alone(microbatches: int, talk: float, split: bool, pairs: bool, blocks: int = 1, **levels: Any) -> Alone:
+    """Three steps of 1f1b-overlap on one rank, after one more; `levels`: `inside` and `chunks` of the blocks."""
     clock = Clock()
     schedule = pl.schedules.build("1f1b-overlap", 1, microbatches)
     run = schedule if pairs else unpair(schedule)
-    pipeline = LocalPipeline([partial(EmulatedBlock, clock, segments(talk), split)] * blocks, run, loss=total)
+    block = partial(EmulatedLayer if split else Fused, clock, segments(talk), **levels)
+    pipeline = LocalPipeline([block] * blocks, run, loss=total)
     stood, took = [], []
     x = torch.ones(microbatches, 1)
     for at in range(4):
@@ -76,7 +90,7 @@ def run_alone(microbatches: int, talk: float, split: bool, pairs: bool, blocks: 
             stood.append((result.exposed or {}).get("all-to-all", 0.0))
             spans = zip(run.programs[0], result.starts, result.ends, strict=True)
             took += [end - start for cell, start, end in spans if isinstance(cell, Pair)]
-    return Alone(stood, took, fmean([*clock.times("attention"), *clock.times("experts")]))
+    return Alone(stood, took, fmean([*times_of(clock, "attention"), *times_of(clock, "experts")]))
 
 
 def band() -> None:
@@ -117,6 +131,22 @@ def hidden() -> None:
         print(text)
 
 
+def levels() -> None:
+    print(
+        "ep 4 as 2 x 2, links between nodes 1/8 as fast as inside, top 2, flat all-to-all 1.5: no pipeline, two blocks, units of "
+        f"computation ({UNIT * 1e3:.0f} ms): exposed all-to-all of a step, and over the flat one's"
+    )
+    print(f"{'micro-batches':>13}{'flat':>8}" + "".join(f"{f'{n} chunks':>18}" for n in (1, 2, 4, 8)))
+    for m in (1, 4, 16):
+        flat = median(run_alone(m, 1.5 * UNIT, True, pairs=True, blocks=2).exposed) / UNIT
+        text = f"{m:13}{flat:8.1f}"
+        for chunks in (1, 2, 4, 8):
+            # three in four tokens have an expert in the other node; each token has one of its two on the other rank of a node
+            found = run_alone(m, 0.75 * 1.5 * UNIT, True, True, 2, inside=1.5 / 8 * UNIT, chunks=chunks).exposed
+            text += f"{median(found) / UNIT:10.1f}{median(found) / UNIT / flat:8.3f}"
+        print(text)
+
+
 class Measured(NamedTuple):
     """One process's part of one step of a pipeline.
 
@@ -139,7 +169,7 @@ def measure(
     sides = []
     for one in (schedule, unpair(schedule)):
         clock = Clock()
-        blocks = [partial(EmulatedBlock, clock, segments(talk))] * one.positions
+        blocks = [partial(EmulatedLayer, clock, segments(talk))] * one.positions
         sides.append((Pipeline(blocks, one, loss=total), clock))
     found: tuple[list[Measured], list[Measured]] = [], []
     x = torch.ones(m, 1)
@@ -162,7 +192,7 @@ def own_segments(clock: Clock, timeline: pl.Timeline, rank: int, talk: float) ->
 
     What the engine itself takes for a forward is spread over its two parts, and as much is added to each I.
     """
-    attention, experts = clock.times("attention"), clock.times("experts")
+    attention, experts = times_of(clock, "attention"), times_of(clock, "experts")
     spans = zip(timeline.schedule.programs[rank], timeline.starts[rank], timeline.ends[rank], strict=True)
     alone = fmean(end - start for cell, start, end in spans if isinstance(cell, Action) and cell.kind == "F")
     extra = (alone - 2 * talk - attention.forward - experts.forward) / 2
@@ -270,7 +300,7 @@ def real() -> None:
         )
 
 
-PARTS = {"band": band, "hidden": hidden, "steps": steps, "real": real}
+PARTS = {"band": band, "hidden": hidden, "levels": levels, "steps": steps, "real": real}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

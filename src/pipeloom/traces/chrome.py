@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from pipeloom.schedule.actions import Action, Cell, Pair, parse_cell
 from pipeloom.schedule.check import check
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.timeline import Timeline
+from pipeloom.traces.inferred import INFERRED, RECORD_LINE, inferred_actions
 from pipeloom.traces.measured import MeasuredSteps, aligned
 
 _BEGINNING = 2**20  # bytes within which a trace is recognised: the ranks' process groups are written before the events
@@ -69,42 +71,41 @@ def _trace_files(folder: Path) -> list[Path]:
 
 def read(path: Path) -> MeasuredSteps:
     """Return the steps of a trace or of a folder of traces. Raises as `TraceReader.read`."""
-    rows, notes = _of_folder(path) if path.is_dir() else (_of_file(path), [])
-    return _timelines(path, rows, ["actions by the names of the events", *notes])
+    ranks = _ranks_of_folder(path) if path.is_dir() else _ranks_of_file(path)
+    rows = [row for rank, events in ranks if (row := _row(events, rank, path)).steps]
+    if rows:
+        rows, notes = _without_replicas(rows) if path.is_dir() else (rows, [])
+        return _timelines(path, rows, ["actions by the names of the events", *notes])
+    return _timelines(path, _inferred([events for _, events in ranks], path), [INFERRED])
 
 
-def _of_file(path: Path) -> list[_Row]:
-    """A row for each process of one file."""
+def _ranks_of_file(path: Path) -> list[tuple[int, list[dict[str, Any]]]]:
+    """Return (rank, events) of each process of one file that has an action, or of all where none has."""
     processes: dict[Any, list[dict[str, Any]]] = {}
     for event in _events_of(_read(path), path):
         processes.setdefault(event.get("pid"), []).append(event)
-    rows: list[_Row] = []
-    for pid in sorted(processes, key=lambda pid: (str(type(pid)), pid if isinstance(pid, (int, str)) else str(pid))):
-        row = _row(processes[pid], len(rows), path)
-        if row.steps:
-            rows.append(row)
-    if not rows:
-        raise UsageError(f"{path}: no event has the name of an action, such as 0F0, PP:3B2 or 0F5|3B1")
-    return rows
+    pids = sorted(processes, key=lambda pid: (str(type(pid)), pid if isinstance(pid, (int, str)) else str(pid)))
+    every = [processes[pid] for pid in pids]
+    return list(enumerate([events for events in every if _row(events, 0, path).steps] or every))
 
 
-def _of_folder(folder: Path) -> tuple[list[_Row], list[str]]:
-    """A row for each file: the ranks of one pipeline, in order of their stages; replicas are left out."""
-    rows: dict[int, _Row] = {}
+def _ranks_of_folder(folder: Path) -> list[tuple[int, list[dict[str, Any]]]]:
+    """Return (rank, events) of each file."""
+    ranks: dict[int, list[dict[str, Any]]] = {}
     for at, path in enumerate(_trace_files(folder)):
         trace = _read(path)
         rank = _rank_of(trace, path, at)
-        if rank in rows:
+        if rank in ranks:
             raise UsageError(f"{folder}: two files are of rank {rank}; keep one trace for each rank, of one run")
-        row = _row(_events_of(trace, path), rank, path)
-        if row.steps:
-            rows[rank] = row
-    if not rows:
-        raise UsageError(f"{folder}: no event has the name of an action, such as 0F0, PP:3B2 or 0F5|3B1")
+        ranks[rank] = _events_of(trace, path)
+    return sorted(ranks.items())
+
+
+def _without_replicas(rows: Sequence[_Row]) -> tuple[list[_Row], list[str]]:
+    """Return the ranks of one pipeline, in order of their stages, and a note on the others."""
     lines: dict[frozenset[int], _Row] = {}
-    for rank in sorted(rows):
-        held = frozenset(action.stage for event in rows[rank].steps[-1] for action in parts(event.cell))
-        lines.setdefault(held, rows[rank])
+    for row in rows:
+        lines.setdefault(frozenset(a.stage for event in row.steps[-1] for a in parts(event.cell)), row)
     best_rows = [lines[held] for held in sorted(lines, key=min)]
     left = len(rows) - len(best_rows)
     notes = [f"{left} of {len(rows)} files hold the stages of another one (replicas) and are left out"] if left else []
@@ -141,6 +142,32 @@ def _events_of(trace: Any, path: Path) -> list[dict[str, Any]]:
     if not isinstance(events, list):
         raise UsageError(f"{path}: traceEvents is not a list")
     return [event for event in events if isinstance(event, dict) and event.get("ph") in ("X", "C")]
+
+
+def _inferred(ranks: Sequence[Sequence[dict[str, Any]]], path: Path) -> list[_Row]:
+    """Return a row for each rank of a trace without names of actions. Raises UsageError with the line to add where it fails."""
+    rows, reason = [], "it has no sends and receives of a pipeline"
+    for rank, events in enumerate(ranks):
+        slices = [event for event in events if event["ph"] == "X" and event.get("cat") != "Trace"]
+        times = [(event, *_interval(event, str(event.get("name", "")), path)) for event in slices]
+        cuts = [(start, end) for event, start, end in times if _STEP.fullmatch(str(event.get("name", "")))]
+        if not cuts:
+            ends = [end for event, _, end in times if str(event.get("name", "")).startswith("Optimizer.step")]
+            cuts = list(pairwise([-math.inf, *ends, math.inf]))
+        steps = []
+        for low, high in sorted(cuts):
+            actions = inferred_actions([event for event, start, _ in times if low <= start < high], rank, len(ranks))
+            if isinstance(actions, str):
+                reason = reason if "0 backwards" in actions else actions
+            else:
+                steps.append([_NamedEvent(start / 1e6, end / 1e6, action) for start, end, action in actions])
+        rows += [_Row(rank, steps, 0.0)] if steps else []
+    if len(rows) < max(2, len(ranks)):
+        raise UsageError(
+            f"{path}: no event has the name of an action, such as 0F0, PP:3B2 or 0F5|3B1, and none can be inferred: {reason}. "
+            f"Add to the program that is traced: {RECORD_LINE}"
+        )
+    return rows
 
 
 def _row(events: Sequence[dict[str, Any]], rank: int, path: Path) -> _Row:

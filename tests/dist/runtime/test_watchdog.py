@@ -141,6 +141,9 @@ class Addresses(RunStore):
     def get(self, key: str, seconds: float | None = None) -> str:
         return self.open.get(key, seconds)
 
+    def exchange(self, prefix: str, rank: int, ranks: int, value: Any, seconds: float | None = None) -> list[Any]:
+        return self.open.exchange(prefix, rank, ranks, value, seconds)
+
 
 def meet_all(world: int, secrets: Sequence[bytes], seconds: float = 30.0, store: Any = Addresses) -> list[list[Link]]:
     inner = dist.HashStore()

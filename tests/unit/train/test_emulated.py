@@ -117,3 +117,26 @@ def test_a_weight_gradient_hides_an_all_to_all(hands: Hands) -> None:
     begun = hands.now
     pipeline.step(torch.ones(1, 1), torch.ones(1, 1))
     assert hands.now - begun == pytest.approx(0.13)
+
+
+def test_two_levels_in_chunks_hide_more_than_a_flat_exchange(hands: Hands) -> None:
+    """ep 4 as 2 x 2, links between nodes 1/8 as fast: a flat all-to-all takes 1.5 of a computation. Top 2 sends 2 copies of a
+    token, one of them to the other node; with two levels 3/4 of a token, and one copy inside a node.
+    """
+
+    def exposed(talk: float, inside: float, chunks: int, blocks: int, microbatches: int) -> float:
+        clock, part = Clock(), PhaseTimes(0.01, 0.01, 0.01)
+        times = LayerSegments(part, part, talk, talk)
+        block = partial(EmulatedLayer, clock, times, inside=inside, chunks=chunks)
+        schedule = pl.schedules.build("1f1b-overlap", 1, microbatches)
+        pipeline = LocalPipeline([block] * blocks, schedule, loss=lambda out, _: out.mean())
+        begun, x = hands.now, torch.ones(microbatches, 1)
+        pipeline.step(x, x)
+        return hands.now - begun - 0.06 * blocks * microbatches
+
+    for blocks, microbatches in ((1, 1), (1, 8), (2, 4), (2, 16)):
+        flat = exposed(0.015, 0.0, 1, blocks, microbatches)
+        levels = exposed(0.75 * 0.015, 0.015 / 8, 4, blocks, microbatches)
+        whole = exposed(0.75 * 0.015, 0.015 / 8, 1, blocks, microbatches)
+        assert levels < 0.52 * flat
+        assert levels < 0.52 * whole

@@ -26,7 +26,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -416,36 +416,53 @@ class RunStore:
 
         Raises DistributedError if it is not set in time, or was not written by a rank of this run.
         """
-        patience = self._seconds if seconds is None else seconds
-        give_up = time.monotonic() + patience
-        while not _answer(patience, lambda: self._store.check([key]), "the store did not answer"):
-            if time.monotonic() > give_up:
-                raise DistributedError(f"no value arrived under {key} within {patience:g} s")
-            time.sleep(_POLL_SECONDS)
-        value = _answer(patience, lambda: self._store.get(key).decode(), "the store gave no value")
-        mac, _, text = value.partition(" ")
-        if not hmac.compare_digest(mac.encode(), self._mac(key, text).encode()):
+        if self._await([key], seconds):
             raise DistributedError(
-                f"{key} in the store was not written by a rank of this run (PIPELOOM_SECRET differs?)"
+                f"no value arrived under {key} within {self._seconds if seconds is None else seconds:g} s"
             )
-        return str(text)
+        return self._read([key])[0]
 
     def exchange(self, prefix: str, rank: int, ranks: int, value: Any, seconds: float | None = None) -> list[Any]:
         """Return the values (as JSON carries them) that ranks 0 .. ranks - 1 give under this prefix; every one of them calls it.
 
+        The calls of the store per rank do not grow with the number of ranks.
+
         Raises DistributedError that names a rank that does not call it in time.
         """
         self.set(f"{prefix}/{rank}", json.dumps(value))
-        values = []
-        for other in range(ranks):
-            try:
-                values.append(json.loads(self.get(f"{prefix}/{other}", seconds)))
-            except DistributedError as error:
-                patience = self._seconds if seconds is None else seconds
+        keys = [f"{prefix}/{other}" for other in range(ranks)]
+        if absent := self._await(keys, seconds):
+            patience = self._seconds if seconds is None else seconds
+            raise DistributedError(
+                f"rank {rank}: rank {keys.index(absent)} did not join the handshake within {patience:g} s"
+            )
+        return [json.loads(text) for text in self._read(keys)]
+
+    def _await(self, keys: Sequence[str], seconds: float | None) -> str | None:
+        """Wait until all keys are set; return one that is not in time, or None."""
+        patience = self._seconds if seconds is None else seconds
+        give_up = time.monotonic() + patience
+
+        def absent(among: Sequence[str]) -> bool:
+            return not _answer(patience, lambda: self._store.check(list(among)), "the store did not answer")
+
+        while absent(keys):
+            if time.monotonic() > give_up:
+                return next((key for key in keys if absent([key])), keys[-1])
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def _read(self, keys: Sequence[str]) -> list[str]:
+        values = _answer(self._seconds, lambda: self._store.multi_get(list(keys)), "the store gave no value")
+        texts = []
+        for key, value in zip(keys, values, strict=True):
+            mac, _, text = value.decode().partition(" ")
+            if not hmac.compare_digest(mac.encode(), self._mac(key, text).encode()):
                 raise DistributedError(
-                    f"rank {rank}: rank {other} did not join the handshake within {patience:g} s ({error})"
-                ) from None
-        return values
+                    f"{key} in the store was not written by a rank of this run (PIPELOOM_SECRET differs?)"
+                )
+            texts.append(text)
+        return texts
 
     def add(self, key: str, amount: int) -> int:
         return int(_answer(self._seconds, lambda: self._store.add(key, amount), "the store did not count"))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.ops.layer import MicrobatchContext
-from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_order
+from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_order, in_turns
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.check import TransportName
@@ -48,12 +48,12 @@ class Clock:
 
     Attributes:
         seconds: (part of a layer, "F", "I" or "W") -> durations of its computations on a CPU.
-        free: time (`perf_counter`) at which the last communication started so far ends.
+        free: link -> time (`perf_counter`) at which the last communication started on it so far ends.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
-        self.free = 0.0
+        self.free: dict[str, float] = defaultdict(float)
         self._due = self._woken = 0.0
         self._cycles = cycles_per_second(device) if device is not None and device.type == "cuda" else 0.0
 
@@ -124,11 +124,15 @@ class EmulatedLayer(nn.Module):
     Args:
         times: times of one micro-batch, in seconds.
         factors: factor on the times of each micro-batch; empty: 1 for all.
+        inside: time of each hop inside a node, on a link of its own, which each all-to-all takes too (two levels).
+        chunks: runs of the tokens, whose all-to-alls overlap with the other runs' experts and all-to-alls.
     """
 
-    def __init__(self, clock: Clock, times: LayerSegments, factors: Sequence[float] = ()) -> None:
+    def __init__(
+        self, clock: Clock, times: LayerSegments, factors: Sequence[float] = (), inside: float = 0.0, chunks: int = 1
+    ) -> None:
         super().__init__()
-        self.clock, self.times, self.factors = clock, times, factors
+        self.clock, self.times, self.factors, self.inside, self.chunks = clock, times, factors, inside, chunks
         self.weight = nn.Parameter(torch.zeros(()))
         self.grad_context = WeightGradContext()
 
@@ -136,22 +140,38 @@ class EmulatedLayer(nn.Module):
         self.grad_context = grad_context
 
     def segments(self, microbatch: MicrobatchContext | None = None) -> Sequence[Segment]:
-        times, factor = self.times, _factor(self.factors, microbatch)
+        times, factor, n = self.times, _factor(self.factors, microbatch), self.chunks
         attention = self._part("attention", _times(times.attention, factor))
         if not any(times.experts):
             return (attention,)
         combine_backward, dispatch_backward = times.backward_talk
-        return (
-            attention,
-            _Timed("dispatch", self.clock, factor * times.dispatch, factor * dispatch_backward),
-            self._part("experts", _times(times.experts, factor)),
-            _Timed("combine", self.clock, factor * times.combine, factor * combine_backward),
-        )
+        share = factor / n
+        runs = [
+            [
+                *self._hops("dispatch", share * times.dispatch, share * dispatch_backward, share * self.inside, at),
+                self._part("experts", _times(times.experts, share), at),
+                *self._hops("combine", share * times.combine, share * combine_backward, share * self.inside, at)[::-1],
+            ]
+            for at in range(n)
+        ]
+        if n == 1:
+            return [attention, *runs[0]]
+        split = Compute("attention", lambda values: attention.run(values) * n)
+        turns = in_turns(runs, lambda timed: (timed.at,), Compute("nothing", lambda values: values))  # type: ignore[attr-defined]
+        return [split, *turns, Compute("sum", lambda values: (sum(values) / n,))]
 
-    def _part(self, name: str, times: PhaseTimes) -> Compute:
+    def _hops(self, name: str, seconds: float, backward_seconds: float, inside: float, at: int) -> list[Segment]:
+        """Return an all-to-all: between nodes, then inside a node if that takes time."""
+        across = _Timed(name, self.clock, seconds, backward_seconds, at=at)
+        if not inside:
+            return [across]
+        return [across, Compute(name, lambda values: values), _Timed(name, self.clock, inside, inside, "inside", at)]
+
+    def _part(self, name: str, times: PhaseTimes, at: int = 0) -> Compute:
         def run(values: Values) -> Values:
             queue = self.grad_context.queue  # of the micro-batch whose forward runs now
-            return (_Emulated.apply(values[0], self.weight, _Work(self.clock, name, times, queue)),)  # type: ignore[no-untyped-call]
+            out = _Emulated.apply(values[at], self.weight, _Work(self.clock, name, times, queue))  # type: ignore[no-untyped-call]
+            return (*values[:at], out, *values[at + 1 :])
 
         return Compute(name, run)
 
@@ -174,13 +194,18 @@ class _Timer:
 
 @dataclass(frozen=True)
 class _Timed:
-    """An emulated all-to-all; those of one process run one after the other, as on one link."""
+    """An emulated all-to-all of the value `at`; those of one process on one link run one after the other."""
 
     name: str
     clock: Clock
     seconds: float
     backward_seconds: float
-    quick = False
+    link: str = "across"
+    at: int = 0
+
+    @property
+    def quick(self) -> bool:
+        return self.link == "inside"
 
     def start(self, values: Values) -> Pending:
         return self._start(values, self.seconds)
@@ -189,8 +214,8 @@ class _Timed:
         return self._start(gradients, self.backward_seconds)
 
     def _start(self, values: Values, seconds: float) -> Pending:
-        self.clock.free = max(time.perf_counter(), self.clock.free) + seconds
-        return _Timer(values, self.clock.free)
+        end = self.clock.free[self.link] = max(time.perf_counter(), self.clock.free[self.link]) + seconds
+        return _Timer(values, end)
 
 
 def _factor(factors: Sequence[float], microbatch: MicrobatchContext | None) -> float:

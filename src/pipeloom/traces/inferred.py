@@ -1,0 +1,86 @@
+"""Actions of a Kineto trace that names none, from a rank's sends and receives and the operators between them.
+
+For one stage per rank, on processors: torch's `Schedule1F1B` and `ScheduleGPipe`, and loops of one's own. Operators that
+autograd's engine runs are a backward, others a forward; sends and receives separate actions, and so does a change from one to
+the other. As many forwards as backwards count, the longest ones, since splitting a batch or scaling gradients runs operators
+too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pipeloom.schedule.actions import Action
+
+INFERRED = "actions inferred from sends, receives and the operators between them: one stage per rank, in the order of the ranks"
+"""The note on a trace that was read in this way."""
+
+RECORD_LINE = (
+    'with torch.profiler.record_function(f"PP:{stage}F{microbatch}"): around each forward, and the same with B around each '
+    "backward"
+)
+"""The line that gives a trace the names of its actions."""
+
+_BACKWARD = "autograd::engine::evaluate_function"
+_SENDS, _RECEIVES = ("c10d::send",), ("c10d::recv_", "c10d::recv_any_source_")
+_KERNELS = ("kernel", "gpu_memcpy")
+
+
+class _Run(NamedTuple):
+    kind: str
+    start: float
+    end: float
+
+
+def inferred_actions(
+    events: Sequence[Mapping[str, Any]], rank: int, ranks: int
+) -> list[tuple[float, float, Action]] | str:
+    """Return (start, end, action) of one step in µs, in order, or the reason why they cannot be inferred.
+
+    Args:
+        events: the complete events ("X") of one rank and step, with numbers as ts and dur.
+        rank: its place in the pipeline, which is its stage.
+    """
+    if any(event.get("cat") in _KERNELS for event in events):
+        return "its actions ran on a GPU, where the operators of the host do not tell when"
+    runs, sends = list(_runs(events)), sum(event.get("name") in _SENDS for event in events)
+    backwards = [run for run in runs if run.kind == "B"]
+    longest = sorted((run for run in runs if run.kind == "F"), key=lambda run: run.start - run.end)[: len(backwards)]
+    forwards = sorted(longest, key=lambda run: run.start)
+    neighbours = (rank > 0) + (rank + 1 < ranks)
+    if not backwards or len(forwards) < len(backwards) or sends != len(backwards) * neighbours:
+        return (
+            f"rank {rank} has {len(forwards)} forwards, {len(backwards)} backwards and {sends} sends, which are not those of one "
+            "stage per rank"
+        )
+    actions = [
+        (run.start, run.end, Action(run.kind, rank, microbatch))
+        for same in (forwards, backwards)
+        for microbatch, run in enumerate(same)
+    ]
+    return sorted(actions, key=lambda action: action[0])
+
+
+def _runs(events: Sequence[Mapping[str, Any]]) -> Iterator[_Run]:
+    """Yield the runs of outermost operators of one kind without a send or receive between them, in order."""
+    operators = [
+        event for event in events if event.get("cat") == "cpu_op" or str(event.get("name", "")).startswith("Optimizer.")
+    ]
+    run: _Run | None = None
+    inside = 0.0
+    for event in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
+        start, end, name = event["ts"], event["ts"] + event["dur"], str(event["name"])
+        if start < inside:
+            continue
+        inside = end
+        kind = (
+            "B" if name.startswith(_BACKWARD) else "" if name in (*_SENDS, *_RECEIVES) or "Optimizer." in name else "F"
+        )
+        if run is not None and run.kind != kind:
+            yield run
+            run = None
+        if kind:
+            run = _Run(kind, start if run is None else run.start, end)
+    if run is not None:
+        yield run
