@@ -79,6 +79,14 @@ def usable_cores() -> int:
         return os.cpu_count() or 1
 
 
+def newest_run(folder: Path) -> Path | None:
+    """Return the newest run in a folder of runs, by its `config.toml`; None: there is none, or `folder` is itself a run."""
+    if (folder / "config.toml").is_file():
+        return None
+    runs = [(path.stat().st_mtime, path.parent) for path in folder.glob("*/config.toml")]
+    return max(runs)[1] if runs else None
+
+
 def expanded(path: str | Path) -> Path:
     """Return `path` with `~` as the home directory. As in a shell, the `~name` of no user stays as it is."""
     return Path(os.path.expanduser(path))

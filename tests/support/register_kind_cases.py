@@ -106,6 +106,8 @@ def check_values() -> None:
     timeline = checked("0F0", "0F1", "0B0", "0HASH0", "0B1", "0HASH1", microbatches=2)
     assert timeline.starts == ((0, 1, 2, 4, 4, 8),)
     assert (timeline.makespan, timeline.busy, timeline.spans) == (12, (6,), (12,))
+    # One that needs nothing is issued when the computation before it in the program starts.
+    assert checked("0F0", "0F1", "0TELL0", "0B0", "0B1", microbatches=2).starts == ((0, 1, 1, 2, 4),)
     cells = [["0F0", "0TELL0", "0B0", "0HASH0"], ["1F0", "1B0", "1HASH0"]]
     across = pl.Schedule.of(cells, placement=[0, 1], microbatches=1)
     pl.check(across)

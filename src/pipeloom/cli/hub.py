@@ -17,7 +17,8 @@ def export(
     checkpoint: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN_OR_CHECKPOINT_DIR", help="A checkpoint, or a run, whose newest checkpoint is written."
+            metavar="RUN_OR_CHECKPOINT_DIR",
+            help="A checkpoint, or a run or a folder of runs: the newest checkpoint.",
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="A new directory.")],
@@ -101,7 +102,10 @@ def import_(
 
 def generate(
     context: typer.Context,
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, a run, or a Hugging Face directory.")],
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="A checkpoint, a run or a folder of runs, or a Hugging Face directory."),
+    ],
     prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="Text to continue; repeatable.")],
     tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most new tokens per prompt.")] = 64,
     temperature: Annotated[
@@ -136,6 +140,8 @@ def generate(
     sampling = Sampling(0.0 if greedy else temperature, top_k, top_p, seed)
     opened = open_model(path, len(prompt), {"parallel.pp": pp, "parallel.tp": tp}, trust_code)
     if not is_worker():
+        if opened.checkpoint not in (None, path):
+            print(f"pipeloom: the checkpoint is {opened.checkpoint}", file=sys.stderr)
         raise typer.Exit(start_workers("generate", words_of(context), opened.layout.world_size))
 
     def work(worker: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -15,6 +16,7 @@ import typer
 from pipeloom.cli.options import with_options
 from pipeloom.cli.output import OutputFlags, aligned, as_dict
 from pipeloom.errors import PipeloomError, UsageError, did_you_mean, shortened
+from pipeloom.limits import newest_run
 
 if TYPE_CHECKING:
     from pipeloom.schedule import Timeline
@@ -31,7 +33,7 @@ def command(
         Path,
         typer.Argument(
             metavar="RUN_DIR_OR_TRACE",
-            help="The folder of a run, its timelines.json, a Chrome trace or a folder of such traces, or a CSV with durations.",
+            help="The folder of a run or of runs, a timelines.json, a Chrome trace or a folder of such, or a CSV with durations.",
         ),
     ],
     predict: Annotated[
@@ -58,6 +60,9 @@ def command(
     from pipeloom.schedule import simulate
     from pipeloom.traces.measured import predict as fit
 
+    if (newest := newest_run(run)) is not None:
+        run = newest
+        print(f"pipeloom: the newest run is {run}", file=sys.stderr)
     steps, memory, notes = steps_of(run)
     others = tuple((path, steps_of(path)[0]) for path in predict or ())
     study = Study(steps, fit(steps), others, layers_of(run, steps), memory, notes)

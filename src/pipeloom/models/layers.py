@@ -139,6 +139,7 @@ def layers(
     tensor: TensorParallel | None = None,
     expert: ExpertParallel | None = None,
     classes: MoeClasses = MoeClasses(),
+    drawn: bool = True,
 ) -> list[Layer]:
     """The decoder as factories: [embedding, block, …, block, norm and output], num_hidden_layers + 2 of them.
 
@@ -153,6 +154,7 @@ def layers(
             the logits of its part of the vocabulary.
         expert: spreads the experts of a model that has some over these ranks, each of which has tokens of its own.
         classes: your own classes of experts and routers, for a model that has experts.
+        drawn: False: weights are 0, for a model whose weights are loaded afterwards.
 
     Building a block raises ArgumentError for numbers of heads or experts, or an inner width, that the ranks do not divide.
     """
@@ -173,7 +175,10 @@ def layers(
         with torch.device("meta"):
             module = make()
         module = module.to(dtype).to_empty(device=device)
-        draw(module, name, drawing)
+        if drawn:
+            draw(module, name, drawing)
+        for parameter in module.parameters() if not drawn else ():
+            nn.init.zeros_(parameter)
         set_sources(module, seed, name)
         for part in module.modules():
             if isinstance(part, TopKGate):

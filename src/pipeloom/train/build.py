@@ -32,6 +32,7 @@ def build_pipeline(
     mesh: Mesh | PipelineMesh | None = None,
     dtype: torch.dtype | None = None,
     watchdog: Watchdog | None = None,
+    drawn: bool = True,
 ) -> Pipeline:
     """Build this process's part of the layout's pipeline, with its stages on `device`.
 
@@ -39,6 +40,7 @@ def build_pipeline(
         mesh: the processes and their places; None: all processes, with the layout's sizes.
         dtype: dtype of parameters and computation; None: the configured one.
         watchdog: this worker's watchdog; None: the pipeline starts one.
+        drawn: draw the decoder's first weights; False: all are loaded afterwards.
     """
     config = layout.config
     if mesh is None and layout.mesh.world > layout.mesh.pp:
@@ -63,7 +65,7 @@ def build_pipeline(
     )
     with naming_keys():
         return Pipeline(
-            model_layers(config, kind, device, tensor, mesh, moe_classes(layout)),
+            model_layers(config, kind, device, tensor, mesh, moe_classes(layout), drawn),
             layout.schedule,
             loss=training_loss(config, tensor),
             mesh=mesh,
@@ -80,6 +82,7 @@ def model_layers(
     tensor: TensorParallel | None = None,
     mesh: Mesh | PipelineMesh | None = None,
     classes: MoeClasses = MoeClasses(),
+    drawn: bool = True,
 ) -> list[Layer]:
     """Return the layers of a configuration's model, with its adapters."""
     options = lora_options(config)
@@ -87,7 +90,7 @@ def model_layers(
         model: list[Layer] = foreign(config.model.source, dtype)
     else:
         experts = expert_parallel_of(config, mesh)
-        model = layers(config.model.shape(), config.train.seed, dtype, device, tensor, experts, classes)
+        model = layers(config.model.shape(), config.train.seed, dtype, device, tensor, experts, classes, drawn)
     return model if options is None else with_adapters(model, options, config.train.seed)
 
 

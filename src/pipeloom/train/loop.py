@@ -101,7 +101,8 @@ def _train(
         if context.log is not None:
             context.log.open(folder)
         layout = resolve_before_start(layout, context, report)
-        pipeline = build_pipeline(layout, context.device, watchdog=context.watchdog)
+        drawn = start.path is None and not config.model.weights
+        pipeline = build_pipeline(layout, context.device, watchdog=context.watchdog, drawn=drawn)
         context.close_to_strangers()
         begin_weights(config, pipeline, start.path is not None)
         trainer = Trainer(config, pipeline, context, report, facts, data.unit, claim, observers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,15 @@ def test_a_run_is_drawn_with_its_unit_and_its_prediction(folder: Path, tmp_path:
     assert "steps became 4 % longer" in text
     assert "time, ms" in (tmp_path / "x.svg").read_text()
     assert '"unit":{"factor":1000.0,"name":"ms"}' in (tmp_path / "x.html").read_text()
+
+
+def test_of_a_folder_of_runs_the_newest_is_shown(folder: Path) -> None:
+    for name, seconds in (("zero", 1000), ("one", 2000)):
+        file = folder.parent / name / "config.toml"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("")
+        os.utime(file, (seconds, seconds))
+    assert json.loads(_run(str(folder.parent), "--json"))["run"] == str(folder)
 
 
 def test_the_json_has_the_figures_in_seconds(folder: Path) -> None:

@@ -14,7 +14,7 @@ from pipeloom.schedule.channels import Message, message_counts, posting_plan, sm
 from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.json_form import from_json, to_json
 from pipeloom.schedule.model import parts
-from pipeloom.schedule.transforms import cut_stages, forward_only, split_cooldown, unpair
+from pipeloom.schedule.transforms import cut_stages, forward_only, recompute, split_cooldown, unpair
 
 
 def drawn(draw: random.Random, positions: int) -> list[NamedTensor]:
@@ -46,8 +46,8 @@ def needs(schedule: Schedule, kind: str, stage: int, mb: int) -> list[tuple[str,
     """(event, stage that makes it, what brings it) of all that an action waits for, from the routes alone."""
     route = schedule.routes[schedule.route_of[mb]]
     at = route.index(stage)
-    if kind == "W":
-        return [("I", stage, "")]
+    if kind in ("W", "R"):
+        return [("I" if kind == "W" else "F", stage, "")]
     if kind == "F":
         by_name = [("F", route[t.producer], t.name) for t in schedule.tensors if at in t.consumers]
         return by_name + ([("F", route[at - 1], "output")] if at else [])
@@ -58,7 +58,8 @@ def needs(schedule: Schedule, kind: str, stage: int, mb: int) -> list[tuple[str,
 def relaxed(schedule: Schedule, costs: Costs, overlap: bool) -> list[list[float]]:
     """rank -> end of each entry, by repeated passes over all ranks."""
     f, i, w = (costs.per_stage(name, schedule.stages) for name in ("forward", "input_grad", "weight_grad"))
-    time = {"F": f, "I": i, "W": w, "B": [a + b for a, b in zip(i, w, strict=True)]}
+    time = {"F": f, "I": i, "W": w, "R": f, "B": [a + b for a, b in zip(i, w, strict=True)]}
+    time |= {f"R{kind}": [a + b for a, b in zip(f, time[kind], strict=True)] for kind in "BI"}
     sizes = dict(costs.tensors)
     ends: dict[tuple[str, int, int], float] = {}
     found: list[list[float]] = [[] for _ in schedule.programs]
@@ -87,7 +88,7 @@ def relaxed(schedule: Schedule, costs: Costs, overlap: bool) -> list[list[float]
                 continue
             end = start + sum(time[kind][stage] for kind, stage, _ in actions)
             for kind, stage, mb in actions:
-                ends["I" if kind == "B" else kind, stage, mb] = end
+                ends["I" if kind in ("B", "RB", "RI") else kind, stage, mb] = end
             found[rank].append(end)
             moved = True
     return found
@@ -96,7 +97,8 @@ def relaxed(schedule: Schedule, costs: Costs, overlap: bool) -> list[list[float]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_times_messages_and_check(family: str) -> None:
     draw = random.Random(family)
-    for schedule in cases(family):
+    ways = (lambda s: s, lambda s: s.with_tensors(()), recompute, lambda s: recompute(s.with_tensors(()), whole=True))
+    for schedule in (way(case) for case in cases(family) for way in ways):
         ranks = range(schedule.ranks)
         costs = Costs(
             forward=tuple(draw.uniform(0.5, 2) for _ in range(schedule.stages)),

@@ -12,68 +12,6 @@ from pipeloom import schedules
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule import Costs, Schedule, Timeline, check, lower_bound, period, simulate
 from pipeloom.schedule.families import FAMILIES, build
-from pipeloom.schedule.model import parts
-
-
-def naive_ends(schedule: Schedule, costs: Costs) -> dict[tuple[str, int, int], float]:
-    """End of every F, input gradient and W by repeated relaxation: slow, and written another way than the walk."""
-    f, i, w = (costs.per_stage(name, schedule.stages) for name in ("forward", "input_grad", "weight_grad"))
-    time = {"F": f, "I": i, "W": w, "B": [a + b for a, b in zip(i, w, strict=True)]}
-    ends: dict[tuple[str, int, int], float] = {}
-    clock, position = [0.0] * schedule.ranks, [0] * schedule.ranks
-    place = {stage: (route, at) for route in schedule.routes for at, stage in enumerate(route)}
-
-    def ready(rank: int, kind: str, stage: int, mb: int) -> float | None:
-        route, at = place[stage]
-        if kind == "F":
-            need = ("F", route[at - 1], mb) if at else None
-        elif kind == "W":
-            need = ("I", stage, mb)
-        else:
-            need = ("I", route[at + 1], mb) if at + 1 < len(route) else ("F", stage, mb)
-        if need is None:
-            return 0.0
-        if need not in ends:
-            return None
-        return ends[need] + costs.hop(schedule.placement[need[1]], rank)
-
-    moved = True
-    while moved:
-        moved = False
-        for rank, program in enumerate(schedule.programs):
-            if position[rank] == len(program):
-                continue
-            actions = parts(program[position[rank]])
-            arrivals = [ready(rank, *action) for action in actions]
-            if None in arrivals:
-                continue
-            clock[rank] = max(clock[rank], *arrivals) + sum(time[kind][stage] for kind, stage, _ in actions)
-            for kind, stage, mb in actions:
-                ends["I" if kind == "B" else kind, stage, mb] = clock[rank]
-            position[rank] += 1
-            moved = True
-    assert position == [len(program) for program in schedule.programs]
-    return ends
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_walk_agrees_with_relaxation(name: str) -> None:
-    schedule = build(name, 4, 8)
-    stages = schedule.stages
-    costs = Costs(
-        tuple(1 + (s % 3) / 4 for s in range(stages)),
-        tuple(1.5 - (s % 2) / 4 for s in range(stages)),
-        0.75,
-        p2p=tuple(tuple(abs(a - b) / 8 for b in range(4)) for a in range(4)),
-        message=2.0,
-        bandwidth=64.0,
-    )
-    timeline = simulate(schedule, costs)
-    ends = naive_ends(schedule, costs)
-    for rank, program in enumerate(schedule.programs):
-        for at, cell in enumerate(program):
-            for kind, stage, mb in parts(cell):
-                assert timeline.ends[rank][at] == pytest.approx(ends["I" if kind == "B" else kind, stage, mb])
 
 
 def test_figures_of_a_small_timeline() -> None:

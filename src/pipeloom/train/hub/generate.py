@@ -280,7 +280,7 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any], trust_code: b
 
 def open_pipeline(opened: OpenedModel, device: torch.device, watchdog: Any = None) -> Pipeline:
     """Build this process's part of the model, and load its weights; collective. The pipeline is in evaluation mode."""
-    pipeline = build_pipeline(opened.layout, device, watchdog=watchdog)
+    pipeline = build_pipeline(opened.layout, device, watchdog=watchdog, drawn=False)
     config = opened.layout.config
     begin_weights(config, pipeline, opened.checkpoint is not None)
     if opened.checkpoint is not None:

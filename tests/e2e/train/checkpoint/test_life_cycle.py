@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,16 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.parametrize("steps", [2, 1])
-def test_a_run_whose_steps_are_done_evaluates(steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_whose_steps_are_done_evaluates(
+    steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And draws no weights before it loads its own."""
     run_here(tmp_path, "a", {"train.steps": 2, "checkpoint.resume": "auto"})
     said, (folder,) = capsys.readouterr().out, runs(tmp_path / "a")
     auto, log = 'checkpoint.resume = "auto":', f"log: {folder / 'log.jsonl'}"
     assert f"{auto} no checkpoint of this model and data in {tmp_path / 'a'}, so a new run begins; {log}\n" in said
     (first,) = [line for line in said.splitlines() if line.startswith("held-out loss: ")]
+    monkeypatch.setattr(import_module("pipeloom.models.layers"), "draw", None)
     run_here(tmp_path, "a", {"train.steps": steps, "checkpoint.resume": "auto"})
     said = capsys.readouterr().out
     assert f"all {steps} steps are done (train.steps): the checkpoint is of step 2" in said
@@ -38,6 +43,7 @@ def test_a_run_names_the_folder_of_its_checkpoints(tmp_path: Path, capsys: pytes
     assert "\nsample:\n  | the loom" in capsys.readouterr().out
     (folder,) = runs(tmp_path / "a")
     assert newest_checkpoint(folder) == elsewhere / "step-000001"
+    assert newest_checkpoint(tmp_path / "a") == elsewhere / "step-000001"  # of the newest run
     run_here(tmp_path, "b", {"train.steps": 1, "checkpoint.resume": str(folder), "sample.tokens": 0})
     said = capsys.readouterr().out
     assert f"resumed after step 1 from {elsewhere / 'step-000001'}" in said

@@ -22,10 +22,6 @@ def test_1f1b_overlap(p: int, m: int) -> None:
     assert timeline.peak_activations == tuple(min(m, 2 * (p - r)) for r in range(p))
 
 
-def test_1f1b_overlap_peaks() -> None:
-    assert simulate(schedules.one_f_one_b_overlap(4, 9)).peak_activations == (8, 6, 4, 2)
-
-
 def test_pairs_that_gain_leave_idle_time_on_the_last_rank() -> None:
     timeline = simulate(schedules.one_f_one_b_overlap(4, 32), Costs(1, 1, 1, pair=2.0))
     assert timeline.idle[3] == 9
