@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,13 +75,24 @@ def step(shape: ModelSection, way: Way, tensor: TensorParallel | None) -> tuple[
     """The loss of one step, and the layers, whose parameters have their gradients."""
     built = {layer.name: layer() for layer in layers(shape, 5, torch.float32, "cpu", tensor)}
     fill_biases(built, 0 if tensor is None else tensor.index)
+    microbatches = list(enumerate(batch(shape.vocab_size)))
+    return run(built, token_loss(shape, way.smoothing, tensor), way, microbatches, 5 * LENGTH), built
+
+
+def run(
+    built: Mapping[str, nn.Module],
+    loss_of: Callable[..., Tensor],
+    way: Any,
+    microbatches: Iterable[tuple[int, tuple[Tensor, Tensor]]],
+    tokens_of_step: int,
+) -> float:
+    """Forward and backward of numbered micro-batches, in the `split` and `recompute` way; return the sum of their losses."""
     grad_context, queues, total = WeightGradContext(), [], 0.0
     for module in built.values() if way.split else ():
         defer_weight_gradients(module, grad_context)
-    loss_of = token_loss(shape, way.smoothing, tensor)
-    for at, (tokens, targets) in enumerate(batch(shape.vocab_size)):
-        share = targets.numel() / (5 * LENGTH)
-        context = MicrobatchContext(step=2, index=at, share=share, first=10 * at, samples=len(tokens))
+    for number, (tokens, targets) in microbatches:
+        share = targets.numel() / tokens_of_step
+        context = MicrobatchContext(step=2, index=number, share=share, first=10 * number, samples=len(tokens))
         grad_context.queue = WeightGradQueue()
         queues.append(grad_context.queue)
         x = tokens
@@ -93,7 +104,7 @@ def step(shape: ModelSection, way: Way, tensor: TensorParallel | None) -> tuple[
         total += loss.item()
     for queue in queues:
         queue.flush()
-    return total, built
+    return total
 
 
 def serial(shape: ModelSection, way: Way) -> tuple[float, Gradients]:
@@ -134,4 +145,4 @@ def whole(ranks: Sequence[Mapping[str, tuple[ParameterSharding, Any]]]) -> Gradi
 def worst(found: Gradients, want: Gradients) -> float:
     """The largest max |a - b| / max |b| of a parameter."""
     assert found.keys() == want.keys()
-    return max(float((found[name] - want[name]).abs().max() / want[name].abs().max()) for name in want)
+    return max(float((found[name] - want[name]).abs().max() / want[name].abs().max().clamp_min(1e-12)) for name in want)

@@ -9,20 +9,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+import layouts
+from layouts import LENGTH, Gradients
 from pipeloom.config import MeshShape, ModelSection, load
 from pipeloom.models import layers, token_loss
 from pipeloom.models.gate import gates_of, take_loads
-from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
-from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import ALONE, Mesh
 from pipeloom.parallel.sharding import join, shardings_of
 from pipeloom.parallel.tensor import TensorParallel
 
-LENGTH, MICROBATCHES = 8, 2
-Gradients = dict[str, Tensor]
+MICROBATCHES = 2
 
 
 def model(**changes: Any) -> ModelSection:
@@ -52,27 +50,10 @@ def run(
     built: Mapping[str, nn.Module], shape: ModelSection, way: Way, replicas: Sequence[int], of: int, tensor: Any = None
 ) -> float:
     """Forward and backward of these replicas' micro-batches, of the `of` that make a step; the sum of their losses."""
-    grad_context, queues, total = WeightGradContext(), [], 0.0
-    for module in built.values() if way.split else ():
-        defer_weight_gradients(module, grad_context)
-    loss_of = token_loss(shape, 0.0, tensor)
-    for replica in replicas:
-        for at, (tokens, targets) in enumerate(batch(replica)):
-            share = targets.numel() / (5 * LENGTH * of)
-            number = replica * MICROBATCHES + at
-            context = MicrobatchContext(step=2, index=number, share=share, first=10 * number, samples=len(tokens))
-            grad_context.queue = WeightGradQueue()
-            queues.append(grad_context.queue)
-            x = tokens
-            for name, module in built.items():
-                given = {"microbatch": context} if name.startswith("model.layers") else {}
-                x = checkpoint(module, x, use_reentrant=False, **given) if way.recompute else module(x, **given)
-            loss = loss_of(x, targets) * share
-            loss.backward()
-            total += loss.item()
-    for queue in queues:
-        queue.flush()
-    return total
+    microbatches = [
+        (replica * MICROBATCHES + at, pair) for replica in replicas for at, pair in enumerate(batch(replica))
+    ]
+    return layouts.run(built, token_loss(shape, 0.0, tensor), way, microbatches, 5 * LENGTH * of)
 
 
 def serial(shape: ModelSection, replicas: int) -> tuple[float, Gradients, list[int]]:
@@ -122,12 +103,6 @@ def whole(gradient: Tensor, sharding: Any, mesh: Mesh) -> Tensor:
         dist.all_gather_object(gathered, {key: part.numpy() for key, part in parts.items()}, group=axis.group)
         parts = {(*key, at): torch.from_numpy(part) for at, each in enumerate(gathered) for key, part in each.items()}
     return join(parts, sharding)
-
-
-def worst(found: Gradients, want: Gradients) -> float:
-    """The largest max |a - b| / max |b| of a parameter."""
-    assert found.keys() == want.keys()
-    return max(float((found[name] - want[name]).abs().max() / want[name].abs().max().clamp_min(1e-12)) for name in want)
 
 
 def mesh_of(**shape: Any) -> Mesh:

@@ -42,19 +42,6 @@ LARGEST_WALKED = 60_000
 LARGEST_REDUCED = 200_000
 
 
-@dataclass(frozen=True)
-class ListSchedule:
-    """Sequences that a search starts from.
-
-    Attributes:
-        origin: name of the method that constructed them.
-        sequences: rank -> its operations.
-    """
-
-    origin: str
-    sequences: Sequences
-
-
 def family_schedules(
     placement: Sequence[int], microbatches: int, costs: Costs, memory_limit: float, only: Sequence[str] = ()
 ) -> Iterator[Schedule]:
@@ -164,10 +151,10 @@ def _weight_grad_apart(instance: Instance, operation: int) -> tuple[int, ...]:
     return (operation,) if longer else (rest, weight)
 
 
-def list_scheduled(instance: Instance, first_rule: bool = False) -> Iterator[ListSchedule]:
-    """Yield list schedules by all rules (or only the first), under several limits per stage; deadlocked ones are left out.
+def list_scheduled(instance: Instance, first_rule: bool = False) -> Iterator[tuple[Sequences, str]]:
+    """Yield list schedules (sequences and origin) by all rules, or only the first, under several limits per stage.
 
-    Micro-batches are treated as equal.
+    Those that deadlock are left out. Micro-batches are treated as equal.
     """
     instance = instance.even
     memory_limits = [instance.memory_limit] * instance.ranks
@@ -181,14 +168,13 @@ def list_scheduled(instance: Instance, first_rule: bool = False) -> Iterator[Lis
                 programs = programs_of(problem, PriorityRule(turns, late, patience))
             except MemoryDeadlock:
                 continue
-            yield ListSchedule(
-                "list scheduling", instance.numbered([[[a[:2]] for a in program] for program in programs])
-            )
+            yield instance.numbered([[[a[:2]] for a in program] for program in programs]), "list scheduling"
 
 
-def interleaved_rounds(instance: Instance, patience: Sequence[float] = (1.0, 0.5)) -> Iterator[ListSchedule]:
-    """Yield schedules on a loop placement with interleaved's order of F and I, a warm-up limited by memory, and W in gaps or
-    where they free memory.
+def interleaved_rounds(instance: Instance, patience: Sequence[float] = (1.0, 0.5)) -> Iterator[tuple[Sequences, str]]:
+    """Yield schedules (sequences and origin) on a loop placement with interleaved's order of F and I, and W in gaps.
+
+    Their warm-up is limited by memory; W are also placed where they free it.
 
     They serve memory limits between those of the families. An order that deadlocks yields nothing.
     """
@@ -207,9 +193,7 @@ def interleaved_rounds(instance: Instance, patience: Sequence[float] = (1.0, 0.5
             programs = programs_along(problem, sequences, share)
         except MemoryDeadlock:
             continue
-        yield ListSchedule(
-            "interleaved rounds", instance.numbered([[[a[:2]] for a in program] for program in programs])
-        )
+        yield instance.numbered([[[a[:2]] for a in program] for program in programs]), "interleaved rounds"
 
 
 def reduced_instances(instance: Instance) -> Iterator[tuple[Instance, Sequences, str]]:
@@ -221,16 +205,16 @@ def reduced_instances(instance: Instance) -> Iterator[tuple[Instance, Sequences,
     base, p, m = instance.even, instance.ranks, instance.microbatches
     rounds = replace(base, microbatches=min(m, 3 * p + m % p))
     if rounds.nodes <= LARGEST_REDUCED:
-        for seed in interleaved_rounds(rounds, (1.0,)):
-            yield rounds, seed.sequences, seed.origin
+        for sequences, origin in interleaved_rounds(rounds, (1.0,)):
+            yield rounds, sequences, origin
         for schedule in family_schedules(rounds.placement, rounds.microbatches, base.costs, base.memory_limit, ROUNDS):
             yield rounds, sequences_of(rounds, schedule), schedule.name
     some = LARGEST_REDUCED // (6 * instance.stages)
     few = replace(
         base, microbatches=m - max(0, -(-(m - some) // 12) * 12) if m > 12 and some > 12 else min(m, some + 1)
     )
-    for seed in list_scheduled(few, first_rule=True):
-        yield few, seed.sequences, seed.origin
+    for sequences, origin in list_scheduled(few, first_rule=True):
+        yield few, sequences, origin
 
 
 def _caps(instance: Instance) -> list[tuple[float, ...]]:

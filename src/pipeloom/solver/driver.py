@@ -38,7 +38,7 @@ from pipeloom.solver.instance import Instance, Sequences
 from pipeloom.solver.merge_backward import merge_weight_grads
 from pipeloom.solver.period_search import PERIODIC_ORIGIN, PeriodSearches, modulo_starts
 from pipeloom.solver.periodic import repeat_period
-from pipeloom.solver.tabu import WITH_PAIRS, WITH_WHOLE, WITHOUT_PAIRS, TabuParameters, TabuSearch
+from pipeloom.solver.tabu import WITH_PAIRS, WITH_WHOLE, WITHOUT_PAIRS, TabuSearch
 
 # Division of a search's effort between warm starts, the search for a period and tabu search.
 # Warm starts from list scheduling that are tried however long they take.
@@ -106,13 +106,13 @@ class SearchDriver:
 
     def _search(self) -> None:
         starts = self._paired_starts() if self.pairs else self._starts()
-        self._merge_backwards()
+        self.merge_backwards()
         self._improve(starts)
         if self.budget.proof_end:
-            self._merge_backwards()
+            self.merge_backwards()
             self._prove()
 
-    def _merge_backwards(self) -> None:
+    def merge_backwards(self) -> None:
         """Merge I and W of the incumbent where that costs nothing, if pairs are searched over or `Costs.backward` is set."""
         best = self.incumbent.best
         if best is None or best is self._merged or (best.instance.costs.backward is None and not self.pairs):
@@ -135,7 +135,7 @@ class SearchDriver:
         here it might not find, and more moves would be worse.
         """
         if self.interrupted or not self.budget.in_time or self.budget.used < self.budget.allowed:
-            self._merge_backwards()
+            self.merge_backwards()
 
     def _starts(self) -> list[WarmStart]:
         """Return warm starts without pairs that fit the memory, the best first; the incumbent becomes the best schedule found."""
@@ -189,7 +189,7 @@ class SearchDriver:
             if count >= FEWEST_STARTS and self._starts_are_due():
                 return
             for instance in group:
-                self._start(starts, instance, seed.sequences, seed.origin)
+                self._start(starts, instance, *seed)
 
     def _large_starts(self, instance: Instance) -> None:
         """For large sizes: offer schedules of some of the micro-batches, with a stretch repeated for the others."""
@@ -238,21 +238,7 @@ class SearchDriver:
         if instances[0].nodes > LARGEST_WALKED:
             periods.run_alone(self.budget.allowed)
             return
-        Portfolio(
-            starts,
-            instances,
-            self.budget,
-            self.incumbent,
-            self.random,
-            periods,
-            self._settings,
-            self._merge_backwards,
-        ).run()
-
-    def _settings(self, instance: Instance) -> TabuParameters:
-        if self.pairs:
-            return WITH_PAIRS
-        return WITH_WHOLE if instance.table.saved else WITHOUT_PAIRS
+        Portfolio(starts, instances, periods, self).run()
 
     def _prove(self) -> None:
         """Raise the bound of every placement by constraint programming, and offer the better sequences that the solver finds."""
@@ -273,7 +259,7 @@ class SearchDriver:
             incumbent.bounds[instance] = max(incumbent.bounds[instance], certificate.bound)
             if certificate.sequences is not None:
                 incumbent.offer(certificate.value, "constraint programming", instance, certificate.sequences)
-                self._merge_backwards()
+                self.merge_backwards()
             incumbent.report()
 
     def _paired_starts(self) -> list[WarmStart]:
@@ -322,10 +308,10 @@ class SearchDriver:
         if instance.nodes > LARGEST_WALKED or not self.incumbent.can_improve(instance):
             return
         listed = []
-        for at, seed in enumerate(list_scheduled(instance)):
-            evaluation = evaluate(instance, seed.sequences)
+        for at, (sequences, origin) in enumerate(list_scheduled(instance)):
+            evaluation = evaluate(instance, sequences)
             if evaluation is not None:
-                listed.append((evaluation.value, at, instance.schedule_of(seed.sequences, seed.origin)))
+                listed.append((evaluation.value, at, instance.schedule_of(sequences, origin)))
             if self._starts_are_due(PAIR_STARTS_SHARE):
                 break
         for _, _, schedule in sorted(listed, key=lambda one: one[:2])[:LIST_SCHEDULES]:
@@ -385,30 +371,28 @@ class WarmStart:
     search: TabuSearch | None = None
 
 
-@dataclass
 class Portfolio:
     """The walks of one search.
 
-    Attributes:
+    Args:
         waiting: warm starts that have not run, the best first; they take part in the first rounds.
         instances: those that restarts take turns in.
         periods: searches for a period, which run between the turns.
-        settings: instance -> parameters of its tabu search.
-        after_turn: called after every turn that is made in full, whatever the budget: what it gains, more moves gain too.
+        driver: the search. Its incumbent is merged after every turn that is made in full, whatever the budget: what that gains,
+            more moves gain too.
+
+    Attributes:
         best: the best walk so far.
         restarts: walks from serial sequences so far.
     """
 
-    waiting: list[WarmStart]
-    instances: Sequence[Instance]
-    budget: Budget
-    incumbent: Incumbent
-    random: Random
-    periods: PeriodSearches
-    settings: Callable[[Instance], TabuParameters]
-    after_turn: Callable[[], None]
-    best: WarmStart | None = None
-    restarts: int = 0
+    def __init__(
+        self, waiting: list[WarmStart], instances: Sequence[Instance], periods: PeriodSearches, driver: SearchDriver
+    ) -> None:
+        self.waiting, self.instances, self.periods, self.driver = waiting, instances, periods, driver
+        self.budget, self.incumbent = driver.budget, driver.incumbent
+        self.best: WarmStart | None = None
+        self.restarts = 0
 
     @property
     def over(self) -> bool:
@@ -465,11 +449,13 @@ class Portfolio:
             return budget.in_time
 
         if start.search is None:
-            start.search = TabuSearch(start.instance, start.sequences, self.random, self.settings(start.instance))
+            alone = WITH_WHOLE if start.instance.table.saved else WITHOUT_PAIRS
+            parameters = WITH_PAIRS if self.driver.pairs else alone
+            start.search = TabuSearch(start.instance, start.sequences, self.driver.random, parameters)
         start.search.walk(moves, self.incumbent.bounds[start.instance], carry_on)
         start.value = start.search.value
         if moves == whole:
-            self.after_turn()
+            self.driver.merge_backwards()
 
 
 def warm_start(instance: Instance, sequences: Sequences, origin: str) -> WarmStart | None:

@@ -20,8 +20,8 @@ CriticalBlock = tuple[int, int, int]  # rank, first index, last index
 
 
 @dataclass(frozen=True)
-class NeighbourhoodParameters:
-    """Choice of the moves that are evaluated."""
+class TabuParameters:
+    """The constants of tabu search: the choice of the moves that are evaluated, then those of the walk."""
 
     # Whether pairs are formed and split. They gain nothing where no two actions overlap.
     pairs: bool = False
@@ -33,6 +33,18 @@ class NeighbourhoodParameters:
     # Number of positions on the critical path whose moves are estimated, drawn at random; None: all. All of them give better
     # moves, but with pairs far fewer per second.
     sampled_positions: int | None = None
+    # Tenure in moves: the minimum, and the range of the random part. With a shorter one the search cycles; with a longer one it
+    # cannot undo a poor move. The random part breaks cycles that a fixed tenure leaves.
+    tenure: int = 15
+    tenure_range: int = 25
+    # Moves without progress before a restart from the best: more search deeper around one solution, fewer diversify.
+    patience: int = 2000
+    # Random moves after a restart: after too few it returns to the same local optimum, after too many the quality is lost.
+    perturbations: int = 6
+    # Draws per random move of a restart: a tight memory limit refuses most of them.
+    draws: int = 20
+    # Moves between two polls of the clock and of the progress callback: fewer stop sooner, more cost less.
+    poll_interval: int = 16
 
 
 class Move(NamedTuple):
@@ -180,7 +192,7 @@ def critical_blocks(state: SequenceState, evaluation: Evaluation, random: Random
 
 
 def neighbours(
-    state: SequenceState, blocks: list[CriticalBlock], random: Random, parameters: NeighbourhoodParameters
+    state: SequenceState, blocks: list[CriticalBlock], random: Random, parameters: TabuParameters
 ) -> Iterator[Move]:
     """Yield the moves at positions of the blocks that order on the rank and memory allow.
 
@@ -324,7 +336,7 @@ def _pair_anew(state: SequenceState, rank: int, at: int) -> Iterator[Move]:
                 )
 
 
-def random_move(state: SequenceState, random: Random, parameters: NeighbourhoodParameters) -> Move | None:
+def random_move(state: SequenceState, random: Random, parameters: TabuParameters) -> Move | None:
     """Return a random move of `neighbours` at two adjacent positions; None if the draw is not allowed."""
     rank = random.randrange(len(state.sequences))
     at = random.randrange(len(state.sequences[rank]) - 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from random import Random
 
 from pipeloom.schedule.costs import TIME_TOLERANCE
@@ -16,8 +15,8 @@ from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.instance import Instance, Sequences
 from pipeloom.solver.neighbourhood import (
     Move,
-    NeighbourhoodParameters,
     SequenceState,
+    TabuParameters,
     critical_blocks,
     estimate,
     neighbours,
@@ -27,32 +26,11 @@ from pipeloom.solver.neighbourhood import (
 CarryOn = Callable[[Sequences, float, int], bool]
 
 
-@dataclass(frozen=True)
-class TabuParameters:
-    """The constants of tabu search."""
-
-    neighbourhood: NeighbourhoodParameters
-    # Tenure in moves: the minimum, and the range of the random part. With a shorter one the search cycles; with a longer one it
-    # cannot undo a poor move. The random part breaks cycles that a fixed tenure leaves.
-    tenure: int = 15
-    tenure_range: int = 25
-    # Moves without progress before a restart from the best: more search deeper around one solution, fewer diversify.
-    patience: int = 2000
-    # Random moves after a restart: after too few it returns to the same local optimum, after too many the quality is lost.
-    perturbations: int = 6
-    # Draws per random move of a restart: a tight memory limit refuses most of them.
-    draws: int = 20
-    # Moves between two polls of the clock and of the progress callback: fewer stop sooner, more cost less.
-    poll_interval: int = 16
-
-
-WITHOUT_PAIRS = TabuParameters(NeighbourhoodParameters())
+WITHOUT_PAIRS = TabuParameters()
 # Where a B takes less than I and W.
-WITH_WHOLE = TabuParameters(NeighbourhoodParameters(whole=True))
+WITH_WHOLE = TabuParameters(whole=True)
 # A move costs several times as much with pairs, so the search restarts earlier and perturbs less.
-WITH_PAIRS = TabuParameters(
-    NeighbourhoodParameters(pairs=True, whole=True, reach=8, sampled_positions=24), patience=600, perturbations=4
-)
+WITH_PAIRS = TabuParameters(pairs=True, whole=True, reach=8, sampled_positions=24, patience=600, perturbations=4)
 
 
 class TabuSearch:
@@ -118,7 +96,7 @@ class TabuSearch:
         None if there are no moves.
         """
         blocks = critical_blocks(self.state, self.evaluation, self.random)
-        moves = list(neighbours(self.state, blocks, self.random, self.parameters.neighbourhood))
+        moves = list(neighbours(self.state, blocks, self.random, self.parameters))
         if not moves:
             return None
         self.random.shuffle(moves)
@@ -141,7 +119,7 @@ class TabuSearch:
         evaluation = evaluate(self.instance, self.best)
         left = self.parameters.perturbations
         for _ in range(self.parameters.draws * self.parameters.perturbations):
-            move = random_move(self.state, self.random, self.parameters.neighbourhood)
+            move = random_move(self.state, self.random, self.parameters)
             if move is None:
                 continue
             back = self.state.apply(move)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from documents import run_python
-from moe_steps import joined, mesh_of, worst
+from layouts import worst
+from moe_steps import joined, mesh_of
 from paths import ROOT
 from pipeloom.errors import ArgumentError
 from pipeloom.models import GateShape, MoELayer, TopKGate

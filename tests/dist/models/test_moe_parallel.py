@@ -11,7 +11,8 @@ from typing import Any
 import moe_steps
 import pytest
 import torch
-from moe_steps import Way, mesh_of, model, serial, step_on, worst
+from layouts import worst
+from moe_steps import Way, mesh_of, model, serial, step_on
 from torch import nn
 from torch.nn import functional as F
 

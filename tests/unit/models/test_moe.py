@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipeloom as pl
-from moe_steps import model, serial, worst
+from layouts import worst
+from moe_steps import model, serial
 from pipeloom.errors import UsageError
 from pipeloom.models import cross_entropy, layers
 from pipeloom.models.gate import TopKGate, balance, take_loads

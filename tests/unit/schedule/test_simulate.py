@@ -177,6 +177,21 @@ def test_lower_bound_is_reached() -> None:
     assert lower_bound(schedules.zb_h2(4, 8)) == simulate(schedules.zb_h2(4, 8)).makespan == 27
 
 
+def test_a_period_of_ranks_that_move_alike_takes_one_walk() -> None:
+    assert period(build("1f1b", 1, 4), limit=1) == 12
+    assert period(build("gpipe", 2, 3), Costs(1, 2, 3, 0.5), limit=2) == period(
+        build("gpipe", 2, 3), Costs(1, 2, 3, 0.5)
+    )
+
+
+def test_a_pair_takes_the_time_of_its_own_micro_batches() -> None:
+    """Micro-batch 2 is three times as long; the pairs F1|B0 and F2|B1 gain as much as their smaller factor allows."""
+    programs = [["0F0", "(0F1;0B0)OVERLAP_F_B", "(0F2;0B1)OVERLAP_F_B", "0B2"]]
+    schedule = Schedule.of(programs, placement=[0], microbatches=3)
+    timeline = simulate(schedule, Costs(2, 2, 1, pair=4.0, microbatch=(1.0, 1.0, 3.0)))
+    assert timeline.ends == ((2.0, 6.0, 6.0 + 3 * 2 + 3 - 1, 14.0 + 3 * 3),)
+
+
 @pytest.mark.parametrize(("name", "expected"), [("1f1b", 93), ("zb-h1", 79), ("zb-h2", 72), ("gpipe", 93)])
 def test_period_literals(name: str, expected: float) -> None:
     assert period(build(name, 8, 24)) == expected

@@ -108,7 +108,7 @@ def test_a_long_walk_of_moves_stays_valid(name: str, costs: Costs) -> None:
     made = 0
     for step in range(60):
         assert found is not None
-        moves = list(neighbours(state, critical_blocks(state, found, random), random, WITH_PAIRS.neighbourhood))
+        moves = list(neighbours(state, critical_blocks(state, found, random), random, WITH_PAIRS))
         move = random.choice(moves)
         before = [list(sequence) for sequence in state.sequences]
         guess = estimate(state, found, found.tails(instance), move)

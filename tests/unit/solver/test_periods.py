@@ -162,13 +162,13 @@ def test_a_stretch_of_1f1b_repeats_as_1f1b() -> None:
 def test_repeated_words_keep_their_ends() -> None:
     costs = Costs(10, 12, 8, 1)
     small = Instance((0, 1, 2, 3), 16, costs, 4)
-    seed = next(iter(list_scheduled(small)))
+    sequences, _ = next(list_scheduled(small))
     instance = replace(small, microbatches=16 + 24)
-    longer = repeat_period(small, seed.sequences, instance)
+    longer = repeat_period(small, sequences, instance)
     assert longer is not None
     assert instance.fits(longer)
     check(instance.schedule_of(longer))
-    short, long_ = evaluate(small, seed.sequences), evaluate(instance, longer)
+    short, long_ = evaluate(small, sequences), evaluate(instance, longer)
     assert short is not None
     assert long_ is not None
     assert long_.value <= short.value + 24 * 30 * 1.2
@@ -180,10 +180,10 @@ def test_annealing_beats_the_families_at_half_of_the_memory() -> None:
     family = simulate(pl.schedules.v_min(8, 32, costs=instance.costs), instance.costs)
     assert family.makespan == 2616
     seeds = []
-    for count, seed in enumerate(list_scheduled(instance)):
-        found = evaluate(instance, seed.sequences)
+    for count, (sequences, _) in enumerate(list_scheduled(instance)):
+        found = evaluate(instance, sequences)
         assert found is not None
-        seeds.append((found.value, count, seed.sequences))
+        seeds.append((found.value, count, sequences))
     search = PeriodSearch(instance, Random(0), [(instance, sequences) for _, _, sequences in sorted(seeds)[:3]])
     search.run(lambda: search.work < 400_000)
     assert search.best is not None

@@ -84,11 +84,6 @@ def test_the_same_for_the_same_seed() -> None:
     assert (first.value, first.iterations, first.origin) == (second.value, second.iterations, second.origin)
 
 
-def test_more_moves_are_never_worse_and_do_find_something() -> None:
-    values = [pl.search(6, 12, UNEVEN, 4, iterations=moves).value for moves in (0, 3000)]
-    assert values[1] < values[0]
-
-
 def test_a_reached_bound_is_a_proof_and_ends_the_search() -> None:
     found = pl.search(4, 16, UNEVEN, 8, chunks=2)
     assert found.proved
