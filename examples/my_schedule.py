@@ -1,4 +1,4 @@
-"""A schedule of one's own: `pipeloom schedule examples.my_schedule:eager --ranks 4 --microbatches 8`."""
+"""A schedule of one's own: `pipeloom schedule examples/my_schedule.py:eager --ranks 4 --microbatches 8`."""
 
 from pipeloom import Action, Schedule
 

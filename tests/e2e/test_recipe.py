@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +19,8 @@ PAGE = ROOT / "docs" / "hugging_face.md"
 @pytest.mark.full
 def test_the_recipe_from_a_corpus_to_text_runs_as_it_is_printed(tmp_path: Path) -> None:
     recipe = PAGE.read_text("utf-8").partition("## A recipe, from a corpus to generated text")[2].partition("\n## ")[0]
-    (script,) = re.findall(r"```python\n# make\.py\n(.*?)```", recipe, re.DOTALL)
     (commands,) = re.findall(r"```bash\n(.*?)```", recipe, re.DOTALL)
-    (tmp_path / "make.py").write_text(script, "utf-8")
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

@@ -14,8 +14,8 @@ SUFFIXES = (".csv", ".json")
 
 
 def names_a_file(name: str) -> bool:
-    """Return whether `name` is that of a file, not of a family: it ends in .csv or .json, or has a directory in it."""
-    return name.lower().endswith(SUFFIXES) or "/" in name or Path(name).name != name
+    """Return whether `name` is that of a schedule's file: it ends in .csv or .json, or has a directory in it and no function."""
+    return name.lower().endswith(SUFFIXES) or (".py:" not in name and ("/" in name or Path(name).name != name))
 
 
 def load(path: str | Path) -> Schedule:

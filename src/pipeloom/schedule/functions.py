@@ -39,7 +39,7 @@ def importable_from(folder: str | Path | None) -> Iterator[None]:
 
 def is_function(name: str) -> bool:
     """Return whether `name` is `module:function`, and not a family or a file."""
-    return ":" in name and not name.lower().endswith((".csv", ".json")) and "/" not in name
+    return ":" in name and not name.lower().endswith((".csv", ".json")) and "/" not in _module_name(name)
 
 
 def source_file(name: str) -> str | None:
@@ -48,8 +48,9 @@ def source_file(name: str) -> str | None:
 
 
 def _module_name(name: str) -> str:
-    """Return the module of `module:function`, which may be written as the file `module.py`."""
-    return name.partition(":")[0].removesuffix(".py")
+    """Return the module of `module:function`, which may be written as a file: `folder/module.py`."""
+    module = name.partition(":")[0]
+    return module.removesuffix(".py").replace("/", ".") if module.endswith(".py") else module
 
 
 def user_object(name: str, folder: Path, what: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,7 @@ import torch
 from pipeloom.config import load, load_layout
 from pipeloom.errors import ConfigError, DistributedError, Preempted, ScheduleError
 from pipeloom.train.workers import worker
+from pipeloom.train.workers.context import INTERRUPT, SAVE, STOP, Requests
 from pipeloom.train.workers.launch import Patience, launch
 from pipeloom.train.workers.preflight import usable_devices, worker_threads
 from processes import free_port
@@ -175,6 +177,16 @@ def test_nccl_takes_a_device_for_each_worker() -> None:
     assert [worker.backend_for(devices, 4) for devices in (0, 1, 3, 4, 8)] == ["gloo"] * 3 + ["cpu:gloo,cuda:nccl"] * 2
     assert worker.shared_devices(4, 1).startswith("4 workers share 1 CUDA device: ")
     assert worker.shared_devices(4, 3).startswith("4 workers share 3 CUDA devices: ")
+
+
+@pytest.mark.core
+def test_the_first_signal_that_ends_a_run_decides_how() -> None:
+    both = (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)
+    for signals, flags in zip(both, (SAVE | INTERRUPT, STOP), strict=True):
+        requests = Requests()
+        for number in signals:
+            requests.note(number)
+        assert requests.flags == flags
 
 
 @pytest.mark.core

@@ -262,6 +262,7 @@ def test_a_schedule_of_uneven_microbatches_is_taken_over(tmp_path: Path) -> None
     assert found is not None
     assert found.schedule.codes == schedule.codes
     assert found.costs == costs
+    assert (found.value, found.baseline, found.lower_bound) == (2.0, 3.0, 1.0)
 
 
 def _kept(folder: Path, layout: Layout, text: str) -> Any:
