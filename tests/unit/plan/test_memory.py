@@ -158,7 +158,7 @@ def test_recomputing_parts_lies_between_nothing_and_everything():
     steps = [deep(recompute=part).step.total for part in ("none", "norms", "norms+activation", "full")]
     assert peaks == sorted(peaks, reverse=True)
     assert steps == sorted(steps)
-    assert 0.5 < peaks[2] / peaks[0] < 0.75  # 20 of 34 in SPEC's figure, for another feed-forward width
+    assert 0.5 < peaks[2] / peaks[0] < 0.75  # 20 of 34 in the published figure, for another feed-forward width
 
 
 def test_more_chunks_do_not_save_memory():
