@@ -192,54 +192,20 @@ class Stage:
 
     # -- forward ---------------------------------------------------------------------------------------------------------
 
-    def forward(self, call: ForwardCall, before_layer: Callable[[str], None] | None = None) -> StageOutputs:
+    def forward(
+        self, call: ForwardCall, before_layer: Callable[[str], None] | None = None, *, again: bool = False
+    ) -> StageOutputs:
         """F: return the outputs, attached to the graph; for a route's last stage only the loss, detached.
 
         Args:
             before_layer: called with each layer's name before the layer; for a segmented stage, the caller calls it.
+            again: whether it is run for R, and saves what the backward needs.
         """
         if self.segmented:
-            return run_to_end(self.forward_in_segments(call))
-        record = self._record_of(call) if call.microbatch in call.program.recomputed else None
-        return self._forward(call, before_layer, record)
-
-    def recompute(self, microbatch: int, before_layer: Callable[[str], None] | None = None) -> None:
-        """R: run the forward again from what F has kept, with the same random numbers, and save what the backward needs.
-
-        It leaves no trace in the layers: what counts or averages in a forward does so once.
-        """
-        call, versions, state, (random, on_device) = self._records.pop(microbatch)
-        if versions != _versions(call.values):
-            raise UsageError(
-                f"{self.words} is recomputed, and a layer changes the stage's input in place: work on a copy there "
-                "(inplace=False), or use a schedule without R of this stage"
-            )
-        state.swap_in()
-        try:
-            with torch.random.fork_rng([] if on_device is None else [self._communications.device]):
-                torch.set_rng_state(random)
-                if on_device is not None:
-                    torch.cuda.set_rng_state(on_device, self._communications.device)
-                if self.segmented:
-                    run_to_end(self._forward_in_segments(call, None))
-                else:
-                    self._forward(call, before_layer, None)
-        finally:
-            state.swap_out()
-
-    def _record_of(self, call: ForwardCall) -> ForwardRecord | None:
-        """Return the record that the micro-batch's R needs; None: it has no R."""
-        if call.microbatch not in call.program.recomputed or not torch.is_grad_enabled():
-            return None
-        device = self._communications.device
-        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return ForwardRecord(call, _versions(call.values), StageState(self.modules), (torch.get_rng_state(), on_device))
-
-    def _forward(
-        self, call: ForwardCall, before_layer: Callable[[str], None] | None, record: ForwardRecord | None
-    ) -> StageOutputs:
+            return run_to_end(self.forward_in_segments(call, again=again))
         microbatch, _, _, keywords, program, loss = call
         layers = self.layers
+        record = None if again or microbatch not in program.recomputed else self._record_of(call)
         flight, inputs = self._begin_forward(call, microbatch in program.split, record)
         self._grad_context.queue = flight.queue
         by_position = inputs if not flight.read else inputs[: len(inputs) - flight.read]
@@ -268,20 +234,46 @@ class Stage:
         self._inputs.note_changes(by_position)
         return self._finish_forward(call, flight, inputs, result, names)
 
+    def recompute(self, microbatch: int, before_layer: Callable[[str], None] | None = None) -> None:
+        """R: run the forward again from what F has kept, with the same random numbers, and save what the backward needs.
+
+        It leaves no trace in the layers: what counts or averages in a forward does so once.
+        """
+        call, versions, state, (random, on_device) = self._records.pop(microbatch)
+        if versions != _versions(call.values):
+            raise UsageError(
+                f"{self.words} is recomputed, and a layer changes the stage's input in place: work on a copy there "
+                "(inplace=False), or use a schedule without R of this stage"
+            )
+        state.swap_in()
+        try:
+            with torch.random.fork_rng([] if on_device is None else [self._communications.device]):
+                torch.set_rng_state(random)
+                if on_device is not None:
+                    torch.cuda.set_rng_state(on_device, self._communications.device)
+                self.forward(call, before_layer, again=True)
+        finally:
+            state.swap_out()
+
+    def _record_of(self, call: ForwardCall) -> ForwardRecord | None:
+        """Return the record that the micro-batch's R needs; None: it has no R."""
+        if call.microbatch not in call.program.recomputed or not torch.is_grad_enabled():
+            return None
+        device = self._communications.device
+        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return ForwardRecord(call, _versions(call.values), StageState(self.modules), (torch.get_rng_state(), on_device))
+
     def _arguments(self, at: int, result: Any) -> BoundaryValues:
         """Return the arguments of layer `at`, from the result of the layer before it or from the stage's inputs."""
         if isinstance(result, Tensor):
             return (result,)
         return as_values(result, f"layer {self.layers.names[at - 1]!r}") if at else result
 
-    def forward_in_segments(self, call: ForwardCall) -> Coroutine[StageOutputs]:
+    def forward_in_segments(self, call: ForwardCall, *, again: bool = False) -> Coroutine[StageOutputs]:
         """As `forward`, yielding where it would wait for a communication."""
         if not self.segmented:
-            return self.forward(call)
-        return (yield from self._forward_in_segments(call, self._record_of(call)))
-
-    def _forward_in_segments(self, call: ForwardCall, record: ForwardRecord | None) -> Coroutine[StageOutputs]:
-        program = call.program
+            return self.forward(call, again=again)
+        program, record = call.program, None if again else self._record_of(call)
         groups = split_at_communications(self.layers, call.keywords, call.microbatch in program.in_blocks)
         # A backward with communications computes weight gradients during them, also in a B.
         queues = len(groups) > 1 or call.microbatch in program.split

@@ -135,9 +135,9 @@ def _require_shapes(form: dict[str, Any], source: str) -> None:
     for key, (shape, words) in _SHAPES.items():
         if key not in form:
             if key in _REQUIRED:
-                raise UsageError(f"{source}: the key {key!r} is missing")
+                raise UsageError(f"{source}: the key {key!r:.60} is missing")
         elif not _fits(form[key], shape):
-            raise UsageError(f"{source}: {key} is {form[key]!r:.60}; it must be {words}")
+            raise UsageError(f"{source}: {key} is {form[key]!r:.200}; it must be {words}")
 
 
 def _fits(value: Any, shape: Any) -> bool:

@@ -128,14 +128,14 @@ def test_shapes_alone_give_the_bytes_of_a_run(
     monkeypatch.setattr(module, "MOST_PARAMETERS", 0)
     shapes = layer_bytes(layout)
     monkeypatch.undo()
-    real = module._saved
+    real = module.saved_by
 
     def without_meta(layout: Layout, layer: Layer, x: torch.Tensor, last: bool) -> Any:
         if x.is_meta:
             raise NotImplementedError
         return real(layout, layer, x, last)
 
-    monkeypatch.setattr(module, "_saved", without_meta)
+    monkeypatch.setattr(module, "saved_by", without_meta)
     assert layer_bytes(layout) == shapes
 
 

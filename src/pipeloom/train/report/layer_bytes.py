@@ -60,7 +60,7 @@ def layer_bytes(layout: Layout) -> tuple[LayerBytes, ...]:
         if size not in kinds:
             last = size is sizes[-1]
             try:
-                saved, output = _saved(layout, meta[at], x, last)
+                saved, output = saved_by(layout, meta[at], x, last)
             except (
                 Exception
             ):  # an operation that needs values, or has no implementation on the meta device; or an error
@@ -74,7 +74,7 @@ def layer_bytes(layout: Layout) -> tuple[LayerBytes, ...]:
 
 
 def _saved_on_cpu(layout: Layout, layer: Layer, x: Tensor, at: int, last: bool) -> tuple[float, Tensor]:
-    """Return the result of `_saved` from a run on the CPU, where a long sequence is shortened and the bytes are scaled."""
+    """Return the result of `saved_by` from a run on the CPU, where a long sequence is shortened and the bytes are scaled."""
     model, (rows, seq_len) = layout.config.model, x.shape[:2]
     parameters, tokens = layer_sizes(model, seq_len)[at].parameters, seq_len
     if parameters > MOST_PARAMETERS:
@@ -89,7 +89,7 @@ def _saved_on_cpu(layout: Layout, layer: Layer, x: Tensor, at: int, last: bool) 
     else:
         short = torch.randint(0, model.vocab_size, (rows, tokens), generator=generator)
     try:
-        saved, output = _saved(layout, layer, short, last)
+        saved, output = saved_by(layout, layer, short, last)
     except PipeloomError:
         raise
     except Exception as error:  # of a foreign model whose configuration contradicts itself, or of a class of the user's
@@ -98,7 +98,7 @@ def _saved_on_cpu(layout: Layout, layer: Layer, x: Tensor, at: int, last: bool) 
     return saved * seq_len / tokens, output.new_empty(rows, seq_len, *output.shape[2:], device="meta")
 
 
-def _saved(layout: Layout, layer: Layer, x: Tensor, last: bool) -> tuple[float, Tensor]:
+def saved_by(layout: Layout, layer: Layer, x: Tensor, last: bool) -> tuple[float, Tensor]:
     """Build a layer on the device of `x`; return the bytes that its forward (and the loss of the last) saves, and its output."""
     module: nn.Module = layer().to(x.device)
     module.train()

@@ -85,7 +85,7 @@ def test_what_is_not_ours_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert words in capsys.readouterr().err
         assert not (tmp_path / "new").exists()
     assert command("import", "--format", "zip", path, tmp_path / "new") == 2
-    assert "hf (transformers) or dcp" in capsys.readouterr().err
+    assert "'zip' is not one of 'hf', 'dcp'" in capsys.readouterr().err
 
 
 def test_a_refused_import_leaves_nothing(tmp_path: Path) -> None:
