@@ -14,6 +14,7 @@ import json
 from itertools import combinations
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 from pipeloom.plan import OFFERED, RUNTIMES, PlannedLayout, Planner, PlanRequest, load_device, load_model, search
 from pipeloom.plan.model import ModelShape, from_config
@@ -22,7 +23,7 @@ HERE = Path(__file__).parent
 GIB = 2**30
 
 
-def rows() -> list[dict]:
+def rows() -> list[dict[str, Any]]:
     """The published rows, each with its model's shape."""
     data = json.loads((HERE / "measured.json").read_text())
     return [
@@ -31,7 +32,7 @@ def rows() -> list[dict]:
     ]
 
 
-def layout_of(row: dict) -> PlannedLayout:
+def layout_of(row: dict[str, Any]) -> PlannedLayout:
     """The row's layout; Megatron cuts blocks evenly and pads experts to their capacity."""
     axes = {axis: row[axis] for axis in ("tp", "cp", "pp", "dp", "ep", "seq")}
     return PlannedLayout(**axes, m=row["microbatches"], cut="even", capacity=1.0 if row["shape"].experts else 0.0)
