@@ -45,6 +45,7 @@ EXCEPTIONS = {
     "unit/runtime/test_send_buffers.py::test_a_sent_tensor_lives": "collects garbage",
     "unit/train/test_garbage.py": "collects garbage",
     "unit/schedule/test_docs.py": "prints the tables of a page",
+    "e2e/test_pages.py::test_the_blocks_of_a_page_run_in_order": "all commands of a page",
 }
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

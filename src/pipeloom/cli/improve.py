@@ -15,6 +15,7 @@ from pipeloom.cli.options import flag, with_options
 from pipeloom.cli.output import JSON_HELP, aligned, write
 from pipeloom.cli.show import Study, layers_of, steps_of
 from pipeloom.errors import PipeloomError
+from pipeloom.limits import newest_run
 
 if TYPE_CHECKING:
     from pipeloom.schedule import Costs, Schedule
@@ -58,7 +59,7 @@ def command(
         Path,
         typer.Argument(
             metavar="TRACE",
-            help="A Chrome or Kineto trace, a folder of them, a CSV with durations, or the folder of a run.",
+            help="A Chrome or Kineto trace, a folder of them, a CSV with durations, or a run or a folder of runs (the newest).",
         ),
     ],
     options: ImproveFlags,
@@ -72,6 +73,7 @@ def command(
     """
     from pipeloom.traces.measured import predict
 
+    trace = newest_run(trace) or trace
     steps, memory, notes = steps_of(trace)
     study = Study(steps, predict(steps), (), layers_of(trace, steps), memory, notes)
     now, changes = compare(study, options.memory, options.time_limit)

@@ -42,15 +42,15 @@ def traced(rank: int, name: str, folder: Path) -> None:
 
     step()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        step()
-        step()
+        for _ in range(3):
+            step()
     profiled.export_chrome_trace(str(folder / f"rank{rank}.json"))
 
 
 def test_the_schedule_of_torch_s_1f1b_is_found(tmp_path: Path) -> None:
     run_ranks(traced, RANKS, "Schedule1F1B", tmp_path)
     found = chrome.read(tmp_path)
-    assert len(found.timelines) == 2
+    assert len(found.timelines) >= 2  # under load a step at an end of the profile may lack an event
     for timeline in found.timelines:
         assert timeline.schedule.programs == pl.schedules.one_f_one_b(RANKS, MICROBATCHES).programs
         assert 0 < timeline.makespan < 10

@@ -323,10 +323,10 @@ def test_only_what_our_decoder_computes_becomes_it(changes: dict[str, Any], own:
     [
         (
             {"parallel.tp": 2},
-            r"parallel\.tp = 2: .* own decoder only, and model\.source names another model; nearest: 1",
+            r"parallel\.tp = 2: it applies to Pipeloom's own decoder only, not to model\.source; nearest: 1",
         ),
         ({"parallel.dp": 2, "parallel.ep": 2}, r"parallel\.ep = 2: it applies to Pipeloom's own decoder only"),
-        ({"model.hidden_size": 64}, r"model\.hidden_size = 64: the model of model\.source"),
+        ({"model.hidden_size": 64}, r'model\.hidden_size = 64: model\.source = ".*" sets it; leave it out'),
         ({"model.source": "/nowhere"}, r"config\.json cannot be read"),
     ],
 )
