@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -147,14 +148,8 @@ def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None) -> 
     return "\n".join(
         line
         for name, keys in sections.items()
-        for line in (f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in keys.items()), "")
+        for line in (f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items()), "")
     )
-
-
-def _toml(value: object) -> str:
-    import json
-
-    return json.dumps(value)
 
 
 def _sizes(shape: ModelShape) -> dict[str, object]:

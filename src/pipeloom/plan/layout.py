@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate, pairwise
 
-from pipeloom.errors import UsageError, did_you_mean
+from pipeloom.errors import UsageError, did_you_mean, divisors
 from pipeloom.plan.blocks import PARTS
 from pipeloom.plan.model import ModelShape
 from pipeloom.schedule import Schedule
@@ -131,7 +131,7 @@ def problems(shape: ModelShape, layout: PlannedLayout) -> list[str]:
 
     def divides(key: str, size: int, total: int, what: str) -> None:
         if total % size:
-            nearest = max(each for each in range(1, size) if total % each == 0)
+            nearest = max(each for each in divisors(total) if each < size)
             reasons.append(f"{key}={size} does not divide the {total} {what}; nearest: {key}={nearest}")
 
     divides("tp", layout.tp, shape.heads, "attention heads")
@@ -154,7 +154,7 @@ def problems(shape: ModelShape, layout: PlannedLayout) -> list[str]:
     return reasons
 
 
-def spans(layout: PlannedLayout, schedule: Schedule, stage_layers: list[int]) -> list[tuple[int, int]]:
+def spans(schedule: Schedule, stage_layers: list[int]) -> list[tuple[int, int]]:
     """Stage -> (its first layer, the layer behind its last)."""
     ends = list(pairwise([0, *accumulate(stage_layers)]))
     return [ends[position] for position in schedule.position_of]

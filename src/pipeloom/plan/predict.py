@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -70,12 +71,16 @@ class Planner:
             fewest, more = divmod(len(layers) - 2, positions)
             blocks = [fewest + (at < more) for at in range(positions)]
             return tuple(count + (at == 0) + (at == positions - 1) for at, count in enumerate(blocks))
-        known: dict[int, int] = {}
-        for layer in layers:
-            if id(layer) not in known:
-                times = stage_times([layer], layout, self.runtime, self.device, links)
-                known[id(layer)] = round(1e9 * times.total)
-        return tuple(balance([known[id(layer)] for layer in layers], positions))
+        return balanced(self.seconds(layers, layout, links), positions)
+
+    def seconds(self, layers: list[LayerOps], layout: PlannedLayout, links: AxisRates) -> list[float]:
+        """Layer -> seconds of one micro-batch; those of the same object are computed once."""
+        distinct = {id(layer): layer for layer in layers}
+        times = {key: self._times([layer], layout, links).total for key, layer in distinct.items()}
+        return [times[id(layer)] for layer in layers]
+
+    def _times(self, layers: list[LayerOps], layout: PlannedLayout, links: AxisRates) -> StageSeconds:
+        return stage_times(layers, layout, self.runtime, self.device, links)
 
     def predict(self, layout: PlannedLayout) -> LayoutCosts:
         """The costs of `layout`. Raises UsageError for one that the model, or its schedule's family, does not allow."""
@@ -88,10 +93,10 @@ class Planner:
             raise UsageError(
                 f"stages={list(stages)}: they must be {schedule.positions} stages of {len(layers)} layers in all"
             )
-        of_stage = spans(layout, schedule, list(stages))
+        of_stage = spans(schedule, list(stages))
         times: dict[tuple[int, int], StageSeconds] = {}
         for span in set(of_stage):
-            times[span] = stage_times([layers[at] for at in range(*span)], layout, self.runtime, self.device, links)
+            times[span] = self._times(layers[slice(*span)], layout, links)
         memory = rank_memory(layers, of_stage, layout, schedule, self.runtime)
         makespan, busy = _pipeline(layout, costs([times[span] for span in of_stage], layout, self.shape.hidden, links))
         slowest = (0.0, 0.0)
@@ -112,9 +117,9 @@ class Planner:
         stages does too.
         """
         schedule, layers, links = built(layout), self.layers(layout), AxisRates.of(layout, self.device)
-        of_stage = spans(layout, schedule, list(self.cut(layout, layers, links, schedule.positions)))
-        stages = [[layers[at] for at in range(*span)] for span in of_stage]
-        times = [stage_times(each, layout, self.runtime, self.device, links) for each in stages]
+        of_stage = spans(schedule, list(self.cut(layout, layers, links, schedule.positions)))
+        stages = [layers[slice(*span)] for span in of_stage]
+        times = [self._times(each, layout, links) for each in stages]
         memory = [stage_memory(each) for each in stages]
         ranks = rank_memory(layers, of_stage, layout, schedule, self.runtime)
         standing = {"params": [0.0] * len(stages), "grads": [0.0] * len(stages), "optimizer": [0.0] * len(stages)}
@@ -137,6 +142,11 @@ class Planner:
         reference = self.predict(replace(prediction.layout, m=microbatches))
         factor = seconds / reference.step.total
         return replace(prediction, step=prediction.step.scaled(factor), tokens=prediction.tokens / factor)
+
+
+def balanced(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
+    """The number of layers of each stage, with the longest stage as short as possible."""
+    return tuple(balance([round(1e9 * each) for each in seconds], stages))
 
 
 # Actions from which a step is extrapolated: in the steady state its time is linear in the micro-batches.

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeloom.config.stages import balance
-from pipeloom.errors import UsageError
+from pipeloom.errors import UsageError, divisors
 from pipeloom.plan.blocks import LayerOps
 from pipeloom.plan.layout import PlannedLayout, problems
 from pipeloom.plan.memory import state_bytes
-from pipeloom.plan.predict import LayoutCosts, Planner
-from pipeloom.plan.time import HOST, AxisRates, gathers_by_microbatch, stage_times, state_seconds
+from pipeloom.plan.predict import LayoutCosts, Planner, balanced
+from pipeloom.plan.time import HOST, AxisRates, gathers_by_microbatch, state_seconds
+from pipeloom.schedule.placement import named
 
 RECOMPUTED = ("none", "norms+activation", "full")
 # Family -> its numbers of chunks that are tried; those that need a multiple of the ranks in micro-batches.
@@ -88,7 +88,7 @@ class LayoutPlan:
 
     @property
     def pareto(self) -> list[LayoutCosts]:
-        """Those of which no other one is as fast with as little memory, the fastest first."""
+        """The predictions of which no other one is as fast with as little memory, the fastest first."""
         frontier: list[LayoutCosts] = []
         for each in self.predictions:
             if all(each.peak < other.peak for other in frontier):
@@ -127,10 +127,6 @@ def _powers(most: int) -> list[int]:
     return [1 << n for n in range(most.bit_length()) if 1 << n <= most]
 
 
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
-
-
 def _spreads(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
     """Every size of the axes that uses all devices, with every size of a micro-batch and what may be recomputed."""
     shape, device = planner.shape, planner.device
@@ -138,7 +134,7 @@ def _spreads(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
         for cp in _powers(max(1, min(16, request.seq // 4096)) if request.context_parallel else 1):
             if request.devices % (tp * cp):
                 continue
-            for pp in _divisors(request.devices // (tp * cp)):
+            for pp in divisors(request.devices // (tp * cp)):
                 dp = request.devices // (tp * cp * pp)
                 if pp > shape.layers or request.sequences % dp:
                     continue
@@ -214,20 +210,13 @@ class _Sums:
     @classmethod
     def of(cls, planner: Planner, layout: PlannedLayout, links: AxisRates) -> _Sums:
         layers = planner.layers(layout)
-        times: dict[int, float] = {}
-        for layer in layers:
-            if id(layer) not in times:
-                times[id(layer)] = stage_times([layer], layout, planner.runtime, planner.device, links).total
-        return cls(layers, tuple(times[id(layer)] for layer in layers))
+        return cls(layers, tuple(planner.seconds(layers, layout, links)))
 
     def cut(self, ranks: int, chunks: int, *, vee: bool) -> _Cut:
         """The layers in balanced stages, and these on ranks: in a loop, or back and forth."""
-        of_stage = balance([round(1e9 * each) for each in self.seconds], ranks * chunks)
+        of_stage = balanced(self.seconds, ranks * chunks)
         sums, start = [[0.0] * 4 for _ in range(ranks)], 0
-        for stage, count in enumerate(of_stage):
-            rank = stage % ranks
-            if vee and stage // ranks % 2:
-                rank = ranks - 1 - rank
+        for rank, count in zip(named("vee" if vee else "loop", ranks, chunks), of_stage, strict=True):
             for at in range(start, start + count):
                 layer = self.layers[at]
                 for field_, value in enumerate((self.seconds[at], layer.saved, *layer.parameters)):
