@@ -27,6 +27,8 @@ from pipeloom.plan.export import layout_string, megatron, run_toml, torch_csv, t
 from pipeloom.plan.layout import problems
 from pipeloom.plan.model import from_config
 from pipeloom.plan.report import advice, neighbours, reason, what_if
+from pipeloom.plan.search import _Sums
+from pipeloom.plan.time import AxisRates
 from pipeloom.schedule.csv_form import from_csv
 
 H100 = load_device("h100")
@@ -266,3 +268,15 @@ def test_other_systems_read_the_same_layout():
     assert from_csv(torch_csv(prediction)).codes == prediction.layout.built().codes
     with pytest.raises(UsageError, match="no schedule 'zbv'; nearest: interleaved"):
         megatron(planner().predict(PlannedLayout(pp=2, v=2, m=4, schedule="zbv")))
+
+
+def test_an_estimate_places_stages_as_the_schedule_does():
+    """Under zbv the first rank holds the first and the last stage, so both ends of the model are on it."""
+    layout = PlannedLayout(pp=4, v=2, m=16, schedule="zbv", seq=2048)
+    links = AxisRates.of(layout, H100)
+    sums = _Sums.of(planner(runtime="pipeloom"), layout, links)
+    vee, loop = (sums.cut(4, 2, vee=each) for each in (True, False))
+    ends = 2 * 128256 * 4096
+    assert vee.ranks[0].shared > ends
+    assert max(rank.shared for rank in loop.ranks) < vee.ranks[0].shared
+    assert vee.ranks[0].shared == max(rank.shared for rank in vee.ranks)

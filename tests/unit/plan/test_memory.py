@@ -14,6 +14,7 @@ from pipeloom.plan import RUNTIMES, PlannedLayout, Planner, load_device, load_mo
 from pipeloom.plan.blocks import LayerOps, Op, Split, layers_of
 from pipeloom.plan.memory import StageMemory, peak, stage_memory, state_bytes
 from pipeloom.plan.model import from_config, presets
+from pipeloom.plan.time import AxisRates, stage_times
 from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.families import build
 
@@ -173,3 +174,23 @@ def test_experts_keep_what_is_routed_whatever_ep_is():
     assert one.parameters[1] == 8 * eight.parameters[1]
     padded = layers_of(shape, Split(RUNTIMES["megatron"], 4096, 4096, ep=8, capacity=2.0))[1]
     assert padded.tensors["dispatched"] == 2 * eight.tensors["dispatched"]
+
+
+def test_experts_send_what_leaves_their_rank():
+    shape = load_model("mixtral-8x7b")
+    blocks = [layers_of(shape, Split(RUNTIMES["megatron"], 4096, 4096, ep=ep))[1] for ep in (1, 2, 8)]
+    sent = [sum(op.ep_bytes for op in block.ops) for block in blocks]
+    whole = 2 * 4096 * 2 * shape.hidden * 2  # there and back, two experts a token, bf16
+    assert sent == [0, whole / 2, whole * 7 / 8]
+
+
+def test_sharded_weights_are_gathered_twice_and_their_gradients_sent_once():
+    shape, device = load_model("llama3-8b"), load_device("h100")
+    slow = Planner(shape, replace(device, link=1e7, network=1e7), RUNTIMES["megatron"])
+    layout = PlannedLayout(dp=2, m=2, seq=128, zero=3)
+    layers = slow.layers(layout)
+    links = AxisRates.of(layout, slow.device)
+    times = stage_times(layers[1:2], layout, slow.runtime, slow.device, links)
+    gather = 2 * sum(layers[1].parameters) / 2 / links.dp
+    assert times.forward == pytest.approx(gather, rel=1e-3)
+    assert times.input_grad + times.weight_grad == pytest.approx(3 * gather, rel=1e-3)
