@@ -44,12 +44,13 @@ class Gap(NamedTuple):
     at: int
 
 
-CommunicationKind = Literal["p2p", "tp", "dp", "all-to-all"]
+CommunicationKind = Literal["p2p", "tp", "cp", "dp", "all-to-all"]
 COMMUNICATIONS: tuple[CommunicationKind, ...] = get_args(CommunicationKind)
 """Kinds of communication.
 
 - p2p: messages between stages, and the gradients of weights that several pipeline ranks hold.
 - tp: collectives of tensor-parallel ranks.
+- cp: keys and values that context-parallel ranks exchange, and their gradients.
 - dp: gradients summed over the replicas, and weights that other replicas have stepped.
 - all-to-all: tokens and their gradients between expert-parallel ranks, and the counts of them.
 """
