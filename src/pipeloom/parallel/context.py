@@ -33,7 +33,7 @@ from pipeloom.parallel.mesh import Axis
 Exchange = Literal["gather", "ring"]
 
 
-class Block(NamedTuple):
+class AttentionBlock(NamedTuple):
     """Attention of some queries of a batch row to some keys.
 
     Attributes:
@@ -93,7 +93,7 @@ class ContextParallel:
         """Return the sum over the ranks, detached."""
         return replace(start_all_reduce(values.detach().clone(), self.axis), kind="cp").wait()
 
-    def _blocks(self, rows: slice, documents: Sequence[int], length: int) -> Iterator[Block]:
+    def _blocks(self, rows: slice, documents: Sequence[int], length: int) -> Iterator[AttentionBlock]:
         """Yield, for documents that begin at these tokens, each range of queries to itself and to the keys before it."""
         held = 0
         for start, end in self.pieces(length):
@@ -103,9 +103,9 @@ class ContextParallel:
                 if first >= last:
                     continue
                 queries = held + first - start, held + last - start
-                yield Block(rows, *queries, first, last, True)
+                yield AttentionBlock(rows, *queries, first, last, True)
                 if begin < first:
-                    yield Block(rows, *queries, begin, first, False)
+                    yield AttentionBlock(rows, *queries, begin, first, False)
             held += end - start
 
 
@@ -131,7 +131,7 @@ class _Keys:
     def __init__(self, held: Tensor, ranges: Sequence[tuple[int, int]]) -> None:
         self.held, self._ranges = held, ranges
 
-    def inside(self, block: Block) -> Iterator[tuple[Block, int]]:
+    def inside(self, block: AttentionBlock) -> Iterator[tuple[AttentionBlock, int]]:
         """Yield the parts of a block whose keys are here, each with the place of its first key in `held`."""
         before = 0
         for start, end in self._ranges:
@@ -244,13 +244,13 @@ def _exchange(context: ContextParallel, key: Tensor, value: Tensor) -> _Gathered
     return (_Gathered if context.exchange == "gather" else _Ring)(context, torch.stack((key, value)))
 
 
-def _here(blocks: Sequence[Block], keys: _Keys) -> Iterator[tuple[Block, int]]:
+def _here(blocks: Sequence[AttentionBlock], keys: _Keys) -> Iterator[tuple[AttentionBlock, int]]:
     """Yield the parts of all blocks whose keys are here."""
     for block in blocks:
         yield from keys.inside(block)
 
 
-def _operands(block: Block, at: int, query: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _operands(block: AttentionBlock, at: int, query: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values of a block, with as many heads each; its first key is at `at` in `held`."""
     q = query[block.rows, :, block.first : block.last]
     k, v = (each[block.rows, :, at : at + block.end - block.start] for each in held)
