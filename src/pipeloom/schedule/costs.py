@@ -20,7 +20,7 @@ LARGEST_COST = (
 TIME_TOLERANCE = 1e-9
 """Times and amounts of memory that differ by less count as equal: rounding makes sums depend on their order."""
 
-DEVICE, HOST = "device", "host"
+DEVICE, HOST_MEMORY = "device", "host"
 """The pools of a rank's device and of its host's memory; pools are where bytes are."""
 
 PerStage = float | tuple[float, ...]

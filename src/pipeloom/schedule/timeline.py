@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pipeloom.errors import UsageError
 from pipeloom.schedule.actions import COMPUTE, KEPT, ON_HOST, OUTPUT, PENDING, SAVED, WEIGHT_GRADIENT, kind_of
-from pipeloom.schedule.costs import DEVICE, HOST, Costs, PairTimes
+from pipeloom.schedule.costs import DEVICE, HOST_MEMORY, Costs, PairTimes
 from pipeloom.schedule.graph import EntryWait, Graph, entry_waits
 from pipeloom.schedule.model import Schedule, parts
 
@@ -292,7 +292,7 @@ class Timeline:
         """
         costs, schedule = self.costs, self.schedule
         moving = {value for kind in schedule.kinds for value in (*kind.makes, *kind.frees)}
-        copied = {HOST: {ON_HOST: costs.saved(schedule.stages)}} if ON_HOST in moving else {}
+        copied = {HOST_MEMORY: {ON_HOST: costs.saved(schedule.stages)}} if ON_HOST in moving else {}
         curves = {}
         for pool in sorted({DEVICE, *copied, *dict(costs.pools).values()}) if costs.bytes else ():
             sizes = costs.bytes_in(pool, schedule.stages) | copied.get(pool, {})
