@@ -109,12 +109,6 @@ def test_a_layer_that_takes_any_keyword_takes_it() -> None:
 X, Y = batch(4)
 
 
-def test_both_pipelines_have_the_same_public_names() -> None:
-    """A training loop that was written for one runs with the other."""
-    names, local = ({name for name in dir(kind) if not name.startswith("_")} for kind in (Pipeline, LocalPipeline))
-    assert names == local
-
-
 def test_the_share_of_a_local_pipeline_is_the_whole_loss() -> None:
     """DualPipe computes the loss on two ranks."""
     pipeline = LocalPipeline(layers(), S.dualpipe(2, 4), loss=mse)
