@@ -136,8 +136,8 @@ class Costs:
         amounts = dict(self.bytes)
         if SAVED in amounts:
             return self._spread(f"bytes[{SAVED!r}]", amounts[SAVED], stages)
-        activation, kept = (self.per_stage(name, stages) for name in ("activation", "kept"))
-        return tuple((1 - share) * size for share, size in zip(kept, activation, strict=True))
+        sizes = zip(*(self.per_stage(name, stages) for name in ("kept", "activation")), strict=True)
+        return tuple((1 - share) * size for share, size in sizes)
 
     def _spread(self, name: str, value: Any, stages: int) -> tuple[float, ...]:
         if not isinstance(value, tuple):
