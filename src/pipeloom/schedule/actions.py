@@ -6,6 +6,7 @@ graph, the text forms, the drawings and the executor. `register_kind` adds your 
 The text of a cell is the one that `torch.distributed.pipelining` reads and writes, `0F0`, `3I2`, `3W2`, `3B2`,
 `(0F5;3B1)OVERLAP_F_B`, and for recomputation `2R0`, the block `(2R0;2B0)`, and that block in a pair, `(0F5;2R0;2B0)OVERLAP_F_B`.
 An action of a part of a value names the part behind its micro-batch: `2R0:norms`, or `2R0:1/4` for the first of four equal parts.
+`2O0` copies what is saved to host memory, `2L0` back.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ KEPT, SAVED, PENDING = "kept", "saved", "pending"
 """Values that a stage holds for a micro-batch: what a recomputation needs (inputs, random state), what a backward needs beyond
 it, and what W needs after I."""
 
-COMPUTE = "compute"
-"""The queue of computation. Every other queue of a rank runs beside it."""
+ON_HOST = "saved on the host"
+"""The copy in host memory of what is saved."""
+
+COMPUTE, COPY_OUT, COPY_IN = "compute", "out", "in"
+"""The queue of computation, and those of copies to host memory and back. Other queues of a rank run beside computation."""
 
 
 def whole_of(value: str) -> str:
@@ -229,6 +233,8 @@ _KINDS = _Kinds(
             colour=(110.0, 0.11, 0.02),
             fuses=("R", "I"),
         ),
+        Kind("O", "copy to the host", (Need(SAVED),), (ON_HOST,), (SAVED,), COPY_OUT, "copy", (150.0, 0.09, -0.02)),
+        Kind("L", "copy from the host", (Need(ON_HOST),), (SAVED,), (ON_HOST,), COPY_IN, "copy", (150.0, 0.09, 0.10)),
     )
 )
 BASIC_KINDS = 4
@@ -250,7 +256,7 @@ def kind_of(letter: str) -> Kind:
 
 @lru_cache(maxsize=MOST_KINDS)
 def kind_number(letter: str) -> int:
-    """The number of the kind called `letter` in integer codes: F 0, B 1, I 2, W 3, R 4, RB 5, RI 6, then others as they come."""
+    """The number of the kind called `letter` in integer codes: F 0, B 1, I 2, W 3, R, RB, RI, O, L 8, then others."""
     kind = kind_of(letter)  # adds one of a part, before the kinds are listed
     return list(_KINDS).index(kind.letter)
 
@@ -263,6 +269,7 @@ TIMES = (
     "recompute",
     "recompute_backward",
     "recompute_input_grad",
+    "copy",
 )
 """The names that `Kind.time` may have."""
 

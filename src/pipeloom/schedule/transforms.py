@@ -19,6 +19,7 @@ from pipeloom.schedule.actions import PART, Action, Cell, kind_number, kind_of
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
 from pipeloom.schedule.model import Program, Schedule, of_schedule, parts
+from pipeloom.schedule.offload import offload
 from pipeloom.schedule.simulate import simulate
 
 # The share of a weight gradient's time that a wait must have before one is computed in it. 1: it delays nothing; 0: it is
@@ -359,7 +360,7 @@ def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
         microbatches=schedule.microbatches,
         name=schedule.name,
         options=dict(schedule.options),
-    )
+    ).with_slots({value: count * pieces for value, count in schedule.slots})
 
 
 @of_schedule
@@ -444,6 +445,10 @@ TRANSFORMS: dict[str, NamedTransform] = {
         ),
         "block, whole, or the name of a part such as norms",
         takes_word=True,
+    ),
+    "offload": NamedTransform(
+        "what forwards save copied to host memory, and back in time for their backwards",
+        lambda schedule, number, costs: offload(schedule, costs),
     ),
     "cut-stages": NamedTransform(
         "every stage cut into N",
