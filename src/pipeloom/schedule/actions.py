@@ -5,6 +5,7 @@ graph, the text forms, the drawings and the executor. `register_kind` adds your 
 
 The text of a cell is the one that `torch.distributed.pipelining` reads and writes, `0F0`, `3I2`, `3W2`, `3B2`,
 `(0F5;3B1)OVERLAP_F_B`, and for recomputation `2R0`, the block `(2R0;2B0)`, and that block in a pair, `(0F5;2R0;2B0)OVERLAP_F_B`.
+`2O0` copies what is saved to host memory, `2L0` back.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ KEPT, SAVED, PENDING = "kept", "saved", "pending"
 """Values that a stage holds for a micro-batch: what a recomputation needs (inputs, random state), what a backward needs beyond
 it, and what W needs after I."""
 
-COMPUTE = "compute"
-"""The queue of computation. Every other queue of a rank runs beside it."""
+ON_HOST = "saved on the host"
+"""The copy in host memory of what is saved."""
+
+COMPUTE, COPY_OUT, COPY_IN = "compute", "out", "in"
+"""The queue of computation, and those of copies to host memory and back. Other queues of a rank run beside computation."""
 
 
 class Need(NamedTuple):
@@ -167,6 +171,8 @@ _KINDS: dict[str, Kind] = {
             colour=(110.0, 0.11, 0.02),
             fuses=("R", "I"),
         ),
+        Kind("O", "copy to the host", (Need(SAVED),), (ON_HOST,), (SAVED,), COPY_OUT, "copy", (150.0, 0.09, -0.02)),
+        Kind("L", "copy from the host", (Need(ON_HOST),), (SAVED,), (ON_HOST,), COPY_IN, "copy", (150.0, 0.09, 0.10)),
     )
 }
 BASIC_KINDS = 4
@@ -188,7 +194,7 @@ def kind_of(letter: str) -> Kind:
 
 @lru_cache(maxsize=MOST_KINDS)
 def kind_number(letter: str) -> int:
-    """The number of the kind called `letter` in integer codes: F 0, B 1, I 2, W 3, R 4, RB 5, RI 6, then registered ones."""
+    """The number of the kind called `letter` in integer codes: F 0, B 1, I 2, W 3, R, RB, RI, O, L 8, then registered ones."""
     return list(_KINDS).index(letter)
 
 
@@ -200,6 +206,7 @@ TIMES = (
     "recompute",
     "recompute_backward",
     "recompute_input_grad",
+    "copy",
 )
 """The names that `Kind.time` may have."""
 

@@ -20,8 +20,8 @@ LARGEST_COST = (
 TIME_TOLERANCE = 1e-9
 """Times and amounts of memory that differ by less count as equal: rounding makes sums depend on their order."""
 
-DEVICE = "device"
-"""The pool of a rank's device; pools are where bytes are."""
+DEVICE, HOST_MEMORY = "device", "host"
+"""The pools of a rank's device and of its host's memory; pools are where bytes are."""
 
 PerStage = float | tuple[float, ...]
 PerLink = float | tuple[tuple[float, ...], ...]
@@ -56,6 +56,8 @@ class Costs:
             values that registered kinds make, and `"layer"`: the most that one layer saves, which a block (R;B) holds. Any other
             name, such as `"params"`, `"grads"` or `"optimizer"`, is there for the whole step.
         pools: {name: pool} of the bytes that are not in the pool "device".
+        host_bandwidth: of the copies O and L to host memory and back, each way: a copy takes bytes["saved"] / host_bandwidth, or
+            without bytes the part of `activation` beyond `kept` / host_bandwidth.
 
     Raises:
         UsageError: a value that is negative, not finite, or of a shape that its field does not accept.
@@ -79,6 +81,7 @@ class Costs:
     tensors: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
     bytes: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = ()
     pools: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
+    host_bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _sizes("tensors", self.tensors, (0,)))
@@ -95,13 +98,14 @@ class Costs:
                 raise ArgumentError(spec.name, f" is {value!r:.200}; it must be {_SHAPES.get(spec.name, _PER_STAGE)}")
             object.__setattr__(self, spec.name, value)
             for number in _numbers(value):
-                finite = math.isfinite(number) or (spec.name == "bandwidth" and number == math.inf)
+                finite = math.isfinite(number) or (spec.name in _BANDWIDTHS and number == math.inf)
                 if not finite or number < 0:
                     raise ArgumentError(spec.name, f" is {number}; a cost is a finite number of at least 0")
-                if number > LARGEST_COST and spec.name != "bandwidth":
+                if number > LARGEST_COST and spec.name not in _BANDWIDTHS:
                     raise ArgumentError(spec.name, f" is {number:g}; the largest cost is {LARGEST_COST:g}")
-        if self.bandwidth == 0:
-            raise ArgumentError("bandwidth", " is 0; it must be above 0")
+        for name in _BANDWIDTHS:
+            if getattr(self, name) == 0:
+                raise ArgumentError(name, " is 0; it must be above 0")
         for name in ("held", "kept", "all_to_all"):
             if any(share > 1 for share in _numbers(getattr(self, name))):
                 raise ArgumentError(name, f" is {getattr(self, name)}; it is a share between 0 and 1")
@@ -126,6 +130,14 @@ class Costs:
         places, amounts = dict(self.pools), dict(self.bytes)
         names = [name for name in amounts if places.get(name, DEVICE) == pool]
         return {name: self._spread(f"bytes[{name!r}]", amounts[name], stages) for name in names}
+
+    def saved(self, stages: int) -> tuple[float, ...]:
+        """Return the bytes that one micro-batch saves on each stage; without bytes, the part of `activation` beyond `kept`."""
+        amounts = dict(self.bytes)
+        if SAVED in amounts:
+            return self._spread(f"bytes[{SAVED!r}]", amounts[SAVED], stages)
+        sizes = zip(*(self.per_stage(name, stages) for name in ("kept", "activation")), strict=True)
+        return tuple((1 - share) * size for share, size in sizes)
 
     def _spread(self, name: str, value: Any, stages: int) -> tuple[float, ...]:
         if not isinstance(value, tuple):
@@ -211,6 +223,7 @@ class StageCosts:
     recompute: tuple[float, ...]
     recompute_backward: tuple[float, ...]
     recompute_input_grad: tuple[float, ...]
+    copy: tuple[float, ...]
 
     @classmethod
     def of(cls, costs: Costs, stages: int) -> StageCosts:
@@ -225,7 +238,9 @@ class StageCosts:
         )
         backward = spread("backward", total(input_grad, weight_grad))
         again = spread("recompute", forward)
-        return cls(forward, input_grad, weight_grad, backward, again, total(again, backward), total(again, input_grad))
+        blocks = total(again, backward), total(again, input_grad)
+        copy = tuple(size / costs.host_bandwidth for size in costs.saved(stages))
+        return cls(forward, input_grad, weight_grad, backward, again, *blocks, copy)
 
 
 @dataclass(frozen=True)
@@ -333,14 +348,17 @@ _SHAPES = {
     "p2p": "a number, or a matrix p2p[source][destination]",
     "message": "a number",
     "bandwidth": "a number",
+    "host_bandwidth": "a number",
     "pair": f"{_PER_STAGE}, or a matrix pair[stage of forward][stage of backward]",
     "pair_split": f"{_PER_STAGE}, or a matrix pair_split[stage of forward][stage of backward]",
     "microbatch": "a tuple with one number for each micro-batch",
 }
+_BANDWIDTHS = ("bandwidth", "host_bandwidth")
 _DEPTHS = {
     "p2p": (0, 2),
     "message": (0,),
     "bandwidth": (0,),
+    "host_bandwidth": (0,),
     "pair": (0, 1, 2),
     "pair_split": (0, 1, 2),
     "microbatch": (1,),

@@ -17,6 +17,7 @@ from pipeloom.schedule.actions import Action, Cell, kind_number, kind_of
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
 from pipeloom.schedule.model import Program, Schedule, of_schedule, parts
+from pipeloom.schedule.offload import offload
 from pipeloom.schedule.simulate import simulate
 
 # The share of a weight gradient's time that a wait must have before one is computed in it. 1: it delays nothing; 0: it is
@@ -342,7 +343,7 @@ def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
         microbatches=schedule.microbatches,
         name=schedule.name,
         options=dict(schedule.options),
-    )
+    ).with_slots({value: count * pieces for value, count in schedule.slots})
 
 
 @of_schedule
@@ -424,6 +425,10 @@ TRANSFORMS: dict[str, NamedTransform] = {
         lambda schedule, number, costs: recompute(schedule, whole=number == 1),
         "block or whole",
         choices=("block", "whole"),
+    ),
+    "offload": NamedTransform(
+        "what forwards save copied to host memory, and back in time for their backwards",
+        lambda schedule, number, costs: offload(schedule, costs),
     ),
     "cut-stages": NamedTransform(
         "every stage cut into N",
