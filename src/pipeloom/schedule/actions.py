@@ -4,7 +4,8 @@ Everything that depends on what an action is reads its `Kind`: the integer codes
 graph, the text forms, the drawings and the executor. `register_kind` adds your own kind.
 
 The text of a cell is the one that `torch.distributed.pipelining` reads and writes, `0F0`, `3I2`, `3W2`, `3B2`,
-`(0F5;3B1)OVERLAP_F_B`, and for recomputation `2R0`, the block `(2R0;2B0)`, and that block in a pair, `(0F5;2R0;2B0)OVERLAP_F_B`.
+`(0F5;3B1)OVERLAP_F_B`, `2UNSHARD`, `2RESHARD`, `2REDUCE_GRAD`, and for recomputation `2R0`, the block `(2R0;2B0)`, and that
+block in a pair, `(0F5;2R0;2B0)OVERLAP_F_B`.
 """
 
 from __future__ import annotations
@@ -29,8 +30,13 @@ KEPT, SAVED, PENDING = "kept", "saved", "pending"
 """Values that a stage holds for a micro-batch: what a recomputation needs (inputs, random state), what a backward needs beyond
 it, and what W needs after I."""
 
-COMPUTE = "compute"
-"""The queue of computation. Every other queue of a rank runs beside it."""
+PARAMS, SHARD, GRADS, GRAD_SHARD = "params", "shard", "grads", "grad_shard"
+STAGE_VALUES = frozenset((PARAMS, SHARD, GRADS, GRAD_SHARD))
+"""Values of a stage, whatever the micro-batch: its parameters, this replica's share of them, the gradients that this replica
+has accumulated, and its share of their sum over the replicas."""
+
+COMPUTE, COLLECTIVE = "compute", "collective"
+"""The queues of computation and of collectives over the replicas. Every other queue of a rank runs beside that of computation."""
 
 
 class Need(NamedTuple):
@@ -58,6 +64,8 @@ class Kind:
         makes: the values that exist once it has ended, each made once for a stage and micro-batch. A forward leaves out what
             another action of its stage and micro-batch makes: recomputation needs no flag.
         frees: the values that are gone once it has ended; also of those that it makes, which then exist only while it runs.
+        adds: the values that it makes where they do not exist, and else adds to.
+        takes: the values that it takes over when it is issued: a later action that adds to them makes new ones meanwhile.
         queue: what is busy meanwhile. An action on another queue than COMPUTE is issued when the computation before it in the
             program starts, and runs once its queue is free and what it needs exists.
         time: the name of a field of `StageCosts`, or a time.
@@ -74,6 +82,8 @@ class Kind:
     needs: tuple[Need, ...] = ()
     makes: tuple[str, ...] = ()
     frees: tuple[str, ...] = ()
+    adds: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
     queue: str = COMPUTE
     time: str | float = 0.0
     colour: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -84,6 +94,12 @@ class Kind:
     def produces(self) -> tuple[str, ...]:
         """The values of EVENTS that it makes; none: it is optional."""
         return tuple(value for value in self.makes if value in EVENTS)
+
+    @cached_property
+    def of_stage(self) -> bool:
+        """Return whether all its values are those of a stage: its cell names no micro-batch, and a program may repeat it."""
+        values = {*(need.value for need in self.needs), *self.makes, *self.frees, *self.adds, *self.takes}
+        return bool(values) and values <= STAGE_VALUES
 
     @cached_property
     def waits_for(self) -> Need | None:
@@ -107,6 +123,7 @@ class Kind:
 
 
 _BACK = Need(INPUT_GRADIENT, 1, at_end=OUTPUT)
+_PARAMS = Need(PARAMS)
 _HELD = (SAVED, KEPT)
 _KINDS: dict[str, Kind] = {
     kind.letter: kind
@@ -114,7 +131,7 @@ _KINDS: dict[str, Kind] = {
         Kind(
             "F",
             "forward",
-            (Need(OUTPUT, -1),),
+            (Need(OUTPUT, -1), _PARAMS),
             (OUTPUT, KEPT, SAVED),
             time="forward",
             colour=(255.0, 0.15, -0.04),
@@ -122,16 +139,17 @@ _KINDS: dict[str, Kind] = {
         Kind(
             "B",
             "backward",
-            (_BACK, Need(SAVED)),
+            (_BACK, Need(SAVED), _PARAMS),
             (INPUT_GRADIENT, WEIGHT_GRADIENT),
             _HELD,
+            adds=(GRADS,),
             time="backward",
             colour=(45.0, 0.16, 0.02),
         ),
         Kind(
             "I",
             "input gradient",
-            (_BACK, Need(SAVED)),
+            (_BACK, Need(SAVED), _PARAMS),
             (INPUT_GRADIENT, PENDING),
             _HELD,
             time="input_grad",
@@ -143,16 +161,25 @@ _KINDS: dict[str, Kind] = {
             (Need(INPUT_GRADIENT), Need(PENDING)),
             (WEIGHT_GRADIENT,),
             (PENDING,),
+            adds=(GRADS,),
             time="weight_grad",
             colour=(330.0, 0.15, -0.10),
         ),
-        Kind("R", "recomputation", (Need(KEPT),), (SAVED,), time="recompute", colour=(190.0, 0.10, 0.06)),
+        Kind(
+            "R",
+            "recomputation",
+            (Need(KEPT), _PARAMS),
+            (SAVED,),
+            time="recompute",
+            colour=(190.0, 0.10, 0.06),
+        ),
         Kind(
             "RB",
             "backward, each layer recomputed just before its own",
-            (_BACK, Need(KEPT)),
+            (_BACK, Need(KEPT), _PARAMS),
             (INPUT_GRADIENT, WEIGHT_GRADIENT, SAVED),
             _HELD,
+            adds=(GRADS,),
             time="recompute_backward",
             colour=(20.0, 0.13, -0.04),
             fuses=("R", "B"),
@@ -160,12 +187,32 @@ _KINDS: dict[str, Kind] = {
         Kind(
             "RI",
             "input gradient, each layer recomputed just before its own",
-            (_BACK, Need(KEPT)),
+            (_BACK, Need(KEPT), _PARAMS),
             (INPUT_GRADIENT, PENDING, SAVED),
             _HELD,
             time="recompute_input_grad",
             colour=(110.0, 0.11, 0.02),
             fuses=("R", "I"),
+        ),
+        Kind(
+            "UNSHARD",
+            "gather of the parameters",
+            (Need(SHARD),),
+            (PARAMS,),
+            queue=COLLECTIVE,
+            time="gather",
+            colour=(150.0, 0.10, 0.04),
+        ),
+        # It takes no time, and in the order of computation its memory is free before any gather behind it is issued.
+        Kind("RESHARD", "release of the parameters", frees=(PARAMS,), colour=(150.0, 0.06, 0.10)),
+        Kind(
+            "REDUCE_GRAD",
+            "sum of the gradients",
+            adds=(GRAD_SHARD,),
+            takes=(GRADS,),
+            queue=COLLECTIVE,
+            time="reduce",
+            colour=(300.0, 0.10, 0.00),
         ),
     )
 }
@@ -188,7 +235,7 @@ def kind_of(letter: str) -> Kind:
 
 @lru_cache(maxsize=MOST_KINDS)
 def kind_number(letter: str) -> int:
-    """The number of the kind called `letter` in integer codes: F 0, B 1, I 2, W 3, R 4, RB 5, RI 6, then registered ones."""
+    """The number of the kind called `letter` in integer codes: F 0, B 1, I 2, W 3, R 4, RB 5, RI 6, …, then registered ones."""
     return list(_KINDS).index(letter)
 
 
@@ -200,6 +247,8 @@ TIMES = (
     "recompute",
     "recompute_backward",
     "recompute_input_grad",
+    "gather",
+    "reduce",
 )
 """The names that `Kind.time` may have."""
 
@@ -243,20 +292,22 @@ def register_kind(kind: Kind, execute: Callable[[tuple[Any, ...], int], None] | 
 
 
 class Action(NamedTuple):
-    """One computation: `kind` (its letter) of `stage` for `microbatch`, all counted from 0."""
+    """One computation: `kind` (its letter) of `stage` for `microbatch`, all counted from 0; 0 for a kind of a whole stage."""
 
     kind: str
     stage: int
-    microbatch: int
+    microbatch: int = 0
 
     def __str__(self) -> str:
-        fused = _KINDS[self.kind].fuses
-        if fused:
-            return f"({';'.join(f'{self.stage}{letter}{self.microbatch}' for letter in fused)})"
-        return f"{self.stage}{self.kind}{self.microbatch}"
+        kind = _KINDS[self.kind]
+        if kind.fuses:
+            return f"({';'.join(f'{self.stage}{letter}{self.microbatch}' for letter in kind.fuses)})"
+        return f"{self.stage}{self.kind}" if kind.of_stage else f"{self.stage}{self.kind}{self.microbatch}"
 
     @property
     def words(self) -> str:
+        if _KINDS[self.kind].of_stage:
+            return f"{self.kind} of stage {self.stage}"
         return f"{';'.join(_KINDS[self.kind].fuses) or self.kind} of stage {self.stage} micro-batch {self.microbatch}"
 
 
@@ -276,19 +327,20 @@ class Pair(NamedTuple):
 
 Cell = Action | Pair
 
-_COMMUNICATION = re.compile(r"\d+(SEND|RECV|UNSHARD|RESHARD|REDUCE)")
+_COMMUNICATION = re.compile(r"\d+(SEND|RECV)")
 
 
 @lru_cache(maxsize=1)
 def _patterns() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     """Return the patterns of a cell with one action, with one of a kind that fuses two, and with a pair."""
     forward = "|".join(kind.letter for kind in kinds() if kind.is_forward)
-    single = "|".join(sorted((kind.letter for kind in kinds() if not kind.fuses), key=len, reverse=True))
+    letters = sorted((kind.letter for kind in kinds() if not kind.fuses), key=len, reverse=True)
+    single, whole = ("|".join(each for each in letters if _KINDS[each].of_stage is of) for of in (False, True))
     fused = r"(\d{1,9})([A-Z]+)(\d{1,9});\1([A-Z]+)\3"
     back = r"\d{1,9}[A-Z]+\d{1,9}(?:;\d{1,9}[A-Z]+\d{1,9})?"
     pair = rf"\((\d{{1,9}}(?:{forward})\d{{1,9}});({back})\)(?:OVERLAP_F_B)?"
     return (
-        re.compile(rf"(\d{{1,9}})({single})(\d{{1,9}})", re.ASCII),
+        re.compile(rf"(\d{{1,9}})(?:({single})(\d{{1,9}})|({whole}))", re.ASCII),
         re.compile(rf"\({fused}\)", re.ASCII),
         re.compile(pair, re.ASCII),
     )
@@ -299,7 +351,7 @@ def parse_action(text: str) -> Action:
     single, fused, _ = _patterns()
     match = single.fullmatch(text)
     if match is not None:
-        return Action(match[2], int(match[1]), int(match[3]))
+        return Action(match[4], int(match[1])) if match[4] else Action(match[2], int(match[1]), int(match[3]))
     match = fused.fullmatch(text)
     letters = match and next((kind.letter for kind in kinds() if kind.fuses == (match[2], match[4])), None)
     if match is not None and letters:

@@ -10,7 +10,7 @@ from operator import add
 from typing import Any
 
 from pipeloom.errors import ArgumentError, CapacityError, UsageError
-from pipeloom.schedule.actions import KEPT, OUTPUT, PENDING, SAVED
+from pipeloom.schedule.actions import COLLECTIVE, GRADS, KEPT, OUTPUT, PARAMS, PENDING, SAVED
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import named
 
@@ -49,12 +49,16 @@ class Costs:
         pair_split: the same for a pair F|I; None: the time of F|B minus W.
         backward: time of a B alone, for instance of one in which W hides I's all-to-all; None: I + W.
         recompute: time of R; None: F. The block (R;B) takes R + B.
+        gather: time of UNSHARD; None: the bytes of "params" by the bandwidth of the queue "collective".
+        reduce: time of REDUCE_GRAD; None: the bytes of "grads" by that bandwidth.
+        bandwidths: {queue: bytes per unit of time}; on other queues bytes take no time.
         microbatch: factors by micro-batch (sequences of different lengths) on F, I, W, B, the activation and the message;
             empty: 1 for all. A given pair's gain is multiplied by the smaller of its two factors.
         tensors: sizes of named tensors, {name: size}, in the unit of `message`; default for each: `message`.
         bytes: {name: bytes, as a number or one per stage}. Of a stage and micro-batch: `"saved"`, `"kept"`, `"pending"` and the
             values that registered kinds make, and `"layer"`: the most that one layer saves, which a block (R;B) holds. Any other
-            name, such as `"params"`, `"grads"` or `"optimizer"`, is there for the whole step.
+            name, such as `"params"`, `"grads"` or `"optimizer"`, is there for the whole step; but `"params"` of a stage only
+            while they are gathered if it gathers them, and `"grads"` until they are reduced if a REDUCE_GRAD of it says when.
         pools: {name: pool} of the bytes that are not in the pool "device".
 
     Raises:
@@ -75,6 +79,9 @@ class Costs:
     pair_split: PerPair | None = None
     backward: PerStage | None = None
     recompute: PerStage | None = None
+    gather: PerStage | None = None
+    reduce: PerStage | None = None
+    bandwidths: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
     microbatch: tuple[float, ...] = ()
     tensors: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
     bytes: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = ()
@@ -83,10 +90,11 @@ class Costs:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _sizes("tensors", self.tensors, (0,)))
         object.__setattr__(self, "bytes", _sizes("bytes", self.bytes, (0, 1)))
+        object.__setattr__(self, "bandwidths", _sizes("bandwidths", self.bandwidths, (0,)))
         object.__setattr__(self, "pools", tuple(sorted(dict(self.pools).items())))
         for spec in fields(self):
             value = getattr(self, spec.name)
-            if spec.name in ("tensors", "bytes", "pools"):
+            if spec.name in ("tensors", "bytes", "bandwidths", "pools"):
                 continue
             if value is None and spec.default is None:
                 continue
@@ -102,6 +110,9 @@ class Costs:
                     raise ArgumentError(spec.name, f" is {number:g}; the largest cost is {LARGEST_COST:g}")
         if self.bandwidth == 0:
             raise ArgumentError("bandwidth", " is 0; it must be above 0")
+        for queue, bandwidth in dict(self.bandwidths).items():
+            if bandwidth == 0:
+                raise ArgumentError("bandwidths", f" of {queue!r:.100} is 0; it must be above 0")
         for name in ("held", "kept", "all_to_all"):
             if any(share > 1 for share in _numbers(getattr(self, name))):
                 raise ArgumentError(name, f" is {getattr(self, name)}; it is a share between 0 and 1")
@@ -112,7 +123,8 @@ class Costs:
         def times(value: Any) -> Any:
             return tuple(map(times, value)) if isinstance(value, tuple) else value * factor
 
-        scaled = ("forward", "input_grad", "weight_grad", "activation", "pair", "pair_split", "backward", "recompute")
+        scaled = ["forward", "input_grad", "weight_grad", "activation", "pair", "pair_split", "backward", "recompute"]
+        scaled += ["gather", "reduce"]
         values = {name: getattr(self, name) for name in scaled}
         amounts = {name: times(value) for name, value in dict(self.bytes).items()}
         return replace(self, bytes=amounts, **{n: times(value) for n, value in values.items() if value is not None})
@@ -120,6 +132,11 @@ class Costs:
     def per_stage(self, name: str, stages: int) -> tuple[float, ...]:
         """The value called `name` as one number per stage; raises UsageError when there is not one for each."""
         return self._spread(name, getattr(self, name), stages)
+
+    def moving_time(self, queue: str, name: str, stages: int) -> tuple[float, ...]:
+        """Return the time by stage in which `queue` moves the bytes called `name`; 0 without bytes or a bandwidth."""
+        size, bandwidth = dict(self.bytes).get(name, 0.0), dict(self.bandwidths).get(queue, math.inf)
+        return tuple(each / bandwidth for each in self._spread(f"bytes[{name!r}]", size, stages))
 
     def bytes_in(self, pool: str, stages: int) -> dict[str, tuple[float, ...]]:
         """name -> bytes by stage of what is in `pool`; raises as `per_stage`."""
@@ -211,6 +228,8 @@ class StageCosts:
     recompute: tuple[float, ...]
     recompute_backward: tuple[float, ...]
     recompute_input_grad: tuple[float, ...]
+    gather: tuple[float, ...]
+    reduce: tuple[float, ...]
 
     @classmethod
     def of(cls, costs: Costs, stages: int) -> StageCosts:
@@ -225,7 +244,17 @@ class StageCosts:
         )
         backward = spread("backward", total(input_grad, weight_grad))
         again = spread("recompute", forward)
-        return cls(forward, input_grad, weight_grad, backward, again, total(again, backward), total(again, input_grad))
+        return cls(
+            forward,
+            input_grad,
+            weight_grad,
+            backward,
+            again,
+            total(again, backward),
+            total(again, input_grad),
+            spread("gather", costs.moving_time(COLLECTIVE, PARAMS, stages)),
+            spread("reduce", costs.moving_time(COLLECTIVE, GRADS, stages)),
+        )
 
 
 @dataclass(frozen=True)
@@ -323,8 +352,9 @@ def durations(schedule: Schedule, costs: Costs) -> list[float]:
     for kind in schedule.kinds:
         time = kind.time
         values = getattr(spread, time) if isinstance(time, str) else (time,) * schedule.stages
+        even = kind.of_stage or not costs.microbatch
         for value in values:
-            times.extend([value * factor for factor in factors] if costs.microbatch else [value] * len(factors))
+            times.extend([value] * len(factors) if even else [value * factor for factor in factors])
     return times
 
 
