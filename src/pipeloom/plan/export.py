@@ -113,7 +113,7 @@ def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None) -> 
     """
     layout = prediction.layout
     refused = {
-        f"cp={layout.cp}": layout.cp > 1,
+        f"cp={layout.cp} for a Hugging Face directory": layout.cp > 1 and source is not None,
         f"zero={layout.zero}": layout.zero > 1,
         f"recompute={layout.recompute}": layout.recompute not in ("none", "full"),
         "multi-head latent attention without a Hugging Face directory": shape.latent is not None and source is None,
@@ -130,6 +130,7 @@ def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None) -> 
             "pp": layout.pp,
             "dp": layout.dp,
             "tp": layout.tp,
+            "cp": layout.cp,
             "sp": layout.tp > 1,
             "ep": layout.ep,
             "stages": layout_string(prediction.stages),

@@ -5,7 +5,7 @@ graph, the text forms, the drawings and the executor. `register_kind` adds your 
 
 The text of a cell is the one that `torch.distributed.pipelining` reads and writes, `0F0`, `3I2`, `3W2`, `3B2`,
 `(0F5;3B1)OVERLAP_F_B`, `2UNSHARD`, `2RESHARD`, `2REDUCE_GRAD`, and for recomputation `2R0`, the block `(2R0;2B0)`, and that
-block in a pair, `(0F5;2R0;2B0)OVERLAP_F_B`.
+block in a pair, `(0F5;2R0;2B0)OVERLAP_F_B`. `2O0` copies what is saved to host memory, `2L0` back.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ KEPT, SAVED, PENDING = "kept", "saved", "pending"
 """Values that a stage holds for a micro-batch: what a recomputation needs (inputs, random state), what a backward needs beyond
 it, and what W needs after I."""
 
+ON_HOST = "saved on the host"
+"""The copy in host memory of what is saved."""
+
 PARAMS, SHARD, GRADS, GRAD_SHARD = "params", "shard", "grads", "grad_shard"
 STAGE_VALUES = frozenset((PARAMS, SHARD, GRADS, GRAD_SHARD))
 """Values of a stage, whatever the micro-batch: its parameters, this replica's share of them, the gradients that this replica
 has accumulated, and its share of their sum over the replicas."""
 
-COMPUTE, COLLECTIVE = "compute", "collective"
-"""The queues of computation and of collectives over the replicas. Every other queue of a rank runs beside that of computation."""
+COMPUTE, COPY_OUT, COPY_IN, COLLECTIVE = "compute", "out", "in", "collective"
+"""The queue of computation, those of copies to host memory and back, and that of collectives over the replicas. Other queues of a
+rank run beside computation."""
 
 
 class Need(NamedTuple):
@@ -64,8 +68,6 @@ class Kind:
         makes: the values that exist once it has ended, each made once for a stage and micro-batch. A forward leaves out what
             another action of its stage and micro-batch makes: recomputation needs no flag.
         frees: the values that are gone once it has ended; also of those that it makes, which then exist only while it runs.
-        adds: the values that it makes where they do not exist, and else adds to.
-        takes: the values that it takes over when it is issued: a later action that adds to them makes new ones meanwhile.
         queue: what is busy meanwhile. An action on another queue than COMPUTE is issued when the computation before it in the
             program starts, and runs once its queue is free and what it needs exists.
         time: the name of a field of `StageCosts`, or a time.
@@ -75,6 +77,8 @@ class Kind:
             ranks hold too, only after the step). On another queue than COMPUTE it runs in a thread beside the computation, and
             gradients are this rank's own. None for the built-in kinds, which the executor knows.
         fuses: the letters of the actions of one stage and micro-batch that run as one block: a cell `(2R0;2B0)`.
+        adds: the values that it makes where they do not exist, and else adds to.
+        takes: the values that it takes over when it is issued: a later action that adds to them makes new ones meanwhile.
     """
 
     letter: str
@@ -82,13 +86,13 @@ class Kind:
     needs: tuple[Need, ...] = ()
     makes: tuple[str, ...] = ()
     frees: tuple[str, ...] = ()
-    adds: tuple[str, ...] = ()
-    takes: tuple[str, ...] = ()
     queue: str = COMPUTE
     time: str | float = 0.0
     colour: tuple[float, float, float] = (0.0, 0.0, 0.0)
     execute: Callable[[tuple[Any, ...], int], None] | None = None
     fuses: tuple[str, ...] = ()
+    adds: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
 
     @cached_property
     def produces(self) -> tuple[str, ...]:
@@ -194,6 +198,8 @@ _KINDS: dict[str, Kind] = {
             colour=(110.0, 0.11, 0.02),
             fuses=("R", "I"),
         ),
+        Kind("O", "copy to the host", (Need(SAVED),), (ON_HOST,), (SAVED,), COPY_OUT, "copy", (150.0, 0.09, -0.02)),
+        Kind("L", "copy from the host", (Need(ON_HOST),), (SAVED,), (ON_HOST,), COPY_IN, "copy", (150.0, 0.09, 0.10)),
         Kind(
             "UNSHARD",
             "gather of the parameters",
@@ -235,7 +241,7 @@ def kind_of(letter: str) -> Kind:
 
 @lru_cache(maxsize=MOST_KINDS)
 def kind_number(letter: str) -> int:
-    """The number of the kind called `letter` in integer codes: F 0, B 1, I 2, W 3, R 4, RB 5, RI 6, …, then registered ones."""
+    """The number of the kind called `letter` in integer codes: F 0, B 1, I 2, W 3, R, RB, RI, O, L 8, then registered ones."""
     return list(_KINDS).index(letter)
 
 
@@ -247,6 +253,7 @@ TIMES = (
     "recompute",
     "recompute_backward",
     "recompute_input_grad",
+    "copy",
     "gather",
     "reduce",
 )

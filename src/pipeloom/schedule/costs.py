@@ -10,7 +10,7 @@ from operator import add
 from typing import Any
 
 from pipeloom.errors import ArgumentError, CapacityError, UsageError
-from pipeloom.schedule.actions import COLLECTIVE, GRADS, KEPT, OUTPUT, PARAMS, PENDING, SAVED
+from pipeloom.schedule.actions import GRADS, KEPT, OUTPUT, PARAMS, PENDING, SAVED
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import named
 
@@ -20,8 +20,8 @@ LARGEST_COST = (
 TIME_TOLERANCE = 1e-9
 """Times and amounts of memory that differ by less count as equal: rounding makes sums depend on their order."""
 
-DEVICE = "device"
-"""The pool of a rank's device; pools are where bytes are."""
+DEVICE, HOST_MEMORY = "device", "host"
+"""The pools of a rank's device and of its host's memory; pools are where bytes are."""
 
 PerStage = float | tuple[float, ...]
 PerLink = float | tuple[tuple[float, ...], ...]
@@ -49,9 +49,8 @@ class Costs:
         pair_split: the same for a pair F|I; None: the time of F|B minus W.
         backward: time of a B alone, for instance of one in which W hides I's all-to-all; None: I + W.
         recompute: time of R; None: F. The block (R;B) takes R + B.
-        gather: time of UNSHARD; None: the bytes of "params" by the bandwidth of the queue "collective".
-        reduce: time of REDUCE_GRAD; None: the bytes of "grads" by that bandwidth.
-        bandwidths: {queue: bytes per unit of time}; on other queues bytes take no time.
+        gather: time of UNSHARD; None: bytes["params"] / collective_bandwidth.
+        reduce: time of REDUCE_GRAD; None: bytes["grads"] / collective_bandwidth.
         microbatch: factors by micro-batch (sequences of different lengths) on F, I, W, B, the activation and the message;
             empty: 1 for all. A given pair's gain is multiplied by the smaller of its two factors.
         tensors: sizes of named tensors, {name: size}, in the unit of `message`; default for each: `message`.
@@ -60,6 +59,9 @@ class Costs:
             name, such as `"params"`, `"grads"` or `"optimizer"`, is there for the whole step; but `"params"` of a stage only
             while they are gathered if it gathers them, and `"grads"` until they are reduced if a REDUCE_GRAD of it says when.
         pools: {name: pool} of the bytes that are not in the pool "device".
+        host_bandwidth: of the copies O and L to host memory and back, each way: a copy takes bytes["saved"] / host_bandwidth, or
+            without bytes the part of `activation` beyond `kept` / host_bandwidth.
+        collective_bandwidth: of gathers and sums over the replicas, in bytes of the whole parameters or gradients of a stage.
 
     Raises:
         UsageError: a value that is negative, not finite, or of a shape that its field does not accept.
@@ -81,20 +83,20 @@ class Costs:
     recompute: PerStage | None = None
     gather: PerStage | None = None
     reduce: PerStage | None = None
-    bandwidths: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
     microbatch: tuple[float, ...] = ()
     tensors: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
     bytes: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = ()
     pools: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
+    host_bandwidth: float = math.inf
+    collective_bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _sizes("tensors", self.tensors, (0,)))
         object.__setattr__(self, "bytes", _sizes("bytes", self.bytes, (0, 1)))
-        object.__setattr__(self, "bandwidths", _sizes("bandwidths", self.bandwidths, (0,)))
         object.__setattr__(self, "pools", tuple(sorted(dict(self.pools).items())))
         for spec in fields(self):
             value = getattr(self, spec.name)
-            if spec.name in ("tensors", "bytes", "bandwidths", "pools"):
+            if spec.name in ("tensors", "bytes", "pools"):
                 continue
             if value is None and spec.default is None:
                 continue
@@ -103,16 +105,14 @@ class Costs:
                 raise ArgumentError(spec.name, f" is {value!r:.200}; it must be {_SHAPES.get(spec.name, _PER_STAGE)}")
             object.__setattr__(self, spec.name, value)
             for number in _numbers(value):
-                finite = math.isfinite(number) or (spec.name == "bandwidth" and number == math.inf)
+                finite = math.isfinite(number) or (spec.name in _BANDWIDTHS and number == math.inf)
                 if not finite or number < 0:
                     raise ArgumentError(spec.name, f" is {number}; a cost is a finite number of at least 0")
-                if number > LARGEST_COST and spec.name != "bandwidth":
+                if number > LARGEST_COST and spec.name not in _BANDWIDTHS:
                     raise ArgumentError(spec.name, f" is {number:g}; the largest cost is {LARGEST_COST:g}")
-        if self.bandwidth == 0:
-            raise ArgumentError("bandwidth", " is 0; it must be above 0")
-        for queue, bandwidth in dict(self.bandwidths).items():
-            if bandwidth == 0:
-                raise ArgumentError("bandwidths", f" of {queue!r:.100} is 0; it must be above 0")
+        for name in _BANDWIDTHS:
+            if getattr(self, name) == 0:
+                raise ArgumentError(name, " is 0; it must be above 0")
         for name in ("held", "kept", "all_to_all"):
             if any(share > 1 for share in _numbers(getattr(self, name))):
                 raise ArgumentError(name, f" is {getattr(self, name)}; it is a share between 0 and 1")
@@ -133,16 +133,24 @@ class Costs:
         """The value called `name` as one number per stage; raises UsageError when there is not one for each."""
         return self._spread(name, getattr(self, name), stages)
 
-    def moving_time(self, queue: str, name: str, stages: int) -> tuple[float, ...]:
-        """Return the time by stage in which `queue` moves the bytes called `name`; 0 without bytes or a bandwidth."""
-        size, bandwidth = dict(self.bytes).get(name, 0.0), dict(self.bandwidths).get(queue, math.inf)
-        return tuple(each / bandwidth for each in self._spread(f"bytes[{name!r}]", size, stages))
+    def collective(self, name: str, stages: int) -> tuple[float, ...]:
+        """Return the time by stage in which the bytes called `name` are gathered or summed over the replicas; without bytes 0."""
+        amounts = self._spread(f"bytes[{name!r}]", dict(self.bytes).get(name, 0.0), stages)
+        return tuple(amount / self.collective_bandwidth for amount in amounts)
 
     def bytes_in(self, pool: str, stages: int) -> dict[str, tuple[float, ...]]:
         """name -> bytes by stage of what is in `pool`; raises as `per_stage`."""
         places, amounts = dict(self.pools), dict(self.bytes)
         names = [name for name in amounts if places.get(name, DEVICE) == pool]
         return {name: self._spread(f"bytes[{name!r}]", amounts[name], stages) for name in names}
+
+    def saved(self, stages: int) -> tuple[float, ...]:
+        """Return the bytes that one micro-batch saves on each stage; without bytes, the part of `activation` beyond `kept`."""
+        amounts = dict(self.bytes)
+        if SAVED in amounts:
+            return self._spread(f"bytes[{SAVED!r}]", amounts[SAVED], stages)
+        sizes = zip(*(self.per_stage(name, stages) for name in ("kept", "activation")), strict=True)
+        return tuple((1 - share) * size for share, size in sizes)
 
     def _spread(self, name: str, value: Any, stages: int) -> tuple[float, ...]:
         if not isinstance(value, tuple):
@@ -228,6 +236,7 @@ class StageCosts:
     recompute: tuple[float, ...]
     recompute_backward: tuple[float, ...]
     recompute_input_grad: tuple[float, ...]
+    copy: tuple[float, ...]
     gather: tuple[float, ...]
     reduce: tuple[float, ...]
 
@@ -244,17 +253,11 @@ class StageCosts:
         )
         backward = spread("backward", total(input_grad, weight_grad))
         again = spread("recompute", forward)
-        return cls(
-            forward,
-            input_grad,
-            weight_grad,
-            backward,
-            again,
-            total(again, backward),
-            total(again, input_grad),
-            spread("gather", costs.moving_time(COLLECTIVE, PARAMS, stages)),
-            spread("reduce", costs.moving_time(COLLECTIVE, GRADS, stages)),
-        )
+        blocks = total(again, backward), total(again, input_grad)
+        copy = tuple(size / costs.host_bandwidth for size in costs.saved(stages))
+        gather = spread("gather", costs.collective(PARAMS, stages))
+        reduce = spread("reduce", costs.collective(GRADS, stages))
+        return cls(forward, input_grad, weight_grad, backward, again, *blocks, copy, gather, reduce)
 
 
 @dataclass(frozen=True)
@@ -363,14 +366,19 @@ _SHAPES = {
     "p2p": "a number, or a matrix p2p[source][destination]",
     "message": "a number",
     "bandwidth": "a number",
+    "host_bandwidth": "a number",
+    "collective_bandwidth": "a number",
     "pair": f"{_PER_STAGE}, or a matrix pair[stage of forward][stage of backward]",
     "pair_split": f"{_PER_STAGE}, or a matrix pair_split[stage of forward][stage of backward]",
     "microbatch": "a tuple with one number for each micro-batch",
 }
+_BANDWIDTHS = ("bandwidth", "host_bandwidth", "collective_bandwidth")
 _DEPTHS = {
     "p2p": (0, 2),
     "message": (0,),
     "bandwidth": (0,),
+    "host_bandwidth": (0,),
+    "collective_bandwidth": (0,),
     "pair": (0, 1, 2),
     "pair_split": (0, 1, 2),
     "microbatch": (1,),

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
-from pipeloom.schedule.actions import COMPUTE, EVENTS, INPUT_GRADIENT, OUTPUT, Need, kind_of
+from pipeloom.schedule.actions import COMPUTE, EVENTS, INPUT_GRADIENT, OUTPUT, Cell, Need, kind_of
 from pipeloom.schedule.channels import Edge, NamedEdges, neighbours
 from pipeloom.schedule.model import Program, Schedule, ValueKey, made_by, parts, value_key
 
@@ -147,6 +147,7 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
       program, whatever their queues. One that takes a value over waits for what has added to it, and what adds later does not
       wait for it.
     - A value of another stage is waited for until the entry that makes it ends.
+    - One that makes a value of `Schedule.slots` waits, in the order of the program, for as many that free one as it needs.
     """
     if not schedule.has_queues:
         return {}
@@ -164,8 +165,9 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
         changed: dict[ValueKey, int] = {}
         read: dict[ValueKey, list[int]] = defaultdict(list)
         computation: int | None = None
+        freed = _slot_waits(schedule, program)
         for at, cell in enumerate(program):
-            awaited: list[EntryWait] = []
+            awaited = [EntryWait(rank, other) for other in freed.get(at, ()) if queue_of[other] != queue_of[at]]
             if queue_of[at] == COMPUTE:
                 computation = at
             elif computation is not None:
@@ -189,6 +191,20 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
                     read[key].append(at)
             if awaited:
                 waits[rank, at] = tuple(awaited)
+    return waits
+
+
+def _slot_waits(schedule: Schedule, program: Sequence[Cell]) -> dict[int, list[int]]:
+    """Position of an entry that makes a value with slots -> those that must have freed one before: the first ones that do.
+
+    Where these stand behind it, the entries wait for each other, and `check` says so.
+    """
+    waits: dict[int, list[int]] = defaultdict(list)
+    for value, slots in schedule.slots:
+        makers = [at for at, cell in enumerate(program) for a in parts(cell) if value in made_by(schedule, a)]
+        freeing = [at for at, cell in enumerate(program) for a in parts(cell) if value in kind_of(a.kind).frees]
+        for count, at in enumerate(makers):
+            waits[at] += freeing[: max(0, count + 1 - slots)]
     return waits
 
 

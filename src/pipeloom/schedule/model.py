@@ -69,6 +69,7 @@ class Schedule:
         route_of: micro-batch -> index of its route.
         options: the family's options, sorted, for printing and for the text forms.
         tensors: those that stages read by name, past the stages in between (`with_tensors`).
+        slots: (value, the most of it that a rank holds at once, each of a stage and micro-batch); sorted (`with_slots`).
     """
 
     name: str
@@ -80,6 +81,7 @@ class Schedule:
     route_of: tuple[int, ...]
     options: tuple[tuple[str, Any], ...] = field(default=())
     tensors: tuple[NamedTensor, ...] = ()
+    slots: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name.isprintable():
@@ -102,6 +104,19 @@ class Schedule:
         Raises ScheduleError for a tensor sent backwards, one without a consumer, and one that a stage would receive twice.
         """
         return replace(self, tensors=tuple(sorted(NamedTensor(n, p, tuple(sorted(c))) for n, p, c in tensors)))
+
+    def with_slots(self, slots: Mapping[str, int]) -> Schedule:
+        """Return this schedule with at most so many of each value on a rank, copies in progress included.
+
+        An entry that makes one waits until enough of the entries before it in the program have freed theirs. Only schedules
+        with entries beside the computation need that: elsewhere the order says it all.
+
+        Raises ScheduleError for less than one.
+        """
+        for value, count in slots.items():
+            if not isinstance(count, int) or count < 1:
+                raise ScheduleError(f"slots of {echo(value)}: {echo(count)}; give a whole number of at least 1")
+        return replace(self, slots=tuple(sorted(slots.items())))
 
     @classmethod
     def of(
@@ -221,9 +236,10 @@ class Schedule:
 
     @cached_property
     def remade(self) -> dict[tuple[int, int], frozenset[str]]:
-        """(stage, micro-batch) -> the values that its F leaves out, because another of its actions makes them."""
+        """(stage, micro-batch) -> the values that its F leaves out, because another computation makes them."""
         stride, left = self.kind_stride, set(kinds()[0].makes)
-        makes = {number: left.intersection(kind.makes) for number, kind in enumerate(self.kinds) if not kind.is_forward}
+        computed = [(number, kind) for number, kind in enumerate(self.kinds) if kind.queue == COMPUTE]
+        makes = {number: left.intersection(kind.makes) for number, kind in computed if not kind.is_forward}
         values: dict[tuple[int, int], frozenset[str]] = {}
         for codes in map(self.action_codes, range(self.ranks)) if any(makes.values()) else ():
             for code in codes:

@@ -14,7 +14,7 @@ from pipeloom.errors import UsageError
 from pipeloom.schedule.actions import PARAMS, WEIGHT_GRADIENT, Action, Cell, kind_of
 from pipeloom.schedule.model import Schedule, of_schedule, parts
 
-Request = frozenset[int]  # the stages whose parameters an entry needs
+StageSet = frozenset[int]  # the stages whose parameters an entry needs
 
 RESHARD, UNSHARD, REDUCE = 0, 1, 2  # the order of actions that follow the same entry
 
@@ -132,7 +132,7 @@ def _require_slots(schedule: Schedule, slots: int) -> None:
         raise UsageError(f"schedule {schedule.name} gathers parameters already: it has UNSHARD")
 
 
-def _requests(program: Sequence[Cell], for_torch: bool) -> list[tuple[int, Request]]:
+def _requests(program: Sequence[Cell], for_torch: bool) -> list[tuple[int, StageSet]]:
     """Return (position, stages) of the entries that need parameters."""
     needed = []
     for at, cell in enumerate(program):
@@ -146,7 +146,7 @@ def _needs_parameters(letter: str) -> bool:
     return any(need.value == PARAMS for need in kind_of(letter).needs)
 
 
-def _early_spans(requests: Sequence[tuple[int, Request]], slots: int) -> list[tuple[int, int, int]]:
+def _early_spans(requests: Sequence[tuple[int, StageSet]], slots: int) -> list[tuple[int, int, int]]:
     """Return `_spans`, with each stage present one entry earlier where it can be without one gather more."""
     spans = _spans(requests, slots)
     for at in range(1, len(requests)):
@@ -160,7 +160,7 @@ def _early_spans(requests: Sequence[tuple[int, Request]], slots: int) -> list[tu
     return spans
 
 
-def _spans(requests: Sequence[tuple[int, Request]], slots: int) -> list[tuple[int, int, int]]:
+def _spans(requests: Sequence[tuple[int, StageSet]], slots: int) -> list[tuple[int, int, int]]:
     """Return (stage, position of its first use, of its last use) of each time that a stage is present, in order of first uses.
 
     Where all slots are taken, the stage whose next use is farthest gives way; of those without one, the longest unused.
@@ -201,7 +201,7 @@ def _with_inserted(
     return schedule.with_programs(programs)
 
 
-def _least(requests: Sequence[Request], slots: int) -> int:
+def _least(requests: Sequence[StageSet], slots: int) -> int:
     """Return the number of uses less those that directly follow another, less the most gaps that slots can bridge."""
     least, last = 0, dict[int, int]()
     arcs: list[list[int]] = []  # tail, head, capacity, cost; an arc and its reverse are neighbours

@@ -17,6 +17,7 @@ from pipeloom.schedule.actions import (
     COMPUTE,
     GRADS,
     KEPT,
+    ON_HOST,
     OUTPUT,
     PARAMS,
     PENDING,
@@ -25,7 +26,7 @@ from pipeloom.schedule.actions import (
     WEIGHT_GRADIENT,
     kind_of,
 )
-from pipeloom.schedule.costs import DEVICE, Costs, PairTimes
+from pipeloom.schedule.costs import DEVICE, HOST_MEMORY, Costs, PairTimes
 from pipeloom.schedule.graph import EntryWait, Graph, entry_waits
 from pipeloom.schedule.model import Schedule, parts
 
@@ -40,7 +41,7 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 - dependency: what the next entry needs is not computed yet.
 - message: it is computed, and on its way.
 - memory: the rank waits for a backward while a later forward of its program has its input, and running that forward now
-  would exceed the rank's own peak memory.
+  would exceed the rank's own peak memory; or it waits for a copy to or from host memory.
 - end of step: the rank has nothing left to do.
 - overhead: everything is there and nothing runs; a simulated timeline has none.
 """
@@ -55,12 +56,13 @@ class Gap(NamedTuple):
     at: int
 
 
-CommunicationKind = Literal["p2p", "tp", "dp", "all-to-all"]
+CommunicationKind = Literal["p2p", "tp", "cp", "dp", "all-to-all"]
 COMMUNICATIONS: tuple[CommunicationKind, ...] = get_args(CommunicationKind)
 """Kinds of communication.
 
 - p2p: messages between stages, and the gradients of weights that several pipeline ranks hold.
 - tp: collectives of tensor-parallel ranks.
+- cp: keys and values that context-parallel ranks exchange, and their gradients.
 - dp: gradients summed over the replicas, and weights that other replicas have stepped.
 - all-to-all: tokens and their gradients between expert-parallel ranks, and the counts of them.
 """
@@ -263,6 +265,9 @@ class Timeline:
         """
         schedule, one = self.schedule, [1] * self.schedule.stages
         change, passing = _changes(schedule, {SAVED: one, PENDING: one}, (1,) * schedule.microbatches)
+        if schedule.has_queues:
+            curves = [self._curve(rank, change, passing) for rank in range(schedule.ranks)]
+            return tuple(int(max((level for _, level in curve), default=0)) for curve in curves)
         peaks = []
         for rank in range(schedule.ranks):
             codes = schedule.action_codes(rank)
@@ -281,6 +286,8 @@ class Timeline:
     def peak_memory(self) -> tuple[float, ...]:
         """rank -> the largest value of its memory curve."""
         (change, passing), schedule = self._memory, self.schedule
+        if schedule.has_queues:
+            return tuple(max((level for _, level in curve), default=0.0) for curve in self.memory_curve)
 
         def steps(rank: int) -> Iterable[float]:
             if schedule.has_pairs or passing:
@@ -298,9 +305,10 @@ class Timeline:
         """
         costs, schedule = self.costs, self.schedule
         moving = {value for kind in schedule.kinds for value in (*kind.makes, *kind.frees)} - STAGE_VALUES
+        copied = {HOST_MEMORY: {ON_HOST: costs.saved(schedule.stages)}} if ON_HOST in moving else {}
         curves = {}
-        for pool in sorted({DEVICE, *dict(costs.pools).values()}) if costs.bytes else ():
-            sizes = costs.bytes_in(pool, schedule.stages)
+        for pool in sorted({DEVICE, *copied, *dict(costs.pools).values()}) if costs.bytes else ():
+            sizes = costs.bytes_in(pool, schedule.stages) | copied.get(pool, {})
             layer = sizes.pop("layer", None)
             values = {name: sizes.pop(name) for name in moving.intersection(sizes)}
             changes = _changes(schedule, values, costs.factors(schedule.microbatches), layer)
@@ -494,6 +502,13 @@ class Timeline:
                 waits = [self._arrival(rank, code, clock) for code in (first, second)]
                 latest = max((wait for wait in waits if wait is not None), default=None)
                 cuts = _cuts(clock, start, latest, rank)
+                copied = [
+                    self.ends[rank][other.at]
+                    for other in self._entry_waits.get((rank, at), ())
+                    if other.rank == rank and not other.start
+                ]
+                if copied and max(copied) > max(clock, latest[0] if latest is not None else clock):
+                    cuts = _for_memory(cuts, clock if latest is None else latest[0])
                 later = upcoming[at]
                 if later is not None and not forwards[first // stride] and level + change[later] > peak + 1e-9 * peak:
                     ready = self._arrival(rank, later, clock)

@@ -17,6 +17,7 @@ from pipeloom.schedule.actions import Action, Cell, kind_number, kind_of
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
 from pipeloom.schedule.model import Program, Schedule, of_schedule, parts
+from pipeloom.schedule.offload import offload
 from pipeloom.schedule.sharding import reduce_gradients, shard, shard_as_torch
 from pipeloom.schedule.simulate import simulate
 
@@ -343,7 +344,7 @@ def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
         microbatches=schedule.microbatches,
         name=schedule.name,
         options=dict(schedule.options),
-    )
+    ).with_slots({value: count * pieces for value, count in schedule.slots})
 
 
 @of_schedule
@@ -369,22 +370,22 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
 
 def _forwards(actions: Sequence[Action], microbatches: int) -> list[Action]:
     """Return the forwards of the first micro-batches, and the UNSHARD and RESHARD around them."""
-    kept: list[Action | None] = []
+    run: list[Action | None] = []
     gathered: dict[int, int] = {}  # stage -> where its UNSHARD is, if nothing has used it yet
     for action in actions:
         if action.kind == "UNSHARD":
-            gathered[action.stage] = len(kept)
-            kept.append(action)
+            gathered[action.stage] = len(run)
+            run.append(action)
         elif kind_of(action.kind).is_forward and action.microbatch < microbatches:
             gathered.pop(action.stage, None)
-            kept.append(action)
+            run.append(action)
         elif action.kind == "RESHARD":
             unused = gathered.pop(action.stage, None)
             if unused is None:
-                kept.append(action)
+                run.append(action)
             else:
-                kept[unused] = None
-    return [action for action in kept if action is not None]
+                run[unused] = None
+    return [action for action in run if action is not None]
 
 
 def _rewritten(schedule: Schedule, cells: Callable[[int, Action], Iterable[Cell]]) -> Schedule:
@@ -444,6 +445,10 @@ TRANSFORMS: dict[str, NamedTransform] = {
         lambda schedule, number, costs: recompute(schedule, whole=number == 1),
         "block or whole",
         choices=("block", "whole"),
+    ),
+    "offload": NamedTransform(
+        "what forwards save copied to host memory, and back in time for their backwards",
+        lambda schedule, number, costs: offload(schedule, costs),
     ),
     "shard": NamedTransform(
         "parameters gathered for N stages per rank at a time, with the fewest gathers, and gradients reduced over the replicas",

@@ -61,7 +61,7 @@ def test_times_and_bytes() -> None:
     """A gather runs beside the computation before it, a reduction behind the gradients that it takes, and W beside that."""
     cells = "0UNSHARD 0F0 0RESHARD 0UNSHARD 0F1 0B0 0REDUCE_GRAD 0B1 0RESHARD 0REDUCE_GRAD"
     size = {"params": 8.0, "shard": 4.0, "grads": 16.0, "grad_shard": 8.0}
-    costs = Costs(bytes=size, bandwidths={"collective": 8.0}, microbatch=(1.0, 2.0))
+    costs = Costs(bytes=size, collective_bandwidth=8.0, microbatch=(1.0, 2.0))
     timeline = simulate(one_stage(*cells.split(), microbatches=2), costs)
     assert timeline.starts == ((0, 1, 2, 2, 3, 5, 7, 7, 11, 11),)
     assert timeline.ends == ((1, 2, 2, 3, 5, 7, 9, 11, 11, 13),)
