@@ -14,14 +14,17 @@ from pipeloom.schedule.actions import (
     EVENTS,
     GRADS,
     INPUT_GRADIENT,
+    KEPT,
     OUTPUT,
     PARAMS,
+    PENDING,
     STAGE_VALUES,
     WEIGHT_GRADIENT,
     Action,
     Cell,
     kind_of,
     kinds,
+    whole_of,
 )
 from pipeloom.schedule.batched_p2p import check_batches
 from pipeloom.schedule.channels import neighbours, smallest_depths, traffic
@@ -147,7 +150,7 @@ def _diagnose_stage(schedule: Schedule, place: dict[Action, int], stage: int, mi
 def _check_values(schedule: Schedule) -> None:
     """Raise where an action needs a value of its own stage that is not there, makes one that is, or leaves one for ever.
 
-    A stage begins with its parameters, or if it gathers them with its share of them, and what changes them ends so.
+    A stage begins with its parameters, or with its share of them if it gathers them, and ends so.
     """
     gathered, reduced = (schedule.stage_actions.get(letter, frozenset()) for letter in ("UNSHARD", "REDUCE_GRAD"))
     freed = {PARAMS, *(value for kind in schedule.kinds for value in kind.frees)}
@@ -157,43 +160,46 @@ def _check_values(schedule: Schedule) -> None:
         for value in STAGE_VALUES - {GRADS, PARAMS if stage in gathered else GRADS}
     }
     begun = frozenset(there)
+    parts_of: dict[ValueKey, list[ValueKey]] = defaultdict(list)
     for rank, program in enumerate(schedule.programs):
         for at, action in [(at, action) for at, cell in enumerate(program) for action in parts(cell)]:
-            kind, where = kind_of(action.kind), f"rank {rank}, action {at}: {action}"
+            kind, (_, stage, mb) = kind_of(action.kind), action
+            where = f"rank {rank}, action {at}: {action}"
             results = made_by(schedule, action)
             needed = [need.value for need in kind.needs if not need.step and need != kind.waits_for]
-            needed += [value for value in (*kind.takes, *kind.frees) if value not in results]
-            keys = {value: value_key(value, *action[1:]) for value in (*needed, *results, *kind.frees, *kind.adds)}
-            for value in needed:
-                if keys[value] not in there:
+            if kind.part and KEPT in needed and (KEPT, stage, mb) not in there and (PENDING, stage, mb) in there:
+                needed, results = [PENDING], (f"{PENDING}:{kind.part}",)  # behind I: a part that only W needs
+            for value in (*needed, *kind.takes, *(value for value in kind.frees if value not in results)):
+                key = value_key(value, stage, mb)
+                if key not in there:
                     raise ScheduleError(
-                        f"{where} needs {_words(keys[value])}, which is not there{_makers(schedule, value, action)}"
+                        f"{where} needs {_words(key)}, which is not there{_makers(schedule, value, action)}"
                     )
-            for value in results:
-                if keys[value] in there:
-                    raise ScheduleError(
-                        f"{where} makes {_words(keys[value])} a second time; {_left(there[keys[value]])}"
-                    )
-            there |= {keys[value]: action for value in (*results, *kind.adds)}
+            for key in [value_key(value, stage, mb) for value in results]:
+                if key in there:
+                    maker = there[key]
+                    before = "the step begins with it" if maker is None else f"{maker} has made it"
+                    raise ScheduleError(f"{where} makes what is {key[0]} a second time; {before}")
+                parts_of[value_key(whole_of(key[0]), stage, mb)].append(key)
+            there |= {value_key(value, stage, mb): action for value in (*results, *kind.adds)}
             for value in (*kind.frees, *kind.takes):
-                del there[keys[value]]
+                for key in (value_key(value, stage, mb), *parts_of.pop(value_key(value, stage, mb), ())):
+                    there.pop(key, None)
     for key in begun.difference(there):
         raise ScheduleError(f"the step ends without {_words(key)}, with which it begins")
     for key, maker in there.items():
-        if key not in begun and (key[0] in freed or (key[0] == GRADS and key[1] in reduced)):
+        if key not in begun and (whole_of(key[0]) in freed or (key[0] == GRADS and key[1] in reduced)):
             raise ScheduleError(f"rank {schedule.placement[key[1]]}: nothing frees {_words(key)}, which {maker} leaves")
 
 
 def _words(key: ValueKey) -> str:
     """Return a value in words."""
     value, stage, microbatch = key
-    if value in STAGE_VALUES:
-        return f"the {value} of stage {stage}"
-    return f"what is {value} of stage {stage} micro-batch {microbatch}"
-
-
-def _left(maker: Action | None) -> str:
-    return "the step begins with them" if maker is None else f"{maker} has made it"
+    return (
+        f"the {value} of stage {stage}"
+        if microbatch < 0
+        else f"what is {value} of stage {stage} micro-batch {microbatch}"
+    )
 
 
 def _makers(schedule: Schedule, value: str, action: Action) -> str:

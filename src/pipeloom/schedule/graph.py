@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from pipeloom.schedule.actions import COMPUTE, EVENTS, INPUT_GRADIENT, OUTPUT, Cell, Need, kind_of
 from pipeloom.schedule.channels import Edge, NamedEdges, neighbours
-from pipeloom.schedule.model import Program, Schedule, ValueKey, made_by, parts, value_key
+from pipeloom.schedule.model import Program, Schedule, ValueKey, made_by, parts, value_key, with_parts
 
 NEVER = math.inf
 
@@ -179,9 +179,10 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
                     source = (need.value, other) if other is not None else (need.at_end, stage)
                     if need != kind.waits_for and need.step and source[0] is not None:
                         awaited += [maker[key] for key in [(source[0], source[1], mb)] if key in maker]
-                values = (*made_by(schedule, action), *kind.frees, *kind.adds)
-                changes = {value_key(value, stage, mb) for value in values}
-                reads = {value_key(need.value, stage, mb) for need in kind.needs if not need.step} - changes
+                touched = with_parts(schedule, action, tuple(need.value for need in kind.needs if not need.step))
+                gone = with_parts(schedule, action, kind.frees)
+                changes = {value_key(value, stage, mb) for value in (*made_by(schedule, action), *gone, *kind.adds)}
+                reads = {value_key(value, stage, mb) for value in touched} - changes
                 earlier = {changed[key] for key in changes | reads if key in changed}
                 earlier |= {reader for key in changes for reader in read[key]}
                 earlier |= {changed.pop(value_key(value, stage, mb), at) for value in kind.takes} - {at}

@@ -28,7 +28,7 @@ def one_stage(*cells: str, microbatches: int = 1) -> Schedule:
         ),
         (
             "0UNSHARD 0UNSHARD 0F0 0B0 0RESHARD",
-            "action 1: 0UNSHARD makes the params of stage 0 a second time; 0UNSHARD has",
+            "action 1: 0UNSHARD makes what is params a second time; 0UNSHARD has",
         ),
         ("0UNSHARD 0F0 0B0", "rank 0: nothing frees the params of stage 0, which 0UNSHARD leaves"),
         ("0F0 0B0 0RESHARD", "the step ends without the params of stage 0"),
@@ -68,7 +68,7 @@ def test_times_and_bytes() -> None:
     assert timeline.busy == (9,)
     levels = dict(timeline.bytes_curves["device"][0])  # the last level at each time
     assert levels == {0: 20, 1: 20, 2: 20, 3: 20, 5: 36, 7: 52, 9: 36, 11: 28, 13: 12}
-    assert timeline.peak_bytes == {"device": (52,)}
+    assert timeline.peak_bytes["device"] == (52,)
 
 
 def test_costs_given_in_time() -> None:
