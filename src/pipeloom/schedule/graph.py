@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from pipeloom.schedule.actions import COMPUTE, EVENTS, INPUT_GRADIENT, OUTPUT, Cell, Need, kind_of
 from pipeloom.schedule.channels import Edge, NamedEdges, neighbours
-from pipeloom.schedule.model import Program, Schedule, made_by, parts
+from pipeloom.schedule.model import Program, Schedule, made_by, parts, with_parts
 
 NEVER = math.inf
 
@@ -178,8 +178,10 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
                     source = (need.value, other) if other is not None else (need.at_end, stage)
                     if need != kind.waits_for and need.step and source[0] is not None:
                         awaited += [maker[key] for key in [(source[0], source[1], mb)] if key in maker]
-                changes = {(value, stage, mb) for value in (*made_by(schedule, action), *kind.frees)}
-                reads = {(need.value, stage, mb) for need in kind.needs if not need.step} - changes
+                touched = with_parts(schedule, action, tuple(need.value for need in kind.needs if not need.step))
+                gone = with_parts(schedule, action, kind.frees)
+                changes = {(value, stage, mb) for value in (*made_by(schedule, action), *gone)}
+                reads = {(value, stage, mb) for value in touched} - changes
                 earlier = {changed[key] for key in changes | reads if key in changed}
                 earlier |= {reader for key in changes for reader in read[key]}
                 awaited += [EntryWait(rank, other) for other in sorted(earlier) if queue_of[other] != queue_of[at]]

@@ -38,6 +38,7 @@ REPLICAS: dict[str, dict[str, Any]] = {
     "zero1": {"parallel.dp": 2, "schedule.microbatches": 2, "optimizer.zero1": True},
     "no barrier": {"parallel.dp": 2, "schedule.microbatches": 2, "optimizer.barrier": False},
     "tp 2": {"parallel.tp": 2, "parallel.sp": True},
+    "cp 2": {"parallel.cp": 2},
 }
 
 
@@ -55,7 +56,7 @@ def train(rank: int, keys: dict[str, Any]) -> tuple[list[tuple[float, float]], s
     batches = Batches(TEXT, layout.config, replicas)
     steps = []
     for step in range(STEPS):
-        batch = batches.of_step(step).part(place.dp, replicas)
+        batch = batches.of_step(step).part(place.dp, replicas).share(pipeline.mesh)
         if layout.config.optimizer.barrier:
             outcomes = [trainer.step(batch, 1e-2)]
         else:
