@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import pipeloom as pl
 from hf_families import MODEL_FAMILIES, make_batch
-from live_bytes import LiveBytes
+from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.cli import app
 from pipeloom.config.hub import VERIFIED_FAMILIES
 from pipeloom.errors import ConfigError, UsageError

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from live_bytes import LiveBytes
+from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.models import layers
 from pipeloom.models.decoder import Attention, FeedForward
