@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, fields
+from itertools import product
 
 from pipeloom.cli.output import aligned
 from pipeloom.config import Config, Layout
@@ -56,7 +57,7 @@ def _bytes_lines(layout: Layout) -> list[str]:
     rows = [["rank", *(field.name for field in fields(ranks[0])), "bytes at the peak"]]
     for rank, each in enumerate(ranks):
         rows.append([str(rank), *(size_words(size) for size in (*astuple(each), each.total))])
-    return [*aligned(rows), *["      tp and sp divide them"] * (layout.mesh.tp > 1)]
+    return [*aligned(rows), *["tp, sp and cp divide them"] * (layout.mesh.tp * layout.mesh.cp > 1)]
 
 
 def rank_table(mesh: MeshShape) -> list[str]:
@@ -69,16 +70,17 @@ def rank_table(mesh: MeshShape) -> list[str]:
     numbers = {}
     for worker in range(mesh.world):
         place = mesh.place(worker)
-        numbers[place.pp, place.dp, place.tp] = (worker, place.ep)
-    columns = [(dp, tp) for dp in range(mesh.dp) for tp in range(mesh.tp)]
+        numbers[place.pp, place.dp, place.cp, place.tp] = (worker, place.ep)
+    columns = list(product(range(mesh.dp), range(mesh.cp), range(mesh.tp)))
     indices = {
-        "dp": [dp for dp, _ in columns],
-        "ep": [numbers[0, dp, tp][1] for dp, tp in columns],
-        "tp": [tp for _, tp in columns],
+        "dp": [dp for dp, _, _ in columns],
+        "cp": [cp for _, cp, _ in columns],
+        "ep": [numbers[0, *column][1] for column in columns],
+        "tp": [tp for _, _, tp in columns],
     }
     rows = [["", *(f"{axis} {at}" for at in each)] for axis, each in indices.items() if getattr(mesh, axis) > 1]
     for pp in range(min(mesh.pp, _ROWS)):
-        rows.append([f"pp {pp}", *(str(numbers[pp, dp, tp][0]) for dp, tp in columns)])
+        rows.append([f"pp {pp}", *(str(numbers[pp, *column][0]) for column in columns)])
     clipped = [row[: _COLUMNS + 1] + ["…"] * (len(row) > _COLUMNS + 1) for row in rows]
     title = f"workers in the order {mesh.order}, the fastest axis first:"
     return [title, *aligned(clipped), *["…"] * (mesh.pp > _ROWS)]

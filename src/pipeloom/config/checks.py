@@ -9,10 +9,10 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from pipeloom.config.hub import download
+from pipeloom.config.hub import download, source_context_problem
 from pipeloom.config.problems import sentence, shown
 from pipeloom.config.sections import COMPUTED, Config
-from pipeloom.decoder_shape import ROUTERS, shape_problems
+from pipeloom.decoder_shape import RANDOM_ROUTERS, ROUTERS, shape_problems
 from pipeloom.errors import divisors, nearest
 from pipeloom.limits import expanded
 
@@ -183,11 +183,37 @@ def _sequence_parallel_fits(config: Config) -> Iterator[Problem]:
         yield "train.seq_len", f"parallel.tp {tp} must divide it under parallel.sp; nearest: {near}"
 
 
-@_reads("parallel.ep", "parallel.dp")
+@_reads("parallel", "train.seq_len", "model")
+def _context_parallel_fits(config: Config) -> Iterator[Problem]:
+    parallel, length, model = config.parallel, config.train.seq_len, config.model
+    if parallel.cp == 1:
+        return
+    # each rank has two pieces of a sequence, of which the tensor-parallel ranks may have equal parts
+    unit = parallel.cp * math.lcm(2, parallel.tp if parallel.sp else 1)
+    if length % unit:
+        below = length // unit * unit
+        near = f"{below} or {below + unit}" if below else str(unit)
+        yield "train.seq_len", f"parallel.cp {parallel.cp} needs a multiple of {unit}; nearest: {near}"
+    if model.source and (problem := source_context_problem(model.source)):
+        yield "parallel.cp", problem
+    if parallel.ep_blocks > 1:
+        yield "parallel.ep_blocks", f"parallel.cp {parallel.cp} spreads sequences over ranks; use parallel.ep_chunks"
+    if model.num_experts and not model.source:
+        if model.router in RANDOM_ROUTERS:
+            yield (
+                "model.router",
+                f"its random numbers are of whole sequences; parallel.cp {parallel.cp} needs softmax or sigmoid",
+            )
+        if model.capacity_factor:
+            yield "model.capacity_factor", f"a capacity counts whole sequences; parallel.cp {parallel.cp} needs 0"
+
+
+@_reads("parallel.ep", "parallel.dp", "parallel.cp")
 def _experts_divide(config: Config) -> Iterator[Problem]:
-    ep, dp = config.parallel.ep, config.parallel.dp
-    if dp >= 1 and dp % ep:
-        yield "parallel.ep", f"it must divide parallel.dp {dp}; {nearest(ep, divisors(dp))}"
+    ep, dp, cp = config.parallel.ep, config.parallel.dp, config.parallel.cp
+    if dp >= 1 and dp * cp % ep:
+        axes = f"parallel.dp {dp}" + (f" x parallel.cp {cp}" if cp > 1 else "")
+        yield "parallel.ep", f"it must divide {axes}; {nearest(ep, divisors(dp * cp))}"
 
 
 @_reads("model")

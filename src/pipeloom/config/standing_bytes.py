@@ -38,4 +38,5 @@ def element_bytes(config: Config) -> dict[str, float]:
     size = {"float64": 8, "bfloat16": 2}.get(config.train.dtype, 4)
     wide = max(size, 4)
     state: float = _STATE_BYTES[config.optimizer.name] * wide // 4 + (wide if size < 4 else 0)
-    return {"params": size, "grads": wide, "optimizer": state / (config.parallel.dp if config.optimizer.zero1 else 1)}
+    replicas = config.parallel.dp * config.parallel.cp if config.optimizer.zero1 else 1
+    return {"params": size, "grads": wide, "optimizer": state / replicas}

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
-from pipeloom.schedule.actions import COMPUTE, EVENTS, INPUT_GRADIENT, OUTPUT, Need, kind_of
+from pipeloom.schedule.actions import COMPUTE, EVENTS, INPUT_GRADIENT, OUTPUT, Cell, Need, kind_of
 from pipeloom.schedule.channels import Edge, NamedEdges, neighbours
-from pipeloom.schedule.model import Program, Schedule, made_by, parts
+from pipeloom.schedule.model import Program, Schedule, ValueKey, made_by, parts, value_key, with_parts
 
 NEVER = math.inf
 
@@ -143,9 +143,11 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
     """(rank, position) -> the entries that it waits for, besides the events of `Graph` and the entry before it on its queue.
 
     - One on another queue than COMPUTE is issued when the computation before it in the program starts.
-    - Entries of a rank that touch one value, at least one of them making or freeing it, run in the order of the program, whatever
-      their queues.
+    - Entries of a rank that touch one value, at least one of them making, adding to or freeing it, run in the order of the
+      program, whatever their queues. One that takes a value over waits for what has added to it, and what adds later does not
+      wait for it.
     - A value of another stage is waited for until the entry that makes it ends.
+    - One that makes a value of `Schedule.slots` waits, in the order of the program, for as many that free one as it needs.
     """
     if not schedule.has_queues:
         return {}
@@ -160,11 +162,12 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
     waits: dict[tuple[int, int], tuple[EntryWait, ...]] = {}
     for rank, program in enumerate(schedule.programs):
         queue_of = {at: queue for queue, positions in schedule.queues[rank].items() for at in positions}
-        changed: dict[tuple[str, int, int], int] = {}
-        read: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+        changed: dict[ValueKey, int] = {}
+        read: dict[ValueKey, list[int]] = defaultdict(list)
         computation: int | None = None
+        freed = _slot_waits(schedule, program)
         for at, cell in enumerate(program):
-            awaited: list[EntryWait] = []
+            awaited = [EntryWait(rank, other) for other in freed.get(at, ()) if queue_of[other] != queue_of[at]]
             if queue_of[at] == COMPUTE:
                 computation = at
             elif computation is not None:
@@ -176,16 +179,33 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
                     source = (need.value, other) if other is not None else (need.at_end, stage)
                     if need != kind.waits_for and need.step and source[0] is not None:
                         awaited += [maker[key] for key in [(source[0], source[1], mb)] if key in maker]
-                changes = {(value, stage, mb) for value in (*made_by(schedule, action), *kind.frees)}
-                reads = {(need.value, stage, mb) for need in kind.needs if not need.step} - changes
+                touched = with_parts(schedule, action, tuple(need.value for need in kind.needs if not need.step))
+                gone = with_parts(schedule, action, kind.frees)
+                changes = {value_key(value, stage, mb) for value in (*made_by(schedule, action), *gone, *kind.adds)}
+                reads = {value_key(value, stage, mb) for value in touched} - changes
                 earlier = {changed[key] for key in changes | reads if key in changed}
                 earlier |= {reader for key in changes for reader in read[key]}
+                earlier |= {changed.pop(value_key(value, stage, mb), at) for value in kind.takes} - {at}
                 awaited += [EntryWait(rank, other) for other in sorted(earlier) if queue_of[other] != queue_of[at]]
                 changed |= dict.fromkeys(changes, at)
                 for key in reads:
                     read[key].append(at)
             if awaited:
                 waits[rank, at] = tuple(awaited)
+    return waits
+
+
+def _slot_waits(schedule: Schedule, program: Sequence[Cell]) -> dict[int, list[int]]:
+    """Position of an entry that makes a value with slots -> those that must have freed one before: the first ones that do.
+
+    Where these stand behind it, the entries wait for each other, and `check` says so.
+    """
+    waits: dict[int, list[int]] = defaultdict(list)
+    for value, slots in schedule.slots:
+        makers = [at for at, cell in enumerate(program) for a in parts(cell) if value in made_by(schedule, a)]
+        freeing = [at for at, cell in enumerate(program) for a in parts(cell) if value in kind_of(a.kind).frees]
+        for count, at in enumerate(makers):
+            waits[at] += freeing[: max(0, count + 1 - slots)]
     return waits
 
 
