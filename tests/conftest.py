@@ -36,7 +36,6 @@ EXCEPTIONS = {
     "unit/config/test_config_load.py": "imports the configuration in a new process",
     "unit/solver/": "searches and proofs that take seconds",
     "unit/fuzz/test_random_costs.py": "hundreds of random schedules",
-    "unit/schedule/families/test_looped.py::test_balanced_everywhere": "13,000 sizes",
     "unit/schedule/families/test_golden.py": "up to 40 sizes of a family in one call",
     "unit/schedule/families/test_steady.py": "sizes of 40,000 actions",
     "unit/models/test_auto_layers.py": "imports transformers",

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -243,50 +242,6 @@ def misbehave(folder: Path, rank: int, code: str, place: str, flags: list[str] |
     return ended(start(words), time.monotonic(), 600.0)
 
 
-class Starvation:
-    """Measures how long the processes of a run had work to do and no core to do it on, while a `with` block runs.
-
-    Attributes:
-        seconds: of the launcher and of that worker's thread which waited longest: an end goes through both, one after the other.
-    """
-
-    def __init__(self, launcher: int) -> None:
-        self._launcher = launcher
-        self._first: dict[Path, float] = {}
-        self._last: dict[Path, float] = {}
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    @property
-    def seconds(self) -> float:
-        waited = {path: last - self._first[path] for path, last in self._last.items()}
-        own = Path(f"/proc/{self._launcher}")
-        launcher = [seconds for path, seconds in waited.items() if path.is_relative_to(own)]
-        workers = [seconds for path, seconds in waited.items() if not path.is_relative_to(own)]
-        return max(launcher, default=0.0) + max(workers, default=0.0)
-
-    def __enter__(self) -> Starvation:
-        self._look()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.02):
-            self._look()
-
-    def _look(self) -> None:
-        for process in (self._launcher, *children(self._launcher)):
-            for path in Path(f"/proc/{process}/task").glob("*/schedstat"):
-                with contextlib.suppress(OSError, ValueError, IndexError):
-                    waited = int(path.read_text().split()[1]) / 1e9
-                    self._first.setdefault(path, waited)
-                    self._last[path] = waited
-
-
 def kills(count: int = 30, seed: int = 0) -> Iterator[tuple[str, Callable[[], str]]]:
     draw = random.Random(seed)
     for _ in range(count):
@@ -299,12 +254,12 @@ def kills(count: int = 30, seed: int = 0) -> Iterator[tuple[str, Callable[[], st
                 run = start(command(Path(folder), *LAYOUTS[name]))
                 victim = workers_of(run.pid, 4)[rank]
                 time.sleep(max(0.0, begun + delay - time.monotonic()))
-                with Starvation(run.pid) as starvation:
-                    os.kill(victim, signal.SIGKILL)
-                    outcome = ended(run, time.monotonic(), 60.0)
-                without = f"load {os.getloadavg()[0]:.0f}, {starvation.seconds:.1f} s without a core"
-                wrong = problem(outcome, rank, 2.0 + starvation.seconds)
-                return f"{wrong} ({without})" if wrong else f"{outcome.seconds:.1f} s ({without})"
+                os.kill(victim, signal.SIGKILL)
+                outcome = ended(run, time.monotonic(), 60.0)
+                load = os.getloadavg()[0]
+                busy = load > (os.cpu_count() or 1) + len(LAYOUTS)  # the run itself has four workers
+                wrong = problem(outcome, rank, 2.0 + MARGIN * busy)
+                return f"{wrong or f'{outcome.seconds:.1f} s'} (load {load:.0f})"
 
         yield f"kill rank {rank} after {delay:.1f} s, {name}", fault
 
@@ -312,53 +267,11 @@ def kills(count: int = 30, seed: int = 0) -> Iterator[tuple[str, Callable[[], st
 # -- two hosts ---------------------------------------------------------------------------------------------------------------
 
 
-# Two interfaces `veth0` (tap devices), one in each namespace, and every frame of one comes out of the other so much later.
-RELAY = """
-import ctypes, fcntl, os, select, struct, sys, time
-from collections import deque
-
-delay, library = float(sys.argv[1]), ctypes.CDLL(None, use_errno=True)
-
-def tap(name):
-    if library.setns(os.open(f"/run/netns/{name}", os.O_RDONLY), 0):
-        raise OSError(ctypes.get_errno(), "setns")
-    device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(device, 0x400454CA, struct.pack("16sH22x", b"veth0", 0x1002))  # TUNSETIFF, IFF_TAP | IFF_NO_PI
-    return device
-
-ends = [tap(name) for name in sys.argv[2:]]
-queues = {end: deque() for end in ends}  # where a frame comes out -> (when, frame)
-print("ready", flush=True)
-while True:
-    due = min((queue[0][0] for queue in queues.values() if queue), default=time.monotonic() + 1.0)
-    readable, _, _ = select.select(ends, [], [], max(0.0, due - time.monotonic()))
-    for end in readable:
-        other = ends[1 - ends.index(end)]
-        try:
-            while True:
-                queues[other].append((time.monotonic() + delay, os.read(end, 65536)))
-        except BlockingIOError:
-            pass
-    for end, queue in queues.items():
-        while queue and queue[0][0] <= time.monotonic():
-            try:
-                os.write(end, queue.popleft()[1])
-            except OSError:
-                pass  # the interface is not up yet: the frame is lost, as on any network
-"""
-
-
 class Hosts:
-    """Two network namespaces with a link between them; use it in a `with` block. Raises OSError where it cannot be.
+    """Two network namespaces with a link between them; use it in a `with` block. Raises OSError where it cannot be."""
 
-    Args:
-        delay: seconds that each frame takes from one to the other, through a relay; 0: none.
-    """
-
-    def __init__(self, delay: float = 0.0) -> None:
+    def __init__(self) -> None:
         self.names = [f"loom{os.getpid()}a", f"loom{os.getpid()}b"]
-        self._delay = delay
-        self._relay: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Hosts:
         first, second = self.names
@@ -366,10 +279,7 @@ class Hosts:
             for name in self.names:
                 ip("netns", "add", name)
                 ip("-n", name, "link", "set", "lo", "up")
-            if self._delay:
-                self._start_relay()
-            else:
-                ip("link", "add", "veth0", "netns", first, "type", "veth", "peer", "name", "veth0", "netns", second)
+            ip("link", "add", "veth0", "netns", first, "type", "veth", "peer", "name", "veth0", "netns", second)
             for at, name in enumerate(self.names, 1):
                 ip("-n", name, "address", "add", f"10.77.0.{at}/24", "dev", "veth0")
                 ip("-n", name, "link", "set", "veth0", "up")
@@ -378,18 +288,7 @@ class Hosts:
             raise
         return self
 
-    def _start_relay(self) -> None:
-        line = [sys.executable, "-c", RELAY, str(self._delay), *self.names]
-        self._relay = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert self._relay.stdout is not None
-        if self._relay.stdout.readline() != "ready\n":
-            words = self._relay.communicate()[1].strip().splitlines()
-            raise OSError(f"no relay: {words[-1] if words else 'it ended'}")
-
     def __exit__(self, *_: object) -> None:
-        if self._relay is not None:
-            self._relay.kill()
-            self._relay.communicate()
         for name in self.names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 

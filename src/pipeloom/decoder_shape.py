@@ -10,6 +10,8 @@ from pipeloom.errors import ArgumentError, divisors, echo, nearest
 
 ROUTERS: dict[str, int | None] = {"softmax": None, "noisy": None, "switch": 1, "gshard": 2, "sigmoid": None}
 """Router -> the number of experts per token that it requires; None: any number. `parallel/router.py` describes them."""
+RANDOM_ROUTERS = ("noisy", "switch", "gshard")
+"""Routers that use random numbers in training."""
 
 
 class DecoderSizes:

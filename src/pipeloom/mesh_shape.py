@@ -1,4 +1,4 @@
-"""The mesh as arithmetic: the position of each rank on the axes pp, dp (= edp · ep) and tp.
+"""The mesh as arithmetic: the position of each rank on the axes pp, dp x cp (= edp · ep) and tp.
 
 `config` computes layouts with it, and `parallel.mesh` creates process groups from it, so it lies below both, and needs neither
 torch nor a configuration.
@@ -21,27 +21,29 @@ _PARTS = {"pp": ("pp",), "dp": ("edp", "ep"), "edp": ("edp",), "ep": ("ep",), "t
 
 
 class Place(NamedTuple):
-    """Position of a rank: its index on each axis. dp counts edp and ep together, in the order of the ranks."""
+    """Position of a rank: its index on each axis. dp and cp number the ranks of edp and ep together, cp fastest."""
 
     pp: int
     dp: int
     tp: int
     ep: int
     edp: int
+    cp: int = 0
 
 
 @dataclass(frozen=True)
 class MeshShape:
     """The sizes of the axes, and the order in which ranks are numbered along them.
 
-    Experts are spread over `ep` of the dp ranks; the dp/ep ranks that hold the same experts form the axis `edp`. The ranks
-    of an ep group lie on `ep_nodes` machines, each machine's ranks next to each other.
+    The dp · cp ranks at one place of pp and tp hold the same weights: cp ranks next to each other share the tokens of the same
+    sequences. Experts are spread over `ep` of these replicas; the dp · cp/ep ranks that hold the same experts form the axis
+    `edp`. The ranks of an ep group lie on `ep_nodes` machines, each machine's ranks next to each other.
 
     `order` names tp, ep, dp (without ep: the axis edp) and pp, joined by hyphens, the one whose index changes fastest first.
-    With the default, rank = ((pp · dp/ep + edp) · ep + ep_index) · tp + tp_index.
+    With the default, rank = ((pp · dp · cp/ep + edp) · ep + ep_index) · tp + tp_index.
 
-    Raises ArgumentError for a size below 1, an ep that does not divide dp, ep_nodes that do not divide ep, or an order that
-    does not name each axis once.
+    Raises ArgumentError for a size below 1, an ep that does not divide dp · cp, ep_nodes that do not divide ep, or an order
+    that does not name each axis once.
     """
 
     pp: int = 1
@@ -50,17 +52,21 @@ class MeshShape:
     ep: int = 1
     ep_nodes: int = 1
     order: str = ORDER
+    cp: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", parse_order(self.order))
-        for axis in ("pp", "dp", "tp", "ep", "ep_nodes"):
+        for axis in ("pp", "dp", "tp", "ep", "ep_nodes", "cp"):
             if getattr(self, axis) < 1:
                 raise ArgumentError(axis, f"={getattr(self, axis)} is below 1; nearest: 1")
         if self.world > MOST_WORKERS:
-            words = f"={self.pp} x dp {self.dp} x tp {self.tp} are {self.world:,} workers; a run has at most {MOST_WORKERS:,}"
+            axes = f"={self.pp} x dp {self.dp} x tp {self.tp}" + (f" x cp {self.cp}" if self.cp > 1 else "")
+            words = f"{axes} are {self.world:,} workers; a run has at most {MOST_WORKERS:,}"
             raise ArgumentError("pp", words)
-        if self.dp % self.ep:
-            raise ArgumentError("ep", f"={self.ep} does not divide dp {self.dp}; {nearest(self.ep, divisors(self.dp))}")
+        if self.replicas % self.ep:
+            whole = f"dp {self.dp}" + (f" x cp {self.cp}" if self.cp > 1 else "")
+            near = nearest(self.ep, divisors(self.replicas))
+            raise ArgumentError("ep", f"={self.ep} does not divide {whole}; {near}")
         if self.ep % self.ep_nodes:
             near = nearest(self.ep_nodes, divisors(self.ep))
             raise ArgumentError("ep_nodes", f"={self.ep_nodes} does not divide ep {self.ep}; {near}")
@@ -68,12 +74,17 @@ class MeshShape:
     @property
     def world(self) -> int:
         """The number of ranks."""
-        return self.pp * self.dp * self.tp
+        return self.pp * self.replicas * self.tp
+
+    @property
+    def replicas(self) -> int:
+        """The number of ranks that hold the same weights, dp · cp: gradients are summed over them."""
+        return self.dp * self.cp
 
     @property
     def edp(self) -> int:
         """The number of ranks that hold the same experts."""
-        return self.dp // self.ep
+        return self.replicas // self.ep
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -91,19 +102,21 @@ class MeshShape:
         """Return the position of `rank`. Raises UsageError for a rank outside the mesh."""
         if not 0 <= rank < self.world:
             raise UsageError(f"rank {rank} is not in a mesh of {self.world} ranks")
-        at, dp, stride = {}, 0, self.world
+        at, replica, stride = {}, 0, self.world
         for axis, size in self.outermost_first:
             stride //= size
             at[axis] = rank // stride % size
             if axis in _PARTS["dp"]:
-                dp = dp * size + at[axis]
-        return Place(at["pp"], dp, at["tp"], at["ep"], at["edp"])
+                replica = replica * size + at[axis]
+        dp, cp = divmod(replica, self.cp)
+        return Place(at["pp"], dp, at["tp"], at["ep"], at["edp"], cp)
 
     def groups(self, axes: str) -> tuple[tuple[int, ...], ...]:
         """The ranks that differ only along `axes`; each group in rank order, groups by their first rank.
 
         Args:
-            axes: one of pp, dp, edp, ep, tp, or several joined by an underscore (`dp_tp`: the ranks of one pipeline rank).
+            axes: one of pp, dp (all replicas, dp · cp), edp, ep, tp, or several joined by an underscore (`dp_tp`: the ranks of
+                one pipeline rank).
         """
         inside = {part for axis in axes.split("_") for part in _parts(axis)}
         offsets, starts = [0], [0]
@@ -127,6 +140,10 @@ class MeshShape:
                 start += rank // stride % size * stride
         return tuple(start + offset for offset in offsets)
 
+    def context_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks that share the tokens of the same sequences, in order, one tuple for each place elsewhere."""
+        return tuple(group[at : at + self.cp] for group in self.groups("dp") for at in range(0, self.replicas, self.cp))
+
     def node_groups(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
         """Return, for all ep groups, (the ranks on each machine, the ranks at the same place on each machine)."""
         length = self.ep // self.ep_nodes
@@ -135,7 +152,7 @@ class MeshShape:
         return inside, tuple(group[place::length] for group in groups for place in range(length))
 
     def __str__(self) -> str:
-        named = [f"{axis} {getattr(self, axis)}" for axis in ("pp", "dp", "tp", "ep") if getattr(self, axis) > 1]
+        named = [f"{axis} {getattr(self, axis)}" for axis in ("pp", "dp", "cp", "tp", "ep") if getattr(self, axis) > 1]
         return " · ".join(named) or "one rank"
 
 

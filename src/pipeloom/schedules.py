@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pipeloom.schedule.families import FAMILIES as FAMILIES
 from pipeloom.schedule.families import Family
 from pipeloom.schedule.families import build as build
+from pipeloom.schedule.offload import offload as offload
 from pipeloom.schedule.transforms import TRANSFORMS as TRANSFORMS
 from pipeloom.schedule.transforms import cut_stages as cut_stages
 from pipeloom.schedule.transforms import defer_last_stage_weights as defer_last_stage_weights

@@ -18,7 +18,7 @@ from documents import run_python
 from paths import ROOT
 from pipeloom.errors import UsageError, VerifyError
 from pipeloom.models.lora import LoraOptions, with_adapters
-from pipeloom.runtime import Layer, LocalPipeline, LossTerm, RuntimeOptions
+from pipeloom.runtime import Layer, LocalPipeline, LossTerm
 from processes import run_ranks
 
 EXAMPLE = ROOT / "examples/own_model.py"
@@ -83,20 +83,6 @@ def test_a_wrong_gradient_is_named_with_its_stage_size_and_rule() -> None:
     pl.verify(built(1.01), pl.schedules.zbv(2, 4), x, y, loss=mean, shift=shift, tolerance=0.02)
 
 
-class Dropping(Shifted):
-    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-        return nn.functional.dropout(super().forward(x, shift), 0.3, self.training)
-
-
-def test_layers_draw_the_same_random_numbers_on_both_sides() -> None:
-    torch.manual_seed(0)
-    x, y = torch.randn(2, 8, 4)
-    before = torch.get_rng_state()
-    for name in ("1f1b", "dualpipe"):
-        pl.verify([Layer(each, Dropping) for each in "abcd"], pl.schedules.build(name, 2, 4), x, y, loss=mean)
-    assert torch.equal(before, torch.get_rng_state())
-
-
 class Masking(Shifted):
     """Its gradient is None in one of the two."""
 
@@ -149,12 +135,6 @@ def test_what_cannot_be_copied_is_said() -> None:
     layer.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(UsageError, match=r"verify copies modules, and one cannot be copied .* give factories"):
         pl.verify([layer, nn.Linear(4, 4)], pl.schedules.one_f_one_b(2, 2), *torch.randn(2, 4, 4), loss=mean)
-
-
-def test_targets_that_every_micro_batch_gets_whole() -> None:
-    x, target = torch.randn(5, 4), torch.randn(4)
-    shared = RuntimeOptions(shared_targets=True)
-    pl.verify(built(1.0), pl.schedules.zbv(2, 4), x, target, loss=mean, options=shared, steps=1)
 
 
 def test_modules_stay_as_they_are() -> None:

@@ -94,6 +94,7 @@ PYTHON: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
     "checkpoints.md": (2, checkpoints),
     "experts.md": (1, experts),
     "hugging_face.md": (4, lambda: dict(BATCH)),
+    "long_sequences.md": (4, dict),
     "own_model.md": (2, own_model),
     "parallel.md": (8, parallel),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -41,27 +40,6 @@ class Counter(nn.Module):
         return x * (1 + 0.1 * float(self.seen % 5))
 
 
-class Attribute(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * (1 + 0.1 * (self.calls % 5))
-
-
-class Draws(nn.Module):
-    """A generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (1 + torch.rand((), generator=self.generator))
-
-
 class With(Plain):
     """A layer with a part that another layer has, too."""
 
@@ -81,7 +59,7 @@ class Stash:
 
 
 class Leaves(Plain):
-    """Leaves a detached tensor for another layer in an object, a dict or a variable."""
+    """Leaves a detached tensor for another layer in an object, new or changed in place, or in a variable."""
 
     def __init__(self, stash: Stash, way: str) -> None:
         super().__init__()
@@ -92,14 +70,10 @@ class Leaves(Plain):
         out = super().forward(x)
         if self.way == "object":
             self.stash.value = out.detach()
-        elif self.way == "number":
-            self.stash.value = out.mean().item()
         elif self.way == "in place":
             if self.stash.value is None:
                 self.stash.value = torch.zeros_like(out)
             self.stash.value.copy_(out.detach())
-        elif self.way == "global dict":
-            LEFT["value"] = out.detach()
         else:
             assert self.way == "global variable"
             LATEST = out.detach()
@@ -108,33 +82,13 @@ class Leaves(Plain):
 
 class Finds(Leaves):
     def forward(self, x: Tensor) -> Tensor:
-        left = {"global dict": LEFT.get("value"), "global variable": LATEST}.get(self.way, self.stash.value)
-        return Plain.forward(self, x) + left
-
-
-def closed_over() -> list[Callable[[], nn.Module]]:
-    """Two layers whose code refers to a variable of the function around it."""
-    left: Any = None
-
-    class Writes(Plain):
-        def forward(self, x: Tensor) -> Tensor:
-            nonlocal left
-            left = super().forward(x).detach()
-            return super().forward(x)
-
-    class Reads(Plain):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + left
-
-    return [Writes, Reads]
+        return Plain.forward(self, x) + (LATEST if self.way == "global variable" else self.stash.value)
 
 
 def sharing(case: Any) -> list[Callable[[], nn.Module]]:
     """Two layers that share what `case` says."""
     global LATEST
-    LEFT["value"] = LATEST = torch.zeros(())
-    if case == "closure":
-        return closed_over()
+    LATEST = torch.zeros(())
     if isinstance(case, str):
         stash = Stash()
         stash.value = None if case == "in place" else torch.zeros(())
@@ -184,14 +138,6 @@ class InAFunction(Plain):
         return _Scales.apply(out, self)
 
 
-class InATensorHook(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        self.last = out.detach()
-        out.register_hook(lambda gradient: gradient * self.last)
-        return out * 1.0
-
-
 class InModuleHooks(Plain):
     """Keeps the linear layer's outputs on a stack, as per-sample gradients do."""
 
@@ -232,20 +178,6 @@ class Keeps(Plain):
         return out * 1.0
 
 
-class WritesFirst(Plain):
-    """Its hook reads the attribute, but writes it before."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        self.last = out.detach()
-        out.register_hook(self.halve)
-        return out * 1.0
-
-    def halve(self, gradient: Tensor) -> Tensor:
-        self.last = gradient
-        return 0.5 * self.last
-
-
 class Notes(Plain):
     """Notes its forwards and backwards in one list, and counts them in one dict and one number, as tests and monitors do."""
 
@@ -265,20 +197,6 @@ class Notes(Plain):
         self.notes.append((kind, *values))
         self.counts[kind] += 1
         self.calls += 1
-
-
-class ReadsCount(Plain):
-    """Its hook takes the number of the micro-batch from its own count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.index = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        self.index += 1
-        out.register_hook(lambda gradient: gradient * (1 + 0.1 * self.index))
-        return out * 1.0
 
 
 class Average(Plain):
@@ -317,15 +235,6 @@ class StepsInBackward(Plain):
     def update(self, parameter: Tensor) -> None:
         (parameter.data if self.unseen else parameter).sub_(0.1 * parameter.grad)
         parameter.grad = None
-
-
-class Pair(Plain):
-    """Keeps two tensors in a tuple."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        self.pair = (x.detach(), out.detach())
-        return out
 
 
 # -- state of a layer's own ---------------------------------------------------------------------------------------------
@@ -374,61 +283,6 @@ class Counting(Plain):
         return super().forward(x * (self.list[0] + self.dict["a"]["b"] + self.object.calls + self.late) / 10)
 
 
-class Replaced(Plain):
-    """Replaces a tensor that does not train in each forward: a weight under a mask, say.
-
-    Args:
-        masked: weight -> the one that replaces it.
-    """
-
-    def __init__(self, masked: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.fixed, self.masked = torch.ones(WIDTH), masked
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.fixed = self.masked(self.fixed)
-        return super().forward(x * self.fixed.to_dense().float())
-
-
-class History(Plain):
-    """Keeps what its forwards have found, and reads it."""
-
-    def __init__(self, empty: Any, keep: Callable[[Any, Tensor], None], read: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.past, self.keep, self.read = empty, keep, read
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        self.keep(self.past, out.detach().mean())
-        return out - self.read(self.past)
-
-
-HISTORIES: dict[str, Callable[[], nn.Module]] = {
-    "tensors in a list": lambda: History([], list.append, lambda past: torch.stack(past).mean()),
-    "floats in a list": lambda: History(
-        [], lambda past, mean: past.append(mean.item()), lambda past: sum(past) / len(past)
-    ),
-    "pairs in a list": lambda: History([], lambda past, mean: past.append((1, mean)), lambda past: past[0][1]),
-    "tensors in a dict": lambda: History({}, lambda past, mean: past.update({len(past): mean}), lambda past: past[0]),
-    "tensors in a deque": lambda: History(deque(), deque.append, lambda past: past[0]),
-}
-
-
-class Table(Plain):
-    """Makes tables in its first forward: a buffer, an attribute, an entry of a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.empty(0), persistent=False)
-        self.ones, self.tables = torch.empty(0), dict[int, Tensor]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.table.numel():
-            self.table = torch.linspace(0, 1, WIDTH)
-            self.ones, self.tables[WIDTH] = torch.ones(WIDTH), 1 + self.table
-        return super().forward(x * self.tables[WIDTH] + self.table * self.ones)
-
-
 class TakesAway(Plain):
     """Leaves something in itself during its forward only, behind the last operation that a backward needs."""
 
@@ -452,44 +306,22 @@ class Drawing(Plain):
 
 
 class InPlace(Plain):
-    """Changes in place: an attribute, two buffers of one memory, or a parameter that does not train."""
+    """Changes in place: an attribute, or the data of a parameter that does not train."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what, self.attribute = what, torch.ones(WIDTH)
-        whole = torch.ones(2 * WIDTH)
-        self.register_buffer("whole", whole)
-        self.register_buffer("part", whole[:WIDTH])
         self.average = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        mean = x.detach().mean((0, 1))
-        if self.what == "attribute":
-            self.attribute.lerp_(mean, 0.1)
-        elif self.what == "buffers":
-            self.whole.mul_(0.9)
-        elif self.what == "parameter":
-            with torch.no_grad():
-                self.average.lerp_(mean, 0.1)
-        elif self.what == "data":
-            self.average.data.lerp_(mean, 0.1)
-        else:
-            self.average.data = self.average.data * 0.9 + mean
-        return super().forward(x * (self.attribute + self.part + self.average))
+        changed = self.attribute if self.what == "attribute" else self.average.data
+        changed.lerp_(x.detach().mean((0, 1)), 0.1)
+        return super().forward(x * (self.attribute + self.average))
 
 
 class Decays(Plain):
     def forward(self, x: Tensor) -> Tensor:
         self.linear.weight.data.mul_(0.99)
-        return super().forward(x)
-
-
-class DecaysBias(Plain):
-    """Changes a weight that no backward needs, where autograd sees it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.linear.bias.mul_(0.9)
         return super().forward(x)
 
 
@@ -534,17 +366,6 @@ class FindsGraph(LeavesGraph):
 def graph() -> list[Callable[[], nn.Module]]:
     stash = Stash()
     return [lambda: LeavesGraph(stash), lambda: FindsGraph(stash)]
-
-
-class Scaled(Plain):
-    """Trains a tensor that is no parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.ones(WIDTH, requires_grad=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale
 
 
 class Measures(Plain):

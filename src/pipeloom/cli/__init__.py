@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from pipeloom.cli import check, compare, hub, improve, plan, rehearse, schedule, search, show, train, verify
+from pipeloom.cli import check, compare, hub, improve, plan, profile, rehearse, schedule, search, show, train, verify
 from pipeloom.cli.failures import exit_code_of, protect_streams
 from pipeloom.cli.workers import WordedCommand
 
@@ -43,7 +43,7 @@ for _name, _command in (
     ("generate", hub.generate),
 ):
     app.command(_name, cls=WordedCommand)(_command)
-for _name, _command in (("train", train.command), ("verify", verify.command)):
+for _name, _command in (("train", train.command), ("verify", verify.command), ("profile", profile.command)):
     app.command(
         _name,
         cls=WordedCommand,

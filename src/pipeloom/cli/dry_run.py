@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import TYPE_CHECKING
 
 from pipeloom.cli.output import aligned
@@ -107,16 +107,17 @@ def rank_table(mesh: MeshShape) -> list[str]:
     numbers = {}
     for worker in range(mesh.world):
         place = mesh.place(worker)
-        numbers[place.pp, place.dp, place.tp] = (worker, place.ep)
-    columns = [(dp, tp) for dp in range(mesh.dp) for tp in range(mesh.tp)]
+        numbers[place.pp, place.dp, place.cp, place.tp] = (worker, place.ep)
+    columns = list(product(range(mesh.dp), range(mesh.cp), range(mesh.tp)))
     indices = {
-        "dp": [dp for dp, _ in columns],
-        "ep": [numbers[0, dp, tp][1] for dp, tp in columns],
-        "tp": [tp for _, tp in columns],
+        "dp": [dp for dp, _, _ in columns],
+        "cp": [cp for _, cp, _ in columns],
+        "ep": [numbers[0, *column][1] for column in columns],
+        "tp": [tp for _, _, tp in columns],
     }
     rows = [["", *(f"{axis} {at}" for at in each)] for axis, each in indices.items() if getattr(mesh, axis) > 1]
     for pp in range(min(mesh.pp, _ROWS)):
-        rows.append([f"pp {pp}", *(str(numbers[pp, dp, tp][0]) for dp, tp in columns)])
+        rows.append([f"pp {pp}", *(str(numbers[pp, *column][0]) for column in columns)])
     clipped = [row[: _COLUMNS + 1] + ["…"] * (len(row) > _COLUMNS + 1) for row in rows]
     title = f"workers in the order {mesh.order}, the fastest axis first:"
     return [title, *aligned(clipped), *["…"] * (mesh.pp > _ROWS)]
@@ -154,7 +155,7 @@ def _state(config: Config, parameters: int) -> str:
     wide = max(size, 4)
     state: float = _STATE_BYTES[config.optimizer.name] * wide // 4 + (wide if size < 4 else 0)
     if config.optimizer.zero1:
-        state /= config.parallel.dp
+        state /= config.parallel.dp * config.parallel.cp
     return size_words(parameters * (size + wide + state))
 
 

@@ -137,6 +137,11 @@ class CostFlags:
         "FILE",
         "Costs of a stage as JSON, bytes among them, as plan --costs-to and --json write them; flags replace them.",
     )
+    host_bandwidth: str | None = flag(
+        None,
+        "X",
+        "Activations (with --costs: bytes) that a rank copies to or from host memory per unit of time; default: they are free.",
+    )
     message: str | None = flag(None, "BYTES", "Size of one message between stages, such as 65536, 64KiB or 4MiB.")
     overlap_p2p: bool = flag(
         True, None, "Transfer messages while their receiver computes.", "--overlap-p2p/--no-overlap-p2p"
@@ -146,7 +151,7 @@ class CostFlags:
         """Return the costs. Raises UsageError for a value that is not a number or not a valid cost."""
         from pipeloom.schedule import Costs
 
-        plain = ("forward", "input_grad", "weight_grad", "p2p", "held", "all_to_all", "pair")
+        plain = ("forward", "input_grad", "weight_grad", "p2p", "held", "all_to_all", "pair", "host_bandwidth")
         base = Costs() if self.costs is None else _costs_in(self.costs)
         defaults = {each.name: each.default for each in fields(self)}
         given = {name: text for name in plain if (text := getattr(self, name)) is not None}

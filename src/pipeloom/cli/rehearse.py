@@ -16,13 +16,12 @@ import typer
 from pipeloom.cli.options import CostFlags, FamilyFlags, Sizes, flag, with_options
 from pipeloom.cli.output import OutputFlags
 from pipeloom.cli.show import Study
-from pipeloom.cli.workers import be_worker, hand_over, require_torch, run_workers, words_of
+from pipeloom.cli.workers import be_worker, hand_over, layout_of_workers, require_torch, run_workers, words_of
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.limits import MOST_SECONDS
 from pipeloom.schedule.check import TransportName
 
 if TYPE_CHECKING:
-    from pipeloom.config import Layout
     from pipeloom.schedule import Costs, Schedule, Timeline
     from pipeloom.train.report.rehearse import Rehearsal
 
@@ -170,7 +169,7 @@ def _require_machine(rehearsal: Rehearsal, device: str) -> None:
 def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]:
     """Run one worker; rank 0 hands the steps over to its launcher, or returns them where torchrun started it."""
     from pipeloom.traces import timelines as timeline_files
-    from pipeloom.train.report.rehearse import run
+    from pipeloom.train.report.rehearse import patience, run
 
     measured_steps: tuple[Timeline, ...] = ()
 
@@ -178,28 +177,10 @@ def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]
         nonlocal measured_steps
         measured_steps = run(rehearsal, context)
 
-    code = be_worker(_layout(rehearsal, device), body)
+    layout = layout_of_workers(rehearsal.schedule.ranks, device, patience(rehearsal))
+    code = be_worker(layout, body)
     reports = hand_over(lambda: json.dumps(timeline_files.to_dict(measured_steps)))
     return code, measured_steps if reports else ()
-
-
-def _layout(rehearsal: Rehearsal, device: str) -> Layout:
-    """Return a layout for the start-up of a worker: the number of ranks, the device and the watchdog's timeout."""
-    from pipeloom.config import load_layout
-    from pipeloom.train.report.rehearse import patience
-    from pipeloom.train.workers.worker import world_size_given
-
-    ranks = rehearsal.schedule.ranks
-    keys = {
-        "parallel.pp": ranks,
-        "schedule.name": "gpipe",
-        "schedule.microbatches": 1,
-        "train.global_batch_size": 1,
-        "model.num_hidden_layers": ranks,
-        "train.device": device,
-        "train.timeout": patience(rehearsal),
-    }
-    return load_layout(None, keys, world_size=world_size_given())
 
 
 def report(rehearsal: Rehearsal, timelines: Sequence[Timeline], output: OutputFlags) -> None:

@@ -167,6 +167,8 @@ def _side_by_side(layout: Layout) -> str:
     mesh, words = layout.mesh, ""
     if mesh.dp > 1:
         words += f", {mesh.dp} data-parallel replicas"
+    if mesh.cp > 1:
+        words += f", each sequence over {mesh.cp} ranks"
     if mesh.tp > 1:
         words += f", each layer over {mesh.tp} ranks{' (sequences too)' if layout.config.parallel.sp else ''}"
     return words + (f", {mesh.world} workers" if words else "")

@@ -112,6 +112,23 @@ def be_worker(layout: Layout, body: Callable[[Any], None]) -> int:
     return code
 
 
+def layout_of_workers(ranks: int, device: str, timeout: float | str) -> Layout:
+    """Return a layout for the start-up of workers that train no model: their number, the device and the watchdog's timeout."""
+    from pipeloom.config import load_layout
+    from pipeloom.train.workers.worker import world_size_given
+
+    keys = {
+        "parallel.pp": ranks,
+        "schedule.name": "gpipe",
+        "schedule.microbatches": 1,
+        "train.global_batch_size": 1,
+        "model.num_hidden_layers": ranks,
+        "train.device": device,
+        "train.timeout": timeout,
+    }
+    return load_layout(None, keys, world_size=world_size_given())
+
+
 def describe_keys(sections: Collection[str] = ()) -> str:
     """Return the configuration keys of `sections` (none: of all) with descriptions and defaults, at the width of the terminal."""
     from pipeloom.config import descriptions, load

@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeloom.config.hub import download
 from pipeloom.config.problems import sentence, shown
 from pipeloom.config.sections import COMPUTED, Config
-from pipeloom.decoder_shape import ROUTERS, shape_problems
+from pipeloom.decoder_shape import RANDOM_ROUTERS, ROUTERS, shape_problems
 from pipeloom.errors import divisors, nearest
 from pipeloom.limits import expanded
 
@@ -142,7 +142,7 @@ def _tensor_parallel_divides(config: Config) -> Iterator[Problem]:
 
 @_reads("model.source", "parallel")
 def _foreign_models_are_cut_by_layers_only(config: Config) -> Iterator[Problem]:
-    for axis in ("tp", "ep"):
+    for axis in ("tp", "cp", "ep"):
         if config.model.source and getattr(config.parallel, axis) > 1:
             yield f"parallel.{axis}", "it applies to Pipeloom's own decoder only, not to model.source; nearest: 1"
 
@@ -183,11 +183,35 @@ def _sequence_parallel_fits(config: Config) -> Iterator[Problem]:
         yield "train.seq_len", f"parallel.tp {tp} must divide it under parallel.sp; nearest: {near}"
 
 
-@_reads("parallel.ep", "parallel.dp")
+@_reads("parallel", "train.seq_len", "model")
+def _context_parallel_fits(config: Config) -> Iterator[Problem]:
+    parallel, length, model = config.parallel, config.train.seq_len, config.model
+    if parallel.cp == 1:
+        return
+    # each rank has two pieces of a sequence, of which the tensor-parallel ranks may have equal parts
+    unit = parallel.cp * math.lcm(2, parallel.tp if parallel.sp else 1)
+    if length % unit:
+        below = length // unit * unit
+        near = f"{below} or {below + unit}" if below else str(unit)
+        yield "train.seq_len", f"parallel.cp {parallel.cp} needs a multiple of {unit}; nearest: {near}"
+    if parallel.ep_blocks > 1:
+        yield "parallel.ep_blocks", f"parallel.cp {parallel.cp} spreads sequences over ranks; use parallel.ep_chunks"
+    if model.num_experts and not model.source:
+        if model.router in RANDOM_ROUTERS:
+            yield (
+                "model.router",
+                f"its random numbers are of whole sequences; parallel.cp {parallel.cp} needs softmax or sigmoid",
+            )
+        if model.capacity_factor:
+            yield "model.capacity_factor", f"a capacity counts whole sequences; parallel.cp {parallel.cp} needs 0"
+
+
+@_reads("parallel.ep", "parallel.dp", "parallel.cp")
 def _experts_divide(config: Config) -> Iterator[Problem]:
-    ep, dp = config.parallel.ep, config.parallel.dp
-    if dp >= 1 and dp % ep:
-        yield "parallel.ep", f"it must divide parallel.dp {dp}; {nearest(ep, divisors(dp))}"
+    ep, dp, cp = config.parallel.ep, config.parallel.dp, config.parallel.cp
+    if dp >= 1 and dp * cp % ep:
+        axes = f"parallel.dp {dp}" + (f" x parallel.cp {cp}" if cp > 1 else "")
+        yield "parallel.ep", f"it must divide {axes}; {nearest(ep, divisors(dp * cp))}"
 
 
 @_reads("model")

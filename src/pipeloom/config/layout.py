@@ -121,7 +121,7 @@ def examine(
         return None, problems
     sizes = even_sizes(config.train.global_batch_size // config.parallel.dp, schedule.microbatches)
     with naming_keys():
-        mesh = MeshShape(**config.parallel.model_dump(include={"pp", "dp", "tp", "ep", "ep_nodes", "order"}))
+        mesh = MeshShape(**config.parallel.model_dump(include={"pp", "dp", "cp", "tp", "ep", "ep_nodes", "order"}))
     return Layout(
         config=config,
         schedule=schedule,

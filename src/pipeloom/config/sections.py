@@ -45,6 +45,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 DtypeName = Literal["float32", "bfloat16", "float64"]
 NormsName = Literal["none", "layer", "parameter"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+ExchangeName = Literal["gather", "ring"]
 RouterName = Literal["softmax", "noisy", "switch", "gshard", "sigmoid"]
 ShapesName = Literal["once", "each"]
 RateSchedule = Literal["cosine", "linear", "wsd", "constant"]
@@ -249,11 +250,13 @@ class LoraSection(Section):
 
 
 class ParallelSection(Section):
-    """`[parallel]`: the size of each axis of parallelism. There are pp x dp x tp workers; one of these sizes may be -1."""
+    """`[parallel]`: the size of each axis of parallelism. There are pp x dp x cp x tp workers; one of pp, dp, tp may be -1."""
 
     pp: Annotated[int, Field(le=MOST_RANKS), AfterValidator(_is_degree)]
     dp: Degree
     tp: Degree
+    cp: Workers
+    cp_exchange: ExchangeName
     sp: bool
     ep: Workers
     ep_nodes: Workers

@@ -111,7 +111,7 @@ def _fit_pipeline(merged: Merged, world_size: int | None) -> None:
         return
     parallel, schedule, blocks = config.parallel, config.schedule, config.model.num_hidden_layers
     devices = [] if config.train.device == "cpu" else glob.glob("/dev/nvidia[0-9]*")
-    workers = (world_size or len(devices) or usable_cores()) // max(1, parallel.dp * parallel.tp)
+    workers = (world_size or len(devices) or usable_cores()) // max(1, parallel.dp * parallel.tp * parallel.cp)
     most = min(max(1, workers if world_size else min(workers, parallel.pp)), blocks)
     ranks = [parallel.pp] if "parallel.pp" in merged.given else range(most, 0, -1)
     chunks = [schedule.chunks] if "schedule.chunks" in merged.given else [schedule.chunks, 1]
@@ -292,7 +292,8 @@ def _validate(merged: Merged) -> tuple[Config | None, dict[str, str], Config | N
 
 
 def _axes(config: Config) -> dict[str, int]:
-    return {axis: getattr(config.parallel, axis) for axis in ("pp", "dp", "tp")}
+    axes = ("pp", "dp", "tp", *["cp"] * (config.parallel.cp > 1))
+    return {axis: getattr(config.parallel, axis) for axis in axes}
 
 
 def _computed(config: Config, world_size: int | None) -> tuple[Config, list[str]]:

@@ -82,10 +82,10 @@ def parameter_count(model: ModelSection) -> int:
     return total - model.vocab_size * model.hidden_size if model.tie_word_embeddings else total
 
 
-def held_parameters(model: ModelSection, dp: int, ep: int) -> int:
-    """Parameters that all ranks together hold: `dp` copies of every weight, but only `dp` / `ep` of the experts' weights."""
+def held_parameters(model: ModelSection, replicas: int, ep: int) -> int:
+    """Parameters that all ranks together hold: `replicas` copies of every weight, but `replicas` / `ep` of the experts'."""
     experts = sum(size.experts for size in layer_sizes(model, 1))
-    return (parameter_count(model) - experts) * dp + experts * dp // ep
+    return (parameter_count(model) - experts) * replicas + experts * replicas // ep
 
 
 def training_flops(model: ModelSection, seq_len: int, sequences: int) -> int:

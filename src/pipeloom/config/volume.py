@@ -24,7 +24,7 @@ class Volume:
     """One kind of message.
 
     Attributes:
-        kind: pipeline, tensor, data or experts.
+        kind: pipeline, tensor, context, data or experts.
         count: messages, or collective operations of a group, in a step.
         bytes: bytes that all workers together send in a step.
     """
@@ -36,7 +36,7 @@ class Volume:
 
 def volumes(layout: Layout) -> tuple[Volume, ...]:
     """Return the volume per kind of message in a step, without kinds that send nothing."""
-    kinds = (_pipeline(layout), _tensor(layout), _data(layout), _experts(layout))
+    kinds = (_pipeline(layout), _tensor(layout), _context(layout), _data(layout), _experts(layout))
     return tuple(volume for volume in kinds if volume.count)
 
 
@@ -44,13 +44,13 @@ def boundary_bytes(layout: Layout) -> tuple[int, ...]:
     """micro-batch -> bytes of the message that one worker sends for it from stage to stage."""
     config, mesh = layout.config, layout.mesh
     token = config.model.hidden_size * _ITEM[config.train.dtype]
-    tokens = config.train.seq_len // (mesh.tp if config.parallel.sp else 1)
+    tokens = config.train.seq_len // (mesh.cp * (mesh.tp if config.parallel.sp else 1))
     return tuple(size * tokens * token for size in layout.microbatch_sizes)
 
 
 def _pipeline(layout: Layout) -> Volume:
     schedule, mesh = layout.schedule, layout.mesh
-    workers = mesh.dp * mesh.tp
+    workers = mesh.replicas * mesh.tp
     count = sum(message_counts(schedule).values())
     sizes = boundary_bytes(layout)
     moved = 0.0
@@ -84,7 +84,21 @@ def _tensor(layout: Layout) -> Volume:
     whole = sum(size * config.train.seq_len for size in layout.microbatch_sizes)
     whole *= config.model.hidden_size * _ITEM[config.train.dtype]
     moved = operations * share * (mesh.tp - 1) * whole * mesh.dp
-    return Volume("tensor", operations * m * mesh.dp, moved)
+    return Volume("tensor", operations * m * mesh.replicas, moved)
+
+
+def _context(layout: Layout) -> Volume:
+    """Return the volume of keys and values, which a block exchanges in its forward and again in its backward, and of their
+    gradients, in fp32 or wider."""
+    config, mesh = layout.config, layout.mesh
+    if mesh.cp == 1:
+        return Volume("context", 0, 0.0)
+    model, item = config.model, _ITEM[config.train.dtype]
+    blocks, again = model.num_hidden_layers, len(_recomputed(config))
+    width = 2 * model.num_key_value_heads * model.shape().head_width
+    tokens = sum(layout.microbatch_sizes) * config.train.seq_len * mesh.dp
+    moved = ((2 * blocks + again) * item + blocks * max(4, item)) * (mesh.cp - 1) * tokens * width
+    return Volume("context", (3 * blocks + again) * layout.schedule.microbatches * mesh.dp * mesh.tp, moved)
 
 
 def linear_layers(layout: Layout) -> list[dict[str, Any]]:
@@ -113,7 +127,7 @@ def _data(layout: Layout) -> Volume:
     gathered = _ITEM[config.train.dtype] if config.optimizer.zero1 else item
     moved, count = 0.0, 0
     for plain, expert in _held(layout):
-        for parameters, ranks, groups in ((plain, mesh.dp, 1), (expert / mesh.ep, mesh.dp // mesh.ep, mesh.ep)):
+        for parameters, ranks, groups in ((plain, mesh.replicas, 1), (expert / mesh.ep, mesh.edp, mesh.ep)):
             if parameters and ranks * copies > 1:
                 replicas = ranks * copies
                 moved += (item + gathered) * (replicas - 1) * parameters * groups
@@ -143,7 +157,7 @@ def _experts(layout: Layout) -> Volume:
     row = config.model.hidden_size * _ITEM[config.train.dtype]
     passes = 4 * sum(sparse) + 2 * sum(sparse[block] for block in _recomputed(config))
     moved = passes * rows * row * (mesh.ep - 1) / mesh.ep * mesh.dp
-    return Volume("experts", passes * m * (mesh.dp // mesh.ep), moved)
+    return Volume("experts", passes * m * mesh.edp, moved)
 
 
 def _recomputed(config: Config) -> tuple[int, ...]:

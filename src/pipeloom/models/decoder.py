@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.random_state import Dropout, TokenPart
+from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.parallel.tensor import TensorParallel, column_linear, project, row_linear
 from pipeloom.parallel.vocabulary import VocabularyHead
@@ -147,15 +149,18 @@ class KeyValueCache:
 class Attention(nn.Module):
     """Causal self-attention; each key and value head serves a group of query heads (arXiv 2305.13245).
 
-    Under tensor parallelism each rank computes a part of the heads.
+    Under tensor parallelism each rank computes a part of the heads, under context parallelism a part of the tokens.
 
     Attributes:
         cache: keys and values of earlier tokens, while text is generated; None: a row is computed whole.
     """
 
-    def __init__(self, shape: DecoderShape, tensor: TensorParallel | None = None) -> None:
+    def __init__(
+        self, shape: DecoderShape, tensor: TensorParallel | None = None, context: ContextParallel | None = None
+    ) -> None:
         super().__init__()
         self.cache: KeyValueCache | None = None
+        self.context = context
         hidden, width = shape.hidden_size, shape.head_width
         heads, key_value_heads = shape.num_attention_heads, shape.num_key_value_heads
         if tensor is not None:
@@ -178,9 +183,14 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(width, tensor is not None, shape.rms_norm_eps)
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """With `position_ids` [batch, length], which restart with each document of a row, attention stays inside documents."""
+        """With `position_ids` [batch, length], which restart with each document of a row, attention stays inside documents.
+
+        Under context parallelism they are those of whole rows, of whose tokens x holds a part.
+        """
         query, key, value = self.split_heads(x, position_ids)
         grouped = self.key_value_heads < self.heads
+        if self.context is not None and self.cache is None:  # while text is generated, every rank has all tokens
+            return self.merge_heads(self.context.attend(query, key, value, position_ids))
         if self.cache is not None and position_ids is not None:
             key, value, positions = self.cache.extend(key, value, position_ids)
             mask = positions[:, None, None] <= position_ids[:, None, :, None]
@@ -197,10 +207,15 @@ class Attention(nn.Module):
         query, key = self._split(queries, self.heads), self._split(keys, self.key_value_heads)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
+        context, tokens = self.context if self.cache is None else None, query.shape[-2]
         if position_ids is None:
-            table = rotary_table(query.shape[-2], self.head_width, self.theta, query.dtype, query.device)
+            length = tokens if context is None else tokens * context.axis.size
+            table = rotary_table(length, self.head_width, self.theta, query.dtype, query.device)
+            if context is not None:
+                table = context.part(table[0], 0), context.part(table[1], 0)
         else:
-            table = rotary_rows(position_ids.unsqueeze(1), self.head_width, self.theta, query.dtype)
+            positions = position_ids if context is None else context.part(position_ids)
+            table = rotary_rows(positions.unsqueeze(1), self.head_width, self.theta, query.dtype)
         return rotate(query, table), rotate(key, table), self._split(values, self.key_value_heads)
 
     def merge_heads(self, mixed: Tensor) -> Tensor:
@@ -234,16 +249,25 @@ class Block(nn.Module):
 
     Args:
         mlp: its feed-forward part; None: `FeedForward`.
+        context: the ranks that share the tokens of sequences; x then holds this rank's.
     """
 
     mlp: nn.Module
 
-    def __init__(self, shape: DecoderShape, tensor: TensorParallel | None = None, mlp: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        shape: DecoderShape,
+        tensor: TensorParallel | None = None,
+        mlp: nn.Module | None = None,
+        context: ContextParallel | None = None,
+    ) -> None:
         super().__init__()
         sequence = tensor is not None and tensor.sequence
-        part = TokenPart(tensor.index, tensor.size) if tensor is not None and sequence else None
+        part = TokenPart(tensor.index, tensor.size) if tensor is not None and sequence else TokenPart()
+        if context is not None:
+            part = replace(part, piece=context.axis.index, pieces=context.axis.size)
         self.input_layernorm = RMSNorm(shape.hidden_size, sequence, shape.rms_norm_eps)
-        self.self_attn = Attention(shape, tensor)
+        self.self_attn = Attention(shape, tensor, context)
         self.attention_dropout = Dropout(shape.dropout, part)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, sequence, shape.rms_norm_eps)
         self.mlp = FeedForward(shape, tensor) if mlp is None else mlp

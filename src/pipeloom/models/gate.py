@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipeloom.decoder_shape import DecoderShape
+from pipeloom.decoder_shape import RANDOM_ROUTERS, DecoderShape
 from pipeloom.errors import UsageError
 from pipeloom.ops.deferred import DeferringLayer, apply_linear
 from pipeloom.ops.layer import MicrobatchContext, attach_loss
 from pipeloom.ops.random_state import RandomSource
+from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.router import (
     NO_DRAWS,
-    RANDOM_ROUTERS,
     Gate,
     RouterNoise,
     Routing,
@@ -53,6 +53,7 @@ class TopKGate(DeferringLayer):
 
     Attributes:
         source: source of random numbers; set by the code that builds the layer.
+        context: the ranks that share the micro-batch's tokens; the auxiliary losses cover those of all of them.
         loads: micro-batch -> choices of each expert in the last step, then those beyond their expert's capacity (not those
             dropped at random): [experts + 1] int64. A recomputed forward writes the same values again.
     """
@@ -65,6 +66,7 @@ class TopKGate(DeferringLayer):
         self.capacity_factor = shape.capacity_factor
         self.balance, self.z = shape.aux_loss_coef, shape.z_loss_coef
         self.tensor = tensor
+        self.context: ContextParallel | None = None
         self.weight = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size))
         noisy = shape.router == "noisy"
         self.noise_weight = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size)) if noisy else None
@@ -126,6 +128,8 @@ class TopKGate(DeferringLayer):
         if self.tensor is not None and self.tensor.index != 0:
             return weights  # because the gradients of the ranks are summed
         share = 1.0 if microbatch is None else microbatch.share
+        if self.context is not None:
+            tally, share = _over_ranks(tally, share, self.context)
         return attach_loss(weights, share * (self.balance * tally.balance_loss() + self.z * tally.z_loss()))
 
     def record_load(self, counts: Tensor, dropped: Tensor | None, microbatch: MicrobatchContext | None) -> None:
@@ -133,6 +137,22 @@ class TopKGate(DeferringLayer):
         if self.training and torch.is_grad_enabled():
             lost = counts.new_zeros(1) if dropped is None else dropped.view(1)
             self.loads[0 if microbatch is None else microbatch.index] = torch.cat((counts.detach(), lost))
+
+
+def _over_ranks(tally: RoutingStats, share: float, context: ContextParallel) -> tuple[RoutingStats, float]:
+    """Return the sums over the ranks that share a micro-batch's tokens; the gradient flows to this rank's terms alone."""
+    here = torch.cat((tally.counts.double(), tally.probabilities.double(), tally.squares.double().view(1)))
+    numbers = here.new_tensor([tally.tokens, share])
+    total = context.summed(torch.cat((here, numbers)))
+    experts, dtype = tally.counts.numel(), tally.probabilities.dtype
+    others = (total[: here.numel()] - here.detach()).to(dtype)
+    others_tally = RoutingStats(
+        others[:experts].round().long(),
+        others[experts:-1],
+        others[-1],
+        round(float(total[-2])) - tally.tokens,
+    )
+    return tally + others_tally, float(total[-1])
 
 
 def gates_of(modules: Iterable[nn.Module]) -> list[TopKGate]:

@@ -19,6 +19,7 @@ from pipeloom.models.moe_overlap import SparseBlockInBlocks
 from pipeloom.ops.layer import Layer
 from pipeloom.ops.random_state import set_sources, stable_seed
 from pipeloom.parallel import vocabulary
+from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.sharding import ParameterSharding, shard_of, shardings_of
 from pipeloom.parallel.tensor import TensorParallel, if_parallel
@@ -140,6 +141,7 @@ def layers(
     expert: ExpertParallel | None = None,
     classes: MoeClasses = MoeClasses(),
     drawn: bool = True,
+    context: ContextParallel | None = None,
 ) -> list[Layer]:
     """The decoder as factories: [embedding, block, …, block, norm and output], num_hidden_layers + 2 of them.
 
@@ -155,6 +157,8 @@ def layers(
         expert: spreads the experts of a model that has some over these ranks, each of which has tokens of its own.
         classes: your own classes of experts and routers, for a model that has experts.
         drawn: False: weights are 0, for a model whose weights are loaded afterwards.
+        context: spreads the tokens of each sequence over these ranks: tokens, activations and logits are then this rank's part
+            (`ContextParallel.part`), and `position_ids` those of whole sequences.
 
     Building a block raises ArgumentError for numbers of heads or experts, or an inner width, that the ranks do not divide.
     """
@@ -167,7 +171,7 @@ def layers(
     in_blocks = expert is not None and expert.size > 1 and expert.blocks > 1
     sparse = SparseBlockInBlocks if in_blocks else SparseBlock
     blocks = [
-        partial(sparse, shape, cut, expert, classes) if each else partial(Block, shape, cut)
+        partial(sparse, shape, cut, expert, classes, context) if each else partial(Block, shape, cut, context=context)
         for each in shape.expert_blocks
     ]
 

@@ -22,6 +22,7 @@ from pipeloom.models.decoder import Block
 from pipeloom.models.gate import TopKGate
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.segments import Communication, Compute, Segment, Values, begin, beside, in_order
+from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.dispatch import (
     AllToAll,
     DispatchPlan,
@@ -316,8 +317,10 @@ class SparseBlock(Block):
         tensor: TensorParallel | None = None,
         expert: ExpertParallel | None = None,
         classes: MoeClasses = MoeClasses(),
+        context: ContextParallel | None = None,
     ) -> None:
-        super().__init__(shape, tensor, sparse_feed_forward(shape, tensor, expert, classes))
+        super().__init__(shape, tensor, sparse_feed_forward(shape, tensor, expert, classes), context)
+        self.mlp.gate.context = context
 
     def forward(
         self, x: Tensor, microbatch: MicrobatchContext | None = None, position_ids: Tensor | None = None

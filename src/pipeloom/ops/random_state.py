@@ -75,10 +75,25 @@ def seeded(seed: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TokenPart:
-    """A rank's part of the tokens [..., tokens, width]: part `index` of `count` equal ones."""
+    """A rank's part of the tokens of a sequence.
+
+    Attributes:
+        index, count: part `index` of `count` equal ones, of what `piece` and `pieces` say.
+        piece, pieces: of 2 · `pieces` equal pieces of the sequence those numbered `piece` from the start and from the end, as
+            `ContextParallel` holds them; all tokens where `pieces` is 1.
+    """
 
     index: int = 0
     count: int = 1
+    piece: int = 0
+    pieces: int = 1
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return this part of the tokens, which are the last dimension but one of `whole`; a view where `pieces` is 1."""
+        if self.pieces > 1:
+            ends = whole.chunk(2 * self.pieces, -2)
+            whole = torch.cat((ends[self.piece], ends[2 * self.pieces - 1 - self.piece]), -2)
+        return whole.chunk(self.count, -2)[self.index]
 
 
 class Dropout(nn.Module):
@@ -109,13 +124,13 @@ class Dropout(nn.Module):
                 f"Dropout of {list(x.shape)} needs `source`, and `microbatch` with samples that divide the rows, in training"
             )
         tokens = x.shape[-2]
-        whole = (*x.shape[:-2], tokens * self.part.count, x.shape[-1])
+        whole = (*x.shape[:-2], tokens * self.part.count * self.part.pieces, x.shape[-1])
         keep = torch.empty(whole, dtype=torch.bool, device=x.device)
         rows = keep.chunk(microbatch.samples) if x.shape[0] else ()
         for row, generator in zip(rows, self.source.generators(microbatch, x.device), strict=True):
             row.bernoulli_(1 - self.probability, generator=generator)
-        if self.part.count > 1:
-            keep = keep.narrow(-2, self.part.index * tokens, tokens).clone()  # the rest need not stay for the backward
+        if self.part.count * self.part.pieces > 1:
+            keep = self.part.of(keep).clone()  # the rest need not stay for the backward
         return x * keep * (1 / (1 - self.probability))
 
 

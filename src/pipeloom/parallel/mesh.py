@@ -152,13 +152,14 @@ ALONE = Axis((0,), 0, None)
 
 @dataclass(frozen=True)
 class Mesh:
-    """Position of this process among dp · tp parallel pipelines, and its process groups.
+    """Position of this process among dp · cp · tp parallel pipelines, and its process groups.
 
     Attributes:
         shape: sizes of the axes, and order of the ranks.
         place: index of this process on each axis.
         pipeline: the pipeline that this process belongs to.
-        dp, tp, ep, edp: the processes along these axes; dp is edp and ep together.
+        dp: the processes that hold the same weights, dp · cp of them: gradients are summed over them. edp and ep together.
+        tp, ep, edp, cp: the processes along these axes.
         everyone: all processes of the mesh, in rank order.
         device_mesh: torch's mesh of the axes longer than 1, named pp, edp, ep, tp; None for one process.
         inside, across: if the ep axis spans machines: its ranks on this machine, and the ranks at this rank's position on
@@ -176,6 +177,7 @@ class Mesh:
     device_mesh: DeviceMesh | None
     inside: Axis = ALONE
     across: Axis = ALONE
+    cp: Axis = ALONE
 
     @classmethod
     def of(cls, shape: MeshShape, ranks: Sequence[int] | None = None) -> Mesh | None:
@@ -206,6 +208,7 @@ class Mesh:
             _line([[members[at] for at in line] for line in groups]) if shape.ep_nodes > 1 else ALONE
             for groups in shape.node_groups()
         )
+        cp = _line([[members[at] for at in group] for group in shape.context_groups()]) if shape.cp > 1 else ALONE
         if dist.get_rank() not in members:
             return None
         mine = members.index(dist.get_rank())
@@ -218,10 +221,10 @@ class Mesh:
             return Axis(line, line.index(members[mine]), group)
 
         edp, ep, pp = axis("edp"), axis("ep"), axis("pp")
-        dp = axis("dp", dp_group or (edp.group if shape.ep == 1 else ep.group)) if shape.dp > 1 else axis("dp")
+        dp = axis("dp", dp_group or (edp.group if shape.ep == 1 else ep.group)) if shape.replicas > 1 else axis("dp")
         everyone = Axis(members, mine, everyone_group)
         pipeline = PipelineMesh(pp.ranks, pp.index, pp.group)
-        return cls(shape, place, pipeline, dp, axis("tp"), ep, edp, everyone, torch_mesh, inside, across)
+        return cls(shape, place, pipeline, dp, axis("tp"), ep, edp, everyone, torch_mesh, inside, across, cp)
 
     @classmethod
     def of_pipeline(cls, pipeline: PipelineMesh) -> Mesh:

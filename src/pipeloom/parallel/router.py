@@ -26,9 +26,6 @@ from pipeloom.decoder_shape import ROUTERS
 from pipeloom.errors import ArgumentError, did_you_mean
 from pipeloom.ops.token_permute import accumulation_dtype
 
-RANDOM_ROUTERS = ("noisy", "switch", "gshard")
-"""Routers that use random numbers in training, which `sample_noise` draws."""
-
 
 @dataclass(frozen=True)
 class Gate:

@@ -113,23 +113,22 @@ def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None) -> 
     """
     layout = prediction.layout
     refused = {
-        f"cp={layout.cp}": layout.cp > 1,
+        f"cp={layout.cp} for a Hugging Face directory": layout.cp > 1 and source is not None,
         f"zero={layout.zero}": layout.zero > 1,
         f"recompute={layout.recompute}": layout.recompute not in ("none", "full"),
-        "multi-head latent attention without a Hugging Face directory": shape.latent is not None and source is None,
-        "biases and feed-forward parts without a gate": source is None and not shape.gated,
-    }
+    } | ({} if source else _not_trained(shape))
     if wrong := [what for what, applies in refused.items() if applies]:
         raise UsageError(
             f"--output: `pipeloom train` does not have {', '.join(wrong)}; choose another layout with --layout"
         )
-    model: dict[str, object] = {"source": source} if source else _sizes(shape)
+    model: dict[str, object] = {"source": source} if source else model_section(shape)
     sections: dict[str, dict[str, object]] = {
         "model": model,
         "parallel": {
             "pp": layout.pp,
             "dp": layout.dp,
             "tp": layout.tp,
+            "cp": layout.cp,
             "sp": layout.tp > 1,
             "ep": layout.ep,
             "stages": layout_string(prediction.stages),
@@ -152,7 +151,18 @@ def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None) -> 
     )
 
 
-def _sizes(shape: ModelShape) -> dict[str, object]:
+def _not_trained(shape: ModelShape) -> dict[str, bool]:
+    """Part of a model that `[model]` cannot describe without a Hugging Face directory -> whether the model has it."""
+    return {
+        "multi-head latent attention without a Hugging Face directory": shape.latent is not None,
+        "biases and feed-forward parts without a gate": not shape.gated,
+    }
+
+
+def model_section(shape: ModelShape) -> dict[str, object]:
+    """The keys of `[model]`. Raises UsageError for a model that they cannot describe."""
+    if wrong := [what for what, applies in _not_trained(shape).items() if applies]:
+        raise UsageError(f"{shape.name} has {', '.join(wrong)}, which `[model]` cannot describe")
     sizes: dict[str, object] = {
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,

@@ -115,7 +115,7 @@ class Pipeline:
         prefix, seed = self._shake_hands() if self.distributed else ("", spec.seed)
         with self._alarm.reporting():
             self._build({self.rank: self._status}, seed, summed_over(self.mesh, options))
-            if self.mesh.dp.size > 1 and self.mesh.place.dp == self.mesh.place.tp == 0:
+            if self.mesh.dp.size > 1 and self.mesh.dp.index == self.mesh.tp.index == 0:
                 self._warn_of_statistics()
             if self.distributed:
                 self._connect(prefix)
@@ -157,7 +157,7 @@ class Pipeline:
         specs = {rank: ShapeCache(options.shapes) for rank in statuses}
         self._connections = P2PConnections(mesh, specs[self.rank], self.device, options)
         self._gradients = StepGradients(assembly, mesh, options, self._alarm, summed)
-        first = mesh.place.dp == mesh.place.tp == 0  # a fault is injected into one pipeline
+        first = mesh.dp.index == mesh.tp.index == 0  # a fault is injected into one pipeline
         fault = options.fault if first else options.without_fault().fault
         self._engines = [
             RankEngine(
@@ -591,7 +591,7 @@ class Pipeline:
         Of the processes that hold the same values (tied weights, replicas, weights whole on tensor-parallel ranks) one does.
         """
         place, sharding = self.mesh.place, self.layouts[name]
-        replica = place.dp if sharding.over("ep") is None else place.edp
+        replica = self.mesh.dp.index if sharding.over("ep") is None else place.edp
         first = replica == 0 and (place.tp == 0 or sharding.over("tp") is not None)
         return first and name not in self._assembly.copies
 

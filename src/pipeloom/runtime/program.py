@@ -9,7 +9,7 @@ from functools import cached_property
 
 from pipeloom.errors import ConfigError
 from pipeloom.runtime.options import RuntimeOptions
-from pipeloom.schedule.actions import COMPUTE, INPUT_GRADIENT, OUTPUT, Action, Cell, Kind, kind_of
+from pipeloom.schedule.actions import COMPUTE, COPY_IN, COPY_OUT, INPUT_GRADIENT, OUTPUT, Action, Cell, Kind, kind_of
 from pipeloom.schedule.batched_p2p import MessageBatch, batches_of
 from pipeloom.schedule.channels import (
     Channel,
@@ -191,6 +191,8 @@ def _with_queues(schedule: Schedule, rank: int, instructions: list[Instruction])
     before: dict[str, int] = {}
     for at, instruction in enumerate(instructions):
         queue = kind_of(instruction.actions[0].kind).queue
+        if queue in (COPY_OUT, COPY_IN):
+            raise ConfigError(f"{instruction.cell} of rank {rank}: copies to host memory can be simulated, not run")
         waits = [wait for wait in ordered.get((rank, at), ()) if not wait.start]
         for other in waits:
             if other.rank != rank:

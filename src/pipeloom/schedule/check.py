@@ -13,12 +13,15 @@ from pipeloom.schedule.actions import (
     BASIC_KINDS,
     EVENTS,
     INPUT_GRADIENT,
+    KEPT,
     OUTPUT,
+    PENDING,
     WEIGHT_GRADIENT,
     Action,
     Cell,
     kind_of,
     kinds,
+    whole_of,
 )
 from pipeloom.schedule.batched_p2p import check_batches
 from pipeloom.schedule.channels import neighbours, smallest_depths, traffic
@@ -146,6 +149,8 @@ def _check_values(schedule: Schedule) -> None:
             where = f"rank {rank}, action {at}: {action}"
             results = made_by(schedule, action)
             needed = [need.value for need in kind.needs if not need.step and need != kind.waits_for]
+            if kind.part and KEPT in needed and KEPT not in values and PENDING in values:
+                needed, results = [PENDING], (f"{PENDING}:{kind.part}",)  # behind I: a part that only W needs
             for value in dict.fromkeys((*needed, *(value for value in kind.frees if value not in results))):
                 if value not in values:
                     raise ScheduleError(
@@ -156,10 +161,11 @@ def _check_values(schedule: Schedule) -> None:
                 if value in values:
                     raise ScheduleError(f"{where} makes what is {value} a second time; {values[value]} has made it")
             values.update(dict.fromkeys(results, action))
-            for value in kind.frees:
+            freed_here = frozenset(kind.frees)  # with their parts
+            for value in [value for value in values if not freed_here.isdisjoint((value, whole_of(value)))]:
                 del values[value]
     for (stage, microbatch), values in there.items():
-        for value in freed.intersection(values):
+        for value in (value for value in values if whole_of(value) in freed):
             raise ScheduleError(
                 f"stage {stage} micro-batch {microbatch} (rank {schedule.placement[stage]}): nothing frees what is {value}, "
                 f"which {values[value]} leaves"

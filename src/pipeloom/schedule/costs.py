@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from operator import add
 from typing import Any
 
 from pipeloom.errors import ArgumentError, CapacityError, UsageError
-from pipeloom.schedule.actions import KEPT, OUTPUT, PENDING, SAVED
+from pipeloom.schedule.actions import KEPT, OUTPUT, PENDING, SAVED, whole_of
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import named
 
@@ -20,8 +20,8 @@ LARGEST_COST = (
 TIME_TOLERANCE = 1e-9
 """Times and amounts of memory that differ by less count as equal: rounding makes sums depend on their order."""
 
-DEVICE = "device"
-"""The pool of a rank's device; pools are where bytes are."""
+DEVICE, HOST_MEMORY = "device", "host"
+"""The pools of a rank's device and of its host's memory; pools are where bytes are."""
 
 PerStage = float | tuple[float, ...]
 PerLink = float | tuple[tuple[float, ...], ...]
@@ -49,13 +49,18 @@ class Costs:
         pair_split: the same for a pair F|I; None: the time of F|B minus W.
         backward: time of a B alone, for instance of one in which W hides I's all-to-all; None: I + W.
         recompute: time of R; None: F. The block (R;B) takes R + B.
+        parts: {part: time of R of this part (`2R0:norms`), as a number or one per stage}; default for each: that of R, or a k-th
+            of it for one of k equal parts (`2R0:1/4`).
         microbatch: factors by micro-batch (sequences of different lengths) on F, I, W, B, the activation and the message;
             empty: 1 for all. A given pair's gain is multiplied by the smaller of its two factors.
         tensors: sizes of named tensors, {name: size}, in the unit of `message`; default for each: `message`.
         bytes: {name: bytes, as a number or one per stage}. Of a stage and micro-batch: `"saved"`, `"kept"`, `"pending"` and the
-            values that registered kinds make, and `"layer"`: the most that one layer saves, which a block (R;B) holds. Any other
-            name, such as `"params"`, `"grads"` or `"optimizer"`, is there for the whole step.
+            values that registered kinds make, and `"layer"`: the most that one layer saves, which a block (R;B) holds. A part is
+            `"saved:norms"`; one without a size has the share that its name says (`1/4`), or 0. Any other name, such as
+            `"params"`, `"grads"` or `"optimizer"`, is there for the whole step.
         pools: {name: pool} of the bytes that are not in the pool "device".
+        host_bandwidth: of the copies O and L to host memory and back, each way: a copy takes bytes["saved"] / host_bandwidth, or
+            without bytes the part of `activation` beyond `kept` / host_bandwidth.
 
     Raises:
         UsageError: a value that is negative, not finite, or of a shape that its field does not accept.
@@ -75,18 +80,21 @@ class Costs:
     pair_split: PerPair | None = None
     backward: PerStage | None = None
     recompute: PerStage | None = None
+    parts: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = ()
     microbatch: tuple[float, ...] = ()
     tensors: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
     bytes: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = ()
     pools: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
+    host_bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _sizes("tensors", self.tensors, (0,)))
-        object.__setattr__(self, "bytes", _sizes("bytes", self.bytes, (0, 1)))
+        for name in ("bytes", "parts"):
+            object.__setattr__(self, name, _sizes(name, getattr(self, name), (0, 1)))
         object.__setattr__(self, "pools", tuple(sorted(dict(self.pools).items())))
         for spec in fields(self):
             value = getattr(self, spec.name)
-            if spec.name in ("tensors", "bytes", "pools"):
+            if spec.name in ("tensors", "bytes", "pools", "parts"):
                 continue
             if value is None and spec.default is None:
                 continue
@@ -95,13 +103,14 @@ class Costs:
                 raise ArgumentError(spec.name, f" is {value!r:.200}; it must be {_SHAPES.get(spec.name, _PER_STAGE)}")
             object.__setattr__(self, spec.name, value)
             for number in _numbers(value):
-                finite = math.isfinite(number) or (spec.name == "bandwidth" and number == math.inf)
+                finite = math.isfinite(number) or (spec.name in _BANDWIDTHS and number == math.inf)
                 if not finite or number < 0:
                     raise ArgumentError(spec.name, f" is {number}; a cost is a finite number of at least 0")
-                if number > LARGEST_COST and spec.name != "bandwidth":
+                if number > LARGEST_COST and spec.name not in _BANDWIDTHS:
                     raise ArgumentError(spec.name, f" is {number:g}; the largest cost is {LARGEST_COST:g}")
-        if self.bandwidth == 0:
-            raise ArgumentError("bandwidth", " is 0; it must be above 0")
+        for name in _BANDWIDTHS:
+            if getattr(self, name) == 0:
+                raise ArgumentError(name, " is 0; it must be above 0")
         for name in ("held", "kept", "all_to_all"):
             if any(share > 1 for share in _numbers(getattr(self, name))):
                 raise ArgumentError(name, f" is {getattr(self, name)}; it is a share between 0 and 1")
@@ -113,9 +122,11 @@ class Costs:
             return tuple(map(times, value)) if isinstance(value, tuple) else value * factor
 
         scaled = ("forward", "input_grad", "weight_grad", "activation", "pair", "pair_split", "backward", "recompute")
-        values = {name: getattr(self, name) for name in scaled}
-        amounts = {name: times(value) for name, value in dict(self.bytes).items()}
-        return replace(self, bytes=amounts, **{n: times(value) for n, value in values.items() if value is not None})
+        values: dict[str, Any] = {name: getattr(self, name) for name in scaled}
+        changed = {name: times(value) for name, value in values.items() if value is not None}
+        for name in ("bytes", "parts"):
+            changed[name] = {key: times(value) for key, value in getattr(self, name)}
+        return replace(self, **changed)
 
     def per_stage(self, name: str, stages: int) -> tuple[float, ...]:
         """The value called `name` as one number per stage; raises UsageError when there is not one for each."""
@@ -124,8 +135,25 @@ class Costs:
     def bytes_in(self, pool: str, stages: int) -> dict[str, tuple[float, ...]]:
         """name -> bytes by stage of what is in `pool`; raises as `per_stage`."""
         places, amounts = dict(self.pools), dict(self.bytes)
-        names = [name for name in amounts if places.get(name, DEVICE) == pool]
+        names = [name for name in amounts if places.get(whole_of(name), DEVICE) == pool]
         return {name: self._spread(f"bytes[{name!r}]", amounts[name], stages) for name in names}
+
+    def share_of(self, value: str, stages: int) -> tuple[float, ...]:
+        """stage -> the size of a part, such as `saved:norms`, as a share of the whole; raises as `per_stage`."""
+        whole, _, part = value.partition(":")
+        amounts = dict(self.bytes)
+        if value not in amounts or whole not in amounts:
+            return (_equal_share(part, 0.0),) * stages
+        sizes = (self._spread(f"bytes[{name!r}]", amounts[name], stages) for name in (value, whole))
+        return tuple(min(1.0, size / total) if total else 0.0 for size, total in zip(*sizes, strict=True))
+
+    def saved(self, stages: int) -> tuple[float, ...]:
+        """Return the bytes that one micro-batch saves on each stage; without bytes, the part of `activation` beyond `kept`."""
+        amounts = dict(self.bytes)
+        if SAVED in amounts:
+            return self._spread(f"bytes[{SAVED!r}]", amounts[SAVED], stages)
+        sizes = zip(*(self.per_stage(name, stages) for name in ("kept", "activation")), strict=True)
+        return tuple((1 - share) * size for share, size in sizes)
 
     def _spread(self, name: str, value: Any, stages: int) -> tuple[float, ...]:
         if not isinstance(value, tuple):
@@ -211,6 +239,14 @@ class StageCosts:
     recompute: tuple[float, ...]
     recompute_backward: tuple[float, ...]
     recompute_input_grad: tuple[float, ...]
+    copy: tuple[float, ...]
+    parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def time_of(self, name: str) -> tuple[float, ...]:
+        """stage -> the time called `name` in `Kind.time`: a field, or of a part, such as `recompute:norms`."""
+        whole, _, part = name.partition(":")
+        times: tuple[float, ...] = getattr(self, whole)
+        return self.parts.get(part, tuple(time * _equal_share(part, 1.0) for time in times)) if part else times
 
     @classmethod
     def of(cls, costs: Costs, stages: int) -> StageCosts:
@@ -225,7 +261,10 @@ class StageCosts:
         )
         backward = spread("backward", total(input_grad, weight_grad))
         again = spread("recompute", forward)
-        return cls(forward, input_grad, weight_grad, backward, again, total(again, backward), total(again, input_grad))
+        blocks = total(again, backward), total(again, input_grad)
+        copy = tuple(size / costs.host_bandwidth for size in costs.saved(stages))
+        parts = {part: costs._spread(f"parts[{part!r}]", time, stages) for part, time in dict(costs.parts).items()}
+        return cls(forward, input_grad, weight_grad, backward, again, *blocks, copy, parts)
 
 
 @dataclass(frozen=True)
@@ -315,6 +354,11 @@ class PairTimes:
         return min(self.time(forward, backward, False), apart)
 
 
+def _equal_share(part: str, otherwise: float) -> float:
+    """1 / k for the part j/k, `otherwise` for a part with a name."""
+    return 1 / int(part.partition("/")[2]) if "/" in part else otherwise
+
+
 def durations(schedule: Schedule, costs: Costs) -> list[float]:
     """code -> time of that action (no pairs), one entry for each action that a code can stand for."""
     spread = StageCosts.of(costs, schedule.stages)
@@ -322,7 +366,7 @@ def durations(schedule: Schedule, costs: Costs) -> list[float]:
     times: list[float] = []
     for kind in schedule.kinds:
         time = kind.time
-        values = getattr(spread, time) if isinstance(time, str) else (time,) * schedule.stages
+        values = spread.time_of(time) if isinstance(time, str) else (time,) * schedule.stages
         for value in values:
             times.extend([value * factor for factor in factors] if costs.microbatch else [value] * len(factors))
     return times
@@ -333,14 +377,17 @@ _SHAPES = {
     "p2p": "a number, or a matrix p2p[source][destination]",
     "message": "a number",
     "bandwidth": "a number",
+    "host_bandwidth": "a number",
     "pair": f"{_PER_STAGE}, or a matrix pair[stage of forward][stage of backward]",
     "pair_split": f"{_PER_STAGE}, or a matrix pair_split[stage of forward][stage of backward]",
     "microbatch": "a tuple with one number for each micro-batch",
 }
+_BANDWIDTHS = ("bandwidth", "host_bandwidth")
 _DEPTHS = {
     "p2p": (0, 2),
     "message": (0,),
     "bandwidth": (0,),
+    "host_bandwidth": (0,),
     "pair": (0, 1, 2),
     "pair_split": (0, 1, 2),
     "microbatch": (1,),
@@ -411,7 +458,8 @@ def activation_limit(
     for place in places:
         sizes = costs.bytes_in(DEVICE, len(place))
         stages = [
-            sum(size[stage] for name, size in sizes.items() if name not in _MOVING) for stage in range(len(place))
+            sum(size[stage] for name, size in sizes.items() if whole_of(name) not in _MOVING)
+            for stage in range(len(place))
         ]
         standing = max(standing, *(sum(stages[s] for s, rank in enumerate(place) if rank == r) for r in range(ranks)))
     if standing >= memory:

@@ -30,7 +30,8 @@ class _Place(NamedTuple):
 def to_csv(schedule: Schedule) -> str:
     """One line per rank, its cells in program order, without idle cells; `from_csv` and torch read it.
 
-    Raises ScheduleError for a schedule with two routes or with tensors that stages pass by name, which this form cannot express.
+    Raises ScheduleError for a schedule with two routes, with tensors that stages pass by name or with slots: this form cannot
+    express them.
     """
     if len(schedule.routes) > 1:
         raise ScheduleError(
@@ -41,6 +42,11 @@ def to_csv(schedule: Schedule) -> str:
         raise ScheduleError(
             f"{schedule.name} passes tensor {schedule.tensors[0].name!r:.200} by name between stages, which the CSV form "
             "cannot say; write it as JSON"
+        )
+    if schedule.slots:
+        raise ScheduleError(
+            f"{schedule.name} holds at most {schedule.slots[0][1]} of what is {schedule.slots[0][0]}, which the CSV form cannot "
+            "say; write it as JSON"
         )
     return "".join(",".join(map(str, program)) + "\n" for program in schedule.programs)
 

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
-from pipeloom.schedule.actions import COMPUTE, EVENTS, INPUT_GRADIENT, OUTPUT, Need, kind_of
+from pipeloom.schedule.actions import COMPUTE, EVENTS, INPUT_GRADIENT, OUTPUT, Cell, Need, kind_of
 from pipeloom.schedule.channels import Edge, NamedEdges, neighbours
-from pipeloom.schedule.model import Program, Schedule, made_by, parts
+from pipeloom.schedule.model import Program, Schedule, made_by, parts, with_parts
 
 NEVER = math.inf
 
@@ -146,6 +146,7 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
     - Entries of a rank that touch one value, at least one of them making or freeing it, run in the order of the program, whatever
       their queues.
     - A value of another stage is waited for until the entry that makes it ends.
+    - One that makes a value of `Schedule.slots` waits, in the order of the program, for as many that free one as it needs.
     """
     if not schedule.has_queues:
         return {}
@@ -163,8 +164,9 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
         changed: dict[tuple[str, int, int], int] = {}
         read: dict[tuple[str, int, int], list[int]] = defaultdict(list)
         computation: int | None = None
+        freed = _slot_waits(schedule, program)
         for at, cell in enumerate(program):
-            awaited: list[EntryWait] = []
+            awaited = [EntryWait(rank, other) for other in freed.get(at, ()) if queue_of[other] != queue_of[at]]
             if queue_of[at] == COMPUTE:
                 computation = at
             elif computation is not None:
@@ -176,8 +178,10 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
                     source = (need.value, other) if other is not None else (need.at_end, stage)
                     if need != kind.waits_for and need.step and source[0] is not None:
                         awaited += [maker[key] for key in [(source[0], source[1], mb)] if key in maker]
-                changes = {(value, stage, mb) for value in (*made_by(schedule, action), *kind.frees)}
-                reads = {(need.value, stage, mb) for need in kind.needs if not need.step} - changes
+                touched = with_parts(schedule, action, tuple(need.value for need in kind.needs if not need.step))
+                gone = with_parts(schedule, action, kind.frees)
+                changes = {(value, stage, mb) for value in (*made_by(schedule, action), *gone)}
+                reads = {(value, stage, mb) for value in touched} - changes
                 earlier = {changed[key] for key in changes | reads if key in changed}
                 earlier |= {reader for key in changes for reader in read[key]}
                 awaited += [EntryWait(rank, other) for other in sorted(earlier) if queue_of[other] != queue_of[at]]
@@ -186,6 +190,20 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
                     read[key].append(at)
             if awaited:
                 waits[rank, at] = tuple(awaited)
+    return waits
+
+
+def _slot_waits(schedule: Schedule, program: Sequence[Cell]) -> dict[int, list[int]]:
+    """Position of an entry that makes a value with slots -> those that must have freed one before: the first ones that do.
+
+    Where these stand behind it, the entries wait for each other, and `check` says so.
+    """
+    waits: dict[int, list[int]] = defaultdict(list)
+    for value, slots in schedule.slots:
+        makers = [at for at, cell in enumerate(program) for a in parts(cell) if value in made_by(schedule, a)]
+        freeing = [at for at, cell in enumerate(program) for a in parts(cell) if value in kind_of(a.kind).frees]
+        for count, at in enumerate(makers):
+            waits[at] += freeing[: max(0, count + 1 - slots)]
     return waits
 
 

@@ -24,14 +24,16 @@ _SHAPES: dict[str, tuple[Any, str]] = {
     "route_of": ([int], "a list of whole numbers"),
     "programs": ([[str]], 'one list of cells such as "0F0" for each rank'),
     "tensors": ([(str, int, [int])], "a list of [name, producer, [consumers]]"),
+    "slots": (dict, "an object"),
 }
 
 
 def to_dict(schedule: Schedule) -> dict[str, Any]:
     """The keys of the JSON form, ready for `json.dumps`: format, name, options, ranks, microbatches, placement (stage
     -> rank), routes, route_of (micro-batch -> route), programs (rank -> cells as in the CSV form), and where stages read
-    tensors by name, tensors ([name, position of the producer, positions of the consumers] of each)."""
-    return {**_head(schedule), "programs": list(_programs_of(schedule)), **_tensors_of(schedule)}
+    tensors by name, tensors ([name, position of the producer, positions of the consumers] of each); where it has slots, slots
+    (value -> how many)."""
+    return {**_head(schedule), "programs": list(_programs_of(schedule)), **_more_of(schedule)}
 
 
 def to_json(schedule: Schedule) -> str:
@@ -48,7 +50,7 @@ def parts_of_json(schedule: Schedule, more: Mapping[str, Any] | None = None) -> 
     yield json.dumps(_head(schedule), allow_nan=False)[:-1] + ', "programs": ['
     for rank, program in enumerate(_programs_of(schedule)):
         yield (", " if rank else "") + json.dumps(program)
-    tail = json.dumps({**_tensors_of(schedule), **(more or {})}, allow_nan=False)
+    tail = json.dumps({**_more_of(schedule), **(more or {})}, allow_nan=False)
     yield "]" + (", " if len(tail) > 2 else "") + tail[1:]
 
 
@@ -69,9 +71,10 @@ def _programs_of(schedule: Schedule) -> Iterator[list[str]]:
     return ([str(schedule.decode(code)) for code in program] for program in schedule.codes)
 
 
-def _tensors_of(schedule: Schedule) -> dict[str, Any]:
+def _more_of(schedule: Schedule) -> dict[str, Any]:
     tensors = [[tensor.name, tensor.producer, list(tensor.consumers)] for tensor in schedule.tensors]
-    return {"tensors": tensors} if tensors else {}
+    values: dict[str, Any] = {"tensors": tensors, "slots": dict(schedule.slots)}
+    return {key: value for key, value in values.items() if value}
 
 
 def from_json(text: str, source: str = "json") -> Schedule:
@@ -111,15 +114,19 @@ def from_json(text: str, source: str = "json") -> Schedule:
             f"{source}: {cells} actions are too few for {microbatches} micro-batches through {len(placement)} stages"
         )
     try:
-        return Schedule.of(
-            programs,
-            placement=placement,
-            microbatches=microbatches,
-            name=form.get("name", "json"),
-            options={key: _frozen(value) for key, value in form.get("options", {}).items()},
-            routes=form.get("routes"),
-            route_of=form.get("route_of"),
-        ).with_tensors(form.get("tensors", []))
+        return (
+            Schedule.of(
+                programs,
+                placement=placement,
+                microbatches=microbatches,
+                name=form.get("name", "json"),
+                options={key: _frozen(value) for key, value in form.get("options", {}).items()},
+                routes=form.get("routes"),
+                route_of=form.get("route_of"),
+            )
+            .with_tensors(form.get("tensors", []))
+            .with_slots(form.get("slots", {}))
+        )
     except ScheduleError as error:
         raise ScheduleError(f"{source}: {error}") from None
 

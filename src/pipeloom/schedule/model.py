@@ -8,8 +8,8 @@ Inside, a program is a tuple of integers, so that half a million actions are che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -30,6 +30,7 @@ from pipeloom.schedule.actions import (
     kind_of,
     kinds,
     parse_cell,
+    whole_of,
 )
 
 Program = tuple[int, ...]
@@ -68,6 +69,7 @@ class Schedule:
         route_of: micro-batch -> index of its route.
         options: the family's options, sorted, for printing and for the text forms.
         tensors: those that stages read by name, past the stages in between (`with_tensors`).
+        slots: (value, the most of it that a rank holds at once, each of a stage and micro-batch); sorted (`with_slots`).
     """
 
     name: str
@@ -79,6 +81,7 @@ class Schedule:
     route_of: tuple[int, ...]
     options: tuple[tuple[str, Any], ...] = field(default=())
     tensors: tuple[NamedTensor, ...] = ()
+    slots: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name.isprintable():
@@ -101,6 +104,19 @@ class Schedule:
         Raises ScheduleError for a tensor sent backwards, one without a consumer, and one that a stage would receive twice.
         """
         return replace(self, tensors=tuple(sorted(NamedTensor(n, p, tuple(sorted(c))) for n, p, c in tensors)))
+
+    def with_slots(self, slots: Mapping[str, int]) -> Schedule:
+        """Return this schedule with at most so many of each value on a rank, copies in progress included.
+
+        An entry that makes one waits until enough of the entries before it in the program have freed theirs. Only schedules
+        with entries beside the computation need that: elsewhere the order says it all.
+
+        Raises ScheduleError for less than one.
+        """
+        for value, count in slots.items():
+            if not isinstance(count, int) or count < 1:
+                raise ScheduleError(f"slots of {echo(value)}: {echo(count)}; give a whole number of at least 1")
+        return replace(self, slots=tuple(sorted(slots.items())))
 
     @classmethod
     def of(
@@ -220,16 +236,29 @@ class Schedule:
 
     @cached_property
     def remade(self) -> dict[tuple[int, int], frozenset[str]]:
-        """(stage, micro-batch) -> the values that its F leaves out, because another of its actions makes them."""
-        stride, left = self.kind_stride, set(kinds()[0].makes)
-        makes = {number: left.intersection(kind.makes) for number, kind in enumerate(self.kinds) if not kind.is_forward}
-        values: dict[tuple[int, int], frozenset[str]] = {}
-        for codes in map(self.action_codes, range(self.ranks)) if any(makes.values()) else ():
+        """(stage, micro-batch) -> the values that its F leaves out, because another computation makes them."""
+        left = kinds()[0].makes
+        return self._united(
+            [
+                {v for v in kind.makes if whole_of(v) in left} if kind.queue == COMPUTE and not kind.is_forward else ()
+                for kind in self.kinds
+            ]
+        )
+
+    @cached_property
+    def parted(self) -> dict[tuple[int, int], frozenset[str]]:
+        """(stage, micro-batch) -> the values that are parts of another, such as `saved:norms`, which its actions touch."""
+        return self._united([{v for v in kind.touches if v != whole_of(v)} for kind in self.kinds])
+
+    def _united(self, values: Sequence[Collection[str]]) -> dict[tuple[int, int], frozenset[str]]:
+        """(stage, micro-batch) -> all `values` of the kinds of its actions, given by the number of the kind."""
+        stride, united = self.kind_stride, dict[tuple[int, int], frozenset[str]]()
+        for codes in map(self.action_codes, range(self.ranks)) if any(values) else ():
             for code in codes:
-                if makes.get(code // stride):
+                if values[code // stride]:
                     place = divmod(code % stride, self.microbatches)
-                    values[place] = values.get(place, frozenset()) | makes[code // stride]
-        return values
+                    united[place] = united.get(place, frozenset()).union(values[code // stride])
+        return united
 
     @property
     def has_pairs(self) -> bool:
@@ -285,6 +314,26 @@ class Schedule:
         rest, microbatch = divmod(code, self.microbatches)
         kind, stage = divmod(rest, self.stages)
         return Action(kinds()[kind].letter, stage, microbatch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields, and the letters of the kinds: their numbers are those of this process."""
+        state = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        return state | {"letters": [kind.letter for kind in self.kinds]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        letters = state.pop("letters")
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+        numbers = list(map(kind_number, letters))
+        if numbers != list(range(len(numbers))):
+            stride, limit = self.kind_stride, self.pair_stride
+
+            def code(old: int) -> int:
+                first, second = divmod(old, limit)
+                renumbered = numbers[second // stride] * stride + second % stride
+                return renumbered + first * limit
+
+            object.__setattr__(self, "codes", tuple(tuple(map(code, program)) for program in self.codes))
 
     def with_programs(self, programs: Sequence[Iterable[Cell | str | int]]) -> Schedule:
         """Return this schedule with other programs; raises as `of` does."""
@@ -357,10 +406,20 @@ def parts(cell: Cell) -> tuple[Action, ...]:
 def made_by(schedule: Schedule, action: Action) -> tuple[str, ...]:
     """Return the values that `action` makes: those of its kind, for a forward less those that a later action makes again."""
     kind = kind_of(action.kind)
+    values = with_parts(schedule, action, kind.makes)
     if not kind.is_forward:
-        return kind.makes
+        return values
     left = schedule.remade.get((action.stage, action.microbatch), frozenset())
-    return tuple(value for value in kind.makes if value not in left)
+    return tuple(value for value in values if value not in left and whole_of(value) not in left)
+
+
+def with_parts(schedule: Schedule, action: Action, values: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `values` with the parts of each that actions of the same stage and micro-batch name (`Schedule.parted`).
+
+    What is called by the name of the whole is then the rest.
+    """
+    named = schedule.parted.get((action.stage, action.microbatch)) if schedule.parted else None
+    return (*values, *sorted(part for part in named if whole_of(part) in values)) if named else values
 
 
 def _encoded(programs: Sequence[Iterable[Cell | str | int]], stages: int, microbatches: int) -> tuple[Program, ...]:

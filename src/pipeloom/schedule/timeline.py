@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
+from operator import mul
 from statistics import fmean
 from typing import Any, Literal, NamedTuple, get_args
 
 from pipeloom.errors import UsageError
-from pipeloom.schedule.actions import COMPUTE, KEPT, OUTPUT, PENDING, SAVED, WEIGHT_GRADIENT, kind_of
-from pipeloom.schedule.costs import DEVICE, Costs, PairTimes
+from pipeloom.schedule.actions import COMPUTE, KEPT, ON_HOST, OUTPUT, PENDING, SAVED, WEIGHT_GRADIENT, kind_of, whole_of
+from pipeloom.schedule.costs import DEVICE, HOST_MEMORY, Costs, PairTimes
 from pipeloom.schedule.graph import EntryWait, Graph, entry_waits
 from pipeloom.schedule.model import Schedule, parts
 
@@ -29,7 +30,7 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 - dependency: what the next entry needs is not computed yet.
 - message: it is computed, and on its way.
 - memory: the rank waits for a backward while a later forward of its program has its input, and running that forward now
-  would exceed the rank's own peak memory.
+  would exceed the rank's own peak memory; or it waits for a copy to or from host memory.
 - end of step: the rank has nothing left to do.
 - overhead: everything is there and nothing runs; a simulated timeline has none.
 """
@@ -44,12 +45,13 @@ class Gap(NamedTuple):
     at: int
 
 
-CommunicationKind = Literal["p2p", "tp", "dp", "all-to-all"]
+CommunicationKind = Literal["p2p", "tp", "cp", "dp", "all-to-all"]
 COMMUNICATIONS: tuple[CommunicationKind, ...] = get_args(CommunicationKind)
 """Kinds of communication.
 
 - p2p: messages between stages, and the gradients of weights that several pipeline ranks hold.
 - tp: collectives of tensor-parallel ranks.
+- cp: keys and values that context-parallel ranks exchange, and their gradients.
 - dp: gradients summed over the replicas, and weights that other replicas have stepped.
 - all-to-all: tokens and their gradients between expert-parallel ranks, and the counts of them.
 """
@@ -236,12 +238,12 @@ class Timeline:
         activation, held, inputs = (costs.per_stage(name, stages) for name in ("activation", "held", "kept"))
         return _changes(
             self.schedule,
+            costs,
             {
                 SAVED: [(1 - share) * size for share, size in zip(inputs, activation, strict=True)],
                 KEPT: [share * size for share, size in zip(inputs, activation, strict=True)],
                 PENDING: [share * size for share, size in zip(held, activation, strict=True)],
             },
-            costs.factors(self.schedule.microbatches),
         )
 
     @cached_property
@@ -251,7 +253,10 @@ class Timeline:
         Both micro-batches of a pair count, whatever the pair frees while it runs; `peak_memory` takes that into account.
         """
         schedule, one = self.schedule, [1] * self.schedule.stages
-        change, passing = _changes(schedule, {SAVED: one, PENDING: one}, (1,) * schedule.microbatches)
+        change, passing = _changes(schedule, Costs(), {SAVED: one, PENDING: one})
+        if schedule.has_queues:
+            curves = [self._curve(rank, change, passing) for rank in range(schedule.ranks)]
+            return tuple(int(max((level for _, level in curve), default=0)) for curve in curves)
         peaks = []
         for rank in range(schedule.ranks):
             codes = schedule.action_codes(rank)
@@ -270,6 +275,8 @@ class Timeline:
     def peak_memory(self) -> tuple[float, ...]:
         """rank -> the largest value of its memory curve."""
         (change, passing), schedule = self._memory, self.schedule
+        if schedule.has_queues:
+            return tuple(max((level for _, level in curve), default=0.0) for curve in self.memory_curve)
 
         def steps(rank: int) -> Iterable[float]:
             if schedule.has_pairs or passing:
@@ -286,13 +293,14 @@ class Timeline:
         is pending, which is a part of it, the difference counts.
         """
         costs, schedule = self.costs, self.schedule
-        moving = {value for kind in schedule.kinds for value in (*kind.makes, *kind.frees)}
+        moving = {whole_of(value) for kind in schedule.kinds for value in (*kind.makes, *kind.frees)}
+        copied = {HOST_MEMORY: {ON_HOST: costs.saved(schedule.stages)}} if ON_HOST in moving else {}
         curves = {}
-        for pool in sorted({DEVICE, *dict(costs.pools).values()}) if costs.bytes else ():
-            sizes = costs.bytes_in(pool, schedule.stages)
+        for pool in sorted({DEVICE, *copied, *dict(costs.pools).values()}) if costs.bytes else ():
+            sizes = costs.bytes_in(pool, schedule.stages) | copied.get(pool, {})
             layer = sizes.pop("layer", None)
-            values = {name: sizes.pop(name) for name in moving.intersection(sizes)}
-            changes = _changes(schedule, values, costs.factors(schedule.microbatches), layer)
+            values = {name: sizes.pop(name) for name in list(sizes) if whole_of(name) in moving}
+            changes = _changes(schedule, costs, values, layer)
             curves[pool] = tuple(
                 self._curve(rank, *changes, sum(size[stage] for size in sizes.values() for stage in stages))
                 for rank, stages in enumerate(schedule.stages_of)
@@ -442,6 +450,13 @@ class Timeline:
                 waits = [self._arrival(rank, code, clock) for code in (first, second)]
                 latest = max((wait for wait in waits if wait is not None), default=None)
                 cuts = _cuts(clock, start, latest, rank)
+                copied = [
+                    self.ends[rank][other.at]
+                    for other in self._entry_waits.get((rank, at), ())
+                    if other.rank == rank and not other.start
+                ]
+                if copied and max(copied) > max(clock, latest[0] if latest is not None else clock):
+                    cuts = _for_memory(cuts, clock if latest is None else latest[0])
                 later = upcoming[at]
                 if later is not None and not forwards[first // stride] and level + change[later] > peak + 1e-9 * peak:
                     ready = self._arrival(rank, later, clock)
@@ -471,19 +486,26 @@ class Timeline:
 
 def _changes(
     schedule: Schedule,
+    costs: Costs,
     sizes: Mapping[str, Sequence[float]],
-    factors: Sequence[float],
     layer: Sequence[float] | None = None,
 ) -> tuple[list[float], dict[int, float]]:
     """code -> by how much the action changes what its rank holds, and code -> what it holds only while it runs, where it does.
 
     Args:
+        costs: with the factors of the micro-batches and the shares of parts.
         sizes: value -> its size on each stage; other values have none.
-        factors: of the micro-batches.
         layer: the size on each stage of what an action holds only while it runs; None: of all values that it makes and frees.
     """
     changes: list[float] = []
     passing: dict[int, float] = {}
+    factors = costs.factors(schedule.microbatches)
+    divided = {value for kind in schedule.kinds if kind.part for value in kind.touches if whole_of(value) in sizes}
+    sizes = {value: size for value, size in sizes.items() if value == whole_of(value)} | {
+        value: tuple(map(mul, sizes[whole_of(value)], costs.share_of(value, schedule.stages)))
+        for value in divided
+        if value != whole_of(value)
+    }
     for kind in schedule.kinds:
         brief = [value for value in kind.makes if value in sizes and value in kind.frees]
         net = [(sizes[v], (v in kind.makes) - (v in kind.frees)) for v in sizes if v not in brief]

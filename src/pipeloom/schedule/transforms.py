@@ -8,15 +8,18 @@ micro-batch gets the same forward, input gradient and weight gradient as before,
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean
-from pipeloom.schedule.actions import Action, Cell, kind_number, kind_of
+from pipeloom.schedule.actions import PART, Action, Cell, kind_number, kind_of
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
 from pipeloom.schedule.model import Program, Schedule, of_schedule, parts
+from pipeloom.schedule.offload import offload
 from pipeloom.schedule.simulate import simulate
 
 # The share of a weight gradient's time that a wait must have before one is computed in it. 1: it delays nothing; 0: it is
@@ -273,7 +276,9 @@ def _with_weights_in_waits(
 # -- recomputation ------------------------------------------------------------------------------------------------------
 
 
-def recompute(schedule: Schedule, whole: bool = False, actions: Collection[tuple[int, int]] | None = None) -> Schedule:
+def recompute(
+    schedule: Schedule, whole: bool = False, actions: Collection[tuple[int, int]] | None = None, part: str = ""
+) -> Schedule:
     """Return `schedule` with every backward's activations recomputed, so that F leaves only the stage's inputs until then.
 
     In blocks (2R0;2B0), also inside pairs, each layer is recomputed just before its own backward. Memory: `Costs.kept` of an
@@ -284,22 +289,35 @@ def recompute(schedule: Schedule, whole: bool = False, actions: Collection[tuple
         whole: an R for the whole stage before the entry with its backward instead. It waits for no message, so it runs while the
             backward's gradient is on its way; memory: a whole stage's activations from then on.
         actions: (stage, micro-batch) of the backwards to recompute; None: all.
+        part: that of a part alone, such as `2R0:norms`, in an action of its own there.
+
+    Raises UsageError for a part without a valid name.
     """
+    if part:
+        _require_part(part)
     stride, limit = schedule.kind_stride, schedule.pair_stride
     block = {kind_number(letter): kind_number(f"R{letter}") for letter in "BI"}
-    again = kind_number("R") * stride
+    again = kind_number(f"R:{part}" if part else "R") * stride
 
     def cells(code: int) -> Iterator[int]:
         forward, backward = divmod(code, limit) if code >= limit else (0, code)
         kind, place = divmod(backward, stride)
         if kind not in block or (actions is not None and divmod(place, schedule.microbatches) not in actions):
             yield code
-        elif whole:
+        elif whole or part:
             yield from (again + place, code)
         else:
             yield forward * limit + block[kind] * stride + place
 
     return schedule.with_programs([[cell for code in program for cell in cells(code)] for program in schedule.codes])
+
+
+def _require_part(part: str) -> None:
+    """Raise UsageError for anything but a name of a part."""
+    if not re.fullmatch(PART, part):
+        raise UsageError(
+            f"recompute: {part!r:.200} is not a part; give block, whole, or a part's name, such as norms, mlp or attention"
+        )
 
 
 # -- other stages, or no backward --------------------------------------------------------------------------------------------
@@ -342,7 +360,7 @@ def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
         microbatches=schedule.microbatches,
         name=schedule.name,
         options=dict(schedule.options),
-    )
+    ).with_slots({value: count * pieces for value, count in schedule.slots})
 
 
 @of_schedule
@@ -386,17 +404,17 @@ class NamedTransform:
 
     Attributes:
         words: its description.
-        apply: (schedule, number or None, costs) -> schedule.
+        apply: (schedule, number, word or None, costs) -> schedule.
         number: the meaning of the number; None: it takes none.
         needs_number: whether the number must be given.
-        choices: words that stand for the numbers 0, 1, ...; empty: numbers are given.
+        takes_word: whether it takes a word instead of a number.
     """
 
     words: str
-    apply: Callable[[Schedule, int | None, Costs | None], Schedule]
+    apply: Callable[[Schedule, Any, Costs | None], Schedule]
     number: str | None = None
     needs_number: bool = False
-    choices: tuple[str, ...] = ()
+    takes_word: bool = False
 
 
 TRANSFORMS: dict[str, NamedTransform] = {
@@ -420,10 +438,17 @@ TRANSFORMS: dict[str, NamedTransform] = {
         "every I and W as one B", lambda schedule, number, costs: merge_backward(schedule)
     ),
     "recompute": NamedTransform(
-        "activations recomputed layer by layer just before each backward, or of a whole stage in an action of its own before it",
-        lambda schedule, number, costs: recompute(schedule, whole=number == 1),
-        "block or whole",
-        choices=("block", "whole"),
+        "activations recomputed layer by layer just before each backward, or in an action of its own before it, of a whole stage "
+        "or of a part",
+        lambda schedule, word, costs: recompute(
+            schedule, word == "whole", part="" if word in (None, "block", "whole") else word
+        ),
+        "block, whole, or the name of a part such as norms",
+        takes_word=True,
+    ),
+    "offload": NamedTransform(
+        "what forwards save copied to host memory, and back in time for their backwards",
+        lambda schedule, number, costs: offload(schedule, costs),
     ),
     "cut-stages": NamedTransform(
         "every stage cut into N",
@@ -448,8 +473,8 @@ def transformed(schedule: Schedule, words: Iterable[str], costs: Costs | None = 
     return schedule
 
 
-def parsed_transform(word: str) -> tuple[NamedTransform, int | None]:
-    """The transform that `word` names, and its number. Raises UsageError as `transformed` does."""
+def parsed_transform(word: str) -> tuple[NamedTransform, int | str | None]:
+    """The transform that `word` names, and its number or word. Raises UsageError as `transformed` does."""
     name, equals, text = (part.strip() for part in word.partition("="))
     transform = TRANSFORMS.get(name)
     if transform is None:
@@ -460,10 +485,10 @@ def parsed_transform(word: str) -> tuple[NamedTransform, int | None]:
         return transform, None
     if transform.number is None:
         raise UsageError(f"transform {name} takes no number, but is given {text!r:.200}")
-    if transform.choices:
-        if text not in transform.choices:
-            raise UsageError(f"transform {name}: there is no {text!r:.200}{did_you_mean(text, transform.choices)}")
-        return transform, transform.choices.index(text)
+    if transform.takes_word:
+        if text not in ("block", "whole"):
+            _require_part(text)
+        return transform, text
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise UsageError(f"transform {name}: {text!r:.200} is not a whole number of at least 0 ({transform.number})")
     return transform, int(text)

@@ -39,6 +39,9 @@ def read_segments(text: str) -> dict[str, tuple[LayerSegments, ...]]:
 def _of_file(path: Path) -> tuple[LayerSegments, ...]:
     try:
         content = read_json(path, SCHEDULE_BYTES, "segment times")
+        content = content.get("segments", content)  # of a file of `pipeloom profile`
+        if content is None:
+            raise UsageError(f"{path} has no segment times: its model has no experts")
         return (_layer(content),) * int(content.get("layers", 1))
     except (OSError, TypeError, KeyError, ValueError, AttributeError) as error:
         raise UsageError(f"{path} is not a file of segment times ({error!r:.100}); it holds {_FORM}") from None

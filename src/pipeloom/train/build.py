@@ -16,6 +16,7 @@ from pipeloom.models import MoeClasses, cross_entropy, hf, layers, tied, token_l
 from pipeloom.models.layers import block_name
 from pipeloom.models.lora import LoraOptions, with_adapters
 from pipeloom.ops.layer import Layer
+from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
 from pipeloom.parallel.shared_memory_sum import SharedMemoryAllReduce
@@ -90,8 +91,16 @@ def model_layers(
         model: list[Layer] = foreign(config.model.source, dtype)
     else:
         experts = expert_parallel_of(config, mesh)
-        model = layers(config.model.shape(), config.train.seed, dtype, device, tensor, experts, classes, drawn)
+        context = context_parallel_of(config, mesh)
+        model = layers(config.model.shape(), config.train.seed, dtype, device, tensor, experts, classes, drawn, context)
     return model if options is None else with_adapters(model, options, config.train.seed)
+
+
+def context_parallel_of(config: Config, mesh: Mesh | PipelineMesh | None) -> ContextParallel | None:
+    """Return how the layout's sequences are spread over `mesh`; None: every rank has whole ones."""
+    if not isinstance(mesh, Mesh) or mesh.cp.size == 1:
+        return None
+    return ContextParallel(mesh.cp, config.parallel.cp_exchange)
 
 
 def expert_parallel_of(config: Config, mesh: Mesh | PipelineMesh | None) -> ExpertParallel | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from fuzz import gradients
 from fuzz._cases import FAMILIES, Case, draw_case, is_valid
 from fuzz._crew import Crew, Hang
-from fuzz._layers import FROZEN, HOOKS, KINDS, Layout
+from fuzz._layers import FROZEN, HOOKS, KINDS, STATEFUL, Layout
 from fuzz._runs import Observation, observed, reference
 from pipeloom.runtime.stage import InputGradients, Stage
 
@@ -38,16 +39,43 @@ def test_everything_is_drawn() -> None:
     assert any(case.ties and case.one_object and case.dp for case in drawn)
 
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "split": {"schedule": "zb-h1", "ranks": 2, "microbatches": 4, "rows": (2, 1, 2, 2)},
+    "recomputed": {"schedule": "1f1b", "ranks": 2, "microbatches": 4, "rows": (2, 1, 2, 2), "recompute": "full"},
+    "two routes": {"schedule": "dualpipe", "ranks": 2, "microbatches": 4, "rows": (2, 1, 2, 2)},
+    "replicas": {
+        **{"schedule": "1f1b", "cooldown": True, "ranks": 2, "microbatches": 2, "rows": (1, 2), "dp": 2},
+        **{"main_gradients": True, "transport": "shared"},
+    },
+}
+REFUSED = {("functional gradient", "recomputed")}
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[gradients.Runner]:
+    runner = gradients.Runner()
+    yield runner
+    runner.close()
+
+
 @pytest.mark.core
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "compiled"])
-def test_every_kind_trains_in_one_process(kind: str) -> None:
-    """Between two linear layers, and alone."""
-    opening = ("open",) if kind in ("join", "drop") else ()
-    for layers in (("linear", *opening, kind, "drop"), (kind,)):
-        seen = observed(reference, Case(layers=layers, microbatches=2, rows=(1, 2), steps=2))
-        assert seen.error is None, seen.error
-        assert len(seen.losses) == 2
-        assert any(seen.gradients[1].values()) or layers == (kind,)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_layer_trains_as_in_one_process(kind: str, runner: gradients.Runner) -> None:
+    """Between two linear layers; a gradient is None where that of one process is, and hooks and buffers are the same."""
+    layers = ("linear", *(("open",) if kind in ("join", "drop") else ()), kind, "linear")
+    for name, layout in LAYOUTS.items():
+        if name != "two routes" or kind not in STATEFUL:
+            outcome = runner.outcome(Case(layers=layers, steps=2, **layout))
+            assert outcome.sort == ("refused" if (kind, name) in REFUSED else "equal"), (name, outcome.lines)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_hook_fires_as_in_one_process(hook: str, runner: gradients.Runner) -> None:
+    layers = ("linear", str(Layout("mlp", hooks=(hook,))), "linear")
+    for name, layout in LAYOUTS.items():
+        outcome = runner.outcome(Case(layers=layers, steps=2, **layout))
+        assert outcome.sort == "equal", (name, outcome.lines)
 
 
 @pytest.mark.core

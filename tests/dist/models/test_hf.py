@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +12,16 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-import pipeloom as pl
 from hf_families import MODEL_FAMILIES, make_batch
 from live_bytes import LiveBytes
 from pipeloom.cli import app
 from pipeloom.config.hub import VERIFIED_FAMILIES
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.models import cross_entropy, hf
-from pipeloom.models.decoder import visible
 from pipeloom.models.hf import weights
 from pipeloom.models.hf.parts import TransposedLinear
-from pipeloom.models.hf.parts import HandOver
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.runtime import LocalPipeline
-from pipeloom.train.hub import families
 from pipeloom.train.hub.families import SCHEDULES, VARIANTS, Variant, compare, verify_family
 from processes import run_ranks
 
@@ -138,12 +132,6 @@ def test_a_wrong_file_of_families_is_one_sentence(tmp_path: Path, content: str, 
 
 def test_the_families_that_count_as_verified_are_those_of_the_file() -> None:
     assert {family.build().model_type for family in MODEL_FAMILIES.values()} == VERIFIED_FAMILIES
-
-
-def test_an_installation_without_families_asks_for_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(families, "FAMILIES_FILE", tmp_path / "absent.toml")
-    with pytest.raises(UsageError, match=r"holds no families to verify; give the path of a file, such as tests/data"):
-        families.read_families()
 
 
 @pytest.mark.core
@@ -276,22 +264,6 @@ def test_what_cannot_be_cut_gets_one_sentence(config: str, values: dict[str, Any
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.core
-def test_an_unknown_keyword_and_another_source_are_refused() -> None:
-    model = hf.layers(MODEL_FAMILIES["llama"].build())
-    pipeline = LocalPipeline(model, SCHEDULES["1f1b"](), loss=cross_entropy)
-    with pytest.raises(pl.PipeloomError, match="attention_mask"):
-        pipeline.step(torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4), attention_masks=torch.ones(4, 4))
-    with pytest.raises(ConfigError, match="of type dict"):
-        hf.layers({"hidden_size": 3})
-
-
-def test_transformers_is_imported_late() -> None:
-    code = "import sys, pipeloom as pl; pl.check; assert 'torch' not in sys.modules; pl.hf; print('transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
-
-
 # -- weights of a directory ----------------------------------------------------------------------------------------------
 
 
@@ -308,28 +280,6 @@ def test_a_directory_gives_the_logits_of_transformers(family: str, tmp_path: Pat
     assert torch.allclose(pipeline.predict(batch.tokens, **batch.keywords), want, atol=1e-5)
     own = dict(whole.named_parameters(remove_duplicate=False))
     assert all(torch.equal(p, own[hf.hub_name(name)]) for name, p in pipeline.named_parameters())
-
-
-@pytest.mark.core
-def test_a_weight_with_two_names_in_one_layer_is_read(tmp_path: Path) -> None:
-    """BERT's output layer has its bias twice."""
-    sizes = {
-        "vocab_size": 9,
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "intermediate_size": 8,
-    }
-    config = transformers.BertConfig(
-        **sizes, is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-    )
-    whole = transformers.BertLMHeadModel(config).eval()
-    torch.nn.init.normal_(whole.cls.predictions.bias)
-    whole.save_pretrained(tmp_path)
-    model, tokens = hf.layers(tmp_path), torch.arange(8).view(2, 4)
-    pipeline = LocalPipeline(model, pl.schedules.one_f_one_b(1, 1), loss=cross_entropy, tied=model.tied)
-    with torch.no_grad():
-        assert torch.allclose(pipeline.predict(tokens), whole(tokens).logits, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3-moe"])
@@ -370,16 +320,6 @@ def test_a_part_of_a_tensor_is_read(
     want = whole[tuple(slice(at, at + size) for at, size in zip(start, part, strict=True))]
     assert torch.equal(found, want.double())
     assert folder.bytes_read == want.numel() * 4
-
-
-@pytest.mark.parametrize("changes", [{"torch_dtype": "float99"}, {"rope_scaling": [1]}, {"attention_bias": -1}])
-def test_what_transformers_cannot_read_is_one_sentence(tmp_path: Path, changes: dict[str, Any]) -> None:
-    written("llama", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": None, **changes}))
-    with pytest.raises(ConfigError, match=r"config\.json cannot be read: .") as error:
-        hf.layers(tmp_path)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.core
@@ -425,25 +365,6 @@ def test_what_is_wrong_with_the_files_of_a_directory_is_said(tmp_path: Path) -> 
     index.unlink()
     with pytest.raises(ConfigError, match="has no weights in safetensors"):
         hf.layers(tmp_path)[1]()
-
-
-@pytest.mark.core
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    "counts",
-    [
-        {"model_type": "llama", "num_hidden_layers": 10**9},
-        {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}},
-        {"model_type": "gpt_neo", "attention_types": [[["global"], 10**9]]},
-    ],
-)
-def test_a_count_above_its_limit_is_refused_before_anything_is_built(counts: dict[str, Any], tmp_path: Path) -> None:
-    """The configuration of each would build a list of so many."""
-    (tmp_path / "config.json").write_text(json.dumps(counts))
-    with pytest.raises(
-        ConfigError, match=r"(num_hidden_layers|attention_types) is 1000000000; it must be at most 100000"
-    ):
-        hf.layers(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -535,12 +456,6 @@ def test_packed_documents_have_the_loss_of_separate_ones(family: str) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("family", ["bloom", "mamba", "falcon-h1", "recurrent-gemma"])
-def test_models_that_see_across_documents_are_known(family: str) -> None:
-    assert not hf.layers(MODEL_FAMILIES[family].build()).cut.keeps_documents_apart()
-
-
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("family", "masked", "words"),
     [
@@ -556,20 +471,3 @@ def test_packed_rows_are_refused_where_documents_would_mix(family: str, masked: 
     pipeline = LocalPipeline(hf.layers(MODEL_FAMILIES[family].build()), SCHEDULES["1f1b"](), loss=cross_entropy)
     with pytest.raises(UsageError, match=words):
         pipeline.predict(batch.tokens, **keywords)
-
-
-@pytest.mark.core
-def test_positions_of_padding_begin_no_document() -> None:
-    """Padding on the left has position 1, as `generate` of transformers gives it."""
-    config = MODEL_FAMILIES["opt"].build()
-    whole = transformers.AutoModelForCausalLM.from_config(config).eval()
-    mask = (torch.arange(12) >= torch.arange(5)[:, None]).long()
-    given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)}
-    layers = hf.layers(whole)
-    pipeline = LocalPipeline(layers, SCHEDULES["1f1b"](), loss=cross_entropy, tied=layers.tied)
-    tokens = make_batch("opt").tokens
-    with torch.no_grad():
-        want = whole(tokens, **given).logits
-    assert torch.allclose(pipeline.predict(tokens, **given), want, atol=1e-6)
-
-

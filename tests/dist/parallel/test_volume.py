@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import LENGTH, Way, model, step, tensor_parallel
 
+from layouts import LENGTH, Way, model, step, tensor_parallel
 from pipeloom.config import load_layout, parameter_count
-from pipeloom.config.volume import Volume, boundary_bytes, linear_layers, volumes, words
+from pipeloom.config.volume import Volume, boundary_bytes, volumes, words
 from pipeloom.parallel import collectives
-from pipeloom.parallel.tensor import column_linear, row_linear
 from pipeloom.schedule.channels import message_counts, size_words, traffic
 from pipeloom.schedule.families import FAMILIES, build
 from processes import run_ranks
@@ -83,29 +82,6 @@ def test_tensor_parallel_volume() -> None:
             sequence,
             recompute,
         )
-
-
-def sent_by_one_layer(rank: int, ranks: int) -> list[float]:
-    """Bytes of a layer from the width to the inner width of the tiny model, whole on both sides: as columns, as rows."""
-    tensor = tensor_parallel(False)
-    made = column_linear(32, 64, tensor, gather_output=True), row_linear(32, 64, tensor, input_is_parallel=False)
-    found, real = [], collectives.dist
-    for layer in made:
-        counter = _Counter(ranks, every=True)
-        collectives.dist = counter  # type: ignore[assignment]
-        try:
-            layer(torch.ones(8, 16, 32, requires_grad=True)).sum().backward()
-        finally:
-            collectives.dist = real
-        found.append(counter.bytes)
-    return found
-
-
-def test_volume_of_a_gathered_column_and_of_a_row_layer() -> None:
-    columns, rows = (sum(bytes_of_rank) for bytes_of_rank in zip(*run_ranks(sent_by_one_layer, 2, 2), strict=True))
-    up = linear_layers(_layout(**{"parallel.tp": 2}))[0]
-    assert (up["inputs"], up["outputs"]) == (32, 64)
-    assert (up["gathered_column"], up["row"]) == (columns, rows)
 
 
 def _layout(**keys: Any) -> Any:

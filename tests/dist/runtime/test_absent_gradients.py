@@ -14,7 +14,7 @@ from models import WIDTH, Block, batch, blocks, mse
 from pipeloom.config import MeshShape, load
 from pipeloom.errors import UsageError
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
+from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.runtime.tensor_spec import ShapeCache
 from pipeloom.schedule.channels import Channel, Edge, Message
 from pipeloom.train.optimizer import Optimizer
@@ -28,40 +28,6 @@ class Detach(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.detach())
-
-
-class Bins(Block):
-    """A block that looks its input up by sign: integers inside the layer, so no gradient passes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward((x > 0).long().to(x.dtype))
-
-
-class OneOfTwo(nn.Module):
-    """Two outputs of which the next layer detaches the second: the second linear layer gets no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(5)
-        self.used, self.detached = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.used(x), self.detached(x)
-
-
-class JoinDetached(Block):
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        return super().forward(first * torch.sigmoid(second.detach()))
-
-
-class DetachSome(Block):
-    """Detaches where the first element of a micro-batch is negative: it depends on the data."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.detach() if x.detach().flatten()[0].item() < 0 else x)
 
 
 class Sometimes(Block):
@@ -89,11 +55,9 @@ class Spare(Block):
 
 def layers(kind: str) -> list[Layer]:
     before, after = blocks(3), [Layer(f"after{i}", lambda i=i: Block(10 + i)) for i in range(2)]
-    if kind == "one of two":
-        return [*before[:2], Layer("two", OneOfTwo), Layer("join", lambda: JoinDetached(7)), *after[:2]]
     if kind == "sometimes":  # it looks at the data itself
         return [Layer("middle", lambda: Sometimes(7)), *before, *after]
-    middle = {"detach": Detach, "bins": Bins, "some": DetachSome, "spare": Spare}[kind]
+    middle = {"detach": Detach, "spare": Spare}[kind]
     return [*before, Layer("middle", lambda: middle(7)), *after]
 
 
@@ -130,47 +94,6 @@ def check(found: dict[str, list[float] | None], want: dict[str, list[float] | No
     for name, gradient in found.items():
         if gradient is not None:
             torch.testing.assert_close(torch.tensor(gradient), torch.tensor(want[name]), rtol=1e-4, atol=1e-6, msg=name)
-
-
-SCHEDULES = [S.one_f_one_b(2, 4), S.one_f_one_b(3, 4), S.zb_h1(3, 4), S.interleaved(2, 4, 3), S.zbv(3, 4)]
-KINDS = ["detach", "bins", "one of two", "some", "spare"]
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
-def test_local(kind: str, schedule: pl.Schedule) -> None:
-    pipeline = LocalPipeline(layers(kind), schedule, loss=mse)
-    pipeline.step(*data(0, 0, kind))
-    found = {name: as_list(p.grad) for name, p in pipeline.named_parameters()}
-    want = serial(kind)
-    assert None in want.values() or kind == "some"
-    check(found, want)
-
-
-def across(rank: int, transport: str) -> dict[str, Any]:
-    found = {}
-    for kind in KINDS:
-        shapes: Any = "each" if kind == "some" else "once"
-        options = RuntimeOptions(transport=transport, shapes=shapes, monitor=False)  # type: ignore[arg-type]
-        for schedule in (S.one_f_one_b(2, 4), S.zb_h1(2, 4), S.interleaved(2, 4, 3)):
-            pipeline = Pipeline(layers(kind), schedule, loss=mse, options=options)
-            for step in range(2):  # shapes are known in the second one
-                pipeline.step(*data(step, 0, kind))
-            found[f"{kind} {schedule!r}"] = {n: as_list(p.grad) for n, p in pipeline.named_parameters()}
-            buffers = pipeline.stats.receive_buffers
-            pipeline.step(*data(1, 0, kind))
-            assert pipeline.stats.receive_buffers == buffers  # zeros in place of a gradient go back to the pool
-            pipeline.close()
-    return found
-
-
-@pytest.mark.parametrize("transport", ["shared", "individual", "batched"])
-def test_across_processes(transport: str) -> None:
-    for found in run_ranks(across, 2, transport):
-        for case, gradients in found.items():
-            kind = next(kind for kind in KINDS if case.startswith(f"{kind} "))
-            check(gradients, serial(kind, steps=2))
 
 
 def replicas(rank: int, pp: int) -> dict[str, Any]:
@@ -253,26 +176,6 @@ def test_gradients_that_the_caller_drops_or_writes_between_steps() -> None:
     pipeline.step(*data(3, 1, "sometimes"))
     assert unused.grad is not None
     assert torch.equal(unused.grad, torch.ones_like(unused))
-
-
-def two_routes(rank: int) -> dict[str, Any]:
-    found = {}
-    for kind in ("spare", "detach"):
-        for main in (False, True):
-            options = RuntimeOptions(monitor=False, main_gradients=main)
-            pipeline = Pipeline(layers(kind), S.dualpipe(2, 4), loss=mse, options=options)
-            for step in range(2):
-                pipeline.step(*data(step, 0, kind))
-            found[f"{kind} {main}"] = {n: as_list(p.grad) for n, p in pipeline.named_parameters()}
-            pipeline.close()
-    return found
-
-
-@pytest.mark.core
-def test_two_routes() -> None:
-    for found in run_ranks(two_routes, 2):
-        for case, gradients in found.items():
-            check(gradients, serial(case.split()[0], steps=2))
 
 
 OPTIONS = load("tiny").optimizer.model_copy(update={"lr": 0.05, "weight_decay": 0.3, "clip_norm": 0.0})

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -100,18 +99,6 @@ def test_every_rank_refuses_the_same_keywords(kind: str) -> None:
         assert first.startswith(f"UsageError: {method} got the keyword argument 'x'")
 
 
-@pytest.mark.parametrize("method", ["step", "evaluate", "predict"])
-def test_local_pipelines_refuse_keywords_too(method: str) -> None:
-    pipeline = LocalPipeline(layers(), S.one_f_one_b(2, 2), loss=mse)
-    x, y = batch(4)
-    given = (x,) if method == "predict" else (x, y)
-    with pytest.raises(UsageError, match=rf"^{method} got the keyword argument 'scal', .* did you mean 'scale'\?$"):
-        getattr(pipeline, method)(*given, scal=2.0)
-    plain = getattr(pipeline, method)(*given)
-    scaled = getattr(pipeline, method)(*given, scale=2.0)
-    assert not torch.equal(plain, scaled)
-
-
 def test_a_layer_that_takes_any_keyword_takes_it() -> None:
     pipeline = LocalPipeline([*layers(), Layer("open", partial(Open, 4))], S.one_f_one_b(2, 2), loss=mse)
     pipeline.step(*batch(4), anything=1)
@@ -120,12 +107,6 @@ def test_a_layer_that_takes_any_keyword_takes_it() -> None:
 
 
 X, Y = batch(4)
-
-
-def test_both_pipelines_have_the_same_public_names() -> None:
-    """A training loop that was written for one runs with the other."""
-    names, local = ({name for name in dir(kind) if not name.startswith("_")} for kind in (Pipeline, LocalPipeline))
-    assert names == local
 
 
 def test_the_share_of_a_local_pipeline_is_the_whole_loss() -> None:

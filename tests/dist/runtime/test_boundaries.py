@@ -260,19 +260,6 @@ def storages(schedule: pl.Schedule, transport: Any, deallocate: bool = True) -> 
     return report
 
 
-def counters(schedule: pl.Schedule) -> list[int]:
-    pipeline = Pipeline(
-        [Layer(f"layer{i}", lambda seed=i: Normed(seed)) for i in range(4)],
-        schedule,
-        loss=mse,
-        options=RuntimeOptions(monitor=False),
-    )
-    pipeline.step(*batch(2 * schedule.microbatches))
-    found = [v.item() for name, v in pipeline.state_dict().items() if name.endswith("num_batches_tracked")]
-    pipeline.close()
-    return found
-
-
 def work(rank: int) -> dict[str, Any]:
     """The same over gloo, two processes."""
     off: dict[Any, tuple[float, float]] = {}
@@ -281,16 +268,12 @@ def work(rank: int) -> dict[str, Any]:
         trimmed = Pipeline(variable(), S.interleaved(2, 4, 2), loss=mse, options=each)
         off["variable", transport] = variable_step(trimmed)
         trimmed.close()
-    keywords = Pipeline(chain(*[Scaled] * 4), S.interleaved(2, 4, 2), loss=mse, options=RuntimeOptions(monitor=False))
-    off["keywords"] = keyword_step(keywords)
-    keywords.close()
     return {
         "off": off,
         "individual": storages(S.gpipe(2, 6), "individual"),
         "shared": storages(S.gpipe(2, 6), "shared"),
         "kept": storages(S.gpipe(2, 6), "individual", deallocate=False),
         "1f1b": storages(S.one_f_one_b(2, 6), "individual"),
-        "counters": counters(S.interleaved(2, 5, 2)),
     }
 
 
@@ -304,7 +287,7 @@ class TestOverGloo:
         for report in reports:
             for name, (loss, gradient) in report["off"].items():
                 assert loss <= 1e-6, name
-                assert gradient <= (1e-5 if name == "keywords" else 1e-6), name
+                assert gradient <= 1e-6, name
 
     def test_sent_outputs_lose_their_storage(self, reports: list[dict[str, Any]]) -> None:
         """gpipe: when the first gradient comes back, the last stage has used all of the six outputs."""
@@ -316,6 +299,3 @@ class TestOverGloo:
             assert reports[0][kind]["left"] == 0
             assert max(report[kind]["worst"] for report in reports) <= 1e-6
         assert reports[0]["individual"]["loss"] == reports[0]["kept"]["loss"]
-
-    def test_counters_see_no_phantom_microbatch(self, reports: list[dict[str, Any]]) -> None:
-        assert [report["counters"] for report in reports] == [[5, 5], [5, 5]]

@@ -84,12 +84,6 @@ def train(rank: int, transport: Any, fault: Any) -> None:
     pipeline.close()
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_messages_that_are_whole_are_taken(transport: Any) -> None:
-    run_ranks(train, 2, transport, None)
-
-
 # rank 0 sends 3 messages in a step and 3 in an evaluation, rank 1 sends 3 in a step
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("source", "number"), [(0, 1), (0, 5), (0, 8), (1, 0), (1, 5)])

@@ -13,11 +13,10 @@ from models import mse
 from pipeloom.errors import PipeloomError
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.ops.layer import MicrobatchContext
-from pipeloom.runtime import Layer, LocalPipeline, Pipeline
+from pipeloom.runtime import Layer, LocalPipeline
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.families import FAMILIES
 from pipeloom.schedule.model import parts
-from processes import run_ranks
 
 Notes = list[tuple[str, int, int]]
 TRANSFORMS = ("split-cooldown", "defer-last-stage-weights", "defer-last-stage-weights=2", "half-split=1")
@@ -103,23 +102,3 @@ def test_every_family_runs_as_it_is_drawn(name: str, ranks: int, microbatches: i
     pipeline.evaluate(*data(microbatches))
     for rank in range(ranks):
         assert executed(schedule, notes, rank) == [note for note in drawn(schedule, rank) if note[0] == "F"]
-
-
-def _in_processes(rank: int, schedules: list[Schedule]) -> list[tuple[bool, bool]]:
-    found = []
-    for schedule in schedules:
-        notes: Notes = []
-        pipeline = Pipeline(layers(schedule, notes), schedule, loss=mse)
-        pipeline.step(*data(schedule.microbatches))
-        as_drawn = executed(schedule, notes, rank) == drawn(pipeline.schedule, rank)
-        found.append((as_drawn, pipeline.timeline().schedule == pipeline.schedule == pl.schedules.unpair(schedule)))
-        pipeline.close()
-    return found
-
-
-def test_in_processes_too() -> None:
-    """And the measured timeline is of that schedule."""
-    schedules = [pl.schedules.build(name, 2, 4) for name in FAMILIES]
-    schedules.append(pl.schedules.transformed(schedules[0], ["half-split", "defer-last-stage-weights=2"]))
-    for found in run_ranks(_in_processes, 2, schedules):
-        assert found == [(True, True)] * len(schedules)

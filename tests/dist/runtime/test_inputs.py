@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor, nn
 import pipeloom as pl
 from models import WIDTH, Block, batch, blocks, gradients, mse, serial, worst
 from pipeloom.errors import UsageError
-from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
+from pipeloom.runtime import Layer, LocalPipeline, RuntimeOptions
 from pipeloom.runtime.batch import split_sizes
-from processes import run_ranks
 
 pytestmark = pytest.mark.core
 
@@ -57,28 +55,6 @@ def test_a_layer_changes_its_input_in_place_wherever_the_cut_is(stages: tuple[in
         assert worst(gradients(pipeline), want) <= 1e-5
 
 
-def _in_place(rank: int) -> list[dict[str, Any]]:
-    results = []
-    for stages in ((2, 3), (3, 2)):
-        pipeline = Pipeline(chain("sisii"), pl.schedules.build("zb-h1", 2, 4), loss=mse, stages=stages)
-        x, y = batch(9)
-        for _ in range(3):
-            pipeline.zero_grad()
-            pipeline.step(whole(x), y)
-        results.append({name: value.tolist() for name, value in gradients(pipeline).items()})
-        pipeline.close()
-    return results
-
-
-def test_a_received_input_is_changed_in_place() -> None:
-    ranks = run_ranks(_in_place, 2)
-    x, y = batch(9)
-    _, want = serial(chain("sisii"), whole(x), y, split_sizes(9, 4))
-    for at in range(2):
-        got = {name: torch.tensor(value) for results in ranks for name, value in results[at].items()}
-        assert worst(got, want) <= 1e-5
-
-
 def test_a_change_that_one_process_refuses_is_refused() -> None:
     """tanh needs its result in its backward, and the next layer, on the same rank, changes it."""
 
@@ -98,8 +74,6 @@ def test_a_change_that_one_process_refuses_is_refused() -> None:
     for stages in ((1, 3), (2, 2)):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             LocalPipeline(layers, schedule, loss=mse, stages=stages).step(*batch(4))
-
-
 
 
 def test_a_recomputed_layer_may_change_its_input() -> None:

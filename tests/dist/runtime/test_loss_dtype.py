@@ -14,7 +14,7 @@ import pipeloom as pl
 from models import WIDTH, batch, blocks, mse, serial
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.runtime import Layer, LocalPipeline, Pipeline
+from pipeloom.runtime import Layer, Pipeline
 from processes import run_ranks
 
 pytestmark = pytest.mark.core
@@ -52,14 +52,6 @@ def test_a_float64_loss_arrives(name: str, dp: int, default: torch.dtype) -> Non
     want: Any = serial(layers(), x, y, [3, 2, 2])[0].item()
     for losses in run_ranks(steps, 2 * dp, SCHEDULES[name], dp, default):
         assert losses == pytest.approx([want, want], rel=1e-6)
-
-
-def test_a_float64_loss_of_two_routes_in_one_process() -> None:
-    """One route has one micro-batch, the other two: their sums are of one dtype."""
-    x, y = (torch.randn(7, 3, WIDTH, dtype=torch.float64) for _ in range(2))
-    loss = LocalPipeline(layers(), SCHEDULES["two routes"], loss=mse).step(x, y)
-    assert loss.dtype is torch.float32
-    assert loss.item() == pytest.approx(serial(layers(), x, y, [3, 2, 2])[0].item(), rel=1e-6)
 
 
 def dropped(rank: int, schedule: pl.Schedule) -> float:

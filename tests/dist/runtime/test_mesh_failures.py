@@ -13,11 +13,9 @@ from torch import Tensor
 import pipeloom as pl
 from models import Block, batch, blocks, mse
 from pipeloom.config.fault import parse_fault
-from pipeloom.errors import DistributedError
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
-from processes import run_ranks
 
 pytestmark = pytest.mark.core
 
@@ -68,12 +66,6 @@ def test_an_exception_in_one_pipeline_stops_all(tmp_path: Path) -> None:
             assert f"[rank {number}] (pp {number // 2}, dp {number % 2}) step 0" in end.words
 
 
-def test_a_fault_is_made_in_the_first_pipeline(tmp_path: Path) -> None:
-    ends = ends_of(tmp_path, blocks(4), fault=parse_fault("raise:1:3B1"))
-    assert [end.code for end in ends] == [6, 6, 1, 6]
-    assert all("(rank 2 (pp 1, dp 0), B of stage 3 micro-batch 1)" in end.words for end in ends)
-
-
 @pytest.mark.parametrize("transport", ["shared", "individual"])
 def test_a_killed_rank_ends_the_other_pipeline_too(transport: Any, tmp_path: Path) -> None:
     """Its replica meets it only in the sum of the gradients."""
@@ -83,27 +75,3 @@ def test_a_killed_rank_ends_the_other_pipeline_too(transport: Any, tmp_path: Pat
     for number in (0, 1, 3):
         assert f"[rank {number}] " in ends[number].words
     assert "rank 2 (pp 1, dp 0) is gone" in ends[0].words
-
-
-def test_a_lost_message_stalls_all_and_is_named(tmp_path: Path) -> None:
-    ends = ends_of(tmp_path, blocks(4), fault=parse_fault("drop-send:0:2"), timeout=1.5, transport="shared")
-    assert [end.code for end in ends] == [6, 6, 6, 6]
-    for end in ends:
-        assert "the step stalls: rank" in end.words, end.words
-    waits = "waits for the output of stage 2 micro-batch 0 from rank 0 (pp 0, dp 0)"
-    assert waits in ends[2].words
-
-
-def disagreeing(rank: int) -> str:
-    mesh = Mesh.of(MeshShape(1, 2))
-    assert mesh is not None
-    try:
-        Pipeline(blocks(2), S.gpipe(1, 2 + rank), loss=mse, mesh=mesh)
-    except DistributedError as error:
-        return str(error)
-    return ""
-
-
-def test_replicas_that_run_another_schedule_are_named() -> None:
-    for words in run_ranks(disagreeing, 2):
-        assert "micro-batches: 2 on rank 0, 3 on rank 1" in words

@@ -145,15 +145,3 @@ def test_two_ranks(name: str, paired: bool) -> None:
     simulated = expected(two_ranks(name, paired), TALKS)
     for rank, measured in enumerate(run_ranks(measure, 2, name, paired)):
         assert -0.1 < (measured - simulated[rank]) / TALKS.activation < 0.5, (rank, measured, simulated)  # type: ignore[operator]
-
-
-@pytest.mark.core
-def test_a_search_within_interleaved_s_memory_finds_the_overlapped_order() -> None:
-    """Memory counts as the runtime takes it: the pairs of interleaved-overlap fit interleaved's."""
-    costs = Costs(1.0, 1.0, 0.5, all_to_all=0.5)
-    overlapped = pl.simulate(pl.schedules.build("interleaved-overlap", 4, 8, 2), costs)
-    room = max(pl.simulate(pl.schedules.build("interleaved", 4, 8, 2), costs).peak_memory)
-    assert max(overlapped.peak_memory) == room == max(overlapped.peak_activations) - 1
-    found = pl.search(4, 8, costs, room, placement="loop", pairs=True, iterations=50)
-    assert max(found.timeline.peak_memory) <= room
-    assert found.value <= overlapped.makespan

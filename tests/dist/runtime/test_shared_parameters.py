@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -369,11 +368,3 @@ def test_a_weight_of_another_rank_that_no_layer_here_holds_is_refused(way: str, 
     assert all(end.code != 0 for end in ends)
     name = "embed.weight" if way == "factories" else "0.weight"
     assert f"uses {name!r}, a parameter of a layer of another rank" in ends[1].words
-
-
-def test_one_process_may_use_a_weight_of_another_stage() -> None:
-    embed = Embed(weight())
-    pipeline = LocalPipeline([embed, Block(0), Block(1), Borrowing(embed)], S.one_f_one_b(2, 4), loss=loss_of)
-    pipeline.step(*data())
-    assert embed.weight.grad is not None
-    assert embed.weight.grad.flatten().tolist() == pytest.approx(serial("modules")[0], abs=1e-6)

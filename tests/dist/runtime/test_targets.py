@@ -113,20 +113,6 @@ def test_ignored_targets_do_not_count_in_any_schedule(name: str) -> None:
     assert pipeline.step(x, y).item() == loss
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("deferred", [False, True])
-def test_options_that_change_the_backward(recompute: Any, deferred: bool) -> None:
-    x, y = data(7, 3, 0.4)
-    y[:3] = -100
-    options = RuntimeOptions(recompute=recompute)
-    schedule = S.defer_last_stage_weights(S.zb_h1(2, 4)) if deferred else S.zb_h1(2, 4)
-    pipeline = LocalPipeline(layers(4), schedule, loss=loss_of, options=options)
-    loss = pipeline.step(x, y).item()
-    want, expected = whole(x, y, 4)
-    assert loss == pytest.approx(want, rel=1e-6)
-    assert worst(gradients(pipeline), expected) < BOUND
-
-
 def test_another_index_is_ignored_on_request() -> None:
     x, y = data(7, 5, 0.4, index=3)
     pipeline = LocalPipeline(layers(4), S.one_f_one_b(2, 4), loss=partial(loss_of, ignore_index=3), ignore_index=3)
@@ -166,14 +152,6 @@ def test_own_weights_that_are_zero_leave_a_micro_batch_out() -> None:
     assert got == pytest.approx(want, rel=1e-6)
     assert worst(gradients(pipeline), expected) < BOUND
     assert calls == [2, 2]
-
-
-def test_a_sum_is_averaged_over_the_micro_batches() -> None:
-    """As the docstring says: of m equal micro-batches, the batch's sum / m."""
-    x, y = data(8, 4, 0.0)
-    pipeline = LocalPipeline(layers(4), S.one_f_one_b(2, 4), loss=partial(loss_of, reduction="sum"))
-    want, _ = whole(x, y, 4, reduction="sum")
-    assert pipeline.step(x, y).item() == pytest.approx(want / 4, rel=1e-6)
 
 
 def test_shares_that_layers_see_sum_to_one() -> None:

@@ -16,7 +16,7 @@ from models import batch, blocks, gradients, mse, serial, worst
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.parallel import collectives
 from pipeloom.parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
-from pipeloom.parallel.mesh import Axis, Mesh
+from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from pipeloom.runtime.batch import split_sizes
 from pipeloom.runtime.p2p import torch_p2p
@@ -148,20 +148,3 @@ def test_messages_have_dtypes_that_nccl_knows(dtype: torch.dtype) -> None:
     assert arrived is not None
     assert arrived.dtype == dtype
     assert torch.equal(arrived, values[0])
-
-
-def test_a_sum_of_complex_numbers_is_scattered_as_one_of_real_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own reduce-scatter hands complex tensors to NCCL, which refuses them."""
-    given: list[Any] = []
-
-    def scattered(out: torch.Tensor, rows: torch.Tensor, **options: Any) -> Any:
-        given.extend((each.dtype, tuple(each.shape)) for each in (out, rows))
-        return SimpleNamespace(wait=lambda: None)
-
-    for name in ("reduce_scatter_single", "reduce_scatter_tensor"):  # in newer and in older versions of torch
-        monkeypatch.setattr(collectives.dist, name, scattered, raising=False)
-    x = torch.zeros(1, 4, 3, dtype=torch.complex64, device="meta")  # as on a GPU, not through host memory
-    part = start_reduce_scatter(x, Axis((0, 1), 0, None)).wait()
-    assert given == [(torch.float32, (6, 2)), (torch.float32, (12, 2))]
-    assert part.dtype == torch.complex64
-    assert part.shape == (1, 2, 3)

@@ -11,7 +11,6 @@ from torch.nn.functional import cross_entropy
 
 import pipeloom as pl
 from models import WIDTH, Block, batch, blocks, worst
-from pipeloom.errors import ConfigError
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from processes import run_ranks
 
@@ -126,19 +125,6 @@ def test_tied_weights_train_as_in_one_process(schedule: Any, middle: int, ties: 
         assert all(sum(name in mine for name in names) == 1 for names in ties)
         assert worst(mine, {name: theirs[name] for name in mine}) <= bound
     assert len(got[0]) == len(want[0]) - sum(len(names) - 1 for names in ties)
-
-
-@pytest.mark.core
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (("embed.table.weight", "haed.linear.weight"), "no layer holds 'haed.linear.weight'"),
-        (("embed.table.weight", "block0.linear.weight"), r"embed.table.weight is \[9, 6\] and .* is \[6, 6\]"),
-    ],
-)
-def test_impossible_ties_are_refused(names: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        LocalPipeline(language_model(2), S.gpipe(2, 2), loss=loss_of, tied=[names])
 
 
 def first_values(rank: int) -> list[dict[str, Any]]:
@@ -258,21 +244,3 @@ def test_replicas_of_weights_of_several_dtypes() -> None:
             for name, values in want.items():
                 close = {"rtol": 2e-2, "atol": 1e-4} if name.endswith("also") else {"rtol": 1e-5, "atol": 1e-7}
                 torch.testing.assert_close(torch.tensor(got[name]), torch.tensor(values), **close)
-
-
-def main_gradients_of_one_route(rank: int) -> dict[str, Any]:
-    x, y = (value.bfloat16() for value in batch(2))
-    layers = [Layer(f"layer{at}", lambda at=at: Block(at).bfloat16()) for at in range(2)]
-    options = RuntimeOptions(main_gradients=True)
-    pipeline = Pipeline(layers, pl.schedules.chimera(2, 1), loss=mean_square, options=options)
-    pipeline.step(x, y)
-    assert pipeline.sync is not None
-    return {name: pipeline.sync.gradient(name).flatten().tolist() for name, _ in pipeline.named_parameters()}
-
-
-@pytest.mark.core
-def test_main_gradients_that_one_holder_lacks() -> None:
-    """The rank that computed none sends zeros of the same dtype as the other's fp32 gradients."""
-    first, second = run_ranks(main_gradients_of_one_route, 2)
-    assert first == second
-    assert all(any(values) for values in first.values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -172,19 +171,6 @@ def test_sigterm_before_the_workers_listen_is_preemption_too(tmp_path: Path) -> 
     launcher.send_signal(signal.SIGTERM)
     launcher.communicate(timeout=20)
     assert launcher.returncode == 75
-
-
-def test_ctrl_c_ends_with_130_without_a_traceback(tmp_path: Path) -> None:
-    code = f"pathlib.Path({str(tmp_path)!r}, str(rank)).write_text(str(os.getpid())); time.sleep(60)"
-    launcher = start_launcher(code)
-    assert wait_for(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"))
-    pids = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
-    for pid in [*pids, launcher.pid]:  # as a terminal does: to all of the group
-        os.kill(pid, signal.SIGINT)
-    _, err = launcher.communicate(timeout=20)
-    assert launcher.returncode == 130
-    assert "Traceback" not in err
-    assert not any(map(alive, pids))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the workers on Linux")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 import textwrap
 from datetime import timedelta
@@ -20,7 +18,6 @@ from pipeloom.train.workers import worker
 from pipeloom.train.workers.context import INTERRUPT, SAVE, STOP, Requests
 from pipeloom.train.workers.launch import Patience, launch
 from pipeloom.train.workers.preflight import usable_devices, worker_threads
-from processes import free_port
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -89,12 +86,6 @@ def test_the_variable_replaces_the_key_unless_torchrun_set_it(
 
 
 @pytest.mark.core
-def test_more_workers_than_cores_have_a_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert worker_threads("auto", 10**6) == 1
-
-
-@pytest.mark.core
 @pytest.mark.parametrize("value", ["many", "0", "-2", "1.5", "9" * 5000, "1025"])
 def test_a_variable_that_is_no_number_of_threads_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", value)
@@ -124,28 +115,6 @@ def test_pipeloom_errors_keep_their_code_and_are_written_as_a_sentence(
     err = capfd.readouterr().err
     assert err.count("the same on every rank") == 1
     assert "Traceback" not in err
-
-
-@pytest.mark.parametrize("secrets", [("one", "another"), ("one", "")], ids=["two", "one"])
-def test_workers_with_different_secrets_end_with_6_and_a_sentence(tmp_path: Path, secrets: tuple[str, str]) -> None:
-    """The rank that does not serve the store may see first that it is gone."""
-    path, port = script(tmp_path, ""), str(free_port())
-    workers = []
-    for rank, secret in enumerate(secrets):
-        where = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        where |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "PIPELOOM_SECRET": secret,
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }
-        environment = {**os.environ, **where, "HOME": str(tmp_path)}
-        line = [sys.executable, str(path)]
-        workers.append(subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=environment))
-    said = [worker.communicate(timeout=100)[1].strip() for worker in workers]
-    assert [worker.returncode for worker in workers] == [6, 6]
-    assert [len(text.splitlines()) for text in said] == [1, 1], said
-    assert any("was not written by a rank of this run (PIPELOOM_SECRET differs?)" in text for text in said)
 
 
 @pytest.mark.core

@@ -14,7 +14,6 @@ import pytest
 
 import pipeloom as pl
 from paths import DATA
-from pipeloom.schedule.csv_form import to_csv
 from pipeloom.schedule.json_form import to_json
 
 pytestmark = pytest.mark.core
@@ -40,13 +39,6 @@ def test_receive_depth_and_transport_reach_the_proof(pipeloom: Run, tmp_path: Pa
     assert ended.code == 3
     assert "receive depth 1 deadlocks" in ended.err
     assert pipeloom(f"check {path} --receive-depth 2").code == 0
-
-
-def test_the_batched_transport_runs_what_the_individual_one_runs(pipeloom: Run, tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text(to_csv(pl.schedules.looped_bfs(ranks=2, microbatches=5)))
-    assert pipeloom(f"check {path} --transport individual").code == 0
-    assert pipeloom(f"check {path} --transport batched").code == 0
 
 
 def test_paper_rounds_are_refused_from_a_file_in_under_a_second(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 from pipeloom.config import load_layout
 from pipeloom.config.matrix import load_matrix
 from pipeloom.errors import ConfigError
-from pipeloom.schedule.families import build
 
 TRAPS = ("queue", "tempfile", "json", "typing", "dataclasses", "apex", "onnx", "numpy", "torch")
 MODULE = """
@@ -114,9 +113,3 @@ def test_a_matrix_imports_from_its_own_folder(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     found = load_matrix(matrix, "tiny", {"parallel.pp": 2, "schedule.microbatches": 4})
     assert found.layouts[0].code == str(tmp_path / "there" / "schedule_of_a_matrix.py")
-
-
-def test_an_installed_module_comes_before_one_in_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "colorsys.py").write_text("def hls_to_rgb(ranks, microbatches):\n    raise SystemExit('a trap')\n")
-    with pytest.raises(Exception, match="hls_to_rgb"):
-        build("colorsys:hls_to_rgb", 2, 2, folder=tmp_path)

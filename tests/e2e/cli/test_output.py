@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,11 +59,6 @@ def test_a_full_disc_is_one_sentence_and_exit_code_2() -> None:
     assert done.stderr == "pipeloom: cannot write /dev/full: No space left on device\n"
 
 
-def test_messages_that_nobody_reads_keep_the_exit_code() -> None:
-    for redirection in ("2>&-", "2>/dev/full", ">&- 2>&- <&-"):
-        assert shell(f"{PIPELOOM} check no-such-file.csv {redirection}").returncode == 2
-
-
 def test_no_file_becomes_standard_output(tmp_path: Path) -> None:
     """With descriptor 1 closed the next file that is opened would get its number, and what is printed."""
     drawing = tmp_path / "drawing.svg"
@@ -92,25 +86,6 @@ def test_memory_and_discs_that_are_used_up_have_a_sentence(
     assert exit_code_of(run, as_json=False) == code
     assert capsys.readouterr().err == f"pipeloom: {words}\n"
     assert describe(error) == (code, words)
-
-
-def test_a_tensor_too_large_for_this_machine_is_out_of_memory() -> None:
-    with pytest.raises(RuntimeError) as refused:
-        torch.empty(2**55)
-    code, words = describe(refused.value)
-    assert code == 4
-    assert words.startswith("out of memory: ")
-    assert "\n" not in words
-
-
-def test_a_lost_peer_is_described_when_every_file_of_the_way_is_called_torch() -> None:
-    code = compile("def lose():\n    raise error\nlose()", "/home/torch/torch/distributed/torch.py", "exec")
-    try:
-        exec(code, {"error": RuntimeError("[/a/b.cc:1] Connection closed by peer. See")})
-    except RuntimeError as error:
-        for trace in (error, error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)):
-            assert describe(trace)[0] == 6
-            assert describe(trace)[1].startswith("lost another worker")
 
 
 def report(folder: Path) -> Report:
@@ -157,27 +132,6 @@ def test_a_run_goes_on_when_its_disc_is_full(
     assert said.count("No space left on device; training continues without it") == 1
 
 
-def test_half_a_drawing_is_not_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from pipeloom.schedule import simulate
-    from pipeloom.schedules import gpipe
-
-    def half(path: Path, text: str, **_: Any) -> int:
-        with path.open("w") as file:
-            file.write(text[:100])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with report(tmp_path) as run:
-        monkeypatch.setattr(Path, "write_text", half)
-        run.draw(simulate(gpipe(2, 2)), [])
-        run.say_files()
-    said = capsys.readouterr().out
-    assert f"svg:    {run.folder.svg}  (not written)" in said
-    assert f"log:    {run.folder.log}\n" in said
-    assert not run.folder.svg.exists()
-
-
 def test_a_run_without_room_for_its_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -222,21 +176,6 @@ def test_a_second_signal_does_not_change_the_exit_code(signals: tuple[int, int],
     _, err = run.communicate(timeout=30)
     assert run.returncode == code, err
     assert "Traceback" not in err
-
-
-def test_a_trainer_keeps_the_traces_that_it_can_print(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeloom.config import load_layout
-    from pipeloom.train.build import build_pipeline
-    from pipeloom.train.loop import Trainer
-    from pipeloom.train.observers import TRACES
-
-    cpu = torch.device("cpu")
-    layout = load_layout("tiny", {"parallel.pp": 1, "schedule.name": "1f1b", "train.steps": 15, "log.every": 1})
-    pipeline = build_pipeline(layout, cpu)
-    trainer = Trainer(layout.config, pipeline, SimpleNamespace(rank=0, device=cpu, flags=0), None)  # type: ignore[arg-type]
-    trainer.train(torch.randint(0, 256, (4000,)))
-    pipeline.close()
-    assert len(trainer.log.traces) == TRACES
 
 
 @pytest.mark.parametrize(

@@ -152,16 +152,6 @@ def test_verify_reads_the_flags_of_train_over_every_layout_of_a_matrix() -> None
     assert {layout.config.train.seed for layout in asked.layouts} == {9}
 
 
-@pytest.mark.parametrize("name", ["quick", "full"])
-def test_matrices_that_come_with_the_tests_are_valid(name: str) -> None:
-    asked = request(matrix=DATA / f"verify_{name}.toml")
-    assert asked.largest.world_size == 4
-    families = {layout.schedule.name for layout in asked.layouts}
-    assert families == {"gpipe", "1f1b", "interleaved", "looped-bfs"}
-    assert all(len(set(layout.microbatch_sizes)) > 1 or layout.schedule.microbatches == 1 for layout in asked.layouts)
-    assert all("group_size" in reason for reason in asked.skipped)
-
-
 def test_verdicts_tell_passed_from_failed(capsys: pytest.CaptureFixture[str]) -> None:
     asked = request("tiny")
     good = verify.verdict("good", Result(1e-8, {"a": 2e-7, "b": 3e-7}, True), 1e-5)

@@ -225,12 +225,6 @@ def test_targets_are_chosen_as_peft_does() -> None:
     assert chosen("q_proj") == []
 
 
-@pytest.mark.parametrize("values", [{"r": 0}, {"lora_dropout": 1.0}, {"target_modules": "("}])
-def test_wrong_options_are_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError):
-        LoraOptions(**{"r": 1, "lora_alpha": 1.0, **values})
-
-
 def test_an_adapter_starts_as_nothing_and_its_first_values_depend_on_its_name_alone() -> None:
     shape = DENSE.shape()
     plain = LocalPipeline(layers(shape, 5), SCHEDULES["1f1b"](), loss=cross_entropy, tied=tied(shape))

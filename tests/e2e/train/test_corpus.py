@@ -5,11 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
 import torch
 
 from corpora import data
-from pipeloom.errors import ConfigError
 from pipeloom.train.data.batches import Batch, SpanRows, spread, windows_of
 from pipeloom.train.data.sources import stdlib_files
 from pipeloom.train.data.tokenizers import ByteTokenizer
@@ -87,10 +85,3 @@ def test_held_out_windows_are_spread_and_never_overlap() -> None:
     assert starts[-1] > 200
     assert all(b - a >= 8 for a, b in pairwise(starts))
     assert [len(batch.tokens) for batch in spread(text[:50], rows=4, seq_len=8, most=3)] == [4, 2]
-
-
-def test_a_text_too_short_is_refused_with_what_fits() -> None:
-    with pytest.raises(ConfigError, match=r"train\.seq_len = 8.*8 tokens; use at most 7"):
-        sample(torch.zeros(8, dtype=torch.uint8), 0, 0, 1, 8)
-    with pytest.raises(ConfigError, match="held-out"):
-        spread(torch.zeros(3, dtype=torch.uint8), 1, 8, 1)

@@ -66,25 +66,6 @@ def test_a_rank_that_ends_itself_is_blamed(kind: str, words: str, tmp_path: Path
     assert "stopped, because rank 1 is gone" in outcome.words
 
 
-@pytest.mark.parametrize("place", ["step", pytest.param("start-up", marks=pytest.mark.full)])
-def test_sys_exit_keeps_its_reason(place: str, tmp_path: Path) -> None:
-    outcome = misbehave(tmp_path, 2, "sys.exit('the reason why')", place)
-    assert outcome.code == 1
-    assert "rank 2 (process" in last_line(outcome)
-    assert "the reason why" in outcome.words
-    assert "Traceback" not in outcome.words.partition("SystemExit")[0] or place == "step"
-
-
-def test_a_users_error_that_speaks_of_a_connection_stays_the_users(tmp_path: Path) -> None:
-    code = "raise RuntimeError('Connection reset by peer, says the database')"
-    outcome = misbehave(tmp_path, 1, code, "step")
-    assert outcome.code == 1
-    assert "rank 1 (process" in last_line(outcome)
-    assert "Traceback" in outcome.words
-    assert "RuntimeError: Connection reset by peer, says the database" in outcome.words
-    assert "lost a peer" not in outcome.words
-
-
 @pytest.mark.parametrize("delay", [pytest.param(0.1, marks=pytest.mark.full), 2.0])
 def test_a_kill_at_start_up_is_named_at_once(delay: float, tmp_path: Path) -> None:
     begun = time.monotonic()
@@ -94,15 +75,6 @@ def test_a_kill_at_start_up_is_named_at_once(delay: float, tmp_path: Path) -> No
     os.kill(victim, signal.SIGKILL)
     outcome = faults.ended(run, time.monotonic(), 60.0)
     assert not problem(outcome, 1, 15.0)  # 2 seconds; the rest is for a busy machine
-
-
-def test_a_corpus_that_one_rank_cannot_read_ends_all_at_once(tmp_path: Path) -> None:
-    code = "import pathlib, time; pathlib.Path(sys.argv[0]).with_name('at').write_text(str(time.time())); open('/none')"
-    outcome = misbehave(tmp_path, 3, code, "start-up")
-    assert outcome.code == 1
-    assert "FileNotFoundError" in outcome.words
-    assert "rank 3 (process" in last_line(outcome)
-    assert time.time() - float((tmp_path / "at").read_text()) < 15.0  # 2 seconds; the rest is for a busy machine
 
 
 def test_strangers_who_connect_change_nothing(tmp_path: Path) -> None:

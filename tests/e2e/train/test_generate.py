@@ -113,15 +113,6 @@ def test_top_k_and_top_p_leave_the_likeliest_tokens() -> None:
     assert drawn(Sampling(0.0)) == {1}
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [({"temperature": -1.0}, "temperature is -1"), ({"top_k": -1}, "top_k is -1"), ({"top_p": 0.0}, "top_p is 0")],
-)
-def test_values_outside_of_their_range_are_refused(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        Sampling(**values)
-
-
 def written(folder: Path) -> Any:
     torch.manual_seed(3)
     config = transformers.LlamaConfig(**{**MODEL_FAMILIES["llama"].values, "vocab_size": 256, "eos_token_id": None})

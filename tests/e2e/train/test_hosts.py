@@ -58,12 +58,6 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(event["step"], event["loss"]) for event in events if event["event"] == "step"]
 
 
-def step_seconds(folder: Path) -> list[float]:
-    (log,) = folder.glob("runs/*/log.jsonl")
-    events = map(json.loads, log.read_text().splitlines())
-    return [event["step_time"] for event in events if event["event"] == "figures"]
-
-
 @two_hosts
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("layout", [pytest.param("pp 4", marks=pytest.mark.full), "pp 2 x dp 2"])
@@ -85,35 +79,6 @@ def test_two_hosts_have_the_losses_of_one(layout: str, tmp_path: Path) -> None:
     assert [end.code for end in ends] == [0, 0], ends
     assert len(losses(one)) == 3
     assert losses(two) == losses(one)
-
-
-@two_hosts
-@pytest.mark.timeout(400)
-@pytest.mark.full
-def test_messages_that_take_long_change_no_loss(tmp_path: Path) -> None:
-    """20 ms from host to host, both ways: the same losses, later."""
-    near, far = tmp_path / "near", tmp_path / "far"
-    for folder, delay in ((near, 0.0), (far, 0.02)):
-        folder.mkdir()
-        try:
-            with Hosts(delay) as hosts:
-                runs = [hosts.start(host, words(folder, "pp 4")) for host in range(2)]
-                ends = [ended(run, time.monotonic(), 150.0) for run in runs]
-        except OSError as error:
-            pytest.skip(f"no relay between network namespaces here: {error}")
-        assert [end.code for end in ends] == [0, 0], ends
-    assert len(losses(far)) == 3
-    assert losses(far) == losses(near)
-    # a micro-batch crosses and its gradient comes back, so that no step takes less than two delays
-    assert min(step_seconds(far)) > 0.04
-
-
-@two_hosts
-@pytest.mark.timeout(500)
-@pytest.mark.full  # test_faults.py cuts the link of a pipeline
-def test_a_link_that_is_cut_in_mid_step_ends_every_worker_which_names_the_other_host(tmp_path: Path) -> None:
-    outcomes = faults.cut_link(tmp_path, 1, faults.LAYOUTS["dp"])
-    assert not faults.words_of_cut(outcomes, tmp_path)
 
 
 @two_hosts

@@ -305,20 +305,6 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "own"),
-    [
-        ({}, True),
-        ({"sliding_window": 7}, False),
-        ({"hidden_act": "gelu"}, False),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, False),
-    ],
-)
-def test_only_what_our_decoder_computes_becomes_it(changes: dict[str, Any], own: bool) -> None:
-    config = transformers.MistralConfig(**{**_SIZES, "sliding_window": None, **changes})
-    assert (hub.own_values(config.to_dict()) is not None) == own
-
-
-@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (

@@ -70,26 +70,7 @@ def test_evaluation_changes_no_bit_of_training(barrier: bool) -> None:
         assert torch.equal(found[name], value), name
 
 
-def test_evaluation_uses_at_most_so_many_batches() -> None:
-    """Its loss is that of the held-out windows, and with a limit of fewer of them."""
-    few, _ = trained(train__eval_every=3, train__eval_batches=1)
-    many, _ = trained(train__eval_every=3, train__eval_batches=5)
-    (first,), (second,) = few.of("evaluation"), many.of("evaluation")
-    assert first["step"] == second["step"] == 3
-    assert first["loss"] != second["loss"]
-    assert math.isclose(first["loss"], second["loss"], rel_tol=0.05)
-    assert (3, {"held_out_loss": first["loss"]}) in few.given
-
-
 # -- fp16 --------------------------------------------------------------------------------------------------------------------
-
-
-def test_fp16_is_refused_in_one_sentence() -> None:
-    with pytest.raises(ConfigError) as error:
-        load_layout("tiny", {"train.dtype": "float16"})
-    assert len(error.value.problems) == 1
-    assert 'train.dtype = "float16": fp16 needs loss scaling' in str(error.value)
-    assert "nearest: bfloat16" in str(error.value)
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------------

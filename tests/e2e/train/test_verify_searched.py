@@ -13,7 +13,6 @@ import torch
 
 import pipeloom as pl
 from pipeloom.config import load_layout
-from pipeloom.schedule.csv_form import to_csv
 from pipeloom.schedule.files import load
 from pipeloom.schedule.json_form import to_json
 from pipeloom.train.build import build_pipeline
@@ -95,37 +94,3 @@ def test_verify_passes_and_peaks_stay_within_the_memory(twenty: list[tuple[Path,
             counted += 1
             assert tuple(peaks[at] for _, peaks in everyone) == simulated
     assert counted >= 5
-
-
-def through_torch(rank: int, files: list[Path], folder: Path) -> list[dict[str, Any]]:
-    from models import batch, blocks, serial, worst
-    from torch_runtime import TorchPipeline
-
-    reports = []
-    for path in files:
-        schedule = load(path)
-        rows = 2 * schedule.microbatches
-        layers = blocks(schedule.stages)
-        pipeline = TorchPipeline(rank, layers, schedule, folder)
-        x, y = batch(rows)
-        pipeline.step(x, y)
-        _, want = serial(layers, x, y, [2] * schedule.microbatches)
-        got = pipeline.gradients()
-        own = {f"block{stage}" for stage in schedule.stages_of[rank]}
-        mine = {name: gradient for name, gradient in want.items() if name.partition(".")[0] in own}
-        reports.append({"worst": worst(got, mine), "parameters": len(got)})
-    return reports
-
-
-@pytest.mark.torch_behaviour
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_their_csvs_train_in_torch(ranks: int, twenty: list[tuple[Path, float]], tmp_path: Path) -> None:
-    files = [path for path, _ in twenty if load(path).ranks == ranks]
-    everyone = run_ranks(through_torch, ranks, files, tmp_path)
-    assert len(files) >= 5
-    for at, path in enumerate(files):
-        schedule = load(path)
-        assert to_csv(schedule)
-        reports = [rank[at] for rank in everyone]
-        assert all(report["worst"] <= 1e-6 for report in reports), (schedule, reports)
-        assert sum(report["parameters"] for report in reports) == 4 * schedule.stages

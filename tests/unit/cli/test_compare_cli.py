@@ -44,20 +44,6 @@ def test_other_names_of_the_families_are_taken(pipeloom: Run) -> None:
     assert (ended.code, ended.out.splitlines()[0]) == (0, "gpipe, 2 ranks, 2 micro-batches")
 
 
-def test_afab_ratios(pipeloom: Run) -> None:
-    for microbatches, ratio in ((2, 3.5), (8, 0.875)):
-        found = json.loads(pipeloom(f"compare gpipe --ranks 8 --microbatches {microbatches} --json").out)
-        assert found["schedules"][0]["bubble_ratio"] == ratio
-
-
-def test_mean_and_maximum_of_activations_are_both_printed(pipeloom: Run) -> None:
-    """F-then-B against 1F1B at p = m = 4: the mean falls by 37.5 %, the maximum by nothing."""
-    out = pipeloom("compare gpipe 1f1b --ranks 4 --microbatches 4").out.splitlines()
-    gpipe, one_f_one_b = (line.split() for line in out[3:5])
-    assert gpipe[-3:] == ["1x", "4", "4"]
-    assert one_f_one_b[-2:] == ["4", "2.5"]
-
-
 def test_all_is_every_family_in_a_readable_table(pipeloom: Run) -> None:
     start = time.perf_counter()
     ended = pipeloom("compare all --ranks 4 --microbatches 8")
@@ -118,13 +104,6 @@ def test_families_that_order_by_costs_get_those_of_their_stages(pipeloom: Run, m
     assert seen[-1].forward == 1.5
 
 
-def test_long_labels_get_a_line_of_their_own(pipeloom: Run) -> None:
-    label = "interleaved:rounds=paper,chunks=2"
-    out = pipeloom(f"compare {label} --ranks 4 --microbatches 9").out
-    assert f"\n{label}\n" in out
-    assert max(map(len, out.splitlines())) <= 80
-
-
 @pytest.mark.parametrize(
     ("spec", "parsed"),
     [
@@ -145,18 +124,6 @@ def test_values_for_each_part_of_the_model() -> None:
     assert shared.activation == 1.0
     with pytest.raises(UsageError, match=r"--forward has 3 values; .* one number, or 2"):
         share(pl.Costs(forward=(1.0, 2.0, 3.0)), schedule)
-
-
-def test_two_routes_hold_whole_stages() -> None:
-    """Both routes' stages are replicas of 1/p of the model, so that a stage costs all of it."""
-    schedule = pl.Schedule.of(
-        [["0F0", "3F1", "0B0", "3B1"], ["2F1", "1F0", "1B0", "2B1"]],
-        placement=[0, 1, 1, 0],
-        microbatches=2,
-        routes=[(0, 1), (2, 3)],
-        route_of=[0, 1],
-    )
-    assert share(pl.Costs(forward=3.0), schedule).forward == 3.0
 
 
 def test_messages_are_counted_and_sized(pipeloom: Run) -> None:

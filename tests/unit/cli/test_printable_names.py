@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pipeloom as pl
 from pipeloom import draw
 from pipeloom.config import load
 from pipeloom.errors import ConfigError, ScheduleError, printable
-from pipeloom.schedule.files import load as load_schedule
 from pipeloom.schedule.json_form import from_json, to_dict, to_json
 from pipeloom.train.report.report import make_folder
 
@@ -43,22 +41,6 @@ def test_an_option_is_escaped_wherever_it_is_shown(value: str, capsys: pytest.Ca
         assert value not in text
     json.dumps(draw.trace(timeline)).encode("ascii")
     to_json(schedule).encode("ascii")
-
-
-@pytest.mark.parametrize("name", ["[red]x[/red]", 'a<b>&"c"', "[/]"])
-def test_markup_in_a_name_is_shown_as_it_is(name: str) -> None:
-    schedule = pl.Schedule.of([["0F0", "0B0"]], placement=[0], microbatches=1, name=name)
-    picture = draw.svg(pl.simulate(schedule))
-    root = ElementTree.fromstring(picture)
-    assert any(name in (each.text or "") for each in root.iter())
-    assert name in str(draw.terminal(pl.simulate(schedule), width=100))
-
-
-def test_a_file_with_an_odd_name_is_a_schedule_with_an_escaped_one(tmp_path: Path) -> None:
-    path = os.fsencode(tmp_path) + b"/odd\x1b[31m\xff.csv"
-    with open(path, "w") as file:
-        file.write("0F0,0B0\n")
-    assert load_schedule(Path(os.fsdecode(path))).name == "odd\\x1b[31m\\xdcff"
 
 
 def test_an_error_is_printed_without_control_characters(pipeloom: Callable[[str], Any]) -> None:

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 import pipeloom as pl
 from pipeloom.cli import app
-from pipeloom.cli.show import layers_of
 from pipeloom.errors import PipeloomError, UsageError
 from pipeloom.traces import timelines as timeline_files
 from primus_dump import converted, dump
@@ -94,22 +93,6 @@ def test_costs_of_one_run_predict_another(folder: Path, tmp_path: Path) -> None:
     want = pl.simulate(pl.schedules.interleaved(4, 8), pl.Costs(1.0, 1.1, 0.9).scaled(1.015e-3 / 2)).makespan
     assert halves["simulated"] == pytest.approx(want)
     assert "the same costs, with the 4 stages cut evenly into 8, predict" in _run(str(folder), "--predict", str(looped))
-
-
-def test_every_step_is_drawn_when_asked_for(folder: Path, tmp_path: Path) -> None:
-    _run(str(folder), "--every", "--html", str(tmp_path / "x.html"))
-    data = json.loads((tmp_path / "x.html").read_text().split('id="data">')[1].split("</script>")[0])
-    assert [pane["source"] for pane in data["panes"]] == ["measured"] * 6 + ["simulated"]
-
-
-def test_the_blocks_of_a_stage_come_from_the_configuration_beside(tmp_path: Path) -> None:
-    from pipeloom.config import load, to_toml
-
-    keys = {"parallel.pp": 4, "schedule.name": "1f1b", "schedule.microbatches": 8, "train.global_batch_size": 8}
-    config = load("tiny", keys | {"model.num_hidden_layers": 8, "parallel.stages": "Et|tt|ttt|ttL"})
-    (tmp_path / "config.toml").write_text(to_toml(config))
-    assert layers_of(tmp_path, _steps()) == [0, 2, 3, 0]
-    assert layers_of(tmp_path / "none" / "timelines.json", _steps()) is None
 
 
 def test_what_is_not_there_is_named(folder: Path, tmp_path: Path) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from paths import ROOT
-from pipeloom.config import SECTIONS, descriptions, load, load_layout, split_arguments, to_toml
+from pipeloom.config import SECTIONS, descriptions, load, split_arguments, to_toml
 from pipeloom.config.settings import built_in, read_toml
 from pipeloom.errors import ConfigError, UsageError, from_machine
 
@@ -33,14 +31,6 @@ def test_every_key_is_described_above_its_default() -> None:
     assert described["train.steps"] == "optimizer steps"
     assert described["schedule.chunks"] == "stages per rank; if not given, the schedule's default"
     assert min(map(len, described.values())) > 5
-
-
-def test_default_is_a_pipeline_whose_ranks_do_not_divide_the_microbatches() -> None:
-    layout = load_layout()
-    assert (layout.schedule.name, layout.schedule.ranks, layout.schedule.chunks) == ("interleaved", 4, 2)
-    assert layout.schedule.microbatches % 4 != 0
-    assert layout.config.model.num_hidden_layers == 8
-    assert layout.config.model.hidden_size == 128
 
 
 def test_a_file_sets_what_it_names_and_leaves_the_rest(tmp_path: Path) -> None:
@@ -161,11 +151,6 @@ def test_configuration_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_a_name_of_a_page_that_is_too_long_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"log\.html = .*File name too long; nearest: .*timeline\.html"):
-        load_layout("tiny", {"log.html": "[" * 5_000})
-
-
 def test_a_path_that_cannot_be_looked_up_is_a_wrong_argument(tmp_path: Path) -> None:
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     for path in (tmp_path / ("x" * 300), tmp_path / "circle"):
@@ -183,29 +168,6 @@ def test_a_path_with_half_a_character_is_a_wrong_argument() -> None:
         UsageError.exit_code,
         "'\\ud800' is not text: it holds half of a character (a lone surrogate)",
     )
-
-
-def texts() -> list[str]:
-    """The keys whose value may be text, so that it may be a path."""
-    return [
-        f"{section}.{key}"
-        for section, model in SECTIONS.items()
-        for key, field in model.model_fields.items()
-        if "str" in str(field.annotation)
-    ]
-
-
-def test_the_home_of_a_user_who_does_not_exist_is_a_path_that_is_not_there() -> None:
-    """`Path.expanduser` raises RuntimeError for it."""
-    assert {"model.weights", "log.dir", "data.tokenizer", "checkpoint.dir", "lora.adapter"} <= set(texts())
-    for key in texts():
-        try:
-            load_layout("tiny", {key: "~nosuchuser/x"})
-        except ConfigError as error:
-            assert "~nosuchuser" in str(error), (key, str(error))  # noqa: PT017
-    sources = ROOT / "src/pipeloom"
-    for path in sources.rglob("*.py"):
-        assert not re.search(r"(?<!os\.path)\.expanduser\(", path.read_text()), f"{path}: pipeloom.limits.expanded"
 
 
 def test_a_relative_tokenizer_is_kept_as_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,11 +48,6 @@ def test_larger_stages_come_first_when_the_rest_ties() -> None:
     assert balance([1] * 10, 4) == [3, 3, 2, 2]
 
 
-def test_balance_is_quick_for_deep_models() -> None:
-    sizes = balance([3, *[10] * 128, 40], 64)
-    assert sum(sizes) == 130
-
-
 @settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 9), st.integers(0, 40), st.integers(0, 8), st.data())
 def test_equal_blocks_are_balanced_as_the_best_of_all_cuts(
@@ -104,12 +99,6 @@ def test_too_many_stages() -> None:
 )
 def test_expand(text: str, letters: str) -> None:
     assert expand(text) == letters
-
-
-def test_string_of_sixty_one_layers() -> None:
-    sizes = parse_stages("Et*3|(tt|)*29|L", 61, 32)
-    assert sizes == [4, *[2] * 29, 0, 1]  # the two bars in a row ask for an empty stage
-    assert parse_stages("Et*3|(tt|)*29L", 61, 31) == [4, *[2] * 29, 1]
 
 
 def test_a_bar_at_the_end_closes_the_last_stage() -> None:

@@ -10,7 +10,7 @@ import torch
 from live_bytes import LiveBytes
 from pipeloom import schedules
 from pipeloom.config import load
-from pipeloom.models import cross_entropy, layers, tied
+from pipeloom.models import cross_entropy, layers
 from pipeloom.models.layers import BLOCK, stable_seed
 from pipeloom.ops.layer import Layer
 from pipeloom.parallel.dispatch import ExpertParallel
@@ -62,13 +62,6 @@ def test_drawing_leaves_the_global_random_state_alone() -> None:
     assert torch.equal(torch.rand(4), want)
 
 
-def test_another_seed_or_name_gives_other_weights() -> None:
-    first, second = (layers(MODEL, seed)[1]().mlp.up_proj.weight for seed in (0, 1))
-    other = layers(MODEL, 0)[2]().mlp.up_proj.weight
-    assert not torch.equal(first, second)
-    assert not torch.equal(first, other)
-
-
 def test_every_cut_of_matrices_of_several_blocks_gives_bitwise_the_same_weights() -> None:
     for at, layer in enumerate(layers(WIDE, 5)):
         module = layer()
@@ -116,15 +109,6 @@ def test_deviations_follow_width_and_depth() -> None:
     for part in (block.self_attn.o_proj, block.mlp.down_proj):
         assert part.weight.std().item() == pytest.approx(usual / math.sqrt(2 * 4), rel=0.02)
     assert block.input_layernorm.weight.tolist() == [1.0] * 256
-
-
-def test_a_tied_output_layer_starts_as_the_embedding() -> None:
-    both = MODEL.model_copy(update={"tie_word_embeddings": True})
-    built = layers(both, 0)
-    assert torch.equal(built[0]().weight, built[-1]().lm_head.weight)
-    assert tied(both) == (("model.embed_tokens.weight", "head.lm_head.weight"),)
-    assert tied(MODEL) == ()
-    assert not torch.equal(layers(MODEL, 0)[0]().weight, layers(MODEL, 0)[-1]().lm_head.weight)
 
 
 def test_the_seed_of_a_name_never_changes() -> None:

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from pipeloom.ops.deferred import (
     StageBackward,
     WeightGradContext,
     WeightGradQueue,
     apply_linear,
-    defer_weight_gradients,
 )
 from pipeloom.ops.grouped import apply_grouped_linear
 from pipeloom.ops.main_gradient import MainGradients
@@ -187,31 +185,6 @@ def test_a_pass_in_another_pass_is_not_the_stages() -> None:
     assert not stage_backward.running
 
 
-def test_a_pass_through_one_of_the_roots_is_not_the_stages() -> None:
-    """A root may be a weight itself, which a pass inside reaches too."""
-    stage_backward, states = StageBackward(), []
-    weight = torch.ones(1, requires_grad=True)
-
-    class Around(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Any:
-            with torch.enable_grad():
-                (2 * weight).sum().backward()
-            states.append(stage_backward.running)
-            return gradients[0]
-
-    x = torch.ones(1, requires_grad=True)
-    roots = [get_gradient_edge(weight), get_gradient_edge(Around.apply(x))]
-    stage_backward.run(roots, [torch.ones(1), torch.ones(1)])
-    assert states == [True]
-    assert weight.grad is not None
-    assert weight.grad.item() == 3
-
-
 def test_a_pass_that_fails_is_over() -> None:
     stage_backward = StageBackward()
     x = torch.ones(1, requires_grad=True)
@@ -239,18 +212,3 @@ def test_the_output_may_be_changed_in_place(how: str, size: tuple[int, ...]) -> 
     grad_context = desk_of(how, weight)
     got = finish(grad_context, apply_linear(x, weight, bias, grad_context).mul_(1.5).relu_().sum(), weight)
     torch.testing.assert_close(got, want)
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_autocast_leaves_fp64_alone(split: bool) -> None:
-    """As PyTorch's own does."""
-    torch.manual_seed(0)
-    layer, grad_context = nn.Linear(3, 4, dtype=torch.float64), WeightGradContext()
-    x = torch.randn(5, 3, dtype=torch.float64)
-    plain = nn.functional.linear(x, layer.weight, layer.bias)
-    defer_weight_gradients(layer, grad_context)
-    grad_context.in_place, grad_context.queue = not split, WeightGradQueue() if split else None
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = layer(x)
-    assert found.dtype == torch.float64
-    assert torch.equal(found, plain)

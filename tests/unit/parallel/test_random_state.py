@@ -64,12 +64,6 @@ def test_micro_batches_of_any_size_get_the_masks_of_their_samples(sizes: tuple[i
     assert torch.equal(torch.cat(parts), whole)
 
 
-def test_drawing_leaves_the_global_random_state_alone() -> None:
-    before = torch.get_rng_state()
-    dropout()(ones(2, 16, 8), CONTEXT)
-    assert torch.equal(before, torch.get_rng_state())
-
-
 @pytest.mark.parametrize("count", [2, 4])
 def test_parts_of_the_tokens_get_parts_of_the_mask(count: int) -> None:
     x = ones(2, 16, 8)

@@ -160,16 +160,3 @@ def test_a_subclass_of_tensor_between_stages_is_refused(by_name: bool, where: st
     ):
         pipeline.step(*batch(4))
     LocalPipeline(layers, S.one_f_one_b(1, 2), loss=mse).step(*batch(4))
-
-
-class Mask(nn.Module):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return x * mask
-
-
-def test_a_compiled_layer_gets_only_the_keywords_that_it_names() -> None:
-    compiled = torch.compile(nn.Linear(WIDTH, WIDTH), backend="eager")
-    pipeline = LocalPipeline([compiled, Layer("mask", Mask)], S.one_f_one_b(2, 2), loss=mse)  # type: ignore[list-item]
-    inputs, targets = batch(4)
-    pipeline.step(inputs, targets, mask=torch.ones(4, 3, WIDTH))
-    assert all(parameter.grad is not None for parameter in pipeline.parameters())

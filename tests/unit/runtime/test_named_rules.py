@@ -101,38 +101,6 @@ def test_a_layer_that_returns_something_else(result: Any, words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_a_later_stage_may_change_its_input_although_it_was_written_as_a_tensor() -> None:
-    class Changes(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.mul_(2)
-
-    class Same(Down):
-        def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            y = self.linear(x)
-            return y, {"skip": y}
-
-    x = torch.randn(4, WIDTH)
-    layers = [Layer("down", Same, writes=("skip",)), Layer("changes", Changes), MIDDLE, UP]
-    # On a stage of its own the change is to a copy: what was written stays, on whatever rank it is read.
-    found = []
-    for schedule in (
-        pl.schedules.build("1f1b", 4, 4),
-        pl.schedules.build("interleaved", 2, 4),
-        pl.schedules.build("zbv", 2, 4),
-    ):
-        own = pipeline(*layers, schedule=schedule)
-        own.step(x, x)
-        found.append(gradients(own))
-    assert worst(found[0], found[1]) <= 1e-6
-    assert worst(found[0], found[2]) <= 1e-6
-
-
-def test_a_keyword_of_a_step_is_no_tensor_of_a_layer() -> None:
-    x = torch.randn(4, WIDTH)
-    with pytest.raises(UsageError, match="step got the keyword argument 'skip', which no layer takes"):
-        pipeline(DOWN, MIDDLE, UP).step(x, x, skip=x)
-
-
 def test_predict_computes_no_losses() -> None:
     case = CASES["heads"]
     x, y, _ = data(case, 9)
@@ -173,19 +141,6 @@ def test_a_term_of_a_micro_batch_without_targets_does_not_count() -> None:
     early, late = ignoring(m["head"].linear(hidden), y), ignoring(m["last"](hidden), y)
     assert abs(loss - (late + 0.5 * early)) <= 1e-6
     assert abs(own.loss_terms["early"] - early) <= 1e-6
-
-
-@pytest.mark.parametrize("family", ["1f1b", "zbv", "interleaved-zb"])
-def test_autocast(family: str) -> None:
-    """bf16: the same products and sums, so the same gradients but for the order of two sums."""
-    case = CASES["u-net"]
-    x, y, keywords = data(case, 9)
-    own = LocalPipeline(case.layers(), pl.schedules.build(family, 2, 4), loss=case.loss, options=RuntimeOptions(seed=1))
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = own.step(x, y)
-        want_loss, want, _ = plain(case, own.state_dict(), x, y, keywords, [3, 2, 2, 2])
-    assert abs(loss.item() - want_loss) <= 1e-3
-    assert worst(gradients(own), want) <= 0.02
 
 
 def test_readers_without_a_gradient() -> None:
@@ -231,17 +186,6 @@ def test_readers_without_a_gradient() -> None:
         assert "two.b.weight" not in want
         assert worst({k: found.get(k, torch.zeros(1)) for k in want}, want) <= 1e-6
         assert not found.get("two.b.weight", torch.zeros(1)).any()
-
-
-def test_frozen_layers() -> None:
-    def frozen() -> nn.Module:
-        module = Down()
-        return module.requires_grad_(False)
-
-    x, y = torch.randn(2, 8, WIDTH)
-    own = pipeline(Layer("down", frozen, writes=("skip",)), MIDDLE, UP)
-    own.step(x, y)
-    assert set(gradients(own)) == {"middle.weight", "middle.bias", "up.linear.weight", "up.linear.bias"}
 
 
 def test_a_segmented_stage_that_reads_by_name_runs_whole() -> None:

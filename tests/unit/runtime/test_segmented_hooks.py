@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
@@ -65,13 +64,3 @@ def test_hooks_of_a_segmented_layer(kind: str, schedule: pl.Schedule, recompute:
     assert worst(gradients(pipeline), want) <= 1e-5
     if recompute == "none":
         assert calls == expected
-
-
-def test_hooks_inside_a_segmented_layer_leave_its_segments() -> None:
-    """Only the layer's own call matters: its parts are called by its segments."""
-    module = Experts(0, 3, None)
-    seen: list[torch.Size] = []
-    module.mix.register_forward_hook(lambda _, inputs, output: seen.append(output.shape))
-    pipeline = LocalPipeline([Layer("layer", lambda: module)], S.gpipe(1, 2), loss=mse)
-    pipeline.step(*batch(4))
-    assert len(seen) == 2

@@ -24,10 +24,6 @@ def public(kind: type) -> dict[str, list[str]]:
     }
 
 
-def test_both_pipelines_have_the_same_methods() -> None:
-    assert public(LocalPipeline) == public(Pipeline)
-
-
 def test_both_pipelines_have_the_same_attributes() -> None:
     schedule = pl.schedules.one_f_one_b(1, 3)
     pipelines = [kind(blocks(2), schedule, loss=mse) for kind in (Pipeline, LocalPipeline)]

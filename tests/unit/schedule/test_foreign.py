@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import random
 from pathlib import Path
 from typing import Any
@@ -217,14 +216,6 @@ def test_steps_of_the_profiler_and_times_of_the_device(tmp_path: Path) -> None:
     assert [timeline.makespan for timeline in found.timelines] == pytest.approx([270e-6])
 
 
-def test_torchs_gpipe_has_names_of_its_own(tmp_path: Path) -> None:
-    forward = [[("Forward 0", 0, 10), ("Forward 1", 10, 10)], [("Forward 0", 10, 10), ("Forward 1", 20, 10)]]
-    backward = [[("Backward 0", 50, 20), ("Backward 1", 70, 20)], [("Backward 0", 30, 20), ("Backward 1", 50, 20)]]
-    traces = {f"rank_{rank}.json": kineto(rank, forward[rank] + backward[rank]) for rank in range(2)}
-    (read,) = load(folder_of(tmp_path / "gpipe", traces)).timelines
-    assert read.schedule.programs == pl.schedules.gpipe(2, 2).programs
-
-
 def test_a_missing_rank_of_a_folder_is_named_by_its_stage(tmp_path: Path) -> None:
     with pytest.raises(PipeloomError, match="stage 0"):
         load(folder_of(tmp_path / "half", {"rank1.json": kineto(1, SECOND)}))
@@ -286,22 +277,3 @@ def test_a_damaged_csv_is_refused(text: str, words: str, tmp_path: Path) -> None
     file.write_text(text)
     with pytest.raises(PipeloomError, match=words):
         load(file)
-
-
-def test_odd_dumps_that_are_right_all_the_same(tmp_path: Path) -> None:
-    """Unsorted events, an iteration of one rank alone, memory that is no number, wgrad on one rank of two, and one rank."""
-    test_a_dump_written_by_hand(tmp_path)
-    first, second = (json.loads((tmp_path / f"pp_rank_{rank}.json").read_text())["7"] for rank in range(2))
-    for side in ("start", "end"):
-        first[f"fwd_{side}"].reverse()
-    second |= {"wgrad_start": [3.0, 6.0], "wgrad_end": [4.0, 7.0], "bwd_end": [3.0, 6.0], "memory": math.nan}
-    (tmp_path / "pp_rank_0.json").write_text(json.dumps({"7": first, "8": first}))
-    (tmp_path / "pp_rank_1.json").write_text(json.dumps({"7": second}))
-    found = load_dump(tmp_path)
-    (read,) = found.timelines
-    assert [str(cell) for cell in read.schedule.programs[1]] == ["1F0", "1I0", "1W0", "1F1", "1I1", "1W1"]
-    assert [str(cell) for cell in read.schedule.programs[0]] == ["0F0", "0F1", "0B0", "0B1"]
-    assert read.makespan == pytest.approx(9e-3)
-    assert found.memory == (3.5, 0.0)
-    alone = pl.simulate(pl.schedules.one_f_one_b(1, 3), pl.Costs().scaled(1e-3))
-    assert load_dump(dump(tmp_path / "alone", alone, labels=False)).timelines[0].makespan == pytest.approx(9e-3)

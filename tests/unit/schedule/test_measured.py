@@ -74,16 +74,6 @@ def test_costs_of_replicas_are_those_of_their_position() -> None:
     assert simulated == pytest.approx(pl.simulate(other, pl.Costs(*[(1.0, 2.0, 3.0, 4.0)] * 3)).makespan)
 
 
-def test_half_of_the_steps_predict_the_others() -> None:
-    found = predict(_steps(None, 5))
-    assert (found.fitted, found.tested) == (4, 4)
-    assert abs(found.error) < 0.02
-    assert set(found.by_kind) == {"F", "B"}
-    assert max(map(abs, found.by_kind.values())) < 0.02
-    alone = predict(_steps(None, 5, count=1))
-    assert alone.error == pytest.approx(0, abs=1e-9)
-
-
 def test_a_faster_machine_is_told_from_a_wrong_order() -> None:
     """Actions that all take a fifth less explain the whole error; a rank that waits for something else explains none of it."""
     schedule = pl.schedules.one_f_one_b(ranks=4, microbatches=8)
@@ -102,19 +92,6 @@ def test_a_faster_machine_is_told_from_a_wrong_order() -> None:
     assert late.speed == pytest.approx(1)
     assert late.error == late.error_at_speed == pytest.approx(late.simulated / late.measured - 1)
     assert late.error < -0.1
-
-
-def test_stalls_that_hit_another_stage_in_each_step_are_predicted() -> None:
-    """The median of every stage is without them, and each step has one."""
-    schedule = pl.schedules.one_f_one_b(ranks=4, microbatches=8)
-    steps = []
-    for step in range(9):
-        forward = tuple(1.4e-3 if stage == step % 4 else 1e-3 for stage in range(4))
-        steps.append(replace(pl.simulate(schedule, pl.Costs(forward, 1e-3, 1e-3)), source="measured"))
-    found = predict(steps)
-    assert abs(found.error) < 0.01
-    without = pl.simulate(schedule, pl.Costs(1e-3, 1e-3, 1e-3)).makespan
-    assert without / found.measured - 1 < -0.07
 
 
 def _uneven_steps(factors: tuple[float, ...], count: int) -> list[pl.Timeline]:

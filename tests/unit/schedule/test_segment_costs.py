@@ -38,11 +38,6 @@ def test_dw_split_helps_between_one_and_two_only(x: float) -> None:
     assert overlapped == pytest.approx(max(6, 4 * x) if not 1 < x < 2 else 2 * x + 4)
 
 
-def test_it_helps_most_at_one_and_a_half() -> None:
-    gains = {x / 20: times(x / 20)[1] - times(x / 20)[2] for x in range(20, 41)}
-    assert max(gains, key=lambda x: gains[x]) == 1.5
-
-
 def test_order_and_starts_by_hand() -> None:
     block = run_block([unit(1.5)], [unit(1.5)])
     rows = {

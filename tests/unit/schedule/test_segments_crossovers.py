@@ -71,28 +71,3 @@ def test_makespan_with_pairs_on_both_sides(ranks: int, expected: float) -> None:
     slope = (spans[4] - spans[8]) * 8
     assert slope / (dualpipe - (spans[8] - slope / 8)) == pytest.approx(expected)
     assert expected == 4 * (ranks - 1) / ranks
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_where_a_backward_alone_hides_all_to_all_too(ranks: int) -> None:
-    """dualpipe's phases with I and W apart hide nothing: its idle is the formula's with B = I + W, and (p/2-1)(I+W-B) more.
-
-    Its ends, where no rank waits for I, have a B there, and as much more idle time as that is shorter.
-    """
-    timeline = run("dualpipe", ranks, None, "B alone hides, too")
-    dualpipe = max(timeline.idle[1:-1])
-    assert dualpipe == pytest.approx((ranks / 2 - 1) * (2 + 2 - 3 + 0.25))
-    meet = 4 * worst(run("interleaved", ranks, 4, "B alone hides, too")) / dualpipe
-    assert meet == pytest.approx(4.4 * (ranks - 1) / (ranks - 2))
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_activations_and_parameters(ranks: int) -> None:
-    """p+1 against p + (p-1)/v micro-batches, parameters twice against once."""
-    dualpipe = run("dualpipe", ranks, None, "gain")
-    assert set(dualpipe.peak_activations) == {ranks + 1}
-    assert len(dualpipe.schedule.routes) == 2
-    for chunks in (2, 4):
-        interleaved = run("interleaved", ranks, chunks, "no gain")
-        assert max(interleaved.peak_activations) / chunks == ranks + (ranks - 1) / chunks
-        assert len(interleaved.schedule.routes) == 1

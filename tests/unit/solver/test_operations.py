@@ -227,20 +227,6 @@ def test_starts_fit_and_run(name: str, costs: Costs) -> None:
     assert len(values) >= 3
 
 
-def test_pairs_form_where_a_schedule_had_none() -> None:
-    """interleaved with memory to spare, p = 8 v = 2: a quarter of it is gone once its forwards and backwards are paired."""
-    costs = Costs(0.5, 0.5, 0.35, all_to_all=0.3)
-    schedule = build("interleaved", 8, 32, 2)
-    instance = Instance(schedule.placement, 32, costs, 24.0)
-    sequences = sequences_of(instance, schedule, pairs=True)
-    starts = [with_pairs(instance, sequences, rule) for rule in FIRST_RULES]
-    timelines = [simulate(instance.schedule_of(start), costs) for start in starts if start is not None]
-    best = min(timelines, key=lambda timeline: timeline.makespan)
-    assert best.makespan < 0.85 * simulate(schedule, costs).makespan
-    cells = [cell for program in best.schedule.programs for cell in program]
-    assert sum(len(parts(cell)) > 1 for cell in cells) > 300
-
-
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-overlap", "dualpipev", "zb-h1"])
 @pytest.mark.parametrize("costs", [COSTS[0], MODEL])
 def test_weights_go_back_where_that_costs_nothing(name: str, costs: Costs) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -13,7 +12,7 @@ import pipeloom as pl
 from pipeloom.errors import CapacityError, PipeloomError, UsageError
 from pipeloom.schedule import Costs, check, simulate
 from pipeloom.schedule.families import build
-from pipeloom.solver import Progress, driver
+from pipeloom.solver import Progress
 from pipeloom.solver.incumbent import Budget
 
 UNEVEN = Costs(10, 12, 8, 1)
@@ -112,22 +111,6 @@ def test_a_time_limit_holds() -> None:
     check(found.schedule)
 
 
-def test_families_that_do_not_fit_leave_time_for_a_schedule_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = []
-
-    def families(*_: Any) -> Iterator[pl.Schedule]:
-        for _ in range(50):
-            time.sleep(0.01)
-            built.append(build("gpipe", 4, 30))
-            yield built[-1]
-
-    monkeypatch.setattr(driver, "LARGEST_WALKED", 100)
-    monkeypatch.setattr(driver, "family_schedules", families)
-    found = pl.search(4, 30, memory=2, placement="linear", time_limit=0.1)
-    assert max(found.timeline.peak_memory) <= 2
-    assert len(built) <= 4  # 0.3 of the time
-
-
 def test_a_budget_ends_by_itself() -> None:
     """Without a limit after the moves of about ten seconds, at most 30 s; a number of moves is not cut by the clock."""
     default, pairs, counted, timed = (
@@ -172,25 +155,6 @@ def test_an_interrupt_keeps_the_best() -> None:
 def test_refusals(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         pl.search(4, 8, **{"iterations": 10, **arguments})
-
-
-@pytest.mark.parametrize("share", [0.3, 0.6])
-def test_families_of_pairs_stay_whole_where_pairs_gain(share: float) -> None:
-    costs = Costs(weight_grad=1 - share, all_to_all=share)
-    best = best_family(4, 12, 2, costs, 16, "makespan")
-    found = pl.search(4, 12, costs, 16, chunks=2, iterations=50)
-    assert found.schedule.has_pairs
-    assert found.lower_bound <= found.value <= best + 1e-9
-    check(found.schedule)
-
-
-@pytest.mark.parametrize(("ranks", "microbatches", "chunks", "limit"), [(64, 512, 4, 5), (256, 1024, 1, 30)])
-def test_first_answer_for_large_sizes(ranks: int, microbatches: int, chunks: int, limit: float) -> None:
-    answers: list[Progress] = []
-    found = pl.search(ranks, microbatches, UNEVEN, chunks=chunks, time_limit=limit, progress=answers.append)
-    assert answers[0].seconds < limit
-    family = build("interleaved" if chunks > 1 else "1f1b", ranks, microbatches, chunks if chunks > 1 else None)
-    assert found.value <= simulate(family, UNEVEN).makespan
 
 
 def test_a_repeated_stretch_beats_interleaved_within_less_memory() -> None:

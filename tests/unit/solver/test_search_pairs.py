@@ -13,7 +13,6 @@ from pipeloom.schedule import Costs, check, simulate
 from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.families import build
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts
-from pipeloom.solver import driver
 from pipeloom.solver.bounds import pair_bound, pairs_gain
 from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.instance import Instance
@@ -75,18 +74,6 @@ def test_never_worse_than_a_family(memory: float, chunks: int, share: float) -> 
     assert compared or memory < 4
 
 
-def test_large_sizes_know_the_families_with_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above the size that is searched: the families, and what their orders become."""
-    monkeypatch.setattr(driver, "LARGEST_WALKED", 100)
-    costs = Costs(weight_grad=0.6, all_to_all=0.4)
-    instance = Instance(tuple(range(4)), 30, costs, 8.0)
-    found = pl.search(4, 30, costs, 8, placement="linear", pairs=True)
-    check(found.schedule)
-    assert [made.name for made in driver.families_with_pairs(instance)] == ["1f1b-overlap", "interleaved-overlap"]
-    assert found.value <= simulate(build("1f1b-overlap", 4, 30), costs).makespan + TIME_TOLERANCE
-    assert found.iterations == 0
-
-
 def test_stages_that_differ_and_segments() -> None:
     """Pair times by both stages, a B and an F|B that hide what F|I and W do not: taken where they are shorter."""
     layers = [LayerSegments(PhaseTimes(1, 1, 1), PhaseTimes(1, 1, 1), x, x) for x in (0.2, 1.5, 1.8, 1.1)]
@@ -97,14 +84,6 @@ def test_stages_that_differ_and_segments() -> None:
     assert max(family.peak_memory) <= 8
     assert found.value < family.makespan
     assert found.lower_bound <= found.value
-
-
-def test_spans() -> None:
-    costs = Costs(weight_grad=0.7, all_to_all=0.3)
-    found = pl.search(4, 12, costs, 8, pairs=True, objective="span", iterations=200)
-    assert found.value == pytest.approx(max(found.timeline.spans))
-    assert found.lower_bound <= found.value + TIME_TOLERANCE
-    assert found.value <= max(simulate(build("1f1b-overlap", 4, 12), costs).spans) + TIME_TOLERANCE
 
 
 def test_where_no_pair_gains_it_is_the_other_search() -> None:

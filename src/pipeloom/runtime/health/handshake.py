@@ -32,10 +32,10 @@ def facts(spec: PipelineSpec, mesh: Mesh) -> dict[str, Any]:
     """Return what the ranks of a mesh must agree on."""
     schedule, options = spec.schedule, spec.options
     terms = {key: t.weight for layer in spec.layers for key, t in LayerNames.of(layer, "").losses.items()}
-    replica = f" of replica {mesh.place.dp}" if mesh.shape.dp > 1 else ""
+    replica = f" of replica {mesh.dp.index}" if mesh.dp.size > 1 else ""
     return {
         **source_facts(),
-        "mesh": f"pp {mesh.shape.pp}, dp {mesh.shape.dp}, tp {mesh.shape.tp}, ep {mesh.shape.ep}, order {mesh.shape.order}",
+        "mesh": ", ".join(f"{axis} {getattr(mesh.shape, axis)}" for axis in ("pp", "dp", "cp", "tp", "ep", "order")),
         "ranks of the schedule": schedule.ranks,
         "micro-batches": schedule.microbatches,
         "placement": list(schedule.placement),

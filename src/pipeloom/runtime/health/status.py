@@ -36,7 +36,7 @@ class Names:
         if self.mesh is None or self.mesh.shape.world == self.mesh.shape.pp or number >= self.mesh.shape.world:
             return ""
         place, shape = self.mesh.shape.place(number), self.mesh.shape
-        axes = (("pp", place.pp), ("dp", place.dp), ("tp", place.tp))
+        axes = (("pp", place.pp), ("dp", place.dp), ("cp", place.cp), ("tp", place.tp))
         return ", ".join(f"{axis} {index}" for axis, index in axes if getattr(shape, axis) > 1)
 
     def of(self, number: int) -> str:

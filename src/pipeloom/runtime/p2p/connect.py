@@ -110,7 +110,7 @@ def share_memory(
         return None
     store = run_store(options.start_seconds)
     here = memory_here() if device.type == "cpu" else None
-    line_prefix = f"{prefix}/pipeline {mesh.place.dp} {mesh.place.tp}"
+    line_prefix = f"{prefix}/pipeline {mesh.dp.index} {mesh.tp.index}"
     line = mesh.pipeline
     places = store.exchange(f"{line_prefix}/machine", line.rank, len(line.ranks), here)
     if here is None or set(places) != {here}:

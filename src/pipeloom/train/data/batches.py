@@ -12,6 +12,8 @@ from torch import Tensor
 from pipeloom.config import Config
 from pipeloom.errors import ConfigError
 from pipeloom.ops.random_state import stable_seed
+from pipeloom.parallel.context import ContextParallel
+from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.batch import IGNORE_INDEX
 from pipeloom.train.data.packing import MULTIPLE, Spans, cut_sorted, rounded, runs
 from pipeloom.train.data.sources import require_length
@@ -97,7 +99,8 @@ _GOLDEN = 0.6180339887498949  # the fractional parts of its multiples are spread
 class Batch(NamedTuple):
     """Tokens and targets, int64 [rows, seq_len]: a token's target is the next token, or -100 where it has no loss.
 
-    `positions`: each token's position in its document, where rows hold several documents that must not attend to each other.
+    `positions`: each token's position in its document, where rows hold several documents that must not attend to each other; of
+    whole rows, also where `share` has taken a part of their tokens.
     """
 
     tokens: Tensor
@@ -108,6 +111,13 @@ class Batch(NamedTuple):
         """Return the rows of data-parallel replica `number` of `of`: an equal part each, in order; `of` divides the rows."""
         rows = len(self.tokens) // of
         return self.rows(slice(number * rows, (number + 1) * rows))
+
+    def share(self, mesh: Mesh) -> Batch:
+        """Return the tokens and targets that this rank holds of rows that context-parallel ranks share."""
+        if mesh.cp.size == 1:
+            return self
+        part = ContextParallel(mesh.cp).part
+        return self._replace(tokens=part(self.tokens), targets=part(self.targets))
 
     def rows(self, which: Any) -> Batch:
         """Return the batch of the rows `which`, an index or a slice."""

@@ -183,7 +183,7 @@ def _rows(config: Config, stores: list[store.Store], plan: Plan, packs: bool) ->
 def _sorted(config: Config, stores: list[store.Store], plan: Plan) -> tuple[SortedDocuments, SortedDocuments]:
     """Return the documents to train on, and those held out, of all sources. Raises ConfigError if there are none."""
     train, parallel = config.train, config.parallel
-    multiple = math.lcm(MULTIPLE, parallel.tp if parallel.sp else 1)
+    multiple = math.lcm(MULTIPLE, parallel.cp * math.lcm(2, parallel.tp if parallel.sp else 1))
     multiple *= -(-parallel.ep_blocks // multiple)  # no sequence may have fewer tokens than blocks
     both = []
     for at, what in enumerate(_PARTS):

@@ -55,10 +55,10 @@ def table(ranks: Sequence[RankSummary]) -> list[str]:
 
     With more than MOST_ROWS ranks, only the ranks of the first pipeline have a line.
     """
-    axes = [axis for axis in ("pp", "dp", "tp", "ep") if len({getattr(held.place, axis) for held in ranks}) > 1]
+    axes = [axis for axis in ("pp", "dp", "cp", "tp", "ep") if len({getattr(held.place, axis) for held in ranks}) > 1]
     printed = [(number, held) for number, held in enumerate(ranks)]
     if len(ranks) > MOST_ROWS:
-        printed = [(number, held) for number, held in printed if held.place.dp == held.place.tp == 0]
+        printed = [(number, held) for number, held in printed if held.place.dp == held.place.cp == held.place.tp == 0]
     place = "  ".join(axes) + ("  " if axes else "")
     head = f"rank  {place}{'parameters':>10}  {'optimizer':>9}  {'in flight':>9}  layers"
     lines = [head]

@@ -123,7 +123,7 @@ def pipeline_step(
     Returns:
         every rank's step on rank 0, [] on the others.
     """
-    batch = make_batch(layout).part(mesh.place.dp, layout.mesh.dp)
+    batch = make_batch(layout).part(mesh.place.dp, layout.mesh.dp).share(mesh)
     pipeline = build_pipeline(layout, device, mesh, _dtype(layout), watchdog)
     if layout.config.model.source:
         pipeline.eval()  # dropout of transformers draws from torch's generator, so its masks differ from layout to layout

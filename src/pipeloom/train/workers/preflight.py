@@ -96,7 +96,7 @@ def require_room(workers: int, what: str = "parallel.pp x dp x tp") -> None:
 def require_memory(layout: Layout) -> None:
     """Raise CapacityError where weights, gradients and AdamW's moments of a run on the CPU exceed the memory of this machine."""
     memory, config = memory_of_machine(), layout.config
-    need = 16 * held_parameters(config.model, config.parallel.dp, config.parallel.ep)
+    need = 16 * held_parameters(config.model, layout.mesh.replicas, config.parallel.ep)
     host = config.train.device == "cpu" or (config.train.device == "auto" and not Path("/dev/nvidiactl").exists())
     if host and need > memory:
         raise CapacityError(

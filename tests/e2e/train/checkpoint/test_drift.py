@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint_runs import command, run_here, runs, text_in
+from checkpoint_runs import run_here, runs, text_in
 from checkpoint_states import contents
 from pipeloom.errors import DistributedError
 from pipeloom.train.checkpoint.folder import complete
@@ -75,50 +74,6 @@ def test_a_run_continues_from_before_the_difference(tmp_path: Path) -> None:
     wanted, resumed = contents(other / "step-000006"), contents(folder / "step-000006")
     assert [key for key, value in wanted.items() if not torch.equal(value, resumed[key])] == []
     assert [read_manifest(path).equal_until for _, path in complete(folder)] == [6, 4, 2]
-
-
-# A module that Python imports at the start of each process: noise on rank 1's weights, once, after its third step.
-NOISE = """
-import os
-from pathlib import Path
-
-if os.environ.get("RANK") == "1":
-    import torch
-    from pipeloom.train.optimizer import Optimizer
-
-    plain, steps, done = Optimizer.step, [], Path(os.environ["NOISE"])
-
-    def noisy(self, *arguments):
-        plain(self, *arguments)
-        steps.append(1)
-        if len(steps) == 3 and not done.exists():
-            done.touch()
-            for parameter in self._trained:
-                parameter.data.add_(torch.randn_like(parameter), alpha=1e-3)
-
-    Optimizer.step = noisy
-"""
-
-
-def test_a_restart_continues_from_before_the_difference(tmp_path: Path) -> None:
-    module, noise = tmp_path / "path" / "sitecustomize.py", tmp_path / "noise"
-    module.parent.mkdir()
-    module.write_text(NOISE)
-    flags = [word for key, value in SIX_STEPS.items() for word in (f"--{key}", str(value))]
-    flags += ["--parallel.pp", "1", "--schedule.name", "1f1b", "--checkpoint.every", "2"]
-    folders = []
-    for log, restarts in (("a", "1"), ("b", "0")):  # the second run finds that the noise was made
-        path = os.pathsep.join([str(module.parent), os.environ.get("PYTHONPATH", "")])
-        done = command(tmp_path, log, *flags, "--train.restarts", restarts, PYTHONPATH=path, NOISE=str(noise))
-        assert done.returncode == 0, done.stderr
-        folders += runs(tmp_path / log)
-        if log == "a":
-            assert noise.exists()
-            assert re.search(r"after step 4 (model|head)\.", done.stderr)
-            assert "restart 1 of 1" in done.stderr
-            assert f"resumed after step 2 from {folders[0] / 'step-000002'}" in done.stdout
-    restarted, clean = (contents(folder / "step-000006") for folder in folders)
-    assert [key for key, value in clean.items() if not torch.equal(value, restarted[key])] == []
 
 
 def test_a_manifest_does_not_claim_what_was_not_compared(tmp_path: Path) -> None:

@@ -14,12 +14,10 @@ import pytest
 import torch
 
 from checkpoint_runs import command, environment, runs, steps_of, wait_for, words
-from checkpoint_states import Run, contents, layout_of
-from pipeloom import checkpoint
+from checkpoint_states import contents
 from pipeloom.train.checkpoint.folder import complete
 from pipeloom.train.loop import Trainer
 from pipeloom.train.workers.context import SAVE, Requests
-from processes import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
 MOE = (
@@ -100,25 +98,6 @@ def test_who_asks_while_a_checkpoint_is_saved_gets_another_one(tmp_path: Path) -
     assert file.exists()
 
 
-def test_sigterm_to_torchrun_saves_too(tmp_path: Path) -> None:
-    """torchrun passes it on; it ends with 1 itself, so the run's exit.json has the 75."""
-    python, *own = words(tmp_path, "a", "--train.steps", "100000", "--log.every", "1000")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.Popen(
-        [python, *launcher, *own], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    )
-    wait_for(lambda: any(len(steps_of(folder)) > 3 for folder in runs(tmp_path / "a")), run)
-    run.send_signal(signal.SIGTERM)
-    try:
-        run.communicate(timeout=100)
-    finally:
-        run.kill()
-    (folder,) = runs(tmp_path / "a")
-    ((last, _),) = complete(folder)
-    assert last == len(steps_of(folder))
-    assert json.loads((folder / "exit.json").read_text())["exit_code"] == 75
-
-
 POINTS = {
     # where a signal comes, as code in rank 0: (module, function to wrap, whether a checkpoint must be there afterwards)
     "evaluation": ("pipeloom.train.loop", "Trainer.held_out_loss", False),
@@ -184,35 +163,6 @@ def test_a_signal_at_any_moment(point: str, number: str, code: int, tmp_path: Pa
     else:
         assert steps == ([3, 2] if saved else [])  # it goes on to the end of a step
     assert not list(folder.glob(".*"))
-
-
-SCHEDULES = [("1f1b", {}), ("zbv", {}), ("interleaved", {"schedule__chunks": 2})]
-
-
-def resumed_losses(rank: int, folder: str) -> list[list[float]]:
-    """Ten losses on each layout of two ranks, resumed from one checkpoint."""
-    found = []
-    changes: list[tuple[str, dict[str, Any]]] = [
-        ("one", {"parallel__pp": 2, "schedule__name": name, "schedule__microbatches": 4, **more})
-        for name, more in SCHEDULES
-    ]
-    changes += [("zero", {}), ("tp 2", {}), ("dp 2", {"schedule__microbatches": 4})]
-    for name, change in changes:
-        run = Run(layout_of(name, **change))
-        checkpoint.load(folder, run.pipeline, run.optimizer)
-        found.append(run.steps(10))
-        run.pipeline.close()
-    return found
-
-
-def test_any_layout_and_schedule_goes_on_with_the_same_losses(tmp_path: Path) -> None:
-    """Dropout is on: masks are a function of the sample, so neither dp nor the micro-batches change them."""
-    straight = Run(layout_of("one"))
-    straight.steps(3)
-    checkpoint.save(tmp_path, 3, straight.pipeline, straight.optimizer)
-    wanted = straight.steps(10)
-    for losses in run_ranks(resumed_losses, 2, str(tmp_path), timeout=200.0)[0]:
-        assert losses == pytest.approx(wanted, rel=1e-5)
 
 
 def test_an_invalid_newest_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Path) -> None:

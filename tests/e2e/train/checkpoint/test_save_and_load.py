@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -256,37 +255,6 @@ def test_torchs_optimizers(kind: str, tmp_path: Path) -> None:
         assert torch.equal(value, again.state_dict()[name]), name
 
 
-def test_what_cannot_be_saved_is_said(tmp_path: Path) -> None:
-    run = trained()
-    with pytest.raises(UsageError, match="step is -1"):
-        checkpoint.save(tmp_path, -1, run.pipeline)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be created: Not a directory"):
-        checkpoint.save(tmp_path / "file/in", 1, run.pipeline)
-
-
-def test_a_disc_that_is_full_leaves_no_checkpoint_and_the_next_save_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = trained()
-    saver = checkpoint.Saver(tmp_path, run.pipeline, run.optimizer)
-    full = [True]
-    write = os.write
-
-    def limited(descriptor: int, data: Any) -> int:
-        if full[0] and len(data) > 1000:
-            raise OSError(28, "No space left on device")
-        return write(descriptor, data)
-
-    monkeypatch.setattr(os, "write", limited)
-    with pytest.raises(CheckpointError, match=r"rank-00000.safetensors: cannot be written: No space left on device"):
-        saver.save(1)
-    assert list(tmp_path.iterdir()) == []
-    full[0] = False
-    saver.save(2)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
-
-
 def damages(path: Path) -> dict[str, Any]:
     manifest = path / MANIFEST
     file = path / "rank-00000.safetensors"
@@ -346,22 +314,6 @@ def test_a_manifest_that_promises_more_than_its_files_hold_is_refused(tmp_path: 
     (path / MANIFEST).write_bytes(to_bytes(replace(manifest, tensors={**manifest.tensors, key: huge})))
     with pytest.raises(CheckpointError, match=r"bytes of tensors in 'rank-00000.safetensors', found"):
         read_manifest(path)
-
-
-def test_weights_of_another_kind_are_refused(tmp_path: Path) -> None:
-    run = trained()
-    path = checkpoint.save(tmp_path, 1, run.pipeline)
-    manifest, file = read_manifest(path), path / "rank-00000.safetensors"
-    key = next(key for key, entry in manifest.tensors.items() if len(entry.shape) == 2)
-    tensors = safetensors.torch.load(
-        file.read_bytes()
-    )  # not load_file: its tensors are the file, which is written next
-    stored = write_tensors(file, {**tensors, key: tensors[key].int()})
-    entry = replace(manifest.tensors[key], dtype="I32")
-    changed = replace(manifest, tensors={**manifest.tensors, key: entry}, files={file.name: stored})
-    (path / MANIFEST).write_bytes(to_bytes(changed))
-    with pytest.raises(CheckpointError, match=r"expected torch.float32, found torch.int32 in the checkpoint"):
-        checkpoint.load(path, run.pipeline)
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-import pipeloom as pl
 from corpora import config, data, documents, json_lines
-from pipeloom.config import MeshShape, load, resolve
+from pipeloom.config import resolve
 from pipeloom.errors import ConfigError
-from pipeloom.models import layers, tied, token_loss
-from pipeloom.parallel.mesh import Mesh
-from pipeloom.runtime import Pipeline, RuntimeOptions
 from pipeloom.train.data.batches import Batch, Batches, SortedDocuments
-from processes import run_ranks
 
 SIZES = np.random.default_rng(5).integers(2, 65, 100)  # of documents; their places are one fewer
 
@@ -130,75 +124,3 @@ def test_what_does_not_go_with_sorted_documents_is_refused(tmp_path: Path) -> No
     }
     with pytest.raises(ConfigError, match=r"38 documents do not fill one batch of 64; .* at most 38"):
         Batches(data(tmp_path, **keys).train, config(tmp_path, **keys), 1)
-
-
-# -- loss and gradients ----------------------------------------------------------------------------------------------------
-
-SHAPE = load("tiny", {"model.num_hidden_layers": 3, "model.num_key_value_heads": 2, "model.vocab_size": 257}).model
-LAYOUTS = [
-    (MeshShape(pp=2, dp=2), "1f1b", RuntimeOptions(shapes="each", transport="individual")),
-    (MeshShape(pp=4), "gpipe", RuntimeOptions(shapes="once", transport="batched")),
-    (MeshShape(pp=4), "1f1b", RuntimeOptions(shapes="once", transport="individual")),
-]
-
-
-def batches() -> tuple[list[Batch], list[list[Tensor]]]:
-    """Batches of three lengths, and the documents of each."""
-    sizes = np.array([60, 58, 50, 49, *[30, 24] * 4, *[9, 12] * 8, 64, 62, 63, 61]) + 1
-    ends = np.cumsum(sizes)
-    tokens = np.random.default_rng(8).integers(1, 257, int(ends[-1]))
-    found = SortedDocuments([(tokens, None, np.stack([ends - sizes, sizes - 1], axis=1))], 4, 64, 0)
-    chosen = [found.batch(number, 0) for number in range(found.count)]
-    whole = [[row[: int((t != -100).sum())] for row, t in zip(b.tokens, b.targets, strict=True)] for b in chosen]
-    return chosen, whole
-
-
-def work(rank: int) -> list[tuple[list[float], dict[str, Any]]]:
-    results = []
-    for shape, family, options in LAYOUTS:
-        mesh = Mesh.of(shape)
-        assert mesh is not None
-        pipeline = Pipeline(
-            layers(SHAPE, 5),
-            pl.schedules.build(family, shape.pp, 4 // shape.dp),
-            loss=token_loss(SHAPE),
-            mesh=mesh,
-            tied=tied(SHAPE),
-            options=options,
-        )
-        losses = []
-        for batch in batches()[0]:
-            own = batch.part(mesh.place.dp, shape.dp)
-            losses.append(pipeline.step(own.tokens, own.targets).item())
-        results.append((losses, {name: p.grad.numpy().copy() for name, p in pipeline.named_parameters()}))
-        pipeline.close()
-    return results
-
-
-def test_sorted_documents_have_loss_and_gradients_of_separate_ones() -> None:
-    results = run_ranks(work, 4, timeout=200)
-    built = {layer.name: layer() for layer in layers(SHAPE, 5)}
-    loss_of = token_loss(SHAPE)
-    lengths = {batch.tokens.shape[1] for batch in batches()[0]}
-    assert lengths == {16, 32, 64}
-    wanted = []
-    for batch, rows in zip(*batches(), strict=True):
-        total, count = 0.0, int((batch.targets != -100).sum())
-        for row, document in enumerate(rows):
-            x = document[None]
-            for module in built.values():
-                x = module(x)
-            loss = loss_of(x, batch.targets[row : row + 1, : len(document)]) * len(document) / count
-            loss.backward()
-            total += loss.item()
-        wanted.append(total)
-    want = {f"{name}.{inner}": p.grad for name, m in built.items() for inner, p in m.named_parameters()}
-    for at, (shape, family, _) in enumerate(LAYOUTS):
-        gradients: dict[str, Any] = {}
-        for rank in results:
-            assert rank[at][0] == pytest.approx(wanted, abs=1e-5)
-            gradients |= rank[at][1]
-        assert gradients.keys() == want.keys()
-        for name, gradient in gradients.items():
-            scale = max(want[name].abs().max().item(), 1e-3)
-            assert (torch.from_numpy(gradient) - want[name]).abs().max() <= 2e-5 * scale, (shape, family, name)

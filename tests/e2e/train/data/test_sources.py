@@ -91,14 +91,6 @@ def test_tables_are_not_trained_on_as_text_unasked(tmp_path: Path, name: str, co
     assert name != "a.json" or find(str(file), "auto").kind == "text"
 
 
-def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
-    for name, content in (("a.jsonl", '{"text": "one"}\n'), ("a.txt", "one"), ("b.txt", '{"text": 1}\n{"text": 2}\n')):
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content.encode())
-    assert texts(tmp_path / "a.jsonl") == texts(tmp_path / "a.txt") == ["one"]
-    with pytest.raises(ConfigError, match="is JSON lines"):
-        find(str(tmp_path / "b.txt"), "auto")
-
-
 def test_a_source_whose_documents_are_all_bad_says_why(folder: Path) -> None:
     json_lines(folder / "a.jsonl", [{"text": None}, {"text": ["x"]}])
     words = (

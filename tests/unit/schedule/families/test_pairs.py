@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeloom import schedules
-from pipeloom.errors import ScheduleError, UsageError
+from pipeloom.errors import UsageError
 from pipeloom.schedule import Costs, Pair, check, simulate
-from pipeloom.schedule.families.one_f_one_b import paired_one_f_one_b
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.transforms import unpair
 
@@ -20,12 +19,6 @@ def test_1f1b_overlap(p: int, m: int) -> None:
     timeline = simulate(schedule, Costs(2, 3, 1))
     assert max(timeline.idle) == 6 * (p - 1)
     assert timeline.peak_activations == tuple(min(m, 2 * (p - r)) for r in range(p))
-
-
-def test_pairs_that_gain_leave_idle_time_on_the_last_rank() -> None:
-    timeline = simulate(schedules.one_f_one_b_overlap(4, 32), Costs(1, 1, 1, pair=2.0))
-    assert timeline.idle[3] == 9
-    assert max(timeline.idle[:3]) < 9
 
 
 @pytest.mark.parametrize("name", ["1f1b-overlap", "interleaved-overlap", "dualpipe", "dualpipev"])
@@ -53,21 +46,6 @@ def test_pairs_apart_of_some_stages() -> None:
     some = unpair(schedule, [0, 3])
     assert not any(isinstance(cell, Pair) for cell in some.programs[0])
     assert some.programs[1] == schedule.programs[1]
-
-
-@pytest.mark.parametrize("p", [2, 3, 4, 8])
-def test_mutation_warmup_of_1f1b_depends_on_itself(p: int) -> None:
-    with pytest.raises(ScheduleError, match=r"depends on itself|deadlocks"):
-        check(paired_one_f_one_b(p, 2 * p, lambda rank: p - rank - 1))
-
-
-@pytest.mark.parametrize("p", [2, 3, 4, 8])
-@pytest.mark.parametrize("f", [1, 2])
-def test_mutation_one_more_warmup_waits_at_every_pair(p: int, f: int) -> None:
-    for m in (p, p + 3, 3 * p):
-        schedule = paired_one_f_one_b(p, m, lambda rank: p - rank)
-        check(schedule)
-        assert max(simulate(schedule, Costs(f, 1, 1)).idle) == (m + p - 3) * (f + 2)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
@@ -197,9 +175,3 @@ def test_hanayo_any_m(p: int, waves: int) -> None:
         assert max(simulate(schedule).peak_activations) <= min(2 * waves * m, 4 * p * waves)
         kinds = {action.kind for program in schedule.programs for cell in program for action in parts(cell)}
         assert kinds == {"F", "B"}
-
-
-def test_more_waves_shrink_the_bubble_at_m_equal_p() -> None:
-    idle = [max(simulate(schedules.hanayo(8, 8, waves)).idle) / (2 * waves) for waves in (1, 2, 3)]
-    assert idle == sorted(idle, reverse=True)
-    assert idle[-1] < idle[0] / 2

@@ -1,0 +1,198 @@
+"""Times of a model's layers on this device: one layer of each kind, run by the engine in this process."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeloom.config import Layout
+from pipeloom.config.stages import layer_sizes
+from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients, run_backward
+from pipeloom.ops.layer import Layer, MicrobatchContext
+from pipeloom.ops.random_state import stable_seed
+from pipeloom.ops.segments import Compute, carries, is_segmented
+from pipeloom.runtime import LocalPipeline, RuntimeOptions
+from pipeloom.runtime.tied_weights import layer_of
+from pipeloom.schedule import Schedule
+from pipeloom.schedule.actions import Action
+from pipeloom.train.build import PARAMETER_DTYPES, model_layers, moe_classes, ties, training_loss
+
+
+class Sample(NamedTuple):
+    """Repeated measurements in seconds: their median, and the median of their distances from it."""
+
+    median: float
+    spread: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Sample:
+        middle = median(seconds)
+        return cls(middle, median(abs(each - middle) for each in seconds))
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Times of the layers of one kind, for the largest micro-batch.
+
+    Attributes:
+        name: the first of them.
+        layers: the numbers of all of them in the model; the embedding is 0.
+        seconds: kind of action (F, I, W, B, R) -> its time. That of the last layer includes the loss.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    seconds: Mapping[str, Sample]
+
+
+def kinds_of_layers(layout: Layout) -> list[tuple[int, ...]]:
+    """Return the numbers of the layers of each kind, which have equal sizes, in the order of their first ones."""
+    numbers: dict[Any, list[int]] = defaultdict(list)
+    for at, size in enumerate(layer_sizes(layout.config.model, layout.config.train.seq_len)):
+        numbers[size].append(at)
+    return [tuple(each) for each in numbers.values()]
+
+
+def layer_times(layout: Layout, device: torch.device, repeats: int) -> tuple[LayerTimes, ...]:
+    """Run one layer of each kind as a stage of its own, `repeats` steps after one that warms up, and return the times.
+
+    A step has three micro-batches, one after the other: F, I, W; F, R, I, W; F, B.
+    """
+    kinds, model = kinds_of_layers(layout), _model(layout, device)
+    layers = [model[numbers[0]] for numbers in kinds]
+    names = {layer.name: layer for layer in layers}
+    schedule = _one_by_one(len(layers))
+    pipeline = LocalPipeline(
+        layers,
+        schedule,
+        loss=training_loss(layout.config),
+        stages=(1,) * len(layers),
+        tied=[group for group in ties(layout.config) if all(layer_of(name, names) for name in group)],
+        options=RuntimeOptions(
+            device=device,
+            main_gradients=PARAMETER_DTYPES[layout.config.train.dtype].itemsize < 4,
+            trace=device.type == "cuda",
+        ),
+    )
+    tokens, targets = _tokens(layout, schedule.microbatches, device)
+    seconds: list[dict[str, list[float]]] = [defaultdict(list) for _ in kinds]
+    for step in range(repeats + 1):
+        pipeline.step(tokens, targets)
+        (stats,) = pipeline.stats
+        for cell, start, end in zip(schedule.programs[0], stats.starts, stats.ends, strict=True):
+            assert isinstance(cell, Action)
+            if step:
+                seconds[cell.stage][cell.kind].append(end - start)
+    return tuple(
+        LayerTimes(layer.name, numbers, {kind: Sample.of(each) for kind, each in times.items()})
+        for layer, numbers, times in zip(layers, kinds, seconds, strict=True)
+    )
+
+
+def _one_by_one(stages: int) -> Schedule:
+    """Return a schedule of one rank with three micro-batches: a split backward, one with R, and a whole one."""
+
+    def cells() -> Iterator[str]:
+        for microbatch, backward in enumerate((("I", "W"), ("R", "I", "W"), ("B",))):
+            yield from (f"{stage}F{microbatch}" for stage in range(stages))
+            yield from (f"{stage}{kind}{microbatch}" for stage in reversed(range(stages)) for kind in backward)
+
+    return Schedule.of([cells()], placement=(0,) * stages, microbatches=3, name="profile")
+
+
+def _model(layout: Layout, device: torch.device) -> list[Layer]:
+    config = layout.config
+    return model_layers(config, PARAMETER_DTYPES[config.train.dtype], device, classes=moe_classes(layout))
+
+
+def _tokens(layout: Layout, microbatches: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return random tokens and targets [rows, seq_len] of micro-batches of the largest size."""
+    config, rows = layout.config, max(layout.microbatch_sizes) * microbatches
+    generator = torch.Generator().manual_seed(stable_seed("profile", config.train.seed))
+    shape = (2, rows, config.train.seq_len)
+    tokens, targets = torch.randint(0, config.model.vocab_size, shape, generator=generator).to(device)
+    return tokens, targets
+
+
+# -- a block's segments ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SegmentTimes:
+    """Times of the computations of a block with experts; the router, the shared expert and the mixture count as attention.
+
+    Attributes:
+        layers: the number of such blocks.
+        attention, experts: (F, I, W).
+        rows: bytes that its dispatch and its combine move, those that stay on the rank included.
+    """
+
+    layers: int
+    attention: tuple[Sample, Sample, Sample]
+    experts: tuple[Sample, Sample, Sample]
+    rows: float
+
+
+def segment_times(layout: Layout, device: torch.device, repeats: int) -> SegmentTimes | None:
+    """Measure the computations of the first block that declares segments with experts; None: there is no such block."""
+    config = layout.config
+    blocks = [at for at, sparse in enumerate(config.model.expert_blocks, 1) if sparse]
+    if not blocks or config.model.source:
+        return None
+    module = _model(layout, device)[blocks[0]]().to(device)
+    assert is_segmented(module)
+    context = WeightGradContext()
+    defer_weight_gradients(module, context)
+    dtype = PARAMETER_DTYPES[config.train.dtype]
+    samples, tokens = max(layout.microbatch_sizes), config.train.seq_len
+    x = torch.randn(samples, tokens, config.model.hidden_size, device=device).to(dtype)
+    sums: dict[str, list[list[float]]] = {"attention": [], "experts": []}
+    for repeat in range(repeats + 1):
+        times = {name: [0.0, 0.0, 0.0] for name in sums}
+        segments = module.segments(microbatch=MicrobatchContext(samples=samples))  # type: ignore[operator]
+        for name, *three in _segments_one_by_one(segments, x, context, device):
+            each = times["experts" if name == "experts" else "attention"]
+            each[:] = [total + seconds for total, seconds in zip(each, three, strict=True)]
+        if repeat:
+            for name, three in times.items():
+                sums[name].append(three)
+    middles = {name: tuple(Sample.of(column) for column in zip(*rows, strict=True)) for name, rows in sums.items()}
+    rows = samples * tokens * config.model.num_experts_per_tok * config.model.hidden_size * dtype.itemsize
+    return SegmentTimes(len(blocks), middles["attention"], middles["experts"], rows)  # type: ignore[arg-type]
+
+
+def _segments_one_by_one(
+    segments: Sequence[Any], x: Tensor, context: WeightGradContext, device: torch.device
+) -> Iterator[tuple[str, float, float, float]]:
+    """Run the segments forward and backward, each with a graph of its own; yield (name, F, I, W), the last one first."""
+    values: tuple[Any, ...] = (x.requires_grad_(),)
+    passed = []
+    for segment in segments:
+        assert isinstance(segment, Compute)  # without a group there is nothing to communicate
+        inputs = tuple(value.detach().requires_grad_() if carries(value) else value for value in values)
+        context.queue = queue = WeightGradQueue()
+        began = _now(device)
+        values = segment.run(inputs)
+        passed.append((segment.name, inputs, values, queue, _now(device) - began))
+    gradients: list[Tensor | None] = [torch.randn_like(v) if carries(v) else None for v in values]
+    for name, inputs, outputs, queue, forward in reversed(passed):
+        roots = [(v, g) for v, g in zip(outputs, gradients, strict=True) if carries(v) and g is not None]
+        began = _now(device)
+        run_backward([root for root, _ in roots], [gradient for _, gradient in roots])
+        middle = _now(device)
+        queue.flush()
+        yield name, forward, middle - began, _now(device) - middle
+        gradients = [value.grad if carries(value) else None for value in inputs]
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,103 @@
+"""Copies of what forwards save to host memory and back: cells, what `check` demands, times, memory and the transform."""
+
+from __future__ import annotations
+
+import pytest
+
+import pipeloom as pl
+from pipeloom.errors import ScheduleError
+from pipeloom.schedule import Costs, Schedule, check, simulate
+from pipeloom.schedule.csv_form import from_csv, to_csv
+from pipeloom.schedule.families import FAMILIES, build
+from pipeloom.schedule.json_form import from_json, to_json
+from pipeloom.schedule.model import parts
+from pipeloom.schedule.transforms import transformed
+
+CELLS = ("0F0", "0O0", "0F1", "0O1", "0L0", "0B0", "0L1", "0B1")
+
+
+def one(*cells: str, microbatches: int = 1) -> Schedule:
+    return Schedule.of([cells], placement=[0], microbatches=microbatches)
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        (["0F0", "0O0", "0B0"], "0B0 needs what is saved .*; 0F0 or 0R0 or 0L0 makes it"),
+        (["0F0", "0L0", "0B0"], "0L0 needs what is saved on the host .*; 0O0 makes it"),
+        (["0F0", "0O0", "0L0", "0L0", "0B0"], "0L0 appears twice"),
+        (["0F0", "0B0", "0O0"], "0O0 needs what is saved of"),
+    ],
+)
+def test_an_order_that_cannot_run(cells: list[str], words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        check(one(*cells))
+
+
+def test_times_and_memory_by_hand() -> None:
+    """A copy takes 6 bytes / 4, is issued with the computation before it and waits for its F; each way is a queue."""
+    costs = Costs(2, 1, 1, host_bandwidth=4, bytes={"saved": 6, "params": 10})
+    timeline = simulate(one(*CELLS, microbatches=2), costs)
+    assert timeline.starts == ((0, 2, 2, 4, 3.5, 5, 5.5, 7),)
+    assert timeline.ends == ((2, 3.5, 4, 5.5, 5, 7, 7, 9),)
+    assert timeline.peak_bytes == {"device": (22,), "host": (12,)}
+    assert timeline.peak_activations == (2,)
+    assert timeline.busy == (8,)
+    assert timeline.idle_by_cause[0] == {
+        "dependency": 0, "message": 0, "memory": 1, "end of step": 0, "overhead": 0
+    }  # fmt: skip
+    free = simulate(one(*CELLS, microbatches=2), Costs(activation=3, kept=1 / 3, host_bandwidth=4))
+    assert free.ends[0][1] - free.starts[0][1] == 0.5
+
+
+def test_slots() -> None:
+    """With one slot the second forward waits for the first copy, and the copy back for the second forward's."""
+    schedule = one(*CELLS, microbatches=2).with_slots({"saved": 1})
+    check(schedule)
+    timeline = simulate(schedule, Costs(2, 1, 1, host_bandwidth=2, bytes={"saved": 3}))
+    assert timeline.starts == ((0, 2, 3.5, 5.5, 7, 8.5, 10.5, 12),)
+    assert timeline.peak_bytes == {"device": (3,), "host": (6,)}
+    assert from_json(to_json(schedule)) == schedule
+    with pytest.raises(
+        ScheduleError, match="at most 1 of what is saved, which the CSV form cannot say; write it as JSON"
+    ):
+        to_csv(schedule)
+    with pytest.raises(ScheduleError, match="deadlocks"):
+        check(one("0F0", "0F1", *CELLS[1:2], *CELLS[3:], microbatches=2).with_slots({"saved": 1}))
+    with pytest.raises(ScheduleError, match="slots of 'saved': 0; give a whole number of at least 1"):
+        schedule.with_slots({"saved": 0})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_offloaded(name: str) -> None:
+    """It passes `check`, does the same work in the same order, keeps its text, takes hardly longer and holds no more."""
+    plain, costs = build(name, 4, 8), Costs(host_bandwidth=1)
+    schedule = pl.schedules.offload(plain, costs)
+    check(schedule, transport="batched")
+    assert from_json(to_json(schedule)) == schedule
+    without = schedule.with_slots({})
+    if len(schedule.routes) == 1:
+        assert from_csv(to_csv(without)).codes == schedule.codes
+    rest = [[cell for cell in program if parts(cell)[0].kind not in "OL"] for program in schedule.programs]
+    assert schedule.with_programs(rest).codes == plain.codes
+    before, after = simulate(plain, costs), simulate(schedule, costs)
+    assert after.makespan <= 1.011 * before.makespan
+    assert all(a <= b for a, b in zip(after.peak_activations, before.peak_activations, strict=True))
+    assert sum(after.peak_activations) < sum(before.peak_activations)
+
+
+@pytest.mark.parametrize(("ranks", "copy", "peak"), [(4, 1.0, 2), (8, 1.0, 2), (8, 0.5, 2), (8, 1.5, 2), (8, 2.0, 3)])
+def test_1f1b_holds_two_micro_batches_whatever_the_ranks(ranks: int, copy: float, peak: int) -> None:
+    """Beyond copies of a forward's time, forwards of the warm-up wait for earlier copies, at no lost time."""
+    plain, costs = pl.schedules.one_f_one_b(ranks, 4 * ranks), Costs(host_bandwidth=1 / copy)
+    timeline = simulate(transformed(plain, ["offload"], costs), costs)
+    assert timeline.makespan == simulate(plain).makespan
+    assert max(timeline.peak_activations) == peak
+    assert timeline.schedule.slots == (("saved", peak),)
+
+
+def test_what_is_used_at_once_or_recomputed_stays() -> None:
+    last = pl.schedules.one_f_one_b(1, 4)
+    assert pl.schedules.offload(last, Costs(host_bandwidth=1)) == last
+    blocks = transformed(pl.schedules.one_f_one_b(2, 4), ["recompute"])
+    assert pl.schedules.offload(blocks) == blocks

@@ -1,0 +1,106 @@
+"""The measurements of `pipeloom profile`: layers on the engine, a block's segments, and what follows from links by size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeloom.cli.profile import DeviceProfile, _form
+from pipeloom.config import load_layout
+from pipeloom.ops.deferred import WeightGradContext
+from pipeloom.schedule.segments import LayerSegments, PhaseTimes
+from pipeloom.train.report.layer_times import LayerTimes, Sample, SegmentTimes, _segments_one_by_one, layer_times
+from pipeloom.train.report.link_times import LinkTimes
+from pipeloom.train.report.rehearse import Clock, EmulatedLayer
+
+KINDS = ("F", "I", "W", "B", "R")
+
+
+def test_one_layer_of_each_kind_runs_every_action():
+    keys = {"model.num_experts": 2, "model.moe_layer_freq": [0, 1, 1, 0], "model.tie_word_embeddings": True}
+    measured = layer_times(load_layout("tiny", keys, world_size=0), torch.device("cpu"), 2)
+    assert [each.layers for each in measured] == [(0,), (1, 4), (2, 3), (5,)]
+    for each in measured:
+        assert set(each.seconds) == set(KINDS)
+        assert all(sample.median > 0 for sample in each.seconds.values())
+    block, head = measured[1].seconds, measured[3].seconds
+    assert block["F"].median > measured[0].seconds["F"].median  # an embedding is a look-up
+    assert head["B"].median < head["F"].median + 2 * (head["I"].median + head["W"].median)
+
+
+def test_a_sample_is_the_median_and_the_median_distance():
+    assert Sample.of([4.0, 1.0, 2.0, 9.0, 3.0]) == (3.0, 1.0)
+
+
+def test_segments_take_the_time_of_their_own_f_i_and_w():
+    """Two computations that sleep, the second three times as long."""
+    times = {"attention": PhaseTimes(0.004, 0.006, 0.002), "experts": PhaseTimes(0.012, 0.018, 0.006)}
+    layer = EmulatedLayer(Clock(), LayerSegments(times["attention"], times["experts"]))
+    context = WeightGradContext()
+    layer.set_weight_grad_context(context)
+    computations = [segment for segment in layer.segments() if segment.name in times]
+    steps = list(_segments_one_by_one(computations, torch.ones(2), context, torch.device("cpu")))
+    assert [name for name, *_ in steps] == ["experts", "attention"]
+    for name, *seconds in steps:
+        for measured, given in zip(seconds, times[name], strict=True):
+            assert given - 0.0025 <= measured < given + 0.004  # a sleep makes up for the one before
+
+
+def test_a_link_has_a_latency_and_a_bandwidth():
+    link = LinkTimes("pp", "send", (0, 1), (1_000, 1_001_000), (Sample(0.5, 0), Sample(2.5, 0)))
+    assert (link.latency, link.bandwidth) == (0.5, 500_000)
+    assert link.time(1_500_000) == 3.5
+
+
+def profile_of(links):
+    seconds = [{kind: Sample(10.0**at * (1 + n), 0) for n, kind in enumerate(KINDS)} for at in range(3)]
+    layers = [
+        LayerTimes(name, numbers, times)
+        for name, numbers, times in zip(("first", "block", "last"), ((0,), (1, 2, 3, 4), (5,)), seconds, strict=True)
+    ]
+    three = (Sample(1, 0), Sample(2, 0), Sample(3, 0))
+    return DeviceProfile("here", layers, SegmentTimes(4, three, three[::-1], rows=4000.0), links)
+
+
+def test_stage_costs_are_sums_over_their_layers_in_the_order_of_the_schedule():
+    layout = load_layout("tiny", {"schedule.name": "zbv", "schedule.microbatches": 4}, world_size=0)
+    slow, fast = (
+        LinkTimes("pp", "send", (rank, rank + 1), (0, 100), (Sample(latency, 0), Sample(latency + 1, 0)))
+        for rank, latency in enumerate((3.0, 1.0))
+    )
+    talk = LinkTimes("ep", "all-to-all", (0, 1), (0, 100), (Sample(0.5, 0), Sample(1.5, 0)))
+    others = LinkTimes("dp", "all-to-all", (0, 1), (0, 100), (Sample(7, 0), Sample(8, 0)))
+    form = _form(layout, profile_of([slow, fast, others, talk]))
+    costs = form["costs"]
+    assert layout.schedule.placement == (0, 1, 1, 0)
+    assert costs["forward"] == (11, 10, 10, 110)
+    assert [costs[name] for name in ("input_grad", "weight_grad", "backward", "recompute")] == [
+        tuple(factor * each for each in (11, 10, 10, 110)) for factor in (2, 3, 4, 5)
+    ]
+    assert (costs["p2p"], costs["bandwidth"], costs["message"]) == (3.0, 100, 2 * 16 * 32 * 4)
+    assert form["segments"] == {
+        "attention": [1, 2, 3],
+        "experts": [3, 2, 1],
+        "dispatch": 40.5,
+        "combine": 40.5,
+        "layers": 1,
+    }
+
+
+def test_without_links_messages_and_all_to_alls_take_no_time():
+    form = _form(load_layout("tiny", world_size=0), profile_of([]))
+    assert (form["costs"]["p2p"], form["costs"]["bandwidth"], form["segments"]["dispatch"]) == (0, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [("deepseek-v3", "multi-head latent attention"), ("llama3-405b", "one layer of each kind takes")],
+)
+def test_models_that_cannot_be_measured_are_refused(word, said, monkeypatch):
+    from pipeloom.cli import app
+    from pipeloom.errors import PipeloomError
+    from pipeloom.train.workers import preflight
+
+    monkeypatch.setattr(preflight, "memory_of_machine", lambda: 10**10)
+    with pytest.raises(PipeloomError, match=said):
+        app(["profile", word], standalone_mode=False)
