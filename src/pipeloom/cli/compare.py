@@ -309,7 +309,7 @@ def _bytes(timeline: Timeline, limit: float | None) -> dict[tuple[str, str], str
     from pipeloom.draw.figures import number
     from pipeloom.schedule.costs import DEVICE
 
-    cells = {}
+    cells: dict[tuple[str, str], str] = {}
     for pool, peaks in timeline.peak_bytes.items():
         most = max(peaks)
         cells |= {(pool, "GiB"): number(most / 2**30), (pool, "rank"): str(peaks.index(most))}
