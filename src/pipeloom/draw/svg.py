@@ -21,7 +21,7 @@ from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.timeline import CAUSES, Cause, plain, timelines_of
 
-ROW, LANE, CURVE, GAP = 30.0, 15.0, 26.0, 5.0
+ROW, QUEUE_ROW, CURVE_ROW, GAP = 30.0, 15.0, 26.0, 5.0
 SHEET_MARGIN, LEAST_LEFT, LEAST_IDLE, PEAK_RIGHT = 16.0, 66.0, 50.0, 54.0
 LINE, AXIS, BETWEEN, LEGEND_LINE = 17.0, 30.0, 22.0, 22.0
 DIGIT = 0.6  # width of a digit, in font sizes
@@ -254,15 +254,15 @@ def _panel(sheet: _TimelineSheet, timeline: Timeline, top: float, tooltips: bool
         y += ROW
         for name in names[1:]:
             y += 2
-            sheet.text(left - 10, y + LANE / 2 + 4, name, "f r")
-            sheet.box(left, y, right - left, LANE, palette.IDLE_COLOUR)
+            sheet.text(left - 10, y + QUEUE_ROW / 2 + 4, name, "f r")
+            sheet.box(left, y, right - left, QUEUE_ROW, palette.IDLE_COLOUR)
             lane = [box for box in row if box.queue == name]
             _boxes(sheet, lane, timeline, y, (edge, min(size, 10.0), tooltips))
-            y += LANE
+            y += QUEUE_ROW
         for pool, curves in pools.items():
             _curve(sheet, timeline, pool, curves[rank], y + 2)
-            sheet.text(columns[1], y + CURVE - 4, size_words(timeline.peak_bytes[pool][rank]), "f e")
-            y += 2 + CURVE
+            sheet.text(columns[1], y + CURVE_ROW - 4, size_words(timeline.peak_bytes[pool][rank]), "f e")
+            y += 2 + CURVE_ROW
         y += GAP
     _axis(sheet, timeline, y)
     return y + AXIS
@@ -303,8 +303,8 @@ def _curve(
 ) -> None:
     """Draw the bytes in a pool of one rank, from 0 to the most of any rank or the limit, and the limit where it is a device."""
     limit = sheet.limit if pool == DEVICE else None
-    scale = (CURVE - 2) / max(*timeline.peak_bytes[pool], limit or 0.0)
-    right, foot = sheet.left + timeline.makespan * sheet.scale, y + CURVE
+    scale = (CURVE_ROW - 2) / max(*timeline.peak_bytes[pool], limit or 0.0)
+    right, foot = sheet.left + timeline.makespan * sheet.scale, y + CURVE_ROW
     steps = "".join(f"H{_n(sheet.left + time * sheet.scale)}V{_n(foot - level * scale)}" for time, level in curve)
     sheet.text(sheet.left - 10, foot - 8, pool, "f r")
     sheet.out.append(
@@ -318,7 +318,7 @@ def _curve(
 
 def _halves(box: EntryBox, timeline: Timeline, y: float) -> list[tuple[float, float]]:
     """(y, height) of each of the box's actions: one over the other in a pair."""
-    part = (ROW - _foot(timeline) if box.queue == COMPUTE else LANE) / len(box.actions)
+    part = (ROW - _foot(timeline) if box.queue == COMPUTE else QUEUE_ROW) / len(box.actions)
     return [(y + index * part, part) for index in range(len(box.actions))]
 
 
