@@ -85,7 +85,7 @@ def document(
         "title": title,
         "unit": {"factor": factor, "name": unit},
         "kinds": [_kind(kind) for kind in kinds()],
-        "limit": limit,
+        "limit": None if any(timeline.costs.bytes for timeline in timelines) else limit,
         "panes": [
             _pane(timeline, (factor, unit))
             | {"heading": f"{timeline.source}: {heading(timeline)}" if mixed else heading(timeline)}
@@ -132,7 +132,9 @@ def _pane(timeline: Timeline, unit: tuple[float, str]) -> dict[str, Any]:
         "most_kinds": MOST_KINDS,
         "origin": _short(min((starts[0] for starts in timeline.starts if starts), default=0.0)),
         "codes": schedule.codes,
-        "remade": [stage * schedule.microbatches + mb for stage, mb in schedule.remade],
+        "remade": [
+            stage * schedule.microbatches + mb for (stage, mb), values in schedule.remade.items() if SAVED in values
+        ],
         "starts": [list(map(_short, starts)) for starts in timeline.starts],
         "ends": [list(map(_short, ends)) for ends in timeline.ends],
         "costs": _costs(timeline),

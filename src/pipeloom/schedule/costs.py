@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from operator import add
 from typing import Any
 
 from pipeloom.errors import ArgumentError, CapacityError, UsageError
-from pipeloom.schedule.actions import KEPT, OUTPUT, PENDING, SAVED
+from pipeloom.schedule.actions import GRADS, KEPT, OUTPUT, PARAMS, PENDING, SAVED, whole_of
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import named
 
@@ -49,15 +49,22 @@ class Costs:
         pair_split: the same for a pair F|I; None: the time of F|B minus W.
         backward: time of a B alone, for instance of one in which W hides I's all-to-all; None: I + W.
         recompute: time of R; None: F. The block (R;B) takes R + B.
+        gather: time of UNSHARD; None: bytes["params"] / collective_bandwidth.
+        reduce: time of REDUCE_GRAD; None: bytes["grads"] / collective_bandwidth.
+        parts: {part: time of R of this part (`2R0:norms`), as a number or one per stage}; default for each: that of R, or a k-th
+            of it for one of k equal parts (`2R0:1/4`).
         microbatch: factors by micro-batch (sequences of different lengths) on F, I, W, B, the activation and the message;
             empty: 1 for all. A given pair's gain is multiplied by the smaller of its two factors.
         tensors: sizes of named tensors, {name: size}, in the unit of `message`; default for each: `message`.
         bytes: {name: bytes, as a number or one per stage}. Of a stage and micro-batch: `"saved"`, `"kept"`, `"pending"` and the
-            values that registered kinds make, and `"layer"`: the most that one layer saves, which a block (R;B) holds. Any other
-            name, such as `"params"`, `"grads"` or `"optimizer"`, is there for the whole step.
+            values that registered kinds make, and `"layer"`: the most that one layer saves, which a block (R;B) holds. A part is
+            `"saved:norms"`; one without a size has the share that its name says (`1/4`), or 0. Any other name, such as
+            `"params"`, `"grads"` or `"optimizer"`, is there for the whole step; but `"params"` of a stage only while they are
+            gathered if it gathers them, and `"grads"` until they are reduced if a REDUCE_GRAD of it says when.
         pools: {name: pool} of the bytes that are not in the pool "device".
         host_bandwidth: of the copies O and L to host memory and back, each way: a copy takes bytes["saved"] / host_bandwidth, or
             without bytes the part of `activation` beyond `kept` / host_bandwidth.
+        collective_bandwidth: of gathers and sums over the replicas, in bytes of the whole parameters or gradients of a stage.
 
     Raises:
         UsageError: a value that is negative, not finite, or of a shape that its field does not accept.
@@ -77,19 +84,24 @@ class Costs:
     pair_split: PerPair | None = None
     backward: PerStage | None = None
     recompute: PerStage | None = None
+    gather: PerStage | None = None
+    reduce: PerStage | None = None
+    parts: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = ()
     microbatch: tuple[float, ...] = ()
     tensors: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
     bytes: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = ()
     pools: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
     host_bandwidth: float = math.inf
+    collective_bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _sizes("tensors", self.tensors, (0,)))
-        object.__setattr__(self, "bytes", _sizes("bytes", self.bytes, (0, 1)))
+        for name in ("bytes", "parts"):
+            object.__setattr__(self, name, _sizes(name, getattr(self, name), (0, 1)))
         object.__setattr__(self, "pools", tuple(sorted(dict(self.pools).items())))
         for spec in fields(self):
             value = getattr(self, spec.name)
-            if spec.name in ("tensors", "bytes", "pools"):
+            if spec.name in ("tensors", "bytes", "pools", "parts"):
                 continue
             if value is None and spec.default is None:
                 continue
@@ -116,20 +128,37 @@ class Costs:
         def times(value: Any) -> Any:
             return tuple(map(times, value)) if isinstance(value, tuple) else value * factor
 
-        scaled = ("forward", "input_grad", "weight_grad", "activation", "pair", "pair_split", "backward", "recompute")
-        values = {name: getattr(self, name) for name in scaled}
-        amounts = {name: times(value) for name, value in dict(self.bytes).items()}
-        return replace(self, bytes=amounts, **{n: times(value) for n, value in values.items() if value is not None})
+        scaled = ["forward", "input_grad", "weight_grad", "activation", "pair", "pair_split", "backward", "recompute"]
+        scaled += ["gather", "reduce"]
+        values: dict[str, Any] = {name: getattr(self, name) for name in scaled}
+        changed = {name: times(value) for name, value in values.items() if value is not None}
+        for name in ("bytes", "parts"):
+            changed[name] = {key: times(value) for key, value in getattr(self, name)}
+        return replace(self, **changed)
 
     def per_stage(self, name: str, stages: int) -> tuple[float, ...]:
         """The value called `name` as one number per stage; raises UsageError when there is not one for each."""
         return self._spread(name, getattr(self, name), stages)
 
+    def collective(self, name: str, stages: int) -> tuple[float, ...]:
+        """Return the time by stage in which the bytes called `name` are gathered or summed over the replicas; without bytes 0."""
+        amounts = self._spread(f"bytes[{name!r}]", dict(self.bytes).get(name, 0.0), stages)
+        return tuple(amount / self.collective_bandwidth for amount in amounts)
+
     def bytes_in(self, pool: str, stages: int) -> dict[str, tuple[float, ...]]:
         """name -> bytes by stage of what is in `pool`; raises as `per_stage`."""
         places, amounts = dict(self.pools), dict(self.bytes)
-        names = [name for name in amounts if places.get(name, DEVICE) == pool]
+        names = [name for name in amounts if places.get(whole_of(name), DEVICE) == pool]
         return {name: self._spread(f"bytes[{name!r}]", amounts[name], stages) for name in names}
+
+    def share_of(self, value: str, stages: int) -> tuple[float, ...]:
+        """stage -> the size of a part, such as `saved:norms`, as a share of the whole; raises as `per_stage`."""
+        whole, _, part = value.partition(":")
+        amounts = dict(self.bytes)
+        if value not in amounts or whole not in amounts:
+            return (_equal_share(part, 0.0),) * stages
+        sizes = (self._spread(f"bytes[{name!r}]", amounts[name], stages) for name in (value, whole))
+        return tuple(min(1.0, size / total) if total else 0.0 for size, total in zip(*sizes, strict=True))
 
     def saved(self, stages: int) -> tuple[float, ...]:
         """Return the bytes that one micro-batch saves on each stage; without bytes, the part of `activation` beyond `kept`."""
@@ -224,6 +253,15 @@ class StageCosts:
     recompute_backward: tuple[float, ...]
     recompute_input_grad: tuple[float, ...]
     copy: tuple[float, ...]
+    gather: tuple[float, ...]
+    reduce: tuple[float, ...]
+    parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def time_of(self, name: str) -> tuple[float, ...]:
+        """stage -> the time called `name` in `Kind.time`: a field, or of a part, such as `recompute:norms`."""
+        whole, _, part = name.partition(":")
+        times: tuple[float, ...] = getattr(self, whole)
+        return self.parts.get(part, tuple(time * _equal_share(part, 1.0) for time in times)) if part else times
 
     @classmethod
     def of(cls, costs: Costs, stages: int) -> StageCosts:
@@ -240,7 +278,10 @@ class StageCosts:
         again = spread("recompute", forward)
         blocks = total(again, backward), total(again, input_grad)
         copy = tuple(size / costs.host_bandwidth for size in costs.saved(stages))
-        return cls(forward, input_grad, weight_grad, backward, again, *blocks, copy)
+        gather = spread("gather", costs.collective(PARAMS, stages))
+        reduce = spread("reduce", costs.collective(GRADS, stages))
+        parts = {part: costs._spread(f"parts[{part!r}]", time, stages) for part, time in dict(costs.parts).items()}
+        return cls(forward, input_grad, weight_grad, backward, again, *blocks, copy, gather, reduce, parts)
 
 
 @dataclass(frozen=True)
@@ -330,6 +371,11 @@ class PairTimes:
         return min(self.time(forward, backward, False), apart)
 
 
+def _equal_share(part: str, otherwise: float) -> float:
+    """1 / k for the part j/k, `otherwise` for a part with a name."""
+    return 1 / int(part.partition("/")[2]) if "/" in part else otherwise
+
+
 def durations(schedule: Schedule, costs: Costs) -> list[float]:
     """code -> time of that action (no pairs), one entry for each action that a code can stand for."""
     spread = StageCosts.of(costs, schedule.stages)
@@ -337,9 +383,10 @@ def durations(schedule: Schedule, costs: Costs) -> list[float]:
     times: list[float] = []
     for kind in schedule.kinds:
         time = kind.time
-        values = getattr(spread, time) if isinstance(time, str) else (time,) * schedule.stages
+        values = spread.time_of(time) if isinstance(time, str) else (time,) * schedule.stages
+        even = kind.of_stage or not costs.microbatch
         for value in values:
-            times.extend([value * factor for factor in factors] if costs.microbatch else [value] * len(factors))
+            times.extend([value] * len(factors) if even else [value * factor for factor in factors])
     return times
 
 
@@ -349,16 +396,18 @@ _SHAPES = {
     "message": "a number",
     "bandwidth": "a number",
     "host_bandwidth": "a number",
+    "collective_bandwidth": "a number",
     "pair": f"{_PER_STAGE}, or a matrix pair[stage of forward][stage of backward]",
     "pair_split": f"{_PER_STAGE}, or a matrix pair_split[stage of forward][stage of backward]",
     "microbatch": "a tuple with one number for each micro-batch",
 }
-_BANDWIDTHS = ("bandwidth", "host_bandwidth")
+_BANDWIDTHS = ("bandwidth", "host_bandwidth", "collective_bandwidth")
 _DEPTHS = {
     "p2p": (0, 2),
     "message": (0,),
     "bandwidth": (0,),
     "host_bandwidth": (0,),
+    "collective_bandwidth": (0,),
     "pair": (0, 1, 2),
     "pair_split": (0, 1, 2),
     "microbatch": (1,),
@@ -429,7 +478,8 @@ def activation_limit(
     for place in places:
         sizes = costs.bytes_in(DEVICE, len(place))
         stages = [
-            sum(size[stage] for name, size in sizes.items() if name not in _MOVING) for stage in range(len(place))
+            sum(size[stage] for name, size in sizes.items() if whole_of(name) not in _MOVING)
+            for stage in range(len(place))
         ]
         standing = max(standing, *(sum(stages[s] for s, rank in enumerate(place) if rank == r) for r in range(ranks)))
     if standing >= memory:

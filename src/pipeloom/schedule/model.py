@@ -8,8 +8,8 @@ Inside, a program is a tuple of integers, so that half a million actions are che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -21,6 +21,7 @@ from pipeloom.schedule.actions import (
     COMPUTE,
     INPUT_GRADIENT,
     MOST_KINDS,
+    STAGE_VALUES,
     WEIGHT_GRADIENT,
     Action,
     Cell,
@@ -30,6 +31,7 @@ from pipeloom.schedule.actions import (
     kind_of,
     kinds,
     parse_cell,
+    whole_of,
 )
 
 Program = tuple[int, ...]
@@ -236,16 +238,39 @@ class Schedule:
     @cached_property
     def remade(self) -> dict[tuple[int, int], frozenset[str]]:
         """(stage, micro-batch) -> the values that its F leaves out, because another computation makes them."""
-        stride, left = self.kind_stride, set(kinds()[0].makes)
-        computed = [(number, kind) for number, kind in enumerate(self.kinds) if kind.queue == COMPUTE]
-        makes = {number: left.intersection(kind.makes) for number, kind in computed if not kind.is_forward}
-        values: dict[tuple[int, int], frozenset[str]] = {}
-        for codes in map(self.action_codes, range(self.ranks)) if any(makes.values()) else ():
+        left = kinds()[0].makes
+        return self._united(
+            [
+                {v for v in kind.makes if whole_of(v) in left} if kind.queue == COMPUTE and not kind.is_forward else ()
+                for kind in self.kinds
+            ]
+        )
+
+    @cached_property
+    def parted(self) -> dict[tuple[int, int], frozenset[str]]:
+        """(stage, micro-batch) -> the values that are parts of another, such as `saved:norms`, which its actions touch."""
+        return self._united([{v for v in kind.touches if v != whole_of(v)} for kind in self.kinds])
+
+    def _united(self, values: Sequence[Collection[str]]) -> dict[tuple[int, int], frozenset[str]]:
+        """(stage, micro-batch) -> all `values` of the kinds of its actions, given by the number of the kind."""
+        stride, united = self.kind_stride, dict[tuple[int, int], frozenset[str]]()
+        for codes in map(self.action_codes, range(self.ranks)) if any(values) else ():
             for code in codes:
-                if makes.get(code // stride):
+                if values[code // stride]:
                     place = divmod(code % stride, self.microbatches)
-                    values[place] = values.get(place, frozenset()) | makes[code // stride]
-        return values
+                    united[place] = united.get(place, frozenset()).union(values[code // stride])
+        return united
+
+    @cached_property
+    def stage_actions(self) -> dict[str, frozenset[int]]:
+        """Letter of a kind of a whole stage, such as UNSHARD -> the stages with such actions; of the kinds that it uses."""
+        letters = {number: kind.letter for number, kind in enumerate(self.kinds) if kind.of_stage}
+        stages: dict[str, set[int]] = {}
+        for codes in self.codes if letters else ():
+            for kind, place in {divmod(code, self.kind_stride) for code in codes}:
+                if kind in letters:
+                    stages.setdefault(letters[kind], set()).add(place // self.microbatches)
+        return {letter: frozenset(held) for letter, held in stages.items()}
 
     @property
     def has_pairs(self) -> bool:
@@ -301,6 +326,26 @@ class Schedule:
         rest, microbatch = divmod(code, self.microbatches)
         kind, stage = divmod(rest, self.stages)
         return Action(kinds()[kind].letter, stage, microbatch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields, and the letters of the kinds: their numbers are those of this process."""
+        state = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        return state | {"letters": [kind.letter for kind in self.kinds]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        letters = state.pop("letters")
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+        numbers = list(map(kind_number, letters))
+        if numbers != list(range(len(numbers))):
+            stride, limit = self.kind_stride, self.pair_stride
+
+            def code(old: int) -> int:
+                first, second = divmod(old, limit)
+                renumbered = numbers[second // stride] * stride + second % stride
+                return renumbered + first * limit
+
+            object.__setattr__(self, "codes", tuple(tuple(map(code, program)) for program in self.codes))
 
     def with_programs(self, programs: Sequence[Iterable[Cell | str | int]]) -> Schedule:
         """Return this schedule with other programs; raises as `of` does."""
@@ -370,13 +415,31 @@ def parts(cell: Cell) -> tuple[Action, ...]:
     return (cell.forward, cell.backward) if isinstance(cell, Pair) else (cell,)
 
 
+ValueKey = tuple[str, int, int]  # name, stage, and micro-batch: -1 for a value of the stage
+
+
+def value_key(value: str, stage: int, microbatch: int) -> ValueKey:
+    """Return what tells this value of a stage, and of a micro-batch unless it is one of STAGE_VALUES, from all others."""
+    return value, stage, -1 if value in STAGE_VALUES else microbatch
+
+
 def made_by(schedule: Schedule, action: Action) -> tuple[str, ...]:
     """Return the values that `action` makes: those of its kind, for a forward less those that a later action makes again."""
     kind = kind_of(action.kind)
+    values = with_parts(schedule, action, kind.makes)
     if not kind.is_forward:
-        return kind.makes
+        return values
     left = schedule.remade.get((action.stage, action.microbatch), frozenset())
-    return tuple(value for value in kind.makes if value not in left)
+    return tuple(value for value in values if value not in left and whole_of(value) not in left)
+
+
+def with_parts(schedule: Schedule, action: Action, values: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `values` with the parts of each that actions of the same stage and micro-batch name (`Schedule.parted`).
+
+    What is called by the name of the whole is then the rest.
+    """
+    named = schedule.parted.get((action.stage, action.microbatch)) if schedule.parted else None
+    return (*values, *sorted(part for part in named if whole_of(part) in values)) if named else values
 
 
 def _encoded(programs: Sequence[Iterable[Cell | str | int]], stages: int, microbatches: int) -> tuple[Program, ...]:

@@ -8,16 +8,19 @@ micro-batch gets the same forward, input gradient and weight gradient as before,
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean
-from pipeloom.schedule.actions import Action, Cell, kind_number, kind_of
+from pipeloom.schedule.actions import PART, Action, Cell, kind_number, kind_of
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
 from pipeloom.schedule.model import Program, Schedule, of_schedule, parts
 from pipeloom.schedule.offload import offload
+from pipeloom.schedule.sharding import reduce_gradients, shard, shard_as_torch
 from pipeloom.schedule.simulate import simulate
 
 # The share of a weight gradient's time that a wait must have before one is computed in it. 1: it delays nothing; 0: it is
@@ -274,7 +277,9 @@ def _with_weights_in_waits(
 # -- recomputation ------------------------------------------------------------------------------------------------------
 
 
-def recompute(schedule: Schedule, whole: bool = False, actions: Collection[tuple[int, int]] | None = None) -> Schedule:
+def recompute(
+    schedule: Schedule, whole: bool = False, actions: Collection[tuple[int, int]] | None = None, part: str = ""
+) -> Schedule:
     """Return `schedule` with every backward's activations recomputed, so that F leaves only the stage's inputs until then.
 
     In blocks (2R0;2B0), also inside pairs, each layer is recomputed just before its own backward. Memory: `Costs.kept` of an
@@ -285,22 +290,35 @@ def recompute(schedule: Schedule, whole: bool = False, actions: Collection[tuple
         whole: an R for the whole stage before the entry with its backward instead. It waits for no message, so it runs while the
             backward's gradient is on its way; memory: a whole stage's activations from then on.
         actions: (stage, micro-batch) of the backwards to recompute; None: all.
+        part: that of a part alone, such as `2R0:norms`, in an action of its own there.
+
+    Raises UsageError for a part without a valid name.
     """
+    if part:
+        _require_part(part)
     stride, limit = schedule.kind_stride, schedule.pair_stride
     block = {kind_number(letter): kind_number(f"R{letter}") for letter in "BI"}
-    again = kind_number("R") * stride
+    again = kind_number(f"R:{part}" if part else "R") * stride
 
     def cells(code: int) -> Iterator[int]:
         forward, backward = divmod(code, limit) if code >= limit else (0, code)
         kind, place = divmod(backward, stride)
         if kind not in block or (actions is not None and divmod(place, schedule.microbatches) not in actions):
             yield code
-        elif whole:
+        elif whole or part:
             yield from (again + place, code)
         else:
             yield forward * limit + block[kind] * stride + place
 
     return schedule.with_programs([[cell for code in program for cell in cells(code)] for program in schedule.codes])
+
+
+def _require_part(part: str) -> None:
+    """Raise UsageError for anything but a name of a part."""
+    if not re.fullmatch(PART, part):
+        raise UsageError(
+            f"recompute: {part!r:.200} is not a part; give block, whole, or a part's name, such as norms, mlp or attention"
+        )
 
 
 # -- other stages, or no backward --------------------------------------------------------------------------------------------
@@ -350,14 +368,13 @@ def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
 def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedule:
     """Return the forwards of `schedule` alone, in their order, for evaluation. `check` refuses it: it expects a training step.
 
+    A stage that gathers its parameters does so where a forward uses them before they are freed.
+
     Args:
         microbatches: how many of the first micro-batches to run; None: all.
     """
     count = schedule.microbatches if microbatches is None else microbatches
-    programs = [
-        [a for cell in program for a in parts(cell) if kind_of(a.kind).is_forward and a.microbatch < count]
-        for program in schedule.programs
-    ]
+    programs = [_forwards([a for cell in program for a in parts(cell)], count) for program in schedule.programs]
     return Schedule.of(
         programs,
         placement=schedule.placement,
@@ -366,6 +383,26 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
         routes=schedule.routes,
         route_of=schedule.route_of[:count],
     ).with_tensors(schedule.tensors)
+
+
+def _forwards(actions: Sequence[Action], microbatches: int) -> list[Action]:
+    """Return the forwards of the first micro-batches, and the UNSHARD and RESHARD around them."""
+    run: list[Action | None] = []
+    gathered: dict[int, int] = {}  # stage -> where its UNSHARD is, if nothing has used it yet
+    for action in actions:
+        if action.kind == "UNSHARD":
+            gathered[action.stage] = len(run)
+            run.append(action)
+        elif kind_of(action.kind).is_forward and action.microbatch < microbatches:
+            gathered.pop(action.stage, None)
+            run.append(action)
+        elif action.kind == "RESHARD":
+            unused = gathered.pop(action.stage, None)
+            if unused is None:
+                run.append(action)
+            else:
+                run[unused] = None
+    return [action for action in run if action is not None]
 
 
 def _rewritten(schedule: Schedule, cells: Callable[[int, Action], Iterable[Cell]]) -> Schedule:
@@ -387,17 +424,17 @@ class NamedTransform:
 
     Attributes:
         words: its description.
-        apply: (schedule, number or None, costs) -> schedule.
+        apply: (schedule, number, word or None, costs) -> schedule.
         number: the meaning of the number; None: it takes none.
         needs_number: whether the number must be given.
-        choices: words that stand for the numbers 0, 1, ...; empty: numbers are given.
+        takes_word: whether it takes a word instead of a number.
     """
 
     words: str
-    apply: Callable[[Schedule, int | None, Costs | None], Schedule]
+    apply: Callable[[Schedule, Any, Costs | None], Schedule]
     number: str | None = None
     needs_number: bool = False
-    choices: tuple[str, ...] = ()
+    takes_word: bool = False
 
 
 TRANSFORMS: dict[str, NamedTransform] = {
@@ -421,14 +458,40 @@ TRANSFORMS: dict[str, NamedTransform] = {
         "every I and W as one B", lambda schedule, number, costs: merge_backward(schedule)
     ),
     "recompute": NamedTransform(
-        "activations recomputed layer by layer just before each backward, or of a whole stage in an action of its own before it",
-        lambda schedule, number, costs: recompute(schedule, whole=number == 1),
-        "block or whole",
-        choices=("block", "whole"),
+        "activations recomputed layer by layer just before each backward, or in an action of its own before it, of a whole stage "
+        "or of a part",
+        lambda schedule, word, costs: recompute(
+            schedule, word == "whole", part="" if word in (None, "block", "whole") else word
+        ),
+        "block, whole, or the name of a part such as norms",
+        takes_word=True,
     ),
     "offload": NamedTransform(
         "what forwards save copied to host memory, and back in time for their backwards",
         lambda schedule, number, costs: offload(schedule, costs),
+    ),
+    "shard": NamedTransform(
+        "parameters gathered for N stages per rank at a time, with the fewest gathers, and gradients reduced over the replicas",
+        lambda schedule, number, costs: shard(schedule, number or 0),
+        "slots",
+        needs_number=True,
+    ),
+    "shard-for-torch": NamedTransform(
+        "the same, with parameters kept for W, as torch's runtime reads them there",
+        lambda schedule, number, costs: shard(schedule, number or 0, for_torch=True),
+        "slots",
+        needs_number=True,
+    ),
+    "shard-as-torch": NamedTransform(
+        "parameters gathered by torch's own rule, for comparison",
+        lambda schedule, number, costs: shard_as_torch(schedule, number or 0),
+        "slots",
+        needs_number=True,
+    ),
+    "reduce-gradients": NamedTransform(
+        "gradients reduced over the replicas behind every N-th backward of a stage (none given: behind its last)",
+        lambda schedule, number, costs: reduce_gradients(schedule, number or 0),
+        "backwards",
     ),
     "cut-stages": NamedTransform(
         "every stage cut into N",
@@ -453,8 +516,8 @@ def transformed(schedule: Schedule, words: Iterable[str], costs: Costs | None = 
     return schedule
 
 
-def parsed_transform(word: str) -> tuple[NamedTransform, int | None]:
-    """The transform that `word` names, and its number. Raises UsageError as `transformed` does."""
+def parsed_transform(word: str) -> tuple[NamedTransform, int | str | None]:
+    """The transform that `word` names, and its number or word. Raises UsageError as `transformed` does."""
     name, equals, text = (part.strip() for part in word.partition("="))
     transform = TRANSFORMS.get(name)
     if transform is None:
@@ -465,10 +528,10 @@ def parsed_transform(word: str) -> tuple[NamedTransform, int | None]:
         return transform, None
     if transform.number is None:
         raise UsageError(f"transform {name} takes no number, but is given {text!r:.200}")
-    if transform.choices:
-        if text not in transform.choices:
-            raise UsageError(f"transform {name}: there is no {text!r:.200}{did_you_mean(text, transform.choices)}")
-        return transform, transform.choices.index(text)
+    if transform.takes_word:
+        if text not in ("block", "whole"):
+            _require_part(text)
+        return transform, text
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise UsageError(f"transform {name}: {text!r:.200} is not a whole number of at least 0 ({transform.number})")
     return transform, int(text)

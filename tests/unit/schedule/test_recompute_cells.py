@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
+
 import pytest
 
 import pipeloom as pl
@@ -51,7 +54,12 @@ def test_cells() -> None:
     assert parse_cell("(2R0;2B0)") == Action("RB", 2, 0)
     assert str(parse_cell("(2R0;2I0)")) == "(2R0;2I0)"
     assert str(parse_cell("(0F5; 3R1; 3B1)OVERLAP_F_B")) == "(0F5;3R1;3B1)OVERLAP_F_B"
-    for text in ("(2R0;1B0)", "(2R0;2B1)", "2R0;2B0", "2RB0", "(2R0;2W0)", "(0F5;3R1)", "(2B0;2R0)"):
+    assert parse_cell("2R0:norms") == Action("R:norms", 2, 0)
+    assert str(parse_cell("2R0:3/4")) == "2R0:3/4"
+    with pytest.raises(ScheduleError, match="'2F0:norms': F has no parts; R may name one"):
+        parse_cell("2F0:norms")
+    wrong = ["2R0:", "2R0:Norms", "2R0:0/4", "2R0norms", "(2R0:norms;2B0)", "(2R0;1B0)", "(2R0;2B1)", "2R0;2B0", "2RB0"]
+    for text in (*wrong, "(2R0;2W0)", "(0F5;3R1)", "(2B0;2R0)"):
         with pytest.raises(ScheduleError, match="is not an action"):
             parse_cell(text)
 
@@ -61,10 +69,14 @@ def test_cells() -> None:
     [
         (["0R0", "0F0", "0B0"], "action 0: 0R0 needs what is kept of stage 0 micro-batch 0, .*; 0F0 makes it"),
         (["0F0", "0R0", "(0R0;0B0)"], r"action 2: \(0R0;0B0\) makes what is saved a second time; 0R0 has made it"),
-        (["0F0", "0B0", "0R0"], "action 1: 0B0 needs what is saved .*; 0F0 or 0R0 makes it"),
+        (["0F0", "0B0", "0R0"], "action 1: 0B0 needs what is saved .*; 0F0 or 0R0 or 0L0 makes it"),
         (["0F0", "0I0", "0R0", "0W0"], "action 1: 0I0 needs what is saved"),
         (["0F0", "0R0", "0R0", "0B0"], "0R0 appears twice"),
         (["0F0", "(0R0;0B0)", "0B0"], "has its backward twice"),
+        (["0F0", "0B0", "0R0:norms"], "action 2: 0R0:norms needs what is kept .*; 0F0 makes it"),
+        (["0F0", "0I0", "0W0", "0R0:norms"], "action 3: 0R0:norms needs what is kept"),
+        (["0F0", "0R0:norms", "0R0", "0B0"], "action 2: 0R0 makes what is saved:norms a second time; 0R0:norms has"),
+        (["0F0", "0R0:norms", "(0R0;0B0)"], "makes what is saved:norms a second time; 0R0:norms has made it"),
     ],
 )
 def test_an_order_that_cannot_run(cells: list[str], words: str) -> None:
@@ -87,6 +99,44 @@ def test_times_and_memory_by_hand() -> None:
     assert simulate(pair, Costs(2, 3, 1, microbatch=(2.0, 1.0), recompute=1.5)).ends[0][1] == 4 + 2 + 2 * (4 + 1.5)
 
 
+def test_parts_by_hand() -> None:
+    """Norms save 30 of 100 and take 0.5 to recompute, before B, or behind I for W alone; the quarter of `mlp` takes R's time."""
+    costs = Costs(2, 3, 1, recompute=1.5, parts={"norms": 0.5}, bytes={"saved": 100, "kept": 4, "saved:norms": 30})
+    cells = ("0F0", "0F1", "0R0:norms", "0B0", "0I1", "0R1:norms", "0W1")
+    schedule = one(*cells, microbatches=2)
+    check(schedule)
+    assert from_csv(to_csv(schedule)).codes == from_json(to_json(schedule)).codes == schedule.codes
+    assert pickle.loads(pickle.dumps(schedule)) == schedule
+    costs = replace(costs, bytes={**dict(costs.bytes), "pending": 60})
+    timeline = simulate(schedule, costs)
+    assert timeline.ends == ((2, 4, 4.5, 8.5, 11.5, 12, 13),)
+    assert timeline.bytes_curves["device"] == (
+        ((0, 74), (2, 148), (4, 178), (8.5, 74), (11.5, 30), (11.5, 60), (13, 0)),
+    )
+    assert simulate(schedule, replace(costs, activation=10.0)).peak_memory == (17,)
+    both = one("0F0", "0R0:norms", "0R0:mlp", "0R0:1/4", "0B0")
+    check(both)
+    assert simulate(both, costs).ends == ((2, 2.5, 4, 4.375, 8.375),)
+    assert both.remade == {(0, 0): frozenset({"saved:norms", "saved:mlp", "saved:1/4"})}
+    assert [str(cell) for cell in recompute(one("0F0", "0I0", "0W0"), part="mlp").programs[0]] == [
+        "0F0",
+        "0R0:mlp",
+        "0I0",
+        "0W0",
+    ]
+
+
+def test_a_pickled_schedule_names_its_kinds() -> None:
+    """The numbers of kinds with parts are those of a process, in the order in which it has first read them."""
+    schedule = one("0F0", "0R0:earlier", "0R0:later", "0B0")
+    state = schedule.__getstate__()
+    names = {"R:earlier": "R:later", "R:later": "R:earlier"}
+    state["letters"] = [names.get(letter, letter) for letter in state["letters"]]  # of a process that read them so
+    copy = object.__new__(Schedule)
+    copy.__setstate__(state)
+    assert copy == one("0F0", "0R0:later", "0R0:earlier", "0B0")
+
+
 def test_a_recomputation_runs_while_the_gradient_is_on_its_way() -> None:
     plain = pl.schedules.one_f_one_b(4, 8)
     block, whole = (simulate(recompute(plain, way)).makespan for way in (False, True))
@@ -107,8 +157,9 @@ def test_with_other_transforms_and_by_name() -> None:
     assert block == recompute(plain)
     assert transformed(plain, ["recompute=whole"]) == recompute(plain, whole=True)
     assert unpair(block) == recompute(unpair(plain))
-    with pytest.raises(UsageError, match="transform recompute: there is no 'hole'; did you mean 'whole'"):
-        transformed(plain, ["recompute=hole"])
+    assert transformed(plain, ["recompute=norms"]) == recompute(plain, part="norms")
+    with pytest.raises(UsageError, match="recompute: 'W hole' is not a part; give block, whole, or a part's name"):
+        transformed(plain, ["recompute=W hole"])
     for whole in (False, True):
         check(cut_stages(recompute(pl.schedules.one_f_one_b(2, 3), whole), 2))
     accumulated = recompute(pl.schedules.gpipe(1, 4))  # one rank: gradients accumulated over micro-batches
