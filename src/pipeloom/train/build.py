@@ -86,12 +86,11 @@ def model_layers(
     drawn: bool = True,
 ) -> list[Layer]:
     """Return the layers of a configuration's model, with its adapters."""
-    options = lora_options(config)
+    options, context = lora_options(config), context_parallel_of(config, mesh)
     if config.model.source:
-        model: list[Layer] = foreign(config.model.source, dtype)
+        model: list[Layer] = foreign(config.model.source, dtype, context)
     else:
         experts = expert_parallel_of(config, mesh)
-        context = context_parallel_of(config, mesh)
         model = layers(config.model.shape(), config.train.seed, dtype, device, tensor, experts, classes, drawn, context)
     return model if options is None else with_adapters(model, options, config.train.seed)
 
@@ -136,9 +135,9 @@ def ties(config: Config) -> tuple[tuple[str, ...], ...]:
 
 
 @cache
-def foreign(source: str, dtype: torch.dtype) -> hf.ModelLayers:
+def foreign(source: str, dtype: torch.dtype, context: ContextParallel | None = None) -> hf.ModelLayers:
     """Return the layers of the model in a Hugging Face directory."""
-    return hf.layers(expanded(source), dtype=dtype)
+    return hf.layers(expanded(source), dtype=dtype, context=context)
 
 
 def _tensor_parallel(mesh: Mesh, config: Config, device: torch.device) -> TensorParallel:
