@@ -61,6 +61,11 @@ class WeightGradQueue:
         self._entries.append((work, fetch))
         self._read += [(tensor, version_of(tensor)) for tensor in reads]
 
+    @property
+    def reads(self) -> tuple[Tensor, ...]:
+        """The tensors that the work reads."""
+        return tuple(tensor for tensor, _ in self._read)
+
     def flush(self) -> None:
         """Do all queued work and release its tensors, the latest first, since those are still in the cache.
 
