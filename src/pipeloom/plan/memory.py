@@ -75,10 +75,10 @@ def peak(schedule: Schedule, rank: int, stages: Sequence[StageMemory]) -> tuple[
     for cell in schedule.programs[rank]:
         claimed = change = extra = 0.0
         for action in parts(cell):
-            stage, kind, made = stages[action.stage], kind_of(action.kind), made_by(schedule, action)
-            claimed += stage.saved * (SAVED in made)
-            change += stage.saved * ((SAVED in made) - (SAVED in kind.frees))
-            change += stage.pending * ((PENDING in made) - (PENDING in kind.frees))
+            stage, kind, values = stages[action.stage], kind_of(action.kind), made_by(schedule, action)
+            claimed += stage.saved * (SAVED in values)
+            change += stage.saved * ((SAVED in values) - (SAVED in kind.frees))
+            change += stage.pending * ((PENDING in values) - (PENDING in kind.frees))
             if INPUT_GRADIENT in kind.produces:
                 extra = max(extra, stage.extra)
         if held + claimed + extra > best[0] + best[1]:
