@@ -381,7 +381,7 @@ class Timeline:
                 moments.append((start if not at and (len(steps) > 1 or step > 0) else end, step))
         if self.schedule.has_queues:
             moments.sort(key=lambda moment: (moment[0], moment[1] > 0))
-        points = [(self.starts[rank][0], level)] if level and self.starts[rank] else []
+        points = [(min(starts[0] for starts in self.starts if starts), level)] if level else []
         for time, step in moments:
             level += step
             points.append((time, plain(level)))
