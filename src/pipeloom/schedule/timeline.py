@@ -244,6 +244,9 @@ class Timeline:
                 KEPT: [share * size for share, size in zip(inputs, activation, strict=True)],
                 PENDING: [share * size for share, size in zip(held, activation, strict=True)],
             },
+            [share * size for share, size in zip(costs.layer_share(stages), activation, strict=True)]
+            if "layer" in dict(costs.bytes)
+            else None,
         )
 
     @cached_property
