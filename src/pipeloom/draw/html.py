@@ -85,7 +85,7 @@ def document(
         "title": title,
         "unit": {"factor": factor, "name": unit},
         "kinds": [_kind(kind) for kind in kinds()],
-        "limit": limit,
+        "limit": None if any(timeline.costs.bytes for timeline in timelines) else limit,
         "panes": [
             _pane(timeline, (factor, unit))
             | {"heading": f"{timeline.source}: {heading(timeline)}" if mixed else heading(timeline)}

@@ -165,6 +165,8 @@ class Executor:
         self.communications = communications
         self.clock = clock
         self.checksums = checksums
+        self._copy_streams: dict[str, torch.cuda.Stream] = {}
+        self._alive_lock = threading.Lock()  # copies in threads change what is held
 
     # -- a run, instruction by instruction -------------------------------------------------------------------------------
 
@@ -290,7 +292,7 @@ class Executor:
                 self._ended[other].result()
             start = time.perf_counter()
             for action in instruction.actions:
-                self._execute_kind(action)
+                _BESIDE.get(action.kind, Executor._execute_kind)(self, action)
             self._beside[at] = start, time.perf_counter()
             self._ended[at].set_result(None)
         except BaseException as error:
@@ -340,7 +342,8 @@ class Executor:
         keeps_weights = self._begin_backward(action)
         gradients = self._output_gradients(action, received)
         inputs = self.stages[action.stage].backward(action.microbatch, gradients, keeps_weights)
-        self._alive -= not keeps_weights
+        if not keeps_weights:
+            self._hold(-1)
         return self._backward_done(action, inputs, received)
 
     def _begin_backward(self, action: Action) -> bool:
@@ -356,16 +359,17 @@ class Executor:
         self.stages[action.stage].recompute(action.microbatch, self.hooks.before_layer)
         return {}
 
-    def _hold(self) -> None:
-        """Count one more micro-batch whose activations are held."""
-        self._alive += 1
-        if self._alive > self.result.peak_alive:
-            self.result.peak_alive = self._alive
+    def _hold(self, change: int = 1) -> None:
+        """Count one more micro-batch whose activations are held, or one less (-1)."""
+        with self._alive_lock:
+            self._alive += change
+            if self._alive > self.result.peak_alive:
+                self.result.peak_alive = self._alive
 
     def _weight_grad(self, action: Action, received: Deliveries) -> Deliveries:
         """Run W: the weight gradients of one micro-batch."""
         self.stages[action.stage].weight_grad(action.microbatch)
-        self._alive -= 1
+        self._hold(-1)
         return {}
 
     def _registered_kind(self, action: Action, received: Deliveries) -> Deliveries:
@@ -379,6 +383,23 @@ class Executor:
         execute = kind_of(action.kind).execute
         if execute is not None:
             execute(self.stages[action.stage].modules, action.microbatch)
+
+    def _copy_out(self, action: Action) -> None:
+        """Run O."""
+        self.stages[action.stage].copy_to_host(action.microbatch, self._copy_stream(action))
+        self._hold(-1)
+
+    def _copy_in(self, action: Action) -> None:
+        """Run L."""
+        self._hold()
+        self.stages[action.stage].copy_to_device(action.microbatch, self._copy_stream(action))
+
+    def _copy_stream(self, action: Action) -> torch.cuda.Stream | None:
+        """Return the stream of the action's queue; None on the CPU."""
+        queue, device = kind_of(action.kind).queue, self.communications.device
+        if device.type == "cuda" and queue not in self._copy_streams:
+            self._copy_streams[queue] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._copy_streams.get(queue)
 
     def _overlapped_pair(self, instruction: Instruction, received: Sequence[Deliveries]) -> list[Outgoing]:
         """Run a forward and a backward interleaved. Send the forward's output at once; return the backward's.
@@ -415,7 +436,8 @@ class Executor:
         keeps_weights = self._begin_backward(action)
         gradients = self._output_gradients(action, received)
         inputs = yield from self.stages[action.stage].backward_in_segments(action.microbatch, gradients, keeps_weights)
-        self._alive -= not keeps_weights
+        if not keeps_weights:
+            self._hold(-1)
         return self._backward_done(action, inputs, received)
 
     def _watched(self, action: Action, coroutine: Coroutine[Deliveries]) -> Coroutine[Deliveries]:
@@ -600,3 +622,4 @@ _EXECUTE: dict[str, Callable[[Executor, Action, Deliveries], Deliveries]] = {
     "RB": Executor._backward,
     "RI": Executor._backward,
 }
+_BESIDE: dict[str, Callable[[Executor, Action], None]] = {"O": Executor._copy_out, "L": Executor._copy_in}

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from pipeloom.errors import ConfigError
 from pipeloom.runtime.options import RuntimeOptions
-from pipeloom.schedule.actions import COMPUTE, COPY_IN, COPY_OUT, INPUT_GRADIENT, OUTPUT, Action, Cell, Kind, kind_of
+from pipeloom.schedule.actions import COMPUTE, COPY_OUT, INPUT_GRADIENT, OUTPUT, Action, Cell, Kind, kind_of
 from pipeloom.schedule.batched_p2p import MessageBatch, batches_of
 from pipeloom.schedule.channels import (
     Channel,
@@ -67,6 +67,7 @@ class StageProgram:
         writes: name of a tensor -> edges to the later stages that read it.
         recomputed: the micro-batches whose F keeps only what R needs.
         in_blocks: those whose layers are recomputed one by one in their backward.
+        offloaded: those of which what a backward needs travels to host memory and back.
     """
 
     takes: Edge | None
@@ -77,6 +78,7 @@ class StageProgram:
     writes: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
     recomputed: frozenset[int] = frozenset()
     in_blocks: frozenset[int] = frozenset()
+    offloaded: frozenset[int] = frozenset()
 
     @cached_property
     def inputs(self) -> tuple[Edge, ...]:
@@ -191,8 +193,6 @@ def _with_queues(schedule: Schedule, rank: int, instructions: list[Instruction])
     before: dict[str, int] = {}
     for at, instruction in enumerate(instructions):
         queue = kind_of(instruction.actions[0].kind).queue
-        if queue in (COPY_OUT, COPY_IN):
-            raise ConfigError(f"{instruction.cell} of rank {rank}: copies to host memory can be simulated, not run")
         waits = [wait for wait in ordered.get((rank, at), ()) if not wait.start]
         for other in waits:
             if other.rank != rank:
@@ -234,6 +234,7 @@ def _stage_programs(schedule: Schedule, rank: int) -> dict[int, StageProgram]:
             {name: tuple(e for e in named.writes[stage] if e.name == name) for _, _, name in named.writes[stage]},
             frozenset(microbatches(stage, lambda kind: kind.letter == "R")),
             frozenset(microbatches(stage, lambda kind: bool(kind.fuses))),
+            frozenset(microbatches(stage, lambda kind: kind.queue == COPY_OUT)),
         )
         for stage in schedule.stages_of[rank]
     }

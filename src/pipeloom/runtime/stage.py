@@ -25,6 +25,7 @@ from pipeloom.ops.recompute import recomputed
 from pipeloom.ops.segments import Communication, carries, saved_of
 from pipeloom.ops.stage_state import StageState, batch_statistics
 from pipeloom.runtime.loss import MicrobatchLoss
+from pipeloom.runtime.offload import HostBuffers, SavedTensors
 from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
 from pipeloom.runtime.program import StageProgram
 from pipeloom.runtime.stage_modules import StageModules
@@ -130,6 +131,7 @@ class InFlight:
             `requires_grad_` on others); None: inputs of the user, without gradients.
         read: number of inputs, the last ones, that the stage reads by name.
         record: what R needs; its forward saves nothing for a backward. None: it saves everything.
+        travels: what it saves, if that travels to host memory and back.
     """
 
     queue: WeightGradQueue | None
@@ -138,10 +140,13 @@ class InFlight:
     specs: TensorSpecs | None = None
     read: int = 0
     record: ForwardRecord | None = None
+    travels: SavedTensors | None = None
 
     def saving(self) -> AbstractContextManager[Any]:
         """Return the context of its computations."""
-        return _SAVING if self.record is None else torch.autograd.graph.saved_tensors_hooks(_drop, _dropped)
+        if self.record is not None:
+            return torch.autograd.graph.saved_tensors_hooks(_drop, _dropped)
+        return _SAVING if self.travels is None else self.travels.saving()
 
 
 class Stage:
@@ -180,6 +185,8 @@ class Stage:
         self._alive: dict[int, InFlight] = {}
         self._awaiting_w: dict[int, WeightGradQueue] = {}
         self._records: dict[int, ForwardRecord] = {}
+        self._travelling: dict[int, SavedTensors] = {}
+        self._host_buffers = HostBuffers(communications.device)
         self._inputs = ChangeableInputs()
         self._foreign = foreign  # None once a graph has been checked
         if writes_weight_gradients or self.segmented:  # otherwise plain layers are left unchanged
@@ -295,7 +302,11 @@ class Stage:
         if not torch.is_grad_enabled():
             return InFlight(None, read=read), call.values
         leaves = call.values if specs is None else _leaves(call.values, specs)
-        return InFlight(WeightGradQueue() if queues else None, specs=specs, read=read, record=record), leaves
+        travels = None
+        if record is None and call.microbatch in call.program.offloaded:
+            tensors = (each for module in self.modules for each in (*module.parameters(), *module.buffers()))
+            travels = SavedTensors((*tensors, *call.values), self._communications.device, self._host_buffers)
+        return InFlight(WeightGradQueue() if queues else None, [], (), specs, read, record, travels), leaves
 
     def _compute_and_communicate(
         self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight
@@ -358,12 +369,25 @@ class Stage:
                 flight.groups.append(SavedGroup(inputs, roots, losses))
                 if not self._deallocate:
                     flight.outputs = results
+                if flight.travels is not None:
+                    flight.travels.complete()
+                    self._travelling[microbatch] = flight.travels
                 self._alive[microbatch] = flight
         detached = tuple([(key, each.detach(), weight) for key, each, weight in terms])
         if mean is None or loss is None:
             return StageOutputs(outputs, tensors, result if program.gives is None else None, None, detached)
         unreached = not mean.requires_grad and _all_carry(result)
         return StageOutputs((), tensors, None, mean.detach() * loss.share, detached, unreached)
+
+    # -- copies to host memory -------------------------------------------------------------------------------------------
+
+    def copy_to_host(self, microbatch: int, stream: torch.cuda.Stream | None) -> None:
+        """O: move what the micro-batch's backward needs to host memory."""
+        self._travelling[microbatch].to_host(stream)
+
+    def copy_to_device(self, microbatch: int, stream: torch.cuda.Stream | None) -> None:
+        """L: move it back."""
+        self._travelling.pop(microbatch).to_device(stream)
 
     # -- buffers that a forward changes ----------------------------------------------------------------------------------
 

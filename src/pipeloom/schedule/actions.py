@@ -4,7 +4,8 @@ Everything that depends on what an action is reads its `Kind`: the integer codes
 graph, the text forms, the drawings and the executor. `register_kind` adds your own kind.
 
 The text of a cell is the one that `torch.distributed.pipelining` reads and writes, `0F0`, `3I2`, `3W2`, `3B2`,
-`(0F5;3B1)OVERLAP_F_B`, and for recomputation `2R0`, the block `(2R0;2B0)`, and that block in a pair, `(0F5;2R0;2B0)OVERLAP_F_B`.
+`(0F5;3B1)OVERLAP_F_B`, `2UNSHARD`, `2RESHARD`, `2REDUCE_GRAD`, and for recomputation `2R0`, the block `(2R0;2B0)`, and that
+block in a pair, `(0F5;2R0;2B0)OVERLAP_F_B`.
 An action of a part of a value names the part behind its micro-batch: `2R0:norms`, or `2R0:1/4` for the first of four equal parts.
 `2O0` copies what is saved to host memory, `2L0` back.
 """
@@ -34,8 +35,14 @@ it, and what W needs after I."""
 ON_HOST = "saved on the host"
 """The copy in host memory of what is saved."""
 
-COMPUTE, COPY_OUT, COPY_IN = "compute", "out", "in"
-"""The queue of computation, and those of copies to host memory and back. Other queues of a rank run beside computation."""
+PARAMS, SHARD, GRADS, GRAD_SHARD = "params", "shard", "grads", "grad_shard"
+STAGE_VALUES = frozenset((PARAMS, SHARD, GRADS, GRAD_SHARD))
+"""Values of a stage, whatever the micro-batch: its parameters, this replica's share of them, the gradients that this replica
+has accumulated, and its share of their sum over the replicas."""
+
+COMPUTE, COPY_OUT, COPY_IN, COLLECTIVE = "compute", "out", "in", "collective"
+"""The queue of computation, those of copies to host memory and back, and that of collectives over the replicas. Other queues of a
+rank run beside computation."""
 
 
 def whole_of(value: str) -> str:
@@ -83,6 +90,8 @@ class Kind:
         fuses: the letters of the actions of one stage and micro-batch that run as one block: a cell `(2R0;2B0)`.
         divides: the value of which it may also make, need or free a part; None: it has no parts.
         part: the name of the part; a kind with a part is derived from the one without where it is first named (`R:norms`).
+        adds: the values that it makes where they do not exist, and else adds to.
+        takes: the values that it takes over when it is issued: a later action that adds to them makes new ones meanwhile.
     """
 
     letter: str
@@ -97,11 +106,19 @@ class Kind:
     fuses: tuple[str, ...] = ()
     divides: str | None = None
     part: str = ""
+    adds: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
 
     @cached_property
     def produces(self) -> tuple[str, ...]:
         """The values of EVENTS that it makes; none: it is optional."""
         return tuple(value for value in self.makes if value in EVENTS)
+
+    @cached_property
+    def of_stage(self) -> bool:
+        """Return whether all its values are those of a stage: its cell names no micro-batch, and a program may repeat it."""
+        values = {*(need.value for need in self.needs), *self.makes, *self.frees, *self.adds, *self.takes}
+        return bool(values) and values <= STAGE_VALUES
 
     @cached_property
     def touches(self) -> frozenset[str]:
@@ -147,6 +164,7 @@ class Kind:
 
 
 _BACK = Need(INPUT_GRADIENT, 1, at_end=OUTPUT)
+_PARAMS = Need(PARAMS)
 _HELD = (SAVED, KEPT)
 
 
@@ -172,7 +190,7 @@ _KINDS = _Kinds(
         Kind(
             "F",
             "forward",
-            (Need(OUTPUT, -1),),
+            (Need(OUTPUT, -1), _PARAMS),
             (OUTPUT, KEPT, SAVED),
             time="forward",
             colour=(255.0, 0.15, -0.04),
@@ -180,16 +198,17 @@ _KINDS = _Kinds(
         Kind(
             "B",
             "backward",
-            (_BACK, Need(SAVED)),
+            (_BACK, Need(SAVED), _PARAMS),
             (INPUT_GRADIENT, WEIGHT_GRADIENT),
             _HELD,
+            adds=(GRADS,),
             time="backward",
             colour=(45.0, 0.16, 0.02),
         ),
         Kind(
             "I",
             "input gradient",
-            (_BACK, Need(SAVED)),
+            (_BACK, Need(SAVED), _PARAMS),
             (INPUT_GRADIENT, PENDING),
             _HELD,
             time="input_grad",
@@ -201,13 +220,14 @@ _KINDS = _Kinds(
             (Need(INPUT_GRADIENT), Need(PENDING)),
             (WEIGHT_GRADIENT,),
             (PENDING,),
+            adds=(GRADS,),
             time="weight_grad",
             colour=(330.0, 0.15, -0.10),
         ),
         Kind(
             "R",
             "recomputation",
-            (Need(KEPT),),
+            (Need(KEPT), _PARAMS),
             (SAVED,),
             time="recompute",
             colour=(190.0, 0.10, 0.06),
@@ -216,9 +236,10 @@ _KINDS = _Kinds(
         Kind(
             "RB",
             "backward, each layer recomputed just before its own",
-            (_BACK, Need(KEPT)),
+            (_BACK, Need(KEPT), _PARAMS),
             (INPUT_GRADIENT, WEIGHT_GRADIENT, SAVED),
             _HELD,
+            adds=(GRADS,),
             time="recompute_backward",
             colour=(20.0, 0.13, -0.04),
             fuses=("R", "B"),
@@ -226,7 +247,7 @@ _KINDS = _Kinds(
         Kind(
             "RI",
             "input gradient, each layer recomputed just before its own",
-            (_BACK, Need(KEPT)),
+            (_BACK, Need(KEPT), _PARAMS),
             (INPUT_GRADIENT, PENDING, SAVED),
             _HELD,
             time="recompute_input_grad",
@@ -235,6 +256,26 @@ _KINDS = _Kinds(
         ),
         Kind("O", "copy to the host", (Need(SAVED),), (ON_HOST,), (SAVED,), COPY_OUT, "copy", (150.0, 0.09, -0.02)),
         Kind("L", "copy from the host", (Need(ON_HOST),), (SAVED,), (ON_HOST,), COPY_IN, "copy", (150.0, 0.09, 0.10)),
+        Kind(
+            "UNSHARD",
+            "gather of the parameters",
+            (Need(SHARD),),
+            (PARAMS,),
+            queue=COLLECTIVE,
+            time="gather",
+            colour=(150.0, 0.10, 0.04),
+        ),
+        # It takes no time, and in the order of computation its memory is free before any gather behind it is issued.
+        Kind("RESHARD", "release of the parameters", frees=(PARAMS,), colour=(150.0, 0.06, 0.10)),
+        Kind(
+            "REDUCE_GRAD",
+            "sum of the gradients",
+            adds=(GRAD_SHARD,),
+            takes=(GRADS,),
+            queue=COLLECTIVE,
+            time="reduce",
+            colour=(300.0, 0.10, 0.00),
+        ),
     )
 )
 BASIC_KINDS = 4
@@ -270,6 +311,8 @@ TIMES = (
     "recompute_backward",
     "recompute_input_grad",
     "copy",
+    "gather",
+    "reduce",
 )
 """The names that `Kind.time` may have."""
 
@@ -313,21 +356,26 @@ def register_kind(kind: Kind, execute: Callable[[tuple[Any, ...], int], None] | 
 
 
 class Action(NamedTuple):
-    """One action: `kind` (its letter, and its part: `R:norms`) of `stage` for `microbatch`, both counted from 0."""
+    """One action: `kind` (its letter, and its part: `R:norms`) of `stage` for `microbatch`, both counted from 0.
+
+    An action of a kind of a whole stage has the micro-batch 0.
+    """
 
     kind: str
     stage: int
-    microbatch: int
+    microbatch: int = 0
 
     def __str__(self) -> str:
-        fused = _KINDS[self.kind].fuses
-        if fused:
-            return f"({';'.join(f'{self.stage}{letter}{self.microbatch}' for letter in fused)})"
+        kind = _KINDS[self.kind]
+        if kind.fuses:
+            return f"({';'.join(f'{self.stage}{letter}{self.microbatch}' for letter in kind.fuses)})"
         letter, colon, part = self.kind.partition(":")
-        return f"{self.stage}{letter}{self.microbatch}{colon}{part}"
+        return f"{self.stage}{letter}" if kind.of_stage else f"{self.stage}{letter}{self.microbatch}{colon}{part}"
 
     @property
     def words(self) -> str:
+        if _KINDS[self.kind].of_stage:
+            return f"{self.kind} of stage {self.stage}"
         return f"{';'.join(_KINDS[self.kind].fuses) or self.kind} of stage {self.stage} micro-batch {self.microbatch}"
 
 
@@ -347,20 +395,20 @@ class Pair(NamedTuple):
 
 Cell = Action | Pair
 
-_COMMUNICATION = re.compile(r"\d+(SEND|RECV|UNSHARD|RESHARD|REDUCE)")
+_COMMUNICATION = re.compile(r"\d+(SEND|RECV)")
 
 
 @lru_cache(maxsize=1)
 def _patterns() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     """Return the patterns of a cell with one action, with one of a kind that fuses two, and with a pair."""
     forward = "|".join(kind.letter for kind in kinds() if kind.is_forward)
-    letters = (kind.letter for kind in kinds() if not kind.fuses and not kind.part)
-    single = "|".join(sorted(letters, key=len, reverse=True))
+    letters = sorted((kind.letter for kind in kinds() if not kind.fuses and not kind.part), key=len, reverse=True)
+    single, whole = ("|".join(each for each in letters if _KINDS[each].of_stage is of) for of in (False, True))
     fused = r"(\d{1,9})([A-Z]+)(\d{1,9});\1([A-Z]+)\3"
     back = r"\d{1,9}[A-Z]+\d{1,9}(?:;\d{1,9}[A-Z]+\d{1,9})?"
     pair = rf"\((\d{{1,9}}(?:{forward})\d{{1,9}});({back})\)(?:OVERLAP_F_B)?"
     return (
-        re.compile(rf"(\d{{1,9}})({single})(\d{{1,9}})(:{PART})?", re.ASCII),
+        re.compile(rf"(\d{{1,9}})(?:({single})(\d{{1,9}})(:{PART})?|({whole}))", re.ASCII),
         re.compile(rf"\({fused}\)", re.ASCII),
         re.compile(pair, re.ASCII),
     )
@@ -371,6 +419,8 @@ def parse_action(text: str) -> Action:
     single, fused, _ = _patterns()
     match = single.fullmatch(text)
     if match is not None:
+        if match[5]:
+            return Action(match[5], int(match[1]))
         part = match[4] or ""
         if part and _KINDS[match[2]].divides is None:
             divided = [kind.letter for kind in kinds() if kind.divides and not kind.part]

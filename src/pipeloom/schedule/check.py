@@ -12,10 +12,13 @@ from pipeloom.errors import ScheduleError
 from pipeloom.schedule.actions import (
     BASIC_KINDS,
     EVENTS,
+    GRADS,
     INPUT_GRADIENT,
     KEPT,
     OUTPUT,
+    PARAMS,
     PENDING,
+    STAGE_VALUES,
     WEIGHT_GRADIENT,
     Action,
     Cell,
@@ -26,7 +29,7 @@ from pipeloom.schedule.actions import (
 from pipeloom.schedule.batched_p2p import check_batches
 from pipeloom.schedule.channels import neighbours, smallest_depths, traffic
 from pipeloom.schedule.graph import NEVER, Graph, WalkCosts, entry_waits, runnable_prefix, walk
-from pipeloom.schedule.model import Schedule, made_by, of_schedule, parts
+from pipeloom.schedule.model import Schedule, ValueKey, made_by, of_schedule, parts, value_key
 
 CheckedTransport = Literal["individual", "batched"]
 TransportName = Literal["auto", "individual", "batched", "shared"]
@@ -70,13 +73,16 @@ def _check_actions(schedule: Schedule) -> None:
     seen = bytearray(schedule.no_action)
     total = 0
     misplaced = False
+    of_stage = {number for number, kind in enumerate(schedule.kinds) if kind.of_stage}
     for rank in range(schedule.ranks):
         codes = schedule.action_codes(rank)
+        held = {stage + number * schedule.stages for stage in schedule.stages_of[rank] for number in numbers}
+        misplaced = misplaced or not held.issuperset({code // m for code in codes})
+        if of_stage:
+            codes = [code for code in codes if code // stride not in of_stage]
         total += len(codes)
         for code in codes:
             seen[code] = 1
-        held = {stage + number * schedule.stages for stage in schedule.stages_of[rank] for number in numbers}
-        misplaced = misplaced or not held.issuperset({code // m for code in codes})
     wanted = bytearray(stride)
     for mb, route in enumerate(schedule.route_of):
         for stage in schedule.routes[route] if len(schedule.routes) > 1 else ():
@@ -105,6 +111,8 @@ def _diagnose(schedule: Schedule) -> None:
                         f"rank {rank}, action {at}: {action} is on the wrong rank; stage {action.stage} is placed on "
                         f"rank {schedule.placement[action.stage]}"
                     )
+                if kind_of(action.kind).of_stage:
+                    continue
                 if action in place:
                     raise ScheduleError(f"rank {rank}, action {at}: {action} appears twice")
                 place[action] = rank
@@ -140,41 +148,64 @@ def _diagnose_stage(schedule: Schedule, place: dict[Action, int], stage: int, mi
 
 
 def _check_values(schedule: Schedule) -> None:
-    """Raise where an action needs a value of its own stage that is not there, makes one that is, or leaves one for ever."""
-    freed = {value for kind in schedule.kinds for value in kind.frees}
-    there: dict[tuple[int, int], dict[str, Action]] = {}
+    """Raise where an action needs a value of its own stage that is not there, makes one that is, or leaves one for ever.
+
+    A stage begins with its parameters, or with its share of them if it gathers them, and ends so.
+    """
+    gathered, reduced = (schedule.stage_actions.get(letter, frozenset()) for letter in ("UNSHARD", "REDUCE_GRAD"))
+    freed = {PARAMS, *(value for kind in schedule.kinds for value in kind.frees)}
+    there: dict[ValueKey, Action | None] = {
+        (value, stage, -1): None
+        for stage in range(schedule.stages)
+        for value in STAGE_VALUES - {GRADS, PARAMS if stage in gathered else GRADS}
+    }
+    begun = frozenset(there)
+    parts_of: dict[ValueKey, list[ValueKey]] = defaultdict(list)
     for rank, program in enumerate(schedule.programs):
         for at, action in [(at, action) for at, cell in enumerate(program) for action in parts(cell)]:
-            kind, values = kind_of(action.kind), there.setdefault((action.stage, action.microbatch), {})
+            kind, (_, stage, mb) = kind_of(action.kind), action
             where = f"rank {rank}, action {at}: {action}"
             results = made_by(schedule, action)
             needed = [need.value for need in kind.needs if not need.step and need != kind.waits_for]
-            if kind.part and KEPT in needed and KEPT not in values and PENDING in values:
+            if kind.part and KEPT in needed and (KEPT, stage, mb) not in there and (PENDING, stage, mb) in there:
                 needed, results = [PENDING], (f"{PENDING}:{kind.part}",)  # behind I: a part that only W needs
-            for value in dict.fromkeys((*needed, *(value for value in kind.frees if value not in results))):
-                if value not in values:
+            for value in (*needed, *kind.takes, *(value for value in kind.frees if value not in results)):
+                key = value_key(value, stage, mb)
+                if key not in there:
                     raise ScheduleError(
-                        f"{where} needs what is {value} of stage {action.stage} micro-batch {action.microbatch}, which is not "
-                        f"there{_makers(schedule, value, action)}"
+                        f"{where} needs {_words(key)}, which is not there{_makers(schedule, value, action)}"
                     )
-            for value in results:
-                if value in values:
-                    raise ScheduleError(f"{where} makes what is {value} a second time; {values[value]} has made it")
-            values.update(dict.fromkeys(results, action))
-            freed_here = frozenset(kind.frees)  # with their parts
-            for value in [value for value in values if not freed_here.isdisjoint((value, whole_of(value)))]:
-                del values[value]
-    for (stage, microbatch), values in there.items():
-        for value in (value for value in values if whole_of(value) in freed):
-            raise ScheduleError(
-                f"stage {stage} micro-batch {microbatch} (rank {schedule.placement[stage]}): nothing frees what is {value}, "
-                f"which {values[value]} leaves"
-            )
+            for key in [value_key(value, stage, mb) for value in results]:
+                if key in there:
+                    maker = there[key]
+                    before = "the step begins with it" if maker is None else f"{maker} has made it"
+                    raise ScheduleError(f"{where} makes what is {key[0]} a second time; {before}")
+                parts_of[value_key(whole_of(key[0]), stage, mb)].append(key)
+            there |= {value_key(value, stage, mb): action for value in (*results, *kind.adds)}
+            for value in (*kind.frees, *kind.takes):
+                for key in (value_key(value, stage, mb), *parts_of.pop(value_key(value, stage, mb), ())):
+                    there.pop(key, None)
+    for key in begun.difference(there):
+        raise ScheduleError(f"the step ends without {_words(key)}, with which it begins")
+    for key, maker in there.items():
+        if key not in begun and (whole_of(key[0]) in freed or (key[0] == GRADS and key[1] in reduced)):
+            raise ScheduleError(f"rank {schedule.placement[key[1]]}: nothing frees {_words(key)}, which {maker} leaves")
+
+
+def _words(key: ValueKey) -> str:
+    """Return a value in words."""
+    value, stage, microbatch = key
+    return (
+        f"the {value} of stage {stage}"
+        if microbatch < 0
+        else f"what is {value} of stage {stage} micro-batch {microbatch}"
+    )
 
 
 def _makers(schedule: Schedule, value: str, action: Action) -> str:
     """Return the cells of the same stage and micro-batch that could make `value`, in words."""
-    cells = [str(action._replace(kind=kind.letter)) for kind in kinds() if value in kind.makes and not kind.fuses]
+    makers = [kind for kind in kinds() if value in (*kind.makes, *kind.adds) and not kind.fuses]
+    cells = [str(action._replace(kind=kind.letter)) for kind in makers if kind.of_stage or value not in STAGE_VALUES]
     return f"; {' or '.join(cells)} makes it" if cells else ""
 
 
@@ -194,8 +225,9 @@ def _explain(schedule: Schedule) -> str:
                 at[rank, queue] = stuck[0]
     pending = {
         action: (rank, position)
-        for rank, queue in at
-        for position in schedule.queues[rank][queue]
+        for (rank, queue), first in at.items()
+        for position in reversed(schedule.queues[rank][queue])  # of a repeated action, the first that has not run
+        if position >= first
         for action in parts(schedule.programs[rank][position])
     }
     ordered = entry_waits(schedule)

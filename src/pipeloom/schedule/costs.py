@@ -10,7 +10,7 @@ from operator import add
 from typing import Any
 
 from pipeloom.errors import ArgumentError, CapacityError, UsageError
-from pipeloom.schedule.actions import KEPT, OUTPUT, PENDING, SAVED, whole_of
+from pipeloom.schedule.actions import GRADS, KEPT, OUTPUT, PARAMS, PENDING, SAVED, whole_of
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import named
 
@@ -49,6 +49,8 @@ class Costs:
         pair_split: the same for a pair F|I; None: the time of F|B minus W.
         backward: time of a B alone, for instance of one in which W hides I's all-to-all; None: I + W.
         recompute: time of R; None: F. The block (R;B) takes R + B.
+        gather: time of UNSHARD; None: bytes["params"] / collective_bandwidth.
+        reduce: time of REDUCE_GRAD; None: bytes["grads"] / collective_bandwidth.
         parts: {part: time of R of this part (`2R0:norms`), as a number or one per stage}; default for each: that of R, or a k-th
             of it for one of k equal parts (`2R0:1/4`).
         microbatch: factors by micro-batch (sequences of different lengths) on F, I, W, B, the activation and the message;
@@ -57,10 +59,12 @@ class Costs:
         bytes: {name: bytes, as a number or one per stage}. Of a stage and micro-batch: `"saved"`, `"kept"`, `"pending"` and the
             values that registered kinds make, and `"layer"`: the most that one layer saves, which a block (R;B) holds. A part is
             `"saved:norms"`; one without a size has the share that its name says (`1/4`), or 0. Any other name, such as
-            `"params"`, `"grads"` or `"optimizer"`, is there for the whole step.
+            `"params"`, `"grads"` or `"optimizer"`, is there for the whole step; but `"params"` of a stage only while they are
+            gathered if it gathers them, and `"grads"` until they are reduced if a REDUCE_GRAD of it says when.
         pools: {name: pool} of the bytes that are not in the pool "device".
         host_bandwidth: of the copies O and L to host memory and back, each way: a copy takes bytes["saved"] / host_bandwidth, or
             without bytes the part of `activation` beyond `kept` / host_bandwidth.
+        collective_bandwidth: of gathers and sums over the replicas, in bytes of the whole parameters or gradients of a stage.
 
     Raises:
         UsageError: a value that is negative, not finite, or of a shape that its field does not accept.
@@ -80,12 +84,15 @@ class Costs:
     pair_split: PerPair | None = None
     backward: PerStage | None = None
     recompute: PerStage | None = None
+    gather: PerStage | None = None
+    reduce: PerStage | None = None
     parts: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = ()
     microbatch: tuple[float, ...] = ()
     tensors: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
     bytes: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = ()
     pools: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
     host_bandwidth: float = math.inf
+    collective_bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _sizes("tensors", self.tensors, (0,)))
@@ -121,7 +128,8 @@ class Costs:
         def times(value: Any) -> Any:
             return tuple(map(times, value)) if isinstance(value, tuple) else value * factor
 
-        scaled = ("forward", "input_grad", "weight_grad", "activation", "pair", "pair_split", "backward", "recompute")
+        scaled = ["forward", "input_grad", "weight_grad", "activation", "pair", "pair_split", "backward", "recompute"]
+        scaled += ["gather", "reduce"]
         values: dict[str, Any] = {name: getattr(self, name) for name in scaled}
         changed = {name: times(value) for name, value in values.items() if value is not None}
         for name in ("bytes", "parts"):
@@ -131,6 +139,11 @@ class Costs:
     def per_stage(self, name: str, stages: int) -> tuple[float, ...]:
         """The value called `name` as one number per stage; raises UsageError when there is not one for each."""
         return self._spread(name, getattr(self, name), stages)
+
+    def collective(self, name: str, stages: int) -> tuple[float, ...]:
+        """Return the time by stage in which the bytes called `name` are gathered or summed over the replicas; without bytes 0."""
+        amounts = self._spread(f"bytes[{name!r}]", dict(self.bytes).get(name, 0.0), stages)
+        return tuple(amount / self.collective_bandwidth for amount in amounts)
 
     def bytes_in(self, pool: str, stages: int) -> dict[str, tuple[float, ...]]:
         """name -> bytes by stage of what is in `pool`; raises as `per_stage`."""
@@ -253,6 +266,8 @@ class StageCosts:
     recompute_backward: tuple[float, ...]
     recompute_input_grad: tuple[float, ...]
     copy: tuple[float, ...]
+    gather: tuple[float, ...]
+    reduce: tuple[float, ...]
     parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def time_of(self, name: str) -> tuple[float, ...]:
@@ -276,8 +291,10 @@ class StageCosts:
         again = spread("recompute", forward)
         blocks = total(again, backward), total(again, input_grad)
         copy = tuple(size / costs.host_bandwidth for size in costs.saved(stages))
+        gather = spread("gather", costs.collective(PARAMS, stages))
+        reduce = spread("reduce", costs.collective(GRADS, stages))
         parts = {part: costs._spread(f"parts[{part!r}]", time, stages) for part, time in dict(costs.parts).items()}
-        return cls(forward, input_grad, weight_grad, backward, again, *blocks, copy, parts)
+        return cls(forward, input_grad, weight_grad, backward, again, *blocks, copy, gather, reduce, parts)
 
 
 @dataclass(frozen=True)
@@ -380,8 +397,9 @@ def durations(schedule: Schedule, costs: Costs) -> list[float]:
     for kind in schedule.kinds:
         time = kind.time
         values = spread.time_of(time) if isinstance(time, str) else (time,) * schedule.stages
+        even = kind.of_stage or not costs.microbatch
         for value in values:
-            times.extend([value * factor for factor in factors] if costs.microbatch else [value] * len(factors))
+            times.extend([value] * len(factors) if even else [value * factor for factor in factors])
     return times
 
 
@@ -391,16 +409,18 @@ _SHAPES = {
     "message": "a number",
     "bandwidth": "a number",
     "host_bandwidth": "a number",
+    "collective_bandwidth": "a number",
     "pair": f"{_PER_STAGE}, or a matrix pair[stage of forward][stage of backward]",
     "pair_split": f"{_PER_STAGE}, or a matrix pair_split[stage of forward][stage of backward]",
     "microbatch": "a tuple with one number for each micro-batch",
 }
-_BANDWIDTHS = ("bandwidth", "host_bandwidth")
+_BANDWIDTHS = ("bandwidth", "host_bandwidth", "collective_bandwidth")
 _DEPTHS = {
     "p2p": (0, 2),
     "message": (0,),
     "bandwidth": (0,),
     "host_bandwidth": (0,),
+    "collective_bandwidth": (0,),
     "pair": (0, 1, 2),
     "pair_split": (0, 1, 2),
     "microbatch": (1,),

@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.limits import MOST_CELLS, MOST_RANKS
-from pipeloom.schedule.actions import Action, Cell, parse_cell
+from pipeloom.schedule.actions import Action, Cell, kind_of, parse_cell
 from pipeloom.schedule.model import Schedule, parts
 
-_REDUCE = re.compile(r"\d+REDUCE_GRAD")
 _ACTION = re.compile(r"\(?\d+(?!REDUCE)[A-Z]")  # the start of an action; the rest of the cell may still be invalid
 
 
@@ -55,7 +54,7 @@ def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedul
     """The schedule written in `text`, with one route through all stages in order. Does not run `check`.
 
     Empty cells are idle and are left out; spaces around a cell, quotes, trailing commas and empty lines at the end do
-    not matter. torch's `sREDUCE_GRAD` is left out too: gradients are always reduced after a stage's last backward.
+    not matter.
 
     Args:
         name: the schedule's name.
@@ -128,7 +127,7 @@ def _read(text: str, where: str) -> tuple[list[list[Cell]], list[list[_Place]]]:
         column = 1
         for piece in content.split(","):
             word = piece and _word(piece)
-            if word and not _REDUCE.fullmatch(word):
+            if word:
                 place = _Place(line, column + len(piece) - len(piece.lstrip()))
                 row.append(_cell(word, f"{where}:{place.line}:{place.column}"))
                 row_places.append(place)
@@ -149,7 +148,7 @@ def _microbatches(actions: list[Action]) -> int:
     """m: how many micro-batches go forward through most of the stages; ties go to the larger."""
     seen: dict[int, set[int]] = defaultdict(set)
     forwards = [action for action in actions if action.kind == "F"]
-    for action in forwards or actions:
+    for action in forwards or [action for action in actions if not kind_of(action.kind).of_stage] or actions:
         seen[action.stage].add(action.microbatch)
     return max(Counter(map(len, seen.values())).items(), key=lambda item: (item[1], item[0]))[0]
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from pipeloom.schedule.actions import COMPUTE, EVENTS, INPUT_GRADIENT, OUTPUT, Cell, Need, kind_of
 from pipeloom.schedule.channels import Edge, NamedEdges, neighbours
-from pipeloom.schedule.model import Program, Schedule, made_by, parts, with_parts
+from pipeloom.schedule.model import Program, Schedule, ValueKey, made_by, parts, value_key, with_parts
 
 NEVER = math.inf
 
@@ -143,8 +143,9 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
     """(rank, position) -> the entries that it waits for, besides the events of `Graph` and the entry before it on its queue.
 
     - One on another queue than COMPUTE is issued when the computation before it in the program starts.
-    - Entries of a rank that touch one value, at least one of them making or freeing it, run in the order of the program, whatever
-      their queues.
+    - Entries of a rank that touch one value, at least one of them making, adding to or freeing it, run in the order of the
+      program, whatever their queues. One that takes a value over waits for what has added to it, and what adds later does not
+      wait for it.
     - A value of another stage is waited for until the entry that makes it ends.
     - One that makes a value of `Schedule.slots` waits, in the order of the program, for as many that free one as it needs.
     """
@@ -161,8 +162,8 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
     waits: dict[tuple[int, int], tuple[EntryWait, ...]] = {}
     for rank, program in enumerate(schedule.programs):
         queue_of = {at: queue for queue, positions in schedule.queues[rank].items() for at in positions}
-        changed: dict[tuple[str, int, int], int] = {}
-        read: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+        changed: dict[ValueKey, int] = {}
+        read: dict[ValueKey, list[int]] = defaultdict(list)
         computation: int | None = None
         freed = _slot_waits(schedule, program)
         for at, cell in enumerate(program):
@@ -180,10 +181,11 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
                         awaited += [maker[key] for key in [(source[0], source[1], mb)] if key in maker]
                 touched = with_parts(schedule, action, tuple(need.value for need in kind.needs if not need.step))
                 gone = with_parts(schedule, action, kind.frees)
-                changes = {(value, stage, mb) for value in (*made_by(schedule, action), *gone)}
-                reads = {(value, stage, mb) for value in touched} - changes
+                changes = {value_key(value, stage, mb) for value in (*made_by(schedule, action), *gone, *kind.adds)}
+                reads = {value_key(value, stage, mb) for value in touched} - changes
                 earlier = {changed[key] for key in changes | reads if key in changed}
                 earlier |= {reader for key in changes for reader in read[key]}
+                earlier |= {changed.pop(value_key(value, stage, mb), at) for value in kind.takes} - {at}
                 awaited += [EntryWait(rank, other) for other in sorted(earlier) if queue_of[other] != queue_of[at]]
                 changed |= dict.fromkeys(changes, at)
                 for key in reads:

@@ -21,6 +21,7 @@ from pipeloom.schedule.actions import (
     COMPUTE,
     INPUT_GRADIENT,
     MOST_KINDS,
+    STAGE_VALUES,
     WEIGHT_GRADIENT,
     Action,
     Cell,
@@ -260,6 +261,17 @@ class Schedule:
                     united[place] = united.get(place, frozenset()).union(values[code // stride])
         return united
 
+    @cached_property
+    def stage_actions(self) -> dict[str, frozenset[int]]:
+        """Letter of a kind of a whole stage, such as UNSHARD -> the stages with such actions; of the kinds that it uses."""
+        letters = {number: kind.letter for number, kind in enumerate(self.kinds) if kind.of_stage}
+        stages: dict[str, set[int]] = {}
+        for codes in self.codes if letters else ():
+            for kind, place in {divmod(code, self.kind_stride) for code in codes}:
+                if kind in letters:
+                    stages.setdefault(letters[kind], set()).add(place // self.microbatches)
+        return {letter: frozenset(held) for letter, held in stages.items()}
+
     @property
     def has_pairs(self) -> bool:
         return self.largest_code >= self.pair_stride
@@ -401,6 +413,14 @@ def of_schedule(function: PublicFunction) -> PublicFunction:
 def parts(cell: Cell) -> tuple[Action, ...]:
     """The one action of `cell`, or a pair's two."""
     return (cell.forward, cell.backward) if isinstance(cell, Pair) else (cell,)
+
+
+ValueKey = tuple[str, int, int]  # name, stage, and micro-batch: -1 for a value of the stage
+
+
+def value_key(value: str, stage: int, microbatch: int) -> ValueKey:
+    """Return what tells this value of a stage, and of a micro-batch unless it is one of STAGE_VALUES, from all others."""
+    return value, stage, -1 if value in STAGE_VALUES else microbatch
 
 
 def made_by(schedule: Schedule, action: Action) -> tuple[str, ...]:

@@ -14,7 +14,20 @@ from statistics import fmean
 from typing import Any, Literal, NamedTuple, get_args
 
 from pipeloom.errors import UsageError
-from pipeloom.schedule.actions import COMPUTE, KEPT, ON_HOST, OUTPUT, PENDING, SAVED, WEIGHT_GRADIENT, kind_of, whole_of
+from pipeloom.schedule.actions import (
+    COMPUTE,
+    GRADS,
+    KEPT,
+    ON_HOST,
+    OUTPUT,
+    PARAMS,
+    PENDING,
+    SAVED,
+    STAGE_VALUES,
+    WEIGHT_GRADIENT,
+    kind_of,
+    whole_of,
+)
 from pipeloom.schedule.costs import DEVICE, HOST_MEMORY, Costs, PairTimes
 from pipeloom.schedule.graph import EntryWait, Graph, entry_waits
 from pipeloom.schedule.model import Schedule, parts
@@ -296,7 +309,7 @@ class Timeline:
         is pending, which is a part of it, the difference counts.
         """
         costs, schedule = self.costs, self.schedule
-        moving = {whole_of(value) for kind in schedule.kinds for value in (*kind.makes, *kind.frees)}
+        moving = {whole_of(value) for kind in schedule.kinds for value in (*kind.makes, *kind.frees)} - STAGE_VALUES
         copied = {HOST_MEMORY: {ON_HOST: costs.saved(schedule.stages)}} if ON_HOST in moving else {}
         curves = {}
         for pool in sorted({DEVICE, *copied, *dict(costs.pools).values()}) if costs.bytes else ():
@@ -304,11 +317,47 @@ class Timeline:
             layer = sizes.pop("layer", None)
             values = {name: sizes.pop(name) for name in list(sizes) if whole_of(name) in moving}
             changes = _changes(schedule, costs, values, layer)
+            held = {name: sizes[name] for name in STAGE_VALUES.intersection(sizes)}
+            passing = [self._stage_moments(rank, held) for rank in range(schedule.ranks)]
+            standing = [sum(size[s] for size in sizes.values() for s in stages) for stages in schedule.stages_of]
+            standing = [level - begun for level, (begun, _) in zip(standing, passing, strict=True)]
             curves[pool] = tuple(
-                self._curve(rank, *changes, sum(size[stage] for size in sizes.values() for stage in stages))
-                for rank, stages in enumerate(schedule.stages_of)
+                self._curve(rank, *changes, level, moments)
+                for rank, (level, (_, moments)) in enumerate(zip(standing, passing, strict=True))
             )
         return curves
+
+    def _stage_moments(
+        self, rank: int, sizes: Mapping[str, Sequence[float]]
+    ) -> tuple[float, list[tuple[float, float]]]:
+        """Return the bytes of the rank's values of stages that come and go, and (time, change) of each time that they do.
+
+        Gathered parameters count from the start of their gather. Gradients count from the start of the first action that adds to
+        them until the end of their reduction, during which later ones count too.
+        """
+        schedule, there = self.schedule, set()
+        come_and_go = {PARAMS: "UNSHARD", GRADS: "REDUCE_GRAD"}
+        passing = {
+            (value, stage): sizes[value][stage]
+            for value, letter in come_and_go.items()
+            for stage in schedule.stage_actions.get(letter, ())
+            if value in sizes and schedule.placement[stage] == rank
+        }
+        moments: list[tuple[float, float]] = []
+        for at, cell in enumerate(schedule.programs[rank] if passing else ()):
+            for action in parts(cell):
+                kind = kind_of(action.kind)
+                for value in (*kind.makes, *kind.adds):
+                    key = value, action.stage
+                    if key in passing and key not in there:
+                        there.add(key)
+                        moments.append((self.starts[rank][at], passing[key]))
+                for value in (*kind.frees, *kind.takes):
+                    key = value, action.stage
+                    if key in there:
+                        there.discard(key)
+                        moments.append((self.ends[rank][at], -passing[key]))
+        return sum(passing.values()), moments
 
     @cached_property
     def peak_bytes(self) -> dict[str, tuple[float, ...]]:
@@ -319,9 +368,14 @@ class Timeline:
         }
 
     def _curve(
-        self, rank: int, change: list[float], passing: dict[int, float], level: float = 0.0
+        self,
+        rank: int,
+        change: list[float],
+        passing: dict[int, float],
+        level: float = 0.0,
+        more: Sequence[tuple[float, float]] = (),
     ) -> tuple[tuple[float, float], ...]:
-        moments = []
+        moments = list(more)
         for steps, start, end in zip(
             self._steps(rank, change, passing), self.starts[rank], self.ends[rank], strict=True
         ):
@@ -329,7 +383,7 @@ class Timeline:
                 moments.append((start if not at and (len(steps) > 1 or step > 0) else end, step))
         if self.schedule.has_queues:
             moments.sort(key=lambda moment: (moment[0], moment[1] > 0))
-        points = [(self.starts[rank][0], level)] if level and self.starts[rank] else []
+        points = [(min(starts[0] for starts in self.starts if starts), level)] if level else []
         for time, step in moments:
             level += step
             points.append((time, plain(level)))

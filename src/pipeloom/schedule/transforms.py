@@ -20,6 +20,7 @@ from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
 from pipeloom.schedule.model import Program, Schedule, of_schedule, parts
 from pipeloom.schedule.offload import offload
+from pipeloom.schedule.sharding import reduce_gradients, shard, shard_as_torch
 from pipeloom.schedule.simulate import simulate
 
 # The share of a weight gradient's time that a wait must have before one is computed in it. 1: it delays nothing; 0: it is
@@ -367,14 +368,13 @@ def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
 def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedule:
     """Return the forwards of `schedule` alone, in their order, for evaluation. `check` refuses it: it expects a training step.
 
+    A stage that gathers its parameters does so where a forward uses them before they are freed.
+
     Args:
         microbatches: how many of the first micro-batches to run; None: all.
     """
     count = schedule.microbatches if microbatches is None else microbatches
-    programs = [
-        [a for cell in program for a in parts(cell) if kind_of(a.kind).is_forward and a.microbatch < count]
-        for program in schedule.programs
-    ]
+    programs = [_forwards([a for cell in program for a in parts(cell)], count) for program in schedule.programs]
     return Schedule.of(
         programs,
         placement=schedule.placement,
@@ -383,6 +383,26 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
         routes=schedule.routes,
         route_of=schedule.route_of[:count],
     ).with_tensors(schedule.tensors)
+
+
+def _forwards(actions: Sequence[Action], microbatches: int) -> list[Action]:
+    """Return the forwards of the first micro-batches, and the UNSHARD and RESHARD around them."""
+    run: list[Action | None] = []
+    gathered: dict[int, int] = {}  # stage -> where its UNSHARD is, if nothing has used it yet
+    for action in actions:
+        if action.kind == "UNSHARD":
+            gathered[action.stage] = len(run)
+            run.append(action)
+        elif kind_of(action.kind).is_forward and action.microbatch < microbatches:
+            gathered.pop(action.stage, None)
+            run.append(action)
+        elif action.kind == "RESHARD":
+            unused = gathered.pop(action.stage, None)
+            if unused is None:
+                run.append(action)
+            else:
+                run[unused] = None
+    return [action for action in run if action is not None]
 
 
 def _rewritten(schedule: Schedule, cells: Callable[[int, Action], Iterable[Cell]]) -> Schedule:
@@ -449,6 +469,29 @@ TRANSFORMS: dict[str, NamedTransform] = {
     "offload": NamedTransform(
         "what forwards save copied to host memory, and back in time for their backwards",
         lambda schedule, number, costs: offload(schedule, costs),
+    ),
+    "shard": NamedTransform(
+        "parameters gathered for N stages per rank at a time, with the fewest gathers, and gradients reduced over the replicas",
+        lambda schedule, number, costs: shard(schedule, number or 0),
+        "slots",
+        needs_number=True,
+    ),
+    "shard-for-torch": NamedTransform(
+        "the same, with parameters kept for W, as torch's runtime reads them there",
+        lambda schedule, number, costs: shard(schedule, number or 0, for_torch=True),
+        "slots",
+        needs_number=True,
+    ),
+    "shard-as-torch": NamedTransform(
+        "parameters gathered by torch's own rule, for comparison",
+        lambda schedule, number, costs: shard_as_torch(schedule, number or 0),
+        "slots",
+        needs_number=True,
+    ),
+    "reduce-gradients": NamedTransform(
+        "gradients reduced over the replicas behind every N-th backward of a stage (none given: behind its last)",
+        lambda schedule, number, costs: reduce_gradients(schedule, number or 0),
+        "backwards",
     ),
     "cut-stages": NamedTransform(
         "every stage cut into N",

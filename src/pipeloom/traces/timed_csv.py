@@ -34,8 +34,6 @@ def read(path: Path) -> MeasuredSteps:
     schedule = from_csv("\n".join(lines), name=printable(path.stem), source=str(path))
     check(schedule)
     rows = [row for row in times if row]
-    if [len(row) for row in rows] != [len(program) for program in schedule.programs if program]:
-        raise UsageError(f"{path}: REDUCE_GRAD takes no duration here; leave it out")
     codes = [code for program in schedule.codes for code in program]
     seconds = [[each / 1e3 for each in cell] for row in rows for cell in row]
     timelines = [_timeline(schedule, dict(zip(codes, step, strict=True))) for step in zip(*seconds, strict=True)]

@@ -42,8 +42,7 @@ def to_dict(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 def costs_dict(costs: Costs) -> dict[str, Any]:
     """The fields of `Costs`, an infinite bandwidth as null."""
-    fields = dataclasses.asdict(costs)
-    return fields | {"bandwidth": fields["bandwidth"] if math.isfinite(fields["bandwidth"]) else None}
+    return {name: None if value == math.inf else value for name, value in dataclasses.asdict(costs).items()}
 
 
 def costs_of_dict(form: Any, source: str) -> Costs:
@@ -57,8 +56,7 @@ def costs_of_dict(form: Any, source: str) -> Costs:
     if unknown := form.keys() - known - {"of"}:
         raise UsageError(f"{source}: there is no cost {min(unknown)!r:.100}{did_you_mean(min(unknown), known)}")
     costs = {name: value for name, value in form.items() if name in known}
-    if costs.get("bandwidth", 0) is None:
-        costs["bandwidth"] = math.inf
+    costs |= {name: math.inf for name, value in costs.items() if value is None and name.endswith("bandwidth")}
     try:
         return Costs(**costs | {"microbatch": tuple(costs.get("microbatch", ()))})
     except (TypeError, ValueError) as error:

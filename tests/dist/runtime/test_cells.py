@@ -77,8 +77,9 @@ class Cell(NamedTuple):
 
 
 AWKWARD = ("several tensors, None, int and bool", "views of one storage", "integers only", "frozen leading layers")
+OFFLOADED = ("zbv, offloaded",)
 AXES: list[Sequence[str]] = [
-    [*FAMILIES, "out of order"],
+    [*FAMILIES, "out of order", *OFFLOADED],
     list(LAYOUTS),
     ["blocks", "tied", *AWKWARD, *named_models.CASES],
     list(OPTIONS),
@@ -89,6 +90,9 @@ AXES: list[Sequence[str]] = [
 def schedule_of(family: str, pp: int) -> pl.Schedule:
     if family == "out of order":
         return OUT_OF_ORDER
+    if family in OFFLOADED:
+        plain = schedule_of(family.partition(",")[0], pp)
+        return pl.schedules.offload(plain, pl.Costs(host_bandwidth=4))
     return pl.schedules.build(family, pp, 2 * pp + (family not in ("dualpipe", "chimera")))
 
 
@@ -211,8 +215,8 @@ def wanted(cell: Cell) -> tuple[float, dict[str, Tensor], dict[str, float]]:
 
 
 def test_every_pair_of_values_has_a_cell() -> None:
-    assert {cell.family for cell in CELLS} == {*FAMILIES, "out of order"}
-    assert len(CELLS) < 200
+    assert {cell.family for cell in CELLS} == {*AXES[0]}
+    assert len(CELLS) < 210
     for first, second in itertools.combinations(range(4), 2):
         found = {(cell[first], cell[second]) for cell in CELLS}
         assert len(found) > 0.7 * len(AXES[first]) * len(AXES[second])
@@ -267,7 +271,11 @@ def test_activations_alive_equal_the_simulated_peaks(reports: Reports) -> None:
     for cell, ranks in reports.items():
         peaks = pl.simulate(cell.schedule, pl.Costs(1, 1, 1, 0)).peak_activations
         found = [report["peak"] for report in ranks]
-        assert found == [peaks[cell.shape.place(number).pp] for number in range(len(ranks))], cell
+        if cell.family in OFFLOADED:  # copies take other times than these
+            plain = pl.simulate(schedule_of(cell.family.partition(",")[0], cell.shape.pp)).peak_activations
+            assert all(count <= plain[cell.shape.place(number).pp] for number, count in enumerate(found)), cell
+        else:
+            assert found == [peaks[cell.shape.place(number).pp] for number in range(len(ranks))], cell
 
 
 def test_the_measured_timeline_is_of_the_schedule(reports: Reports) -> None:

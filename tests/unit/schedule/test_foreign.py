@@ -268,7 +268,6 @@ def test_durations_of_a_simulation_give_it_back(name: str, tmp_path: Path) -> No
             for cells in ("0F0", "0F0:1,0B0:x", "0F0:1,0B0:nan", "0F0:1,0B0:-1", "0F0:1,0B0:1:2", "0F0:1,:2")
         ),
         ("", "contains no actions"),
-        ("0F0:1,0B0:1,0REDUCE_GRAD:1\n", "REDUCE_GRAD takes no duration"),
         ("0B0:1,0F0:1\n", "waits for F of stage 0"),
     ],
 )

@@ -1,0 +1,252 @@
+"""Sharded parameters: where a rank gathers the parameters of its stages, frees them, and reduces their gradients.
+
+Each replica holds a share of every stage's parameters. A rank has N equal slots for whole ones, and a gather holds its slot from
+its issue. With the order of the actions known, the fewest gathers are those of paging with a known future (Belady, IBM Systems
+Journal 5, 1966): each gap between two uses of a stage either keeps a slot throughout or costs a gather.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+from pipeloom.errors import UsageError
+from pipeloom.schedule.actions import PARAMS, WEIGHT_GRADIENT, Action, Cell, kind_of
+from pipeloom.schedule.model import Schedule, of_schedule, parts
+
+StageSet = frozenset[int]  # the stages whose parameters an entry needs
+
+RESHARD, UNSHARD, REDUCE = 0, 1, 2  # the order of actions that follow the same entry
+
+
+@of_schedule
+def shard(schedule: Schedule, slots: int, for_torch: bool = False) -> Schedule:
+    """Return `schedule` with the fewest gathers of parameters for `slots` stages per rank at a time, and gradients reduced.
+
+    A gather is issued as soon as a slot is free, in the order in which parameters are needed; where the fewest gathers leave a
+    choice, at least one computation before its stage's. Gradients are reduced behind a stage's last backward. Memory: per
+    rank the parameters of `slots` stages, and its shares.
+
+    Args:
+        slots: 1 or more; 2 or more for pairs.
+        for_torch: keep parameters for W too, which torch's runtime reads there.
+
+    Raises UsageError for too few slots, and for a schedule that gathers already.
+    """
+    _require_slots(schedule, slots)
+
+    def inserted(program: Sequence[Cell]) -> Iterator[tuple[int, int, Action]]:
+        spans = _early_spans(_requests(program, for_torch), slots)
+        ends = sorted(end for _, _, end in spans)
+        last: dict[int, int] = {}
+        issued = -1
+        for number, (stage, _, end) in enumerate(spans):
+            free = ends[number - slots] if number >= slots else -1
+            issued = max(issued, free, last.get(stage, -1))
+            last[stage] = end
+            yield issued, UNSHARD, Action("UNSHARD", stage)
+            yield end, RESHARD, Action("RESHARD", stage)
+
+    return reduce_gradients(_with_inserted(schedule, inserted))
+
+
+@of_schedule
+def shard_as_torch(schedule: Schedule, slots: int) -> Schedule:
+    """Return `schedule` with the gathers of torch's pipeline runtime (`_add_unshard_reshard`), for comparison.
+
+    Before each action the next `slots` stages are gathered and all others freed; a pair may be the stage too many.
+
+    Raises UsageError as `shard` does.
+    """
+    _require_slots(schedule, slots)
+
+    def inserted(program: Sequence[Cell]) -> Iterator[tuple[int, int, Action]]:
+        present: list[int] = []
+        for at in range(len(program)):
+            coming: list[int] = []
+            for cell in program[at:]:
+                coming += [stage for action in parts(cell) if (stage := action.stage) not in coming]
+                if len(coming) >= slots:
+                    break
+            for stage in [stage for stage in present if stage not in coming]:
+                present.remove(stage)
+                yield at - 1, RESHARD, Action("RESHARD", stage)
+            for stage in [stage for stage in coming if stage not in present]:
+                present.append(stage)
+                yield at - 1, UNSHARD, Action("UNSHARD", stage)
+        for stage in present:
+            yield len(program) - 1, RESHARD, Action("RESHARD", stage)
+
+    return reduce_gradients(_with_inserted(schedule, inserted))
+
+
+@of_schedule
+def reduce_gradients(schedule: Schedule, every: int = 0) -> Schedule:
+    """Return `schedule` with the gradients of each stage reduced over the replicas behind every `every`-th weight gradient of it.
+
+    Behind the last one they are reduced in any case; 0: there alone. Memory: gradients of a stage are held from its first weight
+    gradient after a reduction to the end of the next one.
+
+    Raises UsageError for a schedule that reduces them already.
+    """
+    if "REDUCE_GRAD" in schedule.stage_actions:
+        raise UsageError(f"schedule {schedule.name} reduces gradients already: it has REDUCE_GRAD")
+
+    def inserted(program: Sequence[Cell]) -> Iterator[tuple[int, int, Action]]:
+        places: dict[int, list[int]] = defaultdict(list)
+        for at, cell in enumerate(program):
+            for action in parts(cell):
+                if WEIGHT_GRADIENT in kind_of(action.kind).makes:
+                    places[action.stage].append(at)
+        for stage, ends in places.items():
+            for at in {*ends[every - 1 :: every], ends[-1]} if every else {ends[-1]}:
+                yield at, REDUCE, Action("REDUCE_GRAD", stage)
+
+    return _with_inserted(schedule, inserted)
+
+
+def gathers(schedule: Schedule) -> tuple[int, ...]:
+    """rank -> the number of its UNSHARD."""
+    return tuple(sum(action.kind == "UNSHARD" for cell in p for action in parts(cell)) for p in schedule.programs)
+
+
+def least_gathers(schedule: Schedule, slots: int, for_torch: bool = False) -> tuple[int, ...]:
+    """rank -> a number of gathers below which no order of UNSHARD and RESHARD with `slots` slots runs its program.
+
+    Each gap between two uses of a stage that a slot bridges saves one gather. The most that `slots` can bridge is a flow of least
+    cost through the program: a unit is a slot, which bridges gaps one after the other (Arkin and Silverberg, Scheduling jobs with
+    fixed start and end times, 1987). It shares no step with `shard`.
+
+    Raises UsageError as `shard` does.
+    """
+    _require_slots(schedule, slots)
+    return tuple(_least([stages for _, stages in _requests(p, for_torch)], slots) for p in schedule.programs)
+
+
+def _require_slots(schedule: Schedule, slots: int) -> None:
+    least = 2 if schedule.has_pairs else 1
+    if slots < least:
+        words = "a pair needs the parameters of two stages" if least == 2 else "an action needs those of one stage"
+        raise UsageError(f"shard: slots is {slots}, and {words}; nearest: {least}")
+    if "UNSHARD" in schedule.stage_actions:
+        raise UsageError(f"schedule {schedule.name} gathers parameters already: it has UNSHARD")
+
+
+def _requests(program: Sequence[Cell], for_torch: bool) -> list[tuple[int, StageSet]]:
+    """Return (position, stages) of the entries that need parameters."""
+    needed = []
+    for at, cell in enumerate(program):
+        stages = frozenset(a.stage for a in parts(cell) if _needs_parameters(a.kind) or (for_torch and a.kind == "W"))
+        if stages:
+            needed.append((at, stages))
+    return needed
+
+
+def _needs_parameters(letter: str) -> bool:
+    return any(need.value == PARAMS for need in kind_of(letter).needs)
+
+
+def _early_spans(requests: Sequence[tuple[int, StageSet]], slots: int) -> list[tuple[int, int, int]]:
+    """Return `_spans`, with each stage present one entry earlier where it can be without one gather more."""
+    spans = _spans(requests, slots)
+    for at in range(1, len(requests)):
+        (before, held), (position, stages) = requests[at - 1 : at + 1]
+        late = {stage for stage, first, _ in spans if first == position} & stages
+        if late and len(held | late) <= slots:
+            earlier = [*requests[: at - 1], (before, held | late), *requests[at:]]
+            tried = _spans(earlier, slots)
+            if len(tried) == len(spans):
+                spans, requests = tried, earlier
+    return spans
+
+
+def _spans(requests: Sequence[tuple[int, StageSet]], slots: int) -> list[tuple[int, int, int]]:
+    """Return (stage, position of its first use, of its last use) of each time that a stage is present, in order of first uses.
+
+    Where all slots are taken, the stage whose next use is farthest gives way; of those without one, the longest unused.
+    """
+    uses: dict[int, list[int]] = defaultdict(list)
+    for at, stages in reversed(requests):
+        for stage in stages:
+            uses[stage].append(at)
+    present: dict[int, list[int]] = {}  # stage -> its first and last use, oldest first
+    spans: list[tuple[int, int, int]] = []
+    for at, stages in requests:
+        for stage in sorted(stages):
+            uses[stage].pop()
+            if stage not in present and len(present) == slots:
+                victim = max(
+                    present.keys() - stages, key=lambda s: (uses[s][-1] if uses[s] else float("inf"), -present[s][1])
+                )
+                spans.append((victim, present[victim][0], present.pop(victim)[1]))
+            present.setdefault(stage, [at, at])[1] = at
+    spans += [(stage, first, last) for stage, (first, last) in present.items()]
+    return sorted(spans, key=lambda span: span[1])
+
+
+def _with_inserted(
+    schedule: Schedule, inserted: Callable[[Sequence[Cell]], Iterator[tuple[int, int, Action]]]
+) -> Schedule:
+    """Return `schedule` with actions behind the entries of each program: (position, -1: at the start; order; action)."""
+    programs = []
+    for program in schedule.programs:
+        behind: dict[int, list[tuple[int, Action]]] = defaultdict(list)
+        for at, order, action in inserted(program):
+            behind[at].append((order, action))
+        cells: list[Cell] = []
+        for at in range(-1, len(program)):
+            cells += [program[at]] if at >= 0 else []
+            cells += [action for _, action in sorted(behind[at], key=lambda item: item[0])]
+        programs.append(cells)
+    return schedule.with_programs(programs)
+
+
+def _least(requests: Sequence[StageSet], slots: int) -> int:
+    """Return the number of uses less those that directly follow another, less the most gaps that slots can bridge."""
+    least, last = 0, dict[int, int]()
+    arcs: list[list[int]] = []  # tail, head, capacity, cost; an arc and its reverse are neighbours
+    out: list[list[int]] = [[] for _ in range(len(requests) + 1)]
+
+    def arc(tail: int, head: int, capacity: int, cost: int) -> None:
+        for row in ([tail, head, capacity, cost], [head, tail, 0, -cost]):
+            out[row[0]].append(len(arcs))
+            arcs.append(row)
+
+    for at, stages in enumerate(requests):
+        arc(at, at + 1, slots, 0)
+        if len(stages) > 1:
+            arc(at, at + 1, len(stages) - 1, -len(requests) * slots)  # held by the entry itself, whatever else is
+        for stage in stages:
+            before = last.get(stage)
+            if before is None or before + 1 < at:
+                least += 1
+            if before is not None and before + 1 < at:
+                arc(before + 1, at, 1, -1)
+            last[stage] = at
+    for _ in range(slots - 1):
+        least += _augmented(arcs, out, len(requests) * slots)
+    return least
+
+
+def _augmented(arcs: list[list[int]], out: list[list[int]], large: int) -> int:
+    """Send one unit more on the cheapest way from the first node to the last; return its cost without those of `large`."""
+    best, by, queue = [0] + [10**9] * (len(out) - 1), [-1] * len(out), [0]
+    queued = {0}
+    for node in queue:  # Bellman and Ford's, as a queue that grows
+        queued.discard(node)
+        for number in out[node]:
+            _, head, capacity, cost = arcs[number]
+            if capacity and best[node] + cost < best[head]:
+                best[head], by[head] = best[node] + cost, number
+                if head not in queued:
+                    queued.add(head)
+                    queue.append(head)
+    node, total = len(out) - 1, 0
+    while node:
+        number = by[node]
+        arcs[number][2] -= 1
+        arcs[number ^ 1][2] += 1
+        cost = arcs[number][3]
+        total += cost if abs(cost) < large else 0
+        node = arcs[number][0]
+    return total

@@ -1,0 +1,143 @@
+"""O and L, executed: bitwise the gradients of the schedule without them, and saved storages in host memory meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipeloom as pl
+from models import WIDTH, Block, batch, mse
+from pipeloom.errors import UsageError
+from pipeloom.ops.live_bytes import LiveBytes
+from pipeloom.runtime import LocalPipeline
+from pipeloom.runtime.offload import HostBuffers, SavedTensors
+from pipeloom.schedule import Costs, Schedule, simulate
+from pipeloom.schedule.transforms import recompute
+from segmented import Experts
+
+S = pl.schedules
+CPU = torch.device("cpu")
+FAST = Costs(host_bandwidth=10)
+SCHEDULES = [S.one_f_one_b(2, 4), S.zb_h1(2, 4), S.zbv(2, 4), S.dualpipev(2, 4), S.gpipe(1, 3)]
+
+
+def result(schedule: Schedule, modules: list[nn.Module]) -> tuple[list[Any], LocalPipeline]:
+    """Losses and gradients of two steps without an optimizer, every micro-batch with other data."""
+    pipeline = LocalPipeline(modules, schedule, loss=mse)
+    losses = [pipeline.step(*batch(2 * schedule.microbatches + 1, seed)) for seed in range(2)]
+    return [*losses, *(parameter.grad for module in modules for parameter in module.parameters())], pipeline
+
+
+@pytest.mark.parametrize("kind", [Block, lambda seed: Experts(seed, 3, None)], ids=["plain", "segments"])
+@pytest.mark.parametrize("plain", SCHEDULES, ids=lambda schedule: schedule.name)
+def test_every_bit_is_that_of_the_schedule_without_copies(plain: Schedule, kind: Any) -> None:
+    want, _ = result(plain, [kind(seed) for seed in range(4)])
+    schedule = S.offload(plain, FAST)
+    got, pipeline = result(schedule, [kind(seed) for seed in range(4)])
+    assert len(got) == len(want)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    peaks = simulate(plain).peak_activations
+    assert all(stats.peak_activations <= peak for stats, peak in zip(pipeline.stats, peaks, strict=True))
+
+
+def test_with_recomputation_it_equals_one_process() -> None:
+    """What R saves travels as what F does, also of layers that are recomputed one by one within."""
+    schedule = recompute(S.gpipe(1, 2), whole=True)
+    cells = [*map(str, schedule.programs[0])]
+    assert cells == ["0F0", "0F1", "0R0", "0B0", "0R1", "0B1"]
+    cells = ["0F0", "0F1", "0R0", "0O0", "0L0", "0B0", "0R1", "0O1", "0L1", "0B1"]
+    pl.verify([Block(seed) for seed in range(4)], schedule.with_programs([cells]), *batch(5), loss=mse)
+
+
+class Wide(nn.Module):
+    """Saves many times the bytes of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16 * WIDTH), nn.Linear(16 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)).square())
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBytes]:
+    """Bytes of torch's allocator, also of tensors that threads make."""
+    count, run = LiveBytes(), threading.Thread.run
+
+    def counted(thread: threading.Thread) -> None:
+        with count:
+            run(thread)
+
+    monkeypatch.setattr(threading.Thread, "run", counted)
+    return count
+
+
+def held(schedule: Schedule, live: LiveBytes) -> int:
+    pipeline = LocalPipeline([Wide() for _ in range(4)], schedule, loss=mse)
+    pipeline.step(*batch(64))
+    inputs, targets = batch(64)
+    live.now = live.peak = 0
+    with live:
+        pipeline.step(inputs, targets)
+    assert live.now < live.peak / 100  # nothing stays behind
+    return live.peak
+
+
+def test_no_more_micro_batches_are_held_than_there_are_slots(live: LiveBytes) -> None:
+    """8 micro-batches, all forwards first; with two slots the one in work and the one that is copied."""
+    plain = S.gpipe(1, 8)
+    schedule = S.offload(plain, FAST).with_slots({"saved": 2})
+    assert held(schedule, live) < 0.35 * held(plain, live)
+
+
+def test_a_storage_travels_whole_and_once_and_what_is_held_does_not(live: LiveBytes) -> None:
+    x, weight = torch.randn(1000, requires_grad=True), torch.randn(1000, requires_grad=True)
+
+    def loss() -> Tensor:
+        y = x * 2.0
+        first, second = y[:500], y.view(2, 500)[1]
+        return (first * weight[:500] * second).sum() + (y.exp() * x).sum()
+
+    loss().backward()
+    want = [x.grad, weight.grad]
+    x.grad = weight.grad = None
+    with live:
+        saved = SavedTensors([weight, x], CPU, HostBuffers(CPU))
+        with saved.saving():
+            result = loss()
+        before = live.now
+        saved.to_host(None)
+        assert before - live.now == pytest.approx(2 * 4000 + 2000, abs=100)  # y with its views, exp(y), and a product
+        saved.to_device(None)
+        assert before == pytest.approx(live.now, abs=100)
+        result.backward()
+    assert all(torch.equal(a, b) for a, b in zip([x.grad, weight.grad], want, strict=True))  # type: ignore[arg-type]
+
+
+def test_a_saved_tensor_that_is_changed_in_place_is_refused() -> None:
+    saved = SavedTensors([], CPU, HostBuffers(CPU))
+    x = torch.randn(8, requires_grad=True)
+    with saved.saving():
+        y = x.exp()
+    y.detach().mul_(2)
+    with pytest.raises(UsageError, match="was changed in place after the forward that saved it"):
+        saved.to_host(None)
+
+
+def test_buffers_are_used_again_and_never_more_than_at_once() -> None:
+    buffers = HostBuffers(CPU)
+    first, second = buffers.take(100), buffers.take(100)
+    buffers.give_back(first)
+    assert buffers.take(100) is first
+    buffers.give_back(first)
+    buffers.give_back(second)
+    third = buffers.take(150)
+    assert third.nbytes == 150
+    buffers.give_back(third)  # 350 bytes, 200 of which were in use at once
+    assert {id(buffers.take(100)), id(buffers.take(100))} != {id(first), id(second)}

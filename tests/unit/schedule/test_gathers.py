@@ -1,0 +1,167 @@
+"""Parameters gathered and freed, gradients reduced: what `check` says, when they run, their bytes, and the fewest gathers."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+import pipeloom as pl
+from pipeloom.errors import PipeloomError, UsageError
+from pipeloom.schedule import Costs, Schedule, check, simulate
+from pipeloom.schedule.csv_form import from_csv, to_csv
+from pipeloom.schedule.families import FAMILIES, build
+from pipeloom.schedule.sharding import gathers, least_gathers, reduce_gradients, shard, shard_as_torch
+from pipeloom.schedule.transforms import forward_only
+
+
+def one_stage(*cells: str, microbatches: int = 1) -> Schedule:
+    return Schedule.of([cells], placement=[0], microbatches=microbatches)
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        (
+            "0F0 0UNSHARD 0B0 0RESHARD",
+            "action 0: 0F0 needs the params of stage 0, which is not there; 0UNSHARD makes it",
+        ),
+        (
+            "0UNSHARD 0UNSHARD 0F0 0B0 0RESHARD",
+            "action 1: 0UNSHARD makes what is params a second time; 0UNSHARD has",
+        ),
+        ("0UNSHARD 0F0 0B0", "rank 0: nothing frees the params of stage 0, which 0UNSHARD leaves"),
+        ("0F0 0B0 0RESHARD", "the step ends without the params of stage 0"),
+        ("0F0 0REDUCE_GRAD 0B0", "action 1: 0REDUCE_GRAD needs the grads of stage 0"),
+        ("0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD", "action 3: 0REDUCE_GRAD needs the grads"),
+        ("0F0 0F1 0B0 0REDUCE_GRAD 0B1", "nothing frees the grads of stage 0, which 0B1 leaves"),
+        ("0UNSHARD 0F0 0RESHARD 0I0 0W0", "action 3: 0I0 needs the params"),
+        ("0UNSHARD 0F0 0I0 0RESHARD 0W0 0REDUCE_GRAD", None),
+        ("0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0RESHARD", None),
+        ("0F0 0F1 0B0 0REDUCE_GRAD 0B1 0REDUCE_GRAD", None),
+    ],
+)
+def test_check_sweeps_over_values_of_stages(cells: str, reason: str | None) -> None:
+    schedule = one_stage(*cells.split(), microbatches=1 + ("0F1" in cells))
+    assert to_csv(from_csv(to_csv(schedule))) == cells.replace(" ", ",") + "\n"
+    if reason is None:
+        check(schedule)
+    else:
+        with pytest.raises(pl.ScheduleError, match=reason):
+            check(schedule)
+
+
+def test_a_gather_on_the_wrong_rank_is_refused() -> None:
+    schedule = Schedule.of([["1UNSHARD", "0F0", "0B0"], ["1F0", "1B0"]], placement=[0, 1], microbatches=1)
+    with pytest.raises(pl.ScheduleError, match="1UNSHARD is on the wrong rank; stage 1 is placed on rank 1"):
+        check(schedule)
+
+
+def test_times_and_bytes() -> None:
+    """A gather runs beside the computation before it, a reduction behind the gradients that it takes, and W beside that."""
+    cells = "0UNSHARD 0F0 0RESHARD 0UNSHARD 0F1 0B0 0REDUCE_GRAD 0B1 0RESHARD 0REDUCE_GRAD"
+    size = {"params": 8.0, "shard": 4.0, "grads": 16.0, "grad_shard": 8.0}
+    costs = Costs(bytes=size, collective_bandwidth=8.0, microbatch=(1.0, 2.0))
+    timeline = simulate(one_stage(*cells.split(), microbatches=2), costs)
+    assert timeline.starts == ((0, 1, 2, 2, 3, 5, 7, 7, 11, 11),)
+    assert timeline.ends == ((1, 2, 2, 3, 5, 7, 9, 11, 11, 13),)
+    assert timeline.busy == (9,)
+    levels = dict(timeline.bytes_curves["device"][0])  # the last level at each time
+    assert levels == {0: 20, 1: 20, 2: 20, 3: 20, 5: 36, 7: 52, 9: 36, 11: 28, 13: 12}
+    assert timeline.peak_bytes["device"] == (52,)
+
+
+def test_costs_given_in_time() -> None:
+    timeline = simulate(one_stage("0UNSHARD", "0F0", "0B0", "0RESHARD", "0REDUCE_GRAD"), Costs(gather=0.5, reduce=0.25))
+    assert timeline.makespan == 3.75
+
+
+SIZES = [(p, m, v, slots) for p, m in ((2, 4), (4, 8)) for v in (1, 2, 3) for slots in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fewest_gathers_of_every_family(name: str) -> None:
+    """As few as the bound by flow on every rank, within the slots, and at most those of torch's rule."""
+    tried = 0
+    for p, m, v, slots in SIZES:
+        try:
+            schedule = build(name, p, m, v)
+            torch_rule = shard_as_torch(schedule, slots)
+        except PipeloomError:
+            continue
+        tried += 1
+        for for_torch in (False, True):
+            sharded = shard(schedule, slots, for_torch)
+            check(sharded)
+            assert gathers(sharded) == least_gathers(schedule, slots, for_torch)
+            assert all(a <= b for a, b in zip(gathers(sharded), gathers(torch_rule), strict=True)) or schedule.has_pairs
+            for program in sharded.programs:
+                present = [str(cell).count("UNSHARD") - str(cell).count("RESHARD") for cell in program]
+                assert max(sum(present[: at + 1]) for at in range(len(present))) <= slots
+    assert tried
+
+
+@pytest.mark.parametrize(
+    ("name", "slots", "figures"),
+    [
+        ("interleaved", 2, (18, 18, 20)),
+        ("interleaved", 3, (11, 11, 15)),
+        ("interleaved-zb", 2, (18, 81, 150)),
+        ("interleaved-zb", 3, (11, 12, 17)),
+    ],
+)
+def test_gathers_of_a_large_schedule(name: str, slots: int, figures: tuple[int, ...]) -> None:
+    schedule = build(name, 8, 32, 4)
+    variants = shard(schedule, slots), shard(schedule, slots, for_torch=True), shard_as_torch(schedule, slots)
+    assert tuple(max(gathers(each)) for each in variants) == figures
+    if slots > 2:
+        costs = Costs(gather=0.5, reduce=0.5)
+        assert simulate(variants[0], costs).makespan <= simulate(variants[2], costs).makespan
+
+
+def exhausted(word: list[frozenset[int]], slots: int) -> int:
+    """Return the fewest gathers for the stages of a short word, by trying every set of stages before each entry."""
+    stages = sorted(frozenset().union(*word))
+    best = {frozenset[int](): 0}
+    for needed in word:
+        sets = [
+            frozenset(c) for n in range(len(needed), slots + 1) for c in combinations(stages, n) if needed <= set(c)
+        ]
+        best = {there: min(cost + len(there - before) for before, cost in best.items()) for there in sets}
+    return min(best.values())
+
+
+@pytest.mark.parametrize("word", ["0102", "012012", "0120210312", "01230123", "001122001", "0213021302"])
+def test_the_bound_is_that_of_exhaustion(word: str) -> None:
+    m = len(word)
+    cells = [f"{stage}F{at}" for at, stage in enumerate(word)]
+    schedule = Schedule.of([cells], placement=[0] * 4, microbatches=m)
+    for slots in (1, 2, 3):
+        least = exhausted([frozenset((int(stage),)) for stage in word], slots)
+        assert least_gathers(schedule, slots) == (least,)
+        assert gathers(shard(schedule, slots)) == (least,)
+
+
+@pytest.mark.parametrize("slots", [0, 1])
+def test_too_few_slots(slots: int) -> None:
+    with pytest.raises(UsageError, match=f"slots is {slots}, and a pair needs .* nearest: 2"):
+        shard(build("dualpipev", 2, 4), slots)
+
+
+def test_a_second_time() -> None:
+    schedule = shard(build("1f1b", 2, 2), 1)
+    with pytest.raises(UsageError, match="gathers parameters already"):
+        shard(schedule, 1)
+    with pytest.raises(UsageError, match="reduces gradients already"):
+        reduce_gradients(schedule)
+
+
+def test_reductions_behind_every_second_backward() -> None:
+    assert to_csv(reduce_gradients(one_stage("0F0", "0F1", "0B0", "0F2", "0B1", "0B2", microbatches=3), 2)) == (
+        "0F0,0F1,0B0,0F2,0B1,0REDUCE_GRAD,0B2,0REDUCE_GRAD\n"
+    )
+
+
+def test_forwards_alone_keep_their_gathers() -> None:
+    forwards = forward_only(shard(build("interleaved", 2, 4, 2), 1), 2)
+    assert to_csv(forwards).split("\n")[0] == "0UNSHARD,0F0,0F1,0RESHARD,2UNSHARD,2F0,2F1,2RESHARD"
