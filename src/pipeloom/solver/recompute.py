@@ -179,7 +179,7 @@ def recomputed_for(
     chosen_steps: dict[int, int] = {}
 
     def size(node: int, held: bool) -> float:
-        """What the recomputation of F `node` frees from F to its backward, or holds while that runs."""
+        """Memory that the recomputation of F `node` frees from F to its backward, or holds while that runs."""
         if node not in chosen_steps:
             return 0.0
         choice = choices[node // m][chosen_steps[node]]
