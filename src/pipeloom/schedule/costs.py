@@ -173,12 +173,12 @@ class Costs:
         amounts = dict(self.bytes)
         if "layer" not in amounts or SAVED not in amounts:
             return (1.0,) * stages
-        layer, saved, kept = (
+        layer, saved, inputs = (
             self._spread(f"bytes[{name!r}]", amounts.get(name, 0.0), stages) for name in ("layer", SAVED, KEPT)
         )
         return tuple(
             min(1.0, one / (most + rest)) if most + rest else 1.0
-            for one, most, rest in zip(layer, saved, kept, strict=True)
+            for one, most, rest in zip(layer, saved, inputs, strict=True)
         )
 
     def _spread(self, name: str, value: Any, stages: int) -> tuple[float, ...]:

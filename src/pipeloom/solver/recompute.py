@@ -36,11 +36,11 @@ Choices = tuple[
 def choices_of(costs: Costs, stages: int) -> list[Choices]:
     """Return the ways to recompute: a whole stage, alone or behind its parts, in an action or in blocks with the backwards."""
     spread = StageCosts.of(costs, stages)
-    activation, kept = costs.per_stage("activation", stages), costs.per_stage("kept", stages)
+    activation, inputs = costs.per_stage("activation", stages), costs.per_stage("kept", stages)
     amounts = dict(costs.bytes)
     names = sorted(name for name in amounts if name.startswith(f"{SAVED}:"))
     layer = [share * size for share, size in zip(costs.layer_share(stages), activation, strict=True)]
-    saved = [(1 - share) * size for share, size in zip(kept, activation, strict=True)]
+    saved = [(1 - share) * size for share, size in zip(inputs, activation, strict=True)]
     parts: list[tuple[Recomputation, ...]] = []
     for group in [*([name] for name in names), *([names] if len(names) > 1 else [])]:
         letters = tuple(f"R:{name.partition(':')[2]}" for name in group)
@@ -65,9 +65,9 @@ def choices_of(costs: Costs, stages: int) -> list[Choices]:
 def bound_with_recomputation(instance: Instance) -> float:
     """Return a lower bound on schedules that may recompute: every micro-batch holds only what R needs, and R takes no time."""
     costs, stages = instance.costs, instance.stages
-    activation, kept, held = (costs.per_stage(name, stages) for name in ("activation", "kept", "held"))
-    pending = tuple(min(1.0, late / share) if share else 1.0 for late, share in zip(held, kept, strict=True))
-    least = replace(costs, activation=tuple(a * k for a, k in zip(activation, kept, strict=True)), held=pending)
+    activation, inputs, held = (costs.per_stage(name, stages) for name in ("activation", "kept", "held"))
+    pending = tuple(min(1.0, late / share) if share else 1.0 for late, share in zip(held, inputs, strict=True))
+    least = replace(costs, activation=tuple(a * k for a, k in zip(activation, inputs, strict=True)), held=pending)
     sizes = instance.placement, instance.microbatches
     return max(
         work_bound(*sizes, costs, instance.objective),
