@@ -325,7 +325,7 @@ def volumes_of(config: str, sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
     `config` cannot be read.
     """
     from pipeloom.config import load, load_layout
-    from pipeloom.config.volume import linear_layers, volumes
+    from pipeloom.config.volume import volumes
 
     config_of_file = load(config)
     count = sizes.ranks if sizes.ranks is not None else max(config_of_file.parallel.pp, config_of_file.parallel.tp, 2)
@@ -333,7 +333,6 @@ def volumes_of(config: str, sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
     alone = {"parallel.pp": 1, "parallel.tp": count, "schedule.name": "gpipe"}
     layouts: list[dict[str, Any]] = []
     refused: list[dict[str, Any]] = []
-    linear: list[dict[str, Any]] = []
     for label, axes in (
         (
             f"pipeline, {config_of_file.schedule.name}",
@@ -349,10 +348,9 @@ def volumes_of(config: str, sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
         else:
             sent = [asdict(each) for each in volumes(layout)]
             layouts.append({"label": label, "workers": layout.world_size, "volumes": sent})
-            linear = linear_layers(layout) or linear
     if not layouts:
         raise ConfigError([f"{row['label']}: {row['reason']}" for row in refused])
-    return {"layouts": layouts, "refused": refused, "linear_layers": linear}
+    return {"layouts": layouts, "refused": refused}
 
 
 def volume_table(rows: dict[str, list[dict[str, Any]]]) -> str:
@@ -373,11 +371,6 @@ def volume_table(rows: dict[str, list[dict[str, Any]]]) -> str:
             *aligned(lines),
             "",
             "bytes that all workers send in a step, and the number of messages or collective operations",
-            *(
-                f"one tensor-parallel linear layer between whole activations, {each['inputs']} to {each['outputs']}: "
-                f"{size_words(each['gathered_column'])} as columns with gathered output, {size_words(each['row'])} as rows"
-                for each in rows["linear_layers"]
-            ),
             *(f"skipped: {row['label']}: {row['reason']}" for row in rows["refused"]),
         ]
     )

@@ -279,6 +279,22 @@ def _recomputed_blocks_exist(config: Config) -> Iterator[Problem]:
         yield "train.recompute", f"there is no block {wrong[0]}; the model has {blocks} (0..{blocks - 1})"
 
 
+@_reads("train.compile", "parallel.tp", "model.num_experts", "model.source")
+def _compiled_blocks_run_whole(config: Config) -> Iterator[Problem]:
+    if config.train.compile == "none":
+        return
+    if config.parallel.tp > 1:
+        yield (
+            "train.compile",
+            f"blocks that parallel.tp = {config.parallel.tp} divides exchange inside; set parallel.tp = 1",
+        )
+    if config.model.num_experts and not config.model.source:
+        yield (
+            "train.compile",
+            'a block with experts runs in segments, which are not compiled; set train.compile = "none"',
+        )
+
+
 @_reads("schedule.overlap_p2p", "schedule.receive_depth", "schedule.transport")
 def _transport_posts_receives(config: Config) -> Iterator[Problem]:
     schedule = config.schedule

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from pipeloom.errors import UsageError
 from pipeloom.plan.layout import PlannedLayout, problems
 from pipeloom.plan.memory import RankMemory
 from pipeloom.plan.predict import LayoutCosts, Planner
-from pipeloom.plan.search import RECOMPUTED, LayoutPlan, PlanRequest, search
+from pipeloom.plan.search import LayoutPlan, PlanRequest, search
 
 GIB = 2**30
 _CAUSES = {
@@ -66,7 +66,7 @@ def memory_rows(ranks: tuple[RankMemory, ...]) -> list[list[str]]:
     return rows
 
 
-def _steps(layout: PlannedLayout) -> Iterator[tuple[str, PlannedLayout]]:
+def _steps(layout: PlannedLayout, recomputable: Sequence[str]) -> Iterator[tuple[str, PlannedLayout]]:
     """(what changes, the layout) of every layout one step away that keeps devices and sequences."""
     for grown in ("tp", "pp", "cp", "dp"):
         for shrunk in ("tp", "pp", "cp", "dp"):
@@ -92,7 +92,7 @@ def _steps(layout: PlannedLayout) -> Iterator[tuple[str, PlannedLayout]]:
             f"micro_batch {2 * layout.micro_batch}",
             replace(layout, micro_batch=2 * layout.micro_batch, m=layout.m // 2),
         )
-    for recompute in RECOMPUTED:
+    for recompute in recomputable:
         if recompute != layout.recompute:
             yield f"recompute {recompute}", replace(layout, recompute=recompute)
 
@@ -100,7 +100,7 @@ def _steps(layout: PlannedLayout) -> Iterator[tuple[str, PlannedLayout]]:
 def neighbours(planner: Planner, best: LayoutCosts, request: PlanRequest) -> list[Neighbour]:
     """Every layout one step from the best one, with the reason why it is not the best."""
     neighbouring = []
-    for change, layout in _steps(best.layout):
+    for change, layout in _steps(best.layout, request.recompute):
         if problems(planner.shape, layout) or (layout.cp > 1 and best.layout.cp == 1 and not request.context_parallel):
             continue
         try:

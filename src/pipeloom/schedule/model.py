@@ -443,13 +443,27 @@ def with_parts(schedule: Schedule, action: Action, values: tuple[str, ...]) -> t
 
 
 def _encoded(programs: Sequence[Iterable[Cell | str | int]], stages: int, microbatches: int) -> tuple[Program, ...]:
+    single = len(kinds()) * stages * microbatches
     return tuple(
-        tuple([c if isinstance(c, int) else _encode(c, stages, microbatches, rank, at) for at, c in enumerate(program)])
+        tuple(
+            [
+                c if isinstance(c, int) and 0 <= c < single else _encode(c, stages, microbatches, rank, at)
+                for at, c in enumerate(program)
+            ]
+        )
         for rank, program in enumerate(programs)
     )
 
 
-def _encode(cell: Cell | str, stages: int, microbatches: int, rank: int, at: int) -> int:
+def _encode(cell: Cell | str | int, stages: int, microbatches: int, rank: int, at: int) -> int:
+    if isinstance(cell, int):  # a pair, or nothing
+        stride = stages * microbatches
+        forward, backward = divmod(cell, MOST_KINDS * stride)
+        if not 0 < forward <= stride or all(
+            number != backward // stride for number, kind in enumerate(kinds()) if INPUT_GRADIENT in kind.produces
+        ):
+            raise ScheduleError(f"rank {rank}, action {at}: the code {cell} stands for no action")
+        return cell
     try:
         value = parse_cell(cell) if isinstance(cell, str) else cell
     except ScheduleError as error:

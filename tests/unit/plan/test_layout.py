@@ -208,6 +208,9 @@ def test_neighbours_say_why_they_lost():
     assert all("does not fit" in each.reason or "slower" in each.reason or "fast" in each.reason for each in found)
     better = [each for each in found if "faster, and was not searched" in each.reason]
     assert not better
+    assert "full" in {each.layout.recompute for each in found}
+    fewer = neighbours(planner(), plan.best, replace(asked, recompute=("none",)))
+    assert {each.layout.recompute for each in fewer} == {"none", plan.best.layout.recompute}
 
 
 def test_a_reason_names_the_rank_and_the_missing_memory():

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
 
 from pipeloom.config import Layout
 from pipeloom.config.standing_bytes import element_bytes, spans, stage_parameters
 from pipeloom.config.volume import boundary_bytes
+from pipeloom.ops.live_bytes import LiveBytes
+from pipeloom.runtime import Pipeline
 from pipeloom.runtime.layer_bytes import LayerBytes, most_message_bytes, stage_bytes
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.program import lower
 from pipeloom.schedule import Costs, simulate
+from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.costs import DEVICE
+from pipeloom.train.collect import gather
+from pipeloom.train.observers import StepEnd, StepObserver
+from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.report.layer_bytes import layer_bytes
+from pipeloom.train.report.tables import MOST_ROWS
+
+if TYPE_CHECKING:
+    from pipeloom.train.report.report import Report
 
 
 @dataclass(frozen=True)
@@ -89,3 +102,63 @@ def predicted(layout: Layout, device: str = "") -> tuple[Costs, list[RankBytes]]
     """Return `predicted_costs` and `predicted_ranks` from one layer of each kind. Raises as `layer_bytes`."""
     costs = predicted_costs(layout, layer_bytes(layout), device)
     return costs, predicted_ranks(layout, costs)
+
+
+class BytesCheck:
+    """Compares the predicted peak of each rank with that of the second step of a run, before which all buffers exist.
+
+    On a CPU the tensors that the step makes are counted, which takes some microseconds for each operation of that one step.
+    """
+
+    def __init__(self, layout: Layout, pipeline: Pipeline, optimizer: Optimizer, report: Report | None) -> None:
+        self._layout, self._pipeline, self._optimizer, self._report = layout, pipeline, optimizer, report
+        self._steps = 0
+        self._live: LiveBytes | None = None
+
+    @property
+    def row(self) -> StepObserver:
+        return StepObserver("bytes at the peak", self._before_step, self._after_step)
+
+    def _before_step(self, step: int) -> None:
+        self._steps += 1
+        if self._steps != 2:
+            return
+        device = self._pipeline.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            return
+        parameters = list(self._pipeline.parameters())
+        summed = self._pipeline.sync is not None  # into buffers that stay
+        gradients = sum(
+            p.numel() * max(4, p.itemsize) if summed else 0 if p.grad is None else p.grad.nbytes for p in parameters
+        )
+        buffers = self._pipeline.stats.receive_buffers * max(boundary_bytes(self._layout))
+        self._standing = sum(p.nbytes for p in parameters) + gradients + self._optimizer.state_bytes + buffers
+        self._live = LiveBytes()
+        self._live.__enter__()
+
+    def _after_step(self, end: StepEnd) -> None:
+        if self._steps != 2:
+            return
+        if self._live is not None:
+            self._live.__exit__(None, None, None)
+            peak = self._standing + self._live.peak
+        else:
+            peak = torch.cuda.max_memory_allocated(self._pipeline.device)
+        measured = [row[0] for row in gather(self._pipeline, [float(peak)])]
+        if self._report is None:
+            return
+        mesh, ranks = self._layout.mesh, []
+        if mesh.tp * mesh.cp * mesh.ep == 1:  # the prediction is of undivided layers
+            try:
+                with torch.random.fork_rng([]):
+                    ranks = predicted(self._layout, self._pipeline.device.type)[1]
+            except Exception as error:  # such as a user's class that needs more than shapes: it must not end a run
+                self._report.say(f"bytes at the peak: not predicted: {error}")
+        expected = [ranks[mesh.place(at).pp].total for at in range(mesh.world)] if ranks else []
+        rows = [
+            f"rank {at} {size_words(size)}" + (f" (predicted {size_words(expected[at])})" if expected else "")
+            for at, size in enumerate(measured[:MOST_ROWS])
+        ]
+        self._report.say("bytes at the peak: " + ", ".join(rows))
+        self._report.record("bytes", measured=measured, predicted=expected)
