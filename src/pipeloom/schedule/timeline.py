@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
+from math import ceil
 from operator import mul
 from statistics import fmean
 from typing import Any, Literal, NamedTuple, get_args
@@ -269,7 +270,7 @@ class Timeline:
         change, passing = _changes(schedule, Costs(), {SAVED: one, PENDING: one})
         if schedule.has_queues:
             curves = [self._curve(rank, change, passing) for rank in range(schedule.ranks)]
-            return tuple(int(max((level for _, level in curve), default=0)) for curve in curves)
+            return tuple(ceil(max((level for _, level in curve), default=0) - 1e-9) for curve in curves)
         peaks = []
         for rank in range(schedule.ranks):
             codes = schedule.action_codes(rank)
@@ -434,7 +435,8 @@ class Timeline:
                 arrival = end + hop if self.overlap_p2p else end  # else the hop starts when the wait ends
                 candidates.append((arrival, source != rank, (source, position)))
         for other in self._entry_waits.get((rank, at), ()):
-            moment = (self.starts if other.start else self.ends)[other.rank][other.at]
+            start, end = self.starts[other.rank][other.at], self.ends[other.rank][other.at]
+            moment = start + other.share * (end - start)
             candidates.append((moment, other.rank != rank, (other.rank, other.at)))
         before = self._before[rank][at]
         if before is not None:
@@ -514,7 +516,7 @@ class Timeline:
                 copied = [
                     self.ends[rank][other.at]
                     for other in self._entry_waits.get((rank, at), ())
-                    if other.rank == rank and not other.start
+                    if other.rank == rank and other.share and not other.late
                 ]
                 if copied and max(copied) > max(clock, latest[0] if latest is not None else clock):
                     cuts = _for_memory(cuts, clock if latest is None else latest[0])
