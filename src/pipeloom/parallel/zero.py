@@ -23,17 +23,23 @@ from pipeloom.parallel.mesh import Axis, group_of_members
 class ShardedParameters(FlatParameters):
     """The parameters of one bucket, whole only while they are gathered.
 
+    A step gathers them into `flat`. Between steps they are gathered into memory of their own, which whoever reads it may keep
+    (a checkpoint that is being written).
+
     Attributes:
         share: this replica's elements, in the parameters' dtype.
-        present: whether `flat` holds the whole.
     """
 
     def __init__(self, bucket: Bucket, axis: Axis) -> None:
         super().__init__(bucket, sharded=True)
         self.share = self.flat[self.mine].clone()
-        self.present = True
         self._axis = axis
-        self._changed = True
+        self._whole: Tensor | None = self.flat  # between steps
+        self._changed = True  # the whole, by something other than an optimizer
+        self.flat = torch.empty_like(self.flat)
+        self._views = [(slot.held.parameter, view) for slot, view in bucket.views(self.flat)]
+        self._gathered = True
+        self._free()
 
     @property
     def stays(self) -> bool:
@@ -46,33 +52,50 @@ class ShardedParameters(FlatParameters):
     def values(self, section: slice) -> Tensor:
         return self.share[section.start - self.mine.start : section.stop - self.mine.start]
 
-    @torch.no_grad()
     def gather(self) -> None:
-        """Gather the whole from the shares of all replicas; collective over the bucket's axis."""
-        if self.present:
-            return
+        """Gather the whole for a step from the shares of all replicas; collective over the bucket's axis."""
+        self.release()
         self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.itemsize)
-        self.flat[self.mine].copy_(self.share)
-        pending = start_gather_slices(self.flat, self._axis)
-        pending.work.wait()
-        self.present = True
+        self._gathered = True
+        self._gather_into(self.flat)
+
+    @torch.no_grad()
+    def gather_between(self) -> None:
+        """Gather the whole between steps, unless it is there; collective as `gather`."""
+        if self._whole is None:
+            self._whole = torch.empty(self.flat.shape, dtype=self.flat.dtype, device=self.flat.device)
+            self._gather_into(self._whole)
+            for slot, view in self.bucket.views(self._whole):
+                slot.held.parameter.data = view
+
+    @torch.no_grad()
+    def _gather_into(self, flat: Tensor) -> None:
+        flat[self.mine].copy_(self.share)
+        start_gather_slices(flat, self._axis).work.wait()
 
     def note_change(self) -> None:
         """Note that the whole was written to, not by the optimizer: its values go to the share."""
-        self._changed = self._changed or self.present
+        self._changed = self._whole is not None
 
     @torch.no_grad()
     def read(self) -> None:
-        if self._changed and self.present:
-            self.share.copy_(self.flat[self.mine])
+        if self._changed and self._whole is not None:
+            self.share.copy_(self._whole[self.mine])
         self._changed = False
 
     def release(self) -> None:
         """Free the whole."""
         self.read()
-        if self.present:
+        if self._whole is not None:
+            self._whole = None
+            for parameter, view in self._views:
+                parameter.data = view
+        self._free()
+
+    def _free(self) -> None:
+        if self._gathered:
             self.flat.untyped_storage().resize_(0)
-            self.present = False
+            self._gathered = False
 
 
 class StageShards:
@@ -136,7 +159,7 @@ class StageShards:
     def gather_all(self) -> None:
         """Gather the parameters of all stages, between steps."""
         for flat in self.parameters.values():
-            flat.gather()
+            flat.gather_between()
 
     def release_all(self) -> None:
         """Free the parameters of all stages."""
