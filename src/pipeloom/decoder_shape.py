@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,8 @@ from pipeloom.errors import ArgumentError, divisors, echo, nearest
 
 ROUTERS: dict[str, int | None] = {"softmax": None, "noisy": None, "switch": 1, "gshard": 2, "sigmoid": None}
 """Router -> the number of experts per token that it requires; None: any number. `parallel/router.py` describes them."""
+CONTEXT_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Families of `transformers` whose layers see other tokens in their attention alone, and call it with the plain arguments."""
 RANDOM_ROUTERS = ("noisy", "switch", "gshard")
 """Routers that use random numbers in training."""
 
@@ -144,3 +146,16 @@ def shape_problems(shape: Any) -> Iterator[ArgumentError]:
         yield ArgumentError("num_key_value_heads", f"={groups} does not divide {heads} attention heads; {near}")
     if problem := frequency_problem(shape.moe_layer_freq, shape.num_hidden_layers):
         yield ArgumentError("moe_layer_freq", problem)
+
+
+def context_problem(values: Mapping[str, Any]) -> str:
+    """Return why the values of a `config.json` allow no context parallelism: attention other than causal over all tokens; ""."""
+    family, kinds = str(values.get("model_type")), values.get("layer_types")
+    if family not in CONTEXT_FAMILIES:
+        return f"it is for the families {', '.join(CONTEXT_FAMILIES)}, not {family!r:.60}; nearest: 1"
+    slides = values.get("use_sliding_window", True) if kinds is None else set(kinds) != {"full_attention"}
+    if values.get("sliding_window") and slides:
+        return "its attention has no sliding window; set sliding_window to null in config.json"
+    if values.get("attention_dropout"):
+        return "its attention has no dropout of probabilities; set attention_dropout to 0 in config.json"
+    return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import re
 import threading
 import time
 from typing import Any
@@ -117,6 +118,32 @@ def check_values() -> None:
         pl.check(pl.Schedule.of(cells, placement=[0, 1, 2], microbatches=1))
 
 
+def draw_queues() -> None:
+    """An action beside computation is in a lane, a line and a thread of its queue, and the computation stays where it was."""
+    pl.register_kind(pl.Kind("SEND", "send", (Need("output"),), ("copy",), ("copy",), queue="link", time=3.0))
+    cells = ["0F0", "0SEND0", "0F1", "0SEND1", "0B0", "0B1"]
+    costs = pl.Costs(all_to_all=0.5, bytes={"copy": 5.0}, pools={"copy": "far"})
+    timeline = pl.simulate(pl.Schedule.of([cells], placement=[0], microbatches=2), costs)
+    document = svg(timeline)
+    assert ">link<" in document
+    assert ">far<" in document
+    heights = [
+        float(re.findall(r'height="([\d.]+)"', line)[0])
+        for line in document.splitlines()
+        if "<rect" in line and "<title>" in line
+    ]
+    assert heights == [24] * 4 + [15] * 2
+    lines = terminal(timeline, width=60, color=False).splitlines()
+    link = next(line for line in lines if line.startswith("link")).split()[1]
+    assert link == "·" * (len(link) // 7) + "S" * (len(link) - len(link) // 7)
+    events = trace(timeline)["traceEvents"]
+    assert [(e["ts"], e["dur"], e["tid"]) for e in events if e.get("cat") == "send"] == [
+        (1000, 3000, 2),
+        (4000, 3000, 2),
+    ]
+    assert {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"} == {"simulated": 0, "link": 2}
+
+
 HASHES: list[tuple[int, int, bool]] = []  # micro-batch, hash of the gradients, whether on the thread of the computation
 
 
@@ -188,6 +215,7 @@ def main() -> None:
         with pytest.raises(UsageError, match=words):
             pl.register_kind(pl.Kind(**{"letter": "X", "words": "x", **values}))
     check_values()
+    draw_queues()
     run_beside()
     local = LocalPipeline(blocks(4), plain, loss=mse).step(*batch(6)).item()
     context = multiprocessing.get_context("spawn")

@@ -14,6 +14,7 @@ from pipeloom.cli import papers
 from pipeloom.cli import sweep as sweeps
 from pipeloom.cli.options import (
     CostFlags,
+    LimitFlags,
     Sizes,
     flag,
     message_with_flags,
@@ -69,6 +70,7 @@ def command(
     ] = None,
     sizes: Sizes,
     costs: CostFlags,
+    limits: LimitFlags,
     output: OutputFlags,
     tables: TableFlags,
 ) -> None:
@@ -108,11 +110,12 @@ def command(
         _sweep(Sweep.of(tables.sweep), names, work, output)
         return
     compared, refused = _rows(names, work)
-    output.draw([timeline for _, timeline in compared])
+    limit = limits.of(work.costs)
+    output.draw([timeline for _, timeline in compared], limit=limit)
     _print(
         output,
         _as_dict(compared, refused, work.costs),
-        lambda: table(compared, refused, work.costs, output.columns),
+        lambda: table(compared, refused, work.costs, output.columns, limit),
     )
 
 
@@ -225,11 +228,21 @@ def _as_dict(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Cos
     }
 
 
-def table(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs, width: int) -> str:
-    """Return the comparison as text: one line per schedule, the meaning of the figures, and the skipped schedules."""
+def table(
+    rows: Sequence[Row],
+    refused: Sequence[tuple[str, str]],
+    costs: Costs,
+    width: int,
+    limit: float | None = None,
+) -> str:
+    """Return the comparison as text: one line per schedule, the meaning of the figures, and the skipped schedules.
+
+    Args:
+        limit: bytes of a device.
+    """
     from pipeloom.draw.figures import BUBBLE_WORDS, cost_numbers
 
-    figures_of_rows = [_figures(timeline) for _, timeline in rows]
+    figures_of_rows = [_figures(timeline) | _bytes(timeline, limit) for _, timeline in rows]
     # where peak memory equals peak activations, its column would only repeat them
     memory = any(line["mem.", "max"] != line["act.", "max"] for line in figures_of_rows)
     hidden = {("mem.", "max")} if not memory else set()
@@ -261,6 +274,8 @@ def table(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs,
             "mem.: peak memory in the same units: less where W or an overlapped pair's segments free",
             "  memory earlier",
         ]
+    if costs.bytes:
+        notes.append("GiB: the most bytes in each pool, on the rank that has the most")
     if refused:
         notes += ["", "skipped (sizes not supported):", *(f"  {name}: {why}" for name, why in refused)]
     return "\n".join([*lines, *notes])
@@ -289,6 +304,20 @@ def _figures(timeline: Timeline) -> dict[tuple[str, str], str]:
     }
 
 
+def _bytes(timeline: Timeline, limit: float | None) -> dict[tuple[str, str], str]:
+    """Return as `_figures` the GiB of each pool on its worst rank, that rank, and whether a device holds them."""
+    from pipeloom.draw.figures import number
+    from pipeloom.schedule.costs import DEVICE
+
+    cells: dict[tuple[str, str], str] = {}
+    for pool, peaks in timeline.peak_bytes.items():
+        most = max(peaks)
+        cells |= {(pool, "GiB"): number(most / 2**30), (pool, "rank"): str(peaks.index(most))}
+        if limit is not None and pool == DEVICE:
+            cells[f"{number(limit / 2**30)} GiB", "fits"] = "yes" if most <= limit else "no"
+    return cells
+
+
 def volumes_of(config: str, sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
     """Return the volumes of the model of `config`, as a pipeline and tensor-parallel; sizes that are None are as configured.
 
@@ -296,7 +325,7 @@ def volumes_of(config: str, sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
     `config` cannot be read.
     """
     from pipeloom.config import load, load_layout
-    from pipeloom.config.volume import linear_layers, volumes
+    from pipeloom.config.volume import volumes
 
     config_of_file = load(config)
     count = sizes.ranks if sizes.ranks is not None else max(config_of_file.parallel.pp, config_of_file.parallel.tp, 2)
@@ -304,7 +333,6 @@ def volumes_of(config: str, sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
     alone = {"parallel.pp": 1, "parallel.tp": count, "schedule.name": "gpipe"}
     layouts: list[dict[str, Any]] = []
     refused: list[dict[str, Any]] = []
-    linear: list[dict[str, Any]] = []
     for label, axes in (
         (
             f"pipeline, {config_of_file.schedule.name}",
@@ -320,10 +348,9 @@ def volumes_of(config: str, sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
         else:
             sent = [asdict(each) for each in volumes(layout)]
             layouts.append({"label": label, "workers": layout.world_size, "volumes": sent})
-            linear = linear_layers(layout) or linear
     if not layouts:
         raise ConfigError([f"{row['label']}: {row['reason']}" for row in refused])
-    return {"layouts": layouts, "refused": refused, "linear_layers": linear}
+    return {"layouts": layouts, "refused": refused}
 
 
 def volume_table(rows: dict[str, list[dict[str, Any]]]) -> str:
@@ -344,11 +371,6 @@ def volume_table(rows: dict[str, list[dict[str, Any]]]) -> str:
             *aligned(lines),
             "",
             "bytes that all workers send in a step, and the number of messages or collective operations",
-            *(
-                f"one tensor-parallel linear layer between whole activations, {each['inputs']} to {each['outputs']}: "
-                f"{size_words(each['gathered_column'])} as columns with gathered output, {size_words(each['row'])} as rows"
-                for each in rows["linear_layers"]
-            ),
             *(f"skipped: {row['label']}: {row['reason']}" for row in rows["refused"]),
         ]
     )

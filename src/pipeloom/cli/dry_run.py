@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise, product
-from typing import TYPE_CHECKING
+from dataclasses import astuple, fields
+from itertools import product
 
 from pipeloom.cli.output import aligned
 from pipeloom.config import Config, Layout
 from pipeloom.config.layout import stage_costs
-from pipeloom.config.stages import layer_sizes
+from pipeloom.config.standing_bytes import element_bytes, rank_parameters, spans
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.schedule import Costs, Timeline, simulate
 from pipeloom.schedule.channels import size_words
 
-if TYPE_CHECKING:
-    from pipeloom.train.report.layer_bytes import LayerBytes
-
 _ROWS, _COLUMNS = 16, 10  # largest size of the table of workers that fits on a screen
-# Bytes of fp32 state per element, besides its value: two moments, or one. For Muon an upper bound: its matrices have one.
-_STATE_BYTES = {"adamw": 8, "sgd": 4, "muon": 8}
 
 
 def report_lines(layout: Layout) -> list[str]:
@@ -33,7 +28,7 @@ def report_lines(layout: Layout) -> list[str]:
         *_rank_lines(layout, timeline),
         f"bubble rate, Σ idle / (p · makespan): {timeline.bubble_rate:.4f}, simulated with times proportional to each "
         "stage's FLOPs, and free messages",
-        _activation_line(layout),
+        *_bytes_lines(layout),
         f"learning rate ({config.optimizer.lr_schedule}): "
         + ", ".join(f"step {step + 1} {rate:.3g}" for step, rate in _rates(config, steps, layout.mesh.dp)),
         *_observer_lines(layout),
@@ -49,52 +44,20 @@ def expected_timeline(layout: Layout) -> Timeline:
     return simulate(layout.schedule, Costs(forward=costs, input_grad=costs, weight_grad=costs))
 
 
-def peak_bytes(layout: Layout, layers: Sequence[LayerBytes]) -> list[float]:
-    """Return rank -> bytes of activations at the peak, including the largest layer that is recomputed."""
-    spans = [layers[start:end] for start, end in _spans(layout)]
-    sizes = layout.microbatch_sizes
-    factors = tuple(size / max(sizes) for size in sizes) * len(layout.schedule.routes)
-    costs = Costs(
-        activation=tuple(sum(layer.held for layer in stage) for stage in spans),
-        microbatch=factors[: layout.schedule.microbatches],
-    )
-    again = [max((layer.again for layer in stage), default=0.0) for stage in spans]
-    peaks = simulate(layout.schedule, costs).peak_memory
-    return [
-        peak + max(again[stage] for stage in stages)
-        for peak, stages in zip(peaks, layout.schedule.stages_of, strict=True)
-    ]
-
-
-def _spans(layout: Layout) -> list[tuple[int, int]]:
-    """Return stage -> (index of its first layer, index after its last layer)."""
-    spans = list(pairwise([0, *accumulate(layout.stage_layers)]))
-    return [spans[position] for position in layout.schedule.position_of]
-
-
-def _activation_line(layout: Layout) -> str:
-    """Return the predicted activations of each rank, and what they count."""
-    from pipeloom.train.report.layer_bytes import layer_bytes
+def _bytes_lines(layout: Layout) -> list[str]:
+    """Return lines with the predicted bytes of each rank at the peak, and what they consist of."""
+    from pipeloom.train.report.step_bytes import predicted
 
     try:
-        peaks = peak_bytes(layout, layer_bytes(layout))
+        ranks = predicted(layout)[1]
     except ConfigError:
         raise  # training would end with it too
     except UsageError as error:
-        return f"activations: not predicted: {error}"
-    ranks = ", ".join(f"rank {rank} {size_words(size)}" for rank, size in enumerate(peaks))
-    divided = "; tp and sp divide them" if layout.mesh.tp > 1 else ""
-    return (
-        f"activations at the peak: {ranks} (tensors that autograd keeps, of one whole layer of each kind{divided}; without "
-        "temporary tensors and message buffers)"
-    )
-
-
-def rank_parameters(layout: Layout) -> list[int]:
-    """Return rank -> parameters of all stages of that pipeline rank, before tensor or expert parallelism divides them."""
-    sizes = [size.parameters for size in layer_sizes(layout.config.model, layout.config.train.seq_len)]
-    of_stage = [sum(sizes[start:end]) for start, end in _spans(layout)]
-    return [sum(of_stage[stage] for stage in stages) for stages in layout.schedule.stages_of]
+        return [f"bytes at the peak: not predicted: {error}"]
+    rows = [["rank", *(field.name for field in fields(ranks[0])), "bytes at the peak"]]
+    for rank, each in enumerate(ranks):
+        rows.append([str(rank), *(size_words(size) for size in (*astuple(each), each.total))])
+    return [*aligned(rows), *["tp, sp and cp divide them"] * (layout.mesh.tp * layout.mesh.cp > 1)]
 
 
 def rank_table(mesh: MeshShape) -> list[str]:
@@ -141,7 +104,7 @@ def _layers(layout: Layout) -> list[str]:
     """Return stage -> its layers in words, such as `E 0-1` or `2-3 L`."""
     names = ["E", *map(str, range(layout.config.model.num_hidden_layers)), "L"]
     words = []
-    for start, end in _spans(layout):
+    for start, end in spans(layout):
         blocks = [name for name in names[start:end] if name.isdecimal()]
         span = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else "".join(blocks)
         ends = ["E" * (start == 0 < end), span, "L" * (start < end == len(names))]
@@ -151,12 +114,7 @@ def _layers(layout: Layout) -> list[str]:
 
 def _state(config: Config, parameters: int) -> str:
     """Return the bytes of weights, gradients and optimizer state in words; ZeRO-1 divides the state by the replicas."""
-    size = {"float64": 8, "bfloat16": 2}.get(config.train.dtype, 4)
-    wide = max(size, 4)
-    state: float = _STATE_BYTES[config.optimizer.name] * wide // 4 + (wide if size < 4 else 0)
-    if config.optimizer.zero1:
-        state /= config.parallel.dp * config.parallel.cp
-    return size_words(parameters * (size + wide + state))
+    return size_words(parameters * sum(element_bytes(config).values()))
 
 
 def _rates(config: Config, steps: int, replicas: int) -> Sequence[tuple[int, float]]:

@@ -175,6 +175,20 @@ class CostFlags:
         return replace(base, **numbers)
 
 
+@dataclass(frozen=True)
+class LimitFlags:
+    """A limit of bytes."""
+
+    memory: str | None = flag(None, "SIZE", "Memory of a device, such as 20GiB; needs --costs with bytes.")
+
+    def of(self, costs: Costs) -> float | None:
+        """Return the limit in bytes. Raises UsageError for one in another unit, and for costs without bytes."""
+        amount, in_bytes = memory_of(self.memory)
+        if amount is not None and not (in_bytes and costs.bytes):
+            raise UsageError(f"--memory is {self.memory!r:.60}; give bytes, such as 20GiB, and --costs FILE with bytes")
+        return amount
+
+
 FLAGS = {
     **{each.name: f"--{each.name.replace('_', '-')}" for each in fields(CostFlags)},
     **{name: f"--{name.replace('_', '-')}" for name in ("memory", "time_limit", "prove", "pairs")},
@@ -324,17 +338,21 @@ def share(costs: Costs, schedule: Schedule) -> Costs:
     per rank). Raises UsageError for a cost with neither one value nor p values.
     """
     factor = schedule.ranks / schedule.positions
-    spread: dict[str, Any] = {}
-    for name in ("forward", "input_grad", "weight_grad", "held", "all_to_all", "pair"):
-        values = getattr(costs, name)
-        if isinstance(values, tuple):
-            if len(values) != schedule.ranks:
-                raise UsageError(
-                    f"{FLAGS[name]} has {len(values)} values; compare takes costs of 1/p of the model: give one number, "
-                    f"or {schedule.ranks}"
-                )
-            spread[name] = tuple(values[at * schedule.ranks // schedule.positions] for at in schedule.position_of)
-    return replace(costs, **spread).scaled(factor)
+
+    def spread(flag: str, values: Any) -> Any:
+        if not isinstance(values, tuple):
+            return values
+        if len(values) != schedule.ranks:
+            raise UsageError(
+                f"{flag} has {len(values)} values; compare takes costs of 1/p of the model: give one number, or "
+                f"{schedule.ranks}"
+            )
+        return tuple(values[at * schedule.ranks // schedule.positions] for at in schedule.position_of)
+
+    names = ("forward", "input_grad", "weight_grad", "held", "all_to_all", "pair")
+    values = {name: spread(FLAGS[name], getattr(costs, name)) for name in names}
+    amounts = {name: spread(f"bytes[{name!r:.100}] of --costs", size) for name, size in dict(costs.bytes).items()}
+    return replace(costs, bytes=amounts, **values).scaled(factor)
 
 
 def with_slowdown(costs: Costs, schedule: Schedule, factor: float) -> Costs:

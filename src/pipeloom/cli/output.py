@@ -68,11 +68,11 @@ class OutputFlags:
 
         Args:
             below: width -> an SVG document to draw below the timelines.
-            page: `bound` and `limit` of `draw.html`.
+            page: `bound` and `limit` of `draw.html`; the SVG has the limit too.
         """
         from pipeloom import draw
 
-        self.draw_as(lambda width: draw.svg(timelines, width, below=below))
+        self.draw_as(lambda width: draw.svg(timelines, width, below=below, limit=page.get("limit")))
         if self.html is not None:
             write(self.html, lambda: draw.html(timelines, None, below(draw.USUAL_WIDTH) if below else "", **page))
         if self.trace is not None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from pipeloom.cli.options import CostFlags, FamilyFlags, Sizes, families, family_lines, with_options
+from pipeloom.cli.options import CostFlags, FamilyFlags, LimitFlags, Sizes, families, family_lines, with_options
 from pipeloom.cli.output import OutputFlags, aligned, figures_and_costs
 
 
@@ -28,6 +28,7 @@ def command(
     sizes: Sizes,
     family: FamilyFlags,
     costs: CostFlags,
+    limits: LimitFlags,
     output: OutputFlags,
 ) -> None:
     """Draw a schedule, or write it in another format.
@@ -53,7 +54,7 @@ def command(
         table, below = segment_table(stages), partial(segment_lanes, next(iter(stages.values())))
     schedule, values = family.schedule(name, sizes, costs)
     timeline = simulate(schedule, values, overlap_p2p=costs.overlap_p2p)
-    output.draw([timeline], below)
+    output.draw([timeline], below, limit=limits.of(values))
     if output.csv:
         from pipeloom.schedule.csv_form import to_csv
 

@@ -72,7 +72,8 @@ def command(sizes: Sizes, options: SearchFlags, costs: CostFlags, output: Output
             **limits,
         )
     bound = result.lower_bound if result.objective == "makespan" else None
-    output.draw([result.timeline], bound=bound, limit=memory)
+    drawn, _ = memory_of(options.memory) if in_bytes or not values.bytes else (None, False)
+    output.draw([result.timeline], bound=bound, limit=drawn)
     if output.csv:
         from pipeloom.schedule.csv_form import to_csv
 

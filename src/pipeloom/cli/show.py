@@ -6,9 +6,8 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
-from statistics import fmean, linear_regression
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -169,15 +168,6 @@ class Study:
             schedule.ranks, schedule.microbatches, costs, memory, placement=list(schedule.placement), time_limit=seconds
         )
 
-    def memory_law(self) -> tuple[float, float] | None:
-        """Return (GB without activations, GB per stage-micro-batch) of a least-squares fit of the ranks' memory to their peak
-        activations; None where memory is unknown or all peaks are equal."""
-        peaks = self.typical.peak_activations
-        if len(self.memory) != len(peaks) or len(set(peaks)) < 2:
-            return None
-        slope, intercept = linear_regression(peaks, self.memory)
-        return intercept, slope
-
     def predicted(self) -> list[tuple[Path, float, float]]:
         """Return (run, simulated makespan, measured makespan) of each run in `others`."""
         from pipeloom.traces.measured import predict_another
@@ -185,24 +175,13 @@ class Study:
         fitted = self.typical.schedule
         return [(path, *predict_another(self.prediction.costs, fitted, steps)) for path, steps in self.others]
 
-    @property
-    def halved(self) -> list[int]:
-        """Return the stages whose backward never ran split: the fitted costs count half of B as I and half as W."""
-        from pipeloom.schedule.model import parts
-
-        schedule = self.typical.schedule
-        cells = chain.from_iterable(schedule.programs)
-        split = {action.stage for action in chain.from_iterable(map(parts, cells)) if action.kind == "I"}
-        return [stage for stage in range(schedule.stages) if stage not in split]
-
     def assumptions(self) -> str:
         """Return in words what the search takes for granted."""
         from pipeloom.schedule.placement import name_of
 
-        schedule, halved = self.typical.schedule, self.halved
+        schedule = self.typical.schedule
         where = name_of(schedule.placement, schedule.ranks) or ",".join(map(str, schedule.placement))
-        some = f" of stage{'s' * (len(halved) > 1)} {', '.join(map(str, halved))}" * (len(halved) < schedule.stages)
-        split = f"I and W{some} as half of B each (never split in these steps)" if halved else "I and W as measured"
+        split = "I and W as measured, or as half of B each in a stage whose backward never ran split"
         return f"the same placement ({where}), {split}, and activations held until W"
 
     def as_dict(self) -> dict[str, Any]:
@@ -230,7 +209,6 @@ class Study:
             ],
             "drift": drift(self.steps),
             "memory": list(self.memory),
-            "memory_law": self.memory_law(),
             "notes": list(self.notes),
             "search": None
             if self.better is None
@@ -238,7 +216,6 @@ class Study:
                 "makespan": self.better.value,
                 "lower_bound": self.better.lower_bound,
                 "placement": list(self.typical.schedule.placement),
-                "halved_stages": self.halved,
             },
         }
 
@@ -280,11 +257,6 @@ class Study:
             for rank, row in enumerate(spent)
         ]
         lines += ["", f"where the time went, {unit} per step, mean over the steps", *aligned(table)]
-        law = self.memory_law()
-        if law is not None:
-            lines.append(
-                f"memory per rank: {number(law[0], 3)} GB, plus {number(law[1], 3)} GB for each stage-micro-batch alive"
-            )
         if self.better is not None:
             gain = 1 - self.better.value / prediction.simulated
             lines += [

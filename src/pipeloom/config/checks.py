@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from pipeloom.config.hub import download
+from pipeloom.config.hub import download, source_context_problem
 from pipeloom.config.problems import sentence, shown
 from pipeloom.config.sections import COMPUTED, Config
 from pipeloom.decoder_shape import RANDOM_ROUTERS, ROUTERS, shape_problems
@@ -142,7 +142,7 @@ def _tensor_parallel_divides(config: Config) -> Iterator[Problem]:
 
 @_reads("model.source", "parallel")
 def _foreign_models_are_cut_by_layers_only(config: Config) -> Iterator[Problem]:
-    for axis in ("tp", "cp", "ep"):
+    for axis in ("tp", "ep"):
         if config.model.source and getattr(config.parallel, axis) > 1:
             yield f"parallel.{axis}", "it applies to Pipeloom's own decoder only, not to model.source; nearest: 1"
 
@@ -194,6 +194,8 @@ def _context_parallel_fits(config: Config) -> Iterator[Problem]:
         below = length // unit * unit
         near = f"{below} or {below + unit}" if below else str(unit)
         yield "train.seq_len", f"parallel.cp {parallel.cp} needs a multiple of {unit}; nearest: {near}"
+    if model.source and (problem := source_context_problem(model.source)):
+        yield "parallel.cp", problem
     if parallel.ep_blocks > 1:
         yield "parallel.ep_blocks", f"parallel.cp {parallel.cp} spreads sequences over ranks; use parallel.ep_chunks"
     if model.num_experts and not model.source:
@@ -275,6 +277,22 @@ def _recomputed_blocks_exist(config: Config) -> Iterator[Problem]:
     wrong = [number for number in recomputed if number >= blocks] if isinstance(recomputed, tuple) else []
     if wrong:
         yield "train.recompute", f"there is no block {wrong[0]}; the model has {blocks} (0..{blocks - 1})"
+
+
+@_reads("train.compile", "parallel.tp", "model.num_experts", "model.source")
+def _compiled_blocks_run_whole(config: Config) -> Iterator[Problem]:
+    if config.train.compile == "none":
+        return
+    if config.parallel.tp > 1:
+        yield (
+            "train.compile",
+            f"blocks that parallel.tp = {config.parallel.tp} divides exchange inside; set parallel.tp = 1",
+        )
+    if config.model.num_experts and not config.model.source:
+        yield (
+            "train.compile",
+            'a block with experts runs in segments, which are not compiled; set train.compile = "none"',
+        )
 
 
 @_reads("schedule.overlap_p2p", "schedule.receive_depth", "schedule.transport")

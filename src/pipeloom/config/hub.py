@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from pipeloom.config.problems import file_sentence
+from pipeloom.decoder_shape import context_problem
 from pipeloom.errors import ConfigError, UsageError, shortened
 from pipeloom.limits import MODEL_CONFIG_BYTES, MOST_LAYERS, MOST_WIDTH, expanded, read_json, require_counts
 
@@ -103,6 +104,11 @@ def is_verified(directory: str) -> bool:
     values = _content(directory, "source")
     text = values.get("text_config") or {}
     return not VERIFIED_FAMILIES.isdisjoint({str(values.get("model_type")), str(text.get("model_type"))})
+
+
+def source_context_problem(directory: str) -> str:
+    """Return why the model in `directory` allows no context parallelism; "" where it does."""
+    return context_problem(_content(directory, "source"))
 
 
 def own_sizes(directory: str) -> dict[str, Any]:

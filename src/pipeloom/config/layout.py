@@ -236,6 +236,8 @@ def _notes(config: Config, schedule: Schedule, stage_layers: tuple[int, ...], si
     if len(set(sizes)) > 1:
         runs = " and ".join(f"{len(list(group))} of {size}" for size, group in groupby(sizes))
         notes.append(f"uneven micro-batches: {sum(sizes)} sequences in {len(sizes)}: {runs}; each counts by its tokens")
+    if config.train.compile != "none" and schedule.splits_backward:
+        notes.append("compiled blocks compute their weight gradients in I, so their W takes no time")
     if config.optimizer.warmup_steps > config.train.steps:
         notes.append(f"warm-up takes {config.optimizer.warmup_steps} steps, training stops after {config.train.steps}")
     return notes

@@ -290,6 +290,8 @@ class TrainSection(Section):
     dtype: Dtype
     label_smoothing: Fraction
     recompute: Recompute
+    compile: Literal["none", "blocks"]
+    compile_backend: Literal["inductor", "aot_eager"]
     device: DeviceName
     devices: tuple[Whole, ...] = Field(strict=False)
     tune_cpu: bool

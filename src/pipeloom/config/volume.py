@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from pipeloom.config.layout import Layout
 from pipeloom.config.sections import Config
@@ -99,23 +98,6 @@ def _context(layout: Layout) -> Volume:
     tokens = sum(layout.microbatch_sizes) * config.train.seq_len * mesh.dp
     moved = ((2 * blocks + again) * item + blocks * max(4, item)) * (mesh.cp - 1) * tokens * width
     return Volume("context", (3 * blocks + again) * layout.schedule.microbatches * mesh.dp * mesh.tp, moved)
-
-
-def linear_layers(layout: Layout) -> list[dict[str, Any]]:
-    """Return the bytes that a linear layer with whole input and output on every rank sends in a step, all workers together.
-
-    As a column layer with gathered output: an all-gather of the output, and an all-reduce of the input's gradient. As a row
-    layer: an all-reduce of the output, and an all-gather of the input's gradient. One entry for each direction of the
-    feed-forward part.
-    """
-    config, tp = layout.config, layout.mesh.tp
-    unit = sum(layout.microbatch_sizes) * config.train.seq_len * _ITEM[config.train.dtype] * (tp - 1) * layout.mesh.dp
-    hidden, inner = config.model.hidden_size, config.model.intermediate_size
-    return [
-        {"inputs": i, "outputs": o, "gathered_column": unit * (o + 2 * i), "row": unit * (2 * o + i)}
-        for i, o in ((hidden, inner), (inner, hidden))
-        if tp > 1
-    ]
 
 
 def _data(layout: Layout) -> Volume:

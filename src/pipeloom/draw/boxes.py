@@ -1,4 +1,4 @@
-"""The content of every drawing: one box for each program entry, with its chunk and phase."""
+"""The content of every drawing: one box for each program entry, with its queue, chunk and phase, and curves of bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from pipeloom.schedule import Action, Schedule, Timeline
-from pipeloom.schedule.actions import INPUT_GRADIENT, OUTPUT, kind_number, kind_of
+from pipeloom.schedule.actions import COMPUTE, INPUT_GRADIENT, OUTPUT, kind_number, kind_of
 from pipeloom.schedule.costs import durations
 from pipeloom.schedule.model import parts
 
@@ -23,6 +23,7 @@ class EntryBox(NamedTuple):
         start, end: from the timeline's first start, in the unit of its costs.
         share: the part of the box that its first action takes (1 unless it is a pair).
         phase: warm-up before the rank's first backward, cool-down after its last forward.
+        queue: what is busy meanwhile.
     """
 
     rank: int
@@ -32,6 +33,7 @@ class EntryBox(NamedTuple):
     end: float
     share: float
     phase: Phase
+    queue: str
 
 
 def boxes(timeline: Timeline) -> tuple[tuple[EntryBox, ...], ...]:
@@ -49,10 +51,41 @@ def boxes(timeline: Timeline) -> tuple[tuple[EntryBox, ...], ...]:
             share = _share(schedule, actions, duration) if len(actions) > 1 else 1.0
             start, end = timeline.starts[rank][at] - origin, timeline.ends[rank][at] - origin
             row.append(
-                EntryBox(rank, actions, tuple(chunk_of[a.stage] for a in actions), start, end, share, phases[at])
+                EntryBox(
+                    rank,
+                    actions,
+                    tuple(chunk_of[a.stage] for a in actions),
+                    start,
+                    end,
+                    share,
+                    phases[at],
+                    kind_of(actions[0].kind).queue,
+                )
             )
         rows.append(tuple(row))
     return tuple(rows)
+
+
+def queue_names(timeline: Timeline) -> tuple[str, ...]:
+    """Return the queues that any rank uses, computation first, the others by name."""
+    return COMPUTE, *sorted(set().union(*timeline.schedule.queues) - {COMPUTE})
+
+
+def byte_curves(timeline: Timeline) -> dict[str, tuple[tuple[tuple[float, float], ...], ...]]:
+    """pool -> rank -> (time from the timeline's first start, bytes from then on), in order of time, of the pools in use."""
+    origin = min((starts[0] for starts in timeline.starts if starts), default=0.0)
+    return {
+        pool: tuple(
+            tuple(
+                (time - origin, level)
+                for (_, before), (time, level) in zip(((0.0, None), *curve), curve, strict=False)
+                if level != before
+            )
+            for curve in curves
+        )
+        for pool, curves in timeline.bytes_curves.items()
+        if any(timeline.peak_bytes[pool])
+    }
 
 
 def segments(row: tuple[EntryBox, ...]) -> Iterator[tuple[float, float, Action, int]]:

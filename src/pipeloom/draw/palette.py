@@ -18,6 +18,8 @@ INK = "#1f2430"
 FAINT_INK = "#6b7280"
 IDLE_COLOUR = "#eef0f4"
 IDLE_LINE = "#bcc3d0"
+CURVE_COLOUR = "#c3cad6"
+LIMIT_COLOUR = "#b42318"
 
 # OKLCH lightness of the first chunk, of the last chunk, and of an only chunk.
 _DARKEST, _LIGHTEST, _ALONE = 0.55, 0.80, 0.62

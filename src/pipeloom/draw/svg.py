@@ -1,4 +1,4 @@
-"""Timelines as SVG: rows of ranks, colour by action, lightness by chunk, idle hatched; no script, no outside file.
+"""Timelines as SVG: rows of ranks and their queues, colour by action, lightness by chunk, idle hatched; no script, no other file.
 
 `png` turns an SVG into a PNG, with resvg (the extra `png`).
 """
@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
 from pipeloom.draw import palette
-from pipeloom.draw.boxes import EntryBox, boxes, nice_step, talk
+from pipeloom.draw.boxes import EntryBox, boxes, byte_curves, nice_step, queue_names, talk
 from pipeloom.draw.figures import assumptions, heading, number, time_unit
 from pipeloom.errors import UsageError, missing_packages, printable
 from pipeloom.schedule import Timeline
-from pipeloom.schedule.actions import kinds
+from pipeloom.schedule.actions import COMPUTE, kinds
+from pipeloom.schedule.channels import size_words
+from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.timeline import CAUSES, Cause, plain, timelines_of
 
-ROW, GAP = 30.0, 5.0
+ROW, QUEUE_ROW, CURVE_ROW, GAP = 30.0, 15.0, 26.0, 5.0
 SHEET_MARGIN, LEAST_LEFT, LEAST_IDLE, PEAK_RIGHT = 16.0, 66.0, 50.0, 54.0
 LINE, AXIS, BETWEEN, LEGEND_LINE = 17.0, 30.0, 22.0, 22.0
 DIGIT = 0.6  # width of a digit, in font sizes
@@ -62,6 +64,7 @@ class _TimelineSheet(Sheet):
         scale: pixels per unit of time.
         unit: (factor, name) of the times that are written.
         idle_room: pixels between the end of a row and the right end of its idle time.
+        limit: bytes of a device, or None.
     """
 
     left: float
@@ -71,6 +74,7 @@ class _TimelineSheet(Sheet):
     classes: dict[str, str] = field(default_factory=dict)
     causes: set[Cause] = field(default_factory=set)
     numbered: bool = False
+    limit: float | None = None
 
     def fill(self, color: str) -> str:
         """The class of boxes filled with `color`."""
@@ -90,15 +94,18 @@ def svg(
     width: float = USUAL_WIDTH,
     tooltips: bool = True,
     below: Callable[[float], str] | None = None,
+    limit: float | None = None,
 ) -> str:
     """An SVG document of `width` pixels: the timelines under one another, on one scale of time, so that they compare.
 
-    A box holds its micro-batch where there is room; a pair has its forward above and its backward below. Idle is hatched by
-    its cause. Idle and the peak of activations are written at the right of each rank. With `tooltips` each box shows its action,
-    times and phase under the pointer (left out above `MOST_TOOLTIPS` boxes).
+    A box holds its micro-batch where there is room; a pair has its forward above and its backward below. Every queue beside
+    computation has a lane under the rank's row, and every pool whose bytes the costs give has a curve under the lanes. Idle is
+    hatched by its cause. Idle and the peak of activations are written at the right of each rank. With `tooltips` each box shows
+    its action, times and phase under the pointer (left out above `MOST_TOOLTIPS` boxes).
 
     Args:
         below: width -> another SVG document to draw below the timelines, such as a pair's segments.
+        limit: bytes of a device, drawn as a dashed line over the curves.
 
     Raises:
         UsageError: no timeline, or a width below `LEAST_WIDTH`.
@@ -110,11 +117,12 @@ def svg(
         raise UsageError(f"an SVG is at least {LEAST_WIDTH} pixels wide, not {width:g}")
     longest = max(timeline.makespan for timeline in panels) or 1.0
     ranks = max(timeline.schedule.ranks for timeline in panels)
-    left = max(LEAST_LEFT, 26 + text_width(f"rank {ranks - 1}", 12))
+    names = [f"rank {ranks - 1}", *(name for t in panels for name in (*queue_names(t), *byte_curves(t)))]
+    left = max(LEAST_LEFT, *(26 + text_width(name, 12) for name in names))
     unit = time_unit(panels)
     idle = [number(plain(value * unit[0])) for timeline in panels for value in timeline.idle]
     idle_room = max(LEAST_IDLE, *(text_width(words, 11.5) + 6 for words in idle))
-    sheet = _TimelineSheet(width, left, (width - left - idle_room - PEAK_RIGHT) / longest, unit, idle_room)
+    sheet = _TimelineSheet(width, left, (width - left - idle_room - PEAK_RIGHT) / longest, unit, idle_room, limit=limit)
     top = 0.0
     for timeline in panels:
         top = (
@@ -230,8 +238,8 @@ def _panel(sheet: _TimelineSheet, timeline: Timeline, top: float, tooltips: bool
     for x, word in zip(columns, ("idle", "peak"), strict=True):
         sheet.text(x, y, word, "f e")
     y += 5
-    rows = boxes(timeline)
-    widths = sorted((box.end - box.start) * scale for row in rows for box in row)
+    rows, names, pools = boxes(timeline), queue_names(timeline), byte_curves(timeline)
+    widths = sorted((box.end - box.start) * scale for row in rows for box in row if box.queue == COMPUTE)
     typical_width = widths[len(widths) // 10] if widths else 0.0
     size = _number_size(typical_width, timeline.schedule.microbatches)
     edge = min(0.8, 0.12 * typical_width)
@@ -240,24 +248,22 @@ def _panel(sheet: _TimelineSheet, timeline: Timeline, top: float, tooltips: bool
         sheet.text(left - 10, y + ROW / 2 + 4, f"rank {rank}", "r")
         for gap in timeline.gaps[rank]:
             sheet.idle(left + (gap.start - origin) * scale, y, (gap.end - gap.start) * scale, ROW, gap.cause)
-        sheet.out.append(f'<g class="b" stroke-width="{_n(edge)}">')
-        for box in row:
-            _box(sheet, box, timeline, y, tooltips)
-        sheet.out.append("</g>")
-        if _foot(timeline):
-            sheet.out.append('<g class="t">')
-            for box in row:
-                _talk(sheet, box, timeline, y)
-            sheet.out.append("</g>")
-        if size:
-            sheet.numbered = True
-            sheet.out.append(f'<g class="n" font-size="{_n(size)}">')
-            for box in row:
-                _numbers(sheet, box, timeline, y, size)
-            sheet.out.append("</g>")
+        _boxes(sheet, [box for box in row if box.queue == COMPUTE], timeline, y, (edge, size, tooltips))
         sheet.text(columns[0], y + ROW / 2 + 4, sheet.time(timeline.idle[rank]), "e")
         sheet.text(columns[1], y + ROW / 2 + 4, str(timeline.peak_activations[rank]), "e")
-        y += ROW + GAP
+        y += ROW
+        for name in names[1:]:
+            y += 2
+            sheet.text(left - 10, y + QUEUE_ROW / 2 + 4, name, "f r")
+            sheet.box(left, y, right - left, QUEUE_ROW, palette.IDLE_COLOUR)
+            lane = [box for box in row if box.queue == name]
+            _boxes(sheet, lane, timeline, y, (edge, min(size, 10.0), tooltips))
+            y += QUEUE_ROW
+        for pool, curves in pools.items():
+            _curve(sheet, timeline, pool, curves[rank], y + 2)
+            sheet.text(columns[1], y + CURVE_ROW - 4, size_words(timeline.peak_bytes[pool][rank]), "f e")
+            y += 2 + CURVE_ROW
+        y += GAP
     _axis(sheet, timeline, y)
     return y + AXIS
 
@@ -270,9 +276,49 @@ def _facts(sheet: _TimelineSheet, timeline: Timeline) -> str:
     )
 
 
+def _boxes(
+    sheet: _TimelineSheet, row: Sequence[EntryBox], timeline: Timeline, y: float, style: tuple[float, float, bool]
+) -> None:
+    """Draw the boxes of a queue from `y` on; `style`: width of their edges, font size of their numbers (0: none), tooltips."""
+    edge, size, tooltips = style
+    sheet.out.append(f'<g class="b" stroke-width="{_n(edge)}">')
+    for box in row:
+        _box(sheet, box, timeline, y, tooltips)
+    sheet.out.append("</g>")
+    if _foot(timeline) and any(box.queue == COMPUTE for box in row):
+        sheet.out.append('<g class="t">')
+        for box in row:
+            _talk(sheet, box, timeline, y)
+        sheet.out.append("</g>")
+    if size:
+        sheet.numbered = True
+        sheet.out.append(f'<g class="n" font-size="{_n(size)}">')
+        for box in row:
+            _numbers(sheet, box, timeline, y, size)
+        sheet.out.append("</g>")
+
+
+def _curve(
+    sheet: _TimelineSheet, timeline: Timeline, pool: str, curve: Sequence[tuple[float, float]], y: float
+) -> None:
+    """Draw the bytes in a pool of one rank, from 0 to the most of any rank or the limit, and the limit where it is a device."""
+    limit = sheet.limit if pool == DEVICE else None
+    scale = (CURVE_ROW - 2) / max(*timeline.peak_bytes[pool], limit or 0.0)
+    right, foot = sheet.left + timeline.makespan * sheet.scale, y + CURVE_ROW
+    steps = "".join(f"H{_n(sheet.left + time * sheet.scale)}V{_n(foot - level * scale)}" for time, level in curve)
+    sheet.text(sheet.left - 10, foot - 8, pool, "f r")
+    sheet.out.append(
+        f'<path d="M{_n(sheet.left)} {_n(foot)}{steps}H{_n(right)}V{_n(foot)}Z" fill="{palette.CURVE_COLOUR}" '
+        f'stroke="{palette.FAINT_INK}" stroke-width=".6"/>'
+    )
+    if limit:
+        line = f'd="M{_n(sheet.left)} {_n(foot - limit * scale)}H{_n(right)}" stroke="{palette.LIMIT_COLOUR}"'
+        sheet.out.append(f'<path class="limit" {line} stroke-dasharray="5 3"/>')
+
+
 def _halves(box: EntryBox, timeline: Timeline, y: float) -> list[tuple[float, float]]:
     """(y, height) of each of the box's actions: one over the other in a pair."""
-    part = (ROW - _foot(timeline)) / len(box.actions)
+    part = (ROW - _foot(timeline) if box.queue == COMPUTE else QUEUE_ROW) / len(box.actions)
     return [(y + index * part, part) for index in range(len(box.actions))]
 
 
@@ -354,6 +400,9 @@ def _legend(sheet: _TimelineSheet, timelines: Sequence[Timeline], y: float) -> f
         entries.append(([f'fill="url(#{_pattern(cause)})"'], f"idle: {cause}"))
     notes = (["chunk 0 is the darkest"] if chunks > 1 else []) + (["numbers: micro-batch"] if sheet.numbered else [])
     notes += ["foot of a box: its all-to-all"] if any(map(_foot, timelines)) else []
+    if pools := sorted({pool for t in timelines for pool in byte_curves(t)}):
+        dashed = f", dashed: the limit {size_words(sheet.limit)}" if sheet.limit else ""
+        notes.append(f"under a rank: bytes in {' and '.join(pools)}, the peak at the right{dashed}")
     entries += [([], note) for note in notes]
     before = [17 * len(swatches) + 5 * bool(swatches) for swatches, _ in entries]
     widths = [room + text_width(words, 12) for room, (_, words) in zip(before, entries, strict=True)]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import sys
 import textwrap
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import gcd
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pipeloom.draw import palette
-from pipeloom.draw.boxes import boxes, nice_step, segments
+from pipeloom.draw.boxes import EntryBox, boxes, byte_curves, nice_step, queue_names, segments
 from pipeloom.draw.figures import (
     BUBBLE_WORDS,
     assumptions,
@@ -25,7 +26,8 @@ from pipeloom.draw.figures import (
     time_unit,
 )
 from pipeloom.schedule import Action, Timeline
-from pipeloom.schedule.actions import kinds
+from pipeloom.schedule.actions import COMPUTE, kinds
+from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.timeline import plain, timelines_of
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class Paint(NamedTuple):
 
 
 IDLE_PAINT = Paint("", 0, 1)
+LEVELS = "▁▂▃▄▅▆▇█"
 PaintedLine = list[tuple[str, Paint]]
 _BusyTime = tuple[float, float, Action, int]
 
@@ -56,6 +59,7 @@ class Grid:
         rows: lines per band; more than one when micro-batches are written below the letters.
         dithered: whether a column covers more time than a short action.
         kinds: the actions that occur.
+        lanes: rank -> (name, line) of each queue beside computation, then of each pool of bytes.
     """
 
     bands: tuple[tuple[PaintedLine, ...], ...]
@@ -65,11 +69,12 @@ class Grid:
     rows: int
     dithered: bool
     kinds: frozenset[str]
+    lanes: tuple[tuple[tuple[str, PaintedLine], ...], ...]
 
     @property
     def gap(self) -> bool:
         """Return whether an empty line belongs between two bands: where they have more than one line."""
-        return self.rows > 1
+        return self.rows > 1 or any(self.lanes)
 
 
 def terminal(timeline: Timeline, width: int = 80, color: bool | None = None, bound: bool = True) -> str:
@@ -77,7 +82,8 @@ def terminal(timeline: Timeline, width: int = 80, color: bool | None = None, bou
 
     A rank's band is to scale. Boxes with room hold the letter and the micro-batch ("F3"); narrower ones the letter,
     with the micro-batch below, its digits under one another if need be. Where columns cover more time than actions, each
-    holds one letter, so chosen that the letters are in proportion to the times.
+    holds one letter, so chosen that the letters are in proportion to the times. Below a band are a line for each queue beside
+    computation, and one for each pool of bytes, whose blocks are as high as the most bytes meanwhile.
 
     Args:
         color: None colours only when standard output is a terminal and NO_COLOR is not set.
@@ -88,14 +94,16 @@ def terminal(timeline: Timeline, width: int = 80, color: bool | None = None, bou
 
     timelines_of(timeline)
     colored = _wants_color() if color is None else color
-    label = len(f"rank {timeline.schedule.ranks - 1}") + 2
+    names = [f"rank {timeline.schedule.ranks - 1}", *queue_names(timeline)[1:], *byte_curves(timeline)]
+    label = max(map(len, names)) + 2
     picture = grid(timeline, max(width, label + 12) - label, filled=not colored)
     text = Text()
     text.append(heading(timeline), style="bold")
     text.append(f"\n{textwrap.fill(assumptions(timeline), max(width, 20))}\n\n")
     for rank, lines in enumerate(picture.bands):
-        for index, line in enumerate(lines):
-            text.append(f"{f'rank {rank}' if index == 0 else '':<{label}}")
+        heads = [f"rank {rank}", *[""] * (len(lines) - 1)]
+        for head, line in (*zip(heads, lines, strict=True), *picture.lanes[rank]):
+            text.append(f"{head:<{label}}")
             for paint, run in groupby(line, key=lambda cell: cell[1]):
                 text.append("".join(char for char, _ in run), style=_style(paint))
             text.append("\n")
@@ -196,6 +204,9 @@ def _figures(timeline: Timeline, width: int, bound: bool) -> str:
             rows[-1].append(number(memory[rank]))
     if memory is not None:
         columns.append("peak memory")
+    for pool, peaks in timeline.peak_bytes.items():
+        columns.append(f"bytes in {pool}")
+        rows = [[*row, size_words(peak)] for row, peak in zip(rows, peaks, strict=True)]
     wide = [max(len(row[at]) for row in [columns, *rows]) for at in range(len(columns))]
     table = ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, wide, strict=True)) for row in [columns, *rows]]
     return "\n".join([*lines, "", *(line[:width] for line in table)])
@@ -210,7 +221,8 @@ def grid(timeline: Timeline, columns: int, filled: bool) -> Grid:
     Args:
         filled: whether the rest of a box is filled with a line, which shows its length where there are no colours.
     """
-    ranks = [[s for s in segments(row) if s[1] > s[0]] for row in boxes(timeline)]
+    rows = boxes(timeline)
+    ranks = [_busy_times(row, COMPUTE) for row in rows]
     makespan = timeline.makespan
     scale = _scale(ranks, makespan, columns)
     used = max(1, round(makespan * scale))
@@ -218,13 +230,35 @@ def grid(timeline: Timeline, columns: int, filled: bool) -> Grid:
     typical_width = widths[len(widths) // 10] if widths else 1
     digits = len(str(timeline.schedule.microbatches - 1))
     chunks = timeline.schedule.chunks
-    kinds = frozenset(action.kind for row in ranks for _, _, action, _ in row)
+    kinds = frozenset(action.kind for row in rows for box in row for action in box.actions)
+    lanes = tuple(
+        (
+            *((queue, _dithered(_busy_times(row, queue), used, scale, chunks)) for queue in queue_names(timeline)[1:]),
+            *((pool, _heights(curves[rank], used, scale)) for pool, curves in byte_curves(timeline).items()),
+        )
+        for rank, row in enumerate(rows)
+    )
     if typical_width < 1:
         dithered = tuple((_dithered(row, used, scale, chunks),) for row in ranks)
-        return Grid(dithered, used, scale, makespan, 1, True, kinds)
+        return Grid(dithered, used, scale, makespan, 1, True, kinds, lanes)
     below = 0 if typical_width >= digits + 2 else 1 if typical_width >= digits + (digits > 1) else digits
     bands = tuple(_band(row, used, scale, chunks, below, filled) for row in ranks)
-    return Grid(bands, used, scale, makespan, 1 + below, False, kinds)
+    return Grid(bands, used, scale, makespan, 1 + below, False, kinds, lanes)
+
+
+def _busy_times(row: tuple[EntryBox, ...], queue: str) -> list[_BusyTime]:
+    return [s for s in segments(tuple(box for box in row if box.queue == queue)) if s[1] > s[0]]
+
+
+def _heights(curve: Sequence[tuple[float, float]], columns: int, scale: float) -> PaintedLine:
+    """Return a block for each column, as high as the most bytes in it, of the most of the whole curve."""
+    most = [0.0] * columns
+    for at, (time, level) in enumerate(curve):
+        until = curve[at + 1][0] * scale if at + 1 < len(curve) else columns
+        for column in range(int(time * scale), min(columns, max(math.ceil(until), int(time * scale) + 1))):
+            most[column] = max(most[column], level)
+    top = max(most) or 1.0
+    return [(LEVELS[min(7, int(8 * level / top))] if level else " ", IDLE_PAINT) for level in most]
 
 
 def _scale(ranks: list[list[_BusyTime]], makespan: float, columns: int) -> float:
@@ -238,7 +272,7 @@ def _scale(ranks: list[list[_BusyTime]], makespan: float, columns: int) -> float
                 whole = round(time * 1000)
                 if abs(time * 1000 - whole) > 1e-4:
                     return columns / makespan
-                ticks = gcd(ticks, whole)
+                ticks = math.gcd(ticks, whole)
     count = round(makespan * 1000) // ticks if ticks else columns + 1
     return columns // count * 1000 / ticks if count <= columns else columns / makespan
 
@@ -285,5 +319,5 @@ def _dithered(row: list[_BusyTime], columns: int, scale: float, chunks: int) -> 
             owed[paint.kind] += time
         paint_of_cell = max((p for p, time in times.items() if time > 1e-9), key=lambda p: (owed[p.kind], times[p]))
         owed[paint_of_cell.kind] -= 1
-        line.append((paint_of_cell.kind or "·", paint_of_cell))
+        line.append((paint_of_cell.kind[:1] or "·", paint_of_cell))
     return line

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pipeloom.draw.boxes import EntryBox, boxes, talk
+from pipeloom.draw.boxes import EntryBox, boxes, byte_curves, queue_names, talk
 from pipeloom.draw.figures import heading
 from pipeloom.schedule import Timeline
-from pipeloom.schedule.actions import kind_of
+from pipeloom.schedule.actions import COMPUTE, kind_of
 from pipeloom.schedule.channels import Message, traffic
 from pipeloom.schedule.timeline import timelines_of
 
 
 def trace(timeline: Timeline, unit_microseconds: float | None = None) -> dict[str, Any]:
-    """The events of `timeline`, ready for `json.dumps`: a process per rank, a slice for each action or pair, a memory
-    counter, an arrow for each message between ranks.
+    """The events of `timeline`, ready for `json.dumps`: a process per rank with a thread for each queue, a slice for each action
+    or pair, counters of memory and of the bytes in each pool, an arrow for each message between ranks.
 
     A slice's args are stage, chunk, micro-batch and phase (a pair's: those of its forward, then `backward_…`).
 
@@ -26,19 +26,29 @@ def trace(timeline: Timeline, unit_microseconds: float | None = None) -> dict[st
     timelines_of(timeline)
     unit = unit_microseconds or (1e6 if timeline.source == "measured" else 1e3)
     events: list[dict[str, Any]] = []
+    threads = {queue: at + bool(at) for at, queue in enumerate(queue_names(timeline))}  # 1 is that of the all-to-all
     for rank, row in enumerate(boxes(timeline)):
         stages = ", ".join(map(str, timeline.schedule.stages_of[rank]))
         events += [
             {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} (stages {stages})"}},
             {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}},
-            {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": timeline.source}},
+            *(
+                {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}}
+                for name, thread in (threads | {timeline.source: threads[COMPUTE]}).items()
+                if name != COMPUTE
+            ),
         ]
-        events += [_slice(box, unit) for box in row]
+        events += [_slice(box, threads[box.queue], unit) for box in row]
         events += [event for box in row for event in _all_to_all(timeline, box, unit)]
         origin = min((starts[0] for starts in timeline.starts if starts), default=0.0)
         events += [
             {"ph": "C", "name": "memory", "pid": rank, "ts": (time - origin) * unit, "args": {"activations": level}}
             for time, level in timeline.memory_curve[rank]
+        ]
+        events += [
+            {"ph": "C", "name": f"bytes in {pool}", "pid": rank, "ts": time * unit, "args": {"bytes": level}}
+            for pool, curves in byte_curves(timeline).items()
+            for time, level in curves[rank]
         ]
     events += _flows(timeline, unit)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": heading(timeline)}}
@@ -72,7 +82,7 @@ def _flows(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
                 yield {"ph": "f", "bp": "e", **flow, "pid": rank, "ts": middle[rank][at]}
 
 
-def _slice(box: EntryBox, unit: float) -> dict[str, Any]:
+def _slice(box: EntryBox, thread: int, unit: float) -> dict[str, Any]:
     first = box.actions[0]
     args: dict[str, Any] = {
         "stage": first.stage,
@@ -87,7 +97,7 @@ def _slice(box: EntryBox, unit: float) -> dict[str, Any]:
         "name": "|".join(map(str, box.actions)),
         "cat": "pair" if len(box.actions) > 1 else kind_of(first.kind).words,
         "pid": box.rank,
-        "tid": 0,
+        "tid": thread,
         "ts": box.start * unit,
         "dur": (box.end - box.start) * unit,
         "args": args,

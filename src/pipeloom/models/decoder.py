@@ -189,7 +189,7 @@ class Attention(nn.Module):
         """
         query, key, value = self.split_heads(x, position_ids)
         grouped = self.key_value_heads < self.heads
-        if self.context is not None and self.cache is None:  # while text is generated, every rank has all tokens
+        if self.context is not None:
             return self.merge_heads(self.context.attend(query, key, value, position_ids))
         if self.cache is not None and position_ids is not None:
             key, value, positions = self.cache.extend(key, value, position_ids)
@@ -207,7 +207,7 @@ class Attention(nn.Module):
         query, key = self._split(queries, self.heads), self._split(keys, self.key_value_heads)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        context, tokens = self.context if self.cache is None else None, query.shape[-2]
+        context, tokens = self.context, query.shape[-2]
         if position_ids is None:
             length = tokens if context is None else tokens * context.axis.size
             table = rotary_table(length, self.head_width, self.theta, query.dtype, query.device)

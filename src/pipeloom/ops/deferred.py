@@ -61,6 +61,11 @@ class WeightGradQueue:
         self._entries.append((work, fetch))
         self._read += [(tensor, version_of(tensor)) for tensor in reads]
 
+    @property
+    def reads(self) -> tuple[Tensor, ...]:
+        """The tensors that the work reads."""
+        return tuple(tensor for tensor, _ in self._read)
+
     def flush(self) -> None:
         """Do all queued work and release its tensors, the latest first, since those are still in the cache.
 
@@ -268,8 +273,11 @@ def defer_weight_gradients(module: nn.Module, grad_context: WeightGradContext) -
 
     A subclass of `nn.Linear`, an instance with another forward, and all instances where someone has replaced the forward of the
     class keep their forward, and their weight gradients stay in I. So does that of a weight with a hook (`register_hook`,
-    `register_post_accumulate_grad_hook`).
+    `register_post_accumulate_grad_hook`). A module that is compiled (`nn.Module.compile`) computes all of its weight gradients in
+    I: a compiled graph returns them, and writes to no queue.
     """
+    if getattr(module, "_compiled_call_impl", None) is not None:  # torch has no public name for it
+        return
     for part in module.modules():
         if isinstance(part, DefersWeightGrads):
             part.set_weight_grad_context(grad_context)

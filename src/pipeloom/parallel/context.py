@@ -10,14 +10,15 @@ and log-sum-exp, and so returns a block's exact part of the gradients. No matrix
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pipeloom.errors import UsageError
@@ -107,6 +108,20 @@ class ContextParallel:
                 if begin < first:
                     yield AttentionBlock(rows, *queries, begin, first, False)
             held += end - start
+
+
+@contextlib.contextmanager
+def whole_sequences(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Have the layers inside `modules` compute whole sequences meanwhile, on every rank, as text is generated."""
+    spread = [part for module in modules for part in module.modules() if getattr(part, "context", None) is not None]
+    contexts = [part.context for part in spread]
+    for part in spread:
+        part.context = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for part, context in zip(spread, contexts, strict=True):
+            part.context = context
 
 
 def _pieces(length: int, index: int, count: int) -> tuple[tuple[int, int], ...]:

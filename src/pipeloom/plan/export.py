@@ -113,7 +113,6 @@ def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None) -> 
     """
     layout = prediction.layout
     refused = {
-        f"cp={layout.cp} for a Hugging Face directory": layout.cp > 1 and source is not None,
         f"zero={layout.zero}": layout.zero > 1,
         f"recompute={layout.recompute}": layout.recompute not in ("none", "full"),
     } | ({} if source else _not_trained(shape))

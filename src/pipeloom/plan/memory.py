@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from pipeloom.plan.blocks import ELEMENT, LayerOps, Runtime, placeholders
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.schedule import Schedule
-from pipeloom.schedule.actions import kind_of
-from pipeloom.schedule.model import parts
+from pipeloom.schedule.actions import INPUT_GRADIENT, PENDING, SAVED, kind_of
+from pipeloom.schedule.model import made_by, parts
 
 
 @dataclass(frozen=True)
@@ -73,19 +73,14 @@ def peak(schedule: Schedule, rank: int, stages: Sequence[StageMemory]) -> tuple[
     """(saved tensors, temporaries, action) at the rank's peak, which depends on the order of its program alone."""
     held, best = 0.0, (0.0, 0.0, "-")
     for cell in schedule.programs[rank]:
-        change = extra = 0.0
-        actions = parts(cell)
-        for action in actions:
-            stage, kind = stages[action.stage], kind_of(action.kind)
-            if kind.is_forward:
-                change += stage.saved
-            elif action.kind == "B":
-                change, extra = change - stage.saved, max(extra, stage.extra)
-            elif action.kind == "I":
-                change, extra = change - stage.saved + stage.pending, max(extra, stage.extra)
-            elif action.kind == "W":
-                change -= stage.pending
-        claimed = sum(stages[action.stage].saved for action in actions if kind_of(action.kind).is_forward)
+        claimed = change = extra = 0.0
+        for action in parts(cell):
+            stage, kind, values = stages[action.stage], kind_of(action.kind), made_by(schedule, action)
+            claimed += stage.saved * (SAVED in values)
+            change += stage.saved * ((SAVED in values) - (SAVED in kind.frees))
+            change += stage.pending * ((PENDING in values) - (PENDING in kind.frees))
+            if INPUT_GRADIENT in kind.produces:
+                extra = max(extra, stage.extra)
         if held + claimed + extra > best[0] + best[1]:
             best = (held + claimed, extra, str(cell))
         held += change

@@ -86,13 +86,7 @@ class Planner:
         """The costs of `layout`. Raises UsageError for one that the model, or its schedule's family, does not allow."""
         if reasons := problems(self.shape, layout):
             raise UsageError("; ".join(reasons))
-        schedule = built(layout)
-        layers, links = self.layers(layout), AxisRates.of(layout, self.device)
-        stages = self.cut(layout, layers, links, schedule.positions)
-        if sum(stages) != len(layers) or len(stages) != schedule.positions:
-            raise UsageError(
-                f"stages={list(stages)}: they must be {schedule.positions} stages of {len(layers)} layers in all"
-            )
+        schedule, layers, links, stages = self._parts(layout)
         of_stage = spans(schedule, list(stages))
         times: dict[tuple[int, int], StageSeconds] = {}
         for span in set(of_stage):
@@ -110,14 +104,23 @@ class Planner:
         tokens = layout.sequences * layout.seq / step.total / layout.world
         return LayoutCosts(layout, stages, tuple(memory), step, tokens)
 
+    def _parts(self, layout: PlannedLayout) -> tuple[Schedule, list[LayerOps], AxisRates, tuple[int, ...]]:
+        schedule, layers, links = built(layout), self.layers(layout), AxisRates.of(layout, self.device)
+        stages = self.cut(layout, layers, links, schedule.positions)
+        if sum(stages) != len(layers) or len(stages) != schedule.positions:
+            raise UsageError(
+                f"stages={list(stages)}: they must be {schedule.positions} stages of {len(layers)} layers in all"
+            )
+        return schedule, layers, links, stages
+
     def stage_costs(self, layout: PlannedLayout) -> Costs:
         """`Costs` of the layout's stages in seconds and bytes, for `simulate` and `search`.
 
         "params", "grads", "optimizer" and "buffers" stand for the whole step; of the temporaries the largest of each rank's
         stages does too.
         """
-        schedule, layers, links = built(layout), self.layers(layout), AxisRates.of(layout, self.device)
-        of_stage = spans(schedule, list(self.cut(layout, layers, links, schedule.positions)))
+        schedule, layers, links, counts = self._parts(layout)
+        of_stage = spans(schedule, list(counts))
         stages = [layers[slice(*span)] for span in of_stage]
         times = [self._times(each, layout, links) for each in stages]
         memory = [stage_memory(each) for each in stages]

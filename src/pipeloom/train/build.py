@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeloom.config import Config, Layout
 from pipeloom.config.problems import naming_keys
@@ -66,7 +68,7 @@ def build_pipeline(
     )
     with naming_keys():
         return Pipeline(
-            model_layers(config, kind, device, tensor, mesh, moe_classes(layout), drawn),
+            compiled(model_layers(config, kind, device, tensor, mesh, moe_classes(layout), drawn), config),
             layout.schedule,
             loss=training_loss(config, tensor),
             mesh=mesh,
@@ -86,12 +88,11 @@ def model_layers(
     drawn: bool = True,
 ) -> list[Layer]:
     """Return the layers of a configuration's model, with its adapters."""
-    options = lora_options(config)
+    options, context = lora_options(config), context_parallel_of(config, mesh)
     if config.model.source:
-        model: list[Layer] = foreign(config.model.source, dtype)
+        model: list[Layer] = foreign(config.model.source, dtype, context)
     else:
         experts = expert_parallel_of(config, mesh)
-        context = context_parallel_of(config, mesh)
         model = layers(config.model.shape(), config.train.seed, dtype, device, tensor, experts, classes, drawn, context)
     return model if options is None else with_adapters(model, options, config.train.seed)
 
@@ -101,6 +102,25 @@ def context_parallel_of(config: Config, mesh: Mesh | PipelineMesh | None) -> Con
     if not isinstance(mesh, Mesh) or mesh.cp.size == 1:
         return None
     return ContextParallel(mesh.cp, config.parallel.cp_exchange)
+
+
+def compiled(model: list[Layer], config: Config) -> list[Layer]:
+    """Return the layers with each block compiled on its own, where `train.compile` says so.
+
+    Equal blocks share one compiled graph; it is compiled in the first forward of a process.
+    """
+    if config.train.compile == "none":
+        return model
+    # Our tables of positions are cached functions of a few numbers, which a compiler may as well trace.
+    warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
+    names = block_names(config)
+
+    def build(layer: Layer) -> nn.Module:
+        module = layer.build()
+        module.compile(backend=config.train.compile_backend)
+        return module
+
+    return [replace(each, build=partial(build, each)) if each.name in names else each for each in model]
 
 
 def expert_parallel_of(config: Config, mesh: Mesh | PipelineMesh | None) -> ExpertParallel | None:
@@ -136,9 +156,9 @@ def ties(config: Config) -> tuple[tuple[str, ...], ...]:
 
 
 @cache
-def foreign(source: str, dtype: torch.dtype) -> hf.ModelLayers:
+def foreign(source: str, dtype: torch.dtype, context: ContextParallel | None = None) -> hf.ModelLayers:
     """Return the layers of the model in a Hugging Face directory."""
-    return hf.layers(expanded(source), dtype=dtype)
+    return hf.layers(expanded(source), dtype=dtype, context=context)
 
 
 def _tensor_parallel(mesh: Mesh, config: Config, device: torch.device) -> TensorParallel:
@@ -171,8 +191,14 @@ def recomputed(config: Config) -> Literal["none"] | frozenset[str]:
     setting = config.train.recompute
     if setting == "none":
         return "none"
-    blocks = range(config.model.num_hidden_layers) if setting == "full" else setting
+    names = block_names(config)
+    return frozenset(names if setting == "full" else (names[number] for number in setting))
+
+
+def block_names(config: Config) -> list[str]:
+    """Return the names of the model's blocks, first to last."""
+    blocks = range(config.model.num_hidden_layers)
     if config.model.source:
         trunk = foreign(config.model.source, PARAMETER_DTYPES[config.train.dtype])[1:]
-        return frozenset(trunk[number].name for number in blocks)
-    return frozenset(block_name(number) for number in blocks)
+        return [trunk[number].name for number in blocks]
+    return [block_name(number) for number in blocks]

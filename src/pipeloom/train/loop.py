@@ -39,6 +39,7 @@ from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report.metrics import memory_history, shared_cores
 from pipeloom.train.report.report import Report
+from pipeloom.train.report.step_bytes import BytesCheck
 from pipeloom.train.report.tables import table, what_ranks_hold
 from pipeloom.train.schedule_search import MeasureThenSearch, resolve_before_start
 from pipeloom.train.speculative import SpeculativeOptimizer
@@ -106,6 +107,8 @@ def _train(
         context.close_to_strangers()
         begin_weights(config, pipeline, start.path is not None)
         trainer = Trainer(config, pipeline, context, report, facts, data.unit, claim, observers)
+        if config.train.steps > 1:
+            trainer.add_row(BytesCheck(layout, pipeline, trainer.optimizer, report).row)
         trainer.chat = data.template is not None
         if layout.search is not None:
             trainer.measuring = MeasureThenSearch(layout, pipeline, context, report)
@@ -194,6 +197,10 @@ class Trainer:
             self._speculative = SpeculativeOptimizer(pipeline, self.optimizer)
         self.observers: list[StepObserver] = []
         self._more_observers = list(observers)
+
+    def add_row(self, row: StepObserver) -> None:
+        """Add a row to those of the configuration, before the first step."""
+        self._more_observers.append(row)
 
     def begin(self, start: Start, folder: Path) -> None:
         """Load the checkpoint that the run starts from, if any, and prepare to save checkpoints; collective."""

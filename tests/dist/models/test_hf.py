@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import save_file
 
 from hf_families import MODEL_FAMILIES, make_batch
-from live_bytes import LiveBytes
+from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.cli import app
 from pipeloom.config.hub import VERIFIED_FAMILIES
 from pipeloom.errors import ConfigError, UsageError

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from collective_log import recorded, started
 from layouts import model, tensor_parallel
-from live_bytes import LiveBytes
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.models import layers
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
+from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.sharding import shard_of, shardings_of

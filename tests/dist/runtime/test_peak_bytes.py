@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipeloom as pl
-from live_bytes import LiveBytes
+from pipeloom.ops.live_bytes import LiveBytes
 from models import mse
 from pipeloom.ops.segments import Compute, Done, Pending, Segment, Values, in_order
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline

@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import pipeloom as pl
-from live_bytes import LiveBytes
 from pipeloom import checkpoint
 from pipeloom.config import load, load_layout
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.models import cross_entropy, hf, layers, tied
+from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.runtime import Pipeline
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.boxes import Box

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from pipeloom.config import load_layout
+from pipeloom.schedule.channels import size_words
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.batches import windows_of
 from pipeloom.train.data.tokenizers import ByteTokenizer
@@ -73,6 +74,9 @@ def test_two_runs_are_equal_bit_by_bit_and_tell_what_they_did(tmp_path: Path) ->
         assert words in done.stdout
     paths = [re.search(rf"^{word}: +(\S+)", done.stdout, re.MULTILINE) for word in ("log", "trace", "svg")]
     assert all(match is not None and Path(match[1]).is_file() for match in paths)
+    (bytes_,) = events(first, "bytes")
+    assert bytes_["measured"] == pytest.approx(bytes_["predicted"], rel=0.15)  # tiny: gradients are most of it
+    assert f"predicted {size_words(bytes_['predicted'][1])}" in done.stdout
     bubble = events(first, "bubble")[0]
     assert 0 <= bubble["simulated"] < 1  # either may be the larger in a step of a few milliseconds
     assert 0 <= bubble["measured"] < 1

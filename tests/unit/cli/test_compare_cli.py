@@ -143,11 +143,6 @@ def test_a_model_sends_more_as_tensor_parallel_ranks_than_as_a_pipeline(pipeloom
     (pipeline,), (tensor,), (spread,) = (layout["volumes"] for layout in found)
     assert (pipeline["kind"], tensor["kind"], spread["kind"]) == ("pipeline", "tensor", "tensor")
     assert pipeline["bytes"] < tensor["bytes"] < spread["bytes"]
-    up, down = json.loads(pipeloom("compare --volume tiny --ranks 2 --json").out)["linear_layers"]
-    unit = 8 * 16 * 4  # tokens of a step, fp32; 32 wide, 64 inside
-    assert up == {"inputs": 32, "outputs": 64, "gathered_column": unit * (64 + 64), "row": unit * (128 + 32)}
-    assert (down["gathered_column"], down["row"]) == (up["row"], up["gathered_column"])
-    assert "32 to 64: 64 KiB as columns with gathered output, 80 KiB as rows" in pipeloom("compare --volume tiny").out
     text = pipeloom("compare --volume default --ranks 3").out
     assert "skipped: tensor parallel: parallel.tp = 3: it must divide" in text
     assert "pipeline, interleaved" in text

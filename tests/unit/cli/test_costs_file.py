@@ -92,3 +92,25 @@ def test_a_plan_writes_costs_that_a_search_reads(capsys, tmp_path):
     assert max(found["peak_bytes"]["device"]) <= 72 * GIB
     with pytest.raises(CapacityError, match="stands for the whole step"):
         run(capsys, *words, "--costs", str(path), "--memory", "8GiB")
+
+
+def test_a_comparison_counts_gib_on_the_worst_rank(costs_file, capsys):
+    """1F1B: 5.5 GiB of weights and 3 of each of 4 micro-batches on rank 0; a stage of half the size has half of each."""
+    sizes = ("--ranks", "4", "--microbatches", "8", "--costs", costs_file, "--memory", "17GiB")
+    rows = [line.split() for line in run(capsys, "compare", "1f1b", "gpipe", *sizes).splitlines()]
+    assert rows[0][-3:] == ["device", "17", "GiB"]
+    assert rows[1][-3:] == ["GiB", "rank", "fits"]
+    assert [row[-3:] for row in rows[3:5]] == [["17.5", "0", "no"], ["29.5", "0", "no"]]
+
+
+def test_a_limit_without_bytes_is_refused(capsys):
+    for words in (["--memory", "20GiB"], ["--memory", "6"]):
+        with pytest.raises(UsageError, match=r"--memory is .*give bytes, such as 20GiB, and --costs FILE with bytes"):
+            run(capsys, "schedule", "1f1b", "--ranks", "2", "--microbatches", "2", *words)
+
+
+def test_a_schedule_is_drawn_under_its_limit(costs_file, capsys, tmp_path):
+    words = ("--ranks", "2", "--microbatches", "2", "--costs", costs_file, "--memory", "20GiB")
+    text = run(capsys, "schedule", "1f1b", *words, "--svg", str(tmp_path / "x.svg"))
+    assert "11.5 GiB" in text
+    assert "the limit 20 GiB" in (tmp_path / "x.svg").read_text()

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-import pipeloom.train.report.layer_bytes  # noqa: F401  # imports torch here, not in a test's call
+import pipeloom.train.report.step_bytes  # noqa: F401  # imports torch here, not in a test's call
 from pipeloom.cli import app, train
-from pipeloom.cli.dry_run import expected_timeline, rank_parameters, rank_table
+from pipeloom.cli.dry_run import expected_timeline, rank_table
 from pipeloom.config import load_layout, parameter_count
+from pipeloom.config.standing_bytes import rank_parameters
 from pipeloom.errors import ConfigError
 from pipeloom.mesh_shape import MeshShape
 
@@ -29,7 +30,7 @@ def test_it_prints_the_run_and_starts_nothing(
     shown = capsys.readouterr().out
     for words in (
         "bubble rate",
-        "activations at the peak: rank 0 ",
+        "bytes at the peak\n0  ",
         "learning rate (wsd): step 1 ",
         "around the steps, in this order:\n  record, and bad steps  every step\n  replica check ",
         "\n  checkpoint             every 5 steps, on SIGUSR1\n",
@@ -50,7 +51,7 @@ def test_any_model_is_described_on_a_laptop(
     flags += ["--parallel.pp=16", "--parallel.tp=4", "--parallel.dp=-1", "--train.seq_len=256", "--train.device=cuda"]
     assert run(tmp_path, *flags, "--schedule.name=1f1b", "--train.dtype=bfloat16") == 0
     out = capsys.readouterr().out
-    assert "activations at the peak: rank 0 " in out
+    assert "bytes at the peak\n0 " in out
     assert "dry run: 64 workers would start" in out
 
 

@@ -141,6 +141,13 @@ def test_recompute_is_a_word_or_blocks() -> None:
     assert load_layout("tiny", {"train.recompute": [0, 3]}).config.train.recompute == (0, 3)
 
 
+def test_compiled_blocks_are_said_to_split_no_backward() -> None:
+    keys = {"train.compile": "blocks", "schedule.microbatches": 4}
+    split, whole = (load_layout("tiny", {**keys, "schedule.name": name}).notes for name in ("zbv", "1f1b"))
+    assert split == ("compiled blocks compute their weight gradients in I, so their W takes no time",)
+    assert whole == ()
+
+
 def test_too_few_micro_batches_are_said_to_leave_ranks_idle() -> None:
     keys = {"parallel.pp": 4, "schedule.name": "1f1b", "schedule.chunks": 1}
     few, enough = (load_layout("tiny", {**keys, "schedule.microbatches": count}).notes for count in (2, 4))

@@ -10,6 +10,7 @@ import pytest
 import pipeloom as pl
 from paths import DATA
 from pipeloom.draw import svg
+from pipeloom.draw.palette import CURVE_COLOUR
 from pipeloom.draw.svg import text_width
 from pipeloom.schedule.files import load
 
@@ -114,3 +115,23 @@ def test_long_idle_times_have_room() -> None:
     ][:2]
     assert idle.text == "0.0006789"
     assert float(idle.attrib["x"]) - text_width(idle.text, 11.5) > max(ends)
+
+
+def test_bytes_are_a_curve_for_each_rank_and_pool_under_the_limit() -> None:
+    """Weights of 2, and 4 of each micro-batch that is alive; the copies on the host stand for the whole step."""
+    costs = pl.Costs(bytes={"saved": 4.0, "params": 2.0, "copy": 8.0, "none": 0.0}, pools={"copy": "host", "none": "x"})
+    timeline = pl.simulate(pl.schedules.one_f_one_b(2, 2), costs)
+    document = svg(timeline, limit=20.0)
+    paths = [
+        path.get("d") or ""
+        for path in ET.fromstring(document).iter("{http://www.w3.org/2000/svg}path")
+        if path.get("fill") == CURVE_COLOUR
+    ]
+    first, host, _, _ = [[float(y) for y in re.findall(r"V([\d.]+)", path)] for path in paths]
+    foot = first[-1]
+    assert [round((foot - y) * 20 / 24, 1) for y in first[:-1]] == [2, 6, 10, 6, 2]
+    assert [round((host[-1] - y) * 8 / 24, 1) for y in host[:-1]] == [8]
+    (line,) = {float(y) for y in re.findall(r'class="limit" d="M[\d.]+ ([\d.]+)H', document) if float(y) < foot}
+    assert foot - line == 24
+    assert "bytes in device and host, the peak at the right, dashed: the limit 20 B" in document
+    assert ">10 B<" in document

@@ -132,3 +132,12 @@ def test_colour_only_on_a_terminal_and_not_with_no_color(monkeypatch: pytest.Mon
 
 def test_zero_costs_do_not_break_it() -> None:
     assert "makespan          0" in "\n".join(_drawn("gpipe", 2, 2, pl.Costs(0, 0, 0)))
+
+
+def test_bytes_are_a_line_of_blocks_for_each_pool() -> None:
+    costs = pl.Costs(bytes={"saved": 4.0, "params": 2.0, "copy": 8.0}, pools={"copy": "host"})
+    lines = terminal(pl.simulate(pl.schedules.one_f_one_b(2, 2), costs), width=120, color=False).splitlines()
+    first, last = [line.split()[1] for line in lines if line.startswith("device")]
+    assert first[:: len(first) // 9] == "▅█████▅▅▅"
+    assert {line.split()[1] for line in lines if line.startswith("host")} == {"█" * len(last)}
+    assert lines[-2].split()[-4:] == ["10", "B", "8", "B"]

@@ -89,3 +89,9 @@ def test_all_to_all_has_a_thread_of_its_own() -> None:
         ("all-to-all of 0F1", 1.0, 0.25),
     ]
     assert len(events) == 8
+
+
+def test_bytes_are_a_counter_for_each_pool() -> None:
+    timeline = pl.simulate(pl.schedules.one_f_one_b(1, 1), pl.Costs(bytes={"saved": 4.0, "params": 2.0}))
+    counters = [event for event in trace(timeline)["traceEvents"] if event["name"] == "bytes in device"]
+    assert [(event["ts"], event["args"]["bytes"]) for event in counters] == [(0, 2), (0, 6), (3000, 2)]

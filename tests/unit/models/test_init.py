@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from live_bytes import LiveBytes
 from pipeloom import schedules
 from pipeloom.config import load
 from pipeloom.models import cross_entropy, layers
 from pipeloom.models.layers import BLOCK, stable_seed
 from pipeloom.ops.layer import Layer
+from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.sharding import join, shardings_of

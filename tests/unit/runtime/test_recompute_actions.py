@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
-from live_bytes import LiveBytes
 from models import WIDTH, Block, batch, mse
 from pipeloom.errors import UsageError
+from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.runtime import LocalPipeline
 from pipeloom.schedule import Schedule, simulate
 from pipeloom.schedule.transforms import recompute

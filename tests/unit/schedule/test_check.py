@@ -11,7 +11,7 @@ import pytest
 from pipeloom import schedules
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule import Pair, Schedule, check
-from pipeloom.schedule.actions import Action, parse_action, parse_cell
+from pipeloom.schedule.actions import MOST_KINDS, Action, kinds, parse_action, parse_cell
 from pipeloom.schedule.families import FAMILIES, build
 
 GOOD = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
@@ -77,6 +77,12 @@ def test_out_of_range_is_refused_when_made() -> None:
         changed(0, 1, "0F7")
     with pytest.raises(ScheduleError, match=r"names stage 5 of 2 \(0..1\)"):
         changed(0, 1, "5F1")
+    stride, pair = 2 * 2, MOST_KINDS * 2 * 2
+    assert str(changed(0, 1, pair + stride).programs[0][1]) == "(0F0;0B0)OVERLAP_F_B"  # type: ignore[arg-type]
+    # no kind so far, a forward with a forward, a forward with W, something else than a forward with B
+    for wrong in (-1, len(kinds()) * stride, pair, pair + 3 * stride, (stride + 1) * pair + stride):
+        with pytest.raises(ScheduleError, match=f"rank 0, action 1: the code {wrong} stands for no action"):
+            changed(0, 1, wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["1F0garbage", "F0", "1X0", "", "-1F0", "1F0 ", "0F0;1B0", "(0F0;1F0)", "(0F0;1W0)"])

@@ -10,6 +10,7 @@ from pipeloom.models.hf.library import RANGE, causal_model, read_config, transfo
 from pipeloom.models.hf.parts import separate_share
 from pipeloom.models.layers import hub_name
 from pipeloom.ops.layer import Layer
+from pipeloom.parallel.context import ContextParallel
 
 __all__ = ["RANGE", "ModelLayers", "hub_name", "layers"]
 
@@ -41,7 +42,7 @@ class ModelLayers(list[Layer]):
         return separate_share(self.cut.model)
 
 
-def layers(source: Any, *, dtype: Any = None) -> ModelLayers:
+def layers(source: Any, *, dtype: Any = None, context: ContextParallel | None = None) -> ModelLayers:
     """Cut a causal language model into layers, one per decoder layer and one for each end.
 
     Token numbers [batch, length] go in, logits [batch, length, vocabulary] come out. `attention_mask` and `position_ids`
@@ -53,12 +54,14 @@ def layers(source: Any, *, dtype: Any = None) -> ModelLayers:
             directory with `config.json` and safetensors: every rank reads its own layers' weights. A model: its weights
             are used in place, not copied.
         dtype: of the parameters; None: that of the configuration, else float32.
+        context: spreads the tokens of sequences over these ranks: tokens and logits are this rank's part of them, `position_ids`
+            those of whole sequences.
 
     Raises:
         ConfigError: a model that cannot be cut, with the reason; a missing or unsupported `transformers`.
     """
     if isinstance(source, (str, Path)):
-        return ModelLayers(cut(causal_model(read_config(source), dtype), Path(source)))
+        return ModelLayers(cut(causal_model(read_config(source), dtype), Path(source), context))
     if isinstance(source, transformers().PreTrainedModel):
-        return ModelLayers(cut(source))
-    return ModelLayers(cut(causal_model(source, dtype)))
+        return ModelLayers(cut(source, context=context))
+    return ModelLayers(cut(causal_model(source, dtype), context=context))

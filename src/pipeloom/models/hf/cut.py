@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import ConfigError, UsageError
+from pipeloom.models.hf.context import spread_attention
 from pipeloom.models.hf.library import require_decoder
 from pipeloom.models.hf.parts import (
     Altered,
@@ -29,17 +30,20 @@ from pipeloom.models.hf.parts import (
 )
 from pipeloom.models.hf.weights import PretrainedWeights, initialize
 from pipeloom.models.layers import shared_names
+from pipeloom.parallel.context import ContextParallel
 
 FIRST, LAST = "first", "last"
 _MOST_EXTRA = 4  # numbers of values that a decoder layer may return after the hidden states
 _PROBE_ROWS, _LENGTH = 1, 4  # sizes of the trial run that determines the cut of a model
 
 
-def cut(model: nn.Module, folder: Path | None = None) -> Cut:
+def cut(model: nn.Module, folder: Path | None = None, context: ContextParallel | None = None) -> Cut:
     """Cut `model`, on the meta device or with weights. Raises ConfigError with the reason if it cannot be cut."""
     name = type(model).__name__
+    if context is not None:
+        spread_attention(model)
     try:
-        return Cut(model, folder)
+        return Cut(model, folder, context)
     except ConfigError as error:
         raise ConfigError(f"{name} cannot be cut into layers: {error}") from error
     except Exception as error:
@@ -56,10 +60,12 @@ class Cut:
         config: its configuration.
         path: the name of its list of decoder layers.
         before: names of the parameters outside of the decoder layers that the part before them uses.
+        context: the ranks that share the tokens of sequences; None: every rank has whole ones.
     """
 
-    def __init__(self, model: nn.Module, folder: Path | None = None) -> None:
+    def __init__(self, model: nn.Module, folder: Path | None = None, context: ContextParallel | None = None) -> None:
         self.model: Any = model
+        self.context = context
         self.folder = folder
         self.config: Any = self.model.config
         self._refuse_options()
@@ -113,7 +119,7 @@ class Cut:
         layer = copy.deepcopy(self.trunk[index], self._shared())
         self._fill(layer, f"{name}.")
         with_separate_weight_gradients(layer)
-        return TrunkLayer(layer, index, self.replay)
+        return TrunkLayer(layer, index, self.replay, self.context)
 
     def _fill(self, module: nn.Module, prefix: str) -> None:
         """Fill parameters and buffers on the meta device with their first values."""

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeloom.errors import ConfigError, UsageError, from_machine
+from pipeloom.models.hf.context import local_positions, sharing
 from pipeloom.ops.checksum import version_of
 from pipeloom.ops.deferred import DeferringLayer, apply_linear
+from pipeloom.parallel.context import ContextParallel
 
 
 class Stubs:
@@ -220,9 +222,20 @@ class Replay:
         self._convolves = convolves
         self._width, self._dtype = embedding_width, dtype
         self._kept: OrderedDict[tuple[Any, ...], tuple[Sequence[HandOver], Any]] = OrderedDict()
+        self._positions: tuple[Any, Tensor | None, Tensor] | None = None
 
-    def handed(self, hidden: Tensor, keywords: Mapping[str, Any]) -> Sequence[HandOver]:
+    def positions(self, context: ContextParallel, position_ids: Tensor | None, hidden: Tensor) -> Tensor:
+        """Return the positions of this rank's tokens, the same object for all layers of a micro-batch."""
+        key = (id(position_ids), hidden.shape[:2], hidden.device)
+        if self._positions is None or self._positions[0] != key:
+            self._positions = key, position_ids, local_positions(context, position_ids, hidden)
+        return self._positions[2]
+
+    def handed(self, hidden: Tensor, keywords: Mapping[str, Any], spread: bool = False) -> Sequence[HandOver]:
         """Return the arguments of each layer for hidden states [batch, length, width] and a micro-batch's keyword arguments.
+
+        Args:
+            spread: the attention itself keeps documents apart, and knows the positions of all ranks.
 
         Raises UsageError for rows of several documents between which the layers would attend.
         """
@@ -236,7 +249,8 @@ class Replay:
         if key not in self._kept:
             # the keyword arguments are kept with it, so that no other one can have their id meanwhile
             handed = self.run(tuple(shape), hidden.device, given)
-            self._require_apart(handed, given)
+            if not spread:
+                self._require_apart(handed, given)
             self._kept[key] = handed, given
             if len(self._kept) > _CACHED:
                 self._kept.popitem(last=False)
@@ -386,16 +400,24 @@ class TrunkLayer(_View):
 
     _index: int
     _replay: Replay
+    context: ContextParallel | None
 
-    def __init__(self, layer: nn.Module, index: int, replay: Replay) -> None:
+    def __init__(self, layer: nn.Module, index: int, replay: Replay, context: ContextParallel | None = None) -> None:
         super().__init__(layer)
-        self.__dict__.update(_index=index, _replay=replay)
+        self.__dict__.update(_index=index, _replay=replay, context=context)
 
     def forward(
         self, hidden: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
-        with self._errors:
-            handed = self._replay.handed(hidden, _given(attention_mask, position_ids))
+        context, positions = self.context, position_ids
+        if context is not None:
+            if attention_mask is not None:
+                raise UsageError(
+                    "context parallelism takes no attention_mask; nearest: position_ids, or padding on the right"
+                )
+            positions = self._replay.positions(context, position_ids, hidden)
+        with self._errors, sharing(context, position_ids):
+            handed = self._replay.handed(hidden, _given(attention_mask, positions), spread=context is not None)
             return handed[self._index].call(self._inner, hidden)
 
 

@@ -1,9 +1,9 @@
-"""Activations of each layer of a layout: the bytes that autograd saves in one layer of each kind."""
+"""Bytes of each layer of a layout, measured in one layer of each kind, and those of each rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import fields, replace
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -15,27 +15,14 @@ from torch.overrides import TorchFunctionMode
 from pipeloom.config import Layout
 from pipeloom.config.stages import layer_sizes
 from pipeloom.errors import ConfigError, PipeloomError, UsageError
-from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
 from pipeloom.ops.layer import KEYWORD, Layer, MicrobatchContext
+from pipeloom.runtime.layer_bytes import LayerBytes, measured_layer
 from pipeloom.train.build import PARAMETER_DTYPES, model_layers, moe_classes, recomputed, training_loss
 
 # A layer whose forward needs values, such as one with experts, runs on the CPU: the most operations of its forward and backward
 # (a second or two on one core; longer sequences are shortened to stay below), and its most parameters (1.2 GB in fp32).
 MOST_FLOPS = 2e10
 MOST_PARAMETERS = 3e8
-
-
-@dataclass(frozen=True)
-class LayerBytes:
-    """Activations of one layer for one micro-batch.
-
-    Attributes:
-        held: bytes from the forward until the backward.
-        again: additional bytes during the backward of a layer that is recomputed.
-    """
-
-    held: float
-    again: float = 0.0
 
 
 def layer_bytes(layout: Layout) -> tuple[LayerBytes, ...]:
@@ -53,28 +40,25 @@ def layer_bytes(layout: Layout) -> tuple[LayerBytes, ...]:
     dtype, classes = PARAMETER_DTYPES[config.train.dtype], moe_classes(layout)
     meta, cpu = (model_layers(config, dtype, torch.device(name), classes=classes) for name in ("meta", "cpu"))
     names = recomputed(config)
-    kinds: dict[Any, tuple[float, float]] = {}  # bytes saved, bytes of the input
+    kinds: dict[Any, LayerBytes] = {}
     layers = []
     x = torch.zeros(rows, config.train.seq_len, dtype=torch.int64, device="meta")
     for at, size in enumerate(sizes):
         if size not in kinds:
             last = size is sizes[-1]
             try:
-                saved, output = saved_by(layout, meta[at], x, last)
+                kinds[size], output = measured_in(layout, meta[at], x, last)
             except (
                 Exception
             ):  # an operation that needs values, or has no implementation on the meta device; or an error
-                saved, output = _saved_on_cpu(layout, cpu[at], x, at, last)
-            kinds[size] = saved, x.nbytes
-            x = output.detach().requires_grad_()
-        saved, received = kinds[size]
-        again = names != "none" and meta[at].name in names
-        layers.append(LayerBytes(received, max(0.0, saved - received)) if again else LayerBytes(saved))
+                kinds[size], output = _measured_on_cpu(layout, cpu[at], x, at, last)
+            x = output
+        layers.append(replace(kinds[size], again=names == "none" or meta[at].name in names))
     return tuple(layers)
 
 
-def _saved_on_cpu(layout: Layout, layer: Layer, x: Tensor, at: int, last: bool) -> tuple[float, Tensor]:
-    """Return the result of `saved_by` from a run on the CPU, where a long sequence is shortened and the bytes are scaled."""
+def _measured_on_cpu(layout: Layout, layer: Layer, x: Tensor, at: int, last: bool) -> tuple[LayerBytes, Tensor]:
+    """Return the result of `measured_in` from a run on the CPU, where a long sequence is shortened and the bytes are scaled."""
     model, (rows, seq_len) = layout.config.model, x.shape[:2]
     parameters, tokens = layer_sizes(model, seq_len)[at].parameters, seq_len
     if parameters > MOST_PARAMETERS:
@@ -89,41 +73,48 @@ def _saved_on_cpu(layout: Layout, layer: Layer, x: Tensor, at: int, last: bool) 
     else:
         short = torch.randint(0, model.vocab_size, (rows, tokens), generator=generator)
     try:
-        saved, output = saved_by(layout, layer, short, last)
+        measured, output = measured_in(layout, layer, short, last)
     except PipeloomError:
         raise
     except Exception as error:  # of a foreign model whose configuration contradicts itself, or of a class of the user's
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"layer {layer.name!r} cannot run: {type(error).__name__}: {reason}") from error
-    return saved * seq_len / tokens, output.new_empty(rows, seq_len, *output.shape[2:], device="meta")
+    scaled = {
+        spec.name: getattr(measured, spec.name) * seq_len / tokens
+        for spec in fields(measured)
+        if not isinstance(getattr(measured, spec.name), bool)
+    }
+    return replace(measured, **scaled), output.new_empty(
+        rows, seq_len, *output.shape[2:], device="meta"
+    ).requires_grad_()
 
 
-def saved_by(layout: Layout, layer: Layer, x: Tensor, last: bool) -> tuple[float, Tensor]:
-    """Build a layer on the device of `x`; return the bytes that its forward (and the loss of the last) saves, and its output."""
+def measured_in(layout: Layout, layer: Layer, x: Tensor, last: bool) -> tuple[LayerBytes, Tensor]:
+    """Build a layer on the device of `x`, and run it (the last one with the loss); return its bytes, and its output.
+
+    The output is empty, and carries a gradient.
+    """
     module: nn.Module = layer().to(x.device)
     module.train()
-    defer_weight_gradients(module, WeightGradContext())
     rows = x.shape[0]
     keywords = {KEYWORD: MicrobatchContext(samples=rows)} if KEYWORD in signature(module.forward).parameters else {}
-    # Python objects of storages are unique while one refers to them, unlike addresses, which are 0 on the meta device
-    weights = {id(storage): storage for storage in _storages((*module.parameters(), *module.buffers()))}
-    saved: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.update((id(storage), storage) for storage in _storages((tensor,)))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _Shapes():
-        output = module(x, **keywords)
-        if not isinstance(output, Tensor):
-            raise UsageError("a layer returns more than one tensor")
-        if last:
-            training_loss(layout.config)(output, torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device))
-    return sum(storage.nbytes() for key, storage in saved.items() if key not in weights), output
+    targets = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
+    loss = partial(_loss, layout, targets) if last else None
+    with _Shapes():
+        measured, output = measured_layer(module, (x,), keywords, loss, layout.schedule.splits_backward)
+    if last:
+        return measured, x
+    return measured, torch.empty_like(_single(output)).requires_grad_()
 
 
-def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
-    return (tensor.untyped_storage() for tensor in tensors)
+def _loss(layout: Layout, targets: Tensor, output: Any) -> Tensor:
+    return training_loss(layout.config)(_single(output), targets)
+
+
+def _single(output: Any) -> Tensor:
+    if not isinstance(output, Tensor):
+        raise UsageError("a layer returns more than one tensor")
+    return output
 
 
 class _Shapes(TorchFunctionMode):

@@ -22,7 +22,7 @@ from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.runtime.tied_weights import layer_of
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.actions import Action
-from pipeloom.train.build import PARAMETER_DTYPES, model_layers, moe_classes, ties, training_loss
+from pipeloom.train.build import PARAMETER_DTYPES, compiled, model_layers, moe_classes, ties, training_loss
 
 
 class Sample(NamedTuple):
@@ -66,7 +66,7 @@ def layer_times(layout: Layout, device: torch.device, repeats: int) -> tuple[Lay
     A step has three micro-batches, one after the other: F, I, W; F, R, I, W; F, B.
     """
     kinds, model = kinds_of_layers(layout), _model(layout, device)
-    layers = [model[numbers[0]] for numbers in kinds]
+    layers = compiled([model[numbers[0]] for numbers in kinds], layout.config)
     names = {layer.name: layer for layer in layers}
     schedule = _one_by_one(len(layers))
     pipeline = LocalPipeline(

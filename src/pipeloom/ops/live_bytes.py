@@ -11,26 +11,34 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages that operations make while it is entered.
+
+    Args:
+        meta: count tensors on the meta device by their sizes; otherwise they have no memory.
 
     Attributes:
         now: bytes alive that were allocated since it was entered.
         peak: the most of them at once.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, meta: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
+        self._meta = meta
         self._known: dict[int, int] = {}
 
     def __enter__(self) -> LiveBytes:
-        return super().__enter__()  # type: ignore[no-any-return]
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def counts(self, tensor: torch.Tensor) -> bool:
+        """Return whether the storage of `tensor` is one of those that are counted."""
+        return tensor.untyped_storage()._cdata in self._known
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         given = {
@@ -40,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
         }
         result = function(*arguments, **(keywords or {}))
         for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor) and not value.is_meta:  # what is on the meta device has no memory
+            if isinstance(value, torch.Tensor) and value.is_meta == self._meta:
                 storage = value.untyped_storage()
                 if not storage.resizable():
                     continue  # a view of a mapped file: pages that the kernel can drop

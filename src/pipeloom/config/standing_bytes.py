@@ -1,0 +1,42 @@
+"""Bytes that a rank holds for the whole step: weights, gradients, and the optimizer's state, from the configuration alone."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+from pipeloom.config.layout import Layout
+from pipeloom.config.sections import Config
+from pipeloom.config.stages import layer_sizes
+
+# Bytes of fp32 state per element, besides its value: two moments, or one. For Muon an upper bound: its matrices have one.
+_STATE_BYTES = {"adamw": 8, "sgd": 4, "muon": 8}
+
+
+def spans(layout: Layout) -> list[tuple[int, int]]:
+    """Return stage -> (index of its first layer, index after its last layer)."""
+    positions = list(pairwise([0, *accumulate(layout.stage_layers)]))
+    return [positions[position] for position in layout.schedule.position_of]
+
+
+def stage_parameters(layout: Layout) -> list[int]:
+    """Return stage -> parameters of its layers, before tensor or expert parallelism divides them."""
+    sizes = [size.parameters for size in layer_sizes(layout.config.model, layout.config.train.seq_len)]
+    return [sum(sizes[start:end]) for start, end in spans(layout)]
+
+
+def rank_parameters(layout: Layout) -> list[int]:
+    """Return rank -> parameters of all stages of that pipeline rank, before tensor or expert parallelism divides them."""
+    counts = stage_parameters(layout)
+    return [sum(counts[stage] for stage in stages) for stages in layout.schedule.stages_of]
+
+
+def element_bytes(config: Config) -> dict[str, float]:
+    """Return the bytes of one parameter: "params", "grads" and "optimizer", whose state ZeRO-1 divides by the replicas.
+
+    Gradients of bf16 parameters are accumulated in fp32.
+    """
+    size = {"float64": 8, "bfloat16": 2}.get(config.train.dtype, 4)
+    wide = max(size, 4)
+    state: float = _STATE_BYTES[config.optimizer.name] * wide // 4 + (wide if size < 4 else 0)
+    replicas = config.parallel.dp * config.parallel.cp if config.optimizer.zero1 else 1
+    return {"params": size, "grads": wide, "optimizer": state / replicas}

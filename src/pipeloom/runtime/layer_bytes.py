@@ -1,0 +1,180 @@
+"""Bytes of layers by value, measured from one micro-batch on any device, and those of stages, for `Costs.bytes`.
+
+On the meta device, which computes shapes only, the size of a layer does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients, run_backward
+from pipeloom.ops.live_bytes import LiveBytes
+from pipeloom.ops.segments import carries
+from pipeloom.runtime.program import RankProgram
+from pipeloom.runtime.tensor_spec import as_values, tensors_in
+from pipeloom.schedule.actions import KEPT, PENDING, SAVED
+from pipeloom.schedule.channels import Message
+from pipeloom.schedule.model import Schedule, parts
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of one layer and micro-batch.
+
+    Attributes:
+        saved: tensors that autograd saves, without parameters, buffers, and the layer's input and output.
+        input, output: of the layer; 0 for the output of a loss.
+        saves_input, saves_output: whether autograd saves these too.
+        pending: what W reads after I.
+        forward: the most that the forward holds at once besides its input and what it saves.
+        backward: the most that the backward (an I where it is split, or its W) adds at once to what it starts with.
+        again: whether the layer is recomputed in its backward.
+    """
+
+    saved: float
+    input: float = 0.0
+    output: float = 0.0
+    saves_input: bool = False
+    saves_output: bool = False
+    pending: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    again: bool = False
+
+
+def measured_layer(
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    loss: Callable[[Any], Tensor] | None = None,
+    split: bool = False,
+) -> tuple[LayerBytes, Any]:
+    """Run forward and backward of one micro-batch; return the bytes, and the output (None with a loss).
+
+    Args:
+        module: the layer, on the device of `inputs`; its linear layers are changed as a stage changes them.
+        loss: of its output, for the last layer.
+        split: the backward is I and W.
+    """
+    context = WeightGradContext(in_place=split)
+    defer_weight_gradients(module, context)
+    with torch.no_grad():
+        module(*inputs, **keywords)  # what a layer computes once, such as a table of positions, is no micro-batch's
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    queue = context.queue = WeightGradQueue() if split else None
+    live = LiveBytes(meta=any(value.is_meta for value in tensors_in(inputs)))
+    given, saved = _storages(tensors_in(inputs)), dict[int, float]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata in given or live.counts(tensor):
+            saved.update(_storages((tensor,)))
+        return tensor
+
+    with live:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = module(*inputs, **keywords)
+            values = as_values(output, "the layer") if loss is None else (loss(output),)
+        leaving = {} if loss is not None else _storages(tensors_in(values))
+        held = sum(size for key, size in saved.items() if key not in given and key not in leaving)
+        forward = live.peak - held
+        carrying = [value for value in tensors_in(values) if carries(value)]
+        roots, seeds = [get_gradient_edge(value) for value in carrying], [torch.empty_like(value) for value in carrying]
+        result = None if loss is not None else output
+        del values, output, carrying
+        start = live.now - sum(_storages(seeds).values())
+        live.peak = live.now
+        if roots:
+            run_backward(roots, seeds)
+        seeds.clear()
+        pending = 0.0 if queue is None else sum(_storages(queue.reads).values())
+        if queue is not None:
+            queue.flush()
+        backward = live.peak - start
+    return (
+        LayerBytes(
+            held,
+            sum(given.values()),
+            sum(leaving.values()),
+            not given.keys().isdisjoint(saved),
+            not leaving.keys().isdisjoint(saved),
+            pending,
+            forward,
+            backward,
+        ),
+        result,
+    )
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, float]:
+    """Return the bytes of each storage of `tensors` once."""
+    # The address of the object: that of the memory is 0 on the meta device.
+    return {(storage := tensor.untyped_storage())._cdata: float(storage.nbytes()) for tensor in tensors}
+
+
+def stage_bytes(schedule: Schedule, spans: Sequence[Sequence[LayerBytes]]) -> dict[str, tuple[float, ...]]:
+    """Return what `Costs.bytes` takes of each stage and micro-batch, and the largest temporary as "temporary".
+
+    Args:
+        spans: stage -> its layers, in order.
+    """
+    actions = [action for program in schedule.programs for cell in program for action in parts(cell)]
+    blocks = {action.stage for action in actions if action.kind in ("RB", "RI")}
+    first = {route[0] for route in schedule.routes}
+    values = [_values(layers, stage in first, stage in blocks) for stage, layers in enumerate(spans)]
+    return {name: tuple(value[name] for value in values) for name in (KEPT, SAVED, PENDING, "layer", "temporary")}
+
+
+def _values(layers: Sequence[LayerBytes], first: bool, blocks: bool) -> dict[str, float]:
+    """Return name -> bytes of one stage.
+
+    Args:
+        first: its inputs are views of the batch, which is there for the whole step.
+        blocks: its backwards recompute layer by layer, so that F keeps the input of each layer that is recomputed, and all that
+            the others save.
+    """
+    levels = [0.0]  # what the layers up to each one hold from F on
+    layer = 0.0
+    for before, each in zip((None, *layers), layers, strict=False):
+        again = each.again and blocks
+        joint = before is not None and (again or each.saves_input or (before.saves_output and not before.again))
+        levels.append(levels[-1] + joint * each.input + (not again) * each.saved)
+        layer = max(layer, again * (each.saved + each.saves_output * each.output))
+    rises = [
+        (each.saved + each.backward if each.again and blocks else max(each.forward, each.backward)) - levels[-1] + level
+        for each, level in zip(layers, levels[1:], strict=True)
+    ]
+    entering = 0.0 if first or not layers else layers[0].input
+    return {
+        KEPT: entering + levels[-1] * blocks,
+        SAVED: levels[-1] * (not blocks),
+        PENDING: sum(each.pending for each in layers),
+        "layer": layer,
+        "temporary": max(rises, default=layer) - layer,
+    }
+
+
+def most_message_bytes(program: RankProgram, size: Callable[[Message], float]) -> float:
+    """Return the most bytes of messages that a rank holds at once: receives that are posted or arrived, and sends that may not
+    have arrived. The input of a forward counts until the forward: from then on it is among what its stage keeps.
+    """
+    posted = most = 0.0
+    sent: dict[Message, float] = {}
+    for instruction in program.instructions:
+        posted += sum(map(size, instruction.post_receives))
+        used = [message for messages in instruction.receives for message in messages]
+        for message in used:
+            for released in program.releases_sends.get(message, ()):
+                sent.pop(released, None)
+        posted -= sum(size(message) for message in used if message.channel.kind == "activation")
+        most = max(most, posted + sum(sent.values()))
+        posted -= sum(size(message) for message in used if message.channel.kind != "activation")
+        sent |= {message: size(message) for messages in instruction.sends for message in messages}
+        most = max(most, posted + sum(sent.values()))
+    return most

@@ -1,0 +1,69 @@
+"""Hugging Face models whose sequences are spread over ranks, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_families import MODEL_FAMILIES, make_batch
+from pipeloom import schedules
+from pipeloom.decoder_shape import context_problem
+from pipeloom.errors import ConfigError
+from pipeloom.mesh_shape import MeshShape
+from pipeloom.models import cross_entropy, hf
+from pipeloom.parallel.context import ContextParallel, Exchange
+from pipeloom.parallel.mesh import ALONE, Mesh
+from pipeloom.runtime import LocalPipeline, Pipeline, RuntimeOptions
+from processes import run_ranks
+
+
+def spread(rank: int, family: str, exchange: Exchange, packed: bool) -> list[float]:
+    """The relative errors of the loss and of every gradient."""
+    batch, tiny, options = make_batch(family, packed), MODEL_FAMILIES[family], RuntimeOptions(seed=0)
+    whole = hf.layers(tiny.build())
+    schedule = schedules.one_f_one_b(1, 4)
+    one = LocalPipeline(whole, schedule, loss=cross_entropy, tied=whole.tied, options=options)
+    wanted = one.step(batch.tokens, batch.targets, **batch.keywords).item()
+    mesh = Mesh.of(MeshShape(cp=2))
+    assert mesh is not None
+    context = ContextParallel(mesh.cp, exchange)
+    model = hf.layers(tiny.build(), context=context)
+    pipeline = Pipeline(model, schedule, loss=cross_entropy, mesh=mesh, tied=model.tied, options=options)
+    loss = pipeline.step(context.part(batch.tokens), context.part(batch.targets), **batch.keywords).item()
+    errors = [abs(loss - wanted) / wanted]
+    right = dict(one.named_parameters())
+    for name, parameter in pipeline.named_parameters():
+        want = right[name].grad
+        assert parameter.grad is not None and want is not None
+        errors.append(float((parameter.grad - want).abs().max() / want.abs().max().clamp_min(1e-6)))
+    pipeline.close()
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("family", "exchange", "packed"),
+    [("llama-tied", "gather", True), ("qwen3", "ring", True), ("mixtral", "gather", False)],
+)
+def test_loss_and_gradients_equal_one_process(family: str, exchange: Exchange, packed: bool) -> None:
+    for errors in run_ranks(spread, 2, family, exchange, packed):
+        assert max(errors) < 1e-5, errors
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("gpt2", {}, "for the families llama, mistral"),
+        ("mistral", {}, "no sliding window"),
+        ("llama", {"attention_dropout": 0.1}, "no dropout of probabilities"),
+    ],
+)
+def test_other_attention_is_refused_by_name(family: str, changes: dict[str, Any], words: str) -> None:
+    config = MODEL_FAMILIES[family].build()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    assert words in context_problem(config.to_dict())
+    with pytest.raises(ConfigError, match=words):
+        hf.layers(config, context=ContextParallel(ALONE))
+    assert not torch.distributed.is_initialized()
