@@ -258,6 +258,9 @@ class Timeline:
                 KEPT: [share * size for share, size in zip(inputs, activation, strict=True)],
                 PENDING: [share * size for share, size in zip(held, activation, strict=True)],
             },
+            [share * size for share, size in zip(costs.layer_share(stages), activation, strict=True)]
+            if "layer" in dict(costs.bytes)
+            else None,
         )
 
     @cached_property
@@ -419,26 +422,33 @@ class Timeline:
         Backwards from the entry that ends last: the one before is the rank's previous entry or the one that sent the message
         waited for, whichever let it start later (the message, if both at the same time).
         """
-        entries = [self.schedule.split_entries(rank) for rank in range(self.schedule.ranks)]
         _, rank, at = max((end, rank, at) for rank, ends in enumerate(self.ends) for at, end in enumerate(ends))
-        path = [(rank, at)]
-        while True:
-            candidates = []
-            for code in (column[at] for column in entries[rank]):
-                for end, hop, source, position in self._inputs(rank, code):
-                    arrival = end + hop if self.overlap_p2p else end  # else the hop starts when the wait ends
-                    candidates.append((arrival, source != rank, (source, position)))
-            for other in self._entry_waits.get((rank, at), ()):
-                start, end = self.starts[other.rank][other.at], self.ends[other.rank][other.at]
-                moment = start + other.share * (end - start)
-                candidates.append((moment, other.rank != rank, (other.rank, other.at)))
-            before = self._before[rank][at]
-            if before is not None:
-                candidates.append((self.ends[rank][before], False, (rank, before)))
-            if not candidates:
-                return tuple(reversed(path))
-            rank, at = max(candidates)[2]
-            path.append((rank, at))
+        path: list[tuple[int, int]] = []
+        last: tuple[int, int] | None = (rank, at)
+        while last is not None:
+            path.append(last)
+            last = self.waited_for(*last)
+        return tuple(reversed(path))
+
+    def waited_for(self, rank: int, at: int) -> tuple[int, int] | None:
+        """Return (rank, position in its program) of what entry `at` of `rank` waited for longest; None: it waits for none."""
+        candidates = []
+        for code in (column[at] for column in self._columns[rank]):
+            for end, hop, source, position in self._inputs(rank, code):
+                arrival = end + hop if self.overlap_p2p else end  # else the hop starts when the wait ends
+                candidates.append((arrival, source != rank, (source, position)))
+        for other in self._entry_waits.get((rank, at), ()):
+            start, end = self.starts[other.rank][other.at], self.ends[other.rank][other.at]
+            moment = start + other.share * (end - start)
+            candidates.append((moment, other.rank != rank, (other.rank, other.at)))
+        before = self._before[rank][at]
+        if before is not None:
+            candidates.append((self.ends[rank][before], False, (rank, before)))
+        return max(candidates)[2] if candidates else None
+
+    @cached_property
+    def _columns(self) -> list[tuple[Sequence[int], Sequence[int]]]:
+        return [self.schedule.split_entries(rank) for rank in range(self.schedule.ranks)]
 
     @cached_property
     def _entry_waits(self) -> dict[tuple[int, int], tuple[EntryWait, ...]]:
