@@ -117,7 +117,7 @@ def test_parts_by_hand() -> None:
     late = simulate(schedule, Costs(2, 1, 1, host_bandwidth=1 / 3))
     assert late.ends[0][6] == 7 + 1  # it waits for the part from 6.5 on
     assert timeline.memory_curve[0][1:5] == ((2, 2), (2.5, 1.5), (4, 1), (4, 1.5))
-    with pytest.raises(ScheduleError, match=r"0B0 needs what is saved:1/2 .*; 0F0 or 0R0:1/2 or 0L0:1/2 makes it"):
+    with pytest.raises(ScheduleError, match=r"nothing frees what is saved on the host:1/2 .* which 0O0:1/2 leaves"):
         check(one("0F0", "0O0:1/2", "0B0"))
 
 
