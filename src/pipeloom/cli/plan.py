@@ -131,7 +131,6 @@ def _request(options: PlanFlags, device: Device) -> PlanRequest:
         OFFERED[options.runtime],
         zero=(3,) if options.runtime == "torchtitan" else (1,),
         capacity=options.capacity,
-        context_parallel=not ours,
     )
     if options.fixed is not None:
         from pipeloom.plan.layout import values_of

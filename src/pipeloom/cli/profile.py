@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +16,7 @@ from pipeloom.errors import CapacityError
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
+    from pipeloom.runtime.layer_bytes import LayerBytes
     from pipeloom.schedule import Costs
     from pipeloom.train.report.layer_times import LayerTimes, SegmentTimes
     from pipeloom.train.report.link_times import LinkTimes
@@ -28,10 +28,11 @@ _TIMEOUT = 600.0  # seconds that ranks wait for one that measures
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """Everything measured: the layers, a block's segments (None: no experts), and links and copies."""
+    """Everything measured: each kind's times, each layer's bytes, a block's segments (None: no experts), links and copies."""
 
     device: str
     layers: Sequence[LayerTimes]
+    bytes: Sequence[LayerBytes]
     segments: SegmentTimes | None
     links: Sequence[LinkTimes]
 
@@ -131,6 +132,8 @@ def _profiled(layout: Layout, context: Any, repeats: int) -> DeviceProfile:
     import torch
 
     from pipeloom.parallel.mesh import Mesh
+    from pipeloom.schedule.transforms import half_split
+    from pipeloom.train.report.layer_bytes import layer_bytes
     from pipeloom.train.report.layer_times import layer_times, segment_times
     from pipeloom.train.report.link_times import copy_times, link_times
     from pipeloom.train.tuning import tune_process
@@ -145,7 +148,13 @@ def _profiled(layout: Layout, context: Any, repeats: int) -> DeviceProfile:
             links += link_times(mesh, device, repeats)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     with context.waiting("the other processes to measure layers", "evaluation"):
-        return DeviceProfile(name, layer_times(layout, device, repeats), segment_times(layout, device, repeats), links)
+        return DeviceProfile(
+            name,
+            layer_times(layout, device, repeats),
+            layer_bytes(replace(layout, schedule=half_split(layout.schedule))),  # so that what W reads is measured too
+            segment_times(layout, device, repeats),
+            links,
+        )
 
 
 def _form(layout: Layout, profile: DeviceProfile) -> dict[str, Any]:
@@ -161,7 +170,12 @@ def _form(layout: Layout, profile: DeviceProfile) -> dict[str, Any]:
         "device": profile.device,
         "microbatch": [max(layout.microbatch_sizes), layout.config.train.seq_len],
         "layers": [
-            {"name": each.name, "layers": each.layers, "seconds": {k: s._asdict() for k, s in each.seconds.items()}}
+            {
+                "name": each.name,
+                "layers": each.layers,
+                "seconds": {kind: sample._asdict() for kind, sample in each.seconds.items()},
+                "bytes": asdict(profile.bytes[each.layers[0]]),
+            }
             for each in profile.layers
         ],
         "segments": None
@@ -178,29 +192,24 @@ def _form(layout: Layout, profile: DeviceProfile) -> dict[str, Any]:
 
 
 def _stage_costs(layout: Layout, profile: DeviceProfile) -> Costs:
-    """Return `Costs` of the layout's stages, in seconds: sums over their layers; a hop is the slowest measured message."""
-    from pipeloom.schedule import Costs
-    from pipeloom.train.build import PARAMETER_DTYPES
+    """Return `Costs` of the layout's stages, in seconds and bytes: sums over their layers; a hop is the slowest message."""
+    from pipeloom.config.standing_bytes import spans
+    from pipeloom.config.volume import boundary_bytes
+    from pipeloom.train.report.step_bytes import predicted_costs
 
-    config = layout.config
     of_layer = {number: each.seconds for each in profile.layers for number in each.layers}
-    spans = list(pairwise([0, *accumulate(layout.stage_layers)]))
-    stages = [spans[position] for position in layout.schedule.position_of]
     times: dict[str, Any] = {
-        name: tuple(sum(of_layer[at][kind].median for at in range(*span)) for span in stages)
+        name: tuple(sum(of_layer[at][kind].median for at in range(*span)) for span in spans(layout))
         for name, kind in _KINDS.items()
     }
-    width = config.model.hidden_size * PARAMETER_DTYPES[config.train.dtype].itemsize
     sends = [link for link in profile.links if link.operation == "send"]
-    hop: dict[str, Any] = (
-        {
+    if sends:
+        times |= {
             "p2p": max(link.latency for link in sends),
             "bandwidth": min(link.bandwidth for link in sends),
         }
-        if sends
-        else {}
-    )
-    return Costs(**times, message=float(max(layout.microbatch_sizes) * config.train.seq_len * width), **hop)
+    sizes = predicted_costs(layout, profile.bytes)
+    return replace(sizes, **times, microbatch=(), message=float(max(boundary_bytes(layout))))
 
 
 def _lines(form: dict[str, Any]) -> list[str]:
@@ -220,6 +229,9 @@ def _lines(form: dict[str, Any]) -> list[str]:
         f"{form['device']}; micro-batches of {samples} x {tokens} tokens; medians and their spread",
         *aligned(rows),
     ]
+    names = {"input": "kept", "saved": "saved", "pending": "pending"}
+    sizes = [[each["name"][-18:], *(size_words(each["bytes"][name]) for name in names)] for each in form["layers"]]
+    lines += aligned([["layer, bytes", *names.values()], *sizes])
     if (segments := form["segments"]) is not None:
         lines.append("a block with experts, ms:")
         rows = [["", "F", "I", "W"]]

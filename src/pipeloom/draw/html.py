@@ -18,15 +18,17 @@ from importlib import resources
 from typing import Any
 
 from pipeloom.draw import palette
+from pipeloom.draw.boxes import byte_curves, queue_names
 from pipeloom.draw.figures import assumptions, heading, messages, number, time_unit
 from pipeloom.draw.svg import svg
 from pipeloom.errors import PipeloomError, printable
 from pipeloom.schedule import Schedule, Timeline, lower_bound, simulate
-from pipeloom.schedule.actions import COMPUTE, EVENTS, KEPT, MOST_KINDS, PENDING, SAVED, Kind, kinds
+from pipeloom.schedule.actions import COMPUTE, EVENTS, KEPT, MOST_KINDS, PENDING, SAVED, Kind, kind_of, kinds
 from pipeloom.schedule.channels import size_words
-from pipeloom.schedule.costs import StageCosts
+from pipeloom.schedule.costs import DEVICE, StageCosts
 from pipeloom.schedule.json_form import to_dict
-from pipeloom.schedule.timeline import timelines_of
+from pipeloom.schedule.model import parts
+from pipeloom.schedule.timeline import CAUSES, timelines_of
 
 PAGE_FORMAT = "pipeloom.page/1"
 MOST_BOXES = 4000  # of an SVG in a notebook: 0.5 MB
@@ -49,7 +51,7 @@ def html(
         title: of the page; default: the heading of the timeline, or the names of several schedules.
         below: an SVG document of ours to show below the timelines, such as a pair's segments.
         bound: a lower bound on the makespan, such as a search's; default: of each timeline's placement and costs.
-        limit: of a rank's memory, in the unit of `Costs.activation`.
+        limit: of a rank's memory, in bytes where the costs have them, else in the unit of `Costs.activation`.
     """
     panels = timelines_of(timelines)
     names = list(dict.fromkeys(timeline.schedule.name for timeline in panels))
@@ -60,7 +62,7 @@ def html(
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src {styles}; base-uri 'none'; form-action 'none'"
     )
-    parts = {
+    content = {
         "policy": policy,
         "title": escape(name),
         "style": style,
@@ -68,7 +70,7 @@ def html(
         "below": below,
         "data": _embedded(document(panels, name, bound, limit)),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], _resource("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda slot: content[slot[1]], _resource("page.html"))
 
 
 def document(
@@ -85,7 +87,7 @@ def document(
         "title": title,
         "unit": {"factor": factor, "name": unit},
         "kinds": [_kind(kind) for kind in kinds()],
-        "limit": None if any(timeline.costs.bytes for timeline in timelines) else limit,
+        "limit": limit,
         "panes": [
             _pane(timeline, (factor, unit))
             | {"heading": f"{timeline.source}: {heading(timeline)}" if mixed else heading(timeline)}
@@ -111,7 +113,45 @@ def _kind(kind: Kind) -> dict[str, Any]:
         "memory": [(value in kind.makes) - (value in kind.frees) for value in (SAVED, PENDING, KEPT)],
         "fuses": kind.fuses,
         "duration": kind.time,
-        "resource": "computation" if kind.queue == COMPUTE else "communication",
+        "needs": [[need.value, need.step, need.at_end] for need in kind.needs],
+        "makes": kind.makes,
+        "frees": kind.frees,
+    }
+
+
+def _still(timeline: Timeline) -> dict[str, Any] | None:
+    """Return what the page's simulator does not compute: rows of queues, curves of memory, gaps, and what each entry waited for.
+
+    None where it computes all of it, so that actions can be moved. Rows are the ranks' computation, then the other queues.
+    """
+    schedule = timeline.schedule
+    used = {kind_of(action.kind) for program in schedule.programs for cell in program for action in parts(cell)}
+    if not (schedule.has_queues or timeline.costs.bytes or any(set(kind.makes) & set(kind.frees) for kind in used)):
+        return None
+    rows = [(rank, COMPUTE) for rank in range(schedule.ranks)]
+    rows += [(rank, name) for rank in range(schedule.ranks) for name in queue_names(timeline)[1:]]
+    positions = [schedule.queues[rank].get(name, ()) for rank, name in rows]
+    place = {(rank, p): (row, at) for row, (rank, _) in enumerate(rows) for at, p in enumerate(positions[row])}
+    origin = min((starts[0] for starts in timeline.starts if starts), default=0.0)
+    gaps = [
+        [
+            (gap.start - origin, gap.end - origin, CAUSES.index(gap.cause), place.get((rank, gap.at), (0, len(row)))[1])
+            for gap in timeline.gaps[rank]
+        ]
+        for rank, row in enumerate(positions[: schedule.ranks])
+    ]
+    held = [[(time - origin, level) for time, level in curve] for curve in timeline.memory_curve]
+    curves: dict[str, Any] = byte_curves(timeline) or {"": held}
+    return {
+        "rows": [{"rank": rank, "queue": name} for rank, name in rows],
+        "positions": positions,
+        "gaps": gaps,
+        "curves": [{"pool": pool, "ranks": ranks} for pool, ranks in curves.items()],
+        "waited_for": [
+            [place.get(timeline.waited_for(rank, at) or (-1, -1)) for at in row]
+            for (rank, _), row in zip(rows, positions, strict=True)
+        ],
+        "peak_activations": timeline.peak_activations,
     }
 
 
@@ -125,6 +165,13 @@ def _pane(timeline: Timeline, unit: tuple[float, str]) -> dict[str, Any]:
         for kind in kinds()
     }
     return form | {
+        "still": _still(timeline),
+        "bytes": {
+            name: [pool, sizes]
+            for pool in sorted({DEVICE, *dict(timeline.costs.pools).values()})
+            for name, sizes in timeline.costs.bytes_in(pool, schedule.stages).items()
+        },
+        "left": {stage * schedule.microbatches + mb: sorted(values) for (stage, mb), values in schedule.remade.items()},
         "source": timeline.source,
         "assumptions": assumptions(timeline, unit),
         "overlap_p2p": timeline.overlap_p2p,

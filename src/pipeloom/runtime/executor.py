@@ -28,7 +28,7 @@ from pipeloom.runtime.p2p.base import Delivery, Outgoing, Transport
 from pipeloom.runtime.program import Instruction, RankProgram
 from pipeloom.runtime.stage import ForwardCall, Stage, StageOutputs
 from pipeloom.runtime.tensor_spec import BoundaryValues, ShapeCache, TensorSpecs, boundary_of
-from pipeloom.schedule.actions import COMPUTE, OUTPUT, PENDING, Action, kind_of
+from pipeloom.schedule.actions import COMPUTE, COPY_IN, OUTPUT, PENDING, Action, fraction_of, kind_of
 from pipeloom.schedule.channels import Edge, Message
 
 
@@ -218,6 +218,8 @@ class Executor:
             [Future() for _ in self.program.instructions] if self.program.has_queues else []
         )
         self._beside: dict[int, tuple[float, float]] = {}
+        for number, stage in self.stages.items():
+            stage.begin_copies(self.program.stages[number].offloaded)
         self._issue(self.program.issued_first)
         if self.program.instructions:
             self.transport.exchange((), self.program.instructions[0].post_receives)
@@ -292,11 +294,14 @@ class Executor:
                 self._ended[other].result()
             start = time.perf_counter()
             for action in instruction.actions:
-                _BESIDE.get(action.kind, Executor._execute_kind)(self, action)
+                _BESIDE.get(action.kind.partition(":")[0], Executor._execute_kind)(self, action)
             self._beside[at] = start, time.perf_counter()
             self._ended[at].set_result(None)
         except BaseException as error:
             self._ended[at].set_exception(error)
+            for action in instruction.actions:
+                if kind_of(action.kind).queue == COPY_IN:
+                    self.stages[action.stage].fail_copy(action.microbatch, error)
 
     def finish(self) -> StepResult:
         """End the run once every send and the entries on other queues have completed, and return its result."""
@@ -386,13 +391,15 @@ class Executor:
 
     def _copy_out(self, action: Action) -> None:
         """Run O."""
-        self.stages[action.stage].copy_to_host(action.microbatch, self._copy_stream(action))
-        self._hold(-1)
+        part, count = _part(action)
+        self.stages[action.stage].copy_to_host(action.microbatch, part, self._copy_stream(action))
+        self._hold(-1 if part == count else 0)
 
     def _copy_in(self, action: Action) -> None:
         """Run L."""
-        self._hold()
-        self.stages[action.stage].copy_to_device(action.microbatch, self._copy_stream(action))
+        part, count = _part(action)
+        self._hold(1 if part == count else 0)
+        self.stages[action.stage].copy_to_device(action.microbatch, part, self._copy_stream(action))
 
     def _copy_stream(self, action: Action) -> torch.cuda.Stream | None:
         """Return the stream of the action's queue; None on the CPU."""
@@ -622,4 +629,11 @@ _EXECUTE: dict[str, Callable[[Executor, Action, Deliveries], Deliveries]] = {
     "RB": Executor._backward,
     "RI": Executor._backward,
 }
+
+
+def _part(action: Action) -> tuple[int, int]:
+    """Return the number of the part that a copy moves, and of how many; (1, 1) of the whole."""
+    return fraction_of(action.kind) or (1, 1)
+
+
 _BESIDE: dict[str, Callable[[Executor, Action], None]] = {"O": Executor._copy_out, "L": Executor._copy_in}

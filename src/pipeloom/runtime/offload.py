@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Event, Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -63,13 +63,17 @@ class _Storage:
 
     Attributes:
         data: its bytes on the device, while they are there.
+        size: how many.
         host: their copy, while there is one.
         saved: the tensors saved until it is copied, with their versions.
+        back: set once it is back on the device, or cannot be.
     """
 
     data: Tensor | None
+    size: int
     host: Tensor | None = None
     saved: list[tuple[Tensor, int]] = field(default_factory=list)
+    back: Event = field(default_factory=Event)
 
 
 class _Saved(NamedTuple):
@@ -82,17 +86,37 @@ class _Saved(NamedTuple):
     stride: tuple[int, ...]
 
 
+class Parts(NamedTuple):
+    """The parts of what a forward saves that travel, counted from 1, of `of` equal ones."""
+
+    numbers: frozenset[int]
+    of: int
+
+
 class SavedTensors:
     """The tensors that one forward saves for its backward, which travel to host memory and back.
 
-    A storage travels whole and once, whatever number of saved tensors are views of it. What is held anyway does not travel:
-    `held`, and tensors that are no plain ones of the device.
+    A storage travels whole and once, whatever number of saved tensors are views of it. Parts are cut by bytes in the order of
+    saving. What is held anyway does not travel: `held`, and tensors that are no plain ones of the device.
 
     Args:
         held: tensors whose storages stay: parameters, buffers and inputs of the stage.
+        parts: those that travel.
+        expected: bytes that an earlier forward has saved; a part is complete, and may be copied, as soon as its share of them is
+            saved. 0: all are complete at the end of the forward.
+
+    Attributes:
+        total: bytes saved so far.
     """
 
-    def __init__(self, held: Iterable[Any], device: torch.device, buffers: HostBuffers) -> None:
+    def __init__(
+        self,
+        held: Iterable[Any],
+        device: torch.device,
+        buffers: HostBuffers,
+        parts: Parts = Parts(frozenset({1}), 1),
+        expected: int = 0,
+    ) -> None:
         self._held = {
             value.untyped_storage()._cdata
             for value in held
@@ -100,61 +124,109 @@ class SavedTensors:
         }
         self._device = device
         self._buffers = buffers
-        self._storages: dict[int, _Storage] = {}
-        self._ready: torch.cuda.Event | None = None
+        self._travel = parts
+        self._expected = expected
+        self._order: list[_Storage] = []  # those of no complete part
+        self._parts: dict[int, list[_Storage]] = {}
+        self._ready = {part: Event() for part in parts.numbers}
+        self._marks: dict[int, torch.cuda.Event] = {}
         self._computing: torch.cuda.Stream | None = None
+        self._known: dict[int, _Storage] = {}
+        self._lock = Lock()  # a part is copied while later ones are saved
+        self._error: BaseException | None = None
+        self._is_complete = False
+        self.total = 0
 
     def saving(self) -> AbstractContextManager[Any]:
         """Return the context of computations whose saved tensors these are."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def complete(self) -> None:
-        """Note that the forward has been issued: its kernels end before a copy begins."""
-        if self._device.type == "cuda":
-            self._computing = torch.cuda.current_stream(self._device)
-            self._ready = self._computing.record_event()
+        """Cut what is left into parts: the forward has been issued, and saves nothing more."""
+        left, self._order = self._order, []
+        saved = self.total - sum(storage.size for storage in left)
+        for storage in left:
+            self._close_before(saved, self.total)
+            self._order.append(storage)
+            saved += storage.size
+        while len(self._parts) < self._travel.of:
+            self._close()
+        self._is_complete = True
+        self._known.clear()
 
-    def to_host(self, stream: torch.cuda.Stream | None) -> None:
-        """Copy every storage to host memory and let go of it. Raises UsageError if a saved tensor was changed in place.
+    def to_host(self, part: int, stream: torch.cuda.Stream | None) -> None:
+        """Copy a part to host memory and let go of it, once it is complete.
 
         Args:
             stream: of the copies; None on the CPU.
+
+        Raises UsageError if a saved tensor was changed in place.
         """
-        for storage in self._storages.values():
+        self._ready[part].wait()
+        with self._lock:  # from here on, another tensor saved of one of these storages is one of a new storage
+            moving = self._parts[part]
+            self._known = {key: storage for key, storage in self._known.items() if storage not in moving}
+        for storage in moving:
             if any(version_of(tensor) != version for tensor, version in storage.saved):
                 raise UsageError(
                     "a tensor that the backward needs was changed in place after the forward that saved it: let the layer "
                     "work on a clone"
                 )
-            storage.saved.clear()
         with torch.cuda.stream(stream):
-            if stream is not None and self._ready is not None:
-                stream.wait_event(self._ready)
-            for storage in self._storages.values():
+            if stream is not None:
+                stream.wait_event(self._marks[part])
+            for storage in moving:
                 assert storage.data is not None
-                storage.host = self._buffers.take(storage.data.nbytes)
+                storage.host = self._buffers.take(storage.size)
                 storage.host.copy_(storage.data, non_blocking=True)
+                if stream is None:
+                    storage.data = None
+                    storage.saved.clear()
         if stream is not None:
             stream.synchronize()
-        for storage in self._storages.values():
-            storage.data = None
+            for storage in moving:
+                storage.data = None
+                storage.saved.clear()
 
-    def to_device(self, stream: torch.cuda.Stream | None) -> None:
-        """Copy every storage back; from then on only the graph holds it, and each is freed as the backward has used it."""
-        storages, self._storages = list(self._storages.values()), {}
+    def to_device(self, part: int, stream: torch.cuda.Stream | None) -> None:
+        """Copy a part back; from then on only the graph holds it, and each storage is freed as the backward has used it."""
+        storages, self._parts[part] = self._parts[part], []
         with torch.cuda.stream(stream):
-            for storage in storages:
+            for storage in reversed(storages):  # the backward needs the last ones first
                 assert storage.host is not None
-                storage.data = torch.empty(storage.host.nbytes, dtype=torch.uint8, device=self._device)
-                storage.data.copy_(storage.host, non_blocking=True)
-        if stream is not None:
-            stream.synchronize()
-        for storage in storages:
-            assert storage.host is not None
-            if storage.data is not None and self._computing is not None:
-                storage.data.record_stream(self._computing)
-            self._buffers.give_back(storage.host)
-            storage.host = None
+                data = torch.empty(storage.size, dtype=torch.uint8, device=self._device)
+                data.copy_(storage.host, non_blocking=True)
+                if stream is not None and self._computing is not None:
+                    stream.synchronize()
+                    data.record_stream(self._computing)
+                self._buffers.give_back(storage.host)
+                storage.data, storage.host, data = data, None, torch.empty(0)
+                storage.back.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Let a backward that waits for a copy back raise `error`."""
+        self._error = error
+        for storages in self._parts.values():
+            for storage in storages:
+                storage.back.set()
+
+    def _close_before(self, saved: int, total: int) -> None:
+        """Close the parts, but the last, that are complete when `saved` of `total` bytes are saved."""
+        while len(self._parts) + 1 < self._travel.of and saved * self._travel.of >= (len(self._parts) + 1) * total > 0:
+            self._close()
+
+    def _close(self) -> None:
+        """Note that the next part is complete. One that stays is not held here."""
+        part, storages, self._order = len(self._parts) + 1, self._order, []
+        self._parts[part] = storages if part in self._travel.numbers else []
+        if part not in self._travel.numbers:
+            for storage in storages:
+                storage.saved.clear()
+            return
+        if self._device.type == "cuda":
+            self._computing = torch.cuda.current_stream(self._device)
+            self._marks[part] = self._computing.record_event()
+        self._ready[part].set()
 
     def _pack(self, tensor: Tensor) -> _Saved | Tensor:
         alias = tensor.detach()  # an output of the saving node would hold its graph
@@ -164,19 +236,30 @@ class SavedTensors:
         key = alias.untyped_storage()._cdata
         if key in self._held:
             return alias
-        storage = self._storages.get(key)
-        if storage is None:
-            data = torch.empty(0, dtype=torch.uint8, device=alias.device).set_(alias.untyped_storage())
-            storage = self._storages[key] = _Storage(data)
-        storage.saved.append((alias, version_of(alias)))
+        with self._lock:
+            storage = self._known.get(key)
+            if storage is None:
+                data = torch.empty(0, dtype=torch.uint8, device=alias.device).set_(alias.untyped_storage())
+                storage = self._known[key] = _Storage(data, data.nbytes)
+                self._close_before(self.total, self._expected)
+                self._order.append(storage)
+                self.total += storage.size
+            storage.saved.append((alias, version_of(alias)))
         return _Saved(storage, alias.dtype, int(alias.storage_offset()), alias.size(), alias.stride())
 
-
-def _unpack(saved: _Saved | Tensor) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved
-    storage, dtype, offset, size, stride = saved
-    assert storage.data is not None
-    return torch.empty(0, dtype=dtype, device=storage.data.device).set_(
-        storage.data.untyped_storage(), offset, size, stride
-    )
+    def _unpack(self, saved: _Saved | Tensor) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        storage, dtype, offset, size, stride = saved
+        if storage.data is None:
+            if not self._is_complete:
+                raise UsageError(
+                    "a layer computes gradients in its forward, and what it saves is copied to host memory in parts meanwhile: "
+                    "copy it whole (O without a part)"
+                )
+            storage.back.wait()
+        if storage.data is None:
+            raise self._error if self._error is not None else UsageError("a copy from host memory is missing")
+        return torch.empty(0, dtype=dtype, device=storage.data.device).set_(
+            storage.data.untyped_storage(), offset, size, stride
+        )

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from pipeloom.errors import ConfigError
+from pipeloom.runtime.offload import Parts
 from pipeloom.runtime.options import RuntimeOptions
-from pipeloom.schedule.actions import COMPUTE, COPY_OUT, INPUT_GRADIENT, OUTPUT, Action, Cell, Kind, kind_of
+from pipeloom.schedule.actions import (
+    COMPUTE,
+    COPY_OUT,
+    INPUT_GRADIENT,
+    OUTPUT,
+    Action,
+    Cell,
+    Kind,
+    fraction_of,
+    kind_of,
+)
 from pipeloom.schedule.batched_p2p import MessageBatch, batches_of
 from pipeloom.schedule.channels import (
     Channel,
@@ -68,6 +79,7 @@ class StageProgram:
         recomputed: the micro-batches whose F keeps only what R needs.
         in_blocks: those whose layers, or some of them, are recomputed one by one in their backward.
         offloaded: those of which what a backward needs travels to host memory and back.
+        offloaded: micro-batch -> the parts that travel of what its backward needs, to host memory and back.
     """
 
     takes: Edge | None
@@ -78,7 +90,7 @@ class StageProgram:
     writes: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
     recomputed: frozenset[int] = frozenset()
     in_blocks: frozenset[int] = frozenset()
-    offloaded: frozenset[int] = frozenset()
+    offloaded: Mapping[int, Parts] = field(default_factory=dict)
 
     @cached_property
     def inputs(self) -> tuple[Edge, ...]:
@@ -200,7 +212,8 @@ def _with_queues(schedule: Schedule, rank: int, instructions: list[Instruction])
     before: dict[str, int] = {}
     for at, instruction in enumerate(instructions):
         queue = kind_of(instruction.actions[0].kind).queue
-        waits = [wait for wait in ordered.get((rank, at), ()) if not wait.start]
+        # A part is waited for where it is saved and used (`SavedTensors`).
+        waits = [wait for wait in ordered.get((rank, at), ()) if wait.share == 1.0 and not wait.late]
         for other in waits:
             if other.rank != rank:
                 raise ConfigError(
@@ -241,10 +254,28 @@ def _stage_programs(schedule: Schedule, rank: int) -> dict[int, StageProgram]:
             {name: tuple(e for e in named.writes[stage] if e.name == name) for _, _, name in named.writes[stage]},
             frozenset(microbatches(stage, lambda kind: kind.letter == "R")),
             frozenset(microbatches(stage, lambda kind: bool(kind.fuses))),
-            frozenset(microbatches(stage, lambda kind: kind.queue == COPY_OUT)),
+            _offloaded(actions, stage),
         )
         for stage in schedule.stages_of[rank]
     }
+
+
+def _offloaded(actions: Sequence[Action], stage: int) -> dict[int, Parts]:
+    """Return `StageProgram.offloaded`. Raises ConfigError for a part with a name, and for parts of two sizes."""
+    travelling: dict[int, Parts] = {}
+    for action in actions:
+        kind = kind_of(action.kind)
+        if kind.queue != COPY_OUT or action.stage != stage:
+            continue
+        part, count = fraction_of(f":{kind.part}") or ((1, 1) if not kind.part else (0, 0))
+        before = travelling.get(action.microbatch, Parts(frozenset(), count))
+        if not 1 <= part <= count or before.of != count:
+            raise ConfigError(
+                f"{action}: a copy to host memory is of the whole, or of one of so many equal parts as the other copies of its "
+                "micro-batch on the stage, such as 0O0:1/4 and 0O0:2/4"
+            )
+        travelling[action.microbatch] = Parts(before.numbers | {part}, count)
+    return travelling
 
 
 def _neighbour_edges(schedule: Schedule) -> tuple[list[Edge | None], list[Edge | None]]:

@@ -8,7 +8,8 @@ segmented stage is cut at its communications (runtime/overlap.py); its forward a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -185,8 +186,9 @@ class Stage:
         self._alive: dict[int, InFlight] = {}
         self._awaiting_w: dict[int, WeightGradQueue] = {}
         self._records: dict[int, ForwardRecord] = {}
-        self._travelling: dict[int, SavedTensors] = {}
+        self._travelling: dict[int, Future[SavedTensors]] = {}
         self._host_buffers = HostBuffers(communications.device)
+        self._saved_bytes = 0  # in the latest forward
         self._inputs = ChangeableInputs()
         self._foreign = foreign  # None once a graph has been checked
         if writes_weight_gradients or self.segmented:  # otherwise plain layers are left unchanged
@@ -305,7 +307,14 @@ class Stage:
         travels = None
         if record is None and call.microbatch in call.program.offloaded:
             tensors = (each for module in self.modules for each in (*module.parameters(), *module.buffers()))
-            travels = SavedTensors((*tensors, *call.values), self._communications.device, self._host_buffers)
+            travels = SavedTensors(
+                (*tensors, *call.values),
+                self._communications.device,
+                self._host_buffers,
+                call.program.offloaded[call.microbatch],
+                self._saved_bytes,
+            )
+            self._travelling[call.microbatch].set_result(travels)
         return InFlight(WeightGradQueue() if queues else None, [], (), specs, read, record, travels), leaves
 
     def _compute_and_communicate(
@@ -371,7 +380,7 @@ class Stage:
                     flight.outputs = results
                 if flight.travels is not None:
                     flight.travels.complete()
-                    self._travelling[microbatch] = flight.travels
+                    self._saved_bytes = flight.travels.total
                 self._alive[microbatch] = flight
         detached = tuple([(key, each.detach(), weight) for key, each, weight in terms])
         if mean is None or loss is None:
@@ -381,13 +390,21 @@ class Stage:
 
     # -- copies to host memory -------------------------------------------------------------------------------------------
 
-    def copy_to_host(self, microbatch: int, stream: torch.cuda.Stream | None) -> None:
-        """O: move what the micro-batch's backward needs to host memory."""
-        self._travelling[microbatch].to_host(stream)
+    def begin_copies(self, microbatches: Iterable[int]) -> None:
+        """Begin a step in which what the backwards of these micro-batches need travels; copies wait for their forwards."""
+        self._travelling = {microbatch: Future() for microbatch in microbatches}
 
-    def copy_to_device(self, microbatch: int, stream: torch.cuda.Stream | None) -> None:
+    def copy_to_host(self, microbatch: int, part: int, stream: torch.cuda.Stream | None) -> None:
+        """O: move a part of what the micro-batch's backward needs to host memory."""
+        self._travelling[microbatch].result().to_host(part, stream)
+
+    def copy_to_device(self, microbatch: int, part: int, stream: torch.cuda.Stream | None) -> None:
         """L: move it back."""
-        self._travelling.pop(microbatch).to_device(stream)
+        self._travelling[microbatch].result().to_device(part, stream)
+
+    def fail_copy(self, microbatch: int, error: BaseException) -> None:
+        """Let the micro-batch's backward raise `error` instead of waiting for a copy."""
+        self._travelling[microbatch].result().fail(error)
 
     # -- buffers that a forward changes ----------------------------------------------------------------------------------
 

@@ -45,6 +45,12 @@ COMPUTE, COPY_OUT, COPY_IN, COLLECTIVE = "compute", "out", "in", "collective"
 rank run beside computation."""
 
 
+def fraction_of(value: str) -> tuple[int, int] | None:
+    """Return (1, 4) of `saved:1/4`, the first of four equal parts; None of anything else."""
+    part, slash, count = value.partition(":")[2].partition("/")
+    return (int(part), int(count)) if slash else None
+
+
 def whole_of(value: str) -> str:
     """Return the value that `value` is a part of, `saved` of `saved:norms`; itself if it is no part."""
     return value.partition(":")[0]
@@ -144,7 +150,7 @@ class Kind:
         """Return the kind of these actions of one part: `saved` is `saved:norms` there, and the time is `recompute:norms`."""
 
         def named(value: str) -> str:
-            return f"{value}:{part}" if value == self.divides else value
+            return f"{value}:{part}" if value in (self.divides, ON_HOST) else value
 
         return replace(
             self,
@@ -254,8 +260,28 @@ _KINDS = _Kinds(
             colour=(110.0, 0.11, 0.02),
             fuses=("R", "I"),
         ),
-        Kind("O", "copy to the host", (Need(SAVED),), (ON_HOST,), (SAVED,), COPY_OUT, "copy", (150.0, 0.09, -0.02)),
-        Kind("L", "copy from the host", (Need(ON_HOST),), (SAVED,), (ON_HOST,), COPY_IN, "copy", (150.0, 0.09, 0.10)),
+        Kind(
+            "O",
+            "copy to the host",
+            (Need(SAVED),),
+            (ON_HOST,),
+            (SAVED,),
+            COPY_OUT,
+            "copy",
+            (150.0, 0.09, -0.02),
+            divides=SAVED,
+        ),
+        Kind(
+            "L",
+            "copy from the host",
+            (Need(ON_HOST),),
+            (SAVED,),
+            (ON_HOST,),
+            COPY_IN,
+            "copy",
+            (150.0, 0.09, 0.10),
+            divides=SAVED,
+        ),
         Kind(
             "UNSHARD",
             "gather of the parameters",

@@ -168,6 +168,19 @@ class Costs:
         sizes = zip(*(self.per_stage(name, stages) for name in ("kept", "activation")), strict=True)
         return tuple((1 - share) * size for share, size in sizes)
 
+    def layer_share(self, stages: int) -> tuple[float, ...]:
+        """stage -> the most that one layer saves, as a share of an activation; 1 without such bytes."""
+        amounts = dict(self.bytes)
+        if "layer" not in amounts or SAVED not in amounts:
+            return (1.0,) * stages
+        layer, saved, inputs = (
+            self._spread(f"bytes[{name!r}]", amounts.get(name, 0.0), stages) for name in ("layer", SAVED, KEPT)
+        )
+        return tuple(
+            min(1.0, one / (most + rest)) if most + rest else 1.0
+            for one, most, rest in zip(layer, saved, inputs, strict=True)
+        )
+
     def _spread(self, name: str, value: Any, stages: int) -> tuple[float, ...]:
         if not isinstance(value, tuple):
             return (float(value),) * stages
@@ -493,4 +506,7 @@ def activation_limit(
     pending = sizes.get(PENDING, saved)
     held = tuple(min(1.0, late / whole) if whole else 0.0 for late, whole in zip(pending, saved, strict=True))
     alike = len(set(saved)) == len(set(held)) == 1
-    return replace(costs, activation=saved[0] if alike else saved, held=held[0] if alike else held), memory - standing
+    shares = tuple(k / whole if whole else 0.0 for k, whole in zip(sizes.get(KEPT, (0.0,) * count), saved, strict=True))
+    if not alike:
+        return replace(costs, activation=saved, held=held, kept=shares), memory - standing
+    return replace(costs, activation=saved[0], held=held[0], kept=shares), memory - standing

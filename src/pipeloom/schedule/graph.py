@@ -18,12 +18,23 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
-from pipeloom.schedule.actions import COMPUTE, EVENTS, INPUT_GRADIENT, OUTPUT, Cell, Need, kind_of
+from pipeloom.schedule.actions import (
+    COMPUTE,
+    EVENTS,
+    INPUT_GRADIENT,
+    OUTPUT,
+    Action,
+    Cell,
+    Need,
+    fraction_of,
+    kind_of,
+    whole_of,
+)
 from pipeloom.schedule.channels import Edge, NamedEdges, neighbours
 from pipeloom.schedule.model import Program, Schedule, ValueKey, made_by, parts, value_key, with_parts
 
@@ -132,11 +143,22 @@ def _needs(schedule: Schedule, need: Need | None, always: int) -> list[int]:
 
 
 class EntryWait(NamedTuple):
-    """The entry `at` of the program of `rank`, whose end is waited for, or whose start if `start`."""
+    """The entry `at` of the program of `rank`, which is waited for.
+
+    Attributes:
+        share: how much of its time must have passed: 0 its start, 1 its end.
+        late: how much of the waiting entry's own time passes before it waits.
+    """
 
     rank: int
     at: int
-    start: bool = False
+    share: float = 1.0
+    late: float = 0.0
+
+    @property
+    def point(self) -> tuple[int, int, float]:
+        """The moment that is waited for."""
+        return self.rank, self.at, self.share
 
 
 def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ...]]:
@@ -146,6 +168,8 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
     - Entries of a rank that touch one value, at least one of them making, adding to or freeing it, run in the order of the
       program, whatever their queues. One that takes a value over waits for what has added to it, and what adds later does not
       wait for it.
+    - Part j of k of a value is there at j/k of the time of the computation that makes it, and needed at (k - j)/k of that of the
+      backward, which uses the last one first.
     - A value of another stage is waited for until the entry that makes it ends.
     - One that makes a value of `Schedule.slots` waits, in the order of the program, for as many that free one as it needs.
     """
@@ -165,15 +189,16 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
         changed: dict[ValueKey, int] = {}
         read: dict[ValueKey, list[int]] = defaultdict(list)
         computation: int | None = None
-        freed = _slot_waits(schedule, program)
+        freed = _slot_waits(schedule, program, queue_of)
         for at, cell in enumerate(program):
             awaited = [EntryWait(rank, other) for other in freed.get(at, ()) if queue_of[other] != queue_of[at]]
             if queue_of[at] == COMPUTE:
                 computation = at
             elif computation is not None:
-                awaited.append(EntryWait(rank, computation, start=True))
+                awaited.append(EntryWait(rank, computation, 0.0))
             for action in parts(cell):
                 kind, stage, mb = kind_of(action.kind), action.stage, action.microbatch
+                partly: set[int] = set()
                 for need in kind.needs:
                     other = stage if not need.step else (before if need.step < 0 else after)[stage]
                     source = (need.value, other) if other is not None else (need.at_end, stage)
@@ -186,7 +211,17 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
                 earlier = {changed[key] for key in changes | reads if key in changed}
                 earlier |= {reader for key in changes for reader in read[key]}
                 earlier |= {changed.pop(value_key(value, stage, mb), at) for value in kind.takes} - {at}
-                awaited += [EntryWait(rank, other) for other in sorted(earlier) if queue_of[other] != queue_of[at]]
+                whole = {other for other in earlier if queue_of[other] != queue_of[at]}
+                for key in changes & changed.keys():
+                    fraction, other = fraction_of(key[0]), changed[key]
+                    if fraction is not None and other in whole and COMPUTE in (queue_of[at], queue_of[other]):
+                        share = fraction[0] / fraction[1]
+                        computes = queue_of[at] == COMPUTE
+                        awaited.append(
+                            EntryWait(rank, other, late=1 - share) if computes else EntryWait(rank, other, share)
+                        )
+                        partly.add(other)
+                awaited += [EntryWait(rank, other) for other in sorted(whole - partly)]
                 changed |= dict.fromkeys(changes, at)
                 for key in reads:
                     read[key].append(at)
@@ -195,18 +230,36 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
     return waits
 
 
-def _slot_waits(schedule: Schedule, program: Sequence[Cell]) -> dict[int, list[int]]:
+def _slot_waits(schedule: Schedule, program: Sequence[Cell], queue_of: Mapping[int, str]) -> dict[int, list[int]]:
     """Position of an entry that makes a value with slots -> those that must have freed one before: the first ones that do.
 
     Where these stand behind it, the entries wait for each other, and `check` says so.
     """
     waits: dict[int, list[int]] = defaultdict(list)
     for value, slots in schedule.slots:
-        makers = [at for at, cell in enumerate(program) for a in parts(cell) if value in made_by(schedule, a)]
-        freeing = [at for at, cell in enumerate(program) for a in parts(cell) if value in kind_of(a.kind).frees]
-        for count, at in enumerate(makers):
-            waits[at] += freeing[: max(0, count + 1 - slots)]
+        claimed = released = 0.0
+        actions = [(at, action) for at, cell in enumerate(program) for action in parts(cell)]
+        freeing = ((at, _amount(schedule, a, value, kind_of(a.kind).frees)) for at, a in actions)
+        releases = iter([release for release in freeing if release[1]])
+        last: dict[str, int] = {}  # queue -> the last entry on it that must have freed
+        for at, action in actions:
+            claim = _amount(schedule, action, value, made_by(schedule, action))
+            claimed += claim
+            while claim and claimed - released > slots + 1e-9:
+                other, amount = next(releases)
+                last[queue_of[other]] = other
+                released += amount
+            if claim:
+                waits[at] += last.values()
     return waits
+
+
+def _amount(schedule: Schedule, action: Action, value: str, changed: tuple[str, ...]) -> float:
+    """Return how much of `value` is among the values that an action makes or frees: 1, or the sum of parts that it names."""
+    if value in changed:
+        return 1.0
+    fractions = [fraction_of(each) for each in changed if whole_of(each) == value]
+    return sum(1 / fraction[1] for fraction in fractions if fraction is not None)
 
 
 @dataclass(frozen=True)
@@ -334,20 +387,29 @@ def _walk_queues(
 ) -> None:
     """Walk every queue of every rank as a program of its own, and write the times in the order of the ranks' programs."""
     waits = entry_waits(schedule)
-    number = {wait: len(end_of) + at for at, wait in enumerate(dict.fromkeys(chain.from_iterable(waits.values())))}
+    points = dict.fromkeys(wait.point for wait in chain.from_iterable(waits.values()))
+    number = {point: len(end_of) + at for at, point in enumerate(points)}
+    cuts: dict[tuple[int, int], set[float]] = defaultdict(set)
+    for rank, at, share in points:
+        cuts[rank, at].add(share)
+    for place, awaited in waits.items():
+        cuts[place] |= {wait.late for wait in awaited if wait.late}
     end_of += [NEVER] * len(number)
     lanes = [(rank, positions) for rank, queues in enumerate(schedule.queues) for positions in queues.values()]
     whole = [list(_general_feed(schedule, rank, graph, weights)) for rank in range(schedule.ranks)]
 
     def entries(rank: int, at: int) -> Iterator[tuple[float, list[int], list[tuple[int, float]]]]:
-        """The entry; before it, where its start is waited for, one of no length that waits for all that it waits for."""
+        """The entry, cut where it waits or is waited for: at its start one of no length, which waits for what the start needs."""
         duration, events, needs = whole[rank][at]
-        for wait in waits.get((rank, at), ()):
-            needs.append((number[wait], 0.0 if wait.rank == rank else weights.link(wait.rank, rank)))
-        start, end = number.get(EntryWait(rank, at, True)), number.get(EntryWait(rank, at))
-        if start is not None:
-            yield 0.0, [start], needs
-        yield duration, events if end is None else [*events, end], needs if start is None else []
+        awaited = waits.get((rank, at), ())
+        before = 0.0
+        for share in sorted({1.0, *cuts.get((rank, at), ())}):
+            for wait in awaited:
+                if before <= wait.late < share or (wait.late == share == 0.0):
+                    needs.append((number[wait.point], 0.0 if wait.rank == rank else weights.link(wait.rank, rank)))
+            ends = [number[rank, at, share]] if (rank, at, share) in number else []
+            yield (share - before) * duration, [*(events if share == 1.0 else ()), *ends], needs
+            before, needs = share, []
 
     feeds = [iter([entry for at in positions for entry in entries(rank, at)]) for rank, positions in lanes]
     lane_run = WalkResult([[] for _ in lanes], [[] for _ in lanes], [])
@@ -356,9 +418,11 @@ def _walk_queues(
         run.starts[rank] += [NEVER] * len(program)
         run.ends[rank] += [NEVER] * len(program)
     for lane, (rank, positions) in enumerate(lanes):
-        places = [at for at in positions for _ in range(1 + (EntryWait(rank, at, True) in number))]
-        for at, start, end in zip(places, lane_run.starts[lane], lane_run.ends[lane], strict=False):
-            run.starts[rank][at], run.ends[rank][at] = start, end
+        pieces = [(at, share) for at in positions for share in sorted({1.0, *cuts.get((rank, at), ())})]
+        for (at, share), start, end in zip(pieces, lane_run.starts[lane], lane_run.ends[lane], strict=False):
+            run.starts[rank][at] = min(start, run.starts[rank][at])
+            if share == 1.0:
+                run.ends[rank][at] = end
 
 
 def _feed(program: Program, graph: Graph, weights: WalkCosts) -> Iterator[Any]:

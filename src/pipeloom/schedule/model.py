@@ -8,6 +8,7 @@ Inside, a program is a tuple of integers, so that half a million actions are che
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, wraps
@@ -82,7 +83,7 @@ class Schedule:
     route_of: tuple[int, ...]
     options: tuple[tuple[str, Any], ...] = field(default=())
     tensors: tuple[NamedTensor, ...] = ()
-    slots: tuple[tuple[str, int], ...] = ()
+    slots: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name.isprintable():
@@ -106,17 +107,18 @@ class Schedule:
         """
         return replace(self, tensors=tuple(sorted(NamedTensor(n, p, tuple(sorted(c))) for n, p, c in tensors)))
 
-    def with_slots(self, slots: Mapping[str, int]) -> Schedule:
+    def with_slots(self, slots: Mapping[str, float]) -> Schedule:
         """Return this schedule with at most so many of each value on a rank, copies in progress included.
 
         An entry that makes one waits until enough of the entries before it in the program have freed theirs. Only schedules
-        with entries beside the computation need that: elsewhere the order says it all.
+        with entries beside the computation need that: elsewhere the order says it all. Of a value in equal parts each counts its
+        share.
 
         Raises ScheduleError for less than one.
         """
         for value, count in slots.items():
-            if not isinstance(count, int) or count < 1:
-                raise ScheduleError(f"slots of {echo(value)}: {echo(count)}; give a whole number of at least 1")
+            if not isinstance(count, (int, float)) or not 1 <= count < math.inf:
+                raise ScheduleError(f"slots of {echo(value)}: {echo(count)}; give a number of at least 1")
         return replace(self, slots=tuple(sorted(slots.items())))
 
     @classmethod

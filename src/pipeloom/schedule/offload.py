@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from itertools import count
+from collections.abc import Mapping, Sequence
 
-from pipeloom.errors import ScheduleError
+from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule.actions import SAVED, Action, Cell, kind_of
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
@@ -19,27 +18,37 @@ _STEP = 1.01
 
 
 @of_schedule
-def offload(schedule: Schedule, costs: Costs | None = None) -> Schedule:
+def offload(schedule: Schedule, costs: Costs | None = None, first: int = 1, parts_of: int = 1) -> Schedule:
     """Return `schedule` with what forwards save copied to host memory, and back in time for their backwards.
 
     Copied is what is out of use for as long as both copies take at `costs`. Each copy back is placed behind the last computation
     that starts early enough for it. With the fewest slots that leave the step (nearly) as long, forwards, those of the warm-up
     above all, wait for earlier copies instead of filling the memory. Memory: with copies no longer than a forward, what two
-    micro-batches save on each rank, whatever the number of ranks.
+    micro-batches save on each rank, whatever the number of ranks; with k parts, which are copied while their forward and
+    backward still run, 1 + 1/k.
 
     Args:
-        costs: of a stage; `Costs.host_bandwidth` gives the times of copies.
+        costs: of a stage; `Costs.host_bandwidth` gives the times of copies; default: times of 1, copies included.
+        first: how many parts are copied, the first ones.
+        parts_of: in how many equal parts what a forward saves is cut.
+
+    Raises UsageError for more parts than there are.
     """
-    cost_model = costs if costs is not None else Costs()
+    if not 1 <= first <= parts_of:
+        raise UsageError(
+            f"offload: {first}/{parts_of} is no share; give 1/2 for the first of two equal parts, or 2/2 for both"
+        )
+    cost_model = costs if costs is not None else Costs(host_bandwidth=1.0)
     plain = simulate(schedule, cost_model)
     copy_time = _copy_times(schedule, cost_model)
-    programs = [_with_copies(plain, rank, copy_time) for rank in range(schedule.ranks)]
+    programs = [_with_copies(plain, rank, copy_time, first, parts_of) for rank in range(schedule.ranks)]
     copied = schedule.with_programs(programs)
     if copied == schedule:
         return schedule
     unlimited = simulate(copied, cost_model)
-    for slots in range(1, max(unlimited.peak_activations)):
-        candidate = copied.with_slots({**dict(schedule.slots), SAVED: slots})
+    least = 2 * parts_of if parts_of == 1 else parts_of + 1  # one in work, and one, or a part, that is copied
+    for slots in range(least, parts_of * max(unlimited.peak_activations)):
+        candidate = copied.with_slots({**dict(schedule.slots), SAVED: slots / parts_of})
         try:
             check(candidate)
         except ScheduleError:
@@ -49,21 +58,77 @@ def offload(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     return copied
 
 
+def offload_share(schedule: Schedule, share: str | None, costs: Costs | None) -> Schedule:
+    """Return `offload` of a share written `3/4`: the first three of four equal parts; None: of the whole."""
+    first, slash, count = (share or "1/1").partition("/")
+    if not slash:
+        raise UsageError(
+            f"offload: {share!r:.200} is no share; give 1/2 for the first of two equal parts, or 2/2 for both"
+        )
+    return offload(schedule, costs, int(first), int(count))
+
+
 def _copy_times(schedule: Schedule, costs: Costs) -> Mapping[tuple[int, int], float]:
-    """(stage, micro-batch) -> the time of one copy."""
+    """(stage, micro-batch) -> the time of a copy of all that it saves."""
     probe = schedule.with_programs([["0L0"], *([] for _ in range(schedule.ranks - 1))])  # has the tables of all kinds
-    times, first = durations(probe, costs), probe.codes[0][0]
+    times, start = durations(probe, costs), probe.codes[0][0]
     return {
-        (stage, mb): times[first + stage * schedule.microbatches + mb]
+        (stage, mb): times[start + stage * schedule.microbatches + mb]
         for stage in range(schedule.stages)
         for mb in range(schedule.microbatches)
     }
 
 
-def _with_copies(plain: Timeline, rank: int, copy_time: Mapping[tuple[int, int], float]) -> list[Cell]:
-    """The rank's program with a copy out behind each forward, and each copy back where it ends just before it is needed."""
+def _with_copies(
+    plain: Timeline, rank: int, copy_time: Mapping[tuple[int, int], float], first: int, count: int
+) -> list[Cell]:
+    """The rank's program with copies out behind each forward, and each copy back where it ends just before it is needed."""
     schedule, starts, ends = plain.schedule, plain.starts[rank], plain.ends[rank]
     program = schedule.programs[rank]
+    makes, uses = _ends_of_use(schedule, program)
+    # Copies out follow each other, part by part; `arrived`: when each part is on the host.
+    out, arrived = 0.0, dict[tuple[int, int], list[float]]()
+    for place in sorted(makes.keys() & uses.keys(), key=makes.__getitem__):
+        start, end, piece = starts[makes[place]], ends[makes[place]], copy_time[place] / count
+        idle = uses[place] > makes[place] + 1 and end + 2 * piece <= starts[uses[place]] + TIME_TOLERANCE
+        if not idle:
+            continue
+        moments = []
+        for part in range(1, first + 1):
+            out = max(out, start + part / count * (end - start)) + piece
+            moments.append(out)
+        arrived[place] = moments
+    # Copies back, the last part first, end where the backward needs them, or where the next one starts.
+    latest: dict[tuple[int, int], list[float]] = {}
+    deadline = max(ends, default=0.0)
+    for place in sorted(arrived, key=uses.__getitem__, reverse=True):
+        start, end, piece = starts[uses[place]], ends[uses[place]], copy_time[place] / count
+        moments, until = [], deadline
+        for part in range(1, first + 1):
+            until = min(until, start + (1 - part / count) * (end - start)) - piece
+            moments.append(until)
+        if all(back + TIME_TOLERANCE >= there for back, there in zip(moments, arrived[place], strict=True)):
+            latest[place], deadline = moments, until
+    issues: dict[int, list[Cell]] = defaultdict(list)
+    for place in sorted(latest, key=uses.__getitem__):
+        for part in range(first, 0, -1):
+            moment = latest[place][part - 1] + TIME_TOLERANCE
+            issued = next(at for at in range(uses[place] - 1, -1, -1) if starts[at] <= moment or at == makes[place])
+            issues[issued].append(Action(_letter("L", part, count), *place))
+    out_of = {makes[place]: place for place in latest}
+    cells: list[Cell] = []
+    for at, cell in enumerate(program):
+        cells.append(cell)
+        if at in out_of:
+            cells += [Action(_letter("O", part, count), *out_of[at]) for part in range(1, first + 1)]
+        cells += issues[at]
+    return cells
+
+
+def _ends_of_use(
+    schedule: Schedule, program: Sequence[Cell]
+) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
+    """(stage, micro-batch) -> the entry with the forward that saves for the backward; the entry that needs it."""
     makes: dict[tuple[int, int], int] = {}
     uses: dict[tuple[int, int], int] = {}
     for at, cell in enumerate(program):
@@ -73,27 +138,8 @@ def _with_copies(plain: Timeline, rank: int, copy_time: Mapping[tuple[int, int],
                 makes[place] = at
             elif any(need.value == SAVED and not need.step for need in kind_of(action.kind).needs):
                 uses[place] = at
-    # Copies back end when their backward starts, or the next one starts its copy; those out follow each other.
-    latest: dict[tuple[int, int], float] = {}
-    deadline = max(ends, default=0.0)
-    out = 0.0
-    arrived: dict[tuple[int, int], float] = {}
-    for place in sorted(makes.keys() & uses.keys(), key=makes.__getitem__):
-        if ends[makes[place]] + 2 * copy_time[place] <= starts[uses[place]] + TIME_TOLERANCE:
-            arrived[place] = out = max(out, ends[makes[place]]) + copy_time[place]
-    for place in sorted(arrived, key=uses.__getitem__, reverse=True):
-        start = min(deadline, starts[uses[place]]) - copy_time[place]
-        if start + TIME_TOLERANCE >= arrived[place]:
-            latest[place] = deadline = start
-    issues: dict[int, list[Cell]] = defaultdict(list)
-    for place in sorted(latest, key=uses.__getitem__):
-        issued = next(at for at in count(uses[place] - 1, -1) if starts[at] <= latest[place] + TIME_TOLERANCE)
-        issues[max(issued, makes[place])].append(Action("L", *place))
-    out_of = {makes[place]: Action("O", *place) for place in latest}
-    cells: list[Cell] = []
-    for at, cell in enumerate(program):
-        cells.append(cell)
-        if at in out_of:
-            cells.append(out_of[at])
-        cells += issues[at]
-    return cells
+    return makes, uses
+
+
+def _letter(kind: str, part: int, count: int) -> str:
+    return kind if count == 1 else f"{kind}:{part}/{count}"

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
+from math import ceil
 from operator import mul
 from statistics import fmean
 from typing import Any, Literal, NamedTuple, get_args
@@ -257,6 +258,9 @@ class Timeline:
                 KEPT: [share * size for share, size in zip(inputs, activation, strict=True)],
                 PENDING: [share * size for share, size in zip(held, activation, strict=True)],
             },
+            [share * size for share, size in zip(costs.layer_share(stages), activation, strict=True)]
+            if "layer" in dict(costs.bytes)
+            else None,
         )
 
     @cached_property
@@ -269,7 +273,7 @@ class Timeline:
         change, passing = _changes(schedule, Costs(), {SAVED: one, PENDING: one})
         if schedule.has_queues:
             curves = [self._curve(rank, change, passing) for rank in range(schedule.ranks)]
-            return tuple(int(max((level for _, level in curve), default=0)) for curve in curves)
+            return tuple(ceil(max((level for _, level in curve), default=0) - 1e-9) for curve in curves)
         peaks = []
         for rank in range(schedule.ranks):
             codes = schedule.action_codes(rank)
@@ -418,25 +422,33 @@ class Timeline:
         Backwards from the entry that ends last: the one before is the rank's previous entry or the one that sent the message
         waited for, whichever let it start later (the message, if both at the same time).
         """
-        entries = [self.schedule.split_entries(rank) for rank in range(self.schedule.ranks)]
         _, rank, at = max((end, rank, at) for rank, ends in enumerate(self.ends) for at, end in enumerate(ends))
-        path = [(rank, at)]
-        while True:
-            candidates = []
-            for code in (column[at] for column in entries[rank]):
-                for end, hop, source, position in self._inputs(rank, code):
-                    arrival = end + hop if self.overlap_p2p else end  # else the hop starts when the wait ends
-                    candidates.append((arrival, source != rank, (source, position)))
-            for other in self._entry_waits.get((rank, at), ()):
-                moment = (self.starts if other.start else self.ends)[other.rank][other.at]
-                candidates.append((moment, other.rank != rank, (other.rank, other.at)))
-            before = self._before[rank][at]
-            if before is not None:
-                candidates.append((self.ends[rank][before], False, (rank, before)))
-            if not candidates:
-                return tuple(reversed(path))
-            rank, at = max(candidates)[2]
-            path.append((rank, at))
+        path: list[tuple[int, int]] = []
+        last: tuple[int, int] | None = (rank, at)
+        while last is not None:
+            path.append(last)
+            last = self.waited_for(*last)
+        return tuple(reversed(path))
+
+    def waited_for(self, rank: int, at: int) -> tuple[int, int] | None:
+        """Return (rank, position in its program) of what entry `at` of `rank` waited for longest; None: it waits for none."""
+        candidates = []
+        for code in (column[at] for column in self._columns[rank]):
+            for end, hop, source, position in self._inputs(rank, code):
+                arrival = end + hop if self.overlap_p2p else end  # else the hop starts when the wait ends
+                candidates.append((arrival, source != rank, (source, position)))
+        for other in self._entry_waits.get((rank, at), ()):
+            start, end = self.starts[other.rank][other.at], self.ends[other.rank][other.at]
+            moment = start + other.share * (end - start)
+            candidates.append((moment, other.rank != rank, (other.rank, other.at)))
+        before = self._before[rank][at]
+        if before is not None:
+            candidates.append((self.ends[rank][before], False, (rank, before)))
+        return max(candidates)[2] if candidates else None
+
+    @cached_property
+    def _columns(self) -> list[tuple[Sequence[int], Sequence[int]]]:
+        return [self.schedule.split_entries(rank) for rank in range(self.schedule.ranks)]
 
     @cached_property
     def _entry_waits(self) -> dict[tuple[int, int], tuple[EntryWait, ...]]:
@@ -507,7 +519,7 @@ class Timeline:
                 copied = [
                     self.ends[rank][other.at]
                     for other in self._entry_waits.get((rank, at), ())
-                    if other.rank == rank and not other.start
+                    if other.rank == rank and other.share and not other.late
                 ]
                 if copied and max(copied) > max(clock, latest[0] if latest is not None else clock):
                     cuts = _for_memory(cuts, clock if latest is None else latest[0])

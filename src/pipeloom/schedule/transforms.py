@@ -19,7 +19,7 @@ from pipeloom.schedule.actions import PART, SAVED, Action, Cell, kind_number, ki
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
 from pipeloom.schedule.model import Program, Schedule, of_schedule, parts
-from pipeloom.schedule.offload import offload
+from pipeloom.schedule.offload import offload_share
 from pipeloom.schedule.sharding import reduce_gradients, shard, shard_as_torch
 from pipeloom.schedule.simulate import simulate
 
@@ -478,8 +478,10 @@ TRANSFORMS: dict[str, NamedTransform] = {
         takes_word=True,
     ),
     "offload": NamedTransform(
-        "what forwards save copied to host memory, and back in time for their backwards",
-        lambda schedule, number, costs: offload(schedule, costs),
+        "what forwards save copied to host memory, and back in time for their backwards: all, or the first parts of several",
+        lambda schedule, share, costs: offload_share(schedule, share, costs),
+        "a share such as 3/4",
+        takes_word=True,
     ),
     "shard": NamedTransform(
         "parameters gathered for N stages per rank at a time, with the fewest gathers, and gradients reduced over the replicas",

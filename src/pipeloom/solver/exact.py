@@ -3,7 +3,7 @@
 One interval variable per action, with no overlap on a rank. Where a B is shorter than I and W, the interval of B is an
 alternative to those of both. By the lemma of `instance`, the micro-batches of an operation type are in order, except that a
 micro-batch with a B may overtake the W of an earlier one. Memory is a cumulative resource that a micro-batch occupies from F
-until W (the share that is not held: until I).
+until W (the share that is not held: until I); one that is recomputed, less until its I.
 
 Domain: equal micro-batches, and costs under which no pair gains (`pairs_gain`). Blocking receivers are relaxed, so that bounds
 stay valid: a receiver that could wait for both messages of a pair at once waits for only one of them.
@@ -193,7 +193,8 @@ class _Model:
         forwards = [node for node in nodes if node < stride]
         stages = sorted({node // m for node in forwards})
         if (
-            self.whole.keys().isdisjoint(nodes)
+            not instance.recomputed
+            and self.whole.keys().isdisjoint(nodes)
             and len(stages) == 1
             and held[stages[0]] == 1
             and activation[stages[0]] > 0
@@ -204,13 +205,24 @@ class _Model:
             return
         # memory in millionths, activations rounded down and the memory limit rounded up, so that the bound stays valid
         parts, demands = [], []
+        change, rise = instance.table.change, instance.table.rise
         for node in forwards:
-            stage = node // m
-            for share, until in ((held[stage], 2 * stride + node), (1 - held[stage], stride + node)):
-                if share * activation[stage] > 0:
+            back, weight, level = stride + node, 2 * stride + node, change[node]
+            spans = [
+                (self.start[node], self.end[weight], level + change[back]),
+                (self.start[node], self.end[back], -change[back]),
+            ]
+            if instance.recomputed:
+                spans = [
+                    (self.start[node], self.start[back], level),
+                    (self.start[back], self.end[back], level + rise[back]),
+                    (self.end[back], self.end[weight], level + change[back]),
+                ]
+            for begin, until, size in spans:
+                if size > 0:
                     length = model.new_int_var(0, horizon, "")
-                    parts.append(model.new_interval_var(self.start[node], length, self.end[until], ""))
-                    demands.append(math.floor(share * activation[stage] / RELATIVE_ROUNDING + TIME_TOLERANCE))
+                    parts.append(model.new_interval_var(begin, length, until, ""))
+                    demands.append(math.floor(size / RELATIVE_ROUNDING + TIME_TOLERANCE))
         model.add_cumulative(parts, demands, math.ceil(memory_limit / RELATIVE_ROUNDING))
 
     def hint(self, sequences: Sequences) -> None:

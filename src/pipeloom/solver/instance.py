@@ -16,13 +16,31 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from pipeloom.schedule.actions import MOST_KINDS
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, PairTimes, StageCosts
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Objective
+from pipeloom.schedule.transforms import recompute
 
 Sequences = list[list[int]]
+
+
+class Recomputation(NamedTuple):
+    """A recomputation of a stage for one micro-batch, bound to its backward.
+
+    Attributes:
+        letters: of the actions before the backward, which may run while its message is on its way; none: a block (R;B).
+        time: of all of them.
+        freed: memory that the F leaves out.
+        held: memory that comes before the backward, or while the block runs.
+    """
+
+    letters: tuple[str, ...]
+    time: float
+    freed: float
+    held: float
 
 
 @dataclass(frozen=True)
@@ -37,6 +55,7 @@ class Instance:
         objective: the makespan, or the largest span of a rank.
         order: position -> micro-batch; empty: in the order of their numbers. Sequences and nodes use positions.
         overlap_p2p: whether a message travels while its receiver computes.
+        recomputed: (node of F, its recomputation) of those that are recomputed, for micro-batches of factor 1.
     """
 
     placement: tuple[int, ...]
@@ -46,6 +65,7 @@ class Instance:
     objective: Objective = "makespan"
     order: tuple[int, ...] = ()
     overlap_p2p: bool = True
+    recomputed: tuple[tuple[int, Recomputation], ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -124,12 +144,18 @@ class Instance:
                 codes.pop()
             return codes[0] if len(codes) == 1 else (codes[0] + 1) * pair_stride + codes[1]
 
-        return Schedule.of(
+        schedule = Schedule.of(
             [[code(operation) for operation in sequence] for sequence in sequences],
             placement=self.placement,
             microbatches=m,
             name=name,
         )
+        for letters in dict.fromkeys(choice.letters for _, choice in self.recomputed):
+            nodes = [node for node, choice in self.recomputed if choice.letters == letters]
+            places = [(node // m, order[node % m] if order else node % m) for node in nodes]
+            for letter in letters or ("",):
+                schedule = recompute(schedule, letter == "R", places, letter.partition(":")[2])
+        return schedule
 
     def numbered(self, programs: Iterable[Iterable[Sequence[tuple[str, int]]]], together: bool = False) -> Sequences:
         """Return sequences for programs without micro-batches: first in, first out for F and I, and a W belongs to the first I
@@ -193,6 +219,7 @@ class OperationTable:
         self.microbatches = m
         self.time: list[float] = []
         self.change: list[float] = []
+        self.recomputation: dict[int, float] = {}  # node of I -> the time of its recomputation
         self.factors = factors = instance.factors
         activation, held = costs.per_stage("activation", stages), costs.per_stage("held", stages)
         for kind, name in enumerate(("forward", "input_grad", "weight_grad")):
@@ -224,11 +251,27 @@ class OperationTable:
                     self.wait[node] = hop
         self.weight_grad_of = [none] * stride + list(range(2 * stride, none)) + [none] * stride
         self.rise = [max(0.0, change) for change in self.change]
+        for node, choice in instance.recomputed:
+            self._recompute(node, choice, stride + node)
         self.saved = self._saved()
         self.nodes: list[tuple[int, ...]] = [(node,) for node in range(none)]
         self.first, self.second = list(range(none)), [unread] * none
         self._operations: dict[tuple[int, ...], int] = {}
         self._fixed_order: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+
+    def _recompute(self, forward: int, choice: Recomputation, backward: int) -> None:
+        """Bind a recomputation to the I `backward`: it runs just before, so its message may arrive that much later."""
+        factor = self.factors[forward % self.microbatches]
+        time, freed, held = factor * choice.time, factor * choice.freed, factor * choice.held
+        self.time[backward] += time
+        if choice.letters:
+            self.hop[backward] -= time
+            self.successor_hop[self.predecessor[backward]] -= time
+        self.change[forward] -= freed
+        self.change[backward] += freed
+        self.rise[forward] = max(0.0, self.change[forward])
+        self.rise[backward] = max(held, self.change[backward])
+        self.recomputation[backward] = time
 
     def _link(self, first: int, second: int) -> None:
         self.successor[first] = second
@@ -273,6 +316,7 @@ class OperationTable:
             overlaps = self.pair_times.overlaps(*halves, split)
         else:
             time = factors[first % m] * self.pair_times.spread.backward[first // m % stages] + self.wait[first]
+            time += self.recomputation.get(first, 0.0)
         number = self._operations[nodes] = len(self.time)
         self.time.append(time)
         self.rank.append(self.rank[first])
@@ -288,7 +332,8 @@ class OperationTable:
         self.successor2.append(self.successor[second] if is_pair else self.none)
         self.successor2_hop.append(self.successor_hop[second] if is_pair else 0.0)
         self.change.append(sum(self.change[node] for node in nodes))
-        self.rise.append(max(0.0, self.change[-1] if overlaps else self.change[first]))
+        rise = self.change[first] if is_pair else self.rise[first]
+        self.rise.append(max(0.0, self.change[-1] if overlaps else rise))
         return number
 
     def fixed_order(self, operation: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -19,6 +19,7 @@ from pipeloom.solver.driver import SearchDriver
 from pipeloom.solver.exact import require_solver
 from pipeloom.solver.incumbent import Budget, Progress, value_of
 from pipeloom.solver.instance import Instance
+from pipeloom.solver.recompute import search_with_recomputation
 
 OBJECTIVES = ("makespan", "span")
 
@@ -97,7 +98,8 @@ def search(
 
     Args:
         costs: costs of a stage; default: `Costs()`, F = I = W = 1. Micro-batches of different lengths (`Costs.microbatch`)
-            may be reordered.
+            may be reordered. With a memory limit and `Costs.recompute`, the search also decides which micro-batches of which
+            stages are recomputed, whole or by the parts that `Costs.bytes` has (not with `prove` or `pairs`).
         memory: the largest peak memory of a rank, in units of `Costs.activation` (default: stage-micro-batches); None: no limit.
         placement: `"linear"`, `"loop"`, `"vee"`, or the rank of every stage; None: all three for the given chunks.
         chunks: stages per rank; default 1, or the placement's.
@@ -131,8 +133,15 @@ def search(
         for place in placements_of(ranks, chunks, placement)
         for order in microbatch_orders(cost_model.factors(microbatches))
     ]
+    recomputes = memory is not None and cost_model.recompute is not None and not (pairs or prove)
+    roomy: list[Instance] = []
     for instance in instances:
-        require_room(instance)
+        try:
+            require_room(instance)
+            roomy.append(instance)
+        except CapacityError:
+            if not recomputes:
+                raise
     if iterations is not None and (isinstance(iterations, bool) or iterations < 0):
         raise UsageError(f"iterations is {iterations!r:.200}; it must be a whole number of at least 0")
     _require_plain(cost_model, prove, pairs, overlap_p2p)
@@ -141,7 +150,10 @@ def search(
     with_pairs = pairs and any(map(pairs_gain, instances))
     budget = Budget(instances[0].nodes, time_limit, iterations, prove, with_pairs)
     driver = SearchDriver(instances, budget, Random(seed), progress, with_pairs)
-    driver.run()
+    if recomputes:
+        search_with_recomputation(driver, roomy, Random(seed))
+    else:
+        driver.run()
     incumbent, best = driver.incumbent, driver.incumbent.best
     assert best is not None
     return SearchResult(

@@ -19,7 +19,9 @@ from pipeloom.draw import figures, html, svg
 from pipeloom.draw.boxes import boxes
 from pipeloom.draw.figures import number
 from pipeloom.schedule.files import load
+from pipeloom.schedule.json_form import from_json
 from pipeloom.schedule.timeline import Exposed
+from pipeloom.schedule.transforms import transformed
 
 
 @pytest.fixture(scope="module")
@@ -499,3 +501,46 @@ def test_the_page_is_one_file_with_a_strict_policy() -> None:
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     assert data["format"] == "pipeloom.page/1"
     assert list(csv.reader([data["panes"][0]["heading"]]))
+
+
+def test_queues_and_pools_are_drawn_as_simulated_and_cannot_be_edited(running: Any, tmp_path: Path) -> None:
+    gib = 2.0**30
+    costs = pl.Costs(p2p=0.5, bytes={"saved": 2 * gib, "kept": gib, "params": 4 * gib}, host_bandwidth=gib)
+    schedule = transformed(pl.schedules.one_f_one_b(2, 4), ["offload"], costs)
+    timeline = pl.simulate(schedule, costs)
+    page = Opened(running, tmp_path, timeline, limit=20 * gib)
+    rows, starts, peaks, figures_of_page, path = page.run(
+        """() => {
+            const { schedule } = pipeloom.panes[0];
+            const at = ([row, place]) => [schedule.rows[row].rank, schedule.still.positions[row][place]];
+            return [schedule.rows, schedule.programs.map(({ start }) => [...start]),
+                Object.fromEntries(schedule.pools.map(({ pool, ranks }) => [pool, ranks.map(({ peak }) => peak)])),
+                schedule.figures, schedule.criticalPath.map(at)];
+        }"""
+    )
+    assert [(row["rank"], row["queue"]) for row in rows] == [
+        (0, "compute"), (1, "compute"), (0, "in"), (0, "out"), (1, "in"), (1, "out")
+    ]  # fmt: skip
+    queues = [schedule.queues[row["rank"]].get(row["queue"], ()) for row in rows]
+    assert starts == [[timeline.starts[row["rank"]][at] for at in q] for row, q in zip(rows, queues, strict=True)]
+    assert {pool: tuple(peak) for pool, peak in peaks.items()} == timeline.peak_bytes
+    for name in ("makespan", "bubble_ratio", "busy", "idle", "peak_activations"):
+        assert figures_of_page[name] == pytest.approx(figures(timeline)[name])
+    assert tuple(map(tuple, path)) == timeline.critical_path
+    backward = next(
+        at for at, place in enumerate(schedule.queues[0]["compute"]) if str(schedule.programs[0][place]) == "0B0"
+    )
+    page.page.mouse.move(*page.place(0, backward))
+    card = page.page.inner_text("#card")
+    assert "saved of stage 0 (rank 0, made by 0L0, 2 GiB in device)" in card
+    assert "input gradient of stage 1 (rank 1, made by 1B0)" in card
+    assert "frees saved, 2 GiB in device; kept, 1 GiB in device" in card
+    assert "of 20 GiB" in page.page.inner_text(".tiles")
+    page.page.keyboard.press("e")
+    assert page.page.is_disabled("#edit")
+    assert not page.run("() => pipeloom.state.edit")
+    page.page.mouse.move(*page.place(2, 0))
+    assert page.page.inner_text("#card").split("\n")[1].startswith("rank 0, queue in; ")
+    assert from_json(page.run("() => pipeloom.panes[0].schedule.json()")) == schedule
+    assert page.said == []
+    page.close()

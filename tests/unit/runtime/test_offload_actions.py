@@ -33,11 +33,13 @@ def result(schedule: Schedule, modules: list[nn.Module]) -> tuple[list[Any], Loc
     return [*losses, *(parameter.grad for module in modules for parameter in module.parameters())], pipeline
 
 
+@pytest.mark.parametrize("share", [(1, 1), (4, 4), (1, 2)], ids=["whole", "parts", "half"])
 @pytest.mark.parametrize("kind", [Block, lambda seed: Experts(seed, 3, None)], ids=["plain", "segments"])
 @pytest.mark.parametrize("plain", SCHEDULES, ids=lambda schedule: schedule.name)
-def test_every_bit_is_that_of_the_schedule_without_copies(plain: Schedule, kind: Any) -> None:
+def test_every_bit_is_that_of_the_schedule_without_copies(plain: Schedule, kind: Any, share: tuple[int, int]) -> None:
     want, _ = result(plain, [kind(seed) for seed in range(4)])
-    schedule = S.offload(plain, FAST)
+    schedule = S.offload(plain, FAST, *share)
+    assert schedule != plain
     got, pipeline = result(schedule, [kind(seed) for seed in range(4)])
     assert len(got) == len(want)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -112,9 +114,10 @@ def test_a_storage_travels_whole_and_once_and_what_is_held_does_not(live: LiveBy
         with saved.saving():
             result = loss()
         before = live.now
-        saved.to_host(None)
+        saved.complete()
+        saved.to_host(1, None)
         assert before - live.now == pytest.approx(2 * 4000 + 2000, abs=100)  # y with its views, exp(y), and a product
-        saved.to_device(None)
+        saved.to_device(1, None)
         assert before == pytest.approx(live.now, abs=100)
         result.backward()
     assert all(torch.equal(a, b) for a, b in zip([x.grad, weight.grad], want, strict=True))  # type: ignore[arg-type]
@@ -126,8 +129,9 @@ def test_a_saved_tensor_that_is_changed_in_place_is_refused() -> None:
     with saved.saving():
         y = x.exp()
     y.detach().mul_(2)
+    saved.complete()
     with pytest.raises(UsageError, match="was changed in place after the forward that saved it"):
-        saved.to_host(None)
+        saved.to_host(1, None)
 
 
 def test_buffers_are_used_again_and_never_more_than_at_once() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import pipeloom as pl
-from pipeloom.errors import ScheduleError
+from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule import Costs, Schedule, check, simulate
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.families import FAMILIES, build
@@ -64,7 +64,7 @@ def test_slots() -> None:
         to_csv(schedule)
     with pytest.raises(ScheduleError, match="deadlocks"):
         check(one("0F0", "0F1", *CELLS[1:2], *CELLS[3:], microbatches=2).with_slots({"saved": 1}))
-    with pytest.raises(ScheduleError, match="slots of 'saved': 0; give a whole number of at least 1"):
+    with pytest.raises(ScheduleError, match="slots of 'saved': 0; give a number of at least 1"):
         schedule.with_slots({"saved": 0})
 
 
@@ -101,3 +101,40 @@ def test_what_is_used_at_once_or_recomputed_stays() -> None:
     assert pl.schedules.offload(last, Costs(host_bandwidth=1)) == last
     blocks = transformed(pl.schedules.one_f_one_b(2, 4), ["recompute"])
     assert pl.schedules.offload(blocks) == blocks
+
+
+def test_parts_by_hand() -> None:
+    """Half is copied while its forward runs the other half, and is back when half of the backward has passed."""
+    cells = ["0F0", "0O0:1/2", "0O0:2/2", "0F1", "0L0:2/2", "0L0:1/2", "0B0", "0B1"]
+    schedule = one(*cells, microbatches=2)
+    check(schedule)
+    assert from_csv(to_csv(schedule)).programs == schedule.programs
+    timeline = simulate(schedule, Costs(2, 2, 2, host_bandwidth=1 / 3))
+    assert timeline.starts == (
+        (0, 1, 2.5, 2, 4, 5.5, 5.5, 9.5),
+    )  # the backward's second half would wait from 7.5 on, until 7
+    assert timeline.ends == ((2, 2.5, 4, 4, 5.5, 7, 9.5, 13.5),)
+    late = simulate(schedule, Costs(2, 1, 1, host_bandwidth=1 / 3))
+    assert late.ends[0][6] == 7 + 1  # it waits for the part from 6.5 on
+    assert timeline.memory_curve[0][1:5] == ((2, 2), (2.5, 1.5), (4, 1), (4, 1.5))
+    with pytest.raises(ScheduleError, match=r"nothing frees what is saved on the host:1/2 .* which 0O0:1/2 leaves"):
+        check(one("0F0", "0O0:1/2", "0B0"))
+
+
+@pytest.mark.parametrize(("ranks", "count", "peak"), [(4, 4, 1.25), (8, 4, 1.25), (8, 8, 1.125)])
+@pytest.mark.parametrize("copy", [0.5, 1.0, 2.0])
+def test_1f1b_in_parts_holds_one_micro_batch_and_a_part(ranks: int, count: int, peak: float, copy: float) -> None:
+    plain, costs = pl.schedules.one_f_one_b(ranks, 2 * ranks), Costs(host_bandwidth=1 / copy)
+    timeline = simulate(transformed(plain, [f"offload={count}/{count}"], costs), costs)
+    assert timeline.makespan == simulate(plain).makespan
+    assert max(timeline.peak_memory) == peak
+
+
+def test_a_share() -> None:
+    """Half of what each of 3 micro-batches saves stays, and all of the last, which is used at once."""
+    schedule = transformed(pl.schedules.gpipe(1, 4), ["offload=1/2"], Costs(host_bandwidth=4))
+    assert {str(cell).partition(":")[2] for cell in schedule.programs[0] if parts(cell)[0].kind[0] in "OL"} == {"1/2"}
+    assert simulate(schedule, Costs(host_bandwidth=4)).peak_memory == (2.5,)
+    for word in ("offload=3/2", "offload=half", "offload=2"):
+        with pytest.raises(UsageError, match=r"give 1/2 for the first of two equal parts|2"):
+            transformed(schedule, [word])

@@ -8,6 +8,7 @@ import torch
 from pipeloom.cli.profile import DeviceProfile, _form
 from pipeloom.config import load_layout
 from pipeloom.ops.deferred import WeightGradContext
+from pipeloom.runtime.layer_bytes import LayerBytes
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes
 from pipeloom.train.report import layer_times as module
 from pipeloom.train.report.layer_times import LayerTimes, Sample, SegmentTimes, layer_times
@@ -65,7 +66,8 @@ def profile_of(links):
         for name, numbers, times in zip(("first", "block", "last"), ((0,), (1, 2, 3, 4), (5,)), seconds, strict=True)
     ]
     three = (Sample(1, 0), Sample(2, 0), Sample(3, 0))
-    return DeviceProfile("here", layers, SegmentTimes(4, three, three[::-1], rows=4000.0), links)
+    sizes = [LayerBytes(saved=10.0 * at, input=at, pending=100.0 * at) for at in range(6)]
+    return DeviceProfile("here", layers, sizes, SegmentTimes(4, three, three[::-1], rows=4000.0), links)
 
 
 def test_stage_costs_are_sums_over_their_layers_in_the_order_of_the_schedule():
@@ -84,6 +86,8 @@ def test_stage_costs_are_sums_over_their_layers_in_the_order_of_the_schedule():
         tuple(factor * each for each in (11, 10, 10, 110)) for factor in (2, 3, 4, 5)
     ]
     assert (costs["p2p"], costs["bandwidth"], costs["message"]) == (3.0, 100, 2 * 16 * 32 * 4)
+    sizes = dict(costs["bytes"])
+    assert sizes["pending"] == (100, 200, 300, 900)
     assert form["segments"] == {
         "attention": [1, 2, 3],
         "experts": [3, 2, 1],

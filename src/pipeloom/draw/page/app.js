@@ -19,7 +19,9 @@ const state = {
   drag: null,
   measure: null, // {pane, from, to}: times at the ends of the ruler
 };
-const memoryUnit = (schedule) => (schedule.document.costs.activation.every((size) => size === 1) ? "stage micro-batches" : "units of activation memory");
+const memoryUnit = (schedule) => (schedule.inBytes ? `in ${schedule.pools[0].pool}` : schedule.document.costs.activation.every((size) => size === 1) ? "stage micro-batches" : "units of activation memory");
+
+const STILL = "Actions cannot be moved: the page does not simulate bytes, recomputed blocks, or queues beside computation";
 
 // ---- panes ----
 
@@ -53,7 +55,8 @@ class Pane {
     const { ranks } = this.schedule;
     const above = element("panes").getBoundingClientRect().top + window.scrollY; // header, legend, comparison
     const room = Math.max(220, window.innerHeight - above - 40 - 120 * panes.length) / Math.max(1, panes.length);
-    const whole = (room - RULER) / ranks / (state.memory ? 1.45 : 1) - 2;
+    const { lanes, pools } = this.schedule;
+    const whole = (room - RULER) / ranks / (1 + 0.5 * lanes.length + (state.memory ? 0.45 * pools.length : 0)) - 2 - lanes.length;
     return new Layout(this.schedule, width, Math.floor(Math.min(MOST_ROW, Math.max(leastRow(ranks), whole))), state.memory);
   }
 
@@ -103,12 +106,12 @@ class Pane {
     const box = (rank, at, stroke, width) => {
       const program = schedule.programs[rank];
       const x = layout.x(program.start[at], view), wide = Math.max(2, (program.end[at] - program.start[at]) * layout.scale(view));
-      painter.outline(x, layout.top(rank), wide - 1, layout.row, stroke, width);
+      painter.outline(x, layout.top(rank), wide - 1, layout.high(rank), stroke, width);
     };
     if (state.follow >= 0) {
       const points = schedule.cellsOf(Math.min(state.follow, schedule.m - 1)).map(([rank, at]) => {
         const program = schedule.programs[rank];
-        return [layout.x((program.start[at] + program.end[at]) / 2, view), layout.top(rank) + layout.row / 2];
+        return [layout.x((program.start[at] + program.end[at]) / 2, view), layout.top(rank) + layout.high(rank) / 2];
       });
       if (points.length > 1) painter.line(points, theme.faint, 1.2, [4, 3]);
     }
@@ -136,16 +139,17 @@ class Pane {
 
   /** The cell, or the interval of idle time, under a point of the canvas. */
   find(x, y) {
-    const rank = this.layout.rankAt(y);
-    if (rank < 0 || x < GUTTER) return null;
+    const place = this.layout.placeAt(y);
+    if (!place || x < GUTTER) return null;
+    const { rank, pool } = place;
     const time = this.layout.time(x, view), program = this.schedule.programs[rank], count = this.schedule.reached[rank];
     const at = lowerBound(program.end, time, 0, count);
     const inside = y - this.layout.top(rank);
-    const half = inside > this.layout.row / 2 ? 1 : 0;
-    if (inside > this.layout.row) return { rank, at: -1, time, place: "memory" };
+    const half = inside > this.layout.high(rank) / 2 ? 1 : 0;
+    if (pool !== undefined) return { rank, at: -1, time, pool, place: "memory" };
     if (at < count && program.start[at] <= time) return { rank, at, time, half, place: "box" };
     const [origin, finish] = this.schedule.span;
-    return time >= origin && time <= finish ? { rank, at, time, place: "idle" } : null;
+    return rank < this.schedule.ranks && time >= origin && time <= finish ? { rank, at, time, place: "idle" } : null;
   }
 
   report() {
@@ -157,7 +161,7 @@ class Pane {
       ...(schedule.invalid ? [tile("Deadlock", "figures up to it", true)] : []),
       tile(show(figures.makespan), "makespan"),
       tile(figures.bubble_ratio.toFixed(4), "bubble ratio, idle / busy"),
-      tile(number(peak) + (data.limit ? ` of ${number(data.limit)}` : ""), `peak memory, ${memoryUnit(schedule)}`, Boolean(data.limit) && peak > data.limit * (1 + 1e-9)),
+      tile(schedule.amount(peak) + (data.limit ? ` of ${schedule.amount(data.limit)}` : ""), `peak memory, ${memoryUnit(schedule)}`, Boolean(data.limit) && peak > data.limit * (1 + 1e-9)),
       tile(gap === null ? "–" : `${(100 * gap).toFixed(1)} %`, gap === null ? "no lower bound" : `above the lower bound ${show(document.lower_bound)}`),
       ...(this.worst ? [tile(`${this.worst.off > 0 ? "+" : "−"}${Math.abs(100 * this.worst.off).toFixed(0)} %`, `over the simulation: ${this.worst.words}`)] : []),
     );
@@ -166,7 +170,8 @@ class Pane {
       ...fact("bubble rate (idle / p·makespan)", figures.bubble_rate.toFixed(4)),
       ...fact("span bubble rate (1 − busy / largest span)", figures.span_bubble_rate.toFixed(4)),
       ...fact("peak activations", String(Math.max(...figures.peak_activations))),
-      ...fact("peak memory", number(Math.max(...figures.peak_memory))),
+      ...fact("peak memory", schedule.amount(Math.max(...figures.peak_memory))),
+      ...(schedule.still ? [`${STILL} · `] : []),
       ...fact(`messages between ranks${document.messages.words && `, ${document.messages.words}`}`, String(document.messages.count)),
       document.assumptions,
     );
@@ -193,7 +198,7 @@ function tableOf(schedule, { factor, name }) {
     String(rank), ...kinds.map((kind) => time(figures.byKind[rank][kind] || 0)), time(figures.busy[rank]),
     ...talks.map((kind) => time(exposed[rank][kind] || 0)), time(figures.idle[rank]),
     ...causes.map((cause) => time(schedule.idleByCause[rank][cause])), time(figures.spans[rank]),
-    String(figures.peak_activations[rank]), number(figures.peak_memory[rank]), String(schedule.document.messages.sent[rank]),
+    String(figures.peak_activations[rank]), schedule.amount(figures.peak_memory[rank]), String(schedule.document.messages.sent[rank]),
   ];
   return { rows: [heads, ...figures.busy.map(cells)], makespan: `${time(figures.makespan)}${name ? ` ${name}` : ""}` };
 }
@@ -205,7 +210,7 @@ const COLUMNS = [
   ["bubble ratio", (pane) => pane.schedule.figures.bubble_ratio, (value) => value.toFixed(4)],
   ["gap", (pane) => pane.gap ?? -1, (value) => (value < 0 ? "–" : `${(100 * value).toFixed(1)} %`)],
   ["peak activations", (pane) => Math.max(...pane.schedule.figures.peak_activations), String],
-  ["peak memory", (pane) => Math.max(...pane.schedule.figures.peak_memory), number],
+  ["peak memory", (pane) => Math.max(...pane.schedule.figures.peak_memory), (value, pane) => pane.schedule.amount(value)],
   ["largest idle", (pane) => Math.max(...pane.schedule.figures.idle), show],
   ["messages", (pane) => pane.schedule.document.messages.count, String],
 ];
@@ -228,7 +233,7 @@ function comparison() {
   const value = order.column >= 0 ? COLUMNS[order.column][1] : (pane) => pane.number;
   const sorted = [...panes].sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) * (order.down ? -1 : 1));
   const rows = sorted.map((pane) => {
-    const row = make("tr", { tabIndex: 0 }, ...COLUMNS.map(([, read, print]) => make("td", { textContent: print(read(pane)) })));
+    const row = make("tr", { tabIndex: 0 }, ...COLUMNS.map(([, read, print]) => make("td", { textContent: print(read(pane), pane) })));
     const go = () => {
       pane.node.scrollIntoView({ block: "start", behavior: "smooth" });
       pane.stage.focus({ preventScroll: true });
@@ -337,7 +342,7 @@ function legend() {
   if (most && most.schedule.chunks > 1) notes.push("chunk 0 is the darkest");
   if (panes.some((pane) => pane.schedule.hasPairs)) notes.push("a pair: forward above, backward below");
   if (panes.some((pane) => pane.schedule.talks)) notes.push("foot of a box: its all-to-all");
-  if (most && state.memory) notes.push(`below a row: memory, 0 to ${number(Math.max(...panes.map((pane) => pane.schedule.most), data.limit || 0))} ${memoryUnit(most.schedule)} in all rows, peak at the right${data.limit ? `, dashed: the limit ${number(data.limit)}` : ""}`);
+  if (most && state.memory) notes.push(`below a row: memory, 0 to ${most.schedule.amount(Math.max(...panes.map((pane) => pane.schedule.most), data.limit || 0))} ${memoryUnit(most.schedule)} in all rows, peak at the right${data.limit ? `, dashed: the limit ${most.schedule.amount(data.limit)}` : ""}`);
   if (state.deviation) notes.push("edge of a box: longer (red) or shorter (green) than simulated");
   if (panes.length) nodes.push(make("span", { textContent: notes.join(" · ") }));
   element("legend").replaceChildren(...nodes);
@@ -348,9 +353,9 @@ function legend() {
 function cardLines(pane, hit) {
   const { schedule } = pane, program = schedule.programs[hit.rank];
   if (hit.place === "memory") {
-    const curve = schedule.memory[hit.rank];
+    const { pool, ranks } = schedule.pools[hit.pool], curve = ranks[hit.rank];
     const at = lowerBound(curve.times, hit.time);
-    return [`memory of rank ${hit.rank}: ${number(plain(at ? curve.levels[at - 1] : 0))}`, `at ${show(hit.time)}; peak ${number(plain(curve.peak))}`];
+    return [`memory of rank ${hit.rank}${pool && `, ${pool}`}: ${schedule.amount(at ? curve.levels[at - 1] : 0)}`, `at ${show(hit.time)}; peak ${schedule.amount(curve.peak)}`];
   }
   if (hit.place === "idle") {
     const words = schedule.waited(hit.rank, hit.at, show);
@@ -361,10 +366,11 @@ function cardLines(pane, hit) {
   const chunks = schedule.codesAt(hit.rank, hit.at).map((code) => schedule.chunkOf[schedule.stageOf(code)]);
   const lines = [
     schedule.cellWords(hit.rank, hit.at),
-    `rank ${hit.rank}${schedule.chunks > 1 ? `, chunk ${chunks.join(" and ")}` : ""}; ${show(start)} to ${show(end)}, takes ${show(end - start)}`,
+    `rank ${schedule.rows[hit.rank].rank}${hit.rank < schedule.ranks ? "" : `, queue ${schedule.rows[hit.rank].queue}`}${schedule.chunks > 1 ? `, chunk ${chunks.join(" and ")}` : ""}; ${show(start)} to ${show(end)}, takes ${show(end - start)}`,
     schedule.waited(hit.rank, hit.at, show),
   ];
   const talk = schedule.talk(schedule.codesAt(hit.rank, hit.at));
+  for (const code of schedule.codesAt(hit.rank, hit.at)) lines.push(...schedule.valuesOf(code));
   if (talk) lines.push(`all-to-all ${talk.map(([code, share]) => `${show(share * (end - start))} of ${schedule.kindOf(code).letter}`).join(", ")}`);
   return lines;
 }
@@ -402,7 +408,7 @@ function select(pane, rank, at, half = 0) {
   state.active = pane.number;
   state.follow = schedule.microbatchOf(codes[Math.min(half, codes.length - 1)]);
   const link = ([r, i]) => {
-    const item = make("li", { textContent: `${show(schedule.programs[r].start[i])}: ${schedule.cellWords(r, i)} on rank ${r}` });
+    const item = make("li", { textContent: `${show(schedule.programs[r].start[i])}: ${schedule.cellWords(r, i)} on rank ${schedule.rows[r].rank}` });
     item.addEventListener("click", () => goTo(pane, r, i));
     return item;
   };
@@ -622,7 +628,8 @@ function buttons() {
   element("undo").disabled = !pane || !pane.schedule.history.length;
   element("redo").disabled = !pane || !pane.schedule.future.length;
   for (const id of ["svg", "png", "csv", "json"]) element(id).disabled = !pane;
-  element("edit").disabled = !pane;
+  element("edit").disabled = !pane || Boolean(pane.schedule.still);
+  element("edit").title = pane && pane.schedule.still ? STILL : "Edit: drag an action along its rank (E)";
   if (!pane) return;
   const missing = pane.schedule.beyondCsv();
   element("csv").disabled = Boolean(missing);
@@ -646,7 +653,7 @@ function toggle(name) {
 
 const actions = {
   fit, in: () => zoom(1 / 1.5, middle()), out: () => zoom(1.5, middle()),
-  critical: () => toggle("critical"), memory: () => toggle("memory"), edit: () => toggle("edit"),
+  critical: () => toggle("critical"), memory: () => toggle("memory"), edit: () => element("edit").disabled || toggle("edit"),
   ruler: () => toggle("ruler"), deviation: () => toggle("deviation"),
   undo: () => undo(), redo: () => undo(true),
   svg: () => save(exportSvg(), "image/svg+xml", "svg"),
@@ -691,7 +698,7 @@ for (const pane of panes) {
     state.active = pane.number;
     state.drag = { pane, x, y, start: view.start, moved: false, hit };
     if (state.ruler) state.drag.measures = pane.layout.time(x, view);
-    else if (state.edit && hit && hit.place === "box") {
+    else if (state.edit && !pane.schedule.still && hit && hit.place === "box") {
       const { start, end } = pane.schedule.programs[hit.rank], count = pane.schedule.reached[hit.rank];
       Object.assign(state.drag, { rank: hit.rank, from: hit.at, to: hit.at, mark: start[hit.at], times: { start: start.slice(0, count), end: end.slice(0, count) } });
     }
@@ -769,7 +776,7 @@ function step(along, across) {
 
 function moveSelected(along) {
   const { selected } = state;
-  if (!selected || !state.edit) return;
+  if (!selected || !state.edit || selected.pane.schedule.still) return;
   const { pane, rank, at } = selected, to = at + along;
   if (to >= 0 && to < pane.schedule.programs[rank].length) move(pane, rank, at, to);
 }

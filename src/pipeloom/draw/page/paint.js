@@ -167,17 +167,37 @@ class Layout {
     this.width = width;
     this.row = row;
     this.gap = row > 12 ? 3 : 1;
+    this.lane = Math.max(6, Math.round(row * 0.5)); // of a queue beside computation
+    this.above = row + schedule.lanes.length * (this.lane + 1); // of a rank, without its memory
     this.band = showsMemory ? Math.max(3, Math.round(row * 0.45)) : 0;
-    this.height = RULER + schedule.ranks * (row + this.band + this.gap) + 4;
+    this.each = this.above + this.band * schedule.pools.length + this.gap;
+    this.height = RULER + schedule.ranks * this.each + 4;
   }
 
-  top(rank) {
-    return RULER + rank * (this.row + this.band + this.gap);
+  top(row) {
+    const { ranks, rows, lanes } = this.schedule;
+    if (row < ranks) return RULER + row * this.each;
+    return RULER + rows[row].rank * this.each + this.row + 1 + lanes.indexOf(rows[row].queue) * (this.lane + 1);
   }
 
-  rankAt(y) {
-    const rank = Math.floor((y - RULER) / (this.row + this.band + this.gap));
-    return rank >= 0 && rank < this.schedule.ranks ? rank : -1;
+  high(row) {
+    return row < this.schedule.ranks ? this.row : this.lane;
+  }
+
+  bandTop(rank, pool) {
+    return this.top(rank) + this.above + pool * this.band;
+  }
+
+  /** The row, or the rank and the pool of a curve, at a height; null where there is none. */
+  placeAt(y) {
+    const { ranks, lanes } = this.schedule;
+    const rank = Math.floor((y - RULER) / this.each);
+    if (rank < 0 || rank >= ranks) return null;
+    const inside = y - this.top(rank);
+    if (inside <= this.row) return { rank };
+    const lane = Math.floor((inside - this.row - 1) / (this.lane + 1));
+    if (lane < lanes.length) return { rank: ranks + rank * lanes.length + Math.max(0, lane) };
+    return this.band ? { rank, pool: Math.min(this.schedule.pools.length - 1, Math.floor((inside - this.above) / this.band)) } : null;
   }
 
   scale(view) {
@@ -267,8 +287,9 @@ class Drawing {
     };
     const texts = [];
     this.visible().forEach(([low, high], rank) => {
-      const program = schedule.programs[rank], y = layout.top(rank), { row } = layout;
-      const foot = row >= 14 && schedule.talks ? Math.max(4, row * 0.18) : 0;
+      const program = schedule.programs[rank], y = layout.top(rank), row = layout.high(rank);
+      const foot = rank < schedule.ranks && row >= 14 && schedule.talks ? Math.max(4, row * 0.18) : 0;
+      if (rank >= schedule.ranks) painter.rect(...this.clipped(row, y), theme.idle[3]);
       this.drawGaps(rank, y, row);
       for (let at = low; at < high; at++) {
         const [x, width] = this.clip(program.start[at], program.end[at]);
@@ -289,7 +310,7 @@ class Drawing {
         if (foot) painter.rect(x, y + row - foot, width, foot, theme.paper);
         if (talk) this.drawTalk(talk, x, y + row - foot + 1, width - edge, foot - 1);
       }
-      if (layout.band) this.drawMemory(rank, y + row + 1, layout.band - 1);
+      if (layout.band && rank < schedule.ranks) schedule.pools.forEach((pool, at) => this.drawMemory(pool, rank, layout.bandTop(rank, at) + 1, layout.band - 1));
     });
     for (const [code, x, top, part, width] of texts) {
       const label = String(schedule.microbatchOf(code)), beside = Math.min(12, part * 0.72, (width - 2) / (0.62 * label.length));
@@ -301,6 +322,12 @@ class Drawing {
       const lines = upright ? [...label] : [label], middle = top + part / 2 + size * (0.36 - (lines.length - 1) / 2);
       lines.forEach((line, at) => painter.text(x, middle + at * size, line, dim ? theme.faint : ink, { size: Math.floor(size * 2) / 2, align: "center" }));
     }
+  }
+
+  /** x, y, width and height of a row over the whole step. */
+  clipped(height, y) {
+    const [x, width] = this.clip(...this.schedule.span);
+    return [x, y, Math.max(0, width), height];
   }
 
   drawGaps(rank, y, height) {
@@ -321,9 +348,10 @@ class Drawing {
     }
   }
 
-  drawMemory(rank, y, height) {
-    const { times, levels, peak } = this.schedule.memory[rank];
-    const { view, layout, painter, theme, most, limit } = this;
+  drawMemory(pool, rank, y, height) {
+    const { times, levels, peak } = pool.ranks[rank];
+    const { view, layout, painter, theme } = this;
+    const first = pool === this.schedule.pools[0], most = first ? this.most : pool.most, limit = first && this.limit;
     if (!times.length || !(most > 0)) return;
     const [origin, finish] = this.schedule.span;
     // the curve runs in program order: at equal times the last value counts
@@ -422,7 +450,7 @@ class Drawing {
       const gaps = schedule.gaps[rank];
       for (let i = lowerBound(gaps.end, view.start); i < gaps.cause.length && gaps.start[i] < view.end; i++)
         for (const sum of sums) spread(sum, gaps.start[i], gaps.end[i], idle[gaps.cause[i]]);
-      const top = Math.round((layout.top(rank) - RULER) * ratio), rows = Math.max(1, Math.round(layout.row * ratio));
+      const top = Math.round((layout.top(rank) - RULER) * ratio), rows = Math.max(1, Math.round(layout.high(rank) * ratio));
       sums.forEach((sum, half) => {
         const y = top + Math.round((half * rows) / halves), high = Math.round(((half + 1) * rows) / halves) - Math.round((half * rows) / halves);
         const line = y * columns;
@@ -436,14 +464,15 @@ class Drawing {
         }
         for (let below = 1; below < high; below++) pixels.copyWithin((y + below) * columns, line, line + columns);
       });
-      if (layout.band) this.memoryColumns(rank, pixels, columns, top + rows + 1, Math.round(layout.band * ratio) - 1, scale, word(theme.memory));
+      if (layout.band && rank < schedule.ranks)
+        schedule.pools.forEach((pool, at) => this.memoryColumns(pool, rank, pixels, columns, Math.round((layout.bandTop(rank, at) - RULER) * ratio) + 1, Math.round(layout.band * ratio) - 1, scale, word(theme.memory)));
     });
     painter.pixels(GUTTER, RULER, image);
   }
 
-  memoryColumns(rank, pixels, columns, top, height, scale, ink) {
-    const { times, levels } = this.schedule.memory[rank];
-    const { view, most } = this;
+  memoryColumns(pool, rank, pixels, columns, top, height, scale, ink) {
+    const { times, levels } = pool.ranks[rank];
+    const { view } = this, most = pool === this.schedule.pools[0] ? this.most : pool.most;
     if (!(most > 0) || height < 1) return;
     const peaks = new Float32Array(columns);
     const [origin, finish] = this.schedule.span;
@@ -476,10 +505,10 @@ class Drawing {
         continue;
       }
       const [x, width] = this.clip(program.start[at], program.end[at]);
-      const y = layout.top(rank) + layout.row / 2;
+      const y = layout.top(rank) + layout.high(rank) / 2;
       const key = `${Math.round(x)},${rank}`;
       if (last && last.key !== key && (dense || last.rank !== rank)) lines.push([[last.right, last.y], [x + Math.min(width / 2, 2), y]]);
-      if (!dense && width > 3) painter.outline(x + 0.5, y - layout.row / 2 + 0.5, Math.max(1, width - 2), layout.row - 1, stroke, 2);
+      if (!dense && width > 3) painter.outline(x + 0.5, layout.top(rank) + 0.5, Math.max(1, width - 2), layout.high(rank) - 1, stroke, 2);
       if (!last || last.key !== key) last = { rank, key, y, right: dense ? x : x + width - Math.min(width / 2, 3) };
       else last.right = dense ? x : x + width - Math.min(width / 2, 3);
     }
@@ -489,14 +518,20 @@ class Drawing {
 
   drawLabels() {
     const { schedule, layout, painter, theme } = this;
-    const every = Math.max(1, Math.ceil(13 / (layout.row + layout.band + layout.gap)));
+    const every = Math.max(1, Math.ceil(13 / layout.each));
+    const named = (name, y, high) => high >= 8 && painter.text(GUTTER - 8, y + high / 2 + 3.5, name, theme.faint, { align: "end", size: Math.min(10, high + 1) });
+    for (let row = schedule.ranks; row < schedule.rows.length; row++) named(schedule.rows[row].queue, layout.top(row), layout.lane);
     for (let rank = 0; rank < schedule.ranks; rank += every) {
       const middle = layout.top(rank) + layout.row / 2 + 4;
       const size = Math.min(12, Math.max(9, layout.row + 2));
       painter.text(GUTTER - 8, middle, `rank ${rank}`, theme.ink, { align: "end", size });
       if (!layout.band) continue;
-      const below = layout.band >= 9 ? layout.top(rank) + layout.row + layout.band - 1 : middle;
-      painter.text(layout.width - RIGHT + 5, below, number(plain(schedule.memory[rank].peak), 3), theme.faint, { size: Math.min(size, 11) });
+      schedule.pools.forEach(({ pool, ranks }, at) => {
+        const below = layout.band >= 9 ? layout.bandTop(rank, at) + layout.band - 1 : middle;
+        if (at && layout.band < 9) return;
+        painter.text(layout.width - RIGHT + 5, below, schedule.amount(ranks[rank].peak, 3).replace(/ (.).*/, "$1"), theme.faint, { size: Math.min(size, 11) });
+        named(pool, layout.bandTop(rank, at), layout.band);
+      });
     }
   }
 

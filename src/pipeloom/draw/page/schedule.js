@@ -76,8 +76,11 @@ class Schedule {
     this.future = [];
     this.hasPairs = false;
     this.remade = new Set(document.remade); // codes of the forwards whose activations are recomputed
-    this.communicates = kinds.some((kind) => kind.resource === "communication");
-    this.programs = document.codes.map((codes, rank) => this.read(codes, rank));
+    // Where the page does not simulate, Python gives rows (those of computation first, then other queues), curves and waits.
+    this.still = document.still;
+    this.rows = this.still ? this.still.rows : document.codes.map((_, rank) => ({ rank, queue: "" }));
+    this.lanes = [...new Set(this.rows.slice(this.ranks).map(({ queue }) => queue))];
+    this.programs = this.readAll();
     this.settle();
   }
 
@@ -112,8 +115,7 @@ class Schedule {
   }
 
   cell(rank, at) {
-    const texts = this.codesAt(rank, at).map((code) => this.text(code));
-    return texts.length > 1 ? `(${texts.join(";").replace(/[()]/g, "")})OVERLAP_F_B` : texts[0];
+    return this.textOf(this.codesAt(rank, at));
   }
 
   cellWords(rank, at) {
@@ -128,10 +130,17 @@ class Schedule {
 
   // ---- reading ----
 
-  read(codes, rank) {
+  readAll() {
+    const { codes, starts, ends } = this.document;
+    return this.rows.map(({ rank }, row) => {
+      const of = (values) => (this.still ? this.still.positions[row].map((at) => values[rank][at]) : values[rank]);
+      return this.read(of(codes), of(starts), of(ends));
+    });
+  }
+
+  read(codes, starts, ends) {
     const program = new Program(codes.length);
     const limit = this.document.most_kinds * this.stride;
-    const { starts, ends } = this.document;
     const origin = this.document.origin || 0;
     for (let at = 0; at < codes.length; at++) {
       const code = codes[at];
@@ -157,10 +166,8 @@ class Schedule {
         program.rise[at] = NaN; // one step: at its start where it is more, at its end where it is less
         program.change[at] = gained;
       }
-      if (starts) {
-        program.start[at] = starts[rank][at] - origin;
-        program.end[at] = ends[rank][at] - origin;
-      }
+      program.start[at] = starts[at] - origin;
+      program.end[at] = ends[at] - origin;
     }
     return program;
   }
@@ -457,7 +464,7 @@ class Schedule {
 
   /** Restore the programs and times as they were read: a simulation cannot give those of a measured step. */
   restore() {
-    this.programs = this.document.codes.map((codes, rank) => this.read(codes, rank));
+    this.programs = this.readAll();
     this.settle();
   }
 
@@ -470,11 +477,6 @@ class Schedule {
   once(name, compute) {
     if (!(name in this.memo)) this.memo[name] = compute();
     return this.memo[name];
-  }
-
-  /** Whether a cell only communicates: its rank counts as idle meanwhile. */
-  isSilent(rank, at) {
-    return this.communicates && this.codesAt(rank, at).every((code) => this.kindOf(code).resource === "communication");
   }
 
   get span() {
@@ -498,17 +500,17 @@ class Schedule {
       const busy = [], idle = [], spans = [], byKind = [];
       this.programs.forEach((program, rank) => {
         const count = this.reached[rank];
-        let ends = 0, starts = 0, silent = 0;
-        const times = {};
+        let ends = 0, starts = 0;
+        const times = rank < this.ranks ? {} : byKind[this.rows[rank].rank];
         for (let at = 0; at < count; at++) {
           ends += program.end[at];
           starts += program.start[at];
           const taken = program.end[at] - program.start[at];
-          if (this.isSilent(rank, at)) silent += taken;
           const name = this.codesAt(rank, at).map((code) => this.kindOf(code).letter).join("|");
           times[name] = (times[name] || 0) + taken;
         }
-        busy.push(plain(ends - starts - silent));
+        if (rank >= this.ranks) return;
+        busy.push(plain(ends - starts));
         idle.push(plain(this.makespan - busy[rank]));
         spans.push(count ? program.end[count - 1] - program.start[0] : 0);
         byKind.push(times);
@@ -519,7 +521,7 @@ class Schedule {
         bubble_ratio: total(busy) ? total(idle) / total(busy) : 0,
         bubble_rate: this.makespan ? total(idle) / (this.ranks * this.makespan) : 0,
         span_bubble_rate: Math.max(...spans) ? 1 - Math.max(...busy) / Math.max(...spans) : 0,
-        peak_activations: this.programs.map((_, rank) => this.peakActivations(rank)),
+        peak_activations: this.still ? this.still.peak_activations : this.programs.map((_, rank) => this.peakActivations(rank)),
         peak_memory: this.memory.map((curve) => plain(curve.peak)),
       };
     });
@@ -539,7 +541,28 @@ class Schedule {
 
   /** By rank: times and the level of memory from each on, in program order, and the peak. */
   get memory() {
-    return this.once("memory", () =>
+    return this.pools[0].ranks;
+  }
+
+  /** The pools that are drawn: name, most of any rank, and by rank the curve. */
+  get pools() {
+    return this.once("pools", () => {
+      const pools = this.still ? this.still.curves.map(({ pool, ranks }) => ({ pool, ranks: ranks.map(curveOf) })) : [{ pool: "", ranks: this.simulatedMemory() }];
+      return pools.map((each) => ({ ...each, most: Math.max(0, ...each.ranks.map((curve) => curve.peak)) }));
+    });
+  }
+
+  get inBytes() {
+    return this.pools[0].pool !== "";
+  }
+
+  /** An amount of memory in words: bytes, where the costs have them. */
+  amount(value, digits = 4) {
+    return this.inBytes ? sizeWords(value) : number(plain(value), digits);
+  }
+
+  simulatedMemory() {
+    return (
       this.programs.map((program, rank) => {
         const count = this.reached[rank];
         const times = new Float64Array(2 * count), levels = new Float64Array(2 * count), before = new Float64Array(count);
@@ -563,13 +586,13 @@ class Schedule {
           }
         }
         return { times: times.subarray(0, size), levels: levels.subarray(0, size), before, peak };
-      }),
+      })
     );
   }
 
   /** The highest level of memory of all ranks. */
   get most() {
-    return this.once("most", () => Math.max(0, ...this.memory.map((curve) => curve.peak)));
+    return this.pools[0].most;
   }
 
   /** Whether any stage declares all-to-all. */
@@ -622,6 +645,10 @@ class Schedule {
   }
 
   gapsOf(rank) {
+    if (this.still) {
+      const [start, end, cause, at] = [0, 1, 2, 3].map((column) => (this.still.gaps[rank] || []).map((gap) => gap[column]));
+      return { start, end, cause, at };
+    }
     const program = this.programs[rank], count = this.reached[rank], curve = this.memory[rank];
     const [origin, finish] = this.span;
     const dust = 1e-9 * (finish - origin);
@@ -670,7 +697,7 @@ class Schedule {
   /** By rank: idle time by cause, in the order of CAUSES. */
   get idleByCause() {
     return this.once("idleByCause", () =>
-      this.gaps.map((gaps, rank) => {
+      this.gaps.slice(0, this.ranks).map((gaps, rank) => {
         const times = CAUSES.map(() => 0);
         for (let i = 0; i < gaps.cause.length; i++) times[gaps.cause[i]] += gaps.end[i] - gaps.start[i];
         const row = times.map(plain);
@@ -687,6 +714,10 @@ class Schedule {
   chain(rank, at) {
     const later = (a, b) => a[0] - b[0] || a[1] - b[1] || a[2] - b[2] || a[3] - b[3];
     const path = [[rank, at]];
+    if (this.still) {
+      for (let next = this.still.waited_for[rank][at]; next; next = this.still.waited_for[next[0]][next[1]]) path.push(next);
+      return path.reverse();
+    }
     for (;;) {
       const program = this.programs[rank];
       let best = null;
@@ -745,14 +776,64 @@ class Schedule {
     }
     if (!total) return "";
     if (at >= this.reached[rank]) return `idle for ${show(total)} until the end of the step`;
-    const wait = this.lastArrival(rank, at);
+    const by = this.still && this.still.waited_for[rank][at];
+    const wait = this.still ? null : this.lastArrival(rank, at);
     const causes = parts.length > 1 || !parts[0].startsWith("dependency") ? ` (${parts.join(", ")})` : "";
+    if (by) return `waited ${show(total)} for rank ${this.rows[by[0]].rank}'s ${this.cell(...by)}${causes}`;
     if (!wait) return `waited ${show(total)}${causes}`;
     const code = this.makerCode(wait[3]);
     return `waited ${show(total)} for rank ${wait[2]}'s ${this.kindOf(code).letter} of stage ${this.stageOf(code)}${causes}`;
   }
 
+  /** Sentences on the values that an action needs, makes and frees, with their bytes and the holder of each. */
+  valuesOf(code) {
+    const kind = this.kindOf(code), stage = this.stageOf(code), left = this.document.left[code] || [];
+    const size = (value, at) => {
+      const known = this.document.bytes[value];
+      return known ? `, ${sizeWords(known[1][at] * this.factor(code))} in ${known[0]}` : "";
+    };
+    const needs = kind.needs.flatMap(([value, step, atEnd]) => {
+      let at = step < 0 ? this.before[stage] : step > 0 ? this.after[stage] : stage;
+      const name = at < 0 ? atEnd : value;
+      if (name === null) return [];
+      if (at < 0) at = stage;
+      const rank = this.placement[at];
+      const maker = this.document.codes[rank].flatMap((each) => this.codesOf(each)).findLast((each) =>
+        this.stageOf(each) === at && this.microbatchOf(each) === this.microbatchOf(code) && this.makes(each).includes(name));
+      return [`${name} of stage ${at} (rank ${rank}${maker === undefined ? "" : `, made by ${this.text(maker)}`}${size(name, at)})`];
+    });
+    const here = (values) => values.map((value) => `${value}${size(value, stage)}`).join("; ");
+    const makes = kind.makes.filter((value) => !left.includes(value));
+    return [
+      ...(needs.length ? [`needs ${needs.join("; ")}`] : []),
+      ...(makes.length ? [`makes ${here(makes)}, held by rank ${this.placement[stage]}`] : []),
+      ...(kind.frees.length ? [`frees ${here(kind.frees)}`] : []),
+    ];
+  }
+
+  makes(code) {
+    const left = this.document.left[code] || [];
+    return this.kindOf(code).makes.filter((value) => !left.includes(value));
+  }
+
+  /** The codes of the actions of an entry. */
+  codesOf(entry) {
+    const limit = this.document.most_kinds * this.stride;
+    return entry < limit ? [entry] : [Math.floor(entry / limit) - 1, entry % limit];
+  }
+
   // ---- forms ----
+
+  /** By rank: the cells of its program in their text form, those of all queues in one list. */
+  cells() {
+    if (this.still) return this.document.codes.map((codes) => codes.map((entry) => this.textOf(this.codesOf(entry))));
+    return this.programs.map((program, rank) => Array.from(program.first, (_, at) => this.cell(rank, at)));
+  }
+
+  textOf(codes) {
+    const texts = codes.map((code) => this.text(code));
+    return texts.length > 1 ? `(${texts.join(";").replace(/[()]/g, "")})OVERLAP_F_B` : texts[0];
+  }
 
   /** The part of this schedule that the CSV form cannot express; empty if it can express all of it. */
   beyondCsv() {
@@ -763,7 +844,7 @@ class Schedule {
   csv() {
     const missing = this.beyondCsv();
     if (missing) throw new Error(`${this.document.name}: the CSV form cannot say ${missing}; save JSON`);
-    return this.programs.map((program, rank) => Array.from(program.first, (_, at) => this.cell(rank, at)).join(",") + "\n").join("");
+    return this.cells().map((cells) => cells.join(",") + "\n").join("");
   }
 
   json() {
@@ -778,11 +859,24 @@ class Schedule {
         placement: this.placement,
         routes: this.routes,
         route_of: document.route_of || new Array(this.m).fill(0),
-        programs: this.programs.map((program, rank) => Array.from(program.first, (_, at) => this.cell(rank, at))),
+        programs: this.cells(),
         ...(this.tensors.length ? { tensors: this.tensors } : {}),
       }) + "\n"
     );
   }
+}
+
+/** A curve from its points (time, level). */
+function curveOf(points) {
+  const levels = points.map(([, level]) => level);
+  return { times: points.map(([time]) => time), levels, peak: levels.reduce((a, b) => Math.max(a, b), 0) };
+}
+
+/** A number of bytes, as people write it. */
+function sizeWords(count) {
+  for (const [size, unit] of [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]])
+    if (count >= size) return `${number(count / size, 3)} ${unit}`;
+  return `${number(count)} B`;
 }
 
 /** The first index of a sorted array whose value is not below `value`. */

@@ -1,0 +1,117 @@
+"""Copies of saved tensors to host memory: simulated, and in real steps of two processes.
+
+    python benchmarks/offload.py simulate
+    python benchmarks/offload.py real --width 384 --turns 5
+
+simulate: 1F1B with copies as long as a forward: peak activations and step against those without copies.
+real:     8 transformer blocks, interleaved on 2 processes of one thread, chunks of one block. Steps with and without copies in
+          turn, in the same processes; the ratio is that of the medians. Bytes: the most that one step allocates at once, without
+          host memory; then with weights and gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import pipeloom as pl
+from layers import Block, mse
+from pipeloom.ops.live_bytes import LiveBytes
+from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
+from pipeloom.schedule import Costs, Schedule, simulate
+from processes import run_ranks
+
+WORLD, BLOCKS, TOKENS, ROWS = 2, 8, 128, 4
+COSTS = Costs(host_bandwidth=4)  # a forward of these blocks takes longer than their copies
+
+
+def simulated() -> None:
+    costs = Costs(host_bandwidth=1)
+    print("ranks  parts  peak activations  of 1F1B's  step")
+    for ranks in (4, 8):
+        plain = pl.schedules.one_f_one_b(ranks, 4 * ranks)
+        before = simulate(plain, costs)
+        for count in (1, 4, 8):
+            after = simulate(pl.schedules.offload(plain, costs, count, count), costs)
+            peak, whole = max(after.peak_memory), max(before.peak_memory)
+            print(f"{ranks:5}  {count:5}  {peak:16g}  {peak / whole:10.3f}  {after.makespan / before.makespan:.3f}")
+
+
+def step_bytes(pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> int:
+    """Return the most bytes that a step allocates at once, in this thread and in those of the copies."""
+    live, run = LiveBytes(), threading.Thread.run
+
+    def counted(thread: threading.Thread) -> None:
+        with live:
+            run(thread)
+
+    threading.Thread.run = counted  # type: ignore[method-assign]
+    try:
+        with live:
+            pipeline.step(inputs, targets)
+    finally:
+        threading.Thread.run = run  # type: ignore[method-assign]
+    return live.peak
+
+
+def worker(rank: int, schedules: list[Schedule], width: int, turns: int) -> dict[str, Any]:
+    """Return the seconds of each schedule's steps, its bytes, and those of weights and gradients."""
+    pipelines = []
+    for schedule in schedules:
+        torch.manual_seed(1)
+        layers = [Layer(f"block{at}", lambda: Block(width, 8)) for at in range(BLOCKS)]
+        pipelines.append(Pipeline(layers, schedule, loss=mse, options=RuntimeOptions(monitor=False)))
+    rows = schedules[0].microbatches * ROWS
+    inputs, targets = torch.randn(rows, TOKENS, width), torch.randn(rows, TOKENS, width)
+    seconds: list[list[float]] = [[] for _ in schedules]
+    for turn in range(turns + 1):
+        for pipeline, times in zip(pipelines, seconds, strict=True):
+            dist.barrier()
+            began = time.perf_counter()
+            pipeline.step(inputs, targets)
+            dist.barrier()
+            if turn:  # the first one allocates gradients and buffers
+                times.append(time.perf_counter() - began)
+    allocated = [step_bytes(pipeline, inputs, targets) for pipeline in pipelines]
+    standing = sum(2 * parameter.nbytes for parameter in pipelines[0].parameters())
+    gradients = [[parameter.grad for parameter in pipeline.parameters()] for pipeline in pipelines]
+    same = all(torch.equal(a, b) for other in gradients[1:] for a, b in zip(gradients[0], other, strict=True))
+    return {"seconds": seconds, "bytes": allocated, "standing": standing, "same": same}
+
+
+def real(width: int, turns: int) -> None:
+    plain = pl.schedules.interleaved(WORLD, microbatches=8, chunks=BLOCKS // WORLD)
+    names = {
+        "plain": plain,
+        "whole": pl.schedules.offload(plain, COSTS),
+        "4 parts": pl.schedules.offload(plain, COSTS, 4, 4),
+    }
+    reports = run_ranks(worker, WORLD, list(names.values()), width, turns)
+    print("copies   step, ms  of plain  MB allocated per rank  with weights, gradients: of plain  bitwise")
+    base = median(reports[0]["seconds"][0])
+    for at, name in enumerate(names):
+        step = median(reports[0]["seconds"][at])
+        sizes = [report["bytes"][at] / 1e6 for report in reports]
+        share = max((r["bytes"][at] + r["standing"]) / (r["bytes"][0] + r["standing"]) for r in reports)
+        words = " ".join(f"{size:6.1f}" for size in sizes)
+        same = all(report["same"] for report in reports)
+        print(f"{name:7}  {1e3 * step:8.1f}  {step / base:8.3f}  {words:>21}  {share:33.3f}  {same}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("simulate", "real"))
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--turns", type=int, default=5)
+    given = parser.parse_args()
+    if given.part == "simulate":
+        simulated()
+    else:
+        real(given.width, given.turns)

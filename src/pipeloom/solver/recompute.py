@@ -1,0 +1,223 @@
+"""The search for what to recompute, beside the order: under a memory limit, which micro-batches of which stages, and which parts.
+
+For a given order the memory of a rank does not depend on times, so what must be recomputed follows from the order alone: where a
+rank would exceed its limit, the micro-batch whose backward is farthest away is recomputed (of intervals of one size this removes
+the fewest). Orders are those of the families and of the search without recomputation; the best are improved by tabu search, with
+each R bound to its backward, and what is recomputed is then decided again for the order that results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from random import Random
+
+from pipeloom.errors import CapacityError
+from pipeloom.schedule.actions import SAVED
+from pipeloom.schedule.bounds import memory_bound, work_bound
+from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, StageCosts
+from pipeloom.solver.construct import LARGEST_WALKED, family_schedules, sequences_of
+from pipeloom.solver.driver import SearchDriver, WarmStart, warm_start
+from pipeloom.solver.incumbent import Budget, Incumbent
+from pipeloom.solver.instance import Instance, Recomputation, Sequences
+from pipeloom.solver.tabu import WITH_WHOLE, WITHOUT_PAIRS, TabuSearch
+
+# Orders that are improved in turn: more share the moves.
+WALKED_ORDERS = 4
+# Nodes that a turn evaluates: longer turns decide more rarely again.
+NODES_OF_A_TURN = 100_000
+SUFFIX = ", recomputed"
+
+Choices = tuple[
+    tuple[Recomputation, ...], ...
+]  # stage -> the recomputations that a micro-batch passes through, lightest first
+
+
+def choices_of(costs: Costs, stages: int) -> list[Choices]:
+    """Return the ways to recompute: a whole stage, alone or behind its parts, in an action or in blocks with the backwards."""
+    spread = StageCosts.of(costs, stages)
+    activation, inputs = costs.per_stage("activation", stages), costs.per_stage("kept", stages)
+    amounts = dict(costs.bytes)
+    names = sorted(name for name in amounts if name.startswith(f"{SAVED}:"))
+    layer = [share * size for share, size in zip(costs.layer_share(stages), activation, strict=True)]
+    saved = [(1 - share) * size for share, size in zip(inputs, activation, strict=True)]
+    parts: list[tuple[Recomputation, ...]] = []
+    for group in [*([name] for name in names), *([names] if len(names) > 1 else [])]:
+        letters = tuple(f"R:{name.partition(':')[2]}" for name in group)
+        times = [spread.time_of(f"recompute:{name.partition(':')[2]}") for name in group]
+        sizes = [costs.share_of(name, stages) for name in group]
+        stage_sizes = [min(1.0, sum(size[s] for size in sizes)) * saved[s] for s in range(stages)]
+        parts.append(
+            tuple(
+                Recomputation(letters, sum(time[s] for time in times), stage_sizes[s], stage_sizes[s])
+                for s in range(stages)
+            )
+        )
+    whole = tuple(Recomputation(("R",), spread.recompute[s], saved[s], saved[s]) for s in range(stages))
+    block = tuple(Recomputation((), spread.recompute[s], saved[s], min(layer[s], saved[s])) for s in range(stages))
+    return [
+        tuple(zip(*ladder, strict=True))
+        for full in (whole, block)
+        for ladder in [(full,), *((part, full) for part in parts)]
+    ]
+
+
+def bound_with_recomputation(instance: Instance) -> float:
+    """Return a lower bound on schedules that may recompute: every micro-batch holds only what R needs, and R takes no time."""
+    costs, stages = instance.costs, instance.stages
+    activation, inputs, held = (costs.per_stage(name, stages) for name in ("activation", "kept", "held"))
+    pending = tuple(min(1.0, late / share) if share else 1.0 for late, share in zip(held, inputs, strict=True))
+    least = replace(costs, activation=tuple(a * k for a, k in zip(activation, inputs, strict=True)), held=pending)
+    sizes = instance.placement, instance.microbatches
+    return max(
+        work_bound(*sizes, costs, instance.objective),
+        memory_bound(*sizes, least, instance.memory_limit, instance.objective),
+    )
+
+
+def search_with_recomputation(driver: SearchDriver, roomy: Sequence[Instance], random: Random) -> None:
+    """Search without recomputation for half of the budget, and then with it.
+
+    Args:
+        roomy: the instances in which one micro-batch fits without recomputation.
+
+    Raises CapacityError if no schedule fits the memory.
+    """
+    budget, incumbent, instances = driver.budget, driver.incumbent, driver.instances
+    allowed, deadline = budget.allowed, budget.deadline
+    for instance in instances:
+        incumbent.bounds[instance] = bound_with_recomputation(instance)
+    if roomy:
+        budget.allowed, budget.deadline = allowed // 2, budget.begin + (deadline - budget.begin) / 2
+        driver.instances = roomy
+        driver.run()
+        budget.allowed, budget.deadline = allowed, deadline
+    if not driver.interrupted:
+        try:
+            _search(instances, incumbent, budget, random)
+        except KeyboardInterrupt:
+            if incumbent.best is None:
+                raise
+            driver.interrupted = True
+    if incumbent.best is None:
+        raise CapacityError(
+            f"memory is {instances[0].memory_limit:g}; no schedule was found that fits it, not with recomputation: "
+            "give more memory or fewer chunks"
+        )
+
+
+def _search(instances: Sequence[Instance], incumbent: Incumbent, budget: Budget, random: Random) -> None:
+    """Offer schedules that recompute to `incumbent`, until the budget is spent."""
+    starts: list[WarmStart] = []
+    for instance in instances:
+        if instance.nodes > LARGEST_WALKED:
+            continue
+        for sequences, origin in _orders(instance, incumbent):
+            starts += _started(instance, sequences, origin, incumbent)
+            if not budget.in_time and incumbent.best is not None:
+                return
+    starts.sort(key=lambda start: start.value)
+    walked = _different(starts)[:WALKED_ORDERS]
+    while walked and not (budget.over or incumbent.proved):
+        for at, start in enumerate(walked):
+            walked[at] = _walked(start, incumbent, budget, random)
+
+
+def _walked(start: WarmStart, incumbent: Incumbent, budget: Budget, random: Random) -> WarmStart:
+    """Improve the order of a start for a turn, decide again what is recomputed, and return the better of both."""
+    instance = start.instance
+    if start.search is None:
+        parameters = WITH_WHOLE if instance.table.saved else WITHOUT_PAIRS
+        start.search = TabuSearch(instance, start.sequences, random, parameters)
+    before = budget.used
+
+    def carry_on(best: Sequences, value: float, done: int) -> bool:
+        budget.used = before + done
+        return budget.in_time
+
+    moves = max(0, min(NODES_OF_A_TURN // instance.nodes, budget.allowed - budget.used))
+    start.search.walk(moves, incumbent.bound, carry_on)
+    start.value = start.search.value
+    if incumbent.improves(start.value):
+        incumbent.offer(start.value, start.origin, instance, start.search.best)
+    plain, origin = replace(instance, recomputed=()), start.origin.removesuffix(SUFFIX)
+    again = _started(plain, _apart(instance, start.search.best), origin, incumbent)
+    return min([start, *again], key=lambda one: one.value)
+
+
+def _orders(instance: Instance, incumbent: Incumbent) -> Iterator[tuple[Sequences, str]]:
+    best = incumbent.best
+    if best is not None and best.schedule.placement == instance.placement and not best.instance.recomputed:
+        yield sequences_of(instance, best.schedule), best.origin
+    for limit in (instance.memory_limit, float("inf")):
+        for schedule in family_schedules(instance.placement, instance.microbatches, instance.costs, limit):
+            yield sequences_of(instance, schedule), schedule.name
+
+
+def _started(instance: Instance, sequences: Sequences, origin: str, incumbent: Incumbent) -> list[WarmStart]:
+    """Return the order with each way to recompute that fits, offered to `incumbent`."""
+    starts = []
+    for choices in choices_of(instance.costs, instance.stages):
+        recomputed = recomputed_for(instance, sequences, choices)
+        if recomputed is None:
+            continue
+        start = warm_start(replace(instance, recomputed=recomputed), sequences, f"{origin}{SUFFIX}")
+        if start is not None:
+            starts.append(start)
+            incumbent.bounds.setdefault(start.instance, incumbent.bounds[instance])
+            if incumbent.improves(start.value):
+                incumbent.offer(start.value, start.origin, start.instance, start.sequences)
+    return starts
+
+
+def recomputed_for(
+    instance: Instance, sequences: Sequences, choices: Choices
+) -> tuple[tuple[int, Recomputation], ...] | None:
+    """Return (F, its recomputation) of the micro-batches to recompute so that sequences of single nodes fit; None if none do."""
+    table, m = instance.table, instance.microbatches
+    limit, stride = instance.memory_limit + TIME_TOLERANCE, table.stride
+    chosen_steps: dict[int, int] = {}
+
+    def size(node: int, held: bool) -> float:
+        """Memory that the recomputation of F `node` frees from F to its backward, or holds while that runs."""
+        if node not in chosen_steps:
+            return 0.0
+        choice = choices[node // m][chosen_steps[node]]
+        return table.factors[node % m] * (choice.held if held else choice.freed)
+
+    for sequence in sequences:
+        position = {node: at for at, node in enumerate(sequence)}
+        alive: set[int] = set()
+        level = 0.0
+        for node in sequence:
+            kind, forward = divmod(node, stride)
+            if kind == 0:
+                alive.add(node)
+            elif kind == 1:
+                alive.discard(forward)
+            after = table.change[node] + (size(forward, False) if kind == 1 else 0.0)
+            peak = level + max(0.0, after, size(forward, True) if kind == 1 else 0.0)
+            while peak > limit:
+                steps = [(chosen_steps.get(f, -1) + 1, -position[stride + f], f) for f in alive]
+                step, _, f = min((s for s in steps if s[0] < len(choices[s[2] // m])), default=(0, 0, -1))
+                if f < 0:
+                    return None
+                before = size(f, False)
+                chosen_steps[f] = step
+                gain = size(f, False) - before
+                peak -= gain
+                if f != node:
+                    level -= gain
+            level += table.change[node] - (size(node, False) if kind == 0 else 0.0)
+            if kind == 1:
+                level += size(forward, False)
+    return tuple(sorted((f, choices[f // m][step]) for f, step in chosen_steps.items()))
+
+
+def _apart(instance: Instance, sequences: Sequences) -> Sequences:
+    return [[node for operation in sequence for node in instance.table.nodes[operation]] for sequence in sequences]
+
+
+def _different(starts: Iterable[WarmStart]) -> list[WarmStart]:
+    """Return the starts without those that differ from an earlier one in neither value nor origin."""
+    return list({(start.value, start.origin): start for start in starts}.values())

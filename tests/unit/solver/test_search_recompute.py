@@ -1,0 +1,93 @@
+"""The search for what to recompute: its tables against simulation, its choice against exact answers and named schedules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import pipeloom as pl
+from pipeloom.errors import CapacityError
+from pipeloom.schedule import Costs, check, simulate
+from pipeloom.schedule.costs import activation_limit
+from pipeloom.schedule.families import build
+from pipeloom.schedule.transforms import recompute
+from pipeloom.solver.construct import sequences_of
+from pipeloom.solver.evaluate import evaluate
+from pipeloom.solver.instance import Instance
+from pipeloom.solver.recompute import choices_of, recomputed_for
+
+# Norms save half of 94, whole stages 94 beyond the 6 of their inputs; W needs 80; the largest layer saves 20.
+BYTES = {"saved": 94, "kept": 6, "saved:norms": 47, "saved:mlp": (20, 10, 20, 10), "pending": 80, "layer": 20}
+COSTS = Costs((1, 2, 1, 2), 1.5, 1, recompute=(0.5, 2, 1, 1), parts={"norms": 0.25}, bytes=BYTES, p2p=0.125)
+
+
+@pytest.mark.parametrize(("name", "limit"), [("1f1b", 400), ("zb-h1", 560)])
+def test_tables_say_what_simulation_says(name: str, limit: float) -> None:
+    """Makespan and memory of each way to recompute, also of micro-batches of two lengths; each is needed to fit."""
+    costs, memory = activation_limit(replace(COSTS, microbatch=(1.0, 2.0) * 3), limit, 4, 1, None)
+    plain = Instance((0, 1, 2, 3), 6, costs, memory)
+    sequences = sequences_of(plain, build(name, 4, 6))
+    values = set()
+    for choices in choices_of(costs, 4):
+        recomputed = recomputed_for(plain, sequences, choices)
+        assert recomputed
+        instance = replace(plain, recomputed=recomputed)
+        schedule = instance.schedule_of(sequences)
+        check(schedule)
+        timeline = simulate(schedule, costs)
+        evaluation = evaluate(instance, sequences)
+        assert evaluation is not None
+        assert evaluation.value == pytest.approx(timeline.makespan)
+        assert tuple(map(instance.peak, sequences)) == pytest.approx(timeline.peak_memory)
+        assert max(timeline.peak_memory) <= memory < plain.peak(sequences[0])
+        assert timeline.peak_bytes["device"] == pytest.approx(timeline.peak_memory)
+        values.add(evaluation.value)
+    assert len(values) > 2
+
+
+def test_the_backward_that_is_farthest_away_is_recomputed() -> None:
+    """Four micro-batches before the first backward, and room for three: the last one's backward comes last."""
+    instance = Instance((0,), 4, Costs(recompute=1), 3)
+    sequences = sequences_of(instance, build("gpipe", 1, 4))
+    whole, *_ = choices_of(instance.costs, 1)
+    recomputed = recomputed_for(instance, sequences, whole)
+    assert recomputed is not None
+    assert [node for node, _ in recomputed] == [3]
+    assert recomputed_for(replace(instance, memory_limit=0.5), sequences, whole) is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "costs", "exact"),
+    [  # the least over all sets of micro-batches, each solved by constraint programming: `benchmarks/recompute.py --exact`
+        (2, 2, Costs(recompute=1, kept=0.1), 8),
+        (2, 2, Costs(2, recompute=1, kept=0.1), 11),
+        (2, 3, Costs(recompute=1, kept=0.2, p2p=0.5), 13),
+        (3, 2, Costs(recompute=0.5, kept=0.1), 10),
+    ],
+)
+def test_small_cases_are_as_short_as_exact_ones(ranks: int, microbatches: int, costs: Costs, exact: float) -> None:
+    result = pl.search(ranks, microbatches, costs, memory=1.3, iterations=40)
+    check(result.schedule)
+    assert result.value == exact
+    assert result.lower_bound <= exact
+    assert max(simulate(result.schedule, costs).peak_memory) <= 1.3
+    without = pl.search(ranks, microbatches, replace(costs, recompute=None), memory=1.3, iterations=40)
+    assert without.value > exact
+
+
+def test_never_longer_than_named_schedules_that_fit() -> None:
+    """At half of the memory of 1F1B, with the layer's bytes, where none fits without recomputation."""
+    costs, memory = activation_limit(COSTS, 200.0, 4, 1, None)
+    result = pl.search(4, 4, costs, memory=memory, iterations=20)
+    names = ("1f1b", "zb-h1", "gpipe")
+    parts = [recompute(recompute(build(name, 4, 4), part="mlp"), part="norms") for name in names]
+    ways = [*parts, *(recompute(build(name, 4, 4), whole) for name in names for whole in (False, True))]
+    timelines = [simulate(schedule, costs) for schedule in ways]
+    fitting = [timeline.makespan for timeline in timelines if max(timeline.peak_memory) <= memory]
+    assert fitting
+    assert result.value <= min(fitting)
+    assert result.timeline.peak_bytes["device"] == pytest.approx(result.timeline.peak_memory)
+    assert any(cell[1:2] == "R" or cell.startswith("(") for row in result.schedule.programs for cell in map(str, row))
+    with pytest.raises(CapacityError, match="memory is 20; no schedule was found that fits it, not with"):
+        pl.search(4, 4, costs, memory=20.0, iterations=20)
