@@ -78,7 +78,6 @@ class StageProgram:
         writes: name of a tensor -> edges to the later stages that read it.
         recomputed: the micro-batches whose F keeps only what R needs.
         in_blocks: those whose layers, or some of them, are recomputed one by one in their backward.
-        offloaded: those of which what a backward needs travels to host memory and back.
         offloaded: micro-batch -> the parts that travel of what its backward needs, to host memory and back.
     """
 

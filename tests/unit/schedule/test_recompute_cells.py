@@ -56,7 +56,7 @@ def test_cells() -> None:
     assert str(parse_cell("(0F5; 3R1; 3B1)OVERLAP_F_B")) == "(0F5;3R1;3B1)OVERLAP_F_B"
     assert parse_cell("2R0:norms") == Action("R:norms", 2, 0)
     assert str(parse_cell("2R0:3/4")) == "2R0:3/4"
-    with pytest.raises(ScheduleError, match="'2F0:norms': F has no parts; R may name one"):
+    with pytest.raises(ScheduleError, match="'2F0:norms': F has no parts; R.* may name one"):
         parse_cell("2F0:norms")
     wrong = ["2R0:", "2R0:Norms", "2R0:0/4", "2R0norms", "(2R0:norms;2B0)", "(2R0;1B0)", "(2R0;2B1)", "2R0;2B0", "2RB0"]
     for text in (*wrong, "(2R0;2W0)", "(0F5;3R1)", "(2B0;2R0)"):
