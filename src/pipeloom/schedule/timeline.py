@@ -364,7 +364,7 @@ class Timeline:
     def peak_bytes(self) -> dict[str, tuple[float, ...]]:
         """pool -> rank -> the most bytes at once; empty without `Costs.bytes`."""
         return {
-            pool: tuple(max(level for _, level in curve) for curve in curves)
+            pool: tuple(max((level for _, level in curve), default=0.0) for curve in curves)
             for pool, curves in self.bytes_curves.items()
         }
 
