@@ -217,6 +217,7 @@ _KINDS = _Kinds(
             (_BACK, Need(SAVED), _PARAMS),
             (INPUT_GRADIENT, PENDING),
             _HELD,
+            adds=(GRADS,),  # those of parameters whose gradients do not wait for W, such as norms
             time="input_grad",
             colour=(85.0, 0.15, 0.10),
         ),
@@ -256,6 +257,7 @@ _KINDS = _Kinds(
             (_BACK, Need(KEPT), _PARAMS),
             (INPUT_GRADIENT, PENDING, SAVED),
             _HELD,
+            adds=(GRADS,),
             time="recompute_input_grad",
             colour=(110.0, 0.11, 0.02),
             fuses=("R", "I"),
