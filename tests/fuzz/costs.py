@@ -30,6 +30,7 @@ from fuzz._loop import run_cases, smallest
 from pipeloom.errors import CapacityError, PipeloomError
 from pipeloom.schedule import Action, Costs, Pair, Schedule, check, lower_bound, simulate
 from pipeloom.schedule.families import FAMILIES, build
+from pipeloom.schedule.transforms import recompute
 from pipeloom.solver.bounds import bound_of, pair_bound
 from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.instance import Instance
@@ -50,6 +51,7 @@ class Case:
         placement: stage -> rank of a random schedule; a family's is its own, for as many ranks.
         routes: 1, or 2: the second half of the stages is a second route.
         kind: what is checked: one of `CHOICES`.
+        again: what is recomputed of a random half of the micro-batches: "", or the word of the transform.
         room: the memory of an enumeration or a proof, in multiples of what one micro-batch takes at least.
     """
 
@@ -62,6 +64,7 @@ class Case:
     kind: str = "simulation"
     room: float = 1.0
     seed: int = 0
+    again: str = ""
 
     def __repr__(self) -> str:
         return f"Case({', '.join(_changed(self))})"
@@ -107,6 +110,7 @@ def random_case(seed: int) -> Case:
         kind,
         random.choice([1.0, 1.0, 1.5, 2.0, 3.0, math.inf]),
         seed,
+        random.choice(["", "block", "whole", "norms"]) if kind == "simulation" else "",
     )
 
 
@@ -158,6 +162,12 @@ def random_costs(random: Random, stages: int, ranks: int, microbatches: int, kin
     sometimes("pair", 0.15, pair)
     sometimes("pair_split", 0.1, pair)
     sometimes("backward", 0.3, lambda: one_or_each(grain))
+    if kind == "simulation":
+        sometimes("recompute", 0.5, lambda: one_or_each(grain))
+        sometimes("kept", 0.5, lambda: one_or_each(random.random))
+        sometimes("parts", 0.5, lambda: {"norms": grain()})
+        names = {"saved": 10.0, "saved:norms": random.uniform(0, 10), "kept": 2.0, "pending": random.uniform(0, 12)}
+        sometimes("bytes", 0.5, lambda: names)
     factors = [lambda: [random.choice([0.5, 2.0, 3.0])] * microbatches]
     if kind != "proof":
         factors.append(lambda: [random.choice([0.0, 0.5, 1.0, 2.0, 7.0]) for _ in range(microbatches)])
@@ -189,6 +199,15 @@ def schedule_of(case: Case) -> Schedule:
         routes=grown.routes,
         route_of=grown.route_of,
     )
+
+
+def recomputed(case: Case, schedule: Schedule) -> Schedule:
+    """The schedule with what the case says recomputed."""
+    if not case.again:
+        return schedule
+    random, part = Random(case.seed), "" if case.again in ("block", "whole") else case.again
+    places = [(s, mb) for mb, route in enumerate(schedule.route_of) for s in schedule.routes[route]]
+    return recompute(schedule, case.again == "whole", [place for place in places if random.random() < 0.5], part)
 
 
 class Grown:
@@ -246,7 +265,7 @@ def check_case(case: Case) -> None:
 
 
 def check_simulation(case: Case) -> None:
-    schedule, costs = schedule_of(case), case.costs
+    schedule, costs = recomputed(case, schedule_of(case)), case.costs
     check(schedule)
     timeline = simulate(schedule, costs, overlap_p2p=case.overlap_p2p)
     spans = simulate_events(schedule, costs, case.overlap_p2p)
@@ -257,6 +276,9 @@ def check_simulation(case: Case) -> None:
             assert close(times[1], end), f"{schedule.programs[rank][at]} ends at {times[1]}, not {end}"
     peaks = memory_peaks(schedule, costs)
     assert all(map(close, timeline.peak_memory, peaks)), f"peaks {timeline.peak_memory}, not {peaks}"
+    if costs.bytes:
+        device, peaks_in_bytes = timeline.peak_bytes["device"], memory_peaks(schedule, costs, in_bytes=True)
+        assert all(map(close, device, peaks_in_bytes)), f"bytes {device}, not {peaks_in_bytes}"
     for rank, curve in enumerate(timeline.memory_curve):
         if curve:
             assert close(max(level for _, level in curve), peaks[rank]), f"rank {rank}'s memory curve passes its peak"
@@ -270,7 +292,7 @@ def check_simulation(case: Case) -> None:
     if not schedule.has_split:
         bound = lower_bound(schedule, costs, split_backward=False)
         assert at_most(bound, timeline.makespan), f"unsplit, lower bound {bound} is above {timeline.makespan}"
-    if len(schedule.routes) == 1 and schedule.routes[0] == tuple(range(schedule.stages)):
+    if not case.again and len(schedule.routes) == 1 and schedule.routes[0] == tuple(range(schedule.stages)):
         room = max(timeline.peak_memory) or math.inf
         for objective in ("makespan", "span"):
             instance = Instance(schedule.placement, schedule.microbatches, costs, room, objective, (), case.overlap_p2p)
@@ -376,6 +398,8 @@ def simplifications(case: Case) -> Iterator[Case]:
         yield replace(case, microbatches=case.microbatches - 1, costs=fewer)
     if not case.overlap_p2p:
         yield replace(case, overlap_p2p=True)
+    if case.again:
+        yield replace(case, again="")
     if case.room != 1.0:
         yield replace(case, room=1.0)
     for field in fields(Costs):

@@ -351,6 +351,7 @@ def share(costs: Costs, schedule: Schedule) -> Costs:
 
     names = ("forward", "input_grad", "weight_grad", "held", "all_to_all", "pair")
     values = {name: spread(FLAGS[name], getattr(costs, name)) for name in names}
+    values |= {name: spread(f"{name} of --costs", getattr(costs, name)) for name in ("backward", "recompute")}
     amounts = {name: spread(f"bytes[{name!r:.100}] of --costs", size) for name, size in dict(costs.bytes).items()}
     return replace(costs, bytes=amounts, **values).scaled(factor)
 

@@ -136,6 +136,26 @@ class FlatParameters:
         """The elements that this rank steps."""
         return self.bucket.share if self.sharded else slice(0, self.bucket.size)
 
+    @property
+    def stays(self) -> bool:
+        """Return whether the elements of other ranks stay between steps; `WeightGathers` then brings their new values."""
+        return True
+
+    @property
+    def held(self) -> Tensor:
+        """The elements that stay between steps."""
+        return self.flat
+
+    def values(self, section: slice) -> Tensor:
+        """The values of the elements `section`, a part of `mine`."""
+        return self.flat[section]
+
+    def read(self) -> None:
+        """Take over values that were written to the parameters by something other than an optimizer."""
+
+    def release(self) -> None:
+        """Free what does not stay."""
+
     def gradient(self, section: slice) -> Tensor:
         """The reduced gradient of the elements `section`, a part of `mine`."""
         return self.bucket.part[section.start - self.mine.start : section.stop - self.mine.start]

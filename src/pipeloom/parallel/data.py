@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from pipeloom.parallel.collectives import (
 )
 from pipeloom.parallel.mesh import Axis, Mesh, group_of_members
 from pipeloom.parallel.shared_memory_sum import SharedBuffers
+from pipeloom.parallel.zero import StageShards
 
 Reduction = Callable[[], Tensor]
 """A reduction in progress: waits for it, and returns the sum or this rank's slice of it."""
@@ -147,7 +148,9 @@ class WeightGathers:
         """
         self.wait()
         for flat in reversed(flats):
-            if flat.sharded:
+            if not flat.stays:
+                flat.release()
+            elif flat.sharded:
                 axis = self._axes[flat.bucket.axis.ranks]
                 self._pending[flat.bucket] = start_gather_slices(flat.flat, axis)
 
@@ -183,12 +186,15 @@ class GradientSync:
         timeout: seconds to wait for the gradients of another rank in shared memory.
         stage_backward: backward pass of a stage, whose gradients decide when a bucket is complete; None counts every pass.
         main: accumulates the gradients into the buckets; None constructs one.
+        gathered, reduced: the stages that gather their parameters, and whose gradients are reduced, by actions (`StageShards`);
+            only if gradients are sharded.
 
     Attributes:
         changed: callbacks for when parameters were written by something other than the optimizer, so that fp32 copies of them
             are refreshed.
         absent: after a step, the parameters without a gradient: no micro-batch of any replica used them.
         fills_grad: whether `.grad` of bf16 parameters is filled; an optimizer that reads the buckets turns it off.
+        shards: the buckets that follow actions of the schedule; None: there are no such stages.
         weights: pending gathers of sharded parameters; wait for them before reading parameters.
     """
 
@@ -203,6 +209,8 @@ class GradientSync:
         timeout: float = 300.0,
         stage_backward: StageBackward | None = None,
         main: MainGradients | None = None,
+        gathered: Collection[int] = (),
+        reduced: Collection[int] = (),
     ) -> None:
         self.main = main if main is not None else MainGradients()
         self.main.accepting = False
@@ -210,7 +218,12 @@ class GradientSync:
         self.sharded = sharded
         self.buckets = make_buckets(held, mesh, capacity)
         self.weights = WeightGathers(self.buckets if sharded else ())
-        self._reducer = Reducer(self.buckets, mesh, sharded=sharded, share_memory=share_memory, timeout=timeout)
+        self.shards = (
+            StageShards(self.buckets, self.main, gathered, reduced) if sharded and (gathered or reduced) else None
+        )
+        self._by_actions = self.shards.reduced if self.shards is not None else frozenset[Bucket]()
+        others = [bucket for bucket in self.buckets if bucket not in self._by_actions]
+        self._reducer = Reducer(others, mesh, sharded=sharded, share_memory=share_memory, timeout=timeout)
         self.syncing = True
         self._stage_backward = stage_backward
         # Buckets that a pass inside a layer adds to, so that their gradients may be incomplete when the stage's own pass ends.
@@ -229,6 +242,9 @@ class GradientSync:
         self._stream = StepStream(self.buckets[0].flat.device if self.buckets else torch.device("cpu"))
         self._hooks: list[Any] = []  # autograd's nodes live only as long as something holds them
         for at, bucket in enumerate(self.buckets):
+            if bucket in self._by_actions:
+                self._parameter_of |= {slot.held.name: slot.held.parameter for slot in bucket.slots}
+                continue
             for slot, view in bucket.views(bucket.flat):
                 self._parameter_of[slot.held.name] = slot.held.parameter
                 self.main.attach(slot.held.parameter, view)
@@ -242,7 +258,10 @@ class GradientSync:
         """Prepare the buckets for a step; call it before the first forward."""
         self._stream.begin()
         self._pending, self._awaited, self._complete = {}, {}, set()
-        self._open = {at: set(bucket.stages) for at, bucket in enumerate(self.buckets)}
+        if self.shards is not None:
+            self.shards.begin()
+            self.shards.release_all()
+        self._open = {at: set(b.stages) for at, b in enumerate(self.buckets) if b not in self._by_actions}
         for bucket in self.buckets:
             self._open_bucket(bucket)
         self.absent = set()
@@ -257,7 +276,7 @@ class GradientSync:
         """
         if self.syncing and not self._first:
             for at, bucket in enumerate(self.buckets):
-                if self._open[at] == {stage}:
+                if self._open.get(at) == {stage}:
                     if at in self._inner:
                         return
                     self._awaited[at] = set(bucket.parameters)
@@ -319,12 +338,24 @@ class GradientSync:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank without reducing them, for the steps inside the context."""
+        """Accumulate gradients on this rank without reducing them, for the steps inside the context.
+
+        Raises UsageError where actions of the schedule reduce them.
+        """
+        if self._by_actions:
+            raise UsageError(
+                "no_sync: the schedule reduces gradients by REDUCE_GRAD, and accumulates none without; leave it out"
+            )
         before, self.syncing = self.syncing, False
         try:
             yield
         finally:
             self.syncing = before
+
+    def flat_parameters(self) -> list[FlatParameters]:
+        """Return the parameters of each bucket as one buffer."""
+        sharded = self.shards.parameters if self.shards is not None else {}
+        return [sharded.get(bucket) or FlatParameters(bucket, self.sharded) for bucket in self.buckets]
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -352,7 +383,7 @@ class GradientSync:
         for bucket in self.buckets:
             flat = bucket.flat
             if self.sharded and bucket.axis.size > 1:
-                flat = torch.zeros_like(bucket.flat)
+                flat = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.flat.device)
                 flat[bucket.share] = bucket.part
                 start_gather_slices(flat, bucket.axis).wait()
             for slot, view in bucket.views(flat):
@@ -412,6 +443,9 @@ class GradientSync:
             return
         self._awaited.pop(at, None)
         bucket = self.buckets[at]
+        if bucket in self._by_actions:
+            self._pending[at] = lambda: bucket.part
+            return
         self.main.finalize(bucket.parameters)
         if bucket.axis.size > 1 or bucket.partial:
             bucket.mark(self.main.absent)
@@ -423,9 +457,14 @@ class GradientSync:
         started = []
         for axis in axes:
             buckets = [bucket for bucket in self.buckets if bucket.axis == axis]
-            marks = torch.cat([bucket.flat[bucket.marks].real.float() for bucket in buckets])
+            marks = torch.cat([self._marks(bucket) for bucket in buckets])
             started.append((buckets, start_all_reduce(marks, axis)))
         return started
+
+    def _marks(self, bucket: Bucket) -> Tensor:
+        if self.shards is not None and bucket in self._by_actions:
+            return self.shards.marks(bucket)
+        return bucket.flat[bucket.marks].real.float()
 
     def _absent_everywhere(self, bucket: Bucket, sums: Tensor | None) -> set[nn.Parameter]:
         """Return the parameters without a gradient on any rank of the axis.
@@ -434,6 +473,8 @@ class GradientSync:
             sums: sums of the marks; None reads them from the bucket.
         """
         absent = self.main.absent.intersection(bucket.parameters)
+        if self.shards is not None and bucket in self._by_actions:
+            absent = self.shards.absent((bucket,))
         if not absent or not (bucket.axis.size > 1 or bucket.partial):
             return absent
         # Waits for a GPU, but only if a gradient is absent.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from pipeloom.errors import UsageError
 from pipeloom.plan.layout import PlannedLayout, problems
 from pipeloom.plan.memory import RankMemory
 from pipeloom.plan.predict import LayoutCosts, Planner
-from pipeloom.plan.search import LayoutPlan, PlanRequest, search
+from pipeloom.plan.search import LayoutPlan, PlanRequest, search, steps_from
 
 GIB = 2**30
 _CAUSES = {
@@ -66,42 +65,11 @@ def memory_rows(ranks: tuple[RankMemory, ...]) -> list[list[str]]:
     return rows
 
 
-def _steps(layout: PlannedLayout, recomputable: Sequence[str]) -> Iterator[tuple[str, PlannedLayout]]:
-    """(what changes, the layout) of every layout one step away that keeps devices and sequences."""
-    for grown in ("tp", "pp", "cp", "dp"):
-        for shrunk in ("tp", "pp", "cp", "dp"):
-            a, b = getattr(layout, grown), getattr(layout, shrunk)
-            if grown == shrunk or b % 2 or ("cp" in (grown, shrunk) and layout.cp == 1 and grown != "cp"):
-                continue
-            changed = replace(layout, **{grown: 2 * a, shrunk: b // 2})
-            sequences = layout.sequences
-            if sequences % (changed.dp * changed.micro_batch):
-                continue
-            yield (
-                f"{grown} {2 * a}, {shrunk} {b // 2}",
-                replace(changed, m=sequences // (changed.dp * changed.micro_batch)),
-            )
-    for ep in (layout.ep * 2, layout.ep // 2):
-        if ep and ep != layout.ep:
-            yield f"ep {ep}", replace(layout, ep=ep)
-    for v in {layout.v * 2, layout.v // 2} - {0, 2 if layout.schedule == "zbv" else 0}:
-        if layout.pp > 1 and layout.schedule != "zbv":
-            yield f"v {v}", replace(layout, v=v, schedule="interleaved" if v > 1 else "1f1b")
-    if layout.m % 2 == 0:
-        yield (
-            f"micro_batch {2 * layout.micro_batch}",
-            replace(layout, micro_batch=2 * layout.micro_batch, m=layout.m // 2),
-        )
-    for recompute in recomputable:
-        if recompute != layout.recompute:
-            yield f"recompute {recompute}", replace(layout, recompute=recompute)
-
-
 def neighbours(planner: Planner, best: LayoutCosts, request: PlanRequest) -> list[Neighbour]:
     """Every layout one step from the best one, with the reason why it is not the best."""
     neighbouring = []
-    for change, layout in _steps(best.layout, request.recompute):
-        if problems(planner.shape, layout) or (layout.cp > 1 and best.layout.cp == 1 and not request.context_parallel):
+    for change, layout in steps_from(best.layout, request.recompute):
+        if problems(planner.shape, layout):
             continue
         try:
             prediction = planner.predict(layout)

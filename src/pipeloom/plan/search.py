@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,7 +42,6 @@ class PlanRequest:
         zero: levels that may be used.
         capacity: factor of the experts.
         fixed: name of a field of `PlannedLayout` -> the value that it must have.
-        context_parallel: whether cp above 1 may be used.
         recompute: what may be recomputed.
     """
 
@@ -54,7 +53,6 @@ class PlanRequest:
     zero: tuple[int, ...] = (1,)
     capacity: float = 0.0
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    context_parallel: bool = True
     recompute: tuple[str, ...] = RECOMPUTED
 
 
@@ -119,8 +117,57 @@ def search(planner: Planner, request: PlanRequest) -> LayoutPlan:
             predictions.append(prediction)
         if time.monotonic() > until:
             break
+    while predictions and (better := _better(planner, request, max(predictions, key=lambda each: each.tokens), until)):
+        predictions.append(better)
     predictions.sort(key=lambda each: -each.tokens)
     return LayoutPlan(tuple(predictions), tuple(estimates), min(estimates, key=lambda each: each.memory))
+
+
+def _better(planner: Planner, request: PlanRequest, best: LayoutCosts, until: float) -> LayoutCosts | None:
+    """Return the fastest layout one step from the best one that fits and is predicted to be faster; None: there is none."""
+    better: LayoutCosts | None = None
+    for _, layout in steps_from(best.layout, request.recompute):
+        allowed = all(getattr(layout, name) == value for name, value in request.fixed.items())
+        if time.monotonic() > until or not allowed or problems(planner.shape, layout):
+            continue
+        try:
+            prediction = planner.predict(layout)
+        except UsageError:
+            continue
+        if prediction.peak <= request.memory and prediction.tokens > (better or best).tokens * 1.001:
+            better = prediction
+    return better
+
+
+def steps_from(layout: PlannedLayout, recomputable: Sequence[str]) -> Iterator[tuple[str, PlannedLayout]]:
+    """(what changes, the layout) of every layout one step away that keeps devices and sequences."""
+    for grown in ("tp", "pp", "cp", "dp"):
+        for shrunk in ("tp", "pp", "cp", "dp"):
+            a, b = getattr(layout, grown), getattr(layout, shrunk)
+            if grown == shrunk or b % 2 or ("cp" in (grown, shrunk) and layout.cp == 1 and grown != "cp"):
+                continue
+            changed = replace(layout, **{grown: 2 * a, shrunk: b // 2})
+            sequences = layout.sequences
+            if sequences % (changed.dp * changed.micro_batch):
+                continue
+            yield (
+                f"{grown} {2 * a}, {shrunk} {b // 2}",
+                replace(changed, m=sequences // (changed.dp * changed.micro_batch)),
+            )
+    for ep in (layout.ep * 2, layout.ep // 2):
+        if ep and ep != layout.ep:
+            yield f"ep {ep}", replace(layout, ep=ep)
+    for v in {layout.v * 2, layout.v // 2} - {0, 2 if layout.schedule == "zbv" else 0}:
+        if layout.pp > 1 and layout.schedule != "zbv":
+            yield f"v {v}", replace(layout, v=v, schedule="interleaved" if v > 1 else "1f1b")
+    if layout.m % 2 == 0:
+        yield (
+            f"micro_batch {2 * layout.micro_batch}",
+            replace(layout, micro_batch=2 * layout.micro_batch, m=layout.m // 2),
+        )
+    for recompute in recomputable:
+        if recompute != layout.recompute:
+            yield f"recompute {recompute}", replace(layout, recompute=recompute)
 
 
 def _powers(most: int) -> list[int]:
@@ -131,7 +178,7 @@ def _spreads(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
     """Every size of the axes that uses all devices, with every size of a micro-batch and what may be recomputed."""
     shape, device = planner.shape, planner.device
     for tp in _powers(min(device.per_node, shape.heads)):
-        for cp in _powers(max(1, min(16, request.seq // 4096)) if request.context_parallel else 1):
+        for cp in _powers(max(1, min(16, request.seq // 4096))):
             if request.devices % (tp * cp):
                 continue
             for pp in divisors(request.devices // (tp * cp)):

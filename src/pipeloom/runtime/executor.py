@@ -19,6 +19,7 @@ import torch
 from pipeloom.errors import DistributedError, UsageError, add_note
 from pipeloom.ops.checksum import message_checksum
 from pipeloom.ops.segments import report_standstills_to
+from pipeloom.parallel.zero import StageShards
 from pipeloom.runtime.batch import Microbatches
 from pipeloom.runtime.health.fault_injection import Faults
 from pipeloom.runtime.health.status import Status
@@ -86,6 +87,7 @@ class StepHooks:
         before_last_backward: called with a stage before its last B, if that is a single call of autograd.
         stage_done: called with a stage once its gradients are complete and the messages of the completing action are sent.
         before_layer: called with a layer's name before its weights are read: they may still be in transit.
+        shards: what gathers and frees parameters and reduces gradients; None: these actions do nothing.
         before_kind: called with a stage before an action of a registered kind, which may read the stage's gradients.
     """
 
@@ -95,6 +97,7 @@ class StepHooks:
     stage_done: Callable[[int], None] | None = None
     before_layer: Callable[[str], None] | None = None
     before_kind: Callable[[int], None] | None = None
+    shards: StageShards | None = None
 
 
 @dataclass
@@ -242,6 +245,8 @@ class Executor:
         ]
         if instruction.completes_stages:
             self._announce_last_backwards(instruction.completes_stages)
+        for stage in instruction.opens if self.hooks.shards is not None else ():
+            self.hooks.shards.open(stage)  # type: ignore[union-attr]
         self._starts.append(self.clock.now())
         if len(instruction.actions) > 1 and any(self.stages[action.stage].segmented for action in instruction.actions):
             outgoing = self._overlapped_pair(instruction, received)
@@ -261,6 +266,8 @@ class Executor:
                     raise
                 outgoing = self._outgoing(instruction.sends[at], output) if instruction.sends[at] else []
         self._ends.append(self.clock.now())
+        for stage in instruction.takes if self.hooks.shards is not None else ():
+            self.hooks.shards.take(stage)  # type: ignore[union-attr]
         if self._ended and not is_beside:
             self._ended[self._next].set_result(None)
         self._next += 1
@@ -388,6 +395,22 @@ class Executor:
         execute = kind_of(action.kind).execute
         if execute is not None:
             execute(self.stages[action.stage].modules, action.microbatch)
+
+    def _gather(self, action: Action) -> None:
+        """Run UNSHARD."""
+        if self.hooks.shards is not None:
+            self.hooks.shards.gather(action.stage)
+
+    def _release(self, action: Action, received: Deliveries) -> Deliveries:
+        """Run RESHARD."""
+        if self.hooks.shards is not None:
+            self.hooks.shards.release(action.stage)
+        return {}
+
+    def _reduce(self, action: Action) -> None:
+        """Run REDUCE_GRAD."""
+        if self.hooks.shards is not None:
+            self.hooks.shards.reduce(action.stage)
 
     def _copy_out(self, action: Action) -> None:
         """Run O."""
@@ -628,12 +651,16 @@ _EXECUTE: dict[str, Callable[[Executor, Action, Deliveries], Deliveries]] = {
     "R": Executor._recompute,
     "RB": Executor._backward,
     "RI": Executor._backward,
+    "RESHARD": Executor._release,
+}
+_BESIDE: dict[str, Callable[[Executor, Action], None]] = {
+    "O": Executor._copy_out,
+    "L": Executor._copy_in,
+    "UNSHARD": Executor._gather,
+    "REDUCE_GRAD": Executor._reduce,
 }
 
 
 def _part(action: Action) -> tuple[int, int]:
     """Return the number of the part that a copy moves, and of how many; (1, 1) of the whole."""
     return fraction_of(action.kind) or (1, 1)
-
-
-_BESIDE: dict[str, Callable[[Executor, Action], None]] = {"O": Executor._copy_out, "L": Executor._copy_in}

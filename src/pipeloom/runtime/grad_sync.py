@@ -6,7 +6,8 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.options import RuntimeOptions
 
+_GATHERED = "the weights of which each replica holds a share"
 _STEPPED = "the weights that other replicas have stepped"
 _SUMMED = "the sum of the gradients over the replicas"
 _NOT_IN_GRAD = (
@@ -42,13 +44,20 @@ class StepGradients:
 
     Args:
         summed: the processes over which every gradient is summed, in words; None: it is not.
+        stage_actions: of the schedule.
 
     Attributes:
         sync: the reduction over the replicas; None for one pipeline without main gradients, which has `.grad` only.
     """
 
     def __init__(
-        self, assembly: Assembly, mesh: Mesh, options: RuntimeOptions, alarm: FailureReporter, summed: str | None
+        self,
+        assembly: Assembly,
+        mesh: Mesh,
+        options: RuntimeOptions,
+        alarm: FailureReporter,
+        summed: str | None,
+        stage_actions: Mapping[str, Collection[int]] = MappingProxyType({}),
     ) -> None:
         self._line = mesh.pipeline
         self._alarm = alarm
@@ -68,6 +77,8 @@ class StepGradients:
             timeout=options.sum_seconds,
             stage_backward=assembly.grad_context.stage_backward,
             main=assembly.grad_context.main,
+            gathered=stage_actions.get("UNSHARD", ()),
+            reduced=stage_actions.get("REDUCE_GRAD", ()),
         )
         bucket_of = {parameter: bucket for bucket in self.sync.buckets for parameter in bucket.parameters}
         self._buckets_of: dict[str, tuple[Bucket, ...]] = {
@@ -86,6 +97,7 @@ class StepGradients:
             stage_done=self.sync.stage_done,
             before_layer=self.before_layer if self.sync.sharded else None,
             before_kind=self.before_kind,
+            shards=self.sync.shards,
         )
 
     def start_equal(self, group: Any) -> None:
@@ -95,6 +107,8 @@ class StepGradients:
 
     def weights_changed(self) -> None:
         """Note that the parameters were written to by other code than the optimizer."""
+        if self.sync is not None and self.sync.shards is not None:
+            self.sync.shards.note_change()
         for call in self.sync.changed if self.sync is not None else ():
             call()
 
@@ -107,7 +121,10 @@ class StepGradients:
             self._alarm.status.wait_inside(None)
 
     def wait_for_weights(self) -> None:
-        """Wait for the slices of all weights here that other replicas have stepped."""
+        """Wait for the slices of all weights here that other replicas have stepped, and gather those that are not whole."""
+        if self.sync is not None and self.sync.shards is not None:
+            with self._alarm.waiting(_GATHERED):
+                self.sync.shards.gather_all()
         if self.sync is not None and self.sync.weights.pending:
             with self._alarm.waiting(_STEPPED):
                 self.sync.weights.wait()

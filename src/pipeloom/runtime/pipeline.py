@@ -156,7 +156,7 @@ class Pipeline:
         )
         specs = {rank: ShapeCache(options.shapes) for rank in statuses}
         self._connections = P2PConnections(mesh, specs[self.rank], self.device, options)
-        self._gradients = StepGradients(assembly, mesh, options, self._alarm, summed)
+        self._gradients = StepGradients(assembly, mesh, options, self._alarm, summed, spec.schedule.stage_actions)
         first = mesh.dp.index == mesh.tp.index == 0  # a fault is injected into one pipeline
         fault = options.fault if first else options.without_fault().fault
         self._engines = [
@@ -511,7 +511,7 @@ class Pipeline:
         the first schedule had none), ScheduleError where it cannot run.
         """
         if schedule.positions == self.schedule.positions:  # else it is refused below
-            schedule = carrying(schedule, self.schedule.tensors)
+            schedule = self._spec.recomputing(carrying(schedule, self.schedule.tensors))
         self.options.require_runnable(schedule)
         require_same_stages(schedule, self.schedule, self._spec.schedule.splits_backward)
         self._follow(schedule)
@@ -544,7 +544,8 @@ class Pipeline:
 
     def close(self) -> None:
         """End the watchdog. Call it on every rank before the process group is destroyed."""
-        self._gradients.wait_for_weights()
+        if self.sync is not None:
+            self.sync.weights.wait()
         self._losses.close()
         self._status.leave()
         if self._alarm.watchdog is not None and self.options.watchdog is None:
@@ -616,6 +617,8 @@ class Pipeline:
         """
         self._compared = False
         copy_state(self.state_dict(), state, self._assembly.transient_buffers)
+        if self.sync is not None and self.sync.shards is not None:
+            self.sync.shards.note_change()
 
     def train(self, mode: bool = True) -> None:
         for stage in self._assembly.stages.values():

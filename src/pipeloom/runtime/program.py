@@ -13,6 +13,7 @@ from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.schedule.actions import (
     COMPUTE,
     COPY_OUT,
+    GRADS,
     INPUT_GRADIENT,
     OUTPUT,
     Action,
@@ -52,6 +53,8 @@ class Instruction:
         queue: where it runs: COMPUTE, or beside the computation.
         waits: the entries of this program, by their positions, whose ends it waits for besides those before it on COMPUTE.
         issues: the entries on other queues that are issued when it starts.
+        opens: the stages whose gradients it is the first to add to, in the step or since they were taken to be reduced.
+        takes: the stages whose gradients are taken when it ends; both only of stages that are reduced by actions.
     """
 
     cell: Cell
@@ -63,6 +66,8 @@ class Instruction:
     queue: str = COMPUTE
     waits: tuple[int, ...] = ()
     issues: tuple[int, ...] = ()
+    opens: tuple[int, ...] = ()
+    takes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class StageProgram:
         reads: edges of the tensors that it reads by name, from earlier stages.
         writes: name of a tensor -> edges to the later stages that read it.
         recomputed: the micro-batches whose F keeps only what R needs.
-        in_blocks: those whose layers are recomputed one by one in their backward.
+        in_blocks: those whose layers, or some of them, are recomputed one by one in their backward.
         offloaded: micro-batch -> the parts that travel of what its backward needs, to host memory and back.
     """
 
@@ -146,6 +151,7 @@ def require_same_stages(schedule: Schedule, current: Schedule, splits_backward: 
     for words, value, now in (
         ("placement", schedule.placement, current.placement),
         ("micro-batches", schedule.microbatches, current.microbatches),
+        ("gathers and reductions by stage", schedule.stage_actions, current.stage_actions),
         ("routes", (schedule.routes, schedule.route_of), (current.routes, current.route_of)),
     ):
         if value != now:
@@ -157,8 +163,15 @@ def require_same_stages(schedule: Schedule, current: Schedule, splits_backward: 
 def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram:
     """Return the program of `rank`: its actions, the messages that each waits for and sends, and when receives are posted.
 
-    `schedule` must have passed `check`.
+    `schedule` must have passed `check`. Raises ConfigError for a part of a stage that is recomputed: layers have none.
     """
+    for action in (
+        action for cell in schedule.programs[rank] for action in parts(cell) if action.kind.startswith("R:")
+    ):
+        raise ConfigError(
+            f"{action} recomputes a part of a stage, and layers name no parts: such a schedule can be simulated, not run; "
+            f"nearest: {action.stage}R{action.microbatch}"
+        )
     programs = traffic(schedule)
     entries = programs[rank]
     batches, ahead = None, options.overlap_p2p is not False
@@ -178,6 +191,7 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
         completes = tuple(stage for stage in sorted(last) if last[stage] == at)
         instructions.append(Instruction(entry.cell, actions, posts, receives, sends, completes))
     issued_first = _with_queues(schedule, rank, instructions) if schedule.has_queues else ()
+    _with_reductions(schedule.stage_actions.get("REDUCE_GRAD", frozenset()), instructions)
     channels = sorted({m.channel for entry in entries for m in (*entry.receives, *entry.sends)})
     every = sorted({m.channel for program in programs for entry in program for m in entry.sends})
     # A peer may run the two actions of a pair one after the other.
@@ -223,6 +237,21 @@ def _with_queues(schedule: Schedule, rank: int, instructions: list[Instruction])
         if before_at is not None:
             instructions[before_at] = replace(instructions[before_at], issues=tuple(entries))
     return tuple(issued[None])
+
+
+def _with_reductions(stages: Collection[int], instructions: list[Instruction]) -> None:
+    """Add `opens` and `takes` of the stages whose gradients are reduced by actions."""
+    last: dict[int, int] = {}  # stage -> the entry that has added to its gradients since they were taken
+    for at, instruction in enumerate(instructions if stages else ()):
+        for action in instruction.actions:
+            kind, stage = kind_of(action.kind), action.stage
+            if GRADS in kind.adds and stage in stages:
+                if stage not in last:
+                    instructions[at] = replace(instructions[at], opens=(*instructions[at].opens, stage))
+                last[stage] = at
+            elif GRADS in kind.takes:
+                adder = last.pop(stage)
+                instructions[adder] = replace(instructions[adder], takes=(*instructions[adder].takes, stage))
 
 
 def _stage_programs(schedule: Schedule, rank: int) -> dict[int, StageProgram]:

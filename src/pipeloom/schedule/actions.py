@@ -217,6 +217,7 @@ _KINDS = _Kinds(
             (_BACK, Need(SAVED), _PARAMS),
             (INPUT_GRADIENT, PENDING),
             _HELD,
+            adds=(GRADS,),  # those of parameters whose gradients do not wait for W, such as norms
             time="input_grad",
             colour=(85.0, 0.15, 0.10),
         ),
@@ -256,6 +257,7 @@ _KINDS = _Kinds(
             (_BACK, Need(KEPT), _PARAMS),
             (INPUT_GRADIENT, PENDING, SAVED),
             _HELD,
+            adds=(GRADS,),
             time="recompute_input_grad",
             colour=(110.0, 0.11, 0.02),
             fuses=("R", "I"),
@@ -450,7 +452,7 @@ def parse_action(text: str) -> Action:
         part = match[4] or ""
         if part and _KINDS[match[2]].divides is None:
             divided = [kind.letter for kind in kinds() if kind.divides and not kind.part]
-            raise ScheduleError(f"{text!r:.200}: {match[2]} has no parts; {' and '.join(divided)} may name one")
+            raise ScheduleError(f"{text!r:.200}: {match[2]} has no parts; {' or '.join(divided)} may name one")
         return Action(_KINDS[match[2] + part].letter, int(match[1]), int(match[3]))
     match = fused.fullmatch(text)
     letters = match and next((kind.letter for kind in kinds() if kind.fuses == (match[2], match[4])), None)

@@ -57,10 +57,11 @@ class Masters:
             return
         sync.changed.append(self.read)
         sync.fills_grad = False  # the masters take the fp32 sums from the buckets
-        self._flats = [FlatParameters(bucket, sync.sharded) for bucket in sync.buckets]
+        self._flats = sync.flat_parameters()
         for buffer in self._flats:
+            buffer.read()
             for slot, section in buffer.stepped():
-                held, values = slot.held, nn.Parameter(buffer.flat[section].to(buffer.bucket.dtype))
+                held, values = slot.held, nn.Parameter(buffer.values(section).to(buffer.bucket.dtype))
                 start, stop = section.start - slot.start, section.stop - slot.start
                 master = Master(held.name, held.parameter.shape, start, stop, values)
                 self._places.append((master, buffer, slot, section))
@@ -86,12 +87,14 @@ class Masters:
     def read(self) -> None:
         """Copy the parameters' values to the masters."""
         self.wait()
+        for buffer in self._flats:
+            buffer.read()
         for values, copy in self._copies():
             copy.copy_(values)
 
     def _copies(self) -> list[tuple[Tensor, Tensor]]:
         """Return the masters that are copies, each behind the elements of the buffer that it is a copy of."""
-        places = [(buffer.flat[section], master.tensor) for master, buffer, _, section in self._places]
+        places = [(buffer.values(section), master.tensor) for master, buffer, _, section in self._places]
         return [(values, master) for values, master in places if values.dtype != master.dtype]
 
     def wait(self) -> None:
@@ -126,4 +129,4 @@ class Masters:
         self.wait()
         if self._sync is None:
             return [p.detach() for p in self._trained]
-        return [*(buffer.flat for buffer in self._flats), *(copy.detach() for _, copy in self._copies())]
+        return [*(buffer.held for buffer in self._flats), *(copy.detach() for _, copy in self._copies())]

@@ -36,6 +36,12 @@ ONE = {
 REPLICAS: dict[str, dict[str, Any]] = {
     "dp 2": {"parallel.dp": 2, "schedule.microbatches": 2},
     "zero1": {"parallel.dp": 2, "schedule.microbatches": 2, "optimizer.zero1": True},
+    "gathers": {
+        "parallel.dp": 2,
+        "schedule.microbatches": 2,
+        "optimizer.zero1": True,
+        "schedule.transforms": ["shard=1"],
+    },
     "no barrier": {"parallel.dp": 2, "schedule.microbatches": 2, "optimizer.barrier": False},
     "tp 2": {"parallel.tp": 2, "parallel.sp": True},
     "cp 2": {"parallel.cp": 2},
@@ -80,6 +86,7 @@ def test_every_layout_trains_as_one_process() -> None:
     for found in run_ranks(all_replicas, 2, timeout=180.0):
         for name, (steps, _) in found.items():
             assert torch.allclose(torch.tensor(steps), torch.tensor(want), rtol=2e-5), name
+        assert found["gathers"] == found["zero1"]  # bitwise
 
 
 def bfloat(rank: int) -> Any:

@@ -70,9 +70,6 @@ def test_evaluation_changes_no_bit_of_training(barrier: bool) -> None:
         assert torch.equal(found[name], value), name
 
 
-# -- fp16 --------------------------------------------------------------------------------------------------------------------
-
-
 # -- norms -------------------------------------------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -198,12 +195,6 @@ def test_wandb_is_offline_and_has_the_figures(
     assert keys["config"]["optimizer"]["name"] == "adamw"
     assert rest == [("log", (3, {"loss": 2.0, "bubble_measured": 0.25}))]
     assert "WandbFigures: RuntimeError: no room; training continues without it" in capsys.readouterr().out
-
-
-def test_a_finished_run_of_wandb_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    layout = load_layout("tiny", {"log.dir": str(tmp_path), "log.wandb": "loom"})
     with Report(layout.config):
         pass
     assert fake.calls[-1] == ("finish", None)

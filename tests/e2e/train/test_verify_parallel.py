@@ -49,6 +49,7 @@ def test_a_sample_of_all_layouts_passes() -> None:
 
 
 BASE = {"model.num_key_value_heads": 4, "schedule.microbatches": 2, "model.tie_word_embeddings": True}
+SHARDED = {"parallel.dp": 2, "parallel.pp": 2, "optimizer.zero1": True, "schedule.microbatches": 4}
 MUTATIONS: dict[str, dict[str, Any]] = {
     "sound": {"parallel.tp": 2, "parallel.sp": True, "parallel.dp": 2},
     "no sum over tp": {"parallel.tp": 2, "parallel.sp": True, "parallel.dp": 2},
@@ -57,6 +58,29 @@ MUTATIONS: dict[str, dict[str, Any]] = {
     "shares of one replica": {"parallel.dp": 2},
     "sound slices": {"parallel.dp": 2, "parallel.pp": 2, "optimizer.zero1": True},
     "sound slices of tensor parallel layers": {"parallel.dp": 2, "parallel.tp": 2, "optimizer.zero1": True},
+    "sound gathers": {**SHARDED, "schedule.name": "1f1b", "schedule.transforms": ["shard=1"]},
+    "sound gathers between others": {**SHARDED, "schedule.name": "interleaved", "schedule.transforms": ["shard=1"]},
+    "sound gathers of experts": {
+        **SHARDED,
+        "schedule.name": "zbv",
+        "schedule.transforms": ["recompute", "shard=1"],
+        "model.num_experts": 4,
+        "parallel.ep": 2,
+    },
+    "sound gathers of tensor parallel layers": {
+        **SHARDED,
+        "schedule.name": "zbv",
+        "schedule.transforms": ["shard=1"],
+        "parallel.tp": 2,
+        "parallel.sp": True,
+    },
+    "sound reductions": {**SHARDED, "schedule.name": "interleaved", "schedule.transforms": ["reduce-gradients=1"]},
+    "sound reductions of experts": {
+        **SHARDED,
+        "schedule.name": "zbv",
+        "schedule.transforms": ["reduce-gradients=3"],
+        "model.num_experts": 4,
+    },
     "half of a slice": {"parallel.dp": 2, "optimizer.zero1": True},
 }
 

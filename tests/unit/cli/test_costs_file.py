@@ -114,3 +114,13 @@ def test_a_schedule_is_drawn_under_its_limit(costs_file, capsys, tmp_path):
     text = run(capsys, "schedule", "1f1b", *words, "--svg", str(tmp_path / "x.svg"))
     assert "11.5 GiB" in text
     assert "the limit 20 GiB" in (tmp_path / "x.svg").read_text()
+
+
+def test_compare_takes_costs_of_each_pth_of_the_model(capsys, tmp_path):
+    """Four stages: B of a stage is half of that of its half of the model, as F; each rank has a stage of each half."""
+    file = tmp_path / "costs.json"
+    times = {"forward": (2.0, 4.0), "backward": (6.0, 8.0), "recompute": (2.0, 2.0)}
+    file.write_text(json.dumps({"costs": costs_dict(pl.Costs(**times))}))
+    words = f"compare interleaved --ranks 2 --microbatches 2 --costs {file} --json"
+    (row,) = json.loads(run(capsys, *words.split()))["schedules"]
+    assert row["busy"] == [2 * (1.0 + 3.0 + 2.0 + 4.0)] * 2

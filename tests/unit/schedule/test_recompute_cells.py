@@ -56,7 +56,7 @@ def test_cells() -> None:
     assert str(parse_cell("(0F5; 3R1; 3B1)OVERLAP_F_B")) == "(0F5;3R1;3B1)OVERLAP_F_B"
     assert parse_cell("2R0:norms") == Action("R:norms", 2, 0)
     assert str(parse_cell("2R0:3/4")) == "2R0:3/4"
-    with pytest.raises(ScheduleError, match="'2F0:norms': F has no parts; R may name one"):
+    with pytest.raises(ScheduleError, match="'2F0:norms': F has no parts; R or O or L may name one"):
         parse_cell("2F0:norms")
     wrong = ["2R0:", "2R0:Norms", "2R0:0/4", "2R0norms", "(2R0:norms;2B0)", "(2R0;1B0)", "(2R0;2B1)", "2R0;2B0", "2RB0"]
     for text in (*wrong, "(2R0;2W0)", "(0F5;3R1)", "(2B0;2R0)"):
@@ -117,6 +117,7 @@ def test_parts_by_hand() -> None:
     both = one("0F0", "0R0:norms", "0R0:mlp", "0R0:1/4", "0B0")
     check(both)
     assert simulate(both, costs).ends == ((2, 2.5, 4, 4.375, 8.375),)
+    assert simulate(both, costs).bytes_curves["device"][0][0] == (0, 100 + 4 - 30 - 25)  # no size is known of `mlp`
     assert both.remade == {(0, 0): frozenset({"saved:norms", "saved:mlp", "saved:1/4"})}
     assert [str(cell) for cell in recompute(one("0F0", "0I0", "0W0"), part="mlp").programs[0]] == [
         "0F0",
@@ -179,6 +180,8 @@ def test_bytes_by_value_and_pool() -> None:
     )
     assert timeline.peak_bytes == {"device": (1108,), "host": (12,)}
     assert simulate(one("0F0", "0B0")).peak_bytes == {}
+    idle = Schedule.of([["0F0", "0B0"], []], placement=[0, 1], microbatches=1, routes=[[0], [1]], route_of=[0])
+    assert simulate(idle, Costs(bytes={"saved": 3})).peak_bytes == {"device": (3, 0)}
     two = simulate(
         pl.schedules.one_f_one_b(2, 3), Costs(bytes={"saved": (10, 20), "grads": (1, 2)}, microbatch=(1, 2, 1))
     )

@@ -230,15 +230,11 @@ def _states(pipeline: Pipeline, optimizer: AnyOptimizer) -> Iterator[_State]:
         if name in states:
             state, held = states[name], parameters[parameter]
             values = {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
-            if _same_memory(values["master"], held.tensor):
+            if values["master"].dtype == held.tensor.dtype:  # the parameter's own values
                 del values["master"]
             if state["step"]:
                 values["step"] = torch.tensor(state["step"], dtype=torch.float64)
             yield _State(held, state["start"], state["stop"], (state["stop"] - state["start"],), values)
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _words(value: object) -> str:

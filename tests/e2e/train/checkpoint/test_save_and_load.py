@@ -71,7 +71,7 @@ def saved_and_loaded(rank: int, first: str, second: str, folder: str, changes: d
     other.pipeline.close()
 
 
-DENSE_2 = ["pp 2", "pp 2, v", "two routes", "tp 2", "zero"]
+DENSE_2 = ["pp 2", "pp 2, v", "two routes", "tp 2", "gathers", "zero"]
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.pairwise([*DENSE_2, DENSE_2[0]])))
