@@ -2,9 +2,9 @@
 
     python benchmarks/sharding.py
 
-2 x 2 processes (dp, pp), `interleaved` with 4 stages per rank, one block of width 512 (two linear layers) per stage, 8
-micro-batches of 256 tokens. Bytes: the most whole parameters while a layer computes, and the share. Both alternate, step by step, in the same
-processes; medians and quartiles over 9 steps of the slowest rank.
+2 x 2 processes (dp, pp), `interleaved` with 4 stages per rank, one block of width 512 (two linear layers) per stage, and
+8 micro-batches of 256 tokens. Bytes: the most whole parameters while a layer computes, and the share. Both alternate, step by
+step, in the same processes; medians and quartiles over 9 steps of the slowest rank.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def _write(options: PlanFlags, prediction: LayoutCosts, planner: Planner) -> Non
 
 
 def _details(prediction: LayoutCosts, device: Device) -> list[str]:
-    from pipeloom.plan.export import layout_string
+    from pipeloom.plan.export import layers_by_rank, layout_string
     from pipeloom.plan.report import gib, memory_rows
 
     parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in prediction.step.parts().items())
@@ -191,6 +191,7 @@ def _details(prediction: LayoutCosts, device: Device) -> list[str]:
     room = (device.memory - prediction.peak) / 2**30
     return [
         f"{prediction.layout.text()}: {prediction.layout.world} devices, stages {layout_string(prediction.stages)}",
+        *(aligned(layers_by_rank(prediction.stages, prediction.layout.built())) if prediction.layout.pp > 1 else ()),
         f"step {prediction.step.total:.4g} s ({parts}); {prediction.tokens:,.0f} tokens/s on each device",
         *aligned(memory_rows(prediction.ranks)),
         f"rank {prediction.worst} needs the most, {gib(prediction.peak)} GiB, at {worst.peak_action}: "

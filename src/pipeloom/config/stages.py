@@ -173,7 +173,11 @@ def parse_stages(text: str, blocks: int, stages: int) -> list[int]:
     """
     letters = expand(text)
     parts = letters.removesuffix("|").split("|")
-    counts = {letter: letters.count(letter) for letter in "EtL"}
+    counts = {letter: letters.count(letter) for letter in "EtmL"}
+    if counts["m"]:
+        raise UsageError(
+            f"it holds {counts['m']} multi-token prediction layer(s) (m), and the model has none; leave out m"
+        )
     if counts["t"] != blocks:
         raise UsageError(f"it holds {counts['t']} blocks (t), but model.num_hidden_layers is {blocks}")
     for letter, what in (("E", "embedding"), ("L", "output layer")):
@@ -196,9 +200,9 @@ def expand(text: str) -> str:
     Raises UsageError for other characters, an incomplete repetition, and a text that is too long.
     """
     plain = re.sub(r"[\s,\\]", "", text)
-    wrong = re.search(r"[^EtL|()*\d]", plain)
+    wrong = re.search(r"[^EtmL|()*\d]", plain)
     if wrong:
-        raise UsageError(f"{wrong[0]!r:.200} is not a layer code; stages are written with E, t, L, |, *n and (…)*n")
+        raise UsageError(f"{wrong[0]!r:.200} is not a layer code; stages are written with E, t, m, L, |, *n and (…)*n")
     if plain.count("*") + plain.count("(") > _MARKS or len(plain) > _MOST_LETTERS:
         raise UsageError(f"it holds more than {_MARKS:,} repetitions, or {_MOST_LETTERS:,} letters")
     while True:
@@ -208,7 +212,7 @@ def expand(text: str) -> str:
             raise UsageError(f"it stands for more than {_MOST_LETTERS:,} letters")
         if not letters and not groups:
             break
-    wrong = re.search(r"[^EtL|]", plain)
+    wrong = re.search(r"[^EtmL|]", plain)
     if wrong:
         raise UsageError(f"{wrong[0]!r:.200} has no partner; repetitions are written t*3 and (tt|)*3")
     return plain

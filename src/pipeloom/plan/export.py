@@ -9,6 +9,7 @@ from itertools import groupby
 from pipeloom.errors import UsageError
 from pipeloom.plan.model import ModelShape
 from pipeloom.plan.predict import LayoutCosts, built
+from pipeloom.schedule import Schedule
 
 _TORCHTITAN = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 
@@ -19,22 +20,40 @@ def layout_string(stages: Sequence[int]) -> str:
     Args:
         stages: layers of each stage; the first counts the embedding, the last the output layer.
     """
+    words = stage_words(stages)
+    pieces = []
+    for word, group in groupby(words[:-1]):
+        count = len(list(group))
+        pieces.append(f"{word}|" if count == 1 else f"({word}|)*{count}")
+    return "".join(pieces) + words[-1]
+
+
+def stage_words(stages: Sequence[int]) -> list[str]:
+    """The layers of each stage, such as `Ettt` or `t*5`; stages as for `layout_string`."""
     words = ["t" * count for count in stages]
     words[0] = "E" + words[0][1:]
     words[-1] = words[-1][:-1] + "L"
 
     def short(word: str) -> str:
         runs = ((letter, len(list(group))) for letter, group in groupby(word))
-        return "".join(
-            letter if count == 1 else f"{letter * count}" if count < 4 else f"{letter}*{count}"
-            for letter, count in runs
-        )
+        return "".join(letter * count if count < 4 else f"{letter}*{count}" for letter, count in runs)
 
-    pieces = []
-    for word, group in groupby(words[:-1]):
-        count = len(list(group))
-        pieces.append(f"{short(word)}|" if count == 1 else f"({short(word)}|)*{count}")
-    return "".join(pieces) + short(words[-1])
+    return list(map(short, words))
+
+
+def layers_by_rank(stages: Sequence[int], schedule: Schedule) -> list[list[str]]:
+    """Rows of a table: the ranks, and the layers of each of their chunks; neighbours with the same layers are one row.
+
+    Args:
+        stages: layers of each stage by position, as for `layout_string`.
+    """
+    words = stage_words(stages)
+    by_rank = [[words[schedule.position_of[stage]] or "-" for stage in held] for held in schedule.stages_of]
+    rows = [["rank", *(f"chunk {chunk}" for chunk in range(schedule.chunks))]]
+    for held, group in groupby(enumerate(by_rank), key=lambda each: each[1]):
+        ranks = [rank for rank, _ in group]
+        rows.append([str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}", *held])
+    return rows
 
 
 def megatron(prediction: LayoutCosts) -> str:

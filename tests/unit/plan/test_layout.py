@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from pipeloom.config import load_layout
-from pipeloom.config.stages import expand
+from pipeloom.config.stages import expand, parse_stages
 from pipeloom.errors import UsageError
 from pipeloom.plan import (
     OFFERED,
@@ -23,7 +23,7 @@ from pipeloom.plan import (
     search,
 )
 from pipeloom.plan import predict as prediction_module
-from pipeloom.plan.export import layout_string, megatron, run_toml, torch_csv, torchtitan
+from pipeloom.plan.export import layers_by_rank, layout_string, megatron, run_toml, torch_csv, torchtitan
 from pipeloom.plan.layout import problems
 from pipeloom.plan.model import from_config
 from pipeloom.plan.report import advice, neighbours, reason, what_if
@@ -137,6 +137,19 @@ def test_the_words_of_the_families_are_read(values, expected):
 def test_an_unknown_model_names_the_nearest_preset():
     with pytest.raises(UsageError, match="did you mean 'llama3-8b'"):
         load_model("llama3-8")
+
+
+def test_megatrons_example_is_printed_by_rank_and_chunk():
+    """Its table for DeepSeek-V3, 16 ranks of 2 chunks, with two blocks where it has the layer of multi-token prediction."""
+    text = "Et*3|(tt|)*29,m|L"
+    assert [len(part) for part in expand(text).split("|")] == [4] + [2] * 29 + [1, 1]
+    with pytest.raises(UsageError, match=r"1 multi-token prediction layer\(s\) \(m\), and the model has none"):
+        parse_stages(text, 61, 32)
+    stages = parse_stages("Et*3|(tt|)*30L", 63, 32)
+    schedule = PlannedLayout(pp=16, v=2, m=16, schedule="interleaved").built()
+    assert layers_by_rank(stages, schedule) == [
+        ["rank", "chunk 0", "chunk 1"], ["0", "Ettt", "tt"], ["1-14", "tt", "tt"], ["15", "tt", "L"]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
