@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from pipeloom.schedule.families import build
 from pipeloom.schedule.files import load, names_a_file
 from pipeloom.schedule.functions import importable_from, is_function, source_file, user_object
 from pipeloom.schedule.model import parts
-from pipeloom.schedule.transforms import transformed
+from pipeloom.schedule.transforms import recompute_stages, transformed
 
 _GATE = "pipeloom.models.gate.TopKGate"
 
@@ -124,7 +124,7 @@ def examine(
         mesh = MeshShape(**config.parallel.model_dump(include={"pp", "dp", "cp", "tp", "ep", "ep_nodes", "order"}))
     return Layout(
         config=config,
-        schedule=schedule,
+        schedule=_with_blocks(config, schedule, stage_layers),
         stage_layers=stage_layers,
         microbatch_sizes=sizes,
         mesh=mesh,
@@ -134,6 +134,15 @@ def examine(
         code=source_file(config.schedule.name) if is_function(config.schedule.name) else None,
         classes=classes,
     ), []
+
+
+def _with_blocks(config: Config, schedule: Schedule, stage_layers: tuple[int, ...]) -> Schedule:
+    """Return `schedule` with a block (R;B) for each backward of the stages with blocks of `train.recompute`."""
+    setting = config.train.recompute
+    numbers = range(config.model.num_hidden_layers) if setting == "full" else () if setting == "none" else setting
+    ends = list(accumulate(stage_layers, initial=0))
+    held = {at for at, span in enumerate(pairwise(ends)) if any(number + 1 in range(*span) for number in numbers)}
+    return recompute_stages(schedule, [s for s, position in enumerate(schedule.position_of) if position in held])
 
 
 def even_sizes(total: int, parts: int) -> tuple[int, ...]:

@@ -48,6 +48,7 @@ from pipeloom.runtime.tied_weights import (
     unknown_names,
 )
 from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.transforms import recompute_stages
 
 IN_MAIN_GRADIENTS = "micro-batches in main gradients"
 
@@ -134,9 +135,18 @@ class PipelineSpec:
             [position for position, which in enumerate(self.ranges) for _ in which],
         )
         self.terms = declared.terms
-        self.schedule = carrying(self.schedule, declared.tensors)
+        self.schedule = self.recomputing(carrying(self.schedule, declared.tensors))
         if check_first:
             self.options.require_runnable(self.schedule)
+
+    def recomputing(self, schedule: Schedule) -> Schedule:
+        """Return `schedule` with blocks for the stages that have layers to recompute."""
+        which = self.options.recompute
+        names = which if isinstance(which, frozenset) else self.names if which == "full" else ()
+        positions = {at for at, each in enumerate(self.ranges) if any(self.names[layer] in names for layer in each)}
+        return recompute_stages(
+            schedule, [s for s, position in enumerate(schedule.position_of) if position in positions]
+        )
 
     @property
     def seed(self) -> int:

@@ -140,16 +140,23 @@ def _values(layers: Sequence[LayerBytes], first: bool, blocks: bool) -> dict[str
             the others save.
     """
     levels = [0.0]  # what the layers up to each one hold from F on
-    layer = 0.0
     for before, each in zip((None, *layers), layers, strict=False):
         again = each.again and blocks
         joint = before is not None and (again or each.saves_input or (before.saves_output and not before.again))
         levels.append(levels[-1] + joint * each.input + (not again) * each.saved)
-        layer = max(layer, again * (each.saved + each.saves_output * each.output))
     rises = [
         (each.saved + each.backward if each.again and blocks else max(each.forward, each.backward)) - levels[-1] + level
         for each, level in zip(layers, levels[1:], strict=True)
     ]
+    # While a layer is recomputed, what those behind it held is gone.
+    layer = max(
+        (
+            each.saved - levels[-1] + level
+            for each, level in zip(layers, levels[1:], strict=True)
+            if each.again and blocks
+        ),
+        default=0.0,
+    )
     entering = 0.0 if first or not layers else layers[0].input
     return {
         KEPT: entering + levels[-1] * blocks,

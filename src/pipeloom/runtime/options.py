@@ -45,7 +45,8 @@ class RuntimeOptions:
         watchdog: a running watchdog for this pipeline to use; None: the pipeline starts its own.
         microbatch_sizes: rows of each micro-batch; None: as even as possible, larger ones first.
         recompute: layers whose forward runs again in the backward instead of keeping its activations: `"none"`, `"full"`
-            (all), or names of layers.
+            (all), or names of layers. The schedule that runs has blocks (R;B) for their stages. Where it is given blocks, they
+            recompute the layers that are named, or all.
         main_gradients: accumulate gradients of bf16 parameters in fp32 (`Pipeline.sync`); `.grad` is the sum rounded to bf16.
             This is always done where gradients are summed over replicas.
         shard_gradients: each replica gets only its slice of the sum over the replicas (ZeRO stage 1), and `.grad` stays None:

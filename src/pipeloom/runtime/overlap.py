@@ -64,7 +64,7 @@ def split_at_communications(
 ) -> list[ComputeGroup]:
     """Return the groups of the stage for one micro-batch: at least one, the last of them without a communication.
 
-    With `recompute` every computation runs again in the backward, else those of `layers.recomputed`.
+    With `recompute` the computations of `layers.recomputed` run again in the backward.
 
     A segmented layer with hooks runs as a whole: hooks belong to a call of the layer, which its segments do not make.
     """
@@ -72,7 +72,7 @@ def split_at_communications(
     computations: list[Computation] = []
     for at, (module, name) in enumerate(zip(layers.modules, layers.names, strict=True)):
         accepted = layers.accepted(at, keywords)
-        again = recompute or name in layers.recomputed
+        again = recompute and name in layers.recomputed
         if not is_segmented(module) or _has_hooks(module):
             forward = partial(_forward, module, accepted)
             computations.append(Computation(partial(_recomputed, forward, module) if again else forward, name))

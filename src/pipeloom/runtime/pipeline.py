@@ -511,7 +511,7 @@ class Pipeline:
         the first schedule had none), ScheduleError where it cannot run.
         """
         if schedule.positions == self.schedule.positions:  # else it is refused below
-            schedule = carrying(schedule, self.schedule.tensors)
+            schedule = self._spec.recomputing(carrying(schedule, self.schedule.tensors))
         self.options.require_runnable(schedule)
         require_same_stages(schedule, self.schedule, self._spec.schedule.splits_backward)
         self._follow(schedule)

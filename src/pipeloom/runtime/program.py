@@ -82,7 +82,7 @@ class StageProgram:
         reads: edges of the tensors that it reads by name, from earlier stages.
         writes: name of a tensor -> edges to the later stages that read it.
         recomputed: the micro-batches whose F keeps only what R needs.
-        in_blocks: those whose layers are recomputed one by one in their backward.
+        in_blocks: those whose layers, or some of them, are recomputed one by one in their backward.
         offloaded: micro-batch -> the parts that travel of what its backward needs, to host memory and back.
     """
 
@@ -163,8 +163,15 @@ def require_same_stages(schedule: Schedule, current: Schedule, splits_backward: 
 def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram:
     """Return the program of `rank`: its actions, the messages that each waits for and sends, and when receives are posted.
 
-    `schedule` must have passed `check`.
+    `schedule` must have passed `check`. Raises ConfigError for a part of a stage that is recomputed: layers have none.
     """
+    for action in (
+        action for cell in schedule.programs[rank] for action in parts(cell) if action.kind.startswith("R:")
+    ):
+        raise ConfigError(
+            f"{action} recomputes a part of a stage, and layers name no parts: such a schedule can be simulated, not run; "
+            f"nearest: {action.stage}R{action.microbatch}"
+        )
     programs = traffic(schedule)
     entries = programs[rank]
     batches, ahead = None, options.overlap_p2p is not False

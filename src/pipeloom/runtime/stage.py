@@ -226,7 +226,7 @@ class Stage:
                 accepted, read = layers.accepted(at, keywords), {} if names is None else names.read(at)
                 if before_layer is not None:
                     before_layer(name)
-                if name in layers.recomputed or microbatch in program.in_blocks:
+                if microbatch in program.in_blocks and name in layers.recomputed:
                     # Another tensor may be of the memory of one among several, and would change with it in one process.
                     alone = names is None and len(arguments) == 1
                     result = recomputed(

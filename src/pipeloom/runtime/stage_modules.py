@@ -192,7 +192,7 @@ class StageModules:
         names: global names of the layers.
         keywords: for each, the keyword arguments of a step that its forward takes (None: any).
         declared: for each, its named tensors and its losses.
-        recomputed: names of the layers whose forward runs again in the backward.
+        recomputed: names of the layers that a block (R;B) recomputes.
     """
 
     modules: tuple[nn.Module, ...]
@@ -331,7 +331,7 @@ def build_stage(
         accepted = keywords_of(modules[-1])
         declared[-1].require_keywords(accepted)
         keywords.append(None if accepted is None else accepted - declared[-1].reads.keys())
-    recomputed = recompute if isinstance(recompute, frozenset) else names if recompute == "full" else ()
+    recomputed = recompute if isinstance(recompute, frozenset) else names
     return StageModules(tuple(modules), tuple(names), tuple(keywords), tuple(declared), frozenset(recomputed))
 
 

@@ -600,6 +600,7 @@ def _measured_costs(
     """Return each stage's mean F, I and W, in the unit of the times. p2p is 0.
 
     A stage whose backward is never split counts half of B as I and half as W. `backward` is given where a stage has both.
+    The time of a block (R;B) counts as that of B, and so R as 0.
     """
     times: dict[tuple[str, int], list[float]] = {}
     for rank, program in enumerate(schedule.programs):
@@ -609,7 +610,8 @@ def _measured_costs(
             if len(actions) > 1:
                 moments.insert(1, turns[rank][at] if turns else (start + end) / 2)
             for action, begin, stop in zip(actions, moments, moments[1:], strict=False):
-                times.setdefault((action.kind, action.stage), []).append(stop - begin)
+                fused = kind_of(action.kind).fuses
+                times.setdefault((fused[-1] if fused else action.kind, action.stage), []).append(stop - begin)
 
     def mean(kind: str, stage: int) -> float:
         samples = times.get((kind, stage))
@@ -625,6 +627,7 @@ def _measured_costs(
         input_grad=tuple(mean("I", s) for s in stages),
         weight_grad=tuple(mean("W", s) for s in stages),
         backward=whole if any(("B", s) in times and ("I", s) in times for s in stages) else None,
+        recompute=tuple(mean("R", s) if ("R", s) in times else 0.0 for s in stages) if schedule.remade else None,
     )
 
 

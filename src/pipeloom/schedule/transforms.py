@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean
-from pipeloom.schedule.actions import PART, Action, Cell, kind_number, kind_of
+from pipeloom.schedule.actions import PART, SAVED, Action, Cell, kind_number, kind_of
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
 from pipeloom.schedule.model import Program, Schedule, of_schedule, parts
@@ -311,6 +311,17 @@ def recompute(
             yield forward * limit + block[kind] * stride + place
 
     return schedule.with_programs([[cell for code in program for cell in cells(code)] for program in schedule.codes])
+
+
+def recompute_stages(schedule: Schedule, stages: Collection[int]) -> Schedule:
+    """Return `schedule` with the backwards of these stages in blocks, unless another action moves or makes what is saved."""
+    wanted = {(stage, mb) for stage in stages for mb in range(schedule.microbatches)}
+    for action in (part for program in schedule.programs for cell in program for part in parts(cell)) if wanted else ():
+        kind = kind_of(action.kind)
+        saved = any(value.partition(":")[0] == SAVED for value in (*kind.makes, *kind.frees))
+        if saved and not (kind.is_forward or kind.is_backward):
+            wanted.discard((action.stage, action.microbatch))
+    return recompute(schedule, actions=wanted) if wanted else schedule
 
 
 def _require_part(part: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.runtime.batch import split_sizes
 from pipeloom.schedule.families import FAMILIES
+from pipeloom.schedule.transforms import recompute
 from processes import run_ranks
 
 BOUND = 5e-6
@@ -48,11 +49,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "individual": {"transport": "individual"},
     "no receives ahead": {"transport": "individual", "receive_depth": 1, "overlap_p2p": False},
     "deeper": {"transport": "individual", "receive_depth": 5, "deallocate": False},
-    "shapes each": {"transport": "individual", "shapes": "each", "recompute": "full"},
+    "shapes each": {"transport": "individual", "shapes": "each"},
     "batched": {"transport": "batched"},
     "batched, shapes each": {"transport": "batched", "shapes": "each", "checksum": True},
     "shared": {"transport": "shared", "checksum": True},
     "main gradients": {"transport": "shared", "shapes": "each", "deallocate": False, "main_gradients": True},
+}
+RECOMPUTED: dict[str, Callable[[pl.Schedule], pl.Schedule]] = {
+    "nothing": lambda schedule: schedule,
+    "layer by layer": recompute,
+    "stages": lambda schedule: recompute(schedule, whole=True),
 }
 
 
@@ -61,6 +67,7 @@ class Cell(NamedTuple):
     layout: str
     model: str
     option: str
+    recomputed: str = "nothing"
 
     @property
     def shape(self) -> MeshShape:
@@ -68,7 +75,7 @@ class Cell(NamedTuple):
 
     @property
     def schedule(self) -> pl.Schedule:
-        return schedule_of(self.family, self.shape.pp)
+        return RECOMPUTED[self.recomputed](schedule_of(self.family, self.shape.pp))
 
     @property
     def sizes(self) -> list[list[int]]:
@@ -83,6 +90,7 @@ AXES: list[Sequence[str]] = [
     list(LAYOUTS),
     ["blocks", "tied", *AWKWARD, *named_models.CASES],
     list(OPTIONS),
+    list(RECOMPUTED),
 ]
 
 
@@ -112,6 +120,8 @@ def possible(cell: Cell) -> bool:
     try:
         schedule = cell.schedule
     except UsageError:
+        return False
+    if cell.family in OFFLOADED and cell.recomputed != "nothing":
         return False
     return schedule.ranks == cell.shape.pp and schedule.positions <= layer_count(cell.model)
 
@@ -217,7 +227,7 @@ def wanted(cell: Cell) -> tuple[float, dict[str, Tensor], dict[str, float]]:
 def test_every_pair_of_values_has_a_cell() -> None:
     assert {cell.family for cell in CELLS} == {*AXES[0]}
     assert len(CELLS) < 210
-    for first, second in itertools.combinations(range(4), 2):
+    for first, second in itertools.combinations(range(5), 2):
         found = {(cell[first], cell[second]) for cell in CELLS}
         assert len(found) > 0.7 * len(AXES[first]) * len(AXES[second])
 

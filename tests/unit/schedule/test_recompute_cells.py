@@ -117,6 +117,7 @@ def test_parts_by_hand() -> None:
     both = one("0F0", "0R0:norms", "0R0:mlp", "0R0:1/4", "0B0")
     check(both)
     assert simulate(both, costs).ends == ((2, 2.5, 4, 4.375, 8.375),)
+    assert simulate(both, costs).bytes_curves["device"][0][0] == (0, 100 + 4 - 30 - 25)  # no size is known of `mlp`
     assert both.remade == {(0, 0): frozenset({"saved:norms", "saved:mlp", "saved:1/4"})}
     assert [str(cell) for cell in recompute(one("0F0", "0I0", "0W0"), part="mlp").programs[0]] == [
         "0F0",
