@@ -11,7 +11,6 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from functools import lru_cache
 from html import escape
 from importlib import resources
@@ -112,6 +111,7 @@ def _kind(kind: Kind) -> dict[str, Any]:
         },
         "memory": [(value in kind.makes) - (value in kind.frees) for value in (SAVED, PENDING, KEPT)],
         "fuses": kind.fuses,
+        "of_stage": kind.of_stage,
         "duration": kind.time,
         "needs": [[need.value, need.step, need.at_end] for need in kind.needs],
         "makes": kind.makes,
@@ -126,7 +126,11 @@ def _still(timeline: Timeline) -> dict[str, Any] | None:
     """
     schedule = timeline.schedule
     used = {kind_of(action.kind) for program in schedule.programs for cell in program for action in parts(cell)}
-    if not (schedule.has_queues or timeline.costs.bytes or any(set(kind.makes) & set(kind.frees) for kind in used)):
+    if not (
+        schedule.has_queues
+        or timeline.costs.bytes
+        or any(kind.part or set(kind.makes) & set(kind.frees) for kind in used)
+    ):
         return None
     rows = [(rank, COMPUTE) for rank in range(schedule.ranks)]
     rows += [(rank, name) for rank in range(schedule.ranks) for name in queue_names(timeline)[1:]]
@@ -194,8 +198,9 @@ def _pane(timeline: Timeline, unit: tuple[float, str]) -> dict[str, Any]:
 def _costs(timeline: Timeline) -> dict[str, Any]:
     """Return the costs for the page's simulator: a value for each stage, matrices where they were given."""
     costs, stages = timeline.costs, timeline.schedule.stages
+    spread = StageCosts.of(costs, stages)
     return {
-        **asdict(StageCosts.of(costs, stages)),
+        **{kind.time: spread.time_of(kind.time) for kind in kinds() if isinstance(kind.time, str)},
         "activation": costs.per_stage("activation", stages),
         "held": costs.per_stage("held", stages),
         "kept": costs.per_stage("kept", stages),

@@ -16,7 +16,7 @@ from pipeloom.draw.boxes import EntryBox, boxes, byte_curves, nice_step, queue_n
 from pipeloom.draw.figures import assumptions, heading, number, time_unit
 from pipeloom.errors import UsageError, missing_packages, printable
 from pipeloom.schedule import Timeline
-from pipeloom.schedule.actions import COMPUTE, kinds
+from pipeloom.schedule.actions import COMPUTE, kind_of, kinds
 from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.timeline import CAUSES, Cause, plain, timelines_of
@@ -239,7 +239,8 @@ def _panel(sheet: _TimelineSheet, timeline: Timeline, top: float, tooltips: bool
         sheet.text(x, y, word, "f e")
     y += 5
     rows, names, pools = boxes(timeline), queue_names(timeline), byte_curves(timeline)
-    widths = sorted((box.end - box.start) * scale for row in rows for box in row if box.queue == COMPUTE)
+    times = [box.end - box.start for row in rows for box in row if box.queue == COMPUTE]
+    widths = sorted(time * scale for time in times if time > 0)
     typical_width = widths[len(widths) // 10] if widths else 0.0
     size = _number_size(typical_width, timeline.schedule.microbatches)
     edge = min(0.8, 0.12 * typical_width)
@@ -369,7 +370,7 @@ def _numbers(sheet: _TimelineSheet, box: EntryBox, timeline: Timeline, y: float,
     x = sheet.left + (box.start + box.end) / 2 * sheet.scale
     for (top, high), action, chunk in zip(_halves(box, timeline, y), box.actions, box.chunks, strict=True):
         content = str(action.microbatch)
-        if wide >= len(content) * DIGIT * size:
+        if wide >= len(content) * DIGIT * size and not kind_of(action.kind).of_stage:
             ink = palette.ink_on(palette.color(action.kind, chunk, timeline.schedule.chunks))
             baseline = top + high / 2 + 0.36 * size
             sheet.out.append(

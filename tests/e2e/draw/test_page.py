@@ -544,3 +544,12 @@ def test_queues_and_pools_are_drawn_as_simulated_and_cannot_be_edited(running: A
     assert from_json(page.run("() => pipeloom.panes[0].schedule.json()")) == schedule
     assert page.said == []
     page.close()
+
+
+@pytest.mark.parametrize("transform", ["shard=1", "recompute=norms", "recompute"])
+def test_the_page_writes_cells_of_every_form(running: Any, tmp_path: Path, transform: str) -> None:
+    schedule = transformed(pl.schedules.one_f_one_b(2, 3), [transform], pl.Costs())
+    page = Opened(running, tmp_path, pl.simulate(schedule))
+    assert from_json(page.run("() => pipeloom.panes[0].schedule.json()")).programs == schedule.programs
+    assert page.said == []
+    page.close()

@@ -13,6 +13,7 @@ from pipeloom.draw import svg
 from pipeloom.draw.palette import CURVE_COLOUR
 from pipeloom.draw.svg import text_width
 from pipeloom.schedule.files import load
+from pipeloom.schedule.sharding import shard
 
 GOLDEN = DATA / "torch"
 SPACE = {"s": "http://www.w3.org/2000/svg"}
@@ -135,3 +136,12 @@ def test_bytes_are_a_curve_for_each_rank_and_pool_under_the_limit() -> None:
     assert foot - line == 24
     assert "bytes in device and host, the peak at the right, dashed: the limit 20 B" in document
     assert ">10 B<" in document
+
+
+def test_collectives_have_a_lane_and_actions_without_time_leave_the_numbers() -> None:
+    timeline = pl.simulate(shard(pl.schedules.one_f_one_b(2, 4), 1), pl.Costs(gather=1.0, reduce=1.0))
+    document = svg(timeline)
+    assert document.count(">collective<") == 2
+    assert document.count(">3</text>") >= 4
+    for words in ("UNSHARD gather", "RESHARD release", "REDUCE_GRAD sum"):
+        assert f">{words} of the " in document

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from models import WIDTH, Block, batch, mse
-from pipeloom.errors import UsageError
+from pipeloom.errors import ConfigError, UsageError
 from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.runtime import LocalPipeline
 from pipeloom.runtime.offload import HostBuffers, SavedTensors
@@ -132,6 +132,13 @@ def test_a_saved_tensor_that_is_changed_in_place_is_refused() -> None:
     saved.complete()
     with pytest.raises(UsageError, match="was changed in place after the forward that saved it"):
         saved.to_host(1, None)
+
+
+@pytest.mark.parametrize("cells", [("0O0:1/2", "0O0:1/4", "0L0:1/4", "0L0:1/2"), ("0O0:norms", "0L0:norms")])
+def test_parts_of_two_sizes_or_with_a_name_are_refused(cells: tuple[str, ...]) -> None:
+    schedule = Schedule.of([["0F0", *cells, "0B0"]], placement=[0], microbatches=1)
+    with pytest.raises(ConfigError, match="is of the whole, or of one of so many equal parts as the other copies"):
+        LocalPipeline([Block(0)], schedule, loss=mse)
 
 
 def test_buffers_are_used_again_and_never_more_than_at_once() -> None:

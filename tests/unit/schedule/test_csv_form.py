@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,25 @@ def test_our_cells_pass_torch_own_reader_and_validator(name: str) -> None:
     table = {rank: [torch_schedules._Action.from_str(cell) for cell in row.split(",")] for rank, row in enumerate(rows)}
     placed = torch_schedules._validate_schedule(table, 4, schedule.stages, 9)
     assert placed == dict(enumerate(schedule.placement))
+
+
+@pytest.mark.torch_behaviour
+@pytest.mark.parametrize("name", ["interleaved", "zbv", "dualpipev"])
+def test_gathers_by_torchs_rule_are_those_of_torch(name: str) -> None:
+    """And torch reads and writes our cells; it frees several stages at a place in the order of a set."""
+    torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+
+    def sorted_frees(cells: list[str]) -> list[list[str]]:
+        return [sorted(run) for _, run in itertools.groupby(cells, lambda cell: cell.endswith("RESHARD") or cell)]
+
+    schedule = pl.schedules.build(name, 4, 8)
+    ours = to_csv(pl.schedules.transformed(schedule, ["shard-as-torch=2"])).splitlines()
+    for row, sharded in zip(to_csv(schedule).splitlines(), ours, strict=True):
+        actions = [torch_schedules._Action.from_str(cell) for cell in row.split(",")]
+        theirs = [str(action) for action in torch_schedules._add_unshard_reshard(actions, 2)]
+        cells = [str(torch_schedules._Action.from_str(cell)) for cell in sharded.split(",")]
+        assert cells == sharded.split(",")
+        assert sorted_frees([c for c in cells if "REDUCE" not in c]) == sorted_frees(theirs)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,8 @@ def test_1f1b_holds_two_micro_batches_whatever_the_ranks(ranks: int, copy: float
 
 def test_what_is_used_at_once_or_recomputed_stays() -> None:
     last = pl.schedules.one_f_one_b(1, 4)
-    assert pl.schedules.offload(last, Costs(host_bandwidth=1)) == last
+    for costs in (Costs(host_bandwidth=1), Costs()):
+        assert pl.schedules.offload(last, costs) == last
     blocks = transformed(pl.schedules.one_f_one_b(2, 4), ["recompute"])
     assert pl.schedules.offload(blocks) == blocks
 

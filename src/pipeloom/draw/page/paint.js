@@ -1,7 +1,7 @@
 // Drawing of one schedule: on a canvas, or as SVG text through the same calls. Where boxes are narrower than a few pixels
 // every column of pixels gets the mean colour of what runs in it, written straight into the pixels.
 
-const GUTTER = 62, RIGHT = 34, RULER = 38, MOST_ROW = 110;
+const GUTTER = 62, RIGHT = 44, RULER = 38, MOST_ROW = 110;
 /** The least height of a row: a few ranks have room for their numbers, hundreds fit into a window. */
 const leastRow = (ranks) => (ranks <= 16 ? 18 : ranks <= 64 ? 11 : 7);
 const MOST_BOXES = 5000; // more boxes, and boxes of less than 4 pixels, are drawn as columns of pixels: 5,000 boxes take 10 ms
@@ -300,7 +300,7 @@ class Drawing {
         codes.forEach((code, half) => {
           const top = y + half * part;
           painter.rect(x, top, width - edge, part - (half + 1 < codes.length ? 0.5 : 0), colour(code));
-          if (width > 6 && part >= 8) texts.push([code, x + (width - edge) / 2, top, part, width - edge]);
+          if (width > 6 && part >= 8 && !schedule.kindOf(code).of_stage) texts.push([code, x + (width - edge) / 2, top, part, width - edge]);
         });
         if (Math.abs(off) > 0.05) {
           const tint = off > 0 ? theme.late : theme.early, strength = Math.min(1, 0.35 + Math.abs(off));

@@ -99,13 +99,16 @@ class Schedule {
   }
 
   text(code) {
-    const { letter, fuses } = this.kindOf(code);
+    const { letter, fuses, of_stage: ofStage } = this.kindOf(code), [whole, part] = letter.split(":");
+    if (ofStage) return `${this.stageOf(code)}${letter}`;
+    if (part) return `${this.stageOf(code)}${whole}${this.microbatchOf(code)}:${part}`;
     const texts = (fuses.length ? fuses : [letter]).map((each) => `${this.stageOf(code)}${each}${this.microbatchOf(code)}`);
     return fuses.length ? `(${texts.join(";")})` : texts[0];
   }
 
   words(code) {
-    const { letter, fuses } = this.kindOf(code);
+    const { letter, fuses, of_stage: ofStage } = this.kindOf(code);
+    if (ofStage) return `${letter} of stage ${this.stageOf(code)}`;
     return `${fuses.join(";") || letter} of stage ${this.stageOf(code)}, micro-batch ${this.microbatchOf(code)}`;
   }
 
