@@ -257,6 +257,7 @@ class ParallelSection(Section):
     tp: Degree
     cp: Workers
     cp_exchange: ExchangeName
+    zero: Annotated[int, Field(ge=0, le=3)]
     sp: bool
     ep: Workers
     ep_nodes: Workers

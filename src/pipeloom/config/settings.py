@@ -84,7 +84,7 @@ def load_layout(
         raise ConfigError(problems)
     sizes: list[str] = []
     if not any(key.startswith("parallel") for key in wrong):
-        resolved, sizes = _computed(resolved, world_size)
+        resolved, sizes = _computed(_sharded(resolved), world_size)
     folders = {key: _folder(merged.origins.get(key, ""), folder) for key in CODE_KEYS}
     try:
         layout, more = examine(
@@ -289,6 +289,21 @@ def _validate(merged: Merged) -> tuple[Config | None, dict[str, str], Config | N
         return None, problems, Config.model_validate(repaired)
     except ValidationError:
         return None, problems, None
+
+
+_ZERO = {2: "reduce-gradients=1", 3: "shard=2"}
+
+
+def _sharded(config: Config) -> Config:
+    """Return `config` with what its ZeRO level stands for: a sharded optimizer, and a transform where none says more."""
+    level, transforms = config.parallel.zero, config.schedule.transforms
+    if level == 0:
+        return config
+    shards = any(name.startswith(("shard", "reduce-gradients")) for name in transforms)
+    more = () if shards or level not in _ZERO else (_ZERO[level],)
+    optimizer = config.optimizer.model_copy(update={"zero1": True})
+    schedule = config.schedule.model_copy(update={"transforms": (*transforms, *more)})
+    return config.model_copy(update={"optimizer": optimizer, "schedule": schedule})
 
 
 def _axes(config: Config) -> dict[str, int]:

@@ -132,7 +132,6 @@ def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None) -> 
     """
     layout = prediction.layout
     refused = {
-        f"zero={layout.zero}": layout.zero > 1,
         f"recompute={layout.recompute}": layout.recompute not in ("none", "full"),
     } | ({} if source else _not_trained(shape))
     if wrong := [what for what, applies in refused.items() if applies]:
@@ -147,6 +146,7 @@ def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None) -> 
             "dp": layout.dp,
             "tp": layout.tp,
             "cp": layout.cp,
+            "zero": layout.zero,
             "sp": layout.tp > 1,
             "ep": layout.ep,
             "stages": layout_string(prediction.stages),
@@ -160,7 +160,6 @@ def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None) -> 
             "device": "cuda",
             "recompute": layout.recompute,
         },
-        "optimizer": {"zero1": layout.zero == 1},
     }
     return "\n".join(
         line
