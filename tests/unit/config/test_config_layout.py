@@ -160,7 +160,13 @@ def test_too_few_micro_batches_are_said_to_leave_ranks_idle() -> None:
 
 @pytest.mark.parametrize(
     ("level", "given", "transforms"),
-    [(0, (), ()), (1, (), ()), (2, (), ("reduce-gradients=1",)), (3, (), ("shard=2",)), (3, ("shard=3",), ("shard=3",))],
+    [
+        (0, (), ()),
+        (1, (), ()),
+        (2, (), ("reduce-gradients=1",)),
+        (3, (), ("shard=2",)),
+        (3, ("shard=3",), ("shard=3",)),
+    ],
 )
 def test_a_zero_level_is_a_sharded_optimizer_and_a_transform(level, given, transforms):
     keys = {"parallel.dp": 2, "parallel.zero": level, "schedule.transforms": list(given), "train.global_batch_size": 36}
