@@ -83,7 +83,7 @@ def gradients_are_there() -> None:
 def check_values() -> None:
     """A value is there when it is needed, made once, and freed where it can be; also across stages and queues."""
     pl.register_kind(pl.Kind("D", "drop", needs=(Need("saved"),), makes=("kept apart",), frees=("saved",)))
-    pl.register_kind(pl.Kind("L", "load", makes=("saved",), frees=("kept apart",), queue="in", time=2.0))
+    pl.register_kind(pl.Kind("LOAD", "load", makes=("saved",), frees=("kept apart",), time=2.0))
     pl.register_kind(
         pl.Kind("HASH", "hash of gradients", (Need("weight gradient"),), ("hash",), queue="host", time=4.0)
     )
@@ -97,11 +97,13 @@ def check_values() -> None:
     with pytest.raises(
         pl.ScheduleError, match=r"action 1: 0D0 needs what is saved of stage 0 micro-batch 0, .*0F0 or 0R0 or 0L0"
     ):
-        checked("0F0", "0D0", "0L0", "0B0")  # 0L0 makes what is saved, so 0F0 does not leave it
+        checked("0F0", "0D0", "0LOAD0", "0B0")  # 0LOAD0 makes what is saved, so 0F0 does not leave it
     with pytest.raises(pl.ScheduleError, match="0B0 needs what is saved"):
         checked("0F0", "0D0", "0B0")
     pl.register_kind(pl.Kind("MARK", "mark", makes=("kept apart",)))
-    with pytest.raises(pl.ScheduleError, match="nothing frees what is kept apart, which 0MARK0 leaves"):
+    with pytest.raises(
+        pl.ScheduleError, match="nothing frees what is kept apart of stage 0 micro-batch 0, which 0MARK0 leaves"
+    ):
         checked("0F0", "0MARK0", "0B0")
     # The hash of micro-batch 0 begins when the gradients exist and computation goes on beside it; the next one waits for it.
     timeline = checked("0F0", "0F1", "0B0", "0HASH0", "0B1", "0HASH1", microbatches=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from pipeloom.ops.deferred import WeightGradContext
 from pipeloom.runtime.layer_bytes import LayerBytes
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes
 from pipeloom.train.report import layer_times as module
+from pipeloom.train.report import link_times as links
 from pipeloom.train.report.layer_times import LayerTimes, Sample, SegmentTimes, layer_times
 from pipeloom.train.report.link_times import LinkTimes
 from pipeloom.train.report.rehearse import Clock, EmulatedLayer
@@ -53,6 +56,38 @@ def test_segments_take_the_time_of_their_own_f_i_and_w(monkeypatch):
     assert steps == [(name, *times[name]) for name in ("experts", "attention")]
 
 
+def test_a_block_is_its_experts_and_the_rest_without_the_first_run(monkeypatch):
+    factors = iter((100.0, 1.0, 3.0))
+
+    def run(*_):
+        factor = next(factors)
+        return [(name, *(factor * n for n in (1, 2, 4))) for name in ("mixture", "experts", "attention")]
+
+    monkeypatch.setattr(module, "_segments_one_by_one", run)
+    keys = {"model.num_experts": 4, "model.num_experts_per_tok": 2, "model.moe_layer_freq": [0, 1, 1, 0]}
+    measured = module.segment_times(load_layout("tiny", keys, world_size=0), torch.device("cpu"), 2)
+    assert measured.experts == ((2, 1), (4, 2), (8, 4))
+    assert measured.attention == ((4, 2), (8, 4), (16, 8))
+    assert (measured.layers, measured.rows) == (
+        2,
+        2 * 16 * 2 * 32 * 4,
+    )  # 2 x 16 tokens, to 2 experts, of width 32 in fp32
+
+
+def test_the_slowest_process_counts_and_pairs_are_apart(monkeypatch):
+    def row(operation, ranks, *seconds):
+        return LinkTimes("pp", operation, ranks, (1, 2), tuple(Sample(each, 0) for each in seconds))
+
+    others = [row("send", (0, 1), 2, 5), row("send", (1, 2), 9, 9), row("all-gather", (2, 3), 1, 8)]
+    mine = [row("send", (0, 1), 3, 4), row("all-gather", (0, 1), 2, 7)]
+    monkeypatch.setattr(links, "all_gather_json", lambda rows, group: [rows, [asdict(each) for each in others]])
+    assert links._slowest(mine) == [
+        row("send", (0, 1), 3, 5),
+        row("all-gather", (0, 1), 2, 8),
+        row("send", (1, 2), 9, 9),
+    ]
+
+
 def test_a_link_has_a_latency_and_a_bandwidth():
     link = LinkTimes("pp", "send", (0, 1), (1_000, 1_001_000), (Sample(0.5, 0), Sample(2.5, 0)))
     assert (link.latency, link.bandwidth) == (0.5, 500_000)
@@ -73,7 +108,7 @@ def profile_of(links):
 def test_stage_costs_are_sums_over_their_layers_in_the_order_of_the_schedule():
     layout = load_layout("tiny", {"schedule.name": "zbv", "schedule.microbatches": 4}, world_size=0)
     slow, fast = (
-        LinkTimes("pp", "send", (rank, rank + 1), (0, 100), (Sample(latency, 0), Sample(latency + 1, 0)))
+        LinkTimes("pp", "send", (rank, rank + 1), (0, 100), (Sample(latency, 0), Sample(2 * latency, 0)))
         for rank, latency in enumerate((3.0, 1.0))
     )
     talk = LinkTimes("ep", "all-to-all", (0, 1), (0, 100), (Sample(0.5, 0), Sample(1.5, 0)))
@@ -85,7 +120,7 @@ def test_stage_costs_are_sums_over_their_layers_in_the_order_of_the_schedule():
     assert [costs[name] for name in ("input_grad", "weight_grad", "backward", "recompute")] == [
         tuple(factor * each for each in (11, 10, 10, 110)) for factor in (2, 3, 4, 5)
     ]
-    assert (costs["p2p"], costs["bandwidth"], costs["message"]) == (3.0, 100, 2 * 16 * 32 * 4)
+    assert (costs["p2p"], costs["bandwidth"], costs["message"]) == (3.0, 100 / 3, 2 * 16 * 32 * 4)
     sizes = dict(costs["bytes"])
     assert sizes["pending"] == (100, 200, 300, 900)
     assert form["segments"] == {
