@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from paths import ROOT
 
 SOURCE = ROOT / "src" / "pipeloom"
-MOST = 70
+MOST = 58
 OF_TORCH = frozenset(
     {"_version", "_buffers", "_parameters", "_modules"}
 )  # also where a class of ours has the same name

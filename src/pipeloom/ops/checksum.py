@@ -1,4 +1,4 @@
-"""Comparison of tensors: checksums of their bits, computed on their device, and the number of changes in place.
+"""Comparison of tensors: checksums of their bits, computed on their device, the number of changes in place, and storages.
 
 Equal tensors have equal checksums, and a flipped bit changes them.
 """
@@ -19,6 +19,12 @@ def version_of(tensor: Tensor) -> int:
     """Return how often the tensor's memory was changed in place; 0 for one made in inference mode, where it is not counted."""
     # torch has no public name for the counter with which autograd itself finds such changes.
     return 0 if tensor.is_inference() else tensor._version
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that tensors of one storage share, as long as one of them lives."""
+    # The address of the storage object: the public one, of its memory, is 0 on the meta device.
+    return int(tensor.untyped_storage()._cdata)
 
 
 @torch.no_grad()

@@ -7,8 +7,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
+
+# The modes that see every operation, and the tree of its arguments, have no public home.
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from pipeloom.ops.checksum import storage_key
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -38,24 +42,21 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def counts(self, tensor: torch.Tensor) -> bool:
         """Return whether the storage of `tensor` is one of those that are counted."""
-        return tensor.untyped_storage()._cdata in self._known
+        return storage_key(tensor) in self._known
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        given = {
-            value.untyped_storage()._cdata
-            for value in tree_leaves((arguments, keywords))
-            if isinstance(value, torch.Tensor)
-        }
+        given = {storage_key(value) for value in tree_leaves((arguments, keywords)) if isinstance(value, torch.Tensor)}
         result = function(*arguments, **(keywords or {}))
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor) and value.is_meta == self._meta:
                 storage = value.untyped_storage()
                 if not storage.resizable():
                     continue  # a view of a mapped file: pages that the kernel can drop
-                if storage._cdata not in given and storage._cdata not in self._known and storage.nbytes():
-                    self._known[storage._cdata] = storage.nbytes()
+                key = storage_key(value)
+                if key not in given and key not in self._known and storage.nbytes():
+                    self._known[key] = storage.nbytes()
                     self.now += storage.nbytes()
-                    weakref.finalize(storage, self._freed, storage._cdata)
+                    weakref.finalize(storage, self._freed, key)
         self.peak = max(self.peak, self.now)
         return result
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from pipeloom.ops.checksum import storage_key
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients, run_backward
 from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.ops.segments import carries
@@ -73,7 +74,7 @@ def measured_layer(
     given, saved = _storages(tensors_in(inputs)), dict[int, float]()
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage()._cdata in given or live.counts(tensor):
+        if storage_key(tensor) in given or live.counts(tensor):
             saved.update(_storages((tensor,)))
         return tensor
 
@@ -114,8 +115,7 @@ def measured_layer(
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, float]:
     """Return the bytes of each storage of `tensors` once."""
-    # The address of the object: that of the memory is 0 on the meta device.
-    return {(storage := tensor.untyped_storage())._cdata: float(storage.nbytes()) for tensor in tensors}
+    return {storage_key(tensor): float(tensor.untyped_storage().nbytes()) for tensor in tensors}
 
 
 def stage_bytes(schedule: Schedule, spans: Sequence[Sequence[LayerBytes]]) -> dict[str, tuple[float, ...]]:

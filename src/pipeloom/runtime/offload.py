@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import UsageError
-from pipeloom.ops.checksum import version_of
+from pipeloom.ops.checksum import storage_key, version_of
 
 
 class HostBuffers:
@@ -118,12 +118,10 @@ class SavedTensors:
         expected: int = 0,
     ) -> None:
         self._held = {
-            value.untyped_storage()._cdata
-            for value in held
-            if isinstance(value, Tensor) and value.layout is torch.strided
+            storage_key(value) for value in held if isinstance(value, Tensor) and value.layout is torch.strided
         }
         self._device = device
-        self._buffers = buffers
+        self._host_buffers = buffers
         self._travel = parts
         self._expected = expected
         self._order: list[_Storage] = []  # those of no complete part
@@ -177,7 +175,7 @@ class SavedTensors:
                 stream.wait_event(self._marks[part])
             for storage in moving:
                 assert storage.data is not None
-                storage.host = self._buffers.take(storage.size)
+                storage.host = self._host_buffers.take(storage.size)
                 storage.host.copy_(storage.data, non_blocking=True)
                 if stream is None:
                     storage.data = None
@@ -199,7 +197,7 @@ class SavedTensors:
                 if stream is not None and self._computing is not None:
                     stream.synchronize()
                     data.record_stream(self._computing)
-                self._buffers.give_back(storage.host)
+                self._host_buffers.give_back(storage.host)
                 storage.data, storage.host, data = data, None, torch.empty(0)
                 storage.back.set()
 
@@ -233,7 +231,7 @@ class SavedTensors:
         plain = type(alias) is Tensor and alias.layout is torch.strided and alias.device.type == self._device.type
         if not plain or alias.is_conj() or alias.is_neg() or not alias.untyped_storage().nbytes():
             return alias
-        key = alias.untyped_storage()._cdata
+        key = storage_key(alias)
         if key in self._held:
             return alias
         with self._lock:
