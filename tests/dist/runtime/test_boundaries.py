@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import pipeloom as pl
-from models import WIDTH, Block, batch, blocks, gradients, mse, serial, worst
+from models import Block, batch, blocks, gradients, mse, serial, worst
 from pipeloom.errors import UsageError
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from processes import run_ranks
