@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import pipeloom as pl
-from models import WIDTH, Block, batch, blocks, gradients, mse, serial, worst
+from models import Block, batch, blocks, gradients, mse, serial, worst
 from pipeloom.errors import UsageError
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from processes import run_ranks
@@ -60,16 +60,6 @@ class Scaled(Block):
 class Dictionary(Block):
     def forward(self, x: Tensor) -> Any:  # type: ignore[override]
         return {"hidden": x}
-
-
-class Normed(nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.block = Block(seed)
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.block(x).flatten(0, 1)).view(x.shape)
 
 
 def compare(pipeline: Any, layers: list[Layer], inputs: Any, targets: Tensor, sizes: list[int]) -> tuple[float, float]:
@@ -203,23 +193,6 @@ def test_a_dictionary_is_refused_with_the_layer() -> None:
     inside = LocalPipeline(layers, S.gpipe(1, 2), loss=mse)
     with pytest.raises(UsageError, match="layer 'head' returned dict"):
         inside.step(*batch(4))
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
-def test_counters_advance_once_a_microbatch(schedule: pl.Schedule) -> None:
-    built = [Normed(i) for i in range(4)]
-    layers = [Layer(f"layer{i}", lambda module=module: module) for i, module in enumerate(built)]
-    pipeline = LocalPipeline(layers, schedule, loss=mse, stages=spread(schedule))
-    x, y = batch(2 * schedule.microbatches)
-    pipeline.step(x, y)
-    other = [Normed(i) for i in range(4)]
-    for part in x.split(2):
-        for module in other:
-            part = module(part)
-    for mine, theirs in zip(built, other, strict=True):
-        assert mine.norm.num_batches_tracked.item() == schedule.microbatches
-        assert torch.allclose(mine.norm.running_mean, theirs.norm.running_mean, atol=1e-6)
 
 
 class Watched(Block):

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from awkward import MODELS
-from test_boundaries import SPLIT, Normed
+from test_boundaries import SPLIT
+from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import _Action, _validate_schedule
 from torch_runtime import TorchPipeline
 
 import pipeloom as pl
-from models import batch, blocks, serial, worst
+from models import WIDTH, Block, batch, blocks, serial, worst
 from pipeloom.errors import ScheduleError
 from pipeloom.schedule.csv_form import from_csv
 from processes import run_ranks
@@ -25,6 +26,16 @@ from processes import run_ranks
 S = pl.schedules
 GPIPE = S.gpipe(2, 4)
 pytestmark = [pytest.mark.torch_behaviour]
+
+
+class Normed(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.block = Block(seed)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.block(x).flatten(0, 1)).view(x.shape)
 
 
 def quiet_failures(rank: int, folder: Path) -> dict[str, Any]:

@@ -147,30 +147,26 @@ def test_workers_that_ignore_sigterm_are_killed(tmp_path: Path) -> None:
     assert not alive(int((tmp_path / "1").read_text()))
 
 
-@pytest.mark.parametrize("end", ["sys.exit(75)", "sys.exit(0)"])
-def test_sigterm_is_forwarded_and_waited_for(tmp_path: Path, end: str) -> None:
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [("sys.exit(75)", 75), ("sys.exit(0)", 0), (None, 75)],
+    ids=["stopped", "at its end", "before the workers listen"],
+)
+def test_sigterm_is_forwarded_and_waited_for(tmp_path: Path, end: str | None, expected: int) -> None:
     code = f"""
     def stop(number, frame):
         time.sleep(0.3)
         {end}
-    signal.signal(signal.SIGTERM, stop)
-    pathlib.Path({str(tmp_path)!r}, str(rank)).write_text(str(os.getpid()))
+    signal.signal(signal.SIGTERM, {"stop" if end else "signal.SIG_DFL"})
+    pathlib.Path({str(tmp_path)!r}, str(rank)).write_text('x')
     time.sleep(60)
     """
     launcher = start_launcher(code)
     assert wait_for(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"))
     launcher.send_signal(signal.SIGTERM)
     _, err = launcher.communicate(timeout=20)
-    assert launcher.returncode == (75 if "75" in end else 0)
-    assert err == ""
-
-
-def test_sigterm_before_the_workers_listen_is_preemption_too(tmp_path: Path) -> None:
-    launcher = start_launcher(f"pathlib.Path({str(tmp_path)!r}, str(rank)).write_text('x'); time.sleep(60)")
-    assert wait_for(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"))
-    launcher.send_signal(signal.SIGTERM)
-    launcher.communicate(timeout=20)
-    assert launcher.returncode == 75
+    assert launcher.returncode == expected
+    assert err == "" or end is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the workers on Linux")
