@@ -52,7 +52,7 @@ def test_segments_take_the_time_of_their_own_f_i_and_w(monkeypatch):
     layer = EmulatedLayer(clock, LayerSegments(times["attention"], times["experts"]))
     layer.set_weight_grad_context(context)
     computations = [segment for segment in layer.segments() if segment.name in times]
-    steps = list(module._segments_one_by_one(computations, torch.ones(2), context, torch.device("cpu")))
+    steps = list(module.segments_one_by_one(computations, torch.ones(2), context, torch.device("cpu")))
     assert steps == [(name, *times[name]) for name in ("experts", "attention")]
 
 
@@ -63,7 +63,7 @@ def test_a_block_is_its_experts_and_the_rest_without_the_first_run(monkeypatch):
         factor = next(factors)
         return [(name, *(factor * n for n in (1, 2, 4))) for name in ("mixture", "experts", "attention")]
 
-    monkeypatch.setattr(module, "_segments_one_by_one", run)
+    monkeypatch.setattr(module, "segments_one_by_one", run)
     keys = {"model.num_experts": 4, "model.num_experts_per_tok": 2, "model.moe_layer_freq": [0, 1, 1, 0]}
     measured = module.segment_times(load_layout("tiny", keys, world_size=0), torch.device("cpu"), 2)
     assert measured.experts == ((2, 1), (4, 2), (8, 4))
@@ -81,7 +81,7 @@ def test_the_slowest_process_counts_and_pairs_are_apart(monkeypatch):
     others = [row("send", (0, 1), 2, 5), row("send", (1, 2), 9, 9), row("all-gather", (2, 3), 1, 8)]
     mine = [row("send", (0, 1), 3, 4), row("all-gather", (0, 1), 2, 7)]
     monkeypatch.setattr(links, "all_gather_json", lambda rows, group: [rows, [asdict(each) for each in others]])
-    assert links._slowest(mine) == [
+    assert links.slowest(mine) == [
         row("send", (0, 1), 3, 5),
         row("all-gather", (0, 1), 2, 8),
         row("send", (1, 2), 9, 9),

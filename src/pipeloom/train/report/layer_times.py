@@ -157,7 +157,7 @@ def segment_times(layout: Layout, device: torch.device, repeats: int) -> Segment
     for repeat in range(repeats + 1):
         times = {name: [0.0, 0.0, 0.0] for name in sums}
         segments = module.segments(microbatch=MicrobatchContext(samples=samples))  # type: ignore[operator]
-        for name, *three in _segments_one_by_one(segments, x, context, device):
+        for name, *three in segments_one_by_one(segments, x, context, device):
             each = times["experts" if name == "experts" else "attention"]
             each[:] = [total + seconds for total, seconds in zip(each, three, strict=True)]
         if repeat:
@@ -168,7 +168,7 @@ def segment_times(layout: Layout, device: torch.device, repeats: int) -> Segment
     return SegmentTimes(len(blocks), middles["attention"], middles["experts"], rows)  # type: ignore[arg-type]
 
 
-def _segments_one_by_one(
+def segments_one_by_one(
     segments: Sequence[Any], x: Tensor, context: WeightGradContext, device: torch.device
 ) -> Iterator[tuple[str, float, float, float]]:
     """Run the segments forward and backward, each with a graph of its own; yield (name, F, I, W), the last one first."""

@@ -101,7 +101,7 @@ def link_times(mesh: Mesh | None, device: torch.device, repeats: int) -> list[Li
         axes = {name: getattr(mesh, name) for name in ("dp", "ep", "tp")}
     rows = [row for name, axis in lines.items() for row in _messages(name, axis, device, repeats)]
     rows += [row for name, axis in axes.items() if axis.size > 1 for row in _collectives(name, axis, device, repeats)]
-    return _slowest(rows)
+    return slowest(rows)
 
 
 def _messages(name: str, axis: Axis, device: torch.device, repeats: int) -> Iterator[LinkTimes]:
@@ -171,7 +171,7 @@ def _timed(call: Callable[[], Any], device: torch.device, repeats: int) -> list[
     return seconds[_WARM_UP:]
 
 
-def _slowest(rows: Sequence[LinkTimes]) -> list[LinkTimes]:
+def slowest(rows: Sequence[LinkTimes]) -> list[LinkTimes]:
     """Return one row per axis, operation and, of messages, pair on the axis: for each size the slowest of all processes.
 
     Collective.
