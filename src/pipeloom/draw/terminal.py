@@ -208,8 +208,14 @@ def _figures(timeline: Timeline, width: int, bound: bool) -> str:
         columns.append(f"bytes in {pool}")
         rows = [[*row, size_words(peak)] for row, peak in zip(rows, peaks, strict=True)]
     wide = [max(len(row[at]) for row in [columns, *rows]) for at in range(len(columns))]
-    table = ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, wide, strict=True)) for row in [columns, *rows]]
-    return "\n".join([*lines, "", *(line[:width] for line in table)])
+    blocks = [[0]]  # columns that do not fit beside the others stand below them, behind the ranks again
+    for at in range(1, len(columns)):
+        if sum(wide[column] + 2 for column in (*blocks[-1], at)) - 2 > width and len(blocks[-1]) > 1:
+            blocks.append([0])
+        blocks[-1].append(at)
+    for block in blocks:
+        lines += ["", *("  ".join(f"{row[at]:>{wide[at]}}" for at in block)[:width] for row in [columns, *rows])]
+    return "\n".join(lines)
 
 
 # -- the grid: each rank's boxes on columns ---------------------------------------------------------------------------------
