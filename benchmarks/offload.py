@@ -52,7 +52,7 @@ def step_bytes(pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> int:
         with live:
             run(thread)
 
-    threading.Thread.run = counted  # type: ignore[method-assign]
+    threading.Thread.run = counted  # type: ignore[method-assign, assignment]
     try:
         with live:
             pipeline.step(inputs, targets)
@@ -82,7 +82,8 @@ def worker(rank: int, schedules: list[Schedule], width: int, turns: int) -> dict
     allocated = [step_bytes(pipeline, inputs, targets) for pipeline in pipelines]
     standing = sum(2 * parameter.nbytes for parameter in pipelines[0].parameters())
     gradients = [[parameter.grad for parameter in pipeline.parameters()] for pipeline in pipelines]
-    same = all(torch.equal(a, b) for other in gradients[1:] for a, b in zip(gradients[0], other, strict=True))
+    pairs = [pair for other in gradients[1:] for pair in zip(gradients[0], other, strict=True)]
+    same = all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
     return {"seconds": seconds, "bytes": allocated, "standing": standing, "same": same}
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,8 +14,6 @@ import pipeloom as pl
 pytestmark = pytest.mark.core
 
 SIZES = "--ranks 2 --microbatches 4"
-
-
 
 
 def test_a_slow_stage_is_measured_named_and_drawn(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import transformers
 from safetensors.torch import save_file
 
 from hf_families import MODEL_FAMILIES, make_batch
-from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.cli import app
 from pipeloom.config.hub import VERIFIED_FAMILIES
 from pipeloom.errors import ConfigError, UsageError
@@ -21,6 +20,7 @@ from pipeloom.models import cross_entropy, hf
 from pipeloom.models.hf import weights
 from pipeloom.models.hf.parts import TransposedLinear
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
+from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.runtime import LocalPipeline
 from pipeloom.train.hub.families import SCHEDULES, VARIANTS, Variant, compare, verify_family
 from processes import run_ranks

@@ -36,7 +36,8 @@ def spread(rank: int, family: str, exchange: Exchange, packed: bool) -> list[flo
     right = dict(one.named_parameters())
     for name, parameter in pipeline.named_parameters():
         want = right[name].grad
-        assert parameter.grad is not None and want is not None
+        assert parameter.grad is not None
+        assert want is not None
         errors.append(float((parameter.grad - want).abs().max() / want.abs().max().clamp_min(1e-6)))
     pipeline.close()
     return errors

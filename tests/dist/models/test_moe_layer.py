@@ -139,7 +139,10 @@ def in_a_pipeline(rank: int, grouped: bool) -> None:
 def in_pairs(rank: int) -> None:
     """In overlapped pairs the all-to-alls are waited for outside of the layers, and every gradient stays."""
     group = dist.group.WORLD
-    for schedule in (pl.schedules.build("dualpipev", 2, MICROBATCHES), pl.schedules.build("1f1b-overlap", 2, MICROBATCHES)):
+    for schedule in (
+        pl.schedules.build("dualpipev", 2, MICROBATCHES),
+        pl.schedules.build("1f1b-overlap", 2, MICROBATCHES),
+    ):
         pipeline = LocalPipeline(blocks(4, parallel=ExpertParallel.of(group)), schedule, loss=mean)
         assert pipeline.schedule.has_pairs
         loss = pipeline.step(*batch(rank))
@@ -193,9 +196,7 @@ def test_experts_are_drawn_as_in_one_process_and_must_divide_the_ranks() -> None
 
 def test_loads_and_a_shared_expert_with_its_gate() -> None:
     shared, gate = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 1)
-    layer = MoELayer(
-        TopKGate(GateShape(HIDDEN, EXPERTS)), expert, shared_expert=shared, shared_expert_gate=gate
-    )
+    layer = MoELayer(TopKGate(GateShape(HIDDEN, EXPERTS)), expert, shared_expert=shared, shared_expert_gate=gate)
     x = torch.randn(3, 7, HIDDEN)
     out = layer(x)
     assert take_loads(layer.gate)[:-1].sum() == 3 * 7 * 2

@@ -8,14 +8,14 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import moe_steps
 import pytest
 import torch
-from layouts import worst
-from moe_steps import Way, mesh_of, model, serial, step_on
 from torch import nn
 from torch.nn import functional as F
 
+import moe_steps
+from layouts import worst
+from moe_steps import Way, mesh_of, model, serial, step_on
 from pipeloom.config import ModelSection
 from pipeloom.models import MoeClasses, layers, moe
 from pipeloom.models.gate import TopKGate

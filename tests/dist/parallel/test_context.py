@@ -59,7 +59,15 @@ def test_attention_over_ranks_is_that_of_one_process(ranks: int, exchange: Excha
 def layer_on_ranks(rank: int) -> list[float]:
     """The errors of a layer's output and input gradient, with its rotary positions and norms of heads, packed and not."""
     context = ContextParallel(Axis((0, 1), rank, torch.distributed.group.WORLD))
-    shape = DecoderShape(vocab_size=9, num_hidden_layers=1, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=8, qk_norm=True)
+    shape = DecoderShape(
+        vocab_size=9,
+        num_hidden_layers=1,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=8,
+        qk_norm=True,
+    )
     torch.manual_seed(1)
     one = Attention(shape).double()
     spread = Attention(shape, context=context).double()
@@ -71,7 +79,8 @@ def layer_on_ranks(rank: int) -> list[float]:
         want, got = one(whole, ids), spread(here, ids)
         want.square().sum().backward()
         got.square().sum().backward()
-        assert whole.grad is not None and here.grad is not None
+        assert whole.grad is not None
+        assert here.grad is not None
         for a, b in ((want, got), (whole.grad, here.grad)):
             errors.append(float((context.part(a) - b).abs().max()))
     return errors

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 
 from pipeloom.config import MeshShape
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
-from pipeloom.parallel.buckets import Bucket, BucketParameter
-from pipeloom.parallel.data import AFTER_TIES, GradientSync, Reducer, Reduction, allreduce_gradients
+from pipeloom.parallel.buckets import BucketParameter
+from pipeloom.parallel.data import AFTER_TIES, GradientSync, allreduce_gradients
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding, Shard
 from processes import run_ranks

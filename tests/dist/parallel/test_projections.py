@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import tensor_parallel
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipeloom as pl
+from layouts import tensor_parallel
 from pipeloom import checkpoint
 from pipeloom.errors import ArgumentError, UsageError
 from pipeloom.mesh_shape import MeshShape
-from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
 from pipeloom.models.lora import AdaptedLinear
+from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.sharding import ParameterSharding, Shard, from_plain, join, shard_of, shardings_of, to_plain
 from pipeloom.parallel.tensor import (
@@ -31,8 +31,8 @@ from pipeloom.parallel.tensor import (
 )
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.train.checkpoint.boxes import Box
-from pipeloom.train.checkpoint.reader import Reader
 from pipeloom.train.checkpoint.manifest import read_manifest
+from pipeloom.train.checkpoint.reader import Reader
 from processes import run_ranks
 
 WIDTH, HEAD, LENGTH, BATCHES = 8, 2, 8, (2, 3)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from layouts import model
 
 import pipeloom as pl
+from layouts import model
 from pipeloom.config import MeshShape
 from pipeloom.models import layers, tied, token_loss
 from pipeloom.parallel.mesh import Mesh

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import LENGTH, Way, batch, model, step, tensor_parallel
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from layouts import LENGTH, Way, batch, model, step, tensor_parallel
 from pipeloom.errors import UsageError
 from pipeloom.models import cross_entropy
 from pipeloom.parallel.mesh import Axis

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import nn
 
 import pipeloom as pl
 from models import batch, blocks, gradients, mse, serial, worst
 from pipeloom.errors import ConfigError, ScheduleError
-from pipeloom.ops.deferred import WeightGradQueue
 from pipeloom.parallel.mesh import PipelineMesh
-from pipeloom.runtime import LocalPipeline, Pipeline
+from pipeloom.runtime import Pipeline
 from processes import run_ranks
 
 pytestmark = pytest.mark.core
@@ -99,4 +97,3 @@ def test_a_pipeline_without_split_backwards_does_not_learn_them() -> None:
     pipeline = Pipeline(blocks(2), S.one_f_one_b(1, 4), loss=mse, mesh=PipelineMesh.of([0]))
     with pytest.raises(ConfigError, match="without split backwards"):
         pipeline.adopt(S.zb_h1(1, 4))
-

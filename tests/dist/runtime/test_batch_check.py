@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from models import WIDTH, batch, mse
-from pipeloom.errors import ConfigError, DistributedError
+from pipeloom.errors import DistributedError
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
@@ -101,4 +101,3 @@ def test_when_a_comparison_is_due(ranks: int, every: int, steps: list[int]) -> N
 
     check = BatchCheck(OfShape(), every)  # type: ignore[arg-type]
     assert [step for step in range(8) if check.due()] == steps
-

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import MODELS, First, Unused, chain
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import pipeloom as pl
+from awkward import MODELS, First, Unused, chain
 from models import Block, batch, blocks, gradients, mse, serial, worst
 from pipeloom.errors import UsageError
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions

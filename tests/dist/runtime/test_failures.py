@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dying import End, mark, run_until_dead, seconds_of
 from torch import Tensor
 
 import pipeloom as pl
+from dying import End, mark, run_until_dead, seconds_of
 from models import Block, batch, blocks, mse
 from pipeloom.config.fault import parse_fault
 from pipeloom.errors import ConfigError, DistributedError
 from pipeloom.runtime import Layer, LossTerm, Pipeline, RuntimeOptions
 from pipeloom.runtime.loss import LossBroadcast, PendingLoss
 from processes import run_ranks
-
 
 S = pl.schedules
 LOOPED = S.interleaved(3, 7, 2)

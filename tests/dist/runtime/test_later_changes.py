@@ -43,7 +43,9 @@ def parametrize(block: Block) -> None:
 def test_other_parameters_than_those_of_the_start_are_refused(change: Callable[[Block], None]) -> None:
     pipeline = LocalPipeline(blocks(2), S.zb_h1(2, 2), loss=mse)
     change(pipeline.modules["block1"])  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"parameter 'block1\..*' was added, replaced, .* since the pipeline was built"):
+    with pytest.raises(
+        UsageError, match=r"parameter 'block1\..*' was added, replaced, .* since the pipeline was built"
+    ):
         pipeline.step(*batch(4))
 
 

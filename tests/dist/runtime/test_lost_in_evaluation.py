@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from dying import run_until_dead
 
 import pipeloom as pl
+from dying import run_until_dead
 from models import batch, blocks, mse
 from pipeloom.config.fault import parse_fault
 from pipeloom.errors import DistributedError
@@ -21,7 +21,6 @@ from pipeloom.runtime.health.report import FailureReporter, PeerGone, plain_word
 from pipeloom.runtime.health.status import Status
 
 pytestmark = pytest.mark.core
-
 
 
 def evaluate(rank: int, transport: Any, group_seconds: float, timeout: float, monitor: bool) -> None:

@@ -8,8 +8,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -174,4 +172,3 @@ def test_a_long_temporary_folder_is_no_obstacle(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("tempfile.tempdir", str(deep))
     close(*meet_among(lambda folder: None))
     assert list(deep.iterdir()) == []
-

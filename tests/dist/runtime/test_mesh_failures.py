@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dying import End, mark, run_until_dead, seconds_of
 from torch import Tensor
 
 import pipeloom as pl
+from dying import End, mark, run_until_dead, seconds_of
 from models import Block, batch, blocks, mse
 from pipeloom.config.fault import parse_fault
 from pipeloom.mesh_shape import MeshShape

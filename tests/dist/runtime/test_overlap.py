@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from dying import run_until_dead
-from pair_schedules import data, split
-from segmented import AllToAll, expert_layers
 
 import pipeloom as pl
+from dying import run_until_dead
 from models import gradients, mse
-from pipeloom.ops.deferred import WeightGradQueue
+from pair_schedules import data, split
 from pipeloom.parallel.mesh import PipelineMesh
 from pipeloom.runtime import LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.runtime.batch import split_sizes
@@ -25,6 +23,7 @@ from pipeloom.schedule.actions import Pair
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.transforms import unpair
 from processes import run_ranks
+from segmented import AllToAll, expert_layers
 
 EXPERTS = 2
 LAYERS = 5

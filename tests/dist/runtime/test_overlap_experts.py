@@ -13,7 +13,6 @@ from models import gradients
 from pipeloom.config import MeshShape, ModelSection, load
 from pipeloom.models import layers, token_loss
 from pipeloom.models.gate import gates_of, take_loads
-from pipeloom.ops.deferred import WeightGradQueue
 from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
@@ -86,10 +85,7 @@ def _both_ways(rank: int, world: int, levels: bool, chunks: int) -> list[str]:
     return differences
 
 
-@pytest.mark.parametrize(
-    ("world", "levels", "chunks"), [(2, False, 1), (4, True, 1), (2, False, 3), (4, True, 4)]
-)
+@pytest.mark.parametrize(("world", "levels", "chunks"), [(2, False, 1), (4, True, 1), (2, False, 3), (4, True, 4)])
 def test_pairs_are_bitwise_one_after_the_other(world: int, levels: bool, chunks: int) -> None:
     for differences in run_ranks(_both_ways, world, world, levels, chunks, timeout=240):
         assert differences == []
-

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.ops.live_bytes import LiveBytes
 from models import mse
+from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.ops.segments import Compute, Done, Pending, Segment, Values, in_order
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline
 from pipeloom.schedule import Costs, Schedule

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from samples import FAMILIES
 
 import pipeloom as pl
 from models import batch, blocks, gradients, mse, serial, worst
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from processes import run_ranks
 
-
 S = pl.schedules
 QUIET = [RuntimeOptions(monitor=False, transport=name) for name in ("individual", "shared")]
+
+
 def evaluation(rank: int, schedule: Any, options: RuntimeOptions) -> dict[str, Any]:
     """Two steps before zero_grad, evaluations of other batch sizes in between and after; then an optimizer's step."""
     layers = blocks(schedule.stages)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from dying import run_until_dead
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import pipeloom as pl
-from models import WIDTH, Block, batch, blocks, gradients, mse, serial, worst
+from dying import run_until_dead
+from models import WIDTH, Block, batch, gradients, mse, serial, worst
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.ops.recompute import recomputed
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions

@@ -6,8 +6,9 @@ import os
 import subprocess
 import sys
 
-from paths import SUPPORT
 import pytest
+
+from paths import SUPPORT
 
 pytestmark = pytest.mark.core
 

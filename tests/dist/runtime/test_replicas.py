@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import pipeloom as pl
 from models import WIDTH, batch, mse
 from pipeloom.config import MeshShape, load
-from pipeloom.errors import ConfigError, DistributedError
+from pipeloom.errors import DistributedError
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import ParameterSharding, Shard
-from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
+from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.train.optimizer import Optimizer
 from processes import run_ranks
 
@@ -199,4 +199,3 @@ def test_masters_take_the_broadcast_values() -> None:
     first, second = run_ranks(bf16, 2)
     assert first == second
     assert max(first) < 1.5
-

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from dying import run_until_dead
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
 import pipeloom as pl
+from dying import run_until_dead
 from models import WIDTH, Block, mse
 from pipeloom.config import MeshShape
 from pipeloom.errors import ConfigError, DistributedError, UsageError

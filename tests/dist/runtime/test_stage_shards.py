@@ -1,4 +1,4 @@
-"""Stages over two replicas that gather and free their parameters as the schedule says: when they are whole, and what is refused."""
+"""Stages over two replicas that gather and free their parameters as the schedule says: when they are whole, and refusals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from processes import run_ranks
 
-ORDER = "0UNSHARD 0F0 0F1 0RESHARD 1UNSHARD 1F0 1F1 1B0 1REDUCE_GRAD 1B1 1RESHARD 1REDUCE_GRAD 0UNSHARD 0B0 0B1 0REDUCE_GRAD 0RESHARD"
+ORDER = (
+    "0UNSHARD 0F0 0F1 0RESHARD 1UNSHARD 1F0 1F1 1B0 1REDUCE_GRAD 1B1 1RESHARD 1REDUCE_GRAD "
+    "0UNSHARD 0B0 0B1 0REDUCE_GRAD 0RESHARD"
+)
 
 
 class Watched(nn.Linear):
@@ -72,7 +75,9 @@ def steps(rank: int) -> dict[str, Any]:
     with pytest.raises(UsageError, match="no_sync: the schedule reduces gradients by REDUCE_GRAD"), pipeline.no_sync():
         pass
     with pytest.raises(ConfigError, match="cannot change its gathers and reductions by stage"):
-        pipeline.adopt(pl.Schedule.of([["0F0", "0F1", "1F0", "1F1", "1B0", "1B1", "0B0", "0B1"]], placement=[0, 0], microbatches=2))
+        pipeline.adopt(
+            pl.Schedule.of([["0F0", "0F1", "1F0", "1F1", "1B0", "1B1", "0B0", "0B1"]], placement=[0, 0], microbatches=2)
+        )
     pipeline.close()
     return result
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch_runtime import TorchPipeline
 
 import pipeloom as pl
 from models import batch, blocks, serial, worst
 from processes import run_ranks
+from torch_runtime import TorchPipeline
 
 S = pl.schedules
 SCHEDULES = [

@@ -5,23 +5,18 @@ A test that fails here says that torch has changed, and that a claim of ours is 
 
 from __future__ import annotations
 
-import faulthandler
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from awkward import MODELS
 from test_boundaries import SPLIT
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import _Action, _validate_schedule
-from torch_runtime import TorchPipeline
 
 import pipeloom as pl
+from awkward import MODELS
 from models import WIDTH, Block, batch, blocks, serial, worst
-from pipeloom.errors import ScheduleError
-from pipeloom.schedule.csv_form import from_csv
 from processes import run_ranks
+from torch_runtime import TorchPipeline
 
 S = pl.schedules
 GPIPE = S.gpipe(2, 4)
@@ -91,4 +86,3 @@ def test_frozen_leading_layers_with_split_backward(tmp_path: Path) -> None:
     got, want = run_ranks(frozen, 2, tmp_path)[0]
     assert "layer2.linear.weight" in want
     assert "layer2.linear.weight" not in got
-

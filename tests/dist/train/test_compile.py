@@ -1,4 +1,4 @@
-"""`train.compile = "blocks"`: each block compiled on its own computes the loss and gradients of the model that is not compiled."""
+"""`train.compile = "blocks"`: blocks compiled one by one compute the loss and gradients of the model that is not compiled."""
 
 from __future__ import annotations
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from dying import run_until_dead
 
 import pipeloom as pl
+from dying import run_until_dead
 from models import batch, blocks, mse
 from pipeloom.parallel.mesh import PipelineMesh
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from pipeloom.train.checkpoint import save as saving
 from pipeloom.train.checkpoint.folder import step_path
-
 
 
 def save_with_a_looping_rank(rank: int, folder: Path, timeout: float) -> None:
