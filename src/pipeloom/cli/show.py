@@ -181,7 +181,7 @@ class Study:
 
         schedule = self.typical.schedule
         where = name_of(schedule.placement, schedule.ranks) or ",".join(map(str, schedule.placement))
-        split = "I and W as measured, or as half of B each in a stage whose backward never ran split"
+        split = "I and W as measured (half of B each where it never ran split)"
         return f"the same placement ({where}), {split}, and activations held until W"
 
     def as_dict(self) -> dict[str, Any]:
