@@ -144,7 +144,7 @@ def test_a_dump_of_another_program_is_shown_and_searched(tmp_path: Path) -> None
     trace = converted(dump(tmp_path / "dump", slow, labels=True))
     text = _run(str(trace), "--search", "2")
     assert "actions by the names of the events" in text
-    assert "assumed: the same placement (linear), I and W as measured, or as half of B" in text
+    assert "assumed: the same placement (linear), I and W as measured (half of B each" in text
     found = json.loads(_run(str(trace), "--search", "2", "--json"))
     assert found["memory"] == pytest.approx([20, 17.5, 15, 12.5])
     assert found["search"]["makespan"] <= timeline.makespan + 1e-9 < slow.makespan
