@@ -105,14 +105,15 @@ def predicted(layout: Layout, device: str = "") -> tuple[Costs, list[RankBytes]]
 
 
 class BytesCheck:
-    """Compares the predicted peak of each rank with that of the second step of a run, before which all buffers exist.
+    """Compares the predicted peak of each rank with that of the second step of a run, before which all buffers exist; of steps
+    that are profiled it takes none, since the profile would show its own operations.
 
     On a CPU the tensors that the step makes are counted, which takes some microseconds for each operation of that one step.
     """
 
     def __init__(self, layout: Layout, pipeline: Pipeline, optimizer: Optimizer, report: Report | None) -> None:
         self._layout, self._pipeline, self._optimizer, self._report = layout, pipeline, optimizer, report
-        self._steps = 0
+        self._steps, self._due = 0, False
         self._live: LiveBytes | None = None
 
     @property
@@ -120,8 +121,11 @@ class BytesCheck:
         return StepObserver("bytes at the peak", self._before_step, self._after_step)
 
     def _before_step(self, step: int) -> None:
-        self._steps += 1
-        if self._steps != 2:
+        train = self._layout.config.train
+        profiled = 0 < train.profile_from <= step < train.profile_from + train.profile_steps
+        self._steps += not profiled
+        self._due = self._steps == 2 and not profiled
+        if not self._due:
             return
         device = self._pipeline.device
         if device.type == "cuda":
@@ -138,7 +142,7 @@ class BytesCheck:
         self._live.__enter__()
 
     def _after_step(self, end: StepEnd) -> None:
-        if self._steps != 2:
+        if not self._due:
             return
         if self._live is not None:
             self._live.__exit__(None, None, None)
