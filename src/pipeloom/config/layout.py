@@ -81,7 +81,7 @@ def examine(
 
     Raises ScheduleError when the schedule cannot run and there is no other problem.
     """
-    folders = folders or {}
+    folders, config = folders or {}, _sharded(config)
     problems = cross_problems(config, wrong)
     classes, unusable = user_classes(config, folders) if not any(key.startswith("model") for key in wrong) else ({}, [])
     problems += unusable
@@ -143,6 +143,21 @@ def _with_blocks(config: Config, schedule: Schedule, stage_layers: tuple[int, ..
     ends = list(accumulate(stage_layers, initial=0))
     held = {at for at, span in enumerate(pairwise(ends)) if any(number + 1 in range(*span) for number in numbers)}
     return recompute_stages(schedule, [s for s, position in enumerate(schedule.position_of) if position in held])
+
+
+_ZERO = {2: "reduce-gradients=1", 3: "shard=2"}
+
+
+def _sharded(config: Config) -> Config:
+    """Return `config` with what its ZeRO level stands for: a sharded optimizer, and a transform where none says more."""
+    level, transforms = config.parallel.zero, config.schedule.transforms
+    if level == 0:
+        return config
+    shards = any(name.startswith(("shard", "reduce-gradients")) for name in transforms)
+    more = () if shards or level not in _ZERO else (_ZERO[level],)
+    optimizer = config.optimizer.model_copy(update={"zero1": True})
+    schedule = config.schedule.model_copy(update={"transforms": (*transforms, *more)})
+    return config.model_copy(update={"optimizer": optimizer, "schedule": schedule})
 
 
 def even_sizes(total: int, parts: int) -> tuple[int, ...]:

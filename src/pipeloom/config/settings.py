@@ -84,7 +84,7 @@ def load_layout(
         raise ConfigError(problems)
     sizes: list[str] = []
     if not any(key.startswith("parallel") for key in wrong):
-        resolved, sizes = _computed(_sharded(resolved), world_size)
+        resolved, sizes = _computed(resolved, world_size)
     folders = {key: _folder(merged.origins.get(key, ""), folder) for key in CODE_KEYS}
     try:
         layout, more = examine(
@@ -98,7 +98,8 @@ def load_layout(
     problems += [problem for problem in sizes if problem not in problems]
     if problems or layout is None:
         raise ConfigError(problems)
-    return replace(layout, origins=_origins(merged, config or resolved, resolved))
+    changes = ((config or resolved, resolved, "environment (WORLD_SIZE)"), (resolved, layout.config, "parallel.zero"))
+    return replace(layout, origins=_origins(merged, layout.config, changes))
 
 
 def _fit_pipeline(merged: Merged, world_size: int | None) -> None:
@@ -128,14 +129,19 @@ def _folder(origin: str, given: Path | None) -> Path:
     return Path(origin).absolute().parent if Path(origin).is_file() else (given or Path())
 
 
-def _origins(merged: Merged, before: Config, after: Config) -> dict[str, str]:
-    """ "section.key" -> the origin of its value in `after`; `before` has the values of files and flags alone."""
+def _origins(merged: Merged, config: Config, changes: Sequence[tuple[Config, Config, str]]) -> dict[str, str]:
+    """ "section.key" -> the origin of its value in `config`.
+
+    Args:
+        changes: (before, after, what changed the values that differ); the first `before` is that of files and flags alone.
+    """
     origins = dict(merged.origins)
-    for section, table in after.model_dump().items():
-        for key, value in table.items():
+    for section, table in config.model_dump().items():
+        for key in table:
             name = f"{section}.{key}"
-            if getattr(getattr(before, section), key) != value:
-                origins[name] = "environment (WORLD_SIZE)"
+            for before, after, origin in changes:
+                if getattr(getattr(before, section), key) != getattr(getattr(after, section), key):
+                    origins[name] = origin
             origins.setdefault(name, origins.get(section, "default"))
     return origins
 
@@ -289,21 +295,6 @@ def _validate(merged: Merged) -> tuple[Config | None, dict[str, str], Config | N
         return None, problems, Config.model_validate(repaired)
     except ValidationError:
         return None, problems, None
-
-
-_ZERO = {2: "reduce-gradients=1", 3: "shard=2"}
-
-
-def _sharded(config: Config) -> Config:
-    """Return `config` with what its ZeRO level stands for: a sharded optimizer, and a transform where none says more."""
-    level, transforms = config.parallel.zero, config.schedule.transforms
-    if level == 0:
-        return config
-    shards = any(name.startswith(("shard", "reduce-gradients")) for name in transforms)
-    more = () if shards or level not in _ZERO else (_ZERO[level],)
-    optimizer = config.optimizer.model_copy(update={"zero1": True})
-    schedule = config.schedule.model_copy(update={"transforms": (*transforms, *more)})
-    return config.model_copy(update={"optimizer": optimizer, "schedule": schedule})
 
 
 def _axes(config: Config) -> dict[str, int]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.config import even_sizes, layer_sizes, load, load_layout, parameter_count, stage_costs, training_flops
+from pipeloom.config import even_sizes, layer_sizes, load, load_layout, parameter_count, resolve, stage_costs, training_flops
 from pipeloom.errors import ConfigError, ScheduleError
 from pipeloom.schedule.csv_form import to_csv
 from pipeloom.schedule.families import build
@@ -170,5 +170,7 @@ def test_too_few_micro_batches_are_said_to_leave_ranks_idle() -> None:
 )
 def test_a_zero_level_is_a_sharded_optimizer_and_a_transform(level, given, transforms):
     keys = {"parallel.dp": 2, "parallel.zero": level, "schedule.transforms": list(given), "train.global_batch_size": 36}
-    config = load_layout(None, keys).config
-    assert (config.optimizer.zero1, config.schedule.transforms) == (level > 0, transforms)
+    layout = load_layout(None, keys)
+    assert layout.config == resolve(load(None, keys)).config
+    assert (layout.config.optimizer.zero1, layout.config.schedule.transforms) == (level > 0, transforms)
+    assert layout.origins["optimizer.zero1"] == ("parallel.zero" if level else "default")
