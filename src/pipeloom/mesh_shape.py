@@ -156,6 +156,19 @@ class MeshShape:
         return " · ".join(named) or "one rank"
 
 
+def mirrored_pieces(length: int, index: int, count: int) -> tuple[tuple[int, int], ...]:
+    """Return the two ranges of the tokens of a sequence of `length` that context-parallel rank `index` of `count` holds.
+
+    Of 2 · count equal pieces they are those numbered `index` from the start and from the end. Raises UsageError if 2 · count does
+    not divide `length`.
+    """
+    size, rest = divmod(length, 2 * count)
+    if rest:
+        raise UsageError(f"context parallelism: 2 x cp = {2 * count} must divide the {length} tokens of a sequence")
+    mirrored = 2 * count - 1 - index
+    return (index * size, (index + 1) * size), (mirrored * size, (mirrored + 1) * size)
+
+
 def parse_order(text: str) -> str:
     """Return an order of the axes as `MeshShape` holds it; commas and spaces may replace hyphens.
 

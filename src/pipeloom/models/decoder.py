@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.random_state import Dropout, TokenPart
-from pipeloom.parallel.context import ContextParallel
+from pipeloom.parallel.context import ContextParallel, document_begins
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.parallel.tensor import TensorParallel, column_linear, project, row_linear
 from pipeloom.parallel.vocabulary import VocabularyHead
@@ -56,14 +56,10 @@ OWN_CALL_TOKENS = 64
 def document_numbers(position_ids: Tensor) -> Tensor:
     """Return the number of each token's document in its row, from 0: [batch, length] int64.
 
-    A document begins wherever a position is not the one before it plus 1, as `transformers` reads packed rows.
-
     Args:
         position_ids: [batch, length], each token's position in its document.
     """
-    begins = torch.ones_like(position_ids, dtype=torch.bool)
-    begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    return begins.cumsum(1) - 1
+    return document_begins(position_ids).cumsum(1) - 1
 
 
 def visible(position_ids: Tensor, start: int = 0, end: int | None = None) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import UsageError
+from pipeloom.mesh_shape import mirrored_pieces
 from pipeloom.ops.layer import MicrobatchContext
 
 
@@ -79,8 +80,7 @@ class TokenPart:
 
     Attributes:
         index, count: part `index` of `count` equal ones, of what `piece` and `pieces` say.
-        piece, pieces: of 2 · `pieces` equal pieces of the sequence those numbered `piece` from the start and from the end, as
-            `ContextParallel` holds them; all tokens where `pieces` is 1.
+        piece, pieces: the `mirrored_pieces` of this rank of so many; all tokens where `pieces` is 1.
     """
 
     index: int = 0
@@ -91,8 +91,8 @@ class TokenPart:
     def of(self, whole: Tensor) -> Tensor:
         """Return this part of the tokens, which are the last dimension but one of `whole`; a view where `pieces` is 1."""
         if self.pieces > 1:
-            ends = whole.chunk(2 * self.pieces, -2)
-            whole = torch.cat((ends[self.piece], ends[2 * self.pieces - 1 - self.piece]), -2)
+            ranges = mirrored_pieces(whole.shape[-2], self.piece, self.pieces)
+            whole = torch.cat([whole[..., start:end, :] for start, end in ranges], -2)
         return whole.chunk(self.count, -2)[self.index]
 
 

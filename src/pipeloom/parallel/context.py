@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pipeloom.errors import UsageError
+from pipeloom.mesh_shape import mirrored_pieces
 from pipeloom.parallel.collectives import (
     PendingCollective,
     start_all_gather,
@@ -67,7 +67,7 @@ class ContextParallel:
 
     def pieces(self, length: int) -> tuple[tuple[int, int], ...]:
         """Return the two ranges of the tokens of a sequence of `length` that this rank holds."""
-        return _pieces(length, self.axis.index, self.axis.size)
+        return mirrored_pieces(length, self.axis.index, self.axis.size)
 
     def part(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's tokens of the tokens of whole sequences, which are dimension `dim` of `x`.
@@ -124,19 +124,19 @@ def whole_sequences(modules: Iterable[nn.Module]) -> Iterator[None]:
             part.context = context
 
 
-def _pieces(length: int, index: int, count: int) -> tuple[tuple[int, int], ...]:
-    size, rest = divmod(length, 2 * count)
-    if rest:
-        raise UsageError(f"context parallelism: 2 x cp = {2 * count} must divide the {length} tokens of a sequence")
-    mirrored = 2 * count - 1 - index
-    return (index * size, (index + 1) * size), (mirrored * size, (mirrored + 1) * size)
+def document_begins(position_ids: Tensor) -> Tensor:
+    """Return whether a document begins at each token: bool, as `position_ids` [batch, length].
+
+    It does wherever a position is not the one before it plus 1, as `transformers` reads packed rows.
+    """
+    begins = torch.ones_like(position_ids, dtype=torch.bool)
+    begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    return begins
 
 
 def _documents(position_ids: Tensor) -> Iterator[tuple[slice, list[int]]]:
-    """Yield each row with the tokens at which its documents begin: where a position is not the one before it plus 1."""
-    begins = torch.ones_like(position_ids, dtype=torch.bool)
-    begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    for row, each in enumerate(begins.cpu()):
+    """Yield each row with the tokens at which its documents begin."""
+    for row, each in enumerate(document_begins(position_ids).cpu()):
         yield slice(row, row + 1), each.nonzero().flatten().tolist()
 
 
@@ -163,7 +163,7 @@ class _Gathered:
         self._axis = context.axis
         whole = replace(start_all_gather(held, self._axis), kind="cp").wait()
         length = whole.shape[-2]
-        self._order = [_pieces(length, index, self._axis.size) for index in range(self._axis.size)]
+        self._order = [mirrored_pieces(length, index, self._axis.size) for index in range(self._axis.size)]
         self._keys = _Keys(whole, [piece for pieces in self._order for piece in pieces])
 
     def turns(self) -> Iterator[_Keys]:
@@ -187,7 +187,7 @@ class _Ring:
         held, length = self._held, self._held.shape[-2] * self._axis.size
         for turn in range(self._axis.size):
             coming = self._shift(held) if turn + 1 < self._axis.size else None
-            yield _Keys(held, _pieces(length, (self._axis.index - turn) % self._axis.size, self._axis.size))
+            yield _Keys(held, mirrored_pieces(length, (self._axis.index - turn) % self._axis.size, self._axis.size))
             if coming is not None:
                 held = coming.wait()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from pipeloom.config.stages import balance
@@ -51,6 +51,7 @@ class Planner:
     shape: ModelShape
     device: Device
     runtime: Runtime
+    _predictions: dict[PlannedLayout, LayoutCosts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def layers(self, layout: PlannedLayout) -> list[LayerOps]:
         """[embedding, block, …, output layer] of one device under the layout."""
@@ -84,6 +85,11 @@ class Planner:
 
     def predict(self, layout: PlannedLayout) -> LayoutCosts:
         """The costs of `layout`. Raises UsageError for one that the model, or its schedule's family, does not allow."""
+        if layout not in self._predictions:  # the search and its report ask for the same neighbours
+            self._predictions[layout] = self._predicted(layout)
+        return self._predictions[layout]
+
+    def _predicted(self, layout: PlannedLayout) -> LayoutCosts:
         if reasons := problems(self.shape, layout):
             raise UsageError("; ".join(reasons))
         schedule, layers, links, stages = self._parts(layout)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from pipeloom.errors import UsageError
-from pipeloom.plan.layout import PlannedLayout, problems
+from pipeloom.plan.layout import PlannedLayout
 from pipeloom.plan.memory import RankMemory
 from pipeloom.plan.predict import LayoutCosts, Planner
-from pipeloom.plan.search import LayoutPlan, PlanRequest, search, steps_from
+from pipeloom.plan.search import LayoutPlan, PlanRequest, neighbouring, search
 
 GIB = 2**30
 _CAUSES = {
@@ -67,16 +66,10 @@ def memory_rows(ranks: tuple[RankMemory, ...]) -> list[list[str]]:
 
 def neighbours(planner: Planner, best: LayoutCosts, request: PlanRequest) -> list[Neighbour]:
     """Every layout one step from the best one, with the reason why it is not the best."""
-    neighbouring = []
-    for change, layout in steps_from(best.layout, request.recompute):
-        if problems(planner.shape, layout):
-            continue
-        try:
-            prediction = planner.predict(layout)
-        except UsageError:
-            continue
-        neighbouring.append(Neighbour(layout, change, reason(prediction, best, request.memory)))
-    return neighbouring
+    return [
+        Neighbour(prediction.layout, change, reason(prediction, best, request.memory))
+        for change, prediction in neighbouring(planner, best, request)
+    ]
 
 
 def reason(prediction: LayoutCosts, best: LayoutCosts, memory: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -126,20 +127,24 @@ def search(planner: Planner, request: PlanRequest) -> LayoutPlan:
 def _better(planner: Planner, request: PlanRequest, best: LayoutCosts, until: float) -> LayoutCosts | None:
     """Return the fastest layout one step from the best one that fits and is predicted to be faster; None: there is none."""
     better: LayoutCosts | None = None
-    for _, layout in steps_from(best.layout, request.recompute):
-        allowed = all(getattr(layout, name) == value for name, value in request.fixed.items())
-        if time.monotonic() > until or not allowed or problems(planner.shape, layout):
-            continue
-        try:
-            prediction = planner.predict(layout)
-        except UsageError:
-            continue
-        if prediction.peak <= request.memory and prediction.tokens > (better or best).tokens * 1.001:
+    for _, prediction in neighbouring(planner, best, request):
+        if time.monotonic() > until:
+            break
+        allowed = all(getattr(prediction.layout, name) == value for name, value in request.fixed.items())
+        if allowed and prediction.peak <= request.memory and prediction.tokens > (better or best).tokens * 1.001:
             better = prediction
     return better
 
 
-def steps_from(layout: PlannedLayout, recomputable: Sequence[str]) -> Iterator[tuple[str, PlannedLayout]]:
+def neighbouring(planner: Planner, best: LayoutCosts, request: PlanRequest) -> Iterator[tuple[str, LayoutCosts]]:
+    """(what changes, the prediction) of every layout one step from the best one that the model and the families allow."""
+    for change, layout in _steps(best.layout, request.recompute):
+        if not problems(planner.shape, layout):
+            with suppress(UsageError):
+                yield change, planner.predict(layout)
+
+
+def _steps(layout: PlannedLayout, recomputable: Sequence[str]) -> Iterator[tuple[str, PlannedLayout]]:
     """(what changes, the layout) of every layout one step away that keeps devices and sequences."""
     for grown in ("tp", "pp", "cp", "dp"):
         for shrunk in ("tp", "pp", "cp", "dp"):

@@ -288,7 +288,7 @@ def _offloaded(actions: Sequence[Action], stage: int) -> dict[int, Parts]:
         kind = kind_of(action.kind)
         if kind.queue != COPY_OUT or action.stage != stage:
             continue
-        part, count = fraction_of(f":{kind.part}") or ((1, 1) if not kind.part else (0, 0))
+        part, count = fraction_of(action.kind) or ((1, 1) if not kind.part else (0, 0))
         before = travelling.get(action.microbatch, Parts(frozenset(), count))
         if not 1 <= part <= count or before.of != count:
             raise ConfigError(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean
-from pipeloom.schedule.actions import PART, SAVED, Action, Cell, kind_number, kind_of
+from pipeloom.schedule.actions import PART, SAVED, Action, Cell, kind_number, kind_of, whole_of
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
 from pipeloom.schedule.model import Program, Schedule, of_schedule, parts
@@ -318,7 +318,7 @@ def recompute_stages(schedule: Schedule, stages: Collection[int]) -> Schedule:
     wanted = {(stage, mb) for stage in stages for mb in range(schedule.microbatches)}
     for action in (part for program in schedule.programs for cell in program for part in parts(cell)) if wanted else ():
         kind = kind_of(action.kind)
-        saved = any(value.partition(":")[0] == SAVED for value in (*kind.makes, *kind.frees))
+        saved = any(whole_of(value) == SAVED for value in (*kind.makes, *kind.frees))
         if saved and not (kind.is_forward or kind.is_backward):
             wanted.discard((action.stage, action.microbatch))
     return recompute(schedule, actions=wanted) if wanted else schedule

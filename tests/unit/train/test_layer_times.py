@@ -48,7 +48,7 @@ class Counted(Clock):
 def test_segments_take_the_time_of_their_own_f_i_and_w(monkeypatch):
     times = {"attention": PhaseTimes(1.0, 2.0, 4.0), "experts": PhaseTimes(8.0, 16.0, 32.0)}
     clock, context = Counted(), WeightGradContext()
-    monkeypatch.setattr(module, "_now", lambda device: clock.now)
+    monkeypatch.setattr(module, "now", lambda device: clock.now)
     layer = EmulatedLayer(clock, LayerSegments(times["attention"], times["experts"]))
     layer.set_weight_grad_context(context)
     computations = [segment for segment in layer.segments() if segment.name in times]

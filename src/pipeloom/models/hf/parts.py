@@ -19,7 +19,7 @@ from pipeloom.errors import ConfigError, UsageError, from_machine
 from pipeloom.models.hf.context import local_positions, sharing
 from pipeloom.ops.checksum import version_of
 from pipeloom.ops.deferred import DeferringLayer, apply_linear
-from pipeloom.parallel.context import ContextParallel
+from pipeloom.parallel.context import ContextParallel, document_begins
 
 
 class Stubs:
@@ -261,7 +261,7 @@ class Replay:
         positions, mask = keywords.get("position_ids"), keywords.get("attention_mask")
         if not isinstance(positions, Tensor) or positions.ndim != 2:
             return
-        begins = positions[:, 1:] != positions[:, :-1] + 1
+        begins = document_begins(positions)[:, 1:]
         if isinstance(mask, Tensor) and mask.shape == positions.shape:  # positions of padding say nothing
             begins &= (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
         if begins.any() and (self._convolves or not all(each.keeps_apart(begins) for each in handed)):

@@ -178,21 +178,22 @@ def segments_one_by_one(
         assert isinstance(segment, Compute)  # without a group there is nothing to communicate
         inputs = tuple(value.detach().requires_grad_() if carries(value) else value for value in values)
         context.queue = queue = WeightGradQueue()
-        began = _now(device)
+        began = now(device)
         values = segment.run(inputs)
-        passed.append((segment.name, inputs, values, queue, _now(device) - began))
+        passed.append((segment.name, inputs, values, queue, now(device) - began))
     gradients: list[Tensor | None] = [torch.randn_like(v) if carries(v) else None for v in values]
     for name, inputs, outputs, queue, forward in reversed(passed):
         roots = [(v, g) for v, g in zip(outputs, gradients, strict=True) if carries(v) and g is not None]
-        began = _now(device)
+        began = now(device)
         run_backward([root for root, _ in roots], [gradient for _, gradient in roots])
-        middle = _now(device)
+        middle = now(device)
         queue.flush()
-        yield name, forward, middle - began, _now(device) - middle
+        yield name, forward, middle - began, now(device) - middle
         gradients = [value.grad if carries(value) else None for value in inputs]
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Return the time in seconds, once the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

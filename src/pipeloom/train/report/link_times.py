@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from pipeloom.parallel.collectives import (
 )
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.parallel.mesh import Axis, Mesh
-from pipeloom.train.report.layer_times import Sample
+from pipeloom.train.report.layer_times import Sample, now
 
 MESSAGE_SIZES = tuple(2**power for power in range(10, 26, 3))  # bytes: 1 KiB to 32 MiB, each eight times the one before
 _WARM_UP = 2
@@ -98,7 +97,7 @@ def link_times(mesh: Mesh | None, device: torch.device, repeats: int) -> list[Li
     else:
         pipeline = mesh.pipeline
         lines = {"pp": Axis(tuple(pipeline.ranks), pipeline.rank, pipeline.group)}
-        axes = {name: getattr(mesh, name) for name in ("dp", "ep", "tp")}
+        axes = {name: getattr(mesh, name) for name in ("dp", "cp", "ep", "tp")}
     rows = [row for name, axis in lines.items() for row in _messages(name, axis, device, repeats)]
     rows += [row for name, axis in axes.items() if axis.size > 1 for row in _collectives(name, axis, device, repeats)]
     return slowest(rows)
@@ -161,13 +160,9 @@ def _timed(call: Callable[[], Any], device: torch.device, repeats: int) -> list[
     """Return the seconds of `repeats` calls, after two that warm up."""
     seconds = []
     for _ in range(_WARM_UP + repeats):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
+        began = now(device)
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(now(device) - began)
     return seconds[_WARM_UP:]
 
 
