@@ -10,7 +10,7 @@ import torch
 from hf_families import MODEL_FAMILIES, make_batch
 from pipeloom import schedules
 from pipeloom.decoder_shape import context_problem
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, UsageError
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.models import cross_entropy, hf
 from pipeloom.parallel.context import ContextParallel, Exchange
@@ -39,7 +39,8 @@ def spread(rank: int, family: str, exchange: Exchange, packed: bool) -> list[flo
         assert parameter.grad is not None
         assert want is not None
         errors.append(float((parameter.grad - want).abs().max() / want.abs().max().clamp_min(1e-6)))
-    pipeline.close()
+    with pytest.raises(UsageError, match="takes no attention_mask"):
+        pipeline.evaluate(context.part(batch.tokens), context.part(batch.targets), attention_mask=batch.tokens)
     return errors
 
 

@@ -1,4 +1,4 @@
-"""Text from a model whose vocabulary is spread over ranks."""
+"""Text from a model whose vocabulary, or whose sequences, are spread over ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pipeloom as pl
 from layouts import model
 from pipeloom.config import MeshShape
 from pipeloom.models import layers, tied, token_loss
+from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.runtime import Pipeline
@@ -23,7 +24,8 @@ def sampled(rank: int, shape: MeshShape) -> str:
     assert mesh is not None
     chosen = model(tie_word_embeddings=True, vocab_size=256)  # the tokenizer knows no more
     tensor = TensorParallel(mesh.tp, sequence=shape.tp > 1)
-    made = layers(chosen, 5, tensor=tensor)
+    context = ContextParallel(mesh.cp) if shape.cp > 1 else None
+    made = layers(chosen, 5, tensor=tensor, context=context)
     schedule = pl.schedules.build("zbv", shape.pp, 2)
     pipeline = Pipeline(made, schedule, loss=token_loss(chosen, 0.0, tensor), mesh=mesh, tied=tied(chosen))
     pipeline.eval()
@@ -35,3 +37,4 @@ def sampled(rank: int, shape: MeshShape) -> str:
 def test_every_rank_gets_the_text_of_one_process() -> None:
     (want,) = run_ranks(sampled, 1, MeshShape())
     assert run_ranks(sampled, 2, MeshShape(tp=2)) == [want] * 2
+    assert run_ranks(sampled, 2, MeshShape(cp=2)) == [want] * 2

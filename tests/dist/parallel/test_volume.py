@@ -1,4 +1,4 @@
-"""What the formulas say that a step sends is what it sends: tensor-parallel collectives, and messages of the pipeline."""
+"""What the formulas say that a step sends is what it sends: collectives of tensor and context parallelism, messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ import torch
 from layouts import LENGTH, Way, model, step, tensor_parallel
 from pipeloom.config import load_layout, parameter_count
 from pipeloom.config.volume import Volume, boundary_bytes, volumes, words
+from pipeloom.mesh_shape import MeshShape
+from pipeloom.models import cross_entropy, layers
 from pipeloom.parallel import collectives
+from pipeloom.parallel.context import ContextParallel
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.runtime import Pipeline, RuntimeOptions
 from pipeloom.schedule.channels import message_counts, size_words, traffic
 from pipeloom.schedule.families import FAMILIES, build
 from processes import run_ranks
@@ -128,6 +133,41 @@ def test_experts_volume() -> None:
     assert experts.count == 4 * model_.num_hidden_layers * 4
     spread = 3 * model_.hidden_size * model_.expert_width * 4 * model_.num_hidden_layers
     assert data.bytes == 2 * 1 * 4 * (parameter_count(model_) - spread)  # experts have one replica each
+
+
+def exchanged(rank: int, recompute: bool) -> tuple[int, float]:
+    """The exchanges of keys and values of a step of one micro-batch, and their bytes on this rank."""
+    mesh, real = Mesh.of(MeshShape(cp=2)), collectives.dist
+    assert mesh is not None
+    context = ContextParallel(mesh.cp)
+    options = RuntimeOptions(recompute="full" if recompute else "none")
+    schedule = build("1f1b", 1, 1)
+    pipeline = Pipeline(layers(model(), 0, context=context), schedule, loss=cross_entropy, mesh=mesh, options=options)
+    tokens = torch.randint(0, model().vocab_size, (2, 2, LENGTH), generator=torch.Generator().manual_seed(1))
+    counter = _Counter(2, every=True)
+    collectives.dist = counter  # type: ignore[assignment]
+    try:
+        pipeline.step(context.part(tokens[0]), context.part(tokens[1]))
+    finally:
+        collectives.dist = real
+    pipeline.close()
+    return counter.count, counter.bytes
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_context_volume(recompute: bool) -> None:
+    shape = model()
+    sizes = {f"model.{key}": getattr(shape, key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")}
+    sizes["model.num_key_value_heads"] = shape.num_key_value_heads
+    layout = _layout(
+        **sizes,
+        **{"parallel.cp": 2, "parallel.pp": 1, "schedule.name": "1f1b", "schedule.microbatches": 1},
+        **{"train.global_batch_size": 2, "train.seq_len": LENGTH, "train.recompute": "full" if recompute else "none"},
+    )
+    (want,) = [volume for volume in volumes(layout) if volume.kind == "context"]
+    counts, sent_bytes = zip(*run_ranks(exchanged, 2, recompute), strict=True)
+    assert counts == (want.count, want.count)
+    assert sum(sent_bytes) == want.bytes
 
 
 def test_dense_blocks_exchange_no_tokens() -> None:

@@ -53,7 +53,7 @@ def layout_of(keys: dict[str, Any]) -> Layout:
 
 
 def train(rank: int, keys: dict[str, Any]) -> tuple[list[tuple[float, float]], str]:
-    """(loss, norm) of each step, and a fingerprint of this rank's weights after them."""
+    """(loss, norm) of each step, a held-out loss, and a fingerprint of this rank's weights after the steps."""
     layout = layout_of(keys)
     pipeline = build_pipeline(layout, CPU)
     trainer = Trainer(layout.config, pipeline, context(rank), None)
@@ -68,6 +68,7 @@ def train(rank: int, keys: dict[str, Any]) -> tuple[list[tuple[float, float]], s
         else:
             outcomes = trainer.step_early(batch, 1e-2, step + 1 == STEPS)
         steps += [(outcome.loss, outcome.norm) for outcome in outcomes]
+    steps.append((trainer.held_out_loss([batches.of_step(STEPS)]), 0.0))
     digest = hashlib.sha256()
     for _, parameter in sorted(pipeline.named_parameters()):
         digest.update(parameter.detach().float().numpy().tobytes())

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.config import even_sizes, layer_sizes, load, load_layout, parameter_count, resolve, stage_costs, training_flops
+from pipeloom.config import (
+    even_sizes,
+    layer_sizes,
+    load,
+    load_layout,
+    parameter_count,
+    resolve,
+    stage_costs,
+    training_flops,
+)
 from pipeloom.errors import ConfigError, ScheduleError
 from pipeloom.schedule.csv_form import to_csv
 from pipeloom.schedule.families import build
