@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import tomllib
 from dataclasses import replace
 from functools import cache
@@ -294,3 +295,13 @@ def test_an_estimate_places_stages_as_the_schedule_does():
     assert vee.ranks[0].shared > ends
     assert max(rank.shared for rank in loop.ranks) < vee.ranks[0].shared
     assert vee.ranks[0].shared == max(rank.shared for rank in vee.ranks)
+
+
+def test_the_search_climbs_from_the_best_estimate_to_faster_neighbours(monkeypatch):
+    """However few layouts are predicted from their schedules, no layout one step from the best one is faster and fits."""
+    module = importlib.import_module("pipeloom.plan.search")
+    monkeypatch.setattr(module, "EXACT", 1)
+    asked, planned = request_of(16, 64, 4096), planner("mixtral-8x7b")
+    plan = search(planned, asked)
+    assert len(plan.predictions) > 1
+    assert not [each for each in neighbours(planned, plan.best, asked) if "was not searched" in each.reason]
