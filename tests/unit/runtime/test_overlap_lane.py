@@ -137,6 +137,7 @@ class Plan:
 
 def test_tensors_inside_objects_are_protected_too(log: list[str]) -> None:
     """Those that the communication makes are; those that it reads are kept until the computation waits for it."""
+    gc.freeze()  # what earlier tests of this process left takes a second to walk
     lane = CommStream(torch.device("cuda"))
     given = Plan(on_device("known", log))
     alive = weakref.ref(given.order)
@@ -158,6 +159,7 @@ def test_tensors_inside_objects_are_protected_too(log: list[str]) -> None:
     assert alive() is not None
     lane.wait(pending, "dispatch")
     gc.collect()
+    gc.unfreeze()
     assert alive() is None
 
 
