@@ -302,7 +302,7 @@ def test_the_search_climbs_from_the_best_estimate_to_faster_neighbours(monkeypat
     """However few layouts are predicted from their schedules, no layout one step from the best one is faster and fits."""
     module = importlib.import_module("pipeloom.plan.search")
     monkeypatch.setattr(module, "EXACT", 1)
-    asked, planned = request_of(16, 64, 4096), planner("mixtral-8x7b")
+    asked, planned = request_of(16, 32, 4096), planner("mixtral-8x7b")
     plan = search(planned, asked)
     assert len(plan.predictions) > 1
     assert not [each for each in neighbours(planned, plan.best, asked) if "was not searched" in each.reason]
