@@ -1,4 +1,4 @@
-"""The generalised interleaved schedule of PipeOffload (Wan et al., arXiv 2503.01328), with chunks copied to host memory or not."""
+"""The generalised interleaved schedule of PipeOffload (Wan et al., arXiv 2503.01328), also with chunks copied to the host."""
 
 from __future__ import annotations
 
