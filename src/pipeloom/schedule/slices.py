@@ -21,7 +21,7 @@ from pipeloom.schedule.simulate import simulate
 
 @dataclass(frozen=True)
 class SequenceCuts:
-    """Where sequences are cut into slices.
+    """The cuts of sequences into slices.
 
     Attributes:
         positions: the first token of each slice, and the length of the sequence: count + 1 numbers.
@@ -80,10 +80,8 @@ def _require_cuts(length: int, slices: int, attention: float, multiple: int) -> 
 
 def _position(share: float, attention: float) -> float:
     """Return the part of a sequence that takes this share of its time."""
-    if attention == 0:
-        return share
     rest = 1 - attention
-    return (sqrt(rest * rest + 4 * attention * share) - rest) / (2 * attention)
+    return 2 * share / (rest + sqrt(rest * rest + 4 * attention * share)) if share else 0.0
 
 
 def _shares(positions: tuple[int, ...], attention: float) -> SequenceCuts:
@@ -173,7 +171,7 @@ def by_slices(schedule: Schedule, slices: int) -> Schedule:
     elif any(route != route_of[unit // slices] for unit, route in enumerate(schedule.route_of)):
         problem = "slices of one micro-batch would take different routes"
     elif schedule.slices > 1 or schedule.has_queues or schedule.stage_actions:
-        problem = "other transforms come after it"
+        problem = "it has slices, or actions beside the computation"
     if problem:
         raise UsageError(f"schedule {schedule.name} cannot run in the order of {slices} slices: {problem}")
     cut = replace(schedule, microbatches=count, slices=slices, route_of=route_of, codes=((),) * schedule.ranks)
