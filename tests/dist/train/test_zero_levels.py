@@ -108,7 +108,9 @@ def copied(rank: int, keys: dict[str, Any]) -> list[Any]:
         layout = load_layout("tiny", {**base, "schedule.transforms": [*words, *transforms]})
         pipeline = build.build_pipeline(layout, torch.device("cpu"), Mesh.of(layout.mesh))
         assert any(str(cell)[1:3] == "O0" for program in pipeline.schedule.programs for cell in program) == bool(words)
-        tokens = torch.randint(0, 256, (8, 17), generator=torch.Generator().manual_seed(rank if layout.mesh.dp > 1 else 0))
+        tokens = torch.randint(
+            0, 256, (8, 17), generator=torch.Generator().manual_seed(rank if layout.mesh.dp > 1 else 0)
+        )
         loss = float(pipeline.step(tokens[:, :-1], tokens[:, 1:]))
         assert pipeline.sync is not None
         gradients = pipeline.sync.whole_gradients()
