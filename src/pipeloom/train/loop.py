@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.config import Config, Layout
+from pipeloom.config.rates import learning_rate
 from pipeloom.config.volume import boundary_bytes, volumes
 from pipeloom.errors import Interrupted, PipeloomError, Preempted
 from pipeloom.limits import expanded
@@ -49,7 +50,6 @@ from pipeloom.train.step import (
     Outcome,
     first_not_finite,
     layer_norms,
-    learning_rate,
     norm_of,
 )
 from pipeloom.train.tuning import GarbageCollection, trim_freed_memory
