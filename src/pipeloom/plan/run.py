@@ -117,6 +117,9 @@ def predicted(layout: Layout, device: Device | None = None) -> RunPrediction:
     groups = [layers[start:end] for start, end in spans(layout)]
     times = [stage_times(stage, planned, planner.runtime, speed, links) for stage in groups]
     run = replace(costs(times, planned, planner.row, links), bytes=_bytes(layout, planned, groups, planner.runtime))
+    sizes = layout.microbatch_sizes
+    if len(set(sizes)) > 1:
+        run = replace(run, microbatch=tuple(size / max(sizes) for size in sizes))
     timeline = simulate(layout.schedule, run if device is not None else replace(run, p2p=0.0))
     step = None
     if device is not None:
