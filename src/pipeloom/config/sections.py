@@ -206,6 +206,7 @@ class ModelSection(Section, DecoderSizes):
     """`[model]`: the shape of the decoder, in Hugging Face's names."""
 
     source: str
+    preset: str
     weights: str
     num_hidden_layers: Blocks
     hidden_size: Count
@@ -233,10 +234,12 @@ class ModelSection(Section, DecoderSizes):
     capacity_factor: NotNegative
     aux_loss_coef: NotNegative
     z_loss_coef: NotNegative
+    num_nextn_predict_layers: Whole
+    mtp_loss_coef: NotNegative
 
     def shape(self) -> DecoderShape:
         """Return these values as the library's type. Raises ArgumentError for sizes that contradict each other."""
-        return DecoderShape(**self.model_dump(exclude={"source", "weights", "experts_class", "router_class"}))
+        return DecoderShape(**self.model_dump(exclude={"source", "preset", "weights", "experts_class", "router_class"}))
 
 
 class LoraSection(Section):

@@ -66,6 +66,7 @@ def vocabulary(schedule: Schedule, form: str = "fused", costs: Costs | None = No
         "has overlapped pairs (the transform unpair takes them apart)": schedule.has_pairs,
         "has entries beside the computation, which are added afterwards": schedule.has_queues or schedule.stage_actions,
         "passes tensors by name": schedule.tensors,
+        "is cut into slices": schedule.slices > 1,
     }
     for words, holds in problems.items():
         if holds:
