@@ -71,14 +71,17 @@ def _tensor(layout: Layout) -> Volume:
     if mesh.tp == 1:
         return Volume("tensor", 0, 0.0)
     blocks, m = config.model.num_hidden_layers, layout.schedule.microbatches
-    recomputed = _recomputed(config)
+    recomputed, part = _recomputed(config), config.train.recompute
+    # A part ends with its row layer's sum; a mixture of experts is summed behind its part.
+    sums = {"attention": blocks, "mlp": blocks - sum(config.model.expert_blocks)}
+    again = sums.get(part, 0) if isinstance(part, str) else 0
     if config.parallel.sp:
         # a block: 2 gathers and 2 scatters forward, the same backward, 2 gathers for the weights; embedding: a scatter and its
         # backward's gather; output layer: a gather, its backward's scatter and a gather for the weights
-        operations = 10 * blocks + 2 + 3 + 3 * len(recomputed)
+        operations = 10 * blocks + 2 + 3 + 3 * len(recomputed) + 2 * again
         share = 1.0
     else:
-        operations = 4 * blocks + 2 + len(recomputed)
+        operations = 4 * blocks + 2 + len(recomputed) + again
         share = 2.0
     whole = sum(size * config.train.seq_len for size in layout.microbatch_sizes)
     whole *= config.model.hidden_size * _ITEM[config.train.dtype]
@@ -93,7 +96,8 @@ def _context(layout: Layout) -> Volume:
     if mesh.cp == 1:
         return Volume("context", 0, 0.0)
     model, item = config.model, _ITEM[config.train.dtype]
-    blocks, again = model.num_hidden_layers, len(_recomputed(config))
+    blocks = model.num_hidden_layers
+    again = blocks if config.train.recompute == "attention" else len(_recomputed(config))
     width = 2 * model.num_key_value_heads * model.shape().head_width
     tokens = sum(layout.microbatch_sizes) * config.train.seq_len * mesh.dp
     moved = ((2 * blocks + again) * item + blocks * max(4, item)) * (mesh.cp - 1) * tokens * width
