@@ -141,9 +141,7 @@ def _with_blocks(config: Config, schedule: Schedule, stage_layers: tuple[int, ..
     part that it names."""
     setting = config.train.recompute
     part = setting if setting in PARTS_OF_BLOCKS else ""
-    numbers = (
-        setting if isinstance(setting, tuple) else range(0 if setting == "none" else config.model.num_hidden_layers)
-    )
+    numbers = setting if isinstance(setting, tuple) else range(0 if setting == "none" else config.model.blocks)
     ends = list(accumulate(stage_layers, initial=0))
     held = {at for at, span in enumerate(pairwise(ends)) if any(number + 1 in range(*span) for number in numbers)}
     return recompute_stages(schedule, [s for s, position in enumerate(schedule.position_of) if position in held], part)
@@ -198,7 +196,9 @@ def _stage_layers(config: Config, schedule: Schedule, wrong: Collection[str]) ->
     blocks, stages = config.model.num_hidden_layers, schedule.positions
     if config.parallel.stages:
         try:
-            return [], tuple(parse_stages(config.parallel.stages, blocks, stages))
+            return [], tuple(
+                parse_stages(config.parallel.stages, blocks, stages, config.model.num_nextn_predict_layers)
+            )
         except UsageError as error:
             return [f"parallel.stages = {shown(config.parallel.stages)}: {error}"], ()
     if stages > blocks:

@@ -493,7 +493,7 @@ class Executor:
 
     def _forward_call(self, action: Action, received: Deliveries) -> ForwardCall:
         """Return the arguments of a forward."""
-        _, stage, mb = action
+        stage, mb = action.stage, action.microbatch
         program = self.program.stages[stage]
         if self.training and mb not in program.recomputed and mb not in program.in_blocks:
             self._hold()
@@ -572,7 +572,7 @@ class Executor:
 
     def _backward_done(self, action: Action, gradients: Sequence[BoundaryValues], received: Deliveries) -> Deliveries:
         """Distribute a backward's input gradients to the stages before; return receive buffers to the transport."""
-        _, stage, mb = action
+        stage, mb = action.stage, action.microbatch
         program = self.program.stages[stage]
         for arrived in (self._inputs.pop((stage, mb), None), received):
             if arrived:

@@ -268,7 +268,7 @@ def _stage_programs(schedule: Schedule, rank: int) -> dict[int, StageProgram]:
     replicas = Counter(schedule.position_of)
 
     def microbatches(stage: int, wanted: Callable[[Kind], bool]) -> list[int]:
-        return [mb for kind, at, mb in actions if at == stage and wanted(kind_of(kind))]
+        return [action.microbatch for action in actions if action.stage == stage and wanted(kind_of(action.kind))]
 
     return {
         stage: StageProgram(
