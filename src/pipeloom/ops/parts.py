@@ -18,9 +18,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-# The tree of a call's arguments has no public home.
-from torch.utils._pytree import tree_leaves, tree_map
-
 from pipeloom.errors import UsageError
 from pipeloom.ops.checksum import storage_key, version_of
 from pipeloom.ops.stage_state import StageState
@@ -238,7 +235,7 @@ class _PartCall:
     def __post_init__(self) -> None:
         given = self.values, self.keywords
         self._versions = [version_of(tensor) for tensor in _tensors(given)]
-        self.values, self.keywords = tree_map(_without_graph, given)
+        self.values, self.keywords = _without_graph(given)
         self._state = StageState([] if self.module is None else [self.module])
         self._random: tuple[Tensor, ...] | None = self._generators()
 
@@ -296,14 +293,23 @@ class _PartCall:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+    """Return the tensors in `values`: itself, or inside tuples, lists and dicts."""
+    if isinstance(values, Tensor):
+        return [values]
+    inner = values.values() if isinstance(values, Mapping) else values if isinstance(values, (tuple, list)) else ()
+    return [tensor for value in inner for tensor in _tensors(value)]
 
 
-def _without_graph(value: Any) -> Any:
-    """Return a tensor of the same memory and version counter that is a leaf; other values as they are."""
-    if not isinstance(value, Tensor) or not value.requires_grad:
-        return value
-    return value if value.is_leaf else value.detach().requires_grad_()
+def _without_graph(values: Any) -> Any:
+    """Return `values` with leaves of the same memory and version counter in place of tensors with a graph."""
+    if isinstance(values, Tensor):
+        return values.detach().requires_grad_() if values.requires_grad and not values.is_leaf else values
+    if isinstance(values, Mapping):
+        return {key: _without_graph(value) for key, value in values.items()}
+    if isinstance(values, (tuple, list)):
+        inner = [_without_graph(value) for value in values]
+        return type(values)(*inner) if hasattr(values, "_fields") else type(values)(inner)
+    return values
 
 
 def _saver(saved: list[Tensor]) -> Callable[[Tensor], None]:
