@@ -120,7 +120,7 @@ def costs_of_all(costs: Costs, schedule: Schedule) -> Costs:
 
 
 @dataclass
-class _Rank:
+class _PlacedRank:
     """One rank while its program is placed.
 
     Attributes:
@@ -150,7 +150,7 @@ class _Placing:
         weights = weights_of(probe, costs)
         self.graph, self.duration, self.hop = Graph.of(probe, full=True), weights.duration, weights.hop
         self.end_of = [NEVER] * self.graph.always + [0.0, 0.0]
-        self.ranks = [_Rank(_with_lead(program, policy.ahead)) for program in schedule.programs]
+        self.ranks = [_PlacedRank(_with_lead(program, policy.ahead)) for program in schedule.programs]
         self.started: list[tuple[float, str, int]] = []  # the group entries, in order
         self.due: list[tuple[float, str, int]] = []  # those that are known to start, by the moment at which they could
         self.collective_free = 0.0
