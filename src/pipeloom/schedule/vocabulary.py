@@ -26,7 +26,7 @@ _ONE, _TWO = ("REDUCE",), ("REDUCE_SUM", "REDUCE_INPUT")
 
 
 class _Policy(NamedTuple):
-    """What a rank runs where several entries could run.
+    """Rules by which a rank takes one of several entries that could run.
 
     Attributes:
         ahead: how many forwards of stages more than before come ahead of each backward.
