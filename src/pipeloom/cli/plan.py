@@ -149,7 +149,7 @@ def _one(options: PlanFlags, planner: Planner, text: str) -> LayoutCosts:
         from pipeloom.config.stages import parse_stages
 
         try:
-            counts = parse_stages(options.stages, planner.shape.layers, layout.built().positions)
+            counts = parse_stages(options.stages, planner.shape.layers, layout.built().positions, planner.shape.ahead)
         except UsageError as error:
             raise UsageError(f"--stages {options.stages!r:.200}: {error}") from None
         layout = replace(layout, stages=tuple(counts))
@@ -190,8 +190,12 @@ def _details(prediction: LayoutCosts, device: Device) -> list[str]:
     worst = prediction.ranks[prediction.worst]
     room = (device.memory - prediction.peak) / 2**30
     return [
-        f"{prediction.layout.text()}: {prediction.layout.world} devices, stages {layout_string(prediction.stages)}",
-        *(aligned(layers_by_rank(prediction.stages, prediction.layout.built())) if prediction.layout.pp > 1 else ()),
+        f"{prediction.layout.text()}: {prediction.layout.world} devices, stages {layout_string(prediction.stages, prediction.ahead)}",
+        *(
+            aligned(layers_by_rank(prediction.stages, prediction.layout.built(), prediction.ahead))
+            if prediction.layout.pp > 1
+            else ()
+        ),
         f"step {prediction.step.total:.4g} s ({parts}); {prediction.tokens:,.0f} tokens/s on each device",
         *aligned(memory_rows(prediction.ranks)),
         f"rank {prediction.worst} needs the most, {gib(prediction.peak)} GiB, at {worst.peak_action}: "
