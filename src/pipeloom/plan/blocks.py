@@ -270,7 +270,7 @@ def _prediction(shape: ModelShape, split: Split, block: LayerOps) -> LayerOps:
 
 
 def _output(shape: ModelShape, split: Split) -> LayerOps:
-    """The last norm, the product with the vocabulary, and the loss; of the states of every block that predicts further ahead too."""
+    """The last norm, the product with the vocabulary, and the loss; also of the states of blocks that predict further ahead."""
     split = replace(split, tokens=split.tokens * (1 + shape.ahead))
     elements, hidden = split.tokens * shape.hidden, split.part(split.tokens * shape.hidden)
     logits, weight = split.part(split.tokens * shape.vocabulary), shape.vocabulary * shape.hidden / split.tp

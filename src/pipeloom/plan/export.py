@@ -42,7 +42,7 @@ def stage_words(stages: Sequence[int], ahead: int = 0) -> list[str]:
     return list(map(short, words))
 
 
-def layers_by_rank(stages: Sequence[int], schedule: Schedule, ahead: int = 0) -> list[list[str]]:
+def layers_by_rank(schedule: Schedule, stages: Sequence[int], ahead: int = 0) -> list[list[str]]:
     """Rows of a table: the ranks, and the layers of each of their chunks; neighbours with the same layers are one row.
 
     Args:
@@ -210,7 +210,9 @@ def model_section(shape: ModelShape) -> dict[str, object]:
         "intermediate_size": shape.feed_forward,
         "vocab_size": shape.vocabulary,
         "tie_word_embeddings": shape.tied,
-    } | ({"num_nextn_predict_layers": shape.ahead} if shape.ahead else {})
+    }
+    if shape.ahead:
+        sizes["num_nextn_predict_layers"] = shape.ahead
     if shape.experts:
         sizes |= {
             "num_experts": shape.experts,

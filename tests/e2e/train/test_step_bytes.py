@@ -49,7 +49,6 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "1f1b, tied": ("1f1b", 4, {"model.tie_word_embeddings": True}),
     "1f1b, gloo": ("1f1b", 4, {"schedule.transport": "individual"}),
     "1f1b, experts": ("1f1b", 4, EXPERTS),
-    "1f1b, two tokens ahead": ("1f1b", 4, {"model.num_nextn_predict_layers": 2}),
     "1f1b, R blocks": ("1f1b", 4, BLOCK),
     "1f1b, R whole": ("1f1b", 4, WHOLE),
     "interleaved, gloo": ("interleaved", 4, {"schedule.transport": "individual"}),

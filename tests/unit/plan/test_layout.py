@@ -150,7 +150,7 @@ def test_megatrons_example_is_printed_by_rank_and_chunk():
     stages = parse_stages(text, 61, 32, depths=1)
     assert layout_string(stages, 1) == "Ettt|(tt|)*29m|L"
     schedule = PlannedLayout(pp=16, v=2, m=16, schedule="interleaved").built()
-    assert layers_by_rank(stages, schedule, 1) == [
+    assert layers_by_rank(schedule, stages, 1) == [
         ["rank", "chunk 0", "chunk 1"], ["0", "Ettt", "tt"], ["1-13", "tt", "tt"], ["14", "tt", "m"], ["15", "tt", "L"]
     ]  # fmt: skip
 
