@@ -129,7 +129,9 @@ class PipelineSpec:
         require_weighing(self.loss, self.weight, self.ignore_index)
         self.names = [layer_name(layer, at) for at, layer in enumerate(self.layers)]
         _check_names(self.names, self.options.recompute)
-        self.ranges = split_layers(len(self.layers), self.schedule.positions, self.stages)
+        shares = len(self.schedule.vocabulary)  # the last layers, one for each rank
+        self.ranges = split_layers(len(self.layers) - shares, self.schedule.positions, self.stages)
+        self.ranges += [range(at, at + 1) for at in range(len(self.layers) - shares, len(self.layers))]
         declared = ModelNames.of(
             [LayerNames.of(layer, name) for layer, name in zip(self.layers, self.names, strict=True)],
             [position for position, which in enumerate(self.ranges) for _ in which],
@@ -156,7 +158,7 @@ class PipelineSpec:
     def holders(self) -> dict[str, tuple[int, ...]]:
         """Return layer name -> the ranks that hold it, ranks of the first route first."""
         owners: dict[str, tuple[int, ...]] = {}
-        for route in self.schedule.routes:
+        for route in (*self.schedule.routes, self.schedule.vocabulary):
             for stage in route:
                 place = self.schedule.placement[stage]
                 for layer in self.ranges[self.schedule.position_of[stage]]:

@@ -16,6 +16,7 @@ from pipeloom.runtime.executor import Executor, StepHooks, StepResult, clock_for
 from pipeloom.runtime.overlap import CommStream
 from pipeloom.runtime.p2p.base import Transport
 from pipeloom.runtime.program import RankProgram, lower
+from pipeloom.runtime.spread_vocabulary import SpreadVocabulary
 from pipeloom.runtime.tensor_spec import ShapeCache
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Exposed, Timeline
@@ -65,6 +66,7 @@ class RankEngine:
         transport: a program -> the transport for one run of it.
         hooks: called while a step runs.
         specs: shapes of messages, remembered from step to step.
+        vocabulary: the rank's share of a vocabulary that is spread over the pipeline.
 
     Attributes:
         schedule: the schedule that it runs.
@@ -81,8 +83,10 @@ class RankEngine:
         transport: Callable[[RankProgram], Transport],
         hooks: StepHooks,
         specs: ShapeCache,
+        vocabulary: SpreadVocabulary | None = None,
     ) -> None:
         self.rank = rank
+        self.vocabulary = vocabulary
         self.stages = {number: assembly.stages[number] for number in spec.schedule.stages_of[rank]}
         self.hooks = hooks
         self._spec = spec
@@ -123,6 +127,7 @@ class RankEngine:
             communications=self._communications,
             clock=clock_for(self._communications.device, traced),
             checksums=self._spec.options.checksum,
+            vocabulary=self.vocabulary,
         )
 
     def stats(self, result: StepResult, receive_buffers: int = 0, send_segments: int | None = None) -> RankStats:

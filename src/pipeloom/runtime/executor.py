@@ -27,6 +27,7 @@ from pipeloom.runtime.loss import Loss, LossSum, MicrobatchLoss
 from pipeloom.runtime.overlap import CommStream, Coroutine, interleave
 from pipeloom.runtime.p2p.base import Delivery, Outgoing, Transport
 from pipeloom.runtime.program import Instruction, RankProgram
+from pipeloom.runtime.spread_vocabulary import SpreadVocabulary
 from pipeloom.runtime.stage import ForwardCall, Stage, StageOutputs
 from pipeloom.runtime.tensor_spec import BoundaryValues, ShapeCache, TensorSpecs, boundary_of
 from pipeloom.schedule.actions import COMPUTE, COPY_IN, OUTPUT, PENDING, Action, fraction_of, kind_of
@@ -144,6 +145,7 @@ class Executor:
         communications: stream of the rank's communications inside stages.
         clock: times the actions.
         checksums: whether messages carry a checksum that the receiver verifies.
+        vocabulary: this rank's share of a vocabulary that is spread over the pipeline.
     """
 
     def __init__(
@@ -158,6 +160,7 @@ class Executor:
         communications: CommStream,
         clock: HostClock | DeviceClock,
         checksums: bool = False,
+        vocabulary: SpreadVocabulary | None = None,
     ) -> None:
         self.program = program
         self.stages = stages
@@ -168,6 +171,7 @@ class Executor:
         self.communications = communications
         self.clock = clock
         self.checksums = checksums
+        self.vocabulary = vocabulary
         self._copy_streams: dict[str, torch.cuda.Stream] = {}
         self._alive_lock = threading.Lock()  # copies in threads change what is held
 
@@ -416,6 +420,46 @@ class Executor:
         if self.hooks.shards is not None:
             self.hooks.shards.reduce(action.stage)
 
+    @property
+    def _spread(self) -> SpreadVocabulary:
+        assert self.vocabulary is not None
+        return self.vocabulary
+
+    def _broadcast(self, action: Action) -> None:
+        """Run BROADCAST."""
+        edge, mb = self.program.stages[action.stage].takes, action.microbatch
+        hidden = None if edge is None else self._local.pop(("activation", edge, mb)).values[0]
+        self._spread.broadcast(mb, hidden)
+
+    def _scores(self, action: Action, received: Deliveries) -> Deliveries:
+        """Run S."""
+        self._spread.scores(action.microbatch, self.batch.targets[action.microbatch], self.training)
+        return {}
+
+    def _sum_scores(self, action: Action) -> None:
+        """Run REDUCE_SUM; the rank of the last stage of layers adds the loss to its sum."""
+        mb = action.microbatch
+        loss = self._spread.sum_scores(mb, self.batch.shares[mb], self.training)
+        if self.program.stages[action.stage].takes is not None:
+            self.result.loss.add(loss)
+
+    def _reduce_scores(self, action: Action) -> None:
+        """Run REDUCE."""
+        self._sum_scores(action)
+        if self.training:
+            self._reduce_input(action)
+
+    def _reduce_input(self, action: Action) -> None:
+        """Run REDUCE_INPUT; the rank of the last stage of layers keeps the gradient for its backward."""
+        gradient, edge = self._spread.sum_input_gradient(action.microbatch), self.program.stages[action.stage].takes
+        if edge is not None:
+            self._local["gradient", edge, action.microbatch] = Delivery((gradient,), ())
+
+    def _share_gradients(self, action: Action, received: Deliveries) -> Deliveries:
+        """Run T."""
+        self._spread.gradients(action.microbatch)
+        return {}
+
     def _copy_out(self, action: Action) -> None:
         """Run O."""
         part, count = _part(action)
@@ -656,12 +700,18 @@ _EXECUTE: dict[str, Callable[[Executor, Action, Deliveries], Deliveries]] = {
     "RB": Executor._backward,
     "RI": Executor._backward,
     "RESHARD": Executor._release,
+    "S": Executor._scores,
+    "T": Executor._share_gradients,
 }
 _BESIDE: dict[str, Callable[[Executor, Action], None]] = {
     "O": Executor._copy_out,
     "L": Executor._copy_in,
     "UNSHARD": Executor._gather,
     "REDUCE_GRAD": Executor._reduce,
+    "BROADCAST": Executor._broadcast,
+    "REDUCE": Executor._reduce_scores,
+    "REDUCE_SUM": Executor._sum_scores,
+    "REDUCE_INPUT": Executor._reduce_input,
 }
 
 

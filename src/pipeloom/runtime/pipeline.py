@@ -20,7 +20,7 @@ from pipeloom.ops.checksum import checksums
 from pipeloom.ops.layer import KEYWORD
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.exchange import all_gather_json, all_gather_tree
-from pipeloom.parallel.mesh import Mesh, PipelineMesh
+from pipeloom.parallel.mesh import Axis, Mesh, PipelineMesh, group_of_members
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.runtime import replicas
 from pipeloom.runtime.assembly import BuiltParameters, PipelineSpec, assemble, copy_state
@@ -52,10 +52,11 @@ from pipeloom.runtime.overlap import CommStream
 from pipeloom.runtime.p2p.base import InProcessTransport, Mailroom, Transport
 from pipeloom.runtime.p2p.connect import P2PConnections
 from pipeloom.runtime.program import RankProgram, as_executed, require_same_stages
+from pipeloom.runtime.spread_vocabulary import SpreadVocabulary, require_spread
 from pipeloom.runtime.stage_modules import LayerSource, carrying
 from pipeloom.runtime.tensor_spec import ShapeCache, is_strided
 from pipeloom.runtime.tied_weights import layer_of
-from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.timeline import Timeline
 
 
@@ -168,6 +169,7 @@ class Pipeline:
                 self._transport,
                 self._gradients.hooks(status, Faults(fault, rank)),
                 specs[rank],
+                self._spread_vocabulary(len(statuses)) if spec.schedule.vocabulary else None,
             )
             for rank, status in statuses.items()
         ]
@@ -177,6 +179,15 @@ class Pipeline:
         self._losses = LossBroadcast(mesh, spec.schedule, self.device, self._alarm, spec.terms)
         self.layouts: dict[str, ParameterSharding] = {each.name: each.sharding for each in assembly.held}
         self._follow(spec.schedule)
+
+    def _spread_vocabulary(self, ranks_here: int) -> SpreadVocabulary:
+        """Return this rank's share of the vocabulary, with a process group of its own."""
+        schedule, line, mesh = self._spec.schedule, self._line, self.mesh
+        (share,) = self._assembly.stages[schedule.vocabulary[line.rank]].modules
+        share = require_spread([("tp", mesh.tp.size), ("cp", mesh.cp.size)], ranks_here, share)
+        axis = Axis(line.ranks, line.rank, None if line.group is None else group_of_members(line.ranks))
+        fused = not any(action.kind == "REDUCE_SUM" for cell in schedule.programs[0] for action in parts(cell))
+        return SpreadVocabulary(share, axis, schedule.placement[schedule.routes[0][-1]], fused)
 
     def _transport(self, program: RankProgram) -> Transport:
         """Return the transport for one run of `program`."""
@@ -331,7 +342,12 @@ class Pipeline:
 
     @torch.no_grad()
     def predict(self, inputs: Any, **keywords: Any) -> Any:
-        """Return the outputs of the last stage for the whole batch, on the rank that holds it; None on the others."""
+        """Return the outputs of the last stage for the whole batch, on the rank that holds it; None on the others.
+
+        Raises UsageError where the vocabulary is spread over the pipeline: no rank has all logits.
+        """
+        if self.schedule.vocabulary:
+            raise UsageError("predict: the vocabulary is spread over the pipeline, and no rank has a token's logits")
         with self._status.during("evaluation"):
             batch = self._split("predict", inputs, None, keywords, forward_count(self.schedule.microbatches, inputs))
             executor = self._executor(batch.count)

@@ -18,6 +18,7 @@ from pipeloom.schedule.actions import (
     KEPT,
     OUTPUT,
     SAVED,
+    WEIGHT_GRADIENT,
     Action,
     Cell,
     Kind,
@@ -188,7 +189,9 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
         plan = tuple(tuple(m for batch in gap for m in batch if m.channel.source != rank) for gap in calls[:-1])
     else:
         plan = posting_plan(entries, options.receive_depth, ahead)
-    last = {a.stage: at for at, e in enumerate(entries) for a in parts(e.cell) if kind_of(a.kind).is_backward}
+    last = {
+        a.stage: at for at, e in enumerate(entries) for a in parts(e.cell) if WEIGHT_GRADIENT in kind_of(a.kind).makes
+    }
     instructions = []
     for at, (entry, posts) in enumerate(zip(entries, plan, strict=True)):
         actions = parts(entry.cell)

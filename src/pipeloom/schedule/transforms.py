@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean
-from pipeloom.schedule.actions import PART, SAVED, Action, Cell, kind_number, kind_of, whole_of
+from pipeloom.schedule.actions import HIDDEN, PART, SAVED, SUMS, Action, Cell, kind_number, kind_of, whole_of
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
 from pipeloom.schedule.model import Program, Schedule, of_schedule, parts
@@ -414,7 +414,7 @@ def _forwards(actions: Sequence[Action], microbatches: int) -> list[Action]:
         if action.kind == "UNSHARD":
             gathered[action.stage] = len(run)
             run.append(action)
-        elif kind_of(action.kind).is_forward and action.microbatch < microbatches:
+        elif _evaluates(action) and action.microbatch < microbatches:
             gathered.pop(action.stage, None)
             run.append(action)
         elif action.kind == "RESHARD":
@@ -424,6 +424,12 @@ def _forwards(actions: Sequence[Action], microbatches: int) -> list[Action]:
             else:
                 run[unused] = None
     return [action for action in run if action is not None]
+
+
+def _evaluates(action: Action) -> bool:
+    """Return whether a loss without gradients needs the action: a forward, or an entry that makes values for one."""
+    kind = kind_of(action.kind)
+    return kind.is_forward or (kind.group and not {HIDDEN, SUMS}.isdisjoint(kind.makes))
 
 
 def _rewritten(schedule: Schedule, cells: Callable[[int, Action], Iterable[Cell]]) -> Schedule:

@@ -1,0 +1,249 @@
+"""The output layer spread over the ranks of a pipeline: each rank's share, and what S, T and the group entries do with it.
+
+A rank holds rows of the output weight [vocabulary, width]. With y its logits, l their largest, and L and Z the largest logit and
+the sum of exp(y - L) over all ranks, a token's loss is log Z + L - (1 - ε) y[target] - ε / V Σ y, and the gradient of its logits
+exp(y - l) · exp(l - L) / Z - q, where q is 1 - ε at the target plus ε / V (arXiv 2411.05288, algorithms 1 and 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeloom.errors import ConfigError, UsageError
+from pipeloom.ops.layer import Layer
+from pipeloom.parallel.mesh import Axis
+
+IGNORED_TARGET = -100  # torch's default ignore_index
+
+
+def spread_sizes(vocabulary: int, ranks: int) -> list[int]:
+    """Return the rows of each rank's share: vocabulary // ranks, and of the last one the remainder too."""
+    each = vocabulary // ranks
+    return [*(each,) * (ranks - 1), vocabulary - each * (ranks - 1)]
+
+
+class VocabularyShare(nn.Module):
+    """A rank's rows of an output weight [vocabulary, width].
+
+    Args:
+        weight: these rows, [rows, width].
+        first: the number of the first of them.
+        vocabulary: the rows of all ranks.
+        label_smoothing: ε of the loss in training.
+    """
+
+    def __init__(self, weight: Tensor, first: int, vocabulary: int, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.first, self.vocabulary, self.label_smoothing = first, vocabulary, label_smoothing
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., width] -> the logits of this share, [..., rows]."""
+        return F.linear(hidden, self.weight)
+
+
+def vocabulary_shares(name: str, weight: Tensor, ranks: int, label_smoothing: float = 0.0) -> list[Layer]:
+    """Return the layers `name.0`, `name.1`, … with the shares of `weight` [vocabulary, width], one for each rank.
+
+    They follow a model's other layers; the schedule has been through the transform `vocabulary`.
+    """
+    sizes = spread_sizes(len(weight), ranks)
+
+    def share(rank: int) -> nn.Module:
+        first = sum(sizes[:rank])
+        return VocabularyShare(weight[first : first + sizes[rank]].clone(), first, len(weight), label_smoothing)
+
+    return [Layer(f"{name}.{rank}", partial(share, rank)) for rank in range(ranks)]
+
+
+@dataclass
+class _Tokens:
+    """State of one micro-batch on a share, from its broadcast to its T; rows are tokens.
+
+    Attributes:
+        hidden: the last stage's output.
+        logits: of the share, with their graph.
+        powers: exp(logits - largest), [tokens, rows].
+        facts: the largest logit; then the target's logit, the sum of the powers and that of the logits: [4, tokens].
+        row, outside: the target's row in this share, and whether it is in another.
+        counts: whether the target counts.
+        part: this share's part of the input gradient, of one reduction: the powers times the weight.
+        factor: of the powers, so that they sum to one over the ranks.
+        scale: of a token's loss in the step's.
+    """
+
+    hidden: Tensor
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    powers: Tensor = field(default_factory=lambda: torch.empty(0))
+    facts: Tensor = field(default_factory=lambda: torch.empty(0))
+    row: Tensor = field(default_factory=lambda: torch.empty(0))
+    outside: Tensor = field(default_factory=lambda: torch.empty(0))
+    counts: Tensor = field(default_factory=lambda: torch.empty(0))
+    part: Tensor | None = None
+    factor: Tensor = field(default_factory=lambda: torch.empty(0))
+    scale: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+class SpreadVocabulary:
+    """The share of one rank, and its part in the group entries; these run in one thread after the other.
+
+    Args:
+        share: this rank's.
+        axis: the ranks of the pipeline, with a process group that nothing else uses.
+        source: the rank of the last stage of layers.
+        fused: whether one reduction follows S, which computes its part of the input gradient.
+    """
+
+    def __init__(self, share: VocabularyShare, axis: Axis, source: int, fused: bool) -> None:
+        self.share, self.axis, self.source, self.fused = share, axis, source, fused
+        self._tokens: dict[int, _Tokens] = {}
+
+    @property
+    def _root(self) -> int:
+        return self.axis.ranks[self.source]
+
+    def broadcast(self, microbatch: int, hidden: Tensor | None) -> None:
+        """BROADCAST: receive the last stage's output [..., width], or send `hidden`, which only that stage's rank has.
+
+        Raises UsageError for an output of another width or dtype than the weight's, or with more than 7 dimensions.
+        """
+        weight = self.share.weight
+        sizes = torch.zeros(8, dtype=torch.int64)
+        if hidden is not None:
+            if hidden.shape[-1] != weight.shape[1] or hidden.dtype != weight.dtype or hidden.ndim > 7:
+                raise UsageError(
+                    f"the last stage returned {hidden.dtype}{list(hidden.shape)}, and the vocabulary's weight is "
+                    f"{weight.dtype}[{self.share.vocabulary}, {weight.shape[1]}]"
+                )
+            sizes[: hidden.ndim + 1] = torch.tensor([hidden.ndim, *hidden.shape])
+        sizes = sizes.to(weight.device)
+        dist.broadcast(sizes, self._root, group=self.axis.group)
+        count, *shape = sizes.tolist()
+        values = torch.empty(shape[:count], dtype=weight.dtype, device=weight.device)
+        if hidden is not None:
+            values.copy_(hidden.detach())
+        dist.broadcast(values, self._root, group=self.axis.group)
+        self._tokens[microbatch] = _Tokens(values)
+
+    def scores(self, microbatch: int, targets: Tensor, training: bool) -> None:
+        """S: compute the logits of the share, and with one reduction its part of the input gradient.
+
+        Raises UsageError for targets that are not on this rank, of another shape, or outside the vocabulary.
+        """
+        tokens, share = self._tokens[microbatch], self.share
+        flat = self._flat(targets, tokens.hidden)
+        with torch.set_grad_enabled(training):
+            tokens.hidden = tokens.hidden.requires_grad_(training and not self.fused)
+            tokens.logits = share(tokens.hidden)
+        with torch.no_grad():
+            rows = tokens.logits.detach().flatten(0, -2)
+            rows = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+            tokens.counts = flat != IGNORED_TARGET
+            local = flat - share.first
+            tokens.outside = (local < 0) | (local >= rows.shape[1])
+            tokens.row = local.masked_fill(tokens.outside, 0).unsqueeze(-1)
+            hits = rows.gather(-1, tokens.row).squeeze(-1).masked_fill_(tokens.outside, 0)
+            largest, total = rows.amax(-1), rows.sum(-1)
+            tokens.powers = rows.sub_(largest.unsqueeze(-1)).exp_()
+            tokens.facts = torch.stack([largest, hits, tokens.powers.sum(-1), total])
+            if training and self.fused:
+                tokens.part = tokens.powers.to(share.weight.dtype) @ share.weight
+
+    def _flat(self, targets: Tensor, hidden: Tensor) -> Tensor:
+        if not isinstance(targets, Tensor) or targets.device.type == "meta" or targets.shape != hidden.shape[:-1]:
+            shape = list(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
+            raise UsageError(
+                f"the targets are {shape}; a vocabulary over the pipeline needs {list(hidden.shape[:-1])} of them on every rank"
+            )
+        flat = targets.flatten()
+        known = flat[flat != IGNORED_TARGET]
+        if known.numel() and not (int(known.min()) >= 0 and int(known.max()) < self.share.vocabulary):
+            raise UsageError(f"a target is outside the vocabulary of {self.share.vocabulary}")
+        return flat
+
+    @torch.no_grad()
+    def sum_scores(self, microbatch: int, weight: float, training: bool) -> Tensor:
+        """REDUCE_SUM, and the first part of REDUCE: return the micro-batch's share of the step's loss, 0-dim, on every rank.
+
+        Args:
+            weight: its share of the step's mean.
+        """
+        tokens, share = self._tokens[microbatch], self.share
+        smoothing = share.label_smoothing if training else 0.0
+        largest = tokens.facts[0].clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.axis.group)
+        shift = (tokens.facts[0] - largest).exp_()
+        hit, powers, total = sums = torch.stack([tokens.facts[1], tokens.facts[2] * shift, tokens.facts[3]])
+        dist.all_reduce(sums, group=self.axis.group)
+        tokens.factor = shift / powers
+        tokens.scale = tokens.counts * (weight / tokens.counts.sum().clamp(min=1))
+        losses = powers.log() + largest - (1 - smoothing) * hit - smoothing / share.vocabulary * total
+        if not training:
+            del self._tokens[microbatch]
+        shares: Tensor = (losses * tokens.scale).masked_fill(~tokens.counts, 0)
+        return shares.sum()
+
+    @torch.no_grad()
+    def sum_input_gradient(self, microbatch: int) -> Tensor | None:
+        """The second part of REDUCE, and REDUCE_INPUT: return the input gradient on the rank of the last stage of layers."""
+        tokens, share = self._tokens[microbatch], self.share
+        if not self.fused:
+            gradient = self._tokens.pop(microbatch).hidden.grad
+            assert gradient is not None
+        else:
+            assert tokens.part is not None
+            smoothing, weight = share.label_smoothing, share.weight
+            hit = weight[tokens.row.squeeze(-1)].masked_fill_(tokens.outside.unsqueeze(-1), 0).mul_(1 - smoothing)
+            if smoothing:
+                hit += smoothing / share.vocabulary * weight.sum(0)
+            rows = (tokens.part * tokens.factor.unsqueeze(-1)).sub_(hit).mul_(tokens.scale.unsqueeze(-1))
+            gradient, tokens.part = rows.to(weight.dtype).view(tokens.hidden.shape), None
+        gradient = gradient.contiguous()
+        dist.reduce(gradient, self._root, group=self.axis.group)
+        return gradient if self.axis.index == self.source else None
+
+    def gradients(self, microbatch: int) -> None:
+        """T: add the gradient of the share's weight; with two reductions compute its part of the input gradient, too."""
+        tokens = self._tokens[microbatch]
+        smoothing = self.share.label_smoothing
+        with torch.no_grad():
+            rows = tokens.powers.mul_((tokens.factor * tokens.scale).unsqueeze(-1))
+            if smoothing:
+                rows -= (smoothing / self.share.vocabulary * tokens.scale).unsqueeze(-1)
+            hit = (tokens.scale * (smoothing - 1)).masked_fill(tokens.outside, 0)
+            rows.scatter_add_(-1, tokens.row, hit.unsqueeze(-1))
+        logits = tokens.logits
+        torch.autograd.backward([logits], [rows.view(logits.shape).to(logits.dtype)])
+        if self.fused:
+            del self._tokens[microbatch]
+
+
+def require_spread(sizes: Sequence[tuple[str, int]], ranks_here: int, layer: nn.Module) -> VocabularyShare:
+    """Return the layer of this rank's vocabulary stage.
+
+    Args:
+        sizes: (axis, its size) of the axes besides pp and dp.
+        ranks_here: how many ranks of the pipeline are in this process.
+
+    Raises ConfigError for a mesh or a layer with which a vocabulary cannot be spread over the pipeline.
+    """
+    for axis, size in sizes:
+        if size > 1:
+            raise ConfigError(f"a vocabulary over the pipeline runs with {axis} 1, and the mesh has {axis} {size}")
+    if ranks_here > 1:
+        raise ConfigError(
+            "a vocabulary over the pipeline needs a process for each rank, whose group entries wait for others"
+        )
+    if not isinstance(layer, VocabularyShare):
+        raise ConfigError(
+            f"the schedule spreads the vocabulary over the pipeline, and the last layers, one for each rank, are to be "
+            f"vocabulary_shares; one is of type {type(layer).__name__}"
+        )
+    return layer

@@ -1,0 +1,90 @@
+"""The output layer spread over the ranks of a pipeline, against one process: loss and every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeloom.runtime import Layer, Pipeline
+from pipeloom.runtime.spread_vocabulary import vocabulary_shares
+from pipeloom.schedule.costs import Costs
+from pipeloom.schedule.families import build
+from pipeloom.schedule.transforms import transformed
+from processes import run_ranks
+
+WIDTH, VOCABULARY, ROWS, LENGTH = 8, 11, 12, 3
+COSTS = Costs(scores=0.5, scores_grad=0.5, combine=0.1)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+def model(blocks: int) -> tuple[list[nn.Module], torch.Tensor]:
+    """The embedding and blocks, and the output weight."""
+    torch.manual_seed(0)
+    return [nn.Embedding(VOCABULARY, WIDTH), *(Block() for _ in range(blocks))], torch.randn(VOCABULARY, WIDTH)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and targets: one micro-batch (of 2 rows) has none that counts, and others have different numbers."""
+    torch.manual_seed(1)
+    tokens, targets = torch.randint(VOCABULARY, (2, ROWS, LENGTH))
+    targets[2:4], targets[7, 1:] = -100, -100
+    return tokens, targets
+
+
+def on_one_rank(rank: int, name: str, ranks: int, chunks: int | None, form: str, smoothing: float) -> Any:
+    schedule = transformed(build(name, ranks, ROWS // 2, chunks), [f"vocabulary={form}"], COSTS)
+    layers, weight = model(schedule.positions - 1)
+    trunk = [Layer(f"layer{at}", lambda layer=layer: layer) for at, layer in enumerate(layers)]
+    shares = vocabulary_shares("head", weight, ranks, smoothing)
+    pipeline = Pipeline([*trunk, *shares], schedule, loss=nn.functional.cross_entropy)
+    tokens, targets = batch()
+    losses = [pipeline.step(tokens, targets).item() for _ in range(2)]
+    gradients = {key: parameter.grad.tolist() for key, parameter in pipeline.named_parameters()}
+    with torch.no_grad():
+        losses.append(pipeline.evaluate(tokens, targets).item())
+    with pytest.raises(Exception, match="no rank has a token's logits"):
+        pipeline.predict(tokens)
+    return losses, gradients, pipeline.stats.peak_activations
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunks", "form", "smoothing"),
+    [
+        ("1f1b", 2, None, "fused", 0.0),
+        ("1f1b", 4, None, "two", 0.1),
+        ("interleaved", 2, 2, "two", 0.0),
+        ("zbv", 4, 2, "fused", 0.1),
+    ],
+)
+def test_loss_and_gradients(name: str, ranks: int, chunks: int | None, form: str, smoothing: float) -> None:
+    layers, weight = model(ranks * (chunks or 1) - 1)
+    head = weight.requires_grad_()
+    tokens, targets = batch()
+
+    def loss(epsilon: float) -> torch.Tensor:
+        logits = nn.Sequential(*layers)(tokens) @ head.T
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=epsilon)
+
+    for _ in range(2):
+        loss(smoothing).backward()
+    expected = {f"layer{at}.{key}": p.grad for at, layer in enumerate(layers) for key, p in layer.named_parameters()}
+    results = run_ranks(on_one_rank, ranks, name, ranks, chunks, form, smoothing)
+    gradients = {key: torch.tensor(value) for _, part, _ in results for key, value in part.items()}
+    rows = [gradients.pop(f"head.{rank}.weight") for rank in range(ranks)]
+    torch.testing.assert_close(torch.cat(rows), head.grad, rtol=1e-5, atol=1e-6)
+    assert gradients.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(gradients[key], value, rtol=1e-5, atol=1e-6)
+    for losses, _, _ in results:
+        assert losses == pytest.approx([loss(smoothing).item(), loss(smoothing).item(), loss(0.0).item()], rel=1e-6)
