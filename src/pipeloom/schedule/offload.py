@@ -40,22 +40,28 @@ def offload(schedule: Schedule, costs: Costs | None = None, first: int = 1, part
         )
     cost_model = costs if costs is not None else Costs(host_bandwidth=1.0)
     plain = simulate(schedule, cost_model)
-    copy_time = _copy_times(schedule, cost_model)
-    programs = [_with_copies(plain, rank, copy_time, first, parts_of) for rank in range(schedule.ranks)]
-    copied = schedule.with_programs(programs)
-    if copied == schedule:
+    with_copies = copied(plain, cost_model, first, parts_of)
+    if with_copies == schedule:
         return schedule
-    unlimited = simulate(copied, cost_model)
+    unlimited = simulate(with_copies, cost_model)
     least = 2 * parts_of if parts_of == 1 else parts_of + 1  # one in work, and one, or a part, that is copied
     for slots in range(least, parts_of * max(unlimited.peak_activations)):
-        candidate = copied.with_slots({**dict(schedule.slots), SAVED: slots / parts_of})
+        candidate = with_copies.with_slots({**dict(schedule.slots), SAVED: slots / parts_of})
         try:
             check(candidate)
         except ScheduleError:
             continue
         if simulate(candidate, cost_model).makespan <= _STEP * unlimited.makespan:
             return candidate
-    return copied
+    return with_copies
+
+
+def copied(timeline: Timeline, costs: Costs, first: int, parts_of: int) -> Schedule:
+    """Return the timeline's schedule with copies of the first of so many parts, where both ways fit between its times."""
+    schedule, copy_time = timeline.schedule, _copy_times(timeline.schedule, costs)
+    return schedule.with_programs(
+        [_with_copies(timeline, rank, copy_time, first, parts_of) for rank in range(schedule.ranks)]
+    )
 
 
 def offload_share(schedule: Schedule, share: str | None, costs: Costs | None) -> Schedule:
