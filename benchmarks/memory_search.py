@@ -61,7 +61,7 @@ def row(setting: tuple[float, float, float], copy: float, seconds: float) -> str
     ratio = ":".join(f"{time:g}" for time in setting)
     return (
         f"| {ratio} | {copy:g} | {' | '.join(cells)} | {best.value:.1f} | {best.value / best_named:.3f} | "
-        f"{best.value / bound:.3f} | {best.origin} | {took:.0f} |"
+        f"{best.value / bound:.4f} | {best.origin} | {took:.0f} |"
     )
 
 

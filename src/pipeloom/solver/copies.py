@@ -21,7 +21,7 @@ from pipeloom.errors import ScheduleError
 from pipeloom.schedule import Schedule, check, simulate
 from pipeloom.schedule.actions import SAVED
 from pipeloom.schedule.costs import TIME_TOLERANCE, StageCosts
-from pipeloom.schedule.offload import copied, offload
+from pipeloom.schedule.offload import copied
 from pipeloom.schedule.timeline import Timeline
 from pipeloom.solver.construct import LARGEST_WALKED, family_schedules, plain_order, sequences_of
 from pipeloom.solver.evaluate import evaluate
@@ -76,7 +76,7 @@ def search_with_copies(
                 timeline = plan.timed()
                 if timeline is not None:
                     plans.append((timeline.value(instance.objective), len(plans), plan))
-            if plans and budget.spent > STARTS_SHARE:
+            if budget.spent > STARTS_SHARE and (plans or incumbent.best is not None):
                 break
     plans.sort(key=lambda plan: plan[:2])
     for value, _, plan in plans:
@@ -85,7 +85,8 @@ def search_with_copies(
         _offer(plan, incumbent)
     for instance in instances:
         for schedule in _families(instance) if instance.nodes <= LARGEST_WALKED else ():
-            _offer_transformed(instance, schedule, incumbent)
+            if budget.in_time or incumbent.best is None:
+                _offer_transformed(instance, schedule, incumbent)
     walked = [(value, plan) for value, _, plan in plans[:WALKED_ORDERS]]
     while walked and not (budget.over or incumbent.proved):
         walked = [_exchanged(value, plan, incumbent, budget, random) for value, plan in walked]
@@ -111,14 +112,15 @@ def _families(instance: Instance) -> Iterator[Schedule]:
 
 
 def _offer_transformed(instance: Instance, schedule: Schedule, incumbent: Incumbent) -> None:
-    """Offer a family under the transform `offload`, which makes no schedule shorter."""
-    if not incumbent.improves(value_of(_simulated(instance, schedule), instance.objective)):
+    """Offer a family with copies beside its own times, as the transform `offload` has them; they make no schedule shorter."""
+    timeline = _simulated(instance, schedule)
+    if not incumbent.improves(value_of(timeline, instance.objective)):
         return
     for count in PARTS:
-        candidate = offload(schedule, instance.costs, count, count)
-        result = _simulated(instance, candidate)
-        if max(result.peak_memory) <= instance.memory_limit + TIME_TOLERANCE:
-            incumbent.offer(value_of(result, instance.objective), f"{schedule.name}, copied", instance, candidate)
+        candidate = fitted(instance, timeline, count, incumbent, math.inf)
+        if candidate is not None:
+            value = value_of(_simulated(instance, candidate), instance.objective)
+            incumbent.offer(value, f"{schedule.name}, copied", instance, candidate)
 
 
 def _offer(plan: CopyPlan, incumbent: Incumbent) -> bool:
@@ -134,20 +136,26 @@ def _offer(plan: CopyPlan, incumbent: Incumbent) -> bool:
     return False
 
 
-def fitted(instance: Instance, timeline: Timeline, count: int, incumbent: Incumbent) -> Schedule | None:
-    """Return the timeline's schedule with copies in `count` parts and as many slots as fit; None if none fit or improve."""
+def fitted(
+    instance: Instance, timeline: Timeline, count: int, incumbent: Incumbent, tries: float = 2
+) -> Schedule | None:
+    """Return the timeline's schedule with copies in `count` parts and the most slots that fit; None if none fits or improves.
+
+    Args:
+        tries: how many numbers of slots are tried, from the largest that the memory could hold.
+    """
     costs, limit = instance.costs, instance.memory_limit + TIME_TOLERANCE
     schedule = copied(timeline, costs, count, count)
     if not schedule.has_queues:
         return None
     largest = max(costs.per_stage("activation", instance.stages))
     most = math.floor(limit / largest * count + TIME_TOLERANCE)
-    for slots in range(most, max(count, most - 2), -1):
+    for slots in range(most, max(count, math.floor(max(0, most - tries))), -1):
         candidate = schedule.with_slots({SAVED: slots / count})
         try:
             check(candidate)
         except ScheduleError:
-            return None
+            return None  # fewer slots deadlock, too
         result = _simulated(instance, candidate)
         if not incumbent.improves(value_of(result, instance.objective)):
             return None
