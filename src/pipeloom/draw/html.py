@@ -128,6 +128,7 @@ def _still(timeline: Timeline) -> dict[str, Any] | None:
     used = {kind_of(action.kind) for program in schedule.programs for cell in program for action in parts(cell)}
     if not (
         schedule.has_queues
+        or schedule.slices > 1  # the page's simulator moves actions without regard to the order of slices
         or timeline.costs.bytes
         or any(kind.part or set(kind.makes) & set(kind.frees) for kind in used)
     ):
@@ -175,7 +176,7 @@ def _pane(timeline: Timeline, unit: tuple[float, str]) -> dict[str, Any]:
             for pool in sorted({DEVICE, *dict(timeline.costs.pools).values()})
             for name, sizes in timeline.costs.bytes_in(pool, schedule.stages).items()
         },
-        "left": {stage * schedule.microbatches + mb: sorted(values) for (stage, mb), values in schedule.remade.items()},
+        "left": {stage * schedule.units + unit: sorted(values) for (stage, unit), values in schedule.remade.items()},
         "source": timeline.source,
         "assumptions": assumptions(timeline, unit),
         "overlap_p2p": timeline.overlap_p2p,
@@ -184,7 +185,7 @@ def _pane(timeline: Timeline, unit: tuple[float, str]) -> dict[str, Any]:
         "origin": _short(min((starts[0] for starts in timeline.starts if starts), default=0.0)),
         "codes": schedule.codes,
         "remade": [
-            stage * schedule.microbatches + mb for (stage, mb), values in schedule.remade.items() if SAVED in values
+            stage * schedule.units + unit for (stage, unit), values in schedule.remade.items() if SAVED in values
         ],
         "starts": [list(map(_short, starts)) for starts in timeline.starts],
         "ends": [list(map(_short, ends)) for ends in timeline.ends],
@@ -211,7 +212,7 @@ def _costs(timeline: Timeline) -> dict[str, Any]:
         "message": costs.message,
         "tensors": dict(costs.tensors),
         "bandwidth": costs.bandwidth if math.isfinite(costs.bandwidth) else None,
-        "factors": costs.microbatch,
+        "factors": costs.microbatch if timeline.schedule.slices == 1 else costs.size_factors(timeline.schedule),
     }
 
 

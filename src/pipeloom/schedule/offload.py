@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from pipeloom.errors import ScheduleError, UsageError
-from pipeloom.schedule.actions import SAVED, Action, Cell, kind_of
+from pipeloom.schedule.actions import SAVED, Cell, kind_of
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
 from pipeloom.schedule.model import Schedule, made_by, of_schedule, parts
@@ -15,6 +15,7 @@ from pipeloom.schedule.timeline import Timeline
 
 _STEP = 1.01
 """How much longer than with unlimited memory the step may become by waiting for slots: fewer slots beyond it save little."""
+_UNIT = Costs(host_bandwidth=1.0)  # copies take as long as forwards
 
 
 @of_schedule
@@ -38,10 +39,16 @@ def offload(schedule: Schedule, costs: Costs | None = None, first: int = 1, part
         raise UsageError(
             f"offload: {first}/{parts_of} is no share; give 1/2 for the first of two equal parts, or 2/2 for both"
         )
+<<<<<<< HEAD
     cost_model = costs if costs is not None else Costs(host_bandwidth=1.0)
     plain = simulate(schedule, cost_model)
     with_copies = copied(plain, cost_model, first, parts_of)
     if with_copies == schedule:
+=======
+    cost_model = costs if costs is not None else _UNIT
+    copied = with_copies(schedule, cost_model, range(schedule.stages), first, parts_of)
+    if copied == schedule:
+>>>>>>> main
         return schedule
     unlimited = simulate(with_copies, cost_model)
     least = 2 * parts_of if parts_of == 1 else parts_of + 1  # one in work, and one, or a part, that is copied
@@ -64,6 +71,18 @@ def copied(timeline: Timeline, costs: Costs, first: int, parts_of: int) -> Sched
     )
 
 
+def with_copies(
+    schedule: Schedule, costs: Costs | None, stages: Collection[int], first: int = 1, parts_of: int = 1
+) -> Schedule:
+    """Return `schedule` with the copies of `offload` for some stages, and no slots: no forward waits for a copy."""
+    cost_model = costs if costs is not None else _UNIT
+    plain = simulate(schedule, cost_model)
+    copy_time = {place: time for place, time in _copy_times(schedule, cost_model).items() if place[0] in stages}
+    return schedule.with_programs(
+        [_with_copies(plain, rank, copy_time, first, parts_of) for rank in range(schedule.ranks)]
+    )
+
+
 def offload_share(schedule: Schedule, share: str | None, costs: Costs | None) -> Schedule:
     """Return `offload` of a share written `3/4`: the first three of four equal parts; None: of the whole."""
     first, slash, count = (share or "1/1").partition("/")
@@ -75,13 +94,15 @@ def offload_share(schedule: Schedule, share: str | None, costs: Costs | None) ->
 
 
 def _copy_times(schedule: Schedule, costs: Costs) -> Mapping[tuple[int, int], float]:
-    """(stage, micro-batch) -> the time of a copy of all that it saves."""
-    probe = schedule.with_programs([["0L0"], *([] for _ in range(schedule.ranks - 1))])  # has the tables of all kinds
+    """(stage, unit) -> the time of a copy of all that it saves."""
+    probe = schedule.with_programs(
+        [[f"0L{schedule.unit_names[0]}"], *([] for _ in range(schedule.ranks - 1))]
+    )  # has the tables of all kinds
     times, start = durations(probe, costs), probe.codes[0][0]
     return {
-        (stage, mb): times[start + stage * schedule.microbatches + mb]
+        (stage, unit): times[start + stage * schedule.units + unit]
         for stage in range(schedule.stages)
-        for mb in range(schedule.microbatches)
+        for unit in range(schedule.units)
     }
 
 
@@ -92,9 +113,11 @@ def _with_copies(
     schedule, starts, ends = plain.schedule, plain.starts[rank], plain.ends[rank]
     program = schedule.programs[rank]
     makes, uses = _ends_of_use(schedule, program)
+    actions = [action for cell in program for action in parts(cell)]
+    forward_of = {(a.stage, schedule.unit_of(a)): a for a in actions if kind_of(a.kind).is_forward}
     # Copies out follow each other, part by part; `arrived`: when each part is on the host.
     out, arrived = 0.0, dict[tuple[int, int], list[float]]()
-    for place in sorted(makes.keys() & uses.keys(), key=makes.__getitem__):
+    for place in sorted(makes.keys() & uses.keys() & copy_time.keys(), key=makes.__getitem__):
         start, end, piece = starts[makes[place]], ends[makes[place]], copy_time[place] / count
         idle = uses[place] > makes[place] + 1 and end + 2 * piece <= starts[uses[place]] + TIME_TOLERANCE
         if not idle:
@@ -120,13 +143,14 @@ def _with_copies(
         for part in range(first, 0, -1):
             moment = latest[place][part - 1] + TIME_TOLERANCE
             issued = next(at for at in range(uses[place] - 1, -1, -1) if starts[at] <= moment or at == makes[place])
-            issues[issued].append(Action(_letter("L", part, count), *place))
+            issues[issued].append(forward_of[place]._replace(kind=_letter("L", part, count)))
     out_of = {makes[place]: place for place in latest}
     cells: list[Cell] = []
     for at, cell in enumerate(program):
         cells.append(cell)
         if at in out_of:
-            cells += [Action(_letter("O", part, count), *out_of[at]) for part in range(1, first + 1)]
+            forward = forward_of[out_of[at]]
+            cells += [forward._replace(kind=_letter("O", part, count)) for part in range(1, first + 1)]
         cells += issues[at]
     return cells
 
@@ -134,12 +158,12 @@ def _with_copies(
 def _ends_of_use(
     schedule: Schedule, program: Sequence[Cell]
 ) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
-    """(stage, micro-batch) -> the entry with the forward that saves for the backward; the entry that needs it."""
+    """(stage, unit) -> the entry with the forward that saves for the backward; the entry that needs it."""
     makes: dict[tuple[int, int], int] = {}
     uses: dict[tuple[int, int], int] = {}
     for at, cell in enumerate(program):
         for action in parts(cell):
-            place = action.stage, action.microbatch
+            place = action.stage, schedule.unit_of(action)
             if kind_of(action.kind).is_forward and SAVED in made_by(schedule, action):
                 makes[place] = at
             elif any(need.value == SAVED and not need.step for need in kind_of(action.kind).needs):

@@ -189,15 +189,15 @@ def recomputed(config: Config) -> Literal["none"] | frozenset[str]:
     forward at once.
     """
     setting = config.train.recompute
-    if setting == "none":
+    if isinstance(setting, str) and setting != "full":
         return "none"
     names = block_names(config)
-    return frozenset(names if setting == "full" else (names[number] for number in setting))
+    return frozenset(names if isinstance(setting, str) else (names[number] for number in setting))
 
 
 def block_names(config: Config) -> list[str]:
     """Return the names of the model's blocks, first to last."""
-    blocks = range(config.model.num_hidden_layers)
+    blocks = range(config.model.blocks)
     if config.model.source:
         trunk = foreign(config.model.source, PARAMETER_DTYPES[config.train.dtype])[1:]
         return [trunk[number].name for number in blocks]

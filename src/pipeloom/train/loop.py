@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.config import Config, Layout
+from pipeloom.config.rates import learning_rate
 from pipeloom.config.volume import boundary_bytes, volumes
 from pipeloom.errors import Interrupted, PipeloomError, Preempted
 from pipeloom.limits import expanded
@@ -38,6 +40,7 @@ from pipeloom.train.observers import ExpertLoads, StepEnd, StepLog, StepObserver
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report.metrics import memory_history, shared_cores
+from pipeloom.train.report.prediction import compared
 from pipeloom.train.report.report import Report
 from pipeloom.train.report.step_bytes import BytesCheck
 from pipeloom.train.report.tables import table, what_ranks_hold
@@ -49,7 +52,6 @@ from pipeloom.train.step import (
     Outcome,
     first_not_finite,
     layer_norms,
-    learning_rate,
     norm_of,
 )
 from pipeloom.train.tuning import GarbageCollection, trim_freed_memory
@@ -107,8 +109,9 @@ def _train(
         context.close_to_strangers()
         begin_weights(config, pipeline, start.path is not None)
         trainer = Trainer(config, pipeline, context, report, facts, data.unit, claim, observers)
+        sizes = BytesCheck(layout, pipeline, trainer.optimizer, report)
         if config.train.steps > 1:
-            trainer.add_row(BytesCheck(layout, pipeline, trainer.optimizer, report).row)
+            trainer.add_row(sizes.row)
         trainer.chat = data.template is not None
         if layout.search is not None:
             trainer.measuring = MeasureThenSearch(layout, pipeline, context, report)
@@ -133,9 +136,11 @@ def _train(
             count = int(sum(count_targets(batch.targets) for batch in test))
             report.record("held-out", before=before, after=after, **{f"{data.unit}s": count})
             crowded = shared_cores(layout.world_size, context.device)
-            size = fmean(boundary_bytes(layout))
-            traces = [replace(trace, costs=replace(trace.costs, message=size)) for trace in trainer.log.traces]
-            report.conclude(traces, (before, after, count), data.unit, written, crowded)
+            message = fmean(boundary_bytes(layout))
+            traces = [replace(trace, costs=replace(trace.costs, message=message)) for trace in trainer.log.traces]
+            name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else ""
+            compare = partial(compared, layout, device_name=name, sizes=(sizes.predicted, sizes.measured))
+            report.conclude(traces, (before, after, count), data.unit, written, crowded, compare)
         pipeline.close()
 
 
@@ -282,7 +287,8 @@ class Trainer:
                 needs = {need for row in due for need in row.needs}
                 self.pipeline.trace = "trace" in needs
                 begun = time.perf_counter()
-                batch = batches.of_step(self.batch).part(mesh.place.dp, mesh.shape.dp)
+                whole = batches.of_step(self.batch).with_ahead(self.config.model.num_nextn_predict_layers)
+                batch = whole.part(mesh.place.dp, mesh.shape.dp)
                 # Dropout of Hugging Face models draws from torch's generator: a resumed run must draw the same.
                 torch.manual_seed(stable_seed("step", options.seed, self.steps_done, mesh.everyone.index))
                 rate = learning_rate(self.steps_done, options.steps, self.config.optimizer, mesh.shape.dp)
@@ -402,8 +408,9 @@ class Trainer:
             self._recorded += 1
             step, loss, norm = self._recorded, outcome.loss, outcome.norm
             if self._report is not None:
-                self._report.record("step", step=step, loss=loss, grad_norm=norm, lr=outcome.rate)
-                self._report.figures(step, {"loss": loss, "grad_norm": norm, "lr": outcome.rate})
+                figures = {"loss": loss, "grad_norm": norm, "lr": outcome.rate, **outcome.terms}
+                self._report.record("step", step=step, **figures)
+                self._report.figures(step, figures)
                 self._report.advance()
             if not outcome.bad:
                 continue
@@ -475,7 +482,9 @@ class Trainer:
         cause = first_not_finite(self.pipeline, self.optimizer) if self._stops_at(bad) else None
         self.optimizer.step(math.nan if bad else norm, rate)
         flags = together(row[0] for row in rows)
-        return Outcome(loss.item(), norm, rate, flags, bad=bad, norms=by_layer, cause=cause)
+        terms = {key: value.item() for key, value in self.pipeline.loss_terms.items()}
+        outcome = Outcome(loss.item(), norm, rate, flags, bad=bad, norms=by_layer, cause=cause, terms=terms)
+        return outcome.without_terms(self.config.model.mtp_loss_coef)
 
     def step_early(self, batch: Batch, rate: float, settle: bool) -> list[Outcome]:
         """Make one step without a barrier, and return the outcomes of the steps that are final after it.
@@ -488,7 +497,8 @@ class Trainer:
         outcomes = [speculative.step(there.tokens, there.targets, rate, self._flags(), **there.keywords)]
         if settle or any(each is not None and (each.flags or not math.isfinite(each.norm)) for each in outcomes):
             outcomes.append(speculative.settle())
-        finished = [outcome for outcome in outcomes if outcome is not None]
+        coefficient = self.config.model.mtp_loss_coef
+        finished = [outcome.without_terms(coefficient) for outcome in outcomes if outcome is not None]
         bad = ["" if math.isfinite(outcome.norm) else "nan" for outcome in finished]
         stops = any(self._stops_at(kind) for kind in bad)
         cause = first_not_finite(self.pipeline, self.optimizer) if stops else None

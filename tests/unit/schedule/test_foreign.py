@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import pipeloom as pl
+from paths import ROOT
 from pipeloom.errors import PipeloomError
 from pipeloom.traces import reader_of
 from pipeloom.traces.measured import MeasuredSteps
@@ -40,14 +42,14 @@ def _simulated(name: str, ranks: int, microbatches: int) -> pl.Timeline:
     "name", ["1f1b", "gpipe", "zb-h1", "interleaved", "looped-bfs", "interleaved-zb", "zbv", "1f1b-overlap"]
 )
 def test_the_schedule_of_a_dump_is_found(name: str, labels: bool, tmp_path: Path) -> None:
-    timeline = _simulated(name, 8, 16)
+    timeline = _simulated(name, 4, 8)
     found = load_dump(dump(tmp_path / "dump", timeline, labels=labels, old_keys=labels))
     assert len(found.timelines) == 2
     read = found.timelines[-1]
     assert read.schedule.programs == timeline.schedule.programs
     assert read.schedule.placement == timeline.schedule.placement
     assert read.source == "measured"
-    for rank in range(8):
+    for rank in range(4):
         taken = [end - start for start, end in zip(read.starts[rank], read.ends[rank], strict=True)]
         want = [end - start for start, end in zip(timeline.starts[rank], timeline.ends[rank], strict=True)]
         assert taken == pytest.approx(want)
@@ -276,3 +278,9 @@ def test_a_damaged_csv_is_refused(text: str, words: str, tmp_path: Path) -> None
     file.write_text(text)
     with pytest.raises(PipeloomError, match=words):
         load(file)
+
+
+def test_without_arguments_the_converter_says_how_to_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["timer_dumps.py"])
+    with pytest.raises(SystemExit, match=r"timer_dumps.py DUMP_FOLDER trace.json"):
+        runpy.run_path(str(ROOT / "examples" / "timer_dumps.py"), run_name="__main__")

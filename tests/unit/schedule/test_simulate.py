@@ -204,7 +204,7 @@ def test_period_lies_between_work_and_makespan(name: str) -> None:
     assert max(timeline.busy) - 1e-9 <= steps <= timeline.makespan + 1e-9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     p=st.integers(1, 6),
     m=st.integers(1, 12),
