@@ -39,47 +39,37 @@ def offload(schedule: Schedule, costs: Costs | None = None, first: int = 1, part
         raise UsageError(
             f"offload: {first}/{parts_of} is no share; give 1/2 for the first of two equal parts, or 2/2 for both"
         )
-<<<<<<< HEAD
-    cost_model = costs if costs is not None else Costs(host_bandwidth=1.0)
-    plain = simulate(schedule, cost_model)
-    with_copies = copied(plain, cost_model, first, parts_of)
-    if with_copies == schedule:
-=======
     cost_model = costs if costs is not None else _UNIT
     copied = with_copies(schedule, cost_model, range(schedule.stages), first, parts_of)
     if copied == schedule:
->>>>>>> main
         return schedule
-    unlimited = simulate(with_copies, cost_model)
+    unlimited = simulate(copied, cost_model)
     least = 2 * parts_of if parts_of == 1 else parts_of + 1  # one in work, and one, or a part, that is copied
     for slots in range(least, parts_of * max(unlimited.peak_activations)):
-        candidate = with_copies.with_slots({**dict(schedule.slots), SAVED: slots / parts_of})
+        candidate = copied.with_slots({**dict(schedule.slots), SAVED: slots / parts_of})
         try:
             check(candidate)
         except ScheduleError:
             continue
         if simulate(candidate, cost_model).makespan <= _STEP * unlimited.makespan:
             return candidate
-    return with_copies
-
-
-def copied(timeline: Timeline, costs: Costs, first: int, parts_of: int) -> Schedule:
-    """Return the timeline's schedule with copies of the first of so many parts, where both ways fit between its times."""
-    schedule, copy_time = timeline.schedule, _copy_times(timeline.schedule, costs)
-    return schedule.with_programs(
-        [_with_copies(timeline, rank, copy_time, first, parts_of) for rank in range(schedule.ranks)]
-    )
+    return copied
 
 
 def with_copies(
     schedule: Schedule, costs: Costs | None, stages: Collection[int], first: int = 1, parts_of: int = 1
 ) -> Schedule:
     """Return `schedule` with the copies of `offload` for some stages, and no slots: no forward waits for a copy."""
-    cost_model = costs if costs is not None else _UNIT
-    plain = simulate(schedule, cost_model)
-    copy_time = {place: time for place, time in _copy_times(schedule, cost_model).items() if place[0] in stages}
+    plain = simulate(schedule, costs if costs is not None else _UNIT)
+    return copies_beside(plain, stages, first, parts_of)
+
+
+def copies_beside(timeline: Timeline, stages: Collection[int], first: int = 1, parts_of: int = 1) -> Schedule:
+    """Return the timeline's schedule with the copies of `offload` for some stages, where both ways fit between its times."""
+    schedule = timeline.schedule
+    copy_time = {place: time for place, time in _copy_times(schedule, timeline.costs).items() if place[0] in stages}
     return schedule.with_programs(
-        [_with_copies(plain, rank, copy_time, first, parts_of) for rank in range(schedule.ranks)]
+        [_with_copies(timeline, rank, copy_time, first, parts_of) for rank in range(schedule.ranks)]
     )
 
 

@@ -21,7 +21,7 @@ from pipeloom.errors import ScheduleError
 from pipeloom.schedule import Schedule, check, simulate
 from pipeloom.schedule.actions import SAVED
 from pipeloom.schedule.costs import TIME_TOLERANCE, StageCosts
-from pipeloom.schedule.offload import copied
+from pipeloom.schedule.offload import copies_beside
 from pipeloom.schedule.timeline import Timeline
 from pipeloom.solver.construct import LARGEST_WALKED, family_schedules, plain_order, sequences_of
 from pipeloom.solver.evaluate import evaluate
@@ -145,7 +145,7 @@ def fitted(
         tries: how many numbers of slots are tried, from the largest that the memory could hold.
     """
     costs, limit = instance.costs, instance.memory_limit + TIME_TOLERANCE
-    schedule = copied(timeline, costs, count, count)
+    schedule = copies_beside(timeline, range(instance.stages), count, count)
     if not schedule.has_queues:
         return None
     largest = max(costs.per_stage("activation", instance.stages))
