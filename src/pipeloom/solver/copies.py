@@ -29,15 +29,15 @@ from pipeloom.solver.incumbent import Budget, Incumbent, value_of
 from pipeloom.solver.instance import Instance, Sequences
 
 # In how many parts what a forward saves is copied: more parts free memory earlier, and take longer to simulate.
-PARTS = (4, 1)
+COPIED_PARTS = (4, 1)
 # Shares of the memory for which orders are constructed: what they leave is for copies back that come earlier than planned.
-SHARES = (1.0, 0.97, 0.94, 0.9, 0.85, 0.79, 0.72, 0.64)
+MEMORY_SHARES = (1.0, 0.97, 0.94, 0.9, 0.85, 0.79, 0.72, 0.64)
 # Room that a construction leaves for copies back, in units of the largest.
 RESERVES = (0.0, 1.0)
 # The share of a search's time after which no more orders are constructed.
-STARTS_SHARE = 0.8
+ORDERS_SHARE = 0.8
 # Orders that exchanges start from.
-WALKED_ORDERS = 3
+EXCHANGED_ORDERS = 3
 # Exchanges of one order before the next one is tried.
 EXCHANGES = 20
 
@@ -67,65 +67,60 @@ class CopyPlan:
 def search_with_copies(
     instances: Sequence[Instance], incumbent: Incumbent, budget: Budget, random: Random, starts: Sequence[Schedule] = ()
 ) -> None:
-    """Offer schedules that copy to host memory to `incumbent`, until the budget is spent."""
+    """Offer schedules that copy to host memory to `incumbent`, until the budget is spent.
+
+    The families with copies beside their own times come first, whatever the budget: the result is never longer than those.
+    """
+    walked = [instance for instance in instances if instance.nodes <= LARGEST_WALKED]
+    orders = [(instance, schedule) for instance in walked for schedule in _orders(instance, incumbent, starts)]
+    plain = [(_simulated(instance, schedule), instance) for instance, schedule in orders]
+    for simulated, instance in sorted(plain, key=lambda each: each[0].value(each[1].objective)):
+        _offer_beside(simulated, instance, incumbent)
     plans: list[tuple[float, int, CopyPlan]] = []
-    for instance in instances:
-        for along, origin in _orders(instance, incumbent, starts) if instance.nodes <= LARGEST_WALKED else ():
-            for count, reserve in product(PARTS, RESERVES):
-                plan = CopyPlan(instance, along, origin, count, reserve)
-                timeline = plan.timed()
-                if timeline is not None:
-                    plans.append((timeline.value(instance.objective), len(plans), plan))
-            if budget.spent > STARTS_SHARE and (plans or incumbent.best is not None):
-                break
+    for instance, schedule in orders:
+        sequences = sequences_of(instance, schedule)
+        for count, reserve in product(COPIED_PARTS, RESERVES):
+            plan = CopyPlan(instance, sequences, schedule.name, count, reserve)
+            timeline = plan.timed()
+            if timeline is not None and incumbent.improves(timeline.value(instance.objective)):
+                plans.append((timeline.value(instance.objective), len(plans), plan))
+        if budget.spent > ORDERS_SHARE:
+            break
     plans.sort(key=lambda plan: plan[:2])
     for value, _, plan in plans:
-        if not incumbent.improves(value) or (not budget.in_time and incumbent.best is not None):
+        if not incumbent.improves(value) or not budget.in_time:
             break
         _offer(plan, incumbent)
-    for instance in instances:
-        for schedule in _families(instance) if instance.nodes <= LARGEST_WALKED else ():
-            if budget.in_time or incumbent.best is None:
-                _offer_transformed(instance, schedule, incumbent)
-    walked = [(value, plan) for value, _, plan in plans[:WALKED_ORDERS]]
-    while walked and not (budget.over or incumbent.proved):
-        walked = [_exchanged(value, plan, incumbent, budget, random) for value, plan in walked]
+    best = [(value, plan) for value, _, plan in plans[:EXCHANGED_ORDERS]]
+    while best and not (budget.over or incumbent.proved):
+        best = [_exchanged(value, plan, incumbent, budget, random) for value, plan in best]
 
 
-def _orders(instance: Instance, incumbent: Incumbent, starts: Sequence[Schedule]) -> Iterator[tuple[Sequences, str]]:
-    """Yield (sequences, origin) of the given starts, of the best schedule so far and of the families, each order once."""
-    best = incumbent.best
-    seen = set[tuple[tuple[int, ...], ...]]()
-    for schedule in chain(starts, [best.schedule] if best is not None else [], _families(instance)):
-        if schedule.placement != instance.placement:
-            continue
-        sequences = sequences_of(instance, plain_order(schedule))
-        backwards = 2 * instance.table.stride
-        order = tuple(tuple(node for node in sequence if node < backwards) for sequence in sequences)
-        if order not in seen:
-            seen.add(order)
-            yield sequences, schedule.name
+def _orders(instance: Instance, incumbent: Incumbent, starts: Sequence[Schedule]) -> Iterator[Schedule]:
+    """Yield the given starts, the best schedule so far and the families, without what recomputes or copies, each order once."""
+    best = [incumbent.best.schedule] if incumbent.best is not None else []
+    families = family_schedules(instance.placement, instance.microbatches, instance.costs, math.inf)
+    programs = set[tuple[tuple[int, ...], ...]]()
+    for schedule in map(plain_order, chain(starts, best, families)):
+        if schedule.placement == instance.placement and schedule.codes not in programs:
+            programs.add(schedule.codes)
+            yield schedule
 
 
-def _families(instance: Instance) -> Iterator[Schedule]:
-    yield from family_schedules(instance.placement, instance.microbatches, instance.costs, math.inf)
-
-
-def _offer_transformed(instance: Instance, schedule: Schedule, incumbent: Incumbent) -> None:
-    """Offer a family with copies beside its own times, as the transform `offload` has them; they make no schedule shorter."""
-    timeline = _simulated(instance, schedule)
-    if not incumbent.improves(value_of(timeline, instance.objective)):
-        return
-    for count in PARTS:
+def _offer_beside(timeline: Timeline, instance: Instance, incumbent: Incumbent) -> None:
+    """Offer a schedule with copies beside its own times, as the transform `offload` has them; they make no schedule shorter."""
+    for count in COPIED_PARTS:
+        if not incumbent.improves(value_of(timeline, instance.objective)):
+            return
         candidate = fitted(instance, timeline, count, incumbent, math.inf)
         if candidate is not None:
             value = value_of(_simulated(instance, candidate), instance.objective)
-            incumbent.offer(value, f"{schedule.name}, copied", instance, candidate)
+            incumbent.offer(value, f"{timeline.schedule.name}, copied", instance, candidate)
 
 
 def _offer(plan: CopyPlan, incumbent: Incumbent) -> bool:
     """Offer the longest of the plan's orders that fits with its copies, if that improves; return whether it does."""
-    for share in SHARES:
+    for share in MEMORY_SHARES:
         timeline = plan.timed(share)
         if timeline is None or not incumbent.improves(timeline.value(plan.instance.objective)):
             return False
@@ -150,6 +145,8 @@ def fitted(
         return None
     largest = max(costs.per_stage("activation", instance.stages))
     most = math.floor(limit / largest * count + TIME_TOLERANCE)
+    if tries > most - count and not _fits(instance, schedule.with_slots({SAVED: (count + 1) / count}), limit):
+        return None  # the fewest that serve any order leave the most memory free
     for slots in range(most, max(count, math.floor(max(0, most - tries))), -1):
         candidate = schedule.with_slots({SAVED: slots / count})
         try:
@@ -162,6 +159,14 @@ def fitted(
         if max(result.peak_memory) <= limit:
             return candidate
     return None
+
+
+def _fits(instance: Instance, schedule: Schedule, limit: float) -> bool:
+    """Return whether a schedule fits the memory, or deadlocks."""
+    try:
+        return max(_simulated(instance, schedule).peak_memory) <= limit
+    except ScheduleError:
+        return True
 
 
 def _simulated(instance: Instance, schedule: Schedule) -> Timeline:
