@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from corpora import data
-from pipeloom.train.data.batches import Batch, SpanRows, spread, windows_of
+from pipeloom.train.data.batches import Batch, SpanRows, evenly_spaced, windows_of
 from pipeloom.train.data.sources import stdlib_files
 from pipeloom.train.data.tokenizers import ByteTokenizer
 
 
 def sample(text: torch.Tensor, seed: int, step: int, rows: int, seq_len: int) -> Batch:
-    return windows_of(text, seq_len, "training text").anywhere(rows, seed, step)
+    return windows_of(text, seq_len, "training text").random_rows(rows, seed, step)
 
 
 def test_installed_packages_and_tests_are_left_out(tmp_path: Path) -> None:
@@ -78,10 +78,10 @@ def test_windows_reach_the_first_and_the_last_token() -> None:
 
 def test_held_out_windows_are_spread_and_never_overlap() -> None:
     text = torch.arange(250, dtype=torch.uint8)
-    rows = torch.cat([batch.tokens for batch in spread(text, rows=4, seq_len=8, most=3)])
+    rows = torch.cat([batch.tokens for batch in evenly_spaced(text, rows=4, seq_len=8, most=3)])
     assert rows.shape == (12, 8)
     starts = rows[:, 0].tolist()
     assert starts[0] == 0
     assert starts[-1] > 200
     assert all(b - a >= 8 for a, b in pairwise(starts))
-    assert [len(batch.tokens) for batch in spread(text[:50], rows=4, seq_len=8, most=3)] == [4, 2]
+    assert [len(batch.tokens) for batch in evenly_spaced(text[:50], rows=4, seq_len=8, most=3)] == [4, 2]
