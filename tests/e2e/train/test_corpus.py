@@ -64,7 +64,7 @@ def test_a_batch_is_a_function_of_seed_and_step() -> None:
 
 def test_targets_are_the_tokens_that_follow() -> None:
     text = torch.arange(200, dtype=torch.uint8)
-    tokens, targets, _ = sample(text, 0, 0, 50, 8)
+    tokens, targets, *_ = sample(text, 0, 0, 50, 8)
     assert tokens.dtype == targets.dtype == torch.int64
     assert tokens.shape == (50, 8)
     assert torch.equal(targets, tokens + 1)
