@@ -110,7 +110,7 @@ class Enumeration:
         """The state after the entry; None where it does not fit the memory."""
         new = list(state)
         turns = self.times.in_turns(cell)
-        for kind, stage, microbatch in actions_of(cell):
+        for kind, stage, microbatch, _ in actions_of(cell):
             new[stage * self.m + microbatch] = AFTER[kind]
             if kind != ("F" if turns else "W") and self.level(new, self.placement[stage]) > self.memory + 1e-9:
                 return None

@@ -87,7 +87,7 @@ class Times:
 
     def origin(self, action: Action) -> tuple[str, int, int] | None:
         """(F, I or W; stage; micro-batch) of the event that the action waits for."""
-        kind, stage, microbatch = action
+        kind, stage, microbatch = action[:3]
         if kind == "F":
             return ("F", self.before[stage], microbatch) if stage in self.before else None
         if kind[0] == "R" and kind[-1] not in "BI":
@@ -165,11 +165,11 @@ def memory_peaks(schedule: Schedule, costs: Costs, in_bytes: bool = False) -> li
         return saved, inputs * whole, times.of_stage("held", stage) * whole, norms * saved
 
     for program in schedule.programs:
-        again = {action[1:]: action.kind for cell in program for action in actions_of(cell) if action.kind[0] == "R"}
+        again = {action[1:3]: action.kind for cell in program for action in actions_of(cell) if action.kind[0] == "R"}
         alive: dict[tuple[int, int], float] = {}
         peak = 0.0
         for cell in program:
-            for kind, stage, microbatch in actions_of(cell):
+            for kind, stage, microbatch, _ in actions_of(cell):
                 saved, inputs, pending, norms = values(stage)
                 late = {"R:norms": norms, "": 0.0}.get(again.get((stage, microbatch), ""), saved)
                 during = saved + inputs - (late if kind == "F" else 0.0)

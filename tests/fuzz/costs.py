@@ -247,7 +247,7 @@ class Grown:
 
     def add(self, rank: int, cell: Action | Pair) -> None:
         self.programs[rank].append(cell)
-        for kind, stage, mb in actions_of(cell):
+        for kind, stage, mb, _ in actions_of(cell):
             new = {(part, stage, mb) for part in ("IW" if kind == "B" else kind)}
             self.done |= new
             self.left -= len(new)

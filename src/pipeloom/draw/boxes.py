@@ -101,13 +101,17 @@ def talk(timeline: Timeline, box: EntryBox) -> tuple[tuple[Action, float], ...]:
     """The box's actions with declared all-to-all, each with the share of the box's time that its all-to-all takes."""
     costs, stages = timeline.costs, timeline.schedule.stages
     shares = costs.per_stage("all_to_all", stages)
-    factors = costs.factors(timeline.schedule.microbatches)
+    factors = costs.time_factors(timeline.schedule)
     action_shares = []
     for action in box.actions:
         produces = kind_of(action.kind).produces
         name = "forward" if OUTPUT in produces else "input_grad" if INPUT_GRADIENT in produces else None
         if name is not None and shares[action.stage] and box.end > box.start:
-            time = shares[action.stage] * costs.per_stage(name, stages)[action.stage] * factors[action.microbatch]
+            time = (
+                shares[action.stage]
+                * costs.per_stage(name, stages)[action.stage]
+                * factors[timeline.schedule.unit_of(action)]
+            )
             action_shares.append((action, time / (box.end - box.start)))
     return tuple(action_shares)
 
@@ -131,7 +135,7 @@ def _phases(schedule: Schedule, rank: int) -> list[Phase]:
 
 def _share(schedule: Schedule, actions: tuple[Action, ...], duration: list[float]) -> float:
     forward, backward = (
-        duration[kind_number(a.kind) * schedule.kind_stride + a.stage * schedule.microbatches + a.microbatch]
+        duration[kind_number(a.kind) * schedule.kind_stride + a.stage * schedule.units + schedule.unit_of(a)]
         for a in actions
     )
     return forward / (forward + backward) if forward + backward > 0 else 0.5

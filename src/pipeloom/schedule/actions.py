@@ -7,6 +7,7 @@ The text of a cell is the one that `torch.distributed.pipelining` reads and writ
 `(0F5;3B1)OVERLAP_F_B`, `2UNSHARD`, `2RESHARD`, `2REDUCE_GRAD`, and for recomputation `2R0`, the block `(2R0;2B0)`, and that
 block in a pair, `(0F5;2R0;2B0)OVERLAP_F_B`.
 An action of a part of a value names the part behind its micro-batch: `2R0:norms`, or `2R0:1/4` for the first of four equal parts.
+An action of one slice of the sequences names the slice behind the micro-batch: `2F0.1`, `(2R0.1;2B0.1)`, `2R0.1:norms`.
 `2O0` copies what is saved to host memory, `2L0` back.
 """
 
@@ -386,25 +387,37 @@ def register_kind(kind: Kind, execute: Callable[[tuple[Any, ...], int], None] | 
 class Action(NamedTuple):
     """One action: `kind` (its letter, and its part: `R:norms`) of `stage` for `microbatch`, both counted from 0.
 
-    An action of a kind of a whole stage has the micro-batch 0.
+    An action of a kind of a whole stage has the micro-batch 0. `slice` is the slice of the micro-batch's sequences, counted from
+    0; None in a schedule whose sequences are not cut, and of a kind of a whole stage.
     """
 
     kind: str
     stage: int
     microbatch: int = 0
+    slice: int | None = None
+
+    @property
+    def unit(self) -> str:
+        """The micro-batch and the slice as a cell writes them: `0`, `0.1`."""
+        return f"{self.microbatch}" if self.slice is None else f"{self.microbatch}.{self.slice}"
 
     def __str__(self) -> str:
         kind = _KINDS[self.kind]
         if kind.fuses:
-            return f"({';'.join(f'{self.stage}{letter}{self.microbatch}' for letter in kind.fuses)})"
+            return f"({';'.join(f'{self.stage}{letter}{self.unit}' for letter in kind.fuses)})"
         letter, colon, part = self.kind.partition(":")
-        return f"{self.stage}{letter}" if kind.of_stage else f"{self.stage}{letter}{self.microbatch}{colon}{part}"
+        return f"{self.stage}{letter}" if kind.of_stage else f"{self.stage}{letter}{self.unit}{colon}{part}"
 
     @property
     def words(self) -> str:
         if _KINDS[self.kind].of_stage:
             return f"{self.kind} of stage {self.stage}"
-        return f"{';'.join(_KINDS[self.kind].fuses) or self.kind} of stage {self.stage} micro-batch {self.microbatch}"
+        return f"{';'.join(_KINDS[self.kind].fuses) or self.kind} of stage {self.stage} {unit_words(self.microbatch, self.slice)}"
+
+
+def unit_words(microbatch: int, part: int | None) -> str:
+    """Return a micro-batch, and a slice of it unless `part` is None, in words."""
+    return f"micro-batch {microbatch}" + ("" if part is None else f" slice {part}")
 
 
 class Pair(NamedTuple):
@@ -423,6 +436,7 @@ class Pair(NamedTuple):
 
 Cell = Action | Pair
 
+_UNIT = r"\d{1,9}(?:\.\d{1,9})?"
 _COMMUNICATION = re.compile(r"\d+(SEND|RECV)")
 
 
@@ -432,11 +446,11 @@ def _patterns() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     forward = "|".join(kind.letter for kind in kinds() if kind.is_forward)
     letters = sorted((kind.letter for kind in kinds() if not kind.fuses and not kind.part), key=len, reverse=True)
     single, whole = ("|".join(each for each in letters if _KINDS[each].of_stage is of) for of in (False, True))
-    fused = r"(\d{1,9})([A-Z]+)(\d{1,9});\1([A-Z]+)\3"
-    back = r"\d{1,9}[A-Z]+\d{1,9}(?:;\d{1,9}[A-Z]+\d{1,9})?"
-    pair = rf"\((\d{{1,9}}(?:{forward})\d{{1,9}});({back})\)(?:OVERLAP_F_B)?"
+    fused = rf"(\d{{1,9}})([A-Z]+)({_UNIT});\1([A-Z]+)\3"
+    back = rf"\d{{1,9}}[A-Z]+{_UNIT}(?:;\d{{1,9}}[A-Z]+{_UNIT})?"
+    pair = rf"\((\d{{1,9}}(?:{forward}){_UNIT});({back})\)(?:OVERLAP_F_B)?"
     return (
-        re.compile(rf"(\d{{1,9}})(?:({single})(\d{{1,9}})(:{PART})?|({whole}))", re.ASCII),
+        re.compile(rf"(\d{{1,9}})(?:({single})({_UNIT})(:{PART})?|({whole}))", re.ASCII),
         re.compile(rf"\({fused}\)", re.ASCII),
         re.compile(pair, re.ASCII),
     )
@@ -453,17 +467,23 @@ def parse_action(text: str) -> Action:
         if part and _KINDS[match[2]].divides is None:
             divided = [kind.letter for kind in kinds() if kind.divides and not kind.part]
             raise ScheduleError(f"{text!r:.200}: {match[2]} has no parts; {' or '.join(divided)} may name one")
-        return Action(_KINDS[match[2] + part].letter, int(match[1]), int(match[3]))
+        return Action(_KINDS[match[2] + part].letter, int(match[1]), *_unit(match[3]))
     match = fused.fullmatch(text)
     letters = match and next((kind.letter for kind in kinds() if kind.fuses == (match[2], match[4])), None)
     if match is not None and letters:
-        return Action(letters, int(match[1]), int(match[3]))
+        return Action(letters, int(match[1]), *_unit(match[3]))
     if _COMMUNICATION.match(text):
         raise ScheduleError(
             f"{text!r:.200} is a communication; sends and receives are derived here, so export the schedule without them "
             '(in torch: format="compute_only")'
         )
     raise ScheduleError(f"{text!r:.200} is not an action; one looks like 0F0, 3B2, 3I2, 3W2 or (0F5;3B1)OVERLAP_F_B")
+
+
+def _unit(text: str) -> tuple[int, int | None]:
+    """The micro-batch and the slice of `0.1`, or of `0`, which names no slice."""
+    microbatch, dot, part = text.partition(".")
+    return int(microbatch), int(part) if dot else None
 
 
 def parse_cell(text: str) -> Cell:

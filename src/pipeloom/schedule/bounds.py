@@ -25,10 +25,12 @@ def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backwar
     * with `split_backward=False` and one route (no schedule with I and W apart is considered): the suffix too. After a
       rank's last backward, of stage s, the backwards of stages s-1 .. 0 and their hops still follow.
 
-    Micro-batches may differ (`Costs.microbatch`), and come in any order: the least of a route's factors stands for the one that
-    a rank waits for. Memory does not enter. docs/bounds.md: work, head, tail.
+    Micro-batches may differ (`Costs.microbatch`), and come in any order: the least of a route's factors, and of the
+    slices' shares, stands for the one that a rank waits for. Memory does not enter. docs/bounds.md: work, head, tail.
     """
     cost_model = costs if costs is not None else Costs()
+    least_share = min(cost_model.slice_times or (1 / schedule.slices,)) if schedule.slices > 1 else 1.0
+    least_size = min(cost_model.slice_sizes or (1 / schedule.slices,)) if schedule.slices > 1 else 1.0
     factors = cost_model.factors(schedule.microbatches)
     spread = StageCosts.of(cost_model, schedule.stages)
     before, _ = neighbours(schedule)
@@ -43,9 +45,10 @@ def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backwar
             previous = before[stage]
             if previous is not None:
                 here, there = schedule.placement[stage], schedule.placement[previous]
-                out, back = cost_model.hop(there, here, least), cost_model.hop(here, there, least)
-                prefix[stage] = prefix[previous] + least * spread.forward[previous] + out
-                suffix[stage] = suffix[previous] + least * spread.backward[previous] + back
+                size, share = least * least_size, least * least_share
+                out, back = cost_model.hop(there, here, size), cost_model.hop(here, there, size)
+                prefix[stage] = prefix[previous] + share * spread.forward[previous] + out
+                suffix[stage] = suffix[previous] + share * spread.backward[previous] + back
     route_of = {stage: index for index, route in enumerate(schedule.routes) for stage in route}
     uses = {stage: sums[route] for stage, route in route_of.items()}
     in_use = set(schedule.route_of)

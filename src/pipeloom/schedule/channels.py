@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from pipeloom.schedule.actions import INPUT_GRADIENT, OUTPUT, Action, Cell, kind_of
+from pipeloom.schedule.actions import INPUT_GRADIENT, OUTPUT, Action, Cell, kind_of, unit_words
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.model import Schedule, parts
 
@@ -42,12 +42,14 @@ class Message(NamedTuple):
         edge: the edge of the value, also for its gradient.
         microbatch: its micro-batch.
         number: its position among the messages of its channel, from 0.
+        slice: the slice of the micro-batch; None where sequences are not cut.
     """
 
     channel: Channel
     edge: Edge
     microbatch: int
     number: int
+    slice: int | None = None
 
     @property
     def producer(self) -> int:
@@ -67,13 +69,12 @@ class Message(NamedTuple):
 
     @property
     def words(self) -> str:
+        unit = unit_words(self.microbatch, self.slice)
         if self.name in (OUTPUT, INPUT_GRADIENT):
-            return f"the {self.name} of stage {self.producer} micro-batch {self.microbatch}"
+            return f"the {self.name} of stage {self.producer} {unit}"
         if self.channel.kind == "activation":
-            return (
-                f"tensor {self.name!r} of stage {self.producer} for stage {self.consumer} micro-batch {self.microbatch}"
-            )
-        return f"the gradient of tensor {self.name!r} from stage {self.producer} micro-batch {self.microbatch}"
+            return f"tensor {self.name!r} of stage {self.producer} for stage {self.consumer} {unit}"
+        return f"the gradient of tensor {self.name!r} from stage {self.producer} {unit}"
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def traffic(schedule: Schedule) -> tuple[tuple[EntryTraffic, ...], ...]:
     """rank -> its program with messages. The schedule must have passed `check`."""
     before, after = neighbours(schedule)
     named = NamedEdges.of(schedule)
-    message_of: dict[tuple[MessageKind, Edge, int], Message] = {}
+    message_of: dict[tuple[MessageKind, Edge, str], Message] = {}
     count: dict[Channel, int] = defaultdict(int)
 
     def into(stage: int) -> list[Edge]:
@@ -110,9 +111,9 @@ def traffic(schedule: Schedule) -> tuple[tuple[EntryTraffic, ...], ...]:
             if destination == rank:
                 continue
             channel = Channel(rank, destination, kind)
-            message = Message(channel, edge, action.microbatch, count[channel])
+            message = Message(channel, edge, action.microbatch, count[channel], action.slice)
             count[channel] += 1
-            message_of[kind, edge, action.microbatch] = message
+            message_of[kind, edge, action.unit] = message
             messages.append(message)
         return tuple(messages)
 
@@ -123,7 +124,7 @@ def traffic(schedule: Schedule) -> tuple[tuple[EntryTraffic, ...], ...]:
         awaited = into(action.stage) if kind == "activation" else out_of(action.stage)
         sources = [edge.producer if kind == "activation" else edge.consumer for edge in awaited]
         return tuple(
-            message_of[kind, edge, action.microbatch]
+            message_of[kind, edge, action.unit]
             for edge, source in zip(awaited, sources, strict=True)
             if schedule.placement[source] != rank
         )
@@ -190,7 +191,8 @@ def smallest_depths(program: tuple[EntryTraffic, ...]) -> dict[Channel, int]:
     used: dict[Channel, set[int]] = defaultdict(set)
     depth: dict[Channel, int] = {}
     for entry in program:
-        for channel, _, _, number in entry.receives:
+        for message in entry.receives:
+            channel, number = message.channel, message.number
             before = used[channel]
             ahead = sum(1 for index in range(number) if index not in before) if number > len(before) else 0
             depth[channel] = max(depth.get(channel, 1), ahead + 1)
@@ -238,7 +240,7 @@ def message_counts(schedule: Schedule) -> dict[Channel, int]:
     microbatches_of_route = Counter(schedule.route_of)
     counts: Counter[Channel] = Counter()
     for channel, index, _ in _hops(schedule):
-        counts[channel] += microbatches_of_route[index]
+        counts[channel] += microbatches_of_route[index] * schedule.slices
     return dict(sorted(counts.items()))
 
 

@@ -24,6 +24,7 @@ from pipeloom.schedule.actions import (
     Cell,
     kind_of,
     kinds,
+    unit_words,
     whole_of,
 )
 from pipeloom.schedule.batched_p2p import check_batches
@@ -45,7 +46,8 @@ def check(
 ) -> None:
     """Raise ScheduleError, with the reason, unless every rank can run `schedule` to its end.
 
-    Checked: each (stage, micro-batch) of a route has F and either B or I and W, once, on the placed rank; every value that an
+    Checked: each (stage, micro-batch) of a route, or each of its slices, has F and either B or I and W, once, on the placed rank,
+    the slices of one micro-batch forward in order and backward in the reverse order; every value that an
     action needs of its own stage is there, none is made twice, and what an action can free is freed in the end (one sweep); no
     cycle among data dependencies, program order and the queues of all ranks. Sends do not block, and each channel keeps at
     least `smallest_depths` receives open, so the individual transport adds no cycle of its own; a smaller `receive_depth` given
@@ -59,6 +61,8 @@ def check(
     graph = Graph.of(schedule)
     if runnable_prefix(schedule, graph) != list(map(len, schedule.codes)):
         raise ScheduleError(_explain(schedule))
+    if schedule.slices > 1:
+        _check_slices(schedule)
     if len(schedule.kinds) > BASIC_KINDS:  # F, B, I and W hold in every complete schedule whose order can run
         _check_values(schedule)
     if receive_depth is not None:
@@ -69,7 +73,7 @@ def check(
 
 def _check_actions(schedule: Schedule) -> None:
     """Raise unless each action is present once, on its placed rank. A fast test detects a fault; `_diagnose` finds which."""
-    stride, m, numbers = schedule.kind_stride, schedule.microbatches, range(len(schedule.kinds))
+    stride, units, numbers = schedule.kind_stride, schedule.units, range(len(schedule.kinds))
     seen = bytearray(schedule.no_action)
     total = 0
     misplaced = False
@@ -77,7 +81,7 @@ def _check_actions(schedule: Schedule) -> None:
     for rank in range(schedule.ranks):
         codes = schedule.action_codes(rank)
         held = {stage + number * schedule.stages for stage in schedule.stages_of[rank] for number in numbers}
-        misplaced = misplaced or not held.issuperset({code // m for code in codes})
+        misplaced = misplaced or not held.issuperset({code // units for code in codes})
         if of_stage:
             codes = [code for code in codes if code // stride not in of_stage]
         total += len(codes)
@@ -86,7 +90,8 @@ def _check_actions(schedule: Schedule) -> None:
     wanted = bytearray(stride)
     for mb, route in enumerate(schedule.route_of):
         for stage in schedule.routes[route] if len(schedule.routes) > 1 else ():
-            wanted[stage * m + mb] = 1
+            first = stage * units + mb * schedule.slices
+            wanted[first : first + schedule.slices] = b"\x01" * schedule.slices
     if len(schedule.routes) == 1:
         wanted = bytearray(b"\x01") * stride
     due = int.from_bytes(wanted, "little")
@@ -123,15 +128,17 @@ def _diagnose(schedule: Schedule) -> None:
                     )
     for microbatch, route in enumerate(schedule.route_of):
         for stage in schedule.routes[route]:
-            _diagnose_stage(schedule, place, stage, microbatch)
+            for part in range(schedule.slices):
+                _diagnose_stage(schedule, place, Action("F", stage, microbatch, part if schedule.slices > 1 else None))
 
 
-def _diagnose_stage(schedule: Schedule, place: dict[Action, int], stage: int, microbatch: int) -> None:
-    there = [kind for kind in schedule.kinds if Action(kind.letter, stage, microbatch) in place]
-    where = f"stage {stage} micro-batch {microbatch} (rank {schedule.placement[stage]})"
+def _diagnose_stage(schedule: Schedule, place: dict[Action, int], forward: Action) -> None:
+    there = [kind for kind in schedule.kinds if forward._replace(kind=kind.letter) in place]
+    rank = schedule.placement[forward.stage]
+    where = f"stage {forward.stage} {unit_words(forward.microbatch, forward.slice)} (rank {rank})"
 
     def cell(letter: str) -> str:
-        return str(Action(letter, stage, microbatch))
+        return str(forward._replace(kind=letter))
 
     backward = [kind for kind in there if kind.is_backward]
     produced = [event for kind in there for event in kind.produces]
@@ -145,6 +152,33 @@ def _diagnose_stage(schedule: Schedule, place: dict[Action, int], stage: int, mi
     for event, letter in ((INPUT_GRADIENT, "I"), (WEIGHT_GRADIENT, "W")):
         if event not in produced:
             raise ScheduleError(f"{where} has no {event}: {cell(letter)} is missing")
+
+
+def _check_slices(schedule: Schedule) -> None:
+    """Raise where a slice goes forward before the one before it on its stage, or backward before the one behind it.
+
+    The state of a slice, its keys and values, is part of what is kept, and so there from its F until its B or I.
+    """
+    for rank in range(schedule.ranks):
+        due: dict[tuple[bool, int, int], int] = {}
+        for code in schedule.action_codes(rank):
+            action = parts(schedule.decode(code))[0]
+            kind = kind_of(action.kind)
+            if action.slice is None or not (kind.is_forward or INPUT_GRADIENT in kind.produces):
+                continue
+            forward, step = kind.is_forward, 1 if kind.is_forward else -1
+            key = forward, action.stage, action.microbatch
+            expected = due.get(key, 0 if forward else schedule.slices - 1)
+            if action.slice != expected:
+                raise ScheduleError(
+                    f"rank {rank}: {action} stands before slice {expected} of its stage and micro-batch; "
+                    + (
+                        "a forward needs the keys and values of the slices before it"
+                        if forward
+                        else "a backward needs the gradients of its keys and values from the slices behind it"
+                    )
+                )
+            due[key] = expected + step
 
 
 def _check_values(schedule: Schedule) -> None:
@@ -163,7 +197,7 @@ def _check_values(schedule: Schedule) -> None:
     parts_of: dict[ValueKey, list[ValueKey]] = defaultdict(list)
     for rank, program in enumerate(schedule.programs):
         for at, action in [(at, action) for at, cell in enumerate(program) for action in parts(cell)]:
-            kind, (_, stage, mb) = kind_of(action.kind), action
+            kind, stage, mb = kind_of(action.kind), action.stage, schedule.unit_of(action)
             where = f"rank {rank}, action {at}: {action}"
             results = made_by(schedule, action)
             needed = [need.value for need in kind.needs if not need.step and need != kind.waits_for]
@@ -173,7 +207,7 @@ def _check_values(schedule: Schedule) -> None:
                 key = value_key(value, stage, mb)
                 if key not in there:
                     raise ScheduleError(
-                        f"{where} needs {_words(key)}, which is not there{_makers(schedule, value, action)}"
+                        f"{where} needs {_words(schedule, key)}, which is not there{_makers(schedule, value, action)}"
                     )
             for key in [value_key(value, stage, mb) for value in results]:
                 if key in there:
@@ -186,20 +220,21 @@ def _check_values(schedule: Schedule) -> None:
                 for key in (value_key(value, stage, mb), *parts_of.pop(value_key(value, stage, mb), ())):
                     there.pop(key, None)
     for key in begun.difference(there):
-        raise ScheduleError(f"the step ends without {_words(key)}, with which it begins")
+        raise ScheduleError(f"the step ends without {_words(schedule, key)}, with which it begins")
     for key, maker in there.items():
         if key not in begun and (whole_of(key[0]) in freed or (key[0] == GRADS and key[1] in reduced)):
-            raise ScheduleError(f"rank {schedule.placement[key[1]]}: nothing frees {_words(key)}, which {maker} leaves")
+            raise ScheduleError(
+                f"rank {schedule.placement[key[1]]}: nothing frees {_words(schedule, key)}, which {maker} leaves"
+            )
 
 
-def _words(key: ValueKey) -> str:
+def _words(schedule: Schedule, key: ValueKey) -> str:
     """Return a value in words."""
-    value, stage, microbatch = key
-    return (
-        f"the {value} of stage {stage}"
-        if microbatch < 0
-        else f"what is {value} of stage {stage} micro-batch {microbatch}"
-    )
+    value, stage, unit = key
+    if unit < 0:
+        return f"the {value} of stage {stage}"
+    microbatch, part = divmod(unit, schedule.slices)
+    return f"what is {value} of stage {stage} {unit_words(microbatch, part if schedule.slices > 1 else None)}"
 
 
 def _makers(schedule: Schedule, value: str, action: Action) -> str:
@@ -259,7 +294,7 @@ def _need(schedule: Schedule, place: dict[Action, tuple[int, int]], action: Acti
         if other is None and need.at_end is None:
             return None
         source, value = (other, value) if other is not None else (stage, need.at_end or value)
-    options = [Action(kind.letter, source, action.microbatch) for kind in schedule.kinds if value in kind.produces]
+    options = [action._replace(kind=kind.letter, stage=source) for kind in schedule.kinds if value in kind.produces]
     return next((option for option in options if option in place), None)
 
 

@@ -10,7 +10,7 @@ from operator import add
 from typing import Any
 
 from pipeloom.errors import ArgumentError, CapacityError, UsageError
-from pipeloom.schedule.actions import GRADS, KEPT, OUTPUT, PARAMS, PENDING, SAVED, whole_of
+from pipeloom.schedule.actions import COMPUTE, GRADS, KEPT, OUTPUT, PARAMS, PENDING, SAVED, whole_of
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import named
 
@@ -55,6 +55,8 @@ class Costs:
             of it for one of k equal parts (`2R0:1/4`).
         microbatch: factors by micro-batch (sequences of different lengths) on F, I, W, B, the activation and the message;
             empty: 1 for all. A given pair's gain is multiplied by the smaller of its two factors.
+        slice_times: in a schedule with slices, each slice's share of a micro-batch's times; empty: equal shares.
+        slice_sizes: each slice's share of a micro-batch's tokens: of the activation, the bytes and the message; empty: equal.
         tensors: sizes of named tensors, {name: size}, in the unit of `message`; default for each: `message`.
         bytes: {name: bytes, as a number or one per stage}. Of a stage and micro-batch: `"saved"`, `"kept"`, `"pending"` and the
             values that registered kinds make, and `"layer"`: the most that one layer saves, which a block (R;B) holds. A part is
@@ -88,6 +90,8 @@ class Costs:
     reduce: PerStage | None = None
     parts: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = ()
     microbatch: tuple[float, ...] = ()
+    slice_times: tuple[float, ...] = ()
+    slice_sizes: tuple[float, ...] = ()
     tensors: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
     bytes: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = ()
     pools: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
@@ -118,6 +122,13 @@ class Costs:
         for name in _BANDWIDTHS:
             if getattr(self, name) == 0:
                 raise ArgumentError(name, " is 0; it must be above 0")
+        self._require_shares()
+
+    def _require_shares(self) -> None:
+        for name in ("slice_times", "slice_sizes"):
+            shares = getattr(self, name)
+            if shares and abs(sum(shares) - 1) > 1e-6:
+                raise ArgumentError(name, f" is {shares!r:.200}; shares add up to 1")
         for name in ("held", "kept", "all_to_all"):
             if any(share > 1 for share in _numbers(getattr(self, name))):
                 raise ArgumentError(name, f" is {getattr(self, name)}; it is a share between 0 and 1")
@@ -212,6 +223,23 @@ class Costs:
                 f"give {microbatches}",
             )
         return tuple(map(float, self.microbatch))
+
+    def time_factors(self, schedule: Schedule) -> tuple[float, ...]:
+        """unit -> the factor on its times: that of its micro-batch times its slice's share; raises UsageError for other sizes."""
+        return self._unit_factors(schedule, "slice_times")
+
+    def size_factors(self, schedule: Schedule) -> tuple[float, ...]:
+        """unit -> the factor on its activation, bytes and messages; raises as `time_factors`."""
+        return self._unit_factors(schedule, "slice_sizes")
+
+    def _unit_factors(self, schedule: Schedule, name: str) -> tuple[float, ...]:
+        factors, count = self.factors(schedule.microbatches), schedule.slices
+        if count == 1:
+            return factors
+        shares = getattr(self, name) or (1 / count,) * count
+        if len(shares) != count:
+            raise ArgumentError(name, f" has {len(shares)} values and the schedule {count} slices: give {count}")
+        return tuple(factor * share for factor in factors for share in shares)
 
     def least_split(self, stages: int) -> Costs:
         """Costs without `backward` under which no schedule without pairs takes longer than under these.
@@ -392,12 +420,14 @@ def _equal_share(part: str, otherwise: float) -> float:
 def durations(schedule: Schedule, costs: Costs) -> list[float]:
     """code -> time of that action (no pairs), one entry for each action that a code can stand for."""
     spread = StageCosts.of(costs, schedule.stages)
-    factors = costs.factors(schedule.microbatches)
+    by_time, by_size = costs.time_factors(schedule), costs.size_factors(schedule)
+    alike = schedule.slices == 1 and not costs.microbatch
     times: list[float] = []
     for kind in schedule.kinds:
         time = kind.time
         values = spread.time_of(time) if isinstance(time, str) else (time,) * schedule.stages
-        even = kind.of_stage or not costs.microbatch
+        factors = by_time if kind.queue == COMPUTE else by_size
+        even = kind.of_stage or alike
         for value in values:
             times.extend([value] * len(factors) if even else [value * factor for factor in factors])
     return times
@@ -413,6 +443,8 @@ _SHAPES = {
     "pair": f"{_PER_STAGE}, or a matrix pair[stage of forward][stage of backward]",
     "pair_split": f"{_PER_STAGE}, or a matrix pair_split[stage of forward][stage of backward]",
     "microbatch": "a tuple with one number for each micro-batch",
+    "slice_times": "a tuple with one number for each slice",
+    "slice_sizes": "a tuple with one number for each slice",
 }
 _BANDWIDTHS = ("bandwidth", "host_bandwidth", "collective_bandwidth")
 _DEPTHS = {
@@ -424,6 +456,8 @@ _DEPTHS = {
     "pair": (0, 1, 2),
     "pair_split": (0, 1, 2),
     "microbatch": (1,),
+    "slice_times": (1,),
+    "slice_sizes": (1,),
 }
 
 

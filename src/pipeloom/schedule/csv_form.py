@@ -1,8 +1,9 @@
 """The CSV form: one row per rank, one action or pair a cell, as `torch.distributed.pipelining` reads and writes it.
 
 A row gives neither the number of micro-batches nor the rank of a stage, so both are derived: m is
-the number of micro-batches that most stages have, and a stage's rank is the one that holds most of its actions. A cell
-that disagrees with the majority is then refused, here or by `check`, in a message that names it.
+the number of micro-batches that most stages have, and a stage's rank is the one that holds most of its actions. There are as
+many slices as the largest one that a cell names (`0F0.3`), which torch cannot read. A cell that disagrees
+with the majority is then refused, here or by `check`, in a message that names it.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedul
     ]
     stages = len({action.stage for action, _ in every})
     microbatches = _microbatches([action for action, _ in every])
+    slices = 1 + max((action.slice for action, _ in every if action.slice is not None), default=0)
     for action, place in every:
         for what, value, count in (
             ("stage", action.stage, stages),
@@ -85,7 +87,9 @@ def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedul
                     f"{'most stages run' if what == 'micro-batch' else 'the file names'} {count}"
                 )
     try:
-        return Schedule.of(rows, placement=_placement(rows, stages), microbatches=microbatches, name=name)
+        return Schedule.of(
+            rows, placement=_placement(rows, stages), microbatches=microbatches, name=name, slices=slices
+        )
     except ScheduleError as error:
         raise ScheduleError(f"{where}: {error}") from None
 

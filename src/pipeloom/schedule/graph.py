@@ -43,7 +43,7 @@ NEVER = math.inf
 
 @dataclass(frozen=True)
 class Graph:
-    """Events of a schedule as integers: event number e of EVENTS, of (stage, mb): e * S m + stage * m + mb.
+    """Events of a schedule as integers: event number e of EVENTS, of (stage, unit): e * S u + stage * u + unit.
 
     Attributes:
         always: the index of an event that has always happened.
@@ -99,16 +99,16 @@ class NamedNeeds:
     """Dependencies by name: of a forward on the tensors that its stage reads, of a backward on the gradients of those it writes.
 
     Attributes:
-        microbatches: m.
-        edges: code // m -> (event of micro-batch 0, the edge that carries it) of each dependency.
+        units: the number of micro-batches, or of their slices.
+        edges: code // units -> (event of unit 0, the edge that carries it) of each dependency.
     """
 
-    microbatches: int
+    units: int
     edges: tuple[tuple[tuple[int, Edge], ...], ...]
 
     @classmethod
     def of(cls, schedule: Schedule) -> NamedNeeds:
-        m, stride, named = schedule.microbatches, schedule.kind_stride, NamedEdges.of(schedule)
+        m, stride, named = schedule.units, schedule.kind_stride, NamedEdges.of(schedule)
         gradients = EVENTS.index(INPUT_GRADIENT) * stride
         forward = [tuple((edge.producer * m, edge) for edge in edges) for edges in named.reads]
         backward = [tuple((gradients + edge.consumer * m, edge) for edge in edges) for edges in named.writes]
@@ -119,13 +119,13 @@ class NamedNeeds:
 
     def of_code(self, code: int) -> list[tuple[int, Edge]]:
         """(event, the edge that carries it) of each dependency by name of the action."""
-        stage, microbatch = divmod(code, self.microbatches)
-        return [(event + microbatch, edge) for event, edge in self.edges[stage]]
+        stage, unit = divmod(code, self.units)
+        return [(event + unit, edge) for event, edge in self.edges[stage]]
 
 
 def _needs(schedule: Schedule, need: Need | None, always: int) -> list[int]:
-    """stage * m + mb -> the event that an action with this need waits for."""
-    m, stride = schedule.microbatches, schedule.kind_stride
+    """stage * units + unit -> the event that an action with this need waits for."""
+    m, stride = schedule.units, schedule.kind_stride
     before, after = neighbours(schedule)
     indices: list[int] = []
     for stage in range(schedule.stages):
@@ -176,7 +176,7 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
     if not schedule.has_queues:
         return {}
     maker = {
-        (value, action.stage, action.microbatch): EntryWait(rank, at)
+        (value, action.stage, schedule.unit_of(action)): EntryWait(rank, at)
         for rank, program in enumerate(schedule.programs)
         for at, cell in enumerate(program)
         for action in parts(cell)
@@ -197,7 +197,7 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
             elif computation is not None:
                 awaited.append(EntryWait(rank, computation, 0.0))
             for action in parts(cell):
-                kind, stage, mb = kind_of(action.kind), action.stage, action.microbatch
+                kind, stage, mb = kind_of(action.kind), action.stage, schedule.unit_of(action)
                 partly: set[int] = set()
                 for need in kind.needs:
                     other = stage if not need.step else (before if need.step < 0 else after)[stage]

@@ -25,6 +25,7 @@ _SHAPES: dict[str, tuple[Any, str]] = {
     "programs": ([[str]], 'one list of cells such as "0F0" for each rank'),
     "tensors": ([(str, int, [int])], "a list of [name, producer, [consumers]]"),
     "slots": (dict, "an object"),
+    "slices": (int, "a whole number"),
 }
 
 
@@ -32,7 +33,7 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
     """The keys of the JSON form, ready for `json.dumps`: format, name, options, ranks, microbatches, placement (stage
     -> rank), routes, route_of (micro-batch -> route), programs (rank -> cells as in the CSV form), and where stages read
     tensors by name, tensors ([name, position of the producer, positions of the consumers] of each); where it has slots, slots
-    (value -> how many)."""
+    (value -> how many); where sequences are cut, slices (how many)."""
     return {**_head(schedule), "programs": list(_programs_of(schedule)), **_more_of(schedule)}
 
 
@@ -74,6 +75,7 @@ def _programs_of(schedule: Schedule) -> Iterator[list[str]]:
 def _more_of(schedule: Schedule) -> dict[str, Any]:
     tensors = [[tensor.name, tensor.producer, list(tensor.consumers)] for tensor in schedule.tensors]
     values: dict[str, Any] = {"tensors": tensors, "slots": dict(schedule.slots)}
+    values["slices"] = schedule.slices if schedule.slices > 1 else None
     return {key: value for key, value in values.items() if value}
 
 
@@ -109,7 +111,7 @@ def from_json(text: str, source: str = "json") -> Schedule:
     if ranks != len(programs):
         raise ScheduleError(f"{source}: ranks is {ranks}, and there are programs for {len(programs)}")
     cells = sum(map(len, programs))
-    if microbatches * len(placement) > 4 * cells:
+    if microbatches * form.get("slices", 1) * len(placement) > 4 * cells:
         raise ScheduleError(
             f"{source}: {cells} actions are too few for {microbatches} micro-batches through {len(placement)} stages"
         )
@@ -123,6 +125,7 @@ def from_json(text: str, source: str = "json") -> Schedule:
                 options={key: _frozen(value) for key, value in form.get("options", {}).items()},
                 routes=form.get("routes"),
                 route_of=form.get("route_of"),
+                slices=form.get("slices", 1),
             )
             .with_tensors(form.get("tensors", []))
             .with_slots(form.get("slots", {}))

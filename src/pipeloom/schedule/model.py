@@ -2,8 +2,11 @@
 
 Inside, a program is a tuple of integers, so that half a million actions are checked and simulated in about a second:
 
-    code of an action = (kind * S + stage) * m + microbatch      kind: its number in the table of kinds (F 0, B 1, I 2, W 3)
-    code of a pair    = (code of F + 1) * 64 S m + code of B or I
+    code of an action = (kind * S + stage) * u + unit            kind: its number in the table of kinds (F 0, B 1, I 2, W 3)
+    code of a pair    = (code of F + 1) * 64 S u + code of B or I
+
+A unit is a micro-batch or, where the sequences are cut into slices, one slice of one: unit = microbatch * slices + slice, and
+u = m * slices.
 """
 
 from __future__ import annotations
@@ -72,6 +75,9 @@ class Schedule:
         options: the family's options, sorted, for printing and for the text forms.
         tensors: those that stages read by name, past the stages in between (`with_tensors`).
         slots: (value, the most of it that a rank holds at once, each of a stage and micro-batch); sorted (`with_slots`).
+        slices: K, how many slices along the sequence each micro-batch is cut into; 1: it is not cut. Values are then those of a
+            stage and unit. F of a slice attends to the keys and values of the slices before it on its stage, which are part of
+            what is kept until the backward of their own slice: F in the order of the slices, B or I in the reverse order.
     """
 
     name: str
@@ -84,6 +90,7 @@ class Schedule:
     options: tuple[tuple[str, Any], ...] = field(default=())
     tensors: tuple[NamedTensor, ...] = ()
     slots: tuple[tuple[str, float], ...] = ()
+    slices: int = 1
 
     def __post_init__(self) -> None:
         if not self.name.isprintable():
@@ -132,14 +139,15 @@ class Schedule:
         options: Mapping[str, Any] | None = None,
         routes: Sequence[Sequence[int]] | None = None,
         route_of: Sequence[int] | None = None,
+        slices: int = 1,
     ) -> Schedule:
         """Return a schedule of actions, pairs, their text (such as `"0F3"`) or their codes, one program per rank.
 
         It has one route through all stages in order unless `routes` and `route_of` are given.
-        Raises ScheduleError for a stage, rank or micro-batch out of range. Does not check that the programs are complete and
-        free of deadlock; `check` does.
+        Raises ScheduleError for a stage, rank, micro-batch or slice out of range. Does not check that the programs are complete
+        and free of deadlock; `check` does.
         """
-        _check_sizes(len(programs), microbatches, placement)
+        _check_sizes(len(programs), microbatches, placement, slices)
         chosen_routes = tuple(map(tuple, routes)) if routes is not None else (tuple(range(len(placement))),)
         chosen_route_of = tuple(route_of) if route_of is not None else (0,) * microbatches
         _check_routes(chosen_routes, chosen_route_of, len(placement), microbatches)
@@ -148,10 +156,11 @@ class Schedule:
             ranks=len(programs),
             microbatches=microbatches,
             placement=tuple(placement),
-            codes=_encoded(programs, len(placement), microbatches),
+            codes=_encoded(programs, len(placement), microbatches, slices),
             routes=chosen_routes,
             route_of=chosen_route_of,
             options=tuple(sorted((options or {}).items())),
+            slices=slices,
         )
 
     @property
@@ -160,9 +169,25 @@ class Schedule:
         return len(self.placement)
 
     @property
+    def units(self) -> int:
+        """The number of micro-batches, or of their slices: m * slices."""
+        return self.microbatches * self.slices
+
+    @property
+    def unit_names(self) -> tuple[str, ...]:
+        """unit -> its micro-batch, or its micro-batch and slice: "3", "0.1"."""
+        if self.slices == 1:
+            return tuple(map(str, range(self.microbatches)))
+        return tuple(f"{mb}.{part}" for mb in range(self.microbatches) for part in range(self.slices))
+
+    def unit_of(self, action: Action) -> int:
+        """Return the unit of an action of this schedule: microbatch * slices + slice."""
+        return action.microbatch * self.slices + (action.slice or 0)
+
+    @property
     def kind_stride(self) -> int:
-        """S * m: the distance between the codes of two kinds."""
-        return len(self.placement) * self.microbatches
+        """S * units: the distance between the codes of two kinds."""
+        return len(self.placement) * self.microbatches * self.slices
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
@@ -239,7 +264,7 @@ class Schedule:
 
     @cached_property
     def remade(self) -> dict[tuple[int, int], frozenset[str]]:
-        """(stage, micro-batch) -> the values that its F leaves out, because another computation makes them."""
+        """(stage, unit) -> the values that its F leaves out, because another computation makes them."""
         left = kinds()[0].makes
         return self._united(
             [
@@ -250,16 +275,16 @@ class Schedule:
 
     @cached_property
     def parted(self) -> dict[tuple[int, int], frozenset[str]]:
-        """(stage, micro-batch) -> the values that are parts of another, such as `saved:norms`, which its actions touch."""
+        """(stage, unit) -> the values that are parts of another, such as `saved:norms`, which its actions touch."""
         return self._united([{v for v in kind.touches if v != whole_of(v)} for kind in self.kinds])
 
     def _united(self, values: Sequence[Collection[str]]) -> dict[tuple[int, int], frozenset[str]]:
-        """(stage, micro-batch) -> all `values` of the kinds of its actions, given by the number of the kind."""
+        """(stage, unit) -> all `values` of the kinds of its actions, given by the number of the kind."""
         stride, united = self.kind_stride, dict[tuple[int, int], frozenset[str]]()
         for codes in map(self.action_codes, range(self.ranks)) if any(values) else ():
             for code in codes:
                 if values[code // stride]:
-                    place = divmod(code % stride, self.microbatches)
+                    place = divmod(code % stride, self.units)
                     united[place] = united.get(place, frozenset()).union(values[code // stride])
         return united
 
@@ -271,7 +296,7 @@ class Schedule:
         for codes in self.codes if letters else ():
             for kind, place in {divmod(code, self.kind_stride) for code in codes}:
                 if kind in letters:
-                    stages.setdefault(letters[kind], set()).add(place // self.microbatches)
+                    stages.setdefault(letters[kind], set()).add(place // self.units)
         return {letter: frozenset(held) for letter, held in stages.items()}
 
     @property
@@ -325,9 +350,12 @@ class Schedule:
         return self._decode_action(code)
 
     def _decode_action(self, code: int) -> Action:
-        rest, microbatch = divmod(code, self.microbatches)
-        kind, stage = divmod(rest, self.stages)
-        return Action(kinds()[kind].letter, stage, microbatch)
+        rest, unit = divmod(code, self.units)
+        number, stage = divmod(rest, self.stages)
+        kind = kinds()[number]
+        if self.slices == 1 or kind.of_stage:
+            return Action(kind.letter, stage, unit)
+        return Action(kind.letter, stage, *divmod(unit, self.slices))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields, and the letters of the kinds: their numbers are those of this process."""
@@ -351,7 +379,7 @@ class Schedule:
 
     def with_programs(self, programs: Sequence[Iterable[Cell | str | int]]) -> Schedule:
         """Return this schedule with other programs; raises as `of` does."""
-        return replace(self, codes=_encoded(programs, self.stages, self.microbatches))
+        return replace(self, codes=_encoded(programs, self.stages, self.microbatches, self.slices))
 
     def save(self, path: str | Path) -> None:
         """Write it to a file that `pipeloom.load` reads: `.csv` in torch's CSV format, `.json` with all attributes.
@@ -376,7 +404,9 @@ class Schedule:
         return html_of(self)
 
     def __repr__(self) -> str:
-        options = "".join(f", {key}={value!r}" for key, value in self.options if key != "chunks")
+        options = "".join(f", {key}={value!r}" for key, value in self.options if key not in ("chunks", "slices"))
+        if self.slices > 1:
+            options = f", slices={self.slices}{options}"
         if self.tensors:
             options += f", tensors={len(self.tensors)}"
         return f"Schedule({self.name}, ranks={self.ranks}, chunks={self.chunks}, microbatches={self.microbatches}{options})"
@@ -417,12 +447,12 @@ def parts(cell: Cell) -> tuple[Action, ...]:
     return (cell.forward, cell.backward) if isinstance(cell, Pair) else (cell,)
 
 
-ValueKey = tuple[str, int, int]  # name, stage, and micro-batch: -1 for a value of the stage
+ValueKey = tuple[str, int, int]  # name, stage, and unit: -1 for a value of the stage
 
 
-def value_key(value: str, stage: int, microbatch: int) -> ValueKey:
-    """Return what tells this value of a stage, and of a micro-batch unless it is one of STAGE_VALUES, from all others."""
-    return value, stage, -1 if value in STAGE_VALUES else microbatch
+def value_key(value: str, stage: int, unit: int) -> ValueKey:
+    """Return what tells this value of a stage, and of a unit unless it is one of STAGE_VALUES, from all others."""
+    return value, stage, -1 if value in STAGE_VALUES else unit
 
 
 def made_by(schedule: Schedule, action: Action) -> tuple[str, ...]:
@@ -431,25 +461,27 @@ def made_by(schedule: Schedule, action: Action) -> tuple[str, ...]:
     values = with_parts(schedule, action, kind.makes)
     if not kind.is_forward:
         return values
-    left = schedule.remade.get((action.stage, action.microbatch), frozenset())
+    left = schedule.remade.get((action.stage, schedule.unit_of(action)), frozenset())
     return tuple(value for value in values if value not in left and whole_of(value) not in left)
 
 
 def with_parts(schedule: Schedule, action: Action, values: tuple[str, ...]) -> tuple[str, ...]:
-    """Return `values` with the parts of each that actions of the same stage and micro-batch name (`Schedule.parted`).
+    """Return `values` with the parts of each that actions of the same stage and unit name (`Schedule.parted`).
 
     What is called by the name of the whole is then the rest.
     """
-    named = schedule.parted.get((action.stage, action.microbatch)) if schedule.parted else None
+    named = schedule.parted.get((action.stage, schedule.unit_of(action))) if schedule.parted else None
     return (*values, *sorted(part for part in named if whole_of(part) in values)) if named else values
 
 
-def _encoded(programs: Sequence[Iterable[Cell | str | int]], stages: int, microbatches: int) -> tuple[Program, ...]:
-    single = len(kinds()) * stages * microbatches
+def _encoded(
+    programs: Sequence[Iterable[Cell | str | int]], stages: int, microbatches: int, slices: int
+) -> tuple[Program, ...]:
+    single = len(kinds()) * stages * microbatches * slices
     return tuple(
         tuple(
             [
-                c if isinstance(c, int) and 0 <= c < single else _encode(c, stages, microbatches, rank, at)
+                c if isinstance(c, int) and 0 <= c < single else _encode(c, (stages, microbatches, slices), rank, at)
                 for at, c in enumerate(program)
             ]
         )
@@ -457,9 +489,10 @@ def _encoded(programs: Sequence[Iterable[Cell | str | int]], stages: int, microb
     )
 
 
-def _encode(cell: Cell | str | int, stages: int, microbatches: int, rank: int, at: int) -> int:
+def _encode(cell: Cell | str | int, sizes: tuple[int, int, int], rank: int, at: int) -> int:
+    stages, microbatches, slices = sizes
+    stride = stages * microbatches * slices
     if isinstance(cell, int):  # a pair, or nothing
-        stride = stages * microbatches
         forward, backward = divmod(cell, MOST_KINDS * stride)
         if not 0 < forward <= stride or all(
             number != backward // stride for number, kind in enumerate(kinds()) if INPUT_GRADIENT in kind.produces
@@ -481,21 +514,32 @@ def _encode(cell: Cell | str | int, stages: int, microbatches: int, rank: int, a
                 f"rank {rank}, action {at}: {action} names micro-batch {action.microbatch} of {microbatches} "
                 f"(0..{microbatches - 1})"
             )
-        codes.append((kind_number(action.kind) * stages + action.stage) * microbatches + action.microbatch)
+        if action.slice is None and slices > 1 and not kind_of(action.kind).of_stage:
+            raise ScheduleError(
+                f"rank {rank}, action {at}: {action} names no slice of {slices}; nearest: {action._replace(slice=0)}"
+            )
+        if action.slice is not None and not 0 <= action.slice < slices:
+            raise ScheduleError(
+                f"rank {rank}, action {at}: {action} names slice {action.slice} of {slices} (0..{slices - 1})"
+            )
+        unit = action.microbatch * slices + (action.slice or 0)
+        codes.append(kind_number(action.kind) * stride + action.stage * microbatches * slices + unit)
     if len(codes) == 1:
         return codes[0]
     first, second = (kind_of(action.kind) for action in parts(value))
     if not first.is_forward or INPUT_GRADIENT not in second.produces:
         raise ScheduleError(f"rank {rank}, action {at}: {value} is not a forward with a backward (F|B or F|I)")
-    return (codes[0] + 1) * MOST_KINDS * stages * microbatches + codes[1]
+    return (codes[0] + 1) * MOST_KINDS * stride + codes[1]
 
 
-def _check_sizes(ranks: int, microbatches: int, placement: Sequence[int]) -> None:
+def _check_sizes(ranks: int, microbatches: int, placement: Sequence[int], slices: int) -> None:
+    if not isinstance(slices, int) or isinstance(slices, bool) or slices < 1:
+        raise ScheduleError(f"slices is {echo(slices)}; a micro-batch has a whole number of at least 1")
     if ranks < 1 or microbatches < 1 or not placement:
         raise ScheduleError(
             f"a schedule needs at least one rank, stage and micro-batch; got {ranks}, {len(placement)}, {microbatches}"
         )
-    require_schedule(ranks, microbatches, len(placement))
+    require_schedule(ranks, microbatches * slices, len(placement))
     for stage, rank in enumerate(placement):
         if not 0 <= rank < ranks:
             raise ScheduleError(f"stage {stage} is placed on rank {rank} of {ranks} (0..{ranks - 1})")

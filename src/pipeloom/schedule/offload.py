@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from pipeloom.errors import ScheduleError, UsageError
-from pipeloom.schedule.actions import SAVED, Action, Cell, kind_of
+from pipeloom.schedule.actions import SAVED, Cell, kind_of
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
 from pipeloom.schedule.model import Schedule, made_by, of_schedule, parts
@@ -69,13 +69,15 @@ def offload_share(schedule: Schedule, share: str | None, costs: Costs | None) ->
 
 
 def _copy_times(schedule: Schedule, costs: Costs) -> Mapping[tuple[int, int], float]:
-    """(stage, micro-batch) -> the time of a copy of all that it saves."""
-    probe = schedule.with_programs([["0L0"], *([] for _ in range(schedule.ranks - 1))])  # has the tables of all kinds
+    """(stage, unit) -> the time of a copy of all that it saves."""
+    probe = schedule.with_programs(
+        [[f"0L{schedule.unit_names[0]}"], *([] for _ in range(schedule.ranks - 1))]
+    )  # has the tables of all kinds
     times, start = durations(probe, costs), probe.codes[0][0]
     return {
-        (stage, mb): times[start + stage * schedule.microbatches + mb]
+        (stage, unit): times[start + stage * schedule.units + unit]
         for stage in range(schedule.stages)
-        for mb in range(schedule.microbatches)
+        for unit in range(schedule.units)
     }
 
 
@@ -86,6 +88,8 @@ def _with_copies(
     schedule, starts, ends = plain.schedule, plain.starts[rank], plain.ends[rank]
     program = schedule.programs[rank]
     makes, uses = _ends_of_use(schedule, program)
+    actions = [action for cell in program for action in parts(cell)]
+    forward_of = {(a.stage, schedule.unit_of(a)): a for a in actions if kind_of(a.kind).is_forward}
     # Copies out follow each other, part by part; `arrived`: when each part is on the host.
     out, arrived = 0.0, dict[tuple[int, int], list[float]]()
     for place in sorted(makes.keys() & uses.keys(), key=makes.__getitem__):
@@ -114,13 +118,14 @@ def _with_copies(
         for part in range(first, 0, -1):
             moment = latest[place][part - 1] + TIME_TOLERANCE
             issued = next(at for at in range(uses[place] - 1, -1, -1) if starts[at] <= moment or at == makes[place])
-            issues[issued].append(Action(_letter("L", part, count), *place))
+            issues[issued].append(forward_of[place]._replace(kind=_letter("L", part, count)))
     out_of = {makes[place]: place for place in latest}
     cells: list[Cell] = []
     for at, cell in enumerate(program):
         cells.append(cell)
         if at in out_of:
-            cells += [Action(_letter("O", part, count), *out_of[at]) for part in range(1, first + 1)]
+            forward = forward_of[out_of[at]]
+            cells += [forward._replace(kind=_letter("O", part, count)) for part in range(1, first + 1)]
         cells += issues[at]
     return cells
 
@@ -128,12 +133,12 @@ def _with_copies(
 def _ends_of_use(
     schedule: Schedule, program: Sequence[Cell]
 ) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
-    """(stage, micro-batch) -> the entry with the forward that saves for the backward; the entry that needs it."""
+    """(stage, unit) -> the entry with the forward that saves for the backward; the entry that needs it."""
     makes: dict[tuple[int, int], int] = {}
     uses: dict[tuple[int, int], int] = {}
     for at, cell in enumerate(program):
         for action in parts(cell):
-            place = action.stage, action.microbatch
+            place = action.stage, schedule.unit_of(action)
             if kind_of(action.kind).is_forward and SAVED in made_by(schedule, action):
                 makes[place] = at
             elif any(need.value == SAVED and not need.step for need in kind_of(action.kind).needs):

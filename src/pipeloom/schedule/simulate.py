@@ -71,11 +71,11 @@ def weights_of(schedule: Schedule, costs: Costs) -> WalkCosts:
     duration = durations(schedule, costs)
     pairs: dict[int, float] = {}
     if schedule.has_pairs:
-        times, stages, m = PairTimes.of(costs, schedule.stages), schedule.stages, schedule.microbatches
+        times, stages, m = PairTimes.of(costs, schedule.stages), schedule.stages, schedule.units
         limit, stride = schedule.pair_stride, schedule.kind_stride
         splits = [(WEIGHT_GRADIENT not in kind.produces, bool(kind.fuses)) for kind in schedule.kinds]
         table: dict[tuple[int, int, bool, tuple[float, float], bool], float] = {}
-        factors = costs.factors(m)
+        factors = costs.time_factors(schedule)
         for program in schedule.codes:
             for code in program:
                 if code >= limit:
@@ -93,13 +93,13 @@ def _named_hops(schedule: Schedule, costs: Costs) -> dict[int, list[tuple[int, f
     """`WalkCosts.named`."""
     if not schedule.tensors:
         return None
-    needs, m, place = NamedNeeds.of(schedule), schedule.microbatches, schedule.placement
-    factors = costs.factors(m)
+    needs, units, place = NamedNeeds.of(schedule), schedule.units, schedule.placement
+    factors = costs.size_factors(schedule)
     needs_of_node: dict[int, list[tuple[int, float]]] = {}
     for stage, edges in enumerate(needs.edges):
-        for microbatch, factor in enumerate(factors if edges else ()):
-            needs_of_node[stage * m + microbatch] = [
-                (event + microbatch, costs.hop(*_ends(place, edge, stage % schedule.stages), factor, edge.name))
+        for unit, factor in enumerate(factors if edges else ()):
+            needs_of_node[stage * units + unit] = [
+                (event + unit, costs.hop(*_ends(place, edge, stage % schedule.stages), factor, edge.name))
                 for event, edge in edges
             ]
     return needs_of_node if any(hop for needs_ in needs_of_node.values() for _, hop in needs_) else None
@@ -126,8 +126,8 @@ def _hops(schedule: Schedule, costs: Costs) -> list[float] | None:
                 hops += [costs.hop(here, rank)] * len(factors)
         return hops
 
-    factors = costs.factors(schedule.microbatches)
-    by_size = bool(costs.microbatch) and costs.message > 0
+    factors = costs.size_factors(schedule)
+    by_size = (bool(costs.microbatch) or schedule.slices > 1) and costs.message > 0
 
     forward, backward = column(before), column(after)
     if not any(forward) and not any(backward):

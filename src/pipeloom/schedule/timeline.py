@@ -265,7 +265,7 @@ class Timeline:
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """rank -> the most stage-micro-batches alive at once: F, or R, allocates; B, or W where the backward is split, frees.
+        """rank -> the most stage-micro-batches, or their slices, alive at once: F, or R, allocates; B, or W after an I, frees.
 
         Both micro-batches of a pair count, whatever the pair frees while it runs; `peak_memory` takes that into account.
         """
@@ -395,7 +395,7 @@ class Timeline:
         of an action that holds something while it runs.
         """
         schedule = self.schedule
-        limit, stride, m = schedule.pair_stride, schedule.kind_stride, schedule.microbatches
+        limit, stride, m = schedule.pair_stride, schedule.kind_stride, schedule.units
         splits = [WEIGHT_GRADIENT not in kind.produces for kind in schedule.kinds]
         times = PairTimes.of(self.costs, schedule.stages) if schedule.has_pairs else None
         overlaps: dict[tuple[int, int, bool], bool] = {}
@@ -464,7 +464,7 @@ class Timeline:
 
     @cached_property
     def _makers(self) -> tuple[Graph, dict[int, tuple[int, int]], tuple[float, ...]]:
-        """The graph with the needs of each code; event -> (rank, position) of what produces it; micro-batch -> factor."""
+        """The graph with the needs of each code; event -> (rank, position) of what makes it; unit -> factor of its messages."""
         graph = Graph.of(self.schedule, full=True)
         assert graph.event is not None
         place: dict[int, tuple[int, int]] = {}
@@ -473,7 +473,7 @@ class Timeline:
                 for at, code in enumerate(codes):
                     if graph.event[code] < graph.always:
                         place[graph.event[code]] = rank, at
-        return graph, place, self.costs.factors(self.schedule.microbatches)
+        return graph, place, self.costs.size_factors(self.schedule)
 
     def _inputs(self, rank: int, code: int) -> Iterator[tuple[float, float, int, int]]:
         """Yield (end, hop from there, rank, position) of each entry whose result the action `code` of `rank` waits for."""
@@ -483,7 +483,7 @@ class Timeline:
         for event, name in graph.waits_of(code):
             if event in place:
                 source, position = place[event]
-                hop = self.costs.hop(source, rank, factors[code % self.schedule.microbatches], name)
+                hop = self.costs.hop(source, rank, factors[code % self.schedule.units], name)
                 yield self.ends[source][position], hop, source, position
 
     def _arrival(self, rank: int, code: int, clock: float) -> tuple[float, float, int] | None:
@@ -559,13 +559,13 @@ def _changes(
     """code -> by how much the action changes what its rank holds, and code -> what it holds only while it runs, where it does.
 
     Args:
-        costs: with the factors of the micro-batches and the shares of parts.
+        costs: with the factors of the units and the shares of parts.
         sizes: value -> its size on each stage; other values have none.
         layer: the size on each stage of what an action holds only while it runs; None: of all values that it makes and frees.
     """
     changes: list[float] = []
     passing: dict[int, float] = {}
-    factors = costs.factors(schedule.microbatches)
+    factors = costs.size_factors(schedule)
     divided = {value for kind in schedule.kinds if kind.part for value in kind.touches if whole_of(value) in sizes}
     sizes = {value: size for value, size in sizes.items() if value == whole_of(value)} | {
         value: tuple(map(mul, sizes[whole_of(value)], costs.share_of(value, schedule.stages)))
@@ -579,10 +579,10 @@ def _changes(
             change = sum(sign * size[stage] for size, sign in net if sign)
             held = sum(sizes[value][stage] for value in brief) if layer is None else layer[stage]
             if brief:
-                passing |= {len(changes) + mb: held * factor for mb, factor in enumerate(factors)}
+                passing |= {len(changes) + unit: held * factor for unit, factor in enumerate(factors)}
             changes += [change * factor for factor in factors]
-    for (stage, mb), values in schedule.remade.items():
-        changes[stage * schedule.microbatches + mb] -= factors[mb] * sum(sizes[v][stage] for v in values if v in sizes)
+    for (stage, unit), values in schedule.remade.items():
+        changes[stage * schedule.units + unit] -= factors[unit] * sum(sizes[v][stage] for v in values if v in sizes)
     return changes, passing
 
 
@@ -597,12 +597,13 @@ def _measured_costs(
     ends: Sequence[Sequence[float]],
     turns: Sequence[Mapping[int, float]],
 ) -> Costs:
-    """Return each stage's mean F, I and W, in the unit of the times. p2p is 0.
+    """Return each stage's mean F, I and W of a micro-batch, in the unit of the times. p2p is 0.
 
     A stage whose backward is never split counts half of B as I and half as W. `backward` is given where a stage has both.
     The time of a block (R;B) counts as that of B, and so R as 0.
     """
     times: dict[tuple[str, int], list[float]] = {}
+    by_slice: list[float] = [0.0] * schedule.slices
     for rank, program in enumerate(schedule.programs):
         for at, (cell, start, end) in enumerate(zip(program, starts[rank], ends[rank], strict=True)):
             actions = parts(cell)
@@ -612,22 +613,26 @@ def _measured_costs(
             for action, begin, stop in zip(actions, moments, moments[1:], strict=False):
                 fused = kind_of(action.kind).fuses
                 times.setdefault((fused[-1] if fused else action.kind, action.stage), []).append(stop - begin)
+                if not kind_of(action.kind).of_stage:
+                    by_slice[action.slice or 0] += stop - begin
 
     def mean(kind: str, stage: int) -> float:
         samples = times.get((kind, stage))
         if samples is None and kind != "F":
             samples = [time / 2 for time in times.get(("B", stage), [0.0])]
-        return fmean(samples or [0.0])
+        return schedule.slices * fmean(samples or [0.0])
 
     stages = range(schedule.stages)
     parted = tuple(mean("I", s) + mean("W", s) for s in stages)
     whole = tuple(mean("B", s) if ("B", s) in times else parted[s] for s in stages)
+    whole_step = sum(by_slice)
     return Costs(
         forward=tuple(mean("F", s) for s in stages),
         input_grad=tuple(mean("I", s) for s in stages),
         weight_grad=tuple(mean("W", s) for s in stages),
         backward=whole if any(("B", s) in times and ("I", s) in times for s in stages) else None,
         recompute=tuple(mean("R", s) if ("R", s) in times else 0.0 for s in stages) if schedule.remade else None,
+        slice_times=tuple(time / whole_step for time in by_slice) if schedule.slices > 1 and whole_step else (),
     )
 
 

@@ -43,14 +43,14 @@ def unpair(schedule: Schedule, stages: Collection[int] | None = None) -> Schedul
     """
     if not schedule.has_pairs:
         return schedule
-    limit, microbatches = schedule.pair_stride, schedule.microbatches
+    limit, units = schedule.pair_stride, schedule.units
     unpaired = frozenset(range(schedule.stages) if stages is None else stages)
 
     def cells(code: int) -> tuple[int, ...]:
         if code < limit:
             return (code,)
         forward, backward = code // limit - 1, code % limit
-        both = {code // microbatches % schedule.stages for code in (forward, backward)}
+        both = {code // units % schedule.stages for code in (forward, backward)}
         return (forward, backward) if both <= unpaired else (code,)
 
     codes = tuple(tuple(part for code in program for part in cells(code)) for program in schedule.codes)
@@ -73,11 +73,11 @@ def half_split(schedule: Schedule, parity: int = 0) -> Schedule:
     even = parity % 2 if schedule.microbatches > 1 else 0
 
     def cells(rank: int, action: Action) -> tuple[Cell, ...]:
-        kind, stage, mb = action
+        kind, mb = action.kind, action.microbatch
         if kind == "B" and mb % 2 == even:
-            return Action("I", stage, mb), Action("W", stage, mb)
+            return action._replace(kind="I"), action._replace(kind="W")
         if kind == "I" and mb % 2 != even:
-            return (Action("B", stage, mb),)
+            return (action._replace(kind="B"),)
         return () if kind == "W" and mb % 2 != even else (action,)
 
     return _rewritten(schedule, cells)
@@ -90,15 +90,16 @@ def merge_backward(schedule: Schedule, backwards: Collection[tuple[int, int]] | 
     Memory: no rank's peak is larger than before, as a B frees at once what an I leaves for its W.
 
     Args:
-        backwards: (stage, micro-batch) of those to merge; None: all.
+        backwards: (stage, unit) of those to merge; None: all.
     """
     merged = None if backwards is None else frozenset(backwards)
 
     def cells(rank: int, action: Action) -> tuple[Cell, ...]:
-        kind, stage, mb = action
-        if kind not in ("I", "W") or (merged is not None and (stage, mb) not in merged):
+        if action.kind not in ("I", "W") or (
+            merged is not None and (action.stage, schedule.unit_of(action)) not in merged
+        ):
             return (action,)
-        return (Action("B", stage, mb),) if kind == "I" else ()
+        return (action._replace(kind="B"),) if action.kind == "I" else ()
 
     return _rewritten(schedule, cells)
 
@@ -180,7 +181,7 @@ class _Cooldown:
             if code - place == weight_grad:
                 weights.setdefault(input_grad + place, code)
                 continue
-            if code - place == backward and awaited[place // schedule.microbatches]:
+            if code - place == backward and awaited[place // schedule.units]:
                 code = input_grad + place
             if code - place == input_grad:
                 weights.setdefault(code, weight_grad + place)
@@ -190,17 +191,17 @@ class _Cooldown:
     @classmethod
     def deferred(cls, schedule: Schedule, rank: int, ends: Collection[int], last: int) -> _Cooldown:
         """Split every B of the stages `ends`, and leave the last `last` W (0: all) of them to be placed."""
-        stride, limit, microbatches = schedule.kind_stride, schedule.pair_stride, schedule.microbatches
+        stride, limit, units = schedule.kind_stride, schedule.pair_stride, schedule.units
         backward, input_grad, weight_grad = (kind_number(letter) * stride for letter in "BIW")
 
         def place_of(code: int) -> int | None:
-            """Stage and micro-batch of a backward of one of the `ends`; None for anything else."""
+            """Stage and unit of a backward of one of the `ends`; None for anything else."""
             code, place = code % limit, code % limit % stride
-            is_end = place // microbatches in ends and code - place in (backward, input_grad)
+            is_end = place // units in ends and code - place in (backward, input_grad)
             return place if is_end else None
 
         places = [place for code in schedule.codes[rank] if (place := place_of(code)) is not None]
-        delayed = set(places[-last:] if last else places)
+        delayed = set(places[-last * schedule.slices :] if last else places)
 
         def rewritten(program: Program) -> Program:
             codes: list[int] = []
@@ -289,7 +290,7 @@ def recompute(
     Args:
         whole: an R for the whole stage before the entry with its backward instead. It waits for no message, so it runs while the
             backward's gradient is on its way; memory: a whole stage's activations from then on.
-        actions: (stage, micro-batch) of the backwards to recompute; None: all.
+        actions: (stage, unit) of the backwards to recompute; None: all.
         part: that of a part alone, such as `2R0:norms`, in an action of its own there.
 
     Raises UsageError for a part without a valid name.
@@ -303,7 +304,7 @@ def recompute(
     def cells(code: int) -> Iterator[int]:
         forward, backward = divmod(code, limit) if code >= limit else (0, code)
         kind, place = divmod(backward, stride)
-        if kind not in block or (actions is not None and divmod(place, schedule.microbatches) not in actions):
+        if kind not in block or (actions is not None and divmod(place, schedule.units) not in actions):
             yield code
         elif whole or part:
             yield from (again + place, code)
@@ -315,12 +316,12 @@ def recompute(
 
 def recompute_stages(schedule: Schedule, stages: Collection[int]) -> Schedule:
     """Return `schedule` with the backwards of these stages in blocks, unless another action moves or makes what is saved."""
-    wanted = {(stage, mb) for stage in stages for mb in range(schedule.microbatches)}
+    wanted = {(stage, unit) for stage in stages for unit in range(schedule.units)}
     for action in (part for program in schedule.programs for cell in program for part in parts(cell)) if wanted else ():
         kind = kind_of(action.kind)
         saved = any(whole_of(value) == SAVED for value in (*kind.makes, *kind.frees))
         if saved and not (kind.is_forward or kind.is_backward):
-            wanted.discard((action.stage, action.microbatch))
+            wanted.discard((action.stage, schedule.unit_of(action)))
     return recompute(schedule, actions=wanted) if wanted else schedule
 
 
@@ -358,9 +359,9 @@ def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
         stages = range(action.stage * pieces, (action.stage + 1) * pieces)
         kind = kind_of(action.kind)
         if not kind.is_backward:
-            return [Action(action.kind, stage, action.microbatch) for stage in stages]
+            return [action._replace(stage=stage) for stage in stages]
         letters: Sequence[str] = {"B": ("I", "W"), "RB": ("RI", "W")}.get(action.kind, (action.kind,))
-        return [Action(letter, stage, action.microbatch) for letter in letters for stage in reversed(stages)]
+        return [action._replace(kind=letter, stage=stage) for letter in letters for stage in reversed(stages)]
 
     programs = [
         [cell for entry in program for action in parts(entry) for cell in cells(action)]
@@ -370,6 +371,7 @@ def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
         programs,
         placement=[rank for rank in schedule.placement for _ in range(pieces)],
         microbatches=schedule.microbatches,
+        slices=schedule.slices,
         name=schedule.name,
         options=dict(schedule.options),
     ).with_slots({value: count * pieces for value, count in schedule.slots})
@@ -390,6 +392,7 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
         programs,
         placement=schedule.placement,
         microbatches=count,
+        slices=schedule.slices,
         name=f"{schedule.name} (forward only)",
         routes=schedule.routes,
         route_of=schedule.route_of[:count],

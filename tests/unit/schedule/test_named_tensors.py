@@ -79,15 +79,15 @@ def relaxed(schedule: Schedule, costs: Costs, overlap: bool) -> list[list[float]
             actions = parts(program[len(found[rank])])
             free = found[rank][-1] if found[rank] else 0.0
             start = free
-            for kind, stage, mb in actions:
+            for kind, stage, mb, _ in actions:
                 for event, other, name in needs(schedule, kind, stage, mb):
                     end = ends.get((event, other, mb), float("inf"))
                     leaves = end if overlap else max(end, free)
                     start = max(start, leaves + (hop(schedule.placement[other], rank, name) if name else 0.0))
             if start == float("inf"):
                 continue
-            end = start + sum(time[kind][stage] for kind, stage, _ in actions)
-            for kind, stage, mb in actions:
+            end = start + sum(time[kind][stage] for kind, stage, _, _ in actions)
+            for kind, stage, mb, _ in actions:
                 ends["I" if kind in ("B", "RB", "RI") else kind, stage, mb] = end
             found[rank].append(end)
             moved = True
@@ -130,7 +130,7 @@ def _check_traffic(schedule: Schedule) -> None:
                 ("activation", other, stage, name, mb)
                 if kind == "F"
                 else ("gradient", other, stage, "input gradient" if name == "output" else name, mb)
-                for kind, stage, mb in actions
+                for kind, stage, mb, _ in actions
                 for _, other, name in needs(schedule, kind, stage, mb)
                 if name and schedule.placement[other] != rank
             )
