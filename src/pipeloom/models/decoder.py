@@ -180,9 +180,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(width, tensor is not None, shape.rms_norm_eps)
             self.k_norm = RMSNorm(width, tensor is not None, shape.rms_norm_eps)
 
-    def forward(
-        self, x: Tensor, position_ids: Tensor | None = None, slice_state: SliceState | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, position_ids: Tensor | None = None, slice_state: SliceState | None = None) -> Tensor:
         """With `position_ids` [batch, length], which restart with each document of a row, attention stays inside documents.
 
         Under context parallelism they are those of whole rows, or of whole slices, of whose tokens x holds a part.

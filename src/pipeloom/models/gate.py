@@ -55,8 +55,8 @@ class TopKGate(DeferringLayer):
     Attributes:
         source: source of random numbers; set by the code that builds the layer.
         context: the ranks that share the micro-batch's tokens; the auxiliary losses cover those of all of them.
-        loads: (micro-batch, slice) -> choices of each expert in the last step, then those beyond their expert's capacity (not those
-            dropped at random): [experts + 1] int64. A recomputed forward writes the same values again.
+        loads: (micro-batch, slice) -> choices of each expert in the last step, then those beyond their expert's capacity (not
+            those dropped at random): [experts + 1] int64. A recomputed forward writes the same values again.
     """
 
     e_score_correction_bias: Tensor
@@ -91,12 +91,12 @@ class TopKGate(DeferringLayer):
 
     def require_runnable(self, microbatch: MicrobatchContext | None) -> None:
         """Raise UsageError for a slice of sequences where random numbers or a capacity are of whole ones."""
-        if microbatch is not None and microbatch.place is not None:
-            if self.capacity_factor or (self.training and self.gate.router in RANDOM_ROUTERS):
-                raise UsageError(
-                    "routers that draw random numbers and capacity limits are about whole sequences, and these are cut into "
-                    'slices; use router "softmax" or "sigmoid" and capacity_factor 0'
-                )
+        of_whole = self.capacity_factor or (self.training and self.gate.router in RANDOM_ROUTERS)
+        if of_whole and microbatch is not None and microbatch.place is not None:
+            raise UsageError(
+                "routers that draw random numbers and capacity limits are about whole sequences, and these are cut into "
+                'slices; use router "softmax" or "sigmoid" and capacity_factor 0'
+            )
 
     def draw(self, tokens: Tensor, microbatch: MicrobatchContext | None) -> RouterNoise:
         """Return the random numbers for tokens [tokens, width], which are all of the micro-batch."""
@@ -150,11 +150,11 @@ class TopKGate(DeferringLayer):
         numbers = _numbers(tally, share)
         if self.context is not None:
             numbers = self.context.summed(numbers)
-        total = (lambda: numbers) if state is None else state.total(numbers)
+        total = None if state is None else state.total(numbers)
 
         def loss(probabilities: Tensor, squares: Tensor) -> Tensor:
             own = replace(tally, probabilities=probabilities, squares=squares)
-            whole, whole_share = _completed(own, total())
+            whole, whole_share = _completed(own, numbers if total is None else total())
             return whole_share * self._loss_of(whole)
 
         return attach_later_loss(weights, loss, tally.probabilities, tally.squares)
@@ -179,10 +179,9 @@ def _numbers(tally: RoutingStats, share: float) -> Tensor:
 def _completed(tally: RoutingStats, total: Tensor) -> tuple[RoutingStats, float]:
     """Return the sums over all ranks and slices, with the gradient through this tally's terms alone, and of the shares."""
     others, dtype = total - _numbers(tally, 0.0), tally.probabilities.dtype
-    *sums, tokens, share = others.split([tally.counts.numel(), tally.probabilities.numel(), 1, 1, 1])
-    counts, probabilities, squares = sums
-    rest = RoutingStats(counts.round().long(), probabilities.to(dtype), squares[0].to(dtype), round(tokens.item()))
-    return tally + rest, share.item()
+    experts, (squares, tokens, share) = tally.counts.numel(), others[-3:]
+    counts, probabilities = others[:experts].round().long(), others[experts:-3].to(dtype)
+    return tally + RoutingStats(counts, probabilities, squares.to(dtype), round(tokens.item())), share.item()
 
 
 def gates_of(modules: Iterable[nn.Module]) -> list[TopKGate]:

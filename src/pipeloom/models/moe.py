@@ -206,9 +206,7 @@ class MoELayer(nn.Module):
 
     # -- segments ------------------------------------------------------------------------------------------------------------
 
-    def _route(
-        self, microbatch: MicrobatchContext | None, slice_state: SliceState | None, values: Values
-    ) -> Values:
+    def _route(self, microbatch: MicrobatchContext | None, slice_state: SliceState | None, values: Values) -> Values:
         x, *others = values
         entered = self.enter(x)
         tokens = entered.flatten(0, -2)

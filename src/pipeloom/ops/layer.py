@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,8 @@ class _LaterLoss(torch.autograd.Function):
 KEYWORD = "microbatch"
 
 
-class SlicePlace(NamedTuple):
+@dataclass(frozen=True)
+class SlicePlace:
     """The place of one slice of a micro-batch's sequences.
 
     Attributes:

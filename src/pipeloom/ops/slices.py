@@ -30,7 +30,7 @@ class _HeldPiece:
         self._wide: dict[int, Tensor] = {}
         for leaf in self.leaves:
             if leaf.requires_grad and leaf.dtype.itemsize < 4:
-                leaf.register_post_accumulate_grad_hook(self._widen)
+                leaf.register_post_accumulate_grad_hook(self._widen)  # type: ignore[no-untyped-call]
 
     def gradient(self, at: int) -> Tensor | None:
         """Return the sum of the gradients of tensor `at`; None: no later slice has used it."""

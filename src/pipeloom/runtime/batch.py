@@ -169,8 +169,8 @@ def split_batch(
     parts = [_cut(value, sizes, rows) for value in positional]
     wanted = [_cut(value, sizes, rows) for value in (targets, *keywords.values())]
     each_targets = wanted[0]
-    each_inputs = tuple(zip(*parts, strict=True))
-    each_keywords = tuple(zip(*wanted[1:], strict=True)) if keywords else ((),) * len(sizes)
+    each_inputs: Sequence[tuple[Any, ...]] = tuple(zip(*parts, strict=True))
+    each_keywords: Sequence[tuple[Any, ...]] = tuple(zip(*wanted[1:], strict=True)) if keywords else ((),) * len(sizes)
     places: Sequence[SlicePlace | None] = (None,)
     if slices != 1:
         places = slice_places(sequence_length(positional), slices)
@@ -218,7 +218,9 @@ def sequence_length(inputs: Sequence[Any]) -> int:
     for value in tensors_in(inputs):
         if value.ndim > 1:
             return value.size(1)
-    raise UsageError("the inputs hold no tensor with a dimension of a sequence, and the schedule cuts sequences into slices")
+    raise UsageError(
+        "the inputs hold no tensor with a dimension of a sequence, and the schedule cuts sequences into slices"
+    )
 
 
 def cut_tokens(value: Any, rows: int, places: Sequence[SlicePlace]) -> list[Any]:

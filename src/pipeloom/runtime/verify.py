@@ -170,9 +170,7 @@ class _Outputs:
         places: of the slices into which the outputs are cut, to be compared with calls for slices; None: they are compared whole.
     """
 
-    def __init__(
-        self, modules: Iterable[tuple[str, nn.Module]], places: Sequence[SlicePlace] | None = None
-    ) -> None:
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], places: Sequence[SlicePlace] | None = None) -> None:
         self._places = places
         self.sums: dict[_Call, OutputSums] = {}
         self._call: _Call | None = None

@@ -1,4 +1,4 @@
-"""Attention of cut `transformers` models to tokens of other ranks and earlier slices, through transformers' AttentionInterface."""
+"""Attention of `transformers` models to tokens of other ranks and of earlier slices, through their AttentionInterface."""
 
 from __future__ import annotations
 

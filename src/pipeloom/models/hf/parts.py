@@ -427,13 +427,14 @@ class TrunkLayer(_View):
         tokens, positions = None, position_ids
         if self.context is not None or self._in_blocks:
             if attention_mask is not None:
-                raise UsageError(
-                    "context parallelism and slices take no attention_mask; nearest: position_ids, or padding on the right"
-                )
+                who = "slices take" if self.context is None else "context parallelism takes"
+                raise UsageError(f"{who} no attention_mask; nearest: position_ids, or padding on the right")
             tokens = Tokens(self.context, position_ids, slice_state)
             positions = self._replay.positions(tokens, hidden)
         elif slice_state is not None:
-            raise UsageError("its attention is over the tokens at hand alone; cut the model with hf.layers(…, slices=True)")
+            raise UsageError(
+                "its attention is over the tokens at hand alone; cut the model with hf.layers(…, slices=True)"
+            )
         with self._errors, sharing(tokens):
             handed = self._replay.handed(hidden, _given(attention_mask, positions), spread=tokens is not None)
             return handed[self._index].call(self._inner, hidden)
