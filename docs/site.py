@@ -39,7 +39,9 @@ def stage(folder: Path) -> None:
     for page in folder.glob("*.md"):  # files outside this folder are not part of the site
         page.write_text(re.sub(r"\[([^\]]+)\]\(\.\./[^)]*\)", r"`\1`", page.read_text("utf-8")), "utf-8")
     readme = (HERE.parent / "README.md").read_text("utf-8")
-    picture = re.compile(r"\]\(https://raw\.githubusercontent\.com/[^)]*/docs/")  # absolute, for the page of a package index
+    picture = re.compile(
+        r"\]\(https://raw\.githubusercontent\.com/[^)]*/docs/"
+    )  # absolute, for the page of a package index
     (folder / "index.md").write_text(picture.sub("](", readme).replace("](docs/", "]("), "utf-8")
     (folder / "gallery.md").write_text(gallery(folder / "gallery"), "utf-8")
     for name in MODULES:

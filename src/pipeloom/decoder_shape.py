@@ -32,6 +32,12 @@ class DecoderSizes:
         return width
 
     @property
+    def blocks(self: Any) -> int:
+        """The number of blocks, those that predict tokens further ahead included."""
+        count: int = self.num_hidden_layers + self.num_nextn_predict_layers
+        return count
+
+    @property
     def expert_blocks(self: Any) -> tuple[bool, ...]:
         """block -> whether its feed-forward part is a mixture of experts."""
         return expert_blocks(self.num_experts, self.num_hidden_layers, self.moe_layer_freq)
@@ -65,6 +71,8 @@ class DecoderShape(DecoderSizes):
         router: one of ROUTERS.
         capacity_factor: rows per expert over an even share; 0: unlimited.
         aux_loss_coef, z_loss_coef: factors of the load-balance loss and of the mean squared logsumexp of the router's logits.
+        num_nextn_predict_layers: blocks behind the last one that predict tokens further ahead, in training alone.
+        mtp_loss_coef: factor of the mean of their losses.
 
     Raises ArgumentError for a size below 1, heads of odd width, key and value heads that do not divide the query heads, or a
     moe_layer_freq below 1, of another length than the blocks, with entries other than 1 and 0, or without a 1.
@@ -94,6 +102,8 @@ class DecoderShape(DecoderSizes):
     capacity_factor: float = 0.0
     aux_loss_coef: float = 0.01
     z_loss_coef: float = 0.001
+    num_nextn_predict_layers: int = 0
+    mtp_loss_coef: float = 0.1
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")

@@ -6,9 +6,14 @@
 from typing import TYPE_CHECKING
 
 from pipeloom.schedule.families import FAMILIES as FAMILIES
+from pipeloom.schedule.families import SLICED as SLICED
 from pipeloom.schedule.families import Family
 from pipeloom.schedule.families import build as build
 from pipeloom.schedule.offload import offload as offload
+from pipeloom.schedule.slices import balanced_cuts as balanced_cuts
+from pipeloom.schedule.slices import by_slices as by_slices
+from pipeloom.schedule.slices import cut_sequences as cut_sequences
+from pipeloom.schedule.slices import even_cuts as even_cuts
 from pipeloom.schedule.transforms import TRANSFORMS as TRANSFORMS
 from pipeloom.schedule.transforms import cut_stages as cut_stages
 from pipeloom.schedule.transforms import defer_last_stage_weights as defer_last_stage_weights
@@ -20,7 +25,7 @@ from pipeloom.schedule.transforms import split_cooldown as split_cooldown
 from pipeloom.schedule.transforms import transformed as transformed
 from pipeloom.schedule.transforms import unpair as unpair
 
-globals().update({family.__name__: family for family in FAMILIES.values()})
+globals().update({family.__name__: family for family in (*FAMILIES.values(), *SLICED.values())})
 
 if TYPE_CHECKING:
 

@@ -102,7 +102,7 @@ def _rank_lines(layout: Layout, timeline: Timeline) -> list[str]:
 
 def _layers(layout: Layout) -> list[str]:
     """Return stage -> its layers in words, such as `E 0-1` or `2-3 L`."""
-    names = ["E", *map(str, range(layout.config.model.num_hidden_layers)), "L"]
+    names = ["E", *map(str, range(layout.config.model.blocks)), "L"]
     words = []
     for start, end in spans(layout):
         blocks = [name for name in names[start:end] if name.isdecimal()]

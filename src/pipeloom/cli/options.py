@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import wraps
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _MOST_MESSAGE = 2**34
+_LONG = 2**20  # tokens of the sequence whose cuts stand for any: so many that a cut is exact
 
 
 def flag(default: Any, metavar: str | None, help: str, *names: str, **limits: Any) -> Any:
@@ -94,15 +96,41 @@ class FamilyFlags:
         "NAME",
         "Transform the schedule, for instance with unpair or defer-last-stage-weights=2; repeatable, applied in order.",
     )
+    attention: str | None = flag(
+        None,
+        "SHARE",
+        "Share of a sequence's time that causal attention takes, 0 to 1; slices are cut to take the same time. Default: 0.",
+    )
+    even_slices: bool = flag(False, None, "Cut slices of equally many tokens instead.", "--even-slices")
 
     def schedule(self, name: str, sizes: Sizes, costs: CostFlags) -> tuple[Schedule, Costs]:
         """Return the schedule called `name`, as `schedule_of` does, and its costs. Unknown transforms are refused first."""
+        from pipeloom.schedule.files import names_a_file
         from pipeloom.schedule.transforms import parsed_transform
 
         for word in self.transform or ():
             parsed_transform(word)
-        values = costs.values()
-        return schedule_of(name, sizes, options_of(self.option or ()), values, self.transform or ()), values
+        values, options, words = costs.values(), options_of(self.option or ()), self.transform or ()
+        schedule = schedule_of(name, sizes, options, values, words)
+        if self.attention is None and not self.even_slices:
+            return schedule, values
+        from pipeloom.schedule.slices import balanced_cuts, even_cuts, longer_than_whole
+
+        if schedule.slices == 1:
+            raise UsageError(
+                "--attention and --even-slices are about slices: give --option slices=4, or --transform slices=4"
+            )
+        share = _numbers("--attention", self.attention or "0")
+        if isinstance(share, tuple):
+            raise UsageError(f"--attention is {self.attention!r:.200}; give one number")
+        cuts = even_cuts if self.even_slices else balanced_cuts
+        values = cuts(_LONG, schedule.slices, share).costs(values)
+        if self.even_slices and not names_a_file(name):
+            plain = [word for word in words if not word.startswith("slices")]
+            whole = schedule_of(name, sizes, options | {"slices": 1}, values, plain)
+            if warning := longer_than_whole(schedule, whole, values):
+                print(f"warning: {warning}", file=sys.stderr)
+        return schedule, values
 
 
 @dataclass(frozen=True)
@@ -302,9 +330,9 @@ def schedule_of(
 
 def families(incomplete: str) -> list[str]:
     """Return the names of families that complete a word."""
-    from pipeloom.schedule.families import FAMILIES
+    from pipeloom.schedule.families import FAMILIES, SLICED
 
-    return [name for name in FAMILIES if name.startswith(incomplete)]
+    return [name for name in (*FAMILIES, *SLICED) if name.startswith(incomplete)]
 
 
 def family_lines() -> list[str]:
@@ -318,17 +346,17 @@ def family_lines() -> list[str]:
 
 def family_help(word: str) -> str:
     """Return the options of the family that `word` names, with their defaults, and its description; "" for another word."""
-    from pipeloom.schedule.families import FAMILIES, canonical_name
+    from pipeloom.schedule.families import FAMILIES, SLICED, canonical_name
 
-    name = canonical_name(word)
-    if name not in FAMILIES:
+    name, known = canonical_name(word), FAMILIES | SLICED
+    if name not in known:
         return ""
-    options = {"cooldown": "whole (or split)"}
-    for key, parameter in inspect.signature(FAMILIES[name]).parameters.items():
+    options = {"cooldown": "whole (or split)", "slices": "1"}
+    for key, parameter in inspect.signature(known[name]).parameters.items():
         if key not in ("ranks", "microbatches", "costs"):
             options[key] = "not given" if parameter.default is None else parameter.default
     listed = ", ".join(f"{key}: {value}" for key, value in options.items())
-    return f"Options of {name} (--option KEY=VALUE), with their defaults: {listed}\n\n{inspect.getdoc(FAMILIES[name])}"
+    return f"Options of {name} (--option KEY=VALUE), with their defaults: {listed}\n\n{inspect.getdoc(known[name])}"
 
 
 def share(costs: Costs, schedule: Schedule) -> Costs:

@@ -140,11 +140,13 @@ def _tensor_parallel_divides(config: Config) -> Iterator[Problem]:
         yield "parallel.tp", f"it must divide {' and '.join(uneven)}; {near}"
 
 
-@_reads("model.source", "parallel")
+@_reads("model.source", "model.num_nextn_predict_layers", "parallel")
 def _foreign_models_are_cut_by_layers_only(config: Config) -> Iterator[Problem]:
     for axis in ("tp", "ep"):
         if config.model.source and getattr(config.parallel, axis) > 1:
             yield f"parallel.{axis}", "it applies to Pipeloom's own decoder only, not to model.source; nearest: 1"
+    if config.model.source and config.model.num_nextn_predict_layers:
+        yield "model.num_nextn_predict_layers", "it is for Pipeloom's own decoder, not for model.source; nearest: 0"
 
 
 @_reads("model.source", "model.weights")

@@ -139,7 +139,7 @@ def examine(
 def _with_blocks(config: Config, schedule: Schedule, stage_layers: tuple[int, ...]) -> Schedule:
     """Return `schedule` with a block (R;B) for each backward of the stages with blocks of `train.recompute`."""
     setting = config.train.recompute
-    numbers = range(config.model.num_hidden_layers) if setting == "full" else () if setting == "none" else setting
+    numbers = range(config.model.blocks) if setting == "full" else () if setting == "none" else setting
     ends = list(accumulate(stage_layers, initial=0))
     held = {at for at, span in enumerate(pairwise(ends)) if any(number + 1 in range(*span) for number in numbers)}
     return recompute_stages(schedule, [s for s, position in enumerate(schedule.position_of) if position in held])
@@ -194,7 +194,9 @@ def _stage_layers(config: Config, schedule: Schedule, wrong: Collection[str]) ->
     blocks, stages = config.model.num_hidden_layers, schedule.positions
     if config.parallel.stages:
         try:
-            return [], tuple(parse_stages(config.parallel.stages, blocks, stages))
+            return [], tuple(
+                parse_stages(config.parallel.stages, blocks, stages, config.model.num_nextn_predict_layers)
+            )
         except UsageError as error:
             return [f"parallel.stages = {shown(config.parallel.stages)}: {error}"], ()
     if stages > blocks:

@@ -233,6 +233,8 @@ class ModelSection(Section, DecoderSizes):
     capacity_factor: NotNegative
     aux_loss_coef: NotNegative
     z_loss_coef: NotNegative
+    num_nextn_predict_layers: Whole
+    mtp_loss_coef: NotNegative
 
     def shape(self) -> DecoderShape:
         """Return these values as the library's type. Raises ArgumentError for sizes that contradict each other."""

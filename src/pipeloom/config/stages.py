@@ -1,7 +1,7 @@
 """The layers of a model as stages hold them: their sizes, a balanced cut, and the stages string.
 
-`"Et*3|(tt|)*29|L"` says which layers each stage holds: E is the embedding, t a block, L the final norm and output layer; `|`
-separates stages; `x*3` repeats a letter and `(…)*n` a group, including its `|`.
+`"Et*3|(tt|)*29|mL"` says which layers each stage holds: E is the embedding, t a block, m one that predicts tokens further ahead,
+L the final norm and output layer; `|` separates stages; `x*3` repeats a letter and `(…)*n` a group, including its `|`.
 """
 
 from __future__ import annotations
@@ -27,25 +27,28 @@ class LayerSize:
     """One layer of the model.
 
     Attributes:
-        letter: E embedding, t block, L final norm and output layer.
+        letter: E embedding, t block, m block that predicts tokens further ahead, L final norm and output layer.
         parameters: parameters of the layer, with all its experts (a tied output layer counts its copy).
         flops: floating-point operations of the forward and backward of one sequence, with only the experts that a token uses.
         experts: the part of `parameters` that expert parallelism spreads.
+        depth: of an m, from 1.
     """
 
     letter: str
     parameters: int
     flops: int
     experts: int = 0
+    depth: int = 0
 
 
 def layer_sizes(model: ModelSection, seq_len: int) -> list[LayerSize]:
-    """[embedding, block, …, block, output layer]: num_hidden_layers + 2 entries.
+    """[embedding, block, …, block, output layer]: 2 entries more than there are blocks.
 
     A matrix of n weights takes 2n operations per token forward and 4n backward (a product for each of two gradients).
     Causal attention with queries of width q (all heads) takes 2 s q forward per token of a sequence of s: two products of 2 s q,
     of which the mask leaves half. Biases count as parameters, but not as operations.
-    The embedding is a look-up in the forward, and one addition per weight of the row in the backward.
+    The embedding is a look-up in the forward, and one addition per weight of the row in the backward. A block that predicts
+    tokens further ahead is one like the last, behind a matrix of [2 h, h]; the output layer runs once for each of them too.
     """
     h, vocab = model.hidden_size, model.vocab_size
     queries, key_value = (model.head_width * n for n in (model.num_attention_heads, model.num_key_value_heads))
@@ -59,9 +62,17 @@ def layer_sizes(model: ModelSection, seq_len: int) -> list[LayerSize]:
         return LayerSize("t", attention + biases + common + spread + norms, flops, spread)
 
     dense, sparse = block(False), block(True)
-    embedding = LayerSize("E", vocab * h, seq_len * h)
-    output = LayerSize("L", vocab * h + h, 3 * seq_len * 2 * vocab * h)
-    return [embedding, *(sparse if experts else dense for experts in model.expert_blocks), output]
+    depths = model.num_nextn_predict_layers
+    embedding = LayerSize("E", vocab * h, (1 + depths) * seq_len * h)
+    output = LayerSize("L", vocab * h + (1 + depths) * h, (1 + depths) * 3 * seq_len * 2 * vocab * h)
+    blocks = [sparse if experts else dense for experts in model.expert_blocks]
+    joint = LayerSize("m", 2 * h * h + 2 * h, 3 * seq_len * 2 * 2 * h * h)
+    last = blocks[-1]
+    predictions = [
+        LayerSize("m", last.parameters + joint.parameters, last.flops + joint.flops, last.experts, depth)
+        for depth in range(1, depths + 1)
+    ]
+    return [embedding, *blocks, *predictions, output]
 
 
 def _feed_forward(model: ModelSection, experts: bool) -> tuple[int, int, int]:
@@ -165,8 +176,10 @@ def _fits(before: Sequence[int], stages: int, limit: int, count: int) -> bool:
     return used <= stages
 
 
-def parse_stages(text: str, blocks: int, stages: int) -> list[int]:
+def parse_stages(text: str, blocks: int, stages: int, depths: int = 0) -> list[int]:
     """The number of layers of each stage in `text`, for a model of `blocks` blocks cut into `stages` stages.
+
+    `depths` of blocks that predict tokens further ahead follow the others.
 
     A `|` at the end closes the last stage; `||` asks for a stage without layers. Raises UsageError for other
     characters, wrong counts, and layers out of order.
@@ -174,9 +187,9 @@ def parse_stages(text: str, blocks: int, stages: int) -> list[int]:
     letters = expand(text)
     parts = letters.removesuffix("|").split("|")
     counts = {letter: letters.count(letter) for letter in "EtmL"}
-    if counts["m"]:
+    if counts["m"] != depths:
         raise UsageError(
-            f"it holds {counts['m']} multi-token prediction layer(s) (m), and the model has none; leave out m"
+            f"it holds {counts['m']} blocks for multi-token prediction (m), but model.num_nextn_predict_layers is {depths}"
         )
     if counts["t"] != blocks:
         raise UsageError(f"it holds {counts['t']} blocks (t), but model.num_hidden_layers is {blocks}")
@@ -184,8 +197,8 @@ def parse_stages(text: str, blocks: int, stages: int) -> list[int]:
         if counts[letter] != 1:
             raise UsageError(f"it must hold the {what} ({letter}) once; it holds it {counts[letter]} times")
     order = letters.replace("|", "")
-    if order != "E" + "t" * blocks + "L":
-        raise UsageError("its layers must be E, then every t, then L")
+    if order != "E" + "t" * blocks + "m" * depths + "L":
+        raise UsageError("its layers must be E, then every t, then every m, then L")
     if len(parts) != stages:
         empty = f" ({parts.count('')} of them empty: `||`)" if "" in parts else ""
         raise UsageError(f"it makes {len(parts)} stages{empty}, but the schedule has {stages}")

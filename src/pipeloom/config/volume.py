@@ -70,19 +70,22 @@ def _tensor(layout: Layout) -> Volume:
     config, mesh = layout.config, layout.mesh
     if mesh.tp == 1:
         return Volume("tensor", 0, 0.0)
-    blocks, m = config.model.num_hidden_layers, layout.schedule.microbatches
+    blocks, m = config.model.blocks, layout.schedule.microbatches
+    ends = 1 + config.model.num_nextn_predict_layers  # products of the output layer, and look-ups
     recomputed = _recomputed(config)
     if config.parallel.sp:
         # a block: 2 gathers and 2 scatters forward, the same backward, 2 gathers for the weights; embedding: a scatter and its
         # backward's gather; output layer: a gather, its backward's scatter and a gather for the weights
         operations = 10 * blocks + 2 + 3 + 3 * len(recomputed)
+        units = operations + 5 * (ends - 1)
         share = 1.0
     else:
         operations = 4 * blocks + 2 + len(recomputed)
+        units = operations + 2 * (ends - 1)
         share = 2.0
     whole = sum(size * config.train.seq_len for size in layout.microbatch_sizes)
     whole *= config.model.hidden_size * _ITEM[config.train.dtype]
-    moved = operations * share * (mesh.tp - 1) * whole * mesh.dp
+    moved = units * share * (mesh.tp - 1) * whole * mesh.dp
     return Volume("tensor", operations * m * mesh.replicas, moved)
 
 
@@ -93,7 +96,7 @@ def _context(layout: Layout) -> Volume:
     if mesh.cp == 1:
         return Volume("context", 0, 0.0)
     model, item = config.model, _ITEM[config.train.dtype]
-    blocks, again = model.num_hidden_layers, len(_recomputed(config))
+    blocks, again = model.blocks, len(_recomputed(config))
     width = 2 * model.num_key_value_heads * model.shape().head_width
     tokens = sum(layout.microbatch_sizes) * config.train.seq_len * mesh.dp
     moved = ((2 * blocks + again) * item + blocks * max(4, item)) * (mesh.cp - 1) * tokens * width
@@ -135,6 +138,7 @@ def _experts(layout: Layout) -> Volume:
     if not config.model.num_experts or mesh.ep == 1:
         return Volume("experts", 0, 0.0)
     sparse, m = config.model.expert_blocks, layout.schedule.microbatches
+    sparse += sparse[-1:] * config.model.num_nextn_predict_layers
     rows = sum(layout.microbatch_sizes) * config.train.seq_len * config.model.num_experts_per_tok
     row = config.model.hidden_size * _ITEM[config.train.dtype]
     passes = 4 * sum(sparse) + 2 * sum(sparse[block] for block in _recomputed(config))
@@ -147,7 +151,7 @@ def _recomputed(config: Config) -> tuple[int, ...]:
     setting = config.train.recompute
     if isinstance(setting, tuple):
         return setting
-    return tuple(range(config.model.num_hidden_layers if setting == "full" else 0))
+    return tuple(range(config.model.blocks if setting == "full" else 0))
 
 
 def words(layout: Layout) -> str:

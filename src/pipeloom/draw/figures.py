@@ -74,8 +74,14 @@ def message_words(totals: dict[str, Any]) -> str:
 
 
 def full_rank(schedule: Schedule) -> float:
-    """Return one stage-micro-batch in full-rank units, micro-batches of 1/p of the model: 1/v in a loop of v chunks."""
-    return schedule.ranks / schedule.positions
+    """Return one stage-micro-batch, or slice of one, in full-rank units, micro-batches of 1/p of the model: 1/v in a loop of v
+    chunks."""
+    return schedule.ranks / schedule.positions / schedule.slices
+
+
+def label_words(schedule: Schedule) -> str:
+    """Return the meaning of the labels of actions."""
+    return "micro-batch" if schedule.slices == 1 else "micro-batch.slice"
 
 
 def number(value: float, digits: int = 4) -> str:
@@ -96,6 +102,8 @@ def heading(timeline: Timeline) -> str:
     if schedule.chunks > 1:
         words.append(_count(schedule.chunks, "chunk"))
     words.append(_count(schedule.microbatches, "micro-batch", "es"))
+    if schedule.slices > 1:
+        words.append(_count(schedule.slices, "slice"))
     if len(schedule.routes) > 1:
         words.append(_count(len(schedule.routes), "route"))
     words += [f"{key}={value}" for key, value in schedule.options if key != "chunks" and _is_short(value)]

@@ -128,6 +128,7 @@ def _still(timeline: Timeline) -> dict[str, Any] | None:
     used = {kind_of(action.kind) for program in schedule.programs for cell in program for action in parts(cell)}
     if not (
         schedule.has_queues
+        or schedule.slices > 1  # the page's simulator moves actions without regard to the order of slices
         or timeline.costs.bytes
         or any(kind.part or set(kind.makes) & set(kind.frees) for kind in used)
     ):
@@ -211,7 +212,7 @@ def _costs(timeline: Timeline) -> dict[str, Any]:
         "message": costs.message,
         "tensors": dict(costs.tensors),
         "bandwidth": costs.bandwidth if math.isfinite(costs.bandwidth) else None,
-        "factors": costs.microbatch,
+        "factors": costs.microbatch if timeline.schedule.slices == 1 else costs.size_factors(timeline.schedule),
     }
 
 

@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 
 from pipeloom.draw import palette
 from pipeloom.draw.boxes import EntryBox, boxes, byte_curves, nice_step, queue_names, talk
-from pipeloom.draw.figures import assumptions, heading, number, time_unit
+from pipeloom.draw.figures import assumptions, heading, label_words, number, time_unit
 from pipeloom.errors import UsageError, missing_packages, printable
 from pipeloom.schedule import Timeline
 from pipeloom.schedule.actions import COMPUTE, kind_of, kinds
@@ -242,7 +242,7 @@ def _panel(sheet: _TimelineSheet, timeline: Timeline, top: float, tooltips: bool
     times = [box.end - box.start for row in rows for box in row if box.queue == COMPUTE]
     widths = sorted(time * scale for time in times if time > 0)
     typical_width = widths[len(widths) // 10] if widths else 0.0
-    size = _number_size(typical_width, timeline.schedule.microbatches)
+    size = _number_size(typical_width, timeline.schedule.unit_names[-1])
     edge = min(0.8, 0.12 * typical_width)
     origin = min((starts[0] for starts in timeline.starts if starts), default=0.0)
     for rank, row in enumerate(rows):
@@ -359,9 +359,9 @@ def _talk(sheet: _TimelineSheet, box: EntryBox, timeline: Timeline, y: float) ->
         x += share * wide
 
 
-def _number_size(typical_width: float, microbatches: int) -> float:
-    """The font size at which boxes `typical_width` wide hold the longest micro-batch number; 0 if that is too small."""
-    size = min(12.0, (typical_width - 1) / (DIGIT * len(str(microbatches - 1))))
+def _number_size(typical_width: float, longest: str) -> float:
+    """The font size at which boxes `typical_width` wide hold the longest label; 0 if that is too small."""
+    size = min(12.0, (typical_width - 1) / (DIGIT * len(longest)))
     return size if size >= 5.5 else 0.0
 
 
@@ -369,7 +369,7 @@ def _numbers(sheet: _TimelineSheet, box: EntryBox, timeline: Timeline, y: float,
     wide = (box.end - box.start) * sheet.scale
     x = sheet.left + (box.start + box.end) / 2 * sheet.scale
     for (top, high), action, chunk in zip(_halves(box, timeline, y), box.actions, box.chunks, strict=True):
-        content = str(action.microbatch)
+        content = action.unit
         if wide >= len(content) * DIGIT * size and not kind_of(action.kind).of_stage:
             ink = palette.ink_on(palette.color(action.kind, chunk, timeline.schedule.chunks))
             baseline = top + high / 2 + 0.36 * size
@@ -399,7 +399,9 @@ def _legend(sheet: _TimelineSheet, timelines: Sequence[Timeline], y: float) -> f
         entries.append(([f'class="{name}"' for name in classes], f"{kind.letter} {kind.words}"))
     for cause in (cause for cause in CAUSES if cause in sheet.causes):
         entries.append(([f'fill="url(#{_pattern(cause)})"'], f"idle: {cause}"))
-    notes = (["chunk 0 is the darkest"] if chunks > 1 else []) + (["numbers: micro-batch"] if sheet.numbered else [])
+    notes = ["chunk 0 is the darkest"] if chunks > 1 else []
+    if sheet.numbered:
+        notes += [f"numbers: {words}" for words in dict.fromkeys(label_words(each.schedule) for each in timelines)]
     notes += ["foot of a box: its all-to-all"] if any(map(_foot, timelines)) else []
     if pools := sorted({pool for t in timelines for pool in byte_curves(t)}):
         dashed = f", dashed: the limit {size_words(sheet.limit)}" if sheet.limit else ""

@@ -21,6 +21,7 @@ from pipeloom.draw.figures import (
     figures,
     full_rank,
     heading,
+    label_words,
     message_words,
     number,
     time_unit,
@@ -166,7 +167,7 @@ def _legend(text: Text, timeline: Timeline, picture: Grid, colored: bool) -> Non
         column = f"{number(factor / picture.scale)} {unit or 'units of time'}"
         notes = [f"one column is {column}: letters in proportion, no micro-batches"]
     else:
-        notes = ["numbers: micro-batch" + (", digits downwards" if picture.rows > 2 else "")]
+        notes = [f"numbers: {label_words(timeline.schedule)}" + (", digits downwards" if picture.rows > 2 else "")]
     if timeline.schedule.has_pairs:
         notes.append("a pair F|B is drawn as its F, then its backward")
     if colored and chunks > 1:
@@ -234,7 +235,7 @@ def grid(timeline: Timeline, columns: int, filled: bool) -> Grid:
     used = max(1, round(makespan * scale))
     widths = sorted(round(end * scale) - round(start * scale) for row in ranks for start, end, _, _ in row)
     typical_width = widths[len(widths) // 10] if widths else 1
-    digits = len(str(timeline.schedule.microbatches - 1))
+    digits = len(timeline.schedule.unit_names[-1])
     chunks = timeline.schedule.chunks
     kinds = frozenset(action.kind for row in rows for box in row for action in box.actions)
     lanes = tuple(
@@ -292,12 +293,12 @@ def _band(
         left, right = round(start * scale), min(columns, round(end * scale))
         paint = Paint(action.kind, chunk, chunks)
         wide = right - left
-        head = f"{action.kind}{action.microbatch}" if below == 0 else action.kind
+        head = f"{action.kind}{action.unit}" if below == 0 else action.kind
         texts = [head if len(head) <= wide else action.kind]
         if below == 1:
-            texts.append(str(action.microbatch))
+            texts.append(action.unit)
         elif below > 1:
-            texts += f"{action.microbatch:>{below}}"
+            texts += f"{action.unit:>{below}}"
         for index, text in enumerate(texts):
             rest = "─" if filled and index == 0 and wide > len(text) else " "
             label = text if len(text) <= wide else ""

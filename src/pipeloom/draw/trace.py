@@ -90,6 +90,8 @@ def _slice(box: EntryBox, thread: int, unit: float) -> dict[str, Any]:
         "micro-batch": first.microbatch,
         "phase": box.phase,
     }
+    if first.slice is not None:
+        args["slice"] = first.slice
     for action, chunk in zip(box.actions[1:], box.chunks[1:], strict=True):
         args |= {"backward_stage": action.stage, "backward_chunk": chunk, "backward_micro-batch": action.microbatch}
     return {

@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeloom.decoder_shape import DecoderShape
+from pipeloom.models import mtp
 from pipeloom.models.decoder import Block, Head
 from pipeloom.models.gate import TopKGate
 from pipeloom.models.moe import MoeClasses, SparseBlock
@@ -29,6 +31,7 @@ EMBEDDING = "model.embed_tokens"
 HEAD = "head"
 EMBEDDING_WEIGHT = f"{EMBEDDING}.weight"
 HEAD_WEIGHT = f"{HEAD}.lm_head.weight"
+PREDICTION_NORMS = f"{HEAD}.mtp_norms"
 VOCABULARY_WEIGHTS = (
     HEAD_WEIGHT,
     EMBEDDING_WEIGHT,
@@ -145,6 +148,8 @@ def layers(
 ) -> list[Layer]:
     """The decoder as factories: [embedding, block, …, block, norm and output], num_hidden_layers + 2 of them.
 
+    Between the last block and the output are num_nextn_predict_layers more that predict tokens further ahead (`models/mtp.py`).
+
     Tokens [batch, length] int64 go in, logits [batch, length, vocab_size] come out. A weight's first value depends on
     `seed` and its global name alone: normal with deviation sqrt(2 / (5 hidden_size)), 0.02 at a width of 1000 (arXiv
     1910.05895). Projections back into the residual stream start smaller by sqrt(2 L), which keeps its variance
@@ -189,23 +194,52 @@ def layers(
                 part.reset_bias()
         return module
 
-    def layer(name: str, make: Callable[[], nn.Module]) -> Layer:
-        return Layer(name, partial(build, name, make))
+    def layer(name: str, make: Callable[[], nn.Module], **names: Any) -> Layer:
+        return Layer(name, partial(build, name, make), **names)
 
+    depths = range(1, shape.num_nextn_predict_layers + 1)
+    predictions = [
+        layer(
+            block_name(shape.num_hidden_layers + depth - 1),
+            partial(_prediction, shape, blocks[-1], cut),
+            reads={"embedding": mtp.embedding_name(depth)}
+            | ({"hidden": mtp.hidden_name(depth - 1)} if depth > 1 else {}),
+            writes={"hidden": mtp.hidden_name(depth)},
+        )
+        for depth in depths
+    ]
     return [
-        layer(EMBEDDING, partial(_embedding, shape, cut)),
+        layer(EMBEDDING, partial(_embedding, shape, cut), writes=tuple(map(mtp.embedding_name, depths))),
         *(layer(block_name(index), block) for index, block in enumerate(blocks)),
-        layer(HEAD, partial(Head, shape, cut)),
+        *predictions,
+        layer(
+            HEAD,
+            partial(mtp.PredictionHead if predictions else Head, shape, cut),
+            reads=tuple(map(mtp.hidden_name, depths)),
+            losses=mtp.prediction_terms(shape, token_loss(shape, tensor=tensor)),
+        ),
     ]
 
 
+def _prediction(shape: DecoderShape, block: Callable[[], Block], tensor: TensorParallel | None) -> nn.Module:
+    return mtp.PredictionBlock(shape, block(), tensor)
+
+
 def _embedding(shape: DecoderShape, tensor: TensorParallel | None) -> nn.Module:
+    depth = shape.num_nextn_predict_layers
+    embedding: Any
     if tensor is not None:
-        return VocabularyEmbedding(shape.vocab_size, shape.hidden_size, tensor)
-    # torch's own first values would be drawn on the meta device, which imports its compiler: seconds a process
-    weight = torch.empty(shape.vocab_size, shape.hidden_size)
-    embedding: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False)  # type: ignore[no-untyped-call]
-    return embedding
+        cut = mtp.VocabularyEmbeddingAhead if depth else VocabularyEmbedding
+        embedding = cut(shape.vocab_size, shape.hidden_size, tensor)
+    else:
+        # torch's own first values would be drawn on the meta device, which imports its compiler: seconds a process
+        weight = torch.empty(shape.vocab_size, shape.hidden_size)
+        whole = mtp.EmbeddingAhead if depth else nn.Embedding
+        embedding = whole.from_pretrained(weight, freeze=False)  # type: ignore[no-untyped-call]
+    if depth:
+        embedding.depth = depth
+    module: nn.Module = embedding
+    return module
 
 
 def tied(shape: DecoderShape) -> tuple[tuple[str, ...], ...]:
@@ -213,22 +247,25 @@ def tied(shape: DecoderShape) -> tuple[tuple[str, ...], ...]:
     return ((EMBEDDING_WEIGHT, HEAD_WEIGHT),) if shape.tie_word_embeddings else ()
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, count: Tensor | None = None) -> Tensor:
     """The mean over all targets of -log p(target), in nats: 0-dim, fp32 (fp64 for fp64 logits).
 
     Args:
         logits: [batch, length, vocabulary].
         targets: [batch, length], int64.
         label_smoothing: the share of each target that is spread over the whole vocabulary.
+        count: what the sum over the targets is divided by; None: the number of them.
     """
     wide = logits.flatten(0, -2)
     wide = wide if wide.dtype.itemsize == 8 else wide.float()
-    return F.cross_entropy(wide, targets.flatten(), label_smoothing=label_smoothing)
+    if count is None:
+        return F.cross_entropy(wide, targets.flatten(), label_smoothing=label_smoothing)
+    return F.cross_entropy(wide, targets.flatten(), label_smoothing=label_smoothing, reduction="sum") / count
 
 
 def token_loss(
     shape: DecoderShape, label_smoothing: float = 0.0, tensor: TensorParallel | None = None
-) -> Callable[[Tensor, Tensor], Tensor]:
+) -> Callable[..., Tensor]:
     """`cross_entropy` of what the decoder's last layer puts out: under `tensor`, each rank's part of the logits."""
     cut = if_parallel(tensor)
     if cut is None:

@@ -62,7 +62,12 @@ class VocabularyHead(ColumnLinear):
 
 
 def cross_entropy(
-    logits: Tensor, targets: Tensor, tensor: TensorParallel, vocabulary: int, label_smoothing: float = 0.0
+    logits: Tensor,
+    targets: Tensor,
+    tensor: TensorParallel,
+    vocabulary: int,
+    label_smoothing: float = 0.0,
+    count: Tensor | None = None,
 ) -> Tensor:
     """Return the mean over targets of -Σ_v q(v) log p(v), in nats: 0-dim, fp32 (fp64 for fp64 logits), equal on all ranks.
 
@@ -72,11 +77,13 @@ def cross_entropy(
     Args:
         logits: [..., local vocabulary], split as by `VocabularyHead`.
         targets: [...], int64.
+        count: what the sum over the targets is divided by; None: the number of them.
 
     Raises UsageError for a target outside the vocabulary (on CUDA a device-side assertion fails).
     """
     call = _LossCall(tensor.axis, tensor.split_unevenly(vocabulary), label_smoothing)
-    return _CrossEntropy.apply(logits, targets.flatten(), call)  # type: ignore[no-any-return, no-untyped-call]
+    total = (targets != IGNORED).sum() if count is None else count
+    return _CrossEntropy.apply(logits, targets.flatten(), total, call)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @torch.no_grad()
@@ -100,7 +107,7 @@ class _CrossEntropy(torch.autograd.Function):
     """With x the logits minus their maximum: loss = log Σ exp x - (1 - smoothing) x[target] - smoothing / vocabulary Σ x."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, call: _LossCall) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, total: Tensor, call: _LossCall) -> Tensor:
         counts = targets != IGNORED
         _refuse_outside(torch.where(counts, targets, 0), call.vocabulary, "target")
         local, outside = _local(targets, call.parts, call.axis.index)
@@ -112,23 +119,23 @@ class _CrossEntropy(torch.autograd.Function):
         if call.smoothing:
             losses -= call.smoothing / call.vocabulary * sums[2]
         # A copy of the one row, since a view would keep the other sums alive until the backward.
-        ctx.save_for_backward(work, sums[1].clone(), local, outside, counts)
+        ctx.save_for_backward(work, sums[1].clone(), local, outside, counts, total)
         ctx.call, ctx.shape, ctx.dtype = call, logits.shape, logits.dtype
-        return losses.masked_fill_(~counts, 0).sum() / counts.sum()
+        return losses.masked_fill_(~counts, 0).sum() / total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Compute p - q of each token in place of the exponentials; it can neither run twice nor be differentiated."""
-        work, exponentials, local, outside, counts = ctx.saved_tensors
+        work, exponentials, local, outside, counts, total = ctx.saved_tensors
         call: _LossCall = ctx.call
-        scale = gradients[0] / counts.sum() * counts
+        scale = gradients[0] / total * counts
         work.mul_((scale / exponentials).unsqueeze(-1))
         if call.smoothing:
             work.sub_(scale.unsqueeze(-1) * (call.smoothing / call.vocabulary))
         hit = (scale * (call.smoothing - 1)).masked_fill(outside, 0)
         work.scatter_add_(-1, local.unsqueeze(-1), hit.unsqueeze(-1))
-        return work.view(ctx.shape).to(ctx.dtype), None, None
+        return work.view(ctx.shape).to(ctx.dtype), None, None, None
 
 
 def _shifted(logits: Tensor, axis: Axis) -> Tensor:

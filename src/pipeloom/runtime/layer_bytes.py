@@ -18,7 +18,7 @@ from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weig
 from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.ops.segments import carries
 from pipeloom.runtime.program import RankProgram
-from pipeloom.runtime.tensor_spec import as_values, tensors_in
+from pipeloom.runtime.tensor_spec import tensors_in
 from pipeloom.schedule.actions import KEPT, PENDING, SAVED
 from pipeloom.schedule.channels import Message
 from pipeloom.schedule.model import Schedule, parts
@@ -81,7 +81,7 @@ def measured_layer(
     with live:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = module(*inputs, **keywords)
-            values = as_values(output, "the layer") if loss is None else (loss(output),)
+            values = tuple(tensors_in(output)) if loss is None else (loss(output),)
         leaving = {} if loss is not None else _storages(tensors_in(values))
         held = sum(size for key, size in saved.items() if key not in given and key not in leaving)
         forward = live.peak - held

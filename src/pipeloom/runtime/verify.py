@@ -182,7 +182,10 @@ class _Outputs:
         """Prepare for a call: seed the generators of torch, Python and NumPy."""
         self._call = call
         seed = stable_seed(*call)
-        torch.manual_seed(seed)
+        if torch.accelerator.is_available():
+            torch.manual_seed(seed)
+        else:  # `torch.manual_seed` would keep a stack trace per call for a CUDA device that is never used
+            torch.default_generator.manual_seed(seed)
         random.seed(seed)
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed(seed % 2**32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule.actions import SAVED, Cell, kind_of
@@ -15,6 +15,7 @@ from pipeloom.schedule.timeline import Timeline
 
 _STEP = 1.01
 """How much longer than with unlimited memory the step may become by waiting for slots: fewer slots beyond it save little."""
+_UNIT = Costs(host_bandwidth=1.0)  # copies take as long as forwards
 
 
 @of_schedule
@@ -38,11 +39,8 @@ def offload(schedule: Schedule, costs: Costs | None = None, first: int = 1, part
         raise UsageError(
             f"offload: {first}/{parts_of} is no share; give 1/2 for the first of two equal parts, or 2/2 for both"
         )
-    cost_model = costs if costs is not None else Costs(host_bandwidth=1.0)
-    plain = simulate(schedule, cost_model)
-    copy_time = _copy_times(schedule, cost_model)
-    programs = [_with_copies(plain, rank, copy_time, first, parts_of) for rank in range(schedule.ranks)]
-    copied = schedule.with_programs(programs)
+    cost_model = costs if costs is not None else _UNIT
+    copied = with_copies(schedule, cost_model, range(schedule.stages), first, parts_of)
     if copied == schedule:
         return schedule
     unlimited = simulate(copied, cost_model)
@@ -56,6 +54,18 @@ def offload(schedule: Schedule, costs: Costs | None = None, first: int = 1, part
         if simulate(candidate, cost_model).makespan <= _STEP * unlimited.makespan:
             return candidate
     return copied
+
+
+def with_copies(
+    schedule: Schedule, costs: Costs | None, stages: Collection[int], first: int = 1, parts_of: int = 1
+) -> Schedule:
+    """Return `schedule` with the copies of `offload` for some stages, and no slots: no forward waits for a copy."""
+    cost_model = costs if costs is not None else _UNIT
+    plain = simulate(schedule, cost_model)
+    copy_time = {place: time for place, time in _copy_times(schedule, cost_model).items() if place[0] in stages}
+    return schedule.with_programs(
+        [_with_copies(plain, rank, copy_time, first, parts_of) for rank in range(schedule.ranks)]
+    )
 
 
 def offload_share(schedule: Schedule, share: str | None, costs: Costs | None) -> Schedule:
@@ -92,7 +102,7 @@ def _with_copies(
     forward_of = {(a.stage, schedule.unit_of(a)): a for a in actions if kind_of(a.kind).is_forward}
     # Copies out follow each other, part by part; `arrived`: when each part is on the host.
     out, arrived = 0.0, dict[tuple[int, int], list[float]]()
-    for place in sorted(makes.keys() & uses.keys(), key=makes.__getitem__):
+    for place in sorted(makes.keys() & uses.keys() & copy_time.keys(), key=makes.__getitem__):
         start, end, piece = starts[makes[place]], ends[makes[place]], copy_time[place] / count
         idle = uses[place] > makes[place] + 1 and end + 2 * piece <= starts[uses[place]] + TIME_TOLERANCE
         if not idle:

@@ -269,7 +269,7 @@ class Timeline:
 
         Both micro-batches of a pair count, whatever the pair frees while it runs; `peak_memory` takes that into account.
         """
-        schedule, one = self.schedule, [1] * self.schedule.stages
+        schedule, one = self.schedule, [self.schedule.slices] * self.schedule.stages
         change, passing = _changes(schedule, Costs(), {SAVED: one, PENDING: one})
         if schedule.has_queues:
             curves = [self._curve(rank, change, passing) for rank in range(schedule.ranks)]
@@ -280,7 +280,7 @@ class Timeline:
             levels = list(accumulate(map(change.__getitem__, codes)))
             if passing:
                 levels += [level - change[c] + passing.get(c, 0) for level, c in zip(levels, codes, strict=True)]
-            peaks.append(int(max(levels, default=0)))
+            peaks.append(round(max(levels, default=0)))
         return tuple(peaks)
 
     @cached_property

@@ -22,6 +22,7 @@ from pipeloom.schedule.model import Program, Schedule, of_schedule, parts
 from pipeloom.schedule.offload import offload_share
 from pipeloom.schedule.sharding import reduce_gradients, shard, shard_as_torch
 from pipeloom.schedule.simulate import simulate
+from pipeloom.schedule.slices import cut_sequences
 
 # The share of a weight gradient's time that a wait must have before one is computed in it. 1: it delays nothing; 0: it is
 # computed in any wait, which pays where the waits are short and many. The shortest of the three is taken.
@@ -508,6 +509,12 @@ TRANSFORMS: dict[str, NamedTransform] = {
         "gradients reduced over the replicas behind every N-th backward of a stage (none given: behind its last)",
         lambda schedule, number, costs: reduce_gradients(schedule, number or 0),
         "backwards",
+    ),
+    "slices": NamedTransform(
+        "every micro-batch cut into N slices along the sequence, in place",
+        lambda schedule, number, costs: cut_sequences(schedule, number or 0),
+        "slices",
+        needs_number=True,
     ),
     "cut-stages": NamedTransform(
         "every stage cut into N",

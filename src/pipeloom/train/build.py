@@ -197,7 +197,7 @@ def recomputed(config: Config) -> Literal["none"] | frozenset[str]:
 
 def block_names(config: Config) -> list[str]:
     """Return the names of the model's blocks, first to last."""
-    blocks = range(config.model.num_hidden_layers)
+    blocks = range(config.model.blocks)
     if config.model.source:
         trunk = foreign(config.model.source, PARAMETER_DTYPES[config.train.dtype])[1:]
         return [trunk[number].name for number in blocks]

@@ -282,7 +282,8 @@ class Trainer:
                 needs = {need for row in due for need in row.needs}
                 self.pipeline.trace = "trace" in needs
                 begun = time.perf_counter()
-                batch = batches.of_step(self.batch).part(mesh.place.dp, mesh.shape.dp)
+                whole = batches.of_step(self.batch).with_ahead(self.config.model.num_nextn_predict_layers)
+                batch = whole.part(mesh.place.dp, mesh.shape.dp)
                 # Dropout of Hugging Face models draws from torch's generator: a resumed run must draw the same.
                 torch.manual_seed(stable_seed("step", options.seed, self.steps_done, mesh.everyone.index))
                 rate = learning_rate(self.steps_done, options.steps, self.config.optimizer, mesh.shape.dp)
@@ -402,8 +403,9 @@ class Trainer:
             self._recorded += 1
             step, loss, norm = self._recorded, outcome.loss, outcome.norm
             if self._report is not None:
-                self._report.record("step", step=step, loss=loss, grad_norm=norm, lr=outcome.rate)
-                self._report.figures(step, {"loss": loss, "grad_norm": norm, "lr": outcome.rate})
+                figures = {"loss": loss, "grad_norm": norm, "lr": outcome.rate, **outcome.terms}
+                self._report.record("step", step=step, **figures)
+                self._report.figures(step, figures)
                 self._report.advance()
             if not outcome.bad:
                 continue
@@ -475,7 +477,9 @@ class Trainer:
         cause = first_not_finite(self.pipeline, self.optimizer) if self._stops_at(bad) else None
         self.optimizer.step(math.nan if bad else norm, rate)
         flags = together(row[0] for row in rows)
-        return Outcome(loss.item(), norm, rate, flags, bad=bad, norms=by_layer, cause=cause)
+        terms = {key: value.item() for key, value in self.pipeline.loss_terms.items()}
+        outcome = Outcome(loss.item(), norm, rate, flags, bad=bad, norms=by_layer, cause=cause, terms=terms)
+        return outcome.without_terms(self.config.model.mtp_loss_coef)
 
     def step_early(self, batch: Batch, rate: float, settle: bool) -> list[Outcome]:
         """Make one step without a barrier, and return the outcomes of the steps that are final after it.
@@ -488,7 +492,8 @@ class Trainer:
         outcomes = [speculative.step(there.tokens, there.targets, rate, self._flags(), **there.keywords)]
         if settle or any(each is not None and (each.flags or not math.isfinite(each.norm)) for each in outcomes):
             outcomes.append(speculative.settle())
-        finished = [outcome for outcome in outcomes if outcome is not None]
+        coefficient = self.config.model.mtp_loss_coef
+        finished = [outcome.without_terms(coefficient) for outcome in outcomes if outcome is not None]
         bad = ["" if math.isfinite(outcome.norm) else "nan" for outcome in finished]
         stops = any(self._stops_at(kind) for kind in bad)
         cause = first_not_finite(self.pipeline, self.optimizer) if stops else None

@@ -180,7 +180,8 @@ class SpeculativeOptimizer:
         flags = together(row[1] for row in rows)
         loss = step.loss.wait()
         with self._pipeline.waiting_for_device():
-            return Outcome(loss.item(), norm, step.rate, flags, wrong), wrong
+            terms = {key: value.item() for key, value in step.loss.terms().items()}
+            return Outcome(loss.item(), norm, step.rate, flags, wrong, terms=terms), wrong
 
     def _needs_no_clip(self, norm: float) -> bool:
         """Return whether a norm requires neither clipping nor skipping the step."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from pipeloom.config.sections import OptimizerSection
@@ -177,7 +177,7 @@ class Outcome:
     """A step that is final; the same on every rank.
 
     Attributes:
-        loss: nats, the mean over the batch's targets.
+        loss: nats, the mean over the batch's targets, without `terms`.
         norm: the global gradient norm before clipping; if it is not finite, the step was skipped.
         rate: the learning rate.
         flags: requests received by any rank, as bits of `train.workers.context`.
@@ -185,6 +185,7 @@ class Outcome:
         norms: those of each layer, where they are logged in this step.
         bad: "nan" for a norm that is not finite, "spike" for one far above the last ones; "": neither.
         cause: what is not finite in a step that ends the run.
+        terms: key of each loss that layers add -> its mean over the batch's targets, without its weight.
     """
 
     loss: float
@@ -195,6 +196,12 @@ class Outcome:
     bad: str = ""
     norms: LayerNorms | None = None
     cause: NotFinite | None = None
+    terms: Mapping[str, float] = field(default_factory=dict)
+
+    def without_terms(self, coefficient: float) -> Outcome:
+        """Return the outcome with the model's own loss: `loss` less the mean of the terms times `coefficient`."""
+        terms = self.terms.values()
+        return replace(self, loss=self.loss - coefficient * sum(terms) / len(terms)) if terms else self
 
 
 _KINDS = ("weight", "loss", "gradient")  # a weight that is not finite makes the loss so, and that all gradients

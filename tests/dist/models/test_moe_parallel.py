@@ -77,7 +77,7 @@ def over_tensor_parallel(rank: int) -> None:
     mesh = mesh_of(dp=2, tp=2, ep=2)
     options = {"norm_topk_prob": False, "attention_bias": True, "head_dim": 12, "rms_norm_eps": 1e-3}
     mixed = {"moe_layer_freq": (1, 0), "intermediate_size": 40}
-    for changes in (*ROUTERS[:2], ROUTERS[4], {"dropout": 0.2, **mixed}, options):
+    for changes in (ROUTERS[1], ROUTERS[4], {"dropout": 0.2, **mixed}, options):
         shape = model(num_key_value_heads=4, **changes)
         want = serial(shape, 2)
         for way in (Way(), Way(sequence=True, split=True), Way(sequence=True, recompute=True, chunks=2)):

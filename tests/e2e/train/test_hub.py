@@ -22,7 +22,7 @@ from pipeloom import checkpoint
 from pipeloom.config import load, load_layout
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import CheckpointError, ConfigError
-from pipeloom.models import cross_entropy, hf, layers, tied
+from pipeloom.models import cross_entropy, hf, hub_name, layers, tied
 from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.runtime import Pipeline
 from pipeloom.train.build import build_pipeline
@@ -281,6 +281,19 @@ def test_a_tokenizer_of_its_own_goes_out_with_the_model(tmp_path: Path) -> None:
         assert ("tokenizer_config.json" in files) == (tokenizer == "words")
     pipeline.close()
     assert json.loads((tmp_path / "out0/tokenizer.json").read_text()) == {"own": 1}
+
+
+def test_prediction_blocks_are_left_out_of_an_export(tmp_path: Path) -> None:
+    section = load("tiny", {"model.num_nextn_predict_layers": 1, "model.num_hidden_layers": 2}).model
+    pipeline = Pipeline(layers(section.shape(), 0), pl.schedules.gpipe(1, 1), loss=cross_entropy)
+    path = checkpoint.save(tmp_path / "runs", 0, pipeline, extra={"config": {"model": section.model_dump(mode="json")}})
+    weights = {name: value.detach().clone() for name, value in pipeline.named_parameters()}
+    pipeline.close()
+    hub.export(path, tmp_path / "out")
+    exported = tensors(tmp_path / "out")
+    model = {name for name in weights if not name.startswith("model.layers.2.") and "mtp" not in name}
+    assert exported.keys() == {hub_name(name) for name in model}
+    assert all(torch.equal(exported[hub_name(name)], weights[name]) for name in model)
 
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:

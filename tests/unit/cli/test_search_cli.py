@@ -14,7 +14,7 @@ from pipeloom.schedule.csv_form import from_csv
 from pipeloom.schedule.json_form import from_json
 
 Run = Callable[[str], Any]
-SMALL = "search --ranks 4 --microbatches 8 --memory 3 --iterations 4000"
+SMALL = "search --ranks 4 --microbatches 8 --memory 3 --iterations 800"
 
 
 def test_it_draws_and_says_how_good_it_is(pipeloom: Run) -> None:
@@ -83,8 +83,14 @@ def test_messages_that_are_waited_for(pipeloom: Run) -> None:
     assert all(slow > fast for fast, slow in zip(values[""], values[" --no-overlap-p2p"], strict=True))
 
 
+@pytest.fixture
+def ortools() -> None:
+    """Import it, which takes seconds, outside a test's call."""
+    pytest.importorskip("ortools.sat.python.cp_model")
+
+
+@pytest.mark.usefixtures("ortools")
 def test_a_proof_is_printed(pipeloom: Run) -> None:
-    pytest.importorskip("ortools")
     ended = pipeloom("search --ranks 4 --microbatches 8 --memory 2 --iterations 500 --prove")
     assert "lower bound 41, proved optimal" in ended.out
 

@@ -140,7 +140,7 @@ def test_the_loss_is_the_mean_in_fp32() -> None:
     torch.testing.assert_close(loss, want)
 
 
-@pytest.mark.parametrize("changes", [{}, *OPTIONS], ids=str)
+@pytest.mark.parametrize("changes", [{}, *OPTIONS, {"num_nextn_predict_layers": 2, "num_experts": 2}], ids=str)
 def test_layers_have_the_sizes_that_the_configuration_counts(changes: dict[str, Any]) -> None:
     model = shape(**changes)
     built = [layer() for layer in layers(model, seed=0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +74,10 @@ def test_no_module_makes_up_a_tag() -> None:
     source = Path(pipeloom.__file__).parent
     literal = []
     for path in source.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        if not re.search(r"\btag=|_TAG\b|\b(i?send|i?recv)\(", text):
+            continue
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 tags = [word.value for word in node.keywords if word.arg == "tag"]
                 tags += node.args[2:3] if node.func.attr in {"send", "recv", "isend", "irecv"} else []

@@ -12,14 +12,14 @@ from pipeloom.runtime import LocalPipeline
 from pipeloom.runtime.batch import split_sizes
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 def test_gradients_and_peaks(seed: int) -> None:
     random = Random(seed)
     ranks, chunks, microbatches = random.randint(2, 4), random.randint(1, 2), random.randint(2, 9)
     stages = ranks * chunks
     costs = pl.Costs(*(tuple(random.uniform(1, 10) for _ in range(stages)) for _ in range(3)), p2p=random.uniform(0, 2))
     memory = random.uniform(chunks, 1.5 * stages)
-    found = pl.search(ranks, microbatches, costs, memory, chunks=chunks, iterations=300, seed=seed)
+    found = pl.search(ranks, microbatches, costs, memory, chunks=chunks, iterations=100, seed=seed)
     x, y = batch(2 * microbatches + 1)
     pipeline = LocalPipeline(blocks(9), found.schedule, loss=mse)
     loss = pipeline.step(x, y)

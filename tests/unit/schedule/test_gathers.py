@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from functools import cache
+from itertools import combinations, product
 
 import pytest
 
@@ -76,16 +77,18 @@ def test_costs_given_in_time() -> None:
     assert timeline.makespan == 3.75
 
 
-SIZES = [(p, m, v, slots) for p, m in ((2, 4), (4, 8)) for v in (1, 2, 3) for slots in (1, 2, 3)]
+@cache
+def built(name: str, *sizes: int) -> Schedule:
+    return build(name, *sizes)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fewest_gathers_of_every_family(name: str) -> None:
     """As few as the bound by flow on every rank, within the slots, and at most those of torch's rule."""
     tried = 0
-    for p, m, v, slots in SIZES:
+    for (p, m), v, slots in product(((2, 4), (4, 8)), (1, 2, 3), (1, 2, 3)):
         try:
-            schedule = build(name, p, m, v)
+            schedule = built(name, p, m, v)
             torch_rule = shard_as_torch(schedule, slots)
         except PipeloomError:
             continue
@@ -102,16 +105,16 @@ def test_fewest_gathers_of_every_family(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "slots", "figures"),
+    ("name", "size", "slots", "figures"),
     [
-        ("interleaved", 2, (18, 18, 20)),
-        ("interleaved", 3, (11, 11, 15)),
-        ("interleaved-zb", 2, (18, 81, 150)),
-        ("interleaved-zb", 3, (11, 12, 17)),
+        ("interleaved", (8, 32), 2, (18, 18, 20)),
+        ("interleaved", (8, 32), 3, (11, 11, 15)),
+        ("interleaved-zb", (4, 16), 2, (18, 45, 78)),
+        ("interleaved-zb", (4, 16), 3, (11, 12, 17)),
     ],
 )
-def test_gathers_of_a_large_schedule(name: str, slots: int, figures: tuple[int, ...]) -> None:
-    schedule = build(name, 8, 32, 4)
+def test_gathers_of_a_large_schedule(name: str, size: tuple[int, int], slots: int, figures: tuple[int, ...]) -> None:
+    schedule = build(name, *size, 4)
     variants = shard(schedule, slots), shard(schedule, slots, for_torch=True), shard_as_torch(schedule, slots)
     assert tuple(max(gathers(each)) for each in variants) == figures
     if slots > 2:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from itertools import pairwise
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import pipeloom as pl
-from pipeloom.errors import ArgumentError, ScheduleError
+from pipeloom import schedules
+from pipeloom.draw import html, svg
+from pipeloom.draw.terminal import terminal
+from pipeloom.errors import ArgumentError, ScheduleError, UsageError
 from pipeloom.schedule.channels import message_counts, message_sizes, traffic
 from pipeloom.schedule.csv_form import from_csv, to_csv
+from pipeloom.schedule.families import FAMILIES
 from pipeloom.schedule.json_form import from_json, to_json
+from pipeloom.schedule.slices import balanced_cuts, even_cuts, longer_than_whole
 
 TWO = [
     ["0F0.0", "0F0.1", "0F1.0", "0B0.1", "0B0.0", "0F1.1", "0I1.1", "0W1.1", "0B1.0"],
@@ -105,3 +116,156 @@ def test_slices_share_a_micro_batchs_time_memory_and_messages() -> None:
 def test_shares_of_slices_are_checked(shares: tuple[float, ...], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         pl.simulate(of(TWO), pl.Costs(slice_times=shares))
+
+
+# -- families and transforms ---------------------------------------------------------------------------------------------
+
+
+def published(ranks: int, microbatches: int, slices: int) -> pl.Schedule:
+    """Seq1F1B as its paper gives it, written out."""
+    programs = []
+    for r in range(ranks):
+        units = [f"{mb}.{part}" for mb in range(microbatches) for part in range(slices)]
+        mirrored = [f"{mb}.{slices - 1 - part}" for mb in range(microbatches) for part in range(slices)]
+        forwards, backwards = [f"{r}F{unit}" for unit in units], [f"{r}B{unit}" for unit in mirrored]
+        warmup = min(ranks - r - 2 + slices, len(units))
+        program = forwards[:warmup]
+        for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+            program += [forward, backward]
+        programs.append(program + backwards[len(units) - warmup :])
+    return pl.Schedule.of(programs, placement=range(ranks), microbatches=microbatches, slices=slices)
+
+
+@pytest.mark.parametrize("slices", [2, 3, 4, 8])
+def test_seq1f1b_is_never_longer_than_the_published_order(slices: int) -> None:
+    for ranks, microbatches, attention in [
+        (2, 1, 0.6),
+        (2, 5, 0.0),
+        (3, 4, 0.3),
+        (4, 2, 0.6),
+        (4, 8, 0.6),
+        (8, 8, 0.9),
+    ]:
+        ours = schedules.seq1f1b(ranks, microbatches, slices)
+        pl.check(ours)
+        for cuts in (balanced_cuts(2**14, slices, attention), even_cuts(2**14, slices, attention)):
+            theirs = pl.simulate(published(ranks, microbatches, slices), cuts.costs()).makespan
+            assert pl.simulate(ours, cuts.costs()).makespan <= theirs + 1e-9
+
+
+@pytest.mark.parametrize(("slices", "peak"), [(2, 4.64), (4, 3.03), (8, 2.16)])
+def test_balanced_cuts_give_the_makespan_and_the_peak_of_the_formulas(slices: int, peak: float) -> None:
+    schedule = schedules.seq1f1b(8, 16, slices)
+    even = pl.simulate(schedule)
+    assert even.peak_memory[0] == pytest.approx(1 + 7 / slices)
+    timeline = pl.simulate(schedule, balanced_cuts(2**20, slices, 0.6).costs())
+    assert timeline.makespan == pytest.approx(3 * (16 + 7 / slices), rel=1e-5)
+    assert timeline.peak_memory[0] == pytest.approx(peak, abs=0.005)
+    assert timeline.peak_activations[0] == 7 + slices
+
+
+def test_even_cuts_of_attention_lose() -> None:
+    whole, cut = schedules.one_f_one_b(4, 8), schedules.build("1f1b", 4, 8, options={"slices": 4})
+    even, balanced = even_cuts(2**15, 4, 0.6).costs(), balanced_cuts(2**15, 4, 0.6).costs()
+    assert [round(pl.simulate(*pair).makespan, 1) for pair in ((cut, even), (whole, None), (cut, balanced))] == [
+        36.7,
+        33,
+        26.3,
+    ]
+    assert longer_than_whole(cut, whole, balanced) is None
+    assert "4 slices of unequal time take 36.7 and whole sequences 33" in (longer_than_whole(cut, whole, even) or "")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_can_be_cut_in_place(name: str) -> None:
+    whole = schedules.build(name, 4, 8)
+    for slices in (2, 3):
+        cut = schedules.cut_sequences(whole, slices)
+        pl.check(cut)
+        assert pl.simulate(cut).makespan <= pl.simulate(whole).makespan + 1e-9
+        assert max(pl.simulate(cut).peak_memory) <= max(pl.simulate(whole).peak_memory) + 1e-9
+    transformed = schedules.transformed(whole, ["slices=3"])
+    assert (transformed, transformed.microbatches, transformed.options) == (cut, 8, whole.options)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "peak"),
+    [
+        ("1f1b", 1, 1.75),
+        ("interleaved", 2, 3.5),
+        ("zb-h1", 1, 1.75),
+        ("interleaved-zb", 2, 2.75),
+        ("1f1b-overlap", 1, 2.75),
+    ],
+)
+def test_the_order_of_slices_holds_less_in_the_same_time(name: str, chunks: int, peak: float) -> None:
+    """Peaks of micro-batches per chunk: with 4 slices the warm-up of whole micro-batches is one of slices, and 3 slices more."""
+    cut = schedules.build(name, 4, 8, chunks, {"slices": 4})
+    in_place = schedules.cut_sequences(schedules.build(name, 4, 8, chunks), 4)
+    assert pl.simulate(cut).makespan == pytest.approx(pl.simulate(in_place).makespan)
+    assert pl.simulate(cut).peak_memory[0] == peak < pl.simulate(in_place).peak_memory[0]
+
+
+def test_transforms_behind_slices_keep_them() -> None:
+    schedule = schedules.build("interleaved", 2, 3, 2, {"slices": 2, "cooldown": "split"})
+    words = ["recompute", "shard=2"]
+    timeline = pl.simulate(schedules.transformed(schedule, words), pl.Costs(kept=0.125))
+    pl.check(timeline.schedule)
+    assert timeline.schedule.slices == 2
+    assert max(timeline.peak_memory) < max(pl.simulate(schedule).peak_memory)
+    offloaded = schedules.offload(schedules.seq1f1b(4, 8, 2), pl.Costs(host_bandwidth=1))
+    pl.check(offloaded)
+    assert "0O0.0" in map(str, offloaded.programs[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: schedules.build("chimera", 4, 8, None, {"slices": 2}), "would take different routes"),
+        (
+            lambda: schedules.build("1f1b", 4, 8, None, {"slices": 0}),
+            "slices is 0; it must be a whole number of at least 1",
+        ),
+        (lambda: schedules.by_slices(schedules.one_f_one_b(2, 5), 2), "its 5 micro-batches are no multiple of 2"),
+        (lambda: schedules.cut_sequences(schedules.seq1f1b(2, 2), 2), "is cut into 4 slices already"),
+        (
+            lambda: balanced_cuts(100, 4, 0.5, 16),
+            "100 tokens cannot be cut into 4 slices of multiples of 16 tokens; nearest",
+        ),
+        (lambda: even_cuts(32, 4, 0.5, 16), "nearest length: 64"),
+        (lambda: balanced_cuts(64, 4, 1.5), "attention is 1.5; it is a share between 0 and 1"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(words)):
+        make()
+
+
+@given(
+    slices=st.integers(1, 9),
+    blocks=st.integers(0, 200),
+    multiple=st.sampled_from([1, 2, 16]),
+    attention=st.floats(0, 1),
+)
+@settings(max_examples=50, deadline=None)
+def test_balanced_cuts_are_even_in_time_up_to_a_multiple(
+    slices: int, blocks: int, multiple: int, attention: float
+) -> None:
+    length = (slices + blocks) * multiple
+    cuts = balanced_cuts(length, slices, attention, multiple)
+    assert (cuts.positions[0], cuts.positions[-1], len(cuts.positions)) == (0, length, slices + 1)
+    assert all(after - before >= multiple and before % multiple == 0 for before, after in pairwise(cuts.positions))
+    assert sum(cuts.times) == pytest.approx(1)
+    assert cuts.sizes == pytest.approx([(b - a) / length for a, b in pairwise(cuts.positions)])
+    if (
+        blocks > 20 * slices
+    ):  # a block's cost is at most (1 + attention) / blocks, and each border is off by half of one
+        assert max(cuts.times) - min(cuts.times) <= 2 * (1 + attention) / (slices + blocks) + 1e-9
+
+
+def test_drawings_label_slices() -> None:
+    timeline = pl.simulate(schedules.seq1f1b(2, 2, 2))
+    assert ">1.1</text>" in svg([timeline], 960)
+    assert "F0.1" in terminal(timeline, width=400)
+    assert "2 micro-batches, 2 slices" in terminal(timeline, width=400)
+    assert '"slices":2' in html([timeline])

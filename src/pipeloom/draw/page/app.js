@@ -338,7 +338,7 @@ function legend() {
     new CanvasPainter(tile.getContext("2d"), 2, THEMES[state.theme]).idle(0, 0, 16, 14, cause);
     nodes.push(make("span", {}, tile, `idle: ${CAUSES[cause]}`));
   }
-  const notes = ["numbers: micro-batch"];
+  const notes = [panes.some(({ schedule }) => schedule.slices > 1) ? "numbers: micro-batch.slice" : "numbers: micro-batch"];
   if (most && most.schedule.chunks > 1) notes.push("chunk 0 is the darkest");
   if (panes.some((pane) => pane.schedule.hasPairs)) notes.push("a pair: forward above, backward below");
   if (panes.some((pane) => pane.schedule.talks)) notes.push("foot of a box: its all-to-all");
@@ -406,7 +406,7 @@ function select(pane, rank, at, half = 0) {
   const { schedule } = pane, codes = schedule.codesAt(rank, at), program = schedule.programs[rank];
   state.selected = { pane, rank, at };
   state.active = pane.number;
-  state.follow = schedule.microbatchOf(codes[Math.min(half, codes.length - 1)]);
+  state.follow = schedule.unitOf(codes[Math.min(half, codes.length - 1)]);
   const link = ([r, i]) => {
     const item = make("li", { textContent: `${show(schedule.programs[r].start[i])}: ${schedule.cellWords(r, i)} on rank ${schedule.rows[r].rank}` });
     item.addEventListener("click", () => goTo(pane, r, i));
@@ -671,7 +671,7 @@ function find() {
   const pane = panes[state.active] || panes[0], wanted = Number(element("find").value);
   const cells = pane && element("find").value !== "" && wanted < pane.schedule.m ? pane.schedule.cellsOf(wanted) : [];
   if (!cells.length) return;
-  const [rank, at] = cells[0], half = pane.schedule.codesAt(rank, at).findIndex((code) => pane.schedule.microbatchOf(code) === wanted);
+  const [rank, at] = cells[0], half = pane.schedule.codesAt(rank, at).findIndex((code) => pane.schedule.unitOf(code) === wanted);
   goTo(pane, rank, at);
   select(pane, rank, at, Math.max(0, half));
 }

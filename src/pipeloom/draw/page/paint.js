@@ -268,7 +268,7 @@ class Drawing {
   colour(code) {
     const { schedule } = this;
     const colour = this.colours[Math.floor(code / schedule.stride)][schedule.chunkOf[schedule.stageOf(code)]];
-    return this.follow >= 0 && schedule.microbatchOf(code) !== this.follow ? mixed(colour, this.theme.paper, 0.78) : colour;
+    return this.follow >= 0 && schedule.unitOf(code) !== this.follow ? mixed(colour, this.theme.paper, 0.78) : colour;
   }
 
   clip(low, high) {
@@ -313,11 +313,11 @@ class Drawing {
       if (layout.band && rank < schedule.ranks) schedule.pools.forEach((pool, at) => this.drawMemory(pool, rank, layout.bandTop(rank, at) + 1, layout.band - 1));
     });
     for (const [code, x, top, part, width] of texts) {
-      const label = String(schedule.microbatchOf(code)), beside = Math.min(12, part * 0.72, (width - 2) / (0.62 * label.length));
+      const label = schedule.unitName(code), beside = Math.min(12, part * 0.72, (width - 2) / (0.62 * label.length));
       // digits that have no room beside one another stand under one another, so that no number vanishes for its length alone
       const upright = beside < 6.5, size = upright ? Math.min(11, (part - 1) / label.length, (width - 1) / 0.62) : beside;
       if (size < 6.5) continue;
-      const dim = this.follow >= 0 && schedule.microbatchOf(code) !== this.follow;
+      const dim = this.follow >= 0 && schedule.unitOf(code) !== this.follow;
       const ink = this.inks[Math.floor(code / schedule.stride)][schedule.chunkOf[schedule.stageOf(code)]];
       const lines = upright ? [...label] : [label], middle = top + part / 2 + size * (0.36 - (lines.length - 1) / 2);
       lines.forEach((line, at) => painter.text(x, middle + at * size, line, dim ? theme.faint : ink, { size: Math.floor(size * 2) / 2, align: "center" }));
@@ -407,7 +407,7 @@ class Drawing {
     const scale = columns / (view.end - view.start);
     const palette = new Map();
     const colour = (code) => {
-      const dim = this.follow >= 0 && schedule.microbatchOf(code) !== this.follow;
+      const dim = this.follow >= 0 && schedule.unitOf(code) !== this.follow;
       const key = 2 * Math.floor(code / schedule.m) + dim;
       let parts = palette.get(key);
       if (!parts) palette.set(key, (parts = rgb(this.colour(code))));

@@ -46,7 +46,8 @@ class Schedule {
     this.document = document;
     this.kinds = kinds;
     this.ranks = document.ranks;
-    this.m = document.microbatches;
+    this.slices = document.slices || 1;
+    this.m = document.microbatches * this.slices; // a unit is a micro-batch, or a slice of one
     this.stages = document.placement.length;
     this.stride = this.stages * this.m;
     this.always = 3 * this.stride;
@@ -94,22 +95,27 @@ class Schedule {
     return Math.floor(code / this.m) % this.stages;
   }
 
-  microbatchOf(code) {
+  unitOf(code) {
     return code % this.m;
+  }
+
+  unitName(code) {
+    const unit = this.unitOf(code);
+    return this.slices > 1 ? `${Math.floor(unit / this.slices)}.${unit % this.slices}` : String(unit);
   }
 
   text(code) {
     const { letter, fuses, of_stage: ofStage } = this.kindOf(code), [whole, part] = letter.split(":");
     if (ofStage) return `${this.stageOf(code)}${letter}`;
-    if (part) return `${this.stageOf(code)}${whole}${this.microbatchOf(code)}:${part}`;
-    const texts = (fuses.length ? fuses : [letter]).map((each) => `${this.stageOf(code)}${each}${this.microbatchOf(code)}`);
+    if (part) return `${this.stageOf(code)}${whole}${this.unitName(code)}:${part}`;
+    const texts = (fuses.length ? fuses : [letter]).map((each) => `${this.stageOf(code)}${each}${this.unitName(code)}`);
     return fuses.length ? `(${texts.join(";")})` : texts[0];
   }
 
   words(code) {
     const { letter, fuses, of_stage: ofStage } = this.kindOf(code);
     if (ofStage) return `${letter} of stage ${this.stageOf(code)}`;
-    return `${fuses.join(";") || letter} of stage ${this.stageOf(code)}, micro-batch ${this.microbatchOf(code)}`;
+    return `${fuses.join(";") || letter} of stage ${this.stageOf(code)}, micro-batch ${this.unitName(code)}`;
   }
 
   codesAt(rank, at) {
@@ -188,7 +194,7 @@ class Schedule {
         event = need.at_end;
       }
     }
-    return event * this.stride + source * this.m + this.microbatchOf(code);
+    return event * this.stride + source * this.m + this.unitOf(code);
   }
 
   eventOf(code) {
@@ -219,7 +225,7 @@ class Schedule {
     if (!need || !need.step) return [];
     const stage = this.stageOf(code), event = need.step < 0 ? 0 : 1;
     return (need.step < 0 ? this.reads : this.writes)[stage].map(([other, name]) => [
-      event * this.stride + other * this.m + this.microbatchOf(code), this.placement[other], name,
+      event * this.stride + other * this.m + this.unitOf(code), this.placement[other], name,
     ]);
   }
 
@@ -236,7 +242,7 @@ class Schedule {
 
   factor(code) {
     const { factors } = this.document.costs;
-    return factors.length ? factors[this.microbatchOf(code)] : 1;
+    return factors.length ? factors[this.unitOf(code)] : 1;
   }
 
   durationOf(code) {
@@ -752,12 +758,12 @@ class Schedule {
     });
   }
 
-  /** The cells of one micro-batch, in order of time. */
-  cellsOf(microbatch) {
+  /** The cells of one micro-batch, or slice of one, in order of time. */
+  cellsOf(unit) {
     const cells = [];
     for (let event = 0; event < 3; event++)
       for (let stage = 0; stage < this.stages; stage++) {
-        const key = event * this.stride + stage * this.m + microbatch;
+        const key = event * this.stride + stage * this.m + unit;
         const rank = this.makerRank[key];
         if (rank >= 0 && this.makerAt[key] < this.reached[rank]) cells.push([rank, this.makerAt[key], event, stage]);
       }
@@ -802,7 +808,7 @@ class Schedule {
       if (at < 0) at = stage;
       const rank = this.placement[at];
       const maker = this.document.codes[rank].flatMap((each) => this.codesOf(each)).findLast((each) =>
-        this.stageOf(each) === at && this.microbatchOf(each) === this.microbatchOf(code) && this.makes(each).includes(name));
+        this.stageOf(each) === at && this.unitOf(each) === this.unitOf(code) && this.makes(each).includes(name));
       return [`${name} of stage ${at} (rank ${rank}${maker === undefined ? "" : `, made by ${this.text(maker)}`}${size(name, at)})`];
     });
     const here = (values) => values.map((value) => `${value}${size(value, stage)}`).join("; ");
@@ -858,12 +864,13 @@ class Schedule {
         name: this.edited ? `${document.name}, edited` : document.name,
         options: this.edited ? {} : document.options,
         ranks: this.ranks,
-        microbatches: this.m,
+        microbatches: document.microbatches,
         placement: this.placement,
         routes: this.routes,
-        route_of: document.route_of || new Array(this.m).fill(0),
+        route_of: document.route_of || new Array(document.microbatches).fill(0),
         programs: this.cells(),
         ...(this.tensors.length ? { tensors: this.tensors } : {}),
+        ...(this.slices > 1 ? { slices: this.slices } : {}),
       }) + "\n"
     );
   }

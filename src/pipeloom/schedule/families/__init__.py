@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,17 @@ from pipeloom.schedule.families.construct.list_scheduling import (
     programs_of,
     single_route,
 )
+from pipeloom.schedule.families.one_f_one_b import seq1f1b
 from pipeloom.schedule.functions import importable_from, run_user_code, user_object
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import NAMED, name_of
 from pipeloom.schedule.simulate import simulate
+from pipeloom.schedule.slices import by_slices, require_slices
 from pipeloom.schedule.transforms import split_cooldown
 
 COOLDOWNS = ("whole", "split")
 
+_UNIVERSAL = ("cooldown", "slices")  # options of every family
 _ARGUMENTS = ("ranks", "microbatches", "costs")  # parameters of families that are not options
 
 for _module in pkgutil.iter_modules(__path__):
@@ -35,6 +39,8 @@ for _module in pkgutil.iter_modules(__path__):
 _ORDERED = sorted(REGISTRY.items(), key=lambda entry: entry[1].order)
 
 FAMILIES: dict[str, Family] = {name: entry.function for name, entry in _ORDERED}
+SLICED: dict[str, Family] = {"seq1f1b": seq1f1b}
+"""Names of sliced schedules that are published as families; `build` makes them of any family with the option `slices`."""
 
 # Name of a placement -> the families made for it that a searched schedule is compared with, in order of preference.
 BASELINES: dict[str, tuple[str, ...]] = {
@@ -56,6 +62,7 @@ __all__ = [
     "BASELINES",
     "FAMILIES",
     "ONE_ROUTE",
+    "SLICED",
     "Family",
     "baseline",
     "baseline_memory",
@@ -69,7 +76,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[\s_-]", "", name).lower()
 
 
-_CANONICAL = {_plain(name): name for name in FAMILIES} | ALIASES
+_CANONICAL = {_plain(name): name for name in (*FAMILIES, *SLICED)} | ALIASES
 
 
 def canonical_name(name: str) -> str:
@@ -110,10 +117,10 @@ def build(
     """The schedule called `name`: a family, by any of its names (`canonical_name`), or `module:function` (called as a family is).
 
     `chunks` None takes the family's own default; `costs` (of a stage) are passed to the families that plan with them. Every
-    family accepts the option `cooldown="split"`, see `split_cooldown`. Raises UsageError for an unknown name, an option that the
-    family does not take, or a value that it refuses, with the nearest valid ones. An exception in a user's function is a
-    UsageError with its file and line, or a ScheduleError where the function raised one. The user's module is imported from
-    `folder` (None: the working directory), after everything that is installed.
+    family accepts the options `cooldown="split"`, see `split_cooldown`, and `slices=K`, see `by_slices`. Raises UsageError for an
+    unknown name, an option that the family does not take, or a value that it refuses, with the nearest valid ones. An exception
+    in a user's function is a UsageError with its file and line, or a ScheduleError where the function raised one. The user's
+    module is imported from `folder` (None: the working directory), after everything that is installed.
     """
     name = canonical_name(name)
     with importable_from(folder):
@@ -126,18 +133,28 @@ def build(
             raise UsageError(f"cooldown is {cooldown!r:.200}{did_you_mean(str(cooldown), COOLDOWNS)}")
         if chunks is not None and ("chunks" in parameters or _open_ended(parameters)):
             arguments["chunks"] = chunks
-        if costs is not None and "costs" in parameters:
-            arguments["costs"] = costs
-        schedule = (
-            family(**arguments) if name in FAMILIES else run_user_code(name, "schedule", lambda: family(**arguments))
-        )
+        slices = 1 if "slices" in parameters else arguments.pop("slices", 1)
+        require_slices(slices)
+        arguments["microbatches"] *= slices
+        if "costs" in parameters and (costs is not None or slices > 1):
+            arguments["costs"] = costs if slices == 1 else _costs_of_slices(costs or Costs(), slices)
+        schedule = run_user_code(name, "schedule", lambda: family(**arguments)) if ":" in name else family(**arguments)
     if not isinstance(schedule, Schedule):
         raise UsageError(f"{name} returned {type(schedule).__name__}, not a Schedule")
     if chunks is not None and schedule.chunks != chunks:
         looped = ", ".join(n for n, f in FAMILIES.items() if "chunks" in inspect.signature(f).parameters)
         held = f"{schedule.chunks} chunk{'s' if schedule.chunks > 1 else ''} per rank"
         raise UsageError(f"schedule {name} holds {held}, not {chunks}; {looped} take chunks")
+    if slices > 1:
+        schedule = by_slices(schedule, slices)
     return split_cooldown(schedule, costs) if cooldown == "split" else schedule
+
+
+def _costs_of_slices(costs: Costs, slices: int) -> Costs:
+    """Return the mean costs of a slice, for families that plan its order as that of a micro-batch."""
+    return replace(
+        costs.scaled(1 / slices), message=costs.message / slices, microbatch=(), slice_times=(), slice_sizes=()
+    )
 
 
 def _parameters(name: str, family: Family) -> Mapping[str, inspect.Parameter]:
@@ -154,14 +171,16 @@ def _open_ended(parameters: Mapping[str, inspect.Parameter]) -> bool:
 def _check_options(name: str, parameters: Mapping[str, inspect.Parameter], options: Iterable[str]) -> None:
     """Raise UsageError for an option that the family does not take."""
     for key in options:
-        if key in _ARGUMENTS or not (key in parameters or key == "cooldown" or _open_ended(parameters)):
-            known = [p for p in (*parameters, "cooldown") if p not in _ARGUMENTS]
+        if key in _ARGUMENTS or not (key in parameters or key in _UNIVERSAL or _open_ended(parameters)):
+            known = [p for p in (*parameters, *_UNIVERSAL) if p not in _ARGUMENTS]
             raise UsageError(f"schedule {name} has no option {key!r:.200}{did_you_mean(key, known)}")
 
 
 def _find(name: str, folder: Path) -> Family:
     if name in FAMILIES:
         return FAMILIES[name]
+    if name in SLICED:
+        return SLICED[name]
     if ":" in name:
         return user_object(name, folder, "schedule")  # type: ignore[no-any-return]
     raise _unknown_name(name)

@@ -1,8 +1,10 @@
-"""1F1B (PipeDream-Flush, Narayanan et al., arXiv 2006.09503), as it is and with overlapped pairs (arXiv 2412.19437)."""
+"""1F1B (PipeDream-Flush, Narayanan et al., arXiv 2006.09503): as it is, with overlapped pairs (arXiv 2412.19437), and by slices
+of the sequences (arXiv 2406.03488)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from pipeloom.schedule.families.construct.layout import (
     Coder,
@@ -12,6 +14,7 @@ from pipeloom.schedule.families.construct.layout import (
     warmup_then_pairs,
 )
 from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.slices import by_slices, require_slices
 
 
 @family("1f1b", "pipedreamflush", "dapple", placement="linear", baseline=True, order=20)
@@ -31,6 +34,17 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
         for r in range(ranks)
     ]
     return Schedule.of(programs, placement=range(ranks), microbatches=microbatches, name="1f1b")
+
+
+def seq1f1b(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
+    """Seq1F1B (Sun et al., arXiv 2406.03488): 1F1B whose units are slices of the sequences, backward in reverse.
+
+    Warm-up of min(p-r-2+k, m k) slices on rank r for k slices. Makespan with uniform stages and slices of equal time:
+    (f+B)(m + (p-1)/k). Peak activations of rank r: (p-r-1)/k + 1 micro-batches of equal slices; where attention grows along the
+    sequence, the first slices are longer, and as many hold more.
+    """
+    require_slices(slices)
+    return replace(by_slices(one_f_one_b(ranks, microbatches * slices), slices), name="seq1f1b")
 
 
 @family("1f1b-overlap", placement="linear", order=120)

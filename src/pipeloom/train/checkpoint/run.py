@@ -148,6 +148,8 @@ def digests(config: Config, data: str) -> dict[str, str]:
         model["qk_norm"] = True
     if config.lora.r:
         model["lora"] = [config.lora.r, config.lora.target_modules]
+    if config.model.num_nextn_predict_layers:
+        model["num_nextn_predict_layers"] = config.model.num_nextn_predict_layers
     if config.model.moe_layer_freq != 1:  # left out at its default, because the digests of older runs do not have it
         model["moe_layer_freq"] = config.model.moe_layer_freq
     return {"model": hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()[:16], "data": data}

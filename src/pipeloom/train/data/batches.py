@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipeloom.config import Config
 from pipeloom.errors import ConfigError
+from pipeloom.models import ahead
 from pipeloom.ops.random_state import stable_seed
 from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.mesh import Mesh
@@ -100,12 +101,22 @@ class Batch(NamedTuple):
     """Tokens and targets, int64 [rows, seq_len]: a token's target is the next token, or -100 where it has no loss.
 
     `positions`: each token's position in its document, where rows hold several documents that must not attend to each other; of
-    whole rows, also where `share` has taken a part of their tokens.
+    whole rows, also where `share` has taken a part of their tokens. `tokens_ahead`,
+    `targets_ahead`: [rows, seq_len, depth], those further ahead (`with_ahead`).
     """
 
     tokens: Tensor
     targets: Tensor
     positions: Tensor | None = None
+    tokens_ahead: Tensor | None = None
+    targets_ahead: Tensor | None = None
+
+    def with_ahead(self, depth: int) -> Batch:
+        """Return the batch with what `depth` blocks that predict tokens further ahead need, of whole rows."""
+        if not depth:
+            return self
+        keywords = ahead(self.tokens, self.targets, depth, self.positions)
+        return self._replace(tokens_ahead=keywords["mtp_tokens"], targets_ahead=keywords["mtp_targets"])
 
     def part(self, number: int, of: int) -> Batch:
         """Return the rows of data-parallel replica `number` of `of`: an equal part each, in order; `of` divides the rows."""
@@ -117,7 +128,8 @@ class Batch(NamedTuple):
         if mesh.cp.size == 1:
             return self
         part = ContextParallel(mesh.cp).part
-        return self._replace(tokens=part(self.tokens), targets=part(self.targets))
+        tokens, targets, _, *others = self
+        return Batch(part(tokens), part(targets), self.positions, *(None if x is None else part(x) for x in others))
 
     def rows(self, which: Any) -> Batch:
         """Return the batch of the rows `which`, an index or a slice."""
@@ -129,7 +141,12 @@ class Batch(NamedTuple):
     @property
     def keywords(self) -> dict[str, Tensor]:
         """Return the keyword arguments for a pipeline's methods besides tokens and targets."""
-        return {} if self.positions is None else {"position_ids": self.positions}
+        keywords = {
+            "position_ids": self.positions,
+            "mtp_tokens": self.tokens_ahead,
+            "mtp_targets": self.targets_ahead,
+        }
+        return {name: tensor for name, tensor in keywords.items() if tensor is not None}
 
 
 class Rows(Protocol):

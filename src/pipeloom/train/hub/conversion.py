@@ -23,7 +23,7 @@ from pipeloom.limits import expanded
 from pipeloom.models import hf, hub_name, tied
 from pipeloom.models.hf.library import causal_model, read_config, transformers
 from pipeloom.models.hf.weights import SINGLE, WEIGHTS_INDEX
-from pipeloom.models.layers import own_name
+from pipeloom.models.layers import PREDICTION_NORMS, block_name, own_name
 from pipeloom.models.lora import LoraOptions, is_adapter, is_transposed, merged
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.folder import newest_checkpoint
@@ -134,8 +134,11 @@ def _dtype_of(reader: Reader) -> torch.dtype:
 
 
 def _layers_of(reader: Reader, section: ModelSection) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights of a checkpoint, layer by layer, under their names in `transformers`."""
-    for group in _by_layer([key.partition(".")[2] for key in reader.tensors if key.startswith("model.")]):
+    """Yield the weights of a checkpoint, layer by layer, under their names in `transformers`, which has no prediction blocks."""
+    names = [key.partition(".")[2] for key in reader.tensors if key.startswith("model.")]
+    blocks = [block_name(section.num_hidden_layers + at) for at in range(section.num_nextn_predict_layers)]
+    left_out = tuple(f"{name}." for name in (*blocks, PREDICTION_NORMS))
+    for group in _by_layer([name for name in names if section.source or not name.startswith(left_out)]):
         tensors = {name: _values(reader, name) for name in group}
         yield {hub_name(name): t for name, t in tensors.items()} if section.source else to_hub(tensors)
 

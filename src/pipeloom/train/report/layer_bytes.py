@@ -15,8 +15,10 @@ from torch.overrides import TorchFunctionMode
 from pipeloom.config import Layout
 from pipeloom.config.stages import layer_sizes
 from pipeloom.errors import ConfigError, PipeloomError, UsageError
+from pipeloom.models import ahead
 from pipeloom.ops.layer import KEYWORD, Layer, MicrobatchContext
 from pipeloom.runtime.layer_bytes import LayerBytes, measured_layer
+from pipeloom.runtime.stage_modules import LayerNames
 from pipeloom.train.build import PARAMETER_DTYPES, model_layers, moe_classes, recomputed, training_loss
 
 # A layer whose forward needs values, such as one with experts, runs on the CPU: the most operations of its forward and backward
@@ -96,19 +98,26 @@ def measured_in(layout: Layout, layer: Layer, x: Tensor, last: bool) -> tuple[La
     """
     module: nn.Module = layer().to(x.device)
     module.train()
-    rows = x.shape[0]
-    keywords = {KEYWORD: MicrobatchContext(samples=rows)} if KEYWORD in signature(module.forward).parameters else {}
+    rows, model = x.shape[0], layout.config.model
     targets = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
-    loss = partial(_loss, layout, targets) if last else None
+    keywords: dict[str, Any] = {KEYWORD: MicrobatchContext(samples=rows)}
+    if model.num_nextn_predict_layers:
+        keywords |= ahead(targets, targets, model.num_nextn_predict_layers)
+    accepted, names = signature(module.forward).parameters, LayerNames.of(layer, layer.name)
+    keywords = {name: value for name, value in keywords.items() if name in accepted}
+    keywords |= {name: torch.zeros_like(x, requires_grad=True) for name in names.reads}
+    loss = partial(_loss, layout, targets, names) if last else None
     with _Shapes():
         measured, output = measured_layer(module, (x,), keywords, loss, layout.schedule.splits_backward)
     if last:
         return measured, x
-    return measured, torch.empty_like(_single(output)).requires_grad_()
+    return measured, torch.empty_like(_single(names.taken_from(output, {})[0])).requires_grad_()
 
 
-def _loss(layout: Layout, targets: Tensor, output: Any) -> Tensor:
-    return training_loss(layout.config)(_single(output), targets)
+def _loss(layout: Layout, targets: Tensor, names: LayerNames, output: Any) -> Tensor:
+    output, values = names.taken_from(output, {})
+    terms = [term.loss(values[key], targets) * term.weight for key, term in names.losses.items()]
+    return sum(terms, start=training_loss(layout.config)(_single(output), targets))
 
 
 def _single(output: Any) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipeloom.config import Layout
 from pipeloom.config.stages import layer_sizes
+from pipeloom.models import ahead
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients, run_backward
 from pipeloom.ops.layer import Layer, MicrobatchContext
 from pipeloom.ops.random_state import stable_seed
@@ -82,9 +83,11 @@ def layer_times(layout: Layout, device: torch.device, repeats: int) -> tuple[Lay
         ),
     )
     tokens, targets = _tokens(layout, schedule.microbatches, device)
+    depth = layout.config.model.num_nextn_predict_layers
+    keywords = ahead(tokens, targets, depth) if depth else {}
     seconds: list[dict[str, list[float]]] = [defaultdict(list) for _ in kinds]
     for step in range(repeats + 1):
-        pipeline.step(tokens, targets)
+        pipeline.step(tokens, targets, **keywords)
         (stats,) = pipeline.stats
         for cell, start, end in zip(schedule.programs[0], stats.starts, stats.ends, strict=True):
             assert isinstance(cell, Action)

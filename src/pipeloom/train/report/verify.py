@@ -26,6 +26,7 @@ from pipeloom.runtime.batch import (
     count_targets,
 )
 from pipeloom.runtime.health.watchdog import Watchdog
+from pipeloom.runtime.stage_modules import LayerNames
 from pipeloom.runtime.tied_weights import Tie, share
 from pipeloom.runtime.verify import relative_error
 from pipeloom.train.build import build_pipeline, model_layers, moe_classes, ties
@@ -123,11 +124,17 @@ def pipeline_step(
     Returns:
         every rank's step on rank 0, [] on the others.
     """
-    batch = make_batch(layout).part(mesh.place.dp, layout.mesh.dp).share(mesh)
+    batch = (
+        make_batch(layout)
+        .with_ahead(layout.config.model.num_nextn_predict_layers)
+        .part(mesh.place.dp, layout.mesh.dp)
+        .share(mesh)
+    )
     pipeline = build_pipeline(layout, device, mesh, _dtype(layout), watchdog)
     if layout.config.model.source:
         pipeline.eval()  # dropout of transformers draws from torch's generator, so its masks differ from layout to layout
-    loss = pipeline.step(batch.tokens.to(device), batch.targets.to(device)).item()
+    batch = batch.to(device)
+    loss = pipeline.step(batch.tokens, batch.targets, **batch.keywords).item()
     gradients_by_name = {name: p.grad for name, p in pipeline.named_parameters()}
     if layout.config.optimizer.zero1 and pipeline.sync is not None:  # each replica has only its slices
         with pipeline.waiting("the other replicas' slices of the gradients"):
@@ -148,9 +155,8 @@ def pipeline_step(
 def serial_step(layout: Layout, device: torch.device) -> ComparedStep:
     """Run the same step in one process: the whole model, micro-batch by micro-batch, replica by replica."""
     config = layout.config
-    built = [
-        (layer.name, layer()) for layer in model_layers(config, _dtype(layout), device, classes=moe_classes(layout))
-    ]
+    model = model_layers(config, _dtype(layout), device, classes=moe_classes(layout))
+    built = [(layer.name, layer()) for layer in model]
     modules = [module for _, module in built]
     grad_context = WeightGradContext()
     for module in modules:
@@ -158,20 +164,27 @@ def serial_step(layout: Layout, device: torch.device) -> ComparedStep:
         module.train(not config.model.source)
     for names in ties(config):
         share(Tie(tuple(names), ()), dict(built))
-    batch = make_batch(layout)
+    batch = make_batch(layout).with_ahead(config.model.num_nextn_predict_layers)
     sizes = list(layout.microbatch_sizes) * layout.mesh.dp
-    parts = zip(torch.split(batch.tokens, sizes), torch.split(batch.targets, sizes), strict=True)
-    loss, total, first = 0.0, count_targets(batch.targets), 0
-    for number, (tokens, targets) in enumerate(parts):
-        weight = count_targets(targets) / total
-        context = MicrobatchContext(0, number, weight, first, len(tokens))
-        first += len(tokens)
-        x = tokens.to(device)
-        for module in modules:
-            x = module(x, **({KEYWORD: context} if KEYWORD in signature(module.forward).parameters else {}))
+    starts = [sum(sizes[:at]) for at in range(len(sizes))]
+    parts = [batch.rows(slice(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+    loss, total = 0.0, count_targets(batch.targets)
+    for number, (start, rows) in enumerate(zip(starts, parts, strict=True)):
+        weight, rows = count_targets(rows.targets) / total, rows.to(device)
+        given = {KEYWORD: MicrobatchContext(0, number, weight, start, len(rows.tokens)), **rows.keywords}
+        x, terms = rows.tokens, []
+        tensors: dict[str, Tensor | None] = {}
+        for layer, module in zip(model, modules, strict=True):
+            accepted = signature(module.forward).parameters
+            declared = LayerNames.of(layer, layer.name)
+            named = {keyword: tensors[name] for keyword, name in declared.reads.items()}
+            x = module(x, **{name: value for name, value in given.items() if name in accepted}, **named)
+            x, values = declared.taken_from(x, tensors)
+            terms += [term.loss(values[key], rows.targets) * term.weight for key, term in declared.losses.items()]
         if weight == 0:  # a mean over no target is NaN
             continue
-        part = cross_entropy(x, targets.to(device), config.train.label_smoothing) * weight
+        main_loss = cross_entropy(x, rows.targets, config.train.label_smoothing)
+        part = sum(terms, start=main_loss) * weight
         part.backward()  # type: ignore[no-untyped-call]
         loss += part.item()
     gradients: NamedGradients = {}

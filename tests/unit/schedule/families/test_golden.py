@@ -56,7 +56,7 @@ def main() -> None:
         ranks, microbatches = draw.choice([2, 3, 4, 4, 5, 6, 8, 8]), draw.randint(1, 34)
         if name in ("dualpipe", "dualpipev", "chimera"):
             ranks, microbatches = draw.choice([2, 4, 6, 8]), 2 * ranks + 2 * draw.randint(0, 9)
-        looped = name in ("interleaved", "looped-bfs", "interleaved-zb", "interleaved-overlap")
+        looped = name in ("interleaved", "gis", "looped-bfs", "interleaved-zb", "interleaved-overlap")
         chosen[
             name, ranks, microbatches, draw.choice([None, 2, 3, 4]) if looped else None, draw.choice(list(COSTS))
         ] = None

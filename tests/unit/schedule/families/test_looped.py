@@ -154,3 +154,25 @@ def test_round_sizes() -> None:
 def test_unknown_rounds() -> None:
     with pytest.raises(UsageError, match="did you mean 'balanced'"):
         schedules.interleaved(4, 8, rounds="balance")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("p", "v", "g", "m"), [(4, 2, 2, 8), (4, 2, 4, 8), (5, 3, 3, 6), (8, 4, 5, 10), (1, 3, 1, 4)])
+def test_gis_figures(p: int, v: int, g: int, m: int) -> None:
+    idle = 2 * (p - 1) + (v - 1) * (p - g)
+    peaks = tuple((v - 1) * g + p - r for r in range(p))
+    assert figures(schedules.gis(p, m, v, group_size=g), DOUBLE) == (3 * v * m + idle, {idle}, peaks)
+
+
+def test_gis_with_copies() -> None:
+    """Figures of the paper's PO-H and PO-F: those without copies in a half and a quarter of the memory, at any m."""
+    costs = Costs(host_bandwidth=1)
+    for chunks, peak in ((0, 12), (1, 6), (2, 3)):
+        timeline = simulate(schedules.gis(8, 24, offload_chunks=chunks, costs=costs), costs)
+        assert (timeline.makespan, max(timeline.peak_memory)) == (162, peak)
+        copied = {a.stage // 8 for program in timeline.schedule.programs for a in program if a.kind == "O"}
+        assert copied == set(range(chunks))
+    for m in range(1, 12):
+        check(schedules.gis(5, m, 3, offload_chunks=2))
+    for name, value, nearest in (("group_size", 3, 4), ("group_size", 9, 8), ("offload_chunks", 3, 2)):
+        with pytest.raises(UsageError, match=f"{name} is {value}; .* nearest: {nearest}"):
+            schedules.gis(8, 8, **{name: value})

@@ -14,7 +14,7 @@ from pipeloom.train.checkpoint.state import Holder, pieces_of
 shapes = st.lists(st.integers(1, 4), max_size=4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(shapes, st.data())
 def test_a_run_is_boxes_in_the_order_of_its_elements(shape: list[int], data: st.DataObject) -> None:
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
@@ -29,7 +29,7 @@ def test_a_run_is_boxes_in_the_order_of_its_elements(shape: list[int], data: st.
     assert tiling_problem(shape, rest) == ""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(1, 3), st.data())
 def test_an_intersection_holds_what_both_hold(ndim: int, data: st.DataObject) -> None:
     sizes = st.lists(st.integers(0, 4), min_size=ndim, max_size=ndim).map(tuple)
