@@ -18,7 +18,6 @@ from pipeloom.parallel.mesh import ALONE, Mesh
 from pipeloom.runtime import LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.runtime.verify import relative_error
 from processes import run_ranks
-from sliced import sliced
 
 
 def spread(rank: int, family: str, exchange: Exchange, packed: bool) -> list[float]:
@@ -60,7 +59,7 @@ def test_slices_have_loss_and_gradients_of_whole_sequences(family: str, packed: 
     gradients = []
     for slices in (1, 3):
         model = hf.layers(tiny.build(), slices=slices > 1)
-        schedule = sliced(schedule, slices) if slices > 1 else schedule
+        schedule = schedules.cut_sequences(schedule, slices) if slices > 1 else schedule
         pipeline = LocalPipeline(model, schedule, loss=cross_entropy, tied=model.tied, options=options)
         loss = pipeline.step(batch.tokens, batch.targets, **batch.keywords).item()
         gradients.append({name: each.grad for name, each in pipeline.named_parameters()} | {"": torch.tensor(loss)})

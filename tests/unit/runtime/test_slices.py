@@ -18,8 +18,7 @@ from pipeloom.ops.slices import SliceState
 from pipeloom.runtime import Layer, LocalPipeline, RuntimeOptions
 from pipeloom.runtime.batch import slice_places
 from pipeloom.schedule import transforms
-from pipeloom.schedules import build
-from sliced import sliced
+from pipeloom.schedules import build, cut_sequences
 
 pytestmark = pytest.mark.core
 
@@ -83,7 +82,7 @@ def test_a_sliced_step_equals_the_unsliced_one(
 ) -> None:
     keywords = {"position_ids": POSITIONS} if packed else {}
     schedule = SCHEDULES[name]
-    one, cut = local(decoder(experts), schedule), local(decoder(experts), sliced(schedule, slices), **options)
+    one, cut = local(decoder(experts), schedule), local(decoder(experts), cut_sequences(schedule, slices), **options)
     for pipeline in (one, cut):
         pipeline.next_step = 3  # dropout depends on it
     losses = [pipeline.step(*rows(), **keywords).item() for pipeline in (one, cut)]
@@ -94,7 +93,7 @@ def test_a_sliced_step_equals_the_unsliced_one(
 @pytest.mark.parametrize("kind", ["R", "O", "parts of O"])
 def test_slices_are_recomputed_whole_or_travel(kind: str) -> None:
     plain = build("1f1b", 2, 2)
-    schedule = sliced(plain, 4)
+    schedule = cut_sequences(plain, 4)
     if kind == "R":
         schedule = transforms.recompute(schedule, whole=True)
     else:
@@ -114,7 +113,7 @@ def test_slices_are_recomputed_whole_or_travel(kind: str) -> None:
 
 def test_evaluation_and_prediction_equal_the_unsliced_ones() -> None:
     plain = build("1f1b", 2, 2)
-    one, cut = local(decoder(3), plain), local(decoder(3), sliced(plain, 4))
+    one, cut = local(decoder(3), plain), local(decoder(3), cut_sequences(plain, 4))
     x, y = rows()
     for count in (3, 1):
         for pipeline in (one, cut):
@@ -161,7 +160,7 @@ def verified(declared: bool, schedule: pl.Schedule) -> pl.Verified:
 
 
 def test_verify_accepts_a_layer_that_declares_its_state_and_names_one_that_does_not() -> None:
-    schedule = sliced(build("zb-h1", 2, 2), 3)
+    schedule = cut_sequences(build("zb-h1", 2, 2), 3)
     assert max(verified(True, schedule).errors.values()) <= 1e-6
     words = r"the output of layer 'l1' of stage 0, micro-batch 0 slice 1, differs .*own_model.md, 'slices'"
     with pytest.raises(VerifyError, match=words):
@@ -187,7 +186,7 @@ def test_gradients_of_a_piece_are_summed_in_fp32() -> None:
     """256 + 1 + 1 + 1 + 1 = 260 in bf16 only if it is rounded once."""
     x = torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0, 256.0]], dtype=torch.bfloat16)
     pipeline = LocalPipeline(
-        [Layer("l", Broadcast)], sliced(build("1f1b", 1, 1), 6), loss=lambda out, _: out.sum() * 6, weight=len
+        [Layer("l", Broadcast)], cut_sequences(build("1f1b", 1, 1), 6), loss=lambda out, _: out.sum() * 6, weight=len
     )
     pipeline.step(x, x)
     (parameter,) = pipeline.parameters()
@@ -208,7 +207,7 @@ def test_a_piece_is_freed_by_the_backward_of_its_slice() -> None:
             return y
 
     x = torch.randn(2, 3, 4)
-    LocalPipeline([Looks], sliced(build("1f1b", 1, 2), 3), loss=mean_square).step(x, x)
+    LocalPipeline([Looks], cut_sequences(build("1f1b", 1, 2), 3), loss=mean_square).step(x, x)
     assert alive == [0, 0, 1, 0, 0, 1]  # a slice sees the earlier pieces: one, then two, of which the first again
     assert not any(piece() is not None for piece in pieces)
 
@@ -222,7 +221,7 @@ def test_a_piece_is_freed_by_the_backward_of_its_slice() -> None:
     ],
 )
 def test_a_batch_without_tokens_to_cut_is_refused(x: Tensor, y: Tensor, words: str) -> None:
-    pipeline = LocalPipeline([lambda: nn.Linear(1, 1)], sliced(build("1f1b", 1, 1), 4), loss=mean_square)
+    pipeline = LocalPipeline([lambda: nn.Linear(1, 1)], cut_sequences(build("1f1b", 1, 1), 4), loss=mean_square)
     with pytest.raises(UsageError, match=words):
         pipeline.step(x, y)
 
@@ -235,7 +234,7 @@ def test_slices_of_other_sizes_than_the_batchs_are_refused() -> None:
 @pytest.mark.parametrize("option", [{"router": "switch", "num_experts_per_tok": 1}, {"capacity_factor": 1.0}])
 def test_a_router_of_whole_sequences_is_refused(option: dict[str, Any]) -> None:
     shape = DecoderShape(1, 8, 1, 1, 8, vocab_size=12, num_experts=2, **option)
-    pipeline = local(layers(shape, seed=0), sliced(build("1f1b", 1, 1), 2))
+    pipeline = local(layers(shape, seed=0), cut_sequences(build("1f1b", 1, 1), 2))
     with pytest.raises(UsageError, match="capacity limits are about whole sequences"):
         pipeline.step(*rows())
 
@@ -243,6 +242,6 @@ def test_a_router_of_whole_sequences_is_refused(option: dict[str, Any]) -> None:
 def test_running_statistics_and_a_change_of_slices_are_refused() -> None:
     schedule = build("1f1b", 1, 2)
     with pytest.raises(ConfigError, match="running statistics"):
-        local([Layer("norm", lambda: nn.BatchNorm1d(4))], sliced(schedule, 2))
+        local([Layer("norm", lambda: nn.BatchNorm1d(4))], cut_sequences(schedule, 2))
     with pytest.raises(ConfigError, match="cannot change its slices from 1 to 2"):
-        local(decoder(), schedule).adopt(sliced(schedule, 2))
+        local(decoder(), schedule).adopt(cut_sequences(schedule, 2))
