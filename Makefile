@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON := $(shell command -v $(PYTHON) || command -v python3)
 
-.PHONY: install train test test-all full lint fuzz growth mutants mutate soak gpu docs clean
+.PHONY: install train test test-all full versions lint fuzz growth mutants mutate soak gpu docs clean
 
 install: $(VENV)/.installed
 
@@ -40,6 +40,10 @@ mutate: install
 # the cells of the matrices that both leave out
 full: install
 	$(PYTEST) -m full
+
+# a selection of the tests with other versions of torch and transformers, and a table; ARGS="transformers==5.22.2"
+versions: install
+	$(BIN)/python tests/versions.py $(ARGS)
 
 # make fuzz                                       all parts, 10 minutes
 # make fuzz PART=costs ARGS="--cases 10000"       one part; also --seed N, --minutes M

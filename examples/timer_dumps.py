@@ -160,4 +160,6 @@ def from_families(rows: Ranks, ranks: int, chunks: int, microbatches: int) -> It
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     main(Path(sys.argv[1]), Path(sys.argv[2]))

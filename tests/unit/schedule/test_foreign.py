@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import pipeloom as pl
+from paths import ROOT
 from pipeloom.errors import PipeloomError
 from pipeloom.traces import reader_of
 from pipeloom.traces.measured import MeasuredSteps
@@ -276,3 +278,9 @@ def test_a_damaged_csv_is_refused(text: str, words: str, tmp_path: Path) -> None
     file.write_text(text)
     with pytest.raises(PipeloomError, match=words):
         load(file)
+
+
+def test_without_arguments_the_converter_says_how_to_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["timer_dumps.py"])
+    with pytest.raises(SystemExit, match=r"timer_dumps.py DUMP_FOLDER trace.json"):
+        runpy.run_path(str(ROOT / "examples" / "timer_dumps.py"), run_name="__main__")
