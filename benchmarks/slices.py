@@ -85,9 +85,8 @@ def main() -> None:
     for rank, report in enumerate(reports):
         whole, cut = report["bytes"]
         before, after = map(median, report["seconds"])
-        print(
-            f"{rank:4}  {whole / 1e6:8.1f}  {cut / 1e6:9.1f}  {cut / whole:8.3f}  {before:13.2f}  {after:9.2f}  {after / before:8.3f}"
-        )
+        memory = f"{whole / 1e6:8.1f}  {cut / 1e6:9.1f}  {cut / whole:8.3f}"
+        print(f"{rank:4}  {memory}  {before:13.2f}  {after:9.2f}  {after / before:8.3f}")
 
 
 if __name__ == "__main__":
