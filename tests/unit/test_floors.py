@@ -139,7 +139,7 @@ def test_a_command_says_the_flag(costs: dict[str, float], words: str) -> None:
 
 def test_a_shape_has_the_configurations_attributes() -> None:
     assert set(DecoderShape.__dataclass_fields__) == set(ModelSection.model_fields) - {
-        *("source", "weights", "experts_class", "router_class")
+        *("source", "preset", "weights", "experts_class", "router_class")
     }
 
 

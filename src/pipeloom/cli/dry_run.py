@@ -3,38 +3,105 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, fields
+from dataclasses import fields
 from itertools import product
 
 from pipeloom.cli.output import aligned
 from pipeloom.config import Config, Layout
 from pipeloom.config.layout import stage_costs
+from pipeloom.config.rates import learning_rate
 from pipeloom.config.standing_bytes import element_bytes, rank_parameters, spans
-from pipeloom.errors import ConfigError, UsageError
+from pipeloom.errors import UsageError
 from pipeloom.mesh_shape import MeshShape
+from pipeloom.plan import OFFERED, Device, PlanRequest
+from pipeloom.plan.export import train_flags
+from pipeloom.plan.memory import RankMemory
+from pipeloom.plan.report import gib
+from pipeloom.plan.run import RunPrediction, predicted
+from pipeloom.plan.search import closest
 from pipeloom.schedule import Costs, Timeline, simulate
 from pipeloom.schedule.channels import size_words
 
 _ROWS, _COLUMNS = 16, 10  # largest size of the table of workers that fits on a screen
 
 
-def report_lines(layout: Layout) -> list[str]:
-    """Return lines on the contents of each rank, the simulated schedule, learning rates and output folders."""
-    config = layout.config
-    timeline = expected_timeline(layout)
-    steps = config.train.steps
-    return [
+def report(layout: Layout, device: Device | None, memory: float | None, *, complete: bool) -> tuple[list[str], str]:
+    """Return lines on the contents of each rank, predicted bytes and time, learning rates and output folders; and a sentence on
+    the missing memory, "" where it is enough.
+
+    Args:
+        device: what the run is predicted for; None: a CPU, whose speed is not known.
+        memory: bytes that a device may use.
+        complete: whether the trainer's packages are installed, and the table of a step's observers can be printed.
+    """
+    config, timeline = layout.config, expected_timeline(layout)
+    prediction: RunPrediction | None = None
+    try:
+        prediction = predicted(layout, device)
+        bytes_lines = _bytes_lines(prediction)
+    except UsageError as error:
+        bytes_lines = [f"bytes at the peak: not predicted: {error}"]
+    lines = [
         *rank_table(layout.mesh),
         *_rank_lines(layout, timeline),
         f"bubble rate, Σ idle / (p · makespan): {timeline.bubble_rate:.4f}, simulated with times proportional to each "
         "stage's FLOPs, and free messages",
-        *_bytes_lines(layout),
+        *_step_lines(layout, prediction, device),
+        *bytes_lines,
         f"learning rate ({config.optimizer.lr_schedule}): "
-        + ", ".join(f"step {step + 1} {rate:.3g}" for step, rate in _rates(config, steps, layout.mesh.dp)),
-        *_observer_lines(layout),
+        + ", ".join(f"step {step + 1} {rate:.3g}" for step, rate in _rates(config, config.train.steps, layout.mesh.dp)),
+        *(
+            _observer_lines(layout)
+            if complete
+            else ["files were not checked, and observers are not listed: no torch here"]
+        ),
         f"checkpoints: {_checkpoints(config)}; log: a new folder in {config.log.dir}",
         f"dry run: {layout.world_size} worker{'s' * (layout.world_size > 1)} would start",
     ]
+    limit = memory if memory is not None or device is None else device.memory
+    if prediction is not None and limit is not None and prediction.peak > limit:
+        return lines, _missing(layout, prediction, limit)
+    return lines, ""
+
+
+def _bytes_lines(prediction: RunPrediction) -> list[str]:
+    """Return a table of the bytes of each rank at its peak, on one device."""
+    names = [spec.name for spec in fields(RankMemory) if spec.name not in ("gathered", "peak_action")]
+    rows = [["rank", *names, "bytes at the peak"]]
+    for rank, memory in enumerate(prediction.ranks):
+        rows.append([str(rank), *(size_words(getattr(memory, name)) for name in names), size_words(memory.total)])
+    return aligned(rows)
+
+
+def _step_lines(layout: Layout, prediction: RunPrediction | None, device: Device | None) -> list[str]:
+    if prediction is None or prediction.step is None or device is None:
+        return []
+    step = prediction.step
+    parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in step.parts().items())
+    tokens = prediction.layout.sequences * prediction.layout.seq / step.total / layout.world_size
+    return [f"step on {device.name}: {step.total:.4g} s ({parts}); {tokens:,.0f} tokens/s on each device"]
+
+
+def _missing(layout: Layout, prediction: RunPrediction, limit: float) -> str:
+    """Return the missing bytes, and the flags of the closest layout that fits."""
+    short = (
+        f"rank {prediction.worst} needs {gib(prediction.peak)} GiB, {gib(prediction.peak - limit)} more than there are"
+    )
+    planned, train = prediction.layout, layout.config.train
+    request = PlanRequest(
+        layout.world_size,
+        limit,
+        train.global_batch_size,
+        train.seq_len,
+        OFFERED["pipeloom"],
+        zero=tuple(sorted({planned.zero, 1, 3})),
+        capacity=planned.capacity,
+        recompute=("none", "full"),
+    )
+    better = closest(prediction.planner, request, planned)
+    if better is None:
+        return f"{short}; no layout on {layout.world_size} devices fits"
+    return f"{short}; the closest layout that fits, with {gib(better.peak)} GiB: {' '.join(train_flags(better.layout, planned))}"
 
 
 def expected_timeline(layout: Layout) -> Timeline:
@@ -42,22 +109,6 @@ def expected_timeline(layout: Layout) -> Timeline:
     forward = [flops / 3 for flops in stage_costs(layout.config, layout.stage_layers)]
     costs = tuple(forward[position] for position in layout.schedule.position_of)
     return simulate(layout.schedule, Costs(forward=costs, input_grad=costs, weight_grad=costs))
-
-
-def _bytes_lines(layout: Layout) -> list[str]:
-    """Return lines with the predicted bytes of each rank at the peak, and what they consist of."""
-    from pipeloom.train.report.step_bytes import predicted
-
-    try:
-        ranks = predicted(layout)[1]
-    except ConfigError:
-        raise  # training would end with it too
-    except UsageError as error:
-        return [f"bytes at the peak: not predicted: {error}"]
-    rows = [["rank", *(field.name for field in fields(ranks[0])), "bytes at the peak"]]
-    for rank, each in enumerate(ranks):
-        rows.append([str(rank), *(size_words(size) for size in (*astuple(each), each.total))])
-    return [*aligned(rows), *["tp, sp and cp divide them"] * (layout.mesh.tp * layout.mesh.cp > 1)]
 
 
 def rank_table(mesh: MeshShape) -> list[str]:
@@ -118,8 +169,6 @@ def _state(config: Config, parameters: int) -> str:
 
 
 def _rates(config: Config, steps: int, replicas: int) -> Sequence[tuple[int, float]]:
-    from pipeloom.train.step import learning_rate
-
     warm = min(config.optimizer.warmup_steps, steps - 1)
     steps_to_print = sorted({0, warm, (warm + steps - 1) // 2, steps - 1})
     return [(step, learning_rate(step, steps, config.optimizer, replicas)) for step in steps_to_print]

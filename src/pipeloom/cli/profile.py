@@ -75,10 +75,8 @@ def command(
 def _layout(arguments: Sequence[str]) -> Layout:
     """Return the layout of the command line: a configuration, a preset of the planner, or a Hugging Face directory."""
     from pipeloom.config import load_layout, split_arguments
+    from pipeloom.config.hub import presets
     from pipeloom.config.settings import BUILT_IN
-    from pipeloom.plan import load_model
-    from pipeloom.plan.export import model_section
-    from pipeloom.plan.model import presets
 
     path, overrides = split_arguments(arguments)
     keys: dict[str, Any] = {}
@@ -86,9 +84,7 @@ def _layout(arguments: Sequence[str]) -> Layout:
         if Path(path).is_dir():
             path, keys = None, {"model.source": path}
         elif path.lower() in presets():
-            shape = load_model(path)
-            shape = shape.with_layers(int(overrides.get("model.num_hidden_layers", shape.layers)))
-            path, keys = None, {f"model.{key}": value for key, value in model_section(shape).items()}
+            keys, path = {"model.preset": path.lower()}, None
     return load_layout(path, keys | overrides, world_size=0)
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeloom.cli.workers import be_worker, describe_keys, require_torch, start_workers, words_of
-from pipeloom.errors import printable
+from pipeloom.cli.workers import be_worker, describe_keys, missing_of_trainer, require_torch, start_workers, words_of
+from pipeloom.errors import CapacityError, UsageError, printable
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
@@ -24,6 +24,16 @@ def command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the configuration, print what would run, and start nothing.")
     ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="With --dry-run: a100, h100, h200, b200, gb200 or mi300x; default: h100 on CUDA."
+        ),
+    ] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(metavar="GIB", min=0.001, help="With --dry-run: memory of a device; default: the device's."),
+    ] = None,
     show_help: Annotated[
         bool,
         typer.Option("--help", "-h", help="Show this message and every key, or the keys of a section: --help data."),
@@ -46,10 +56,40 @@ def command(
         head = "" if sections else f"{context.get_help()}\n\nKeys (with their defaults):\n"
         print(head + describe_keys(sections))
         return
-    raise typer.Exit(_train(context.args, words_of(context), dry_run))
+    if dry_run:
+        _describe(context.args, device, memory)
+        raise typer.Exit(0)
+    if device is not None or memory is not None:
+        raise UsageError("--device and --memory are for --dry-run; nearest: --train.device cuda")
+    raise typer.Exit(_train(context.args, words_of(context)))
 
 
-def _train(arguments: Sequence[str], words: Sequence[str], dry_run: bool) -> int:
+def _describe(arguments: Sequence[str], name: str | None, memory: float | None) -> None:
+    """Print a dry run; needs no torch."""
+    from pipeloom.cli.dry_run import report
+    from pipeloom.config import load_layout, split_arguments
+    from pipeloom.plan import load_device
+    from pipeloom.train.workers.worker import is_worker, world_size_given
+
+    complete = not missing_of_trainer()
+    path, overrides = split_arguments(arguments)
+    layout = load_layout(path, overrides, world_size=world_size_given() or 0)
+    if is_worker() and os.environ["RANK"] != "0":
+        return
+    if complete:
+        from pipeloom.train.workers.preflight import require_files
+
+        require_files(layout)
+    name = name or ("h100" if layout.config.train.device == "cuda" else None)
+    announce(layout)
+    device = None if name is None else load_device(name)
+    lines, missing = report(layout, device, None if memory is None else memory * 2**30, complete=complete)
+    print("\n".join(lines), flush=True)
+    if missing:
+        raise CapacityError(missing)
+
+
+def _train(arguments: Sequence[str], words: Sequence[str]) -> int:
     """Run the command; return the exit code. `words` are those with which workers are started."""
     from pipeloom.config import load_layout, split_arguments
     from pipeloom.train.workers.worker import is_worker, launched_here, world_size_given
@@ -57,16 +97,7 @@ def _train(arguments: Sequence[str], words: Sequence[str], dry_run: bool) -> int
     require_torch("train")
     path, overrides = split_arguments(arguments)
     given = world_size_given()
-    layout = load_layout(path, overrides, world_size=0 if dry_run and given is None else given)
-    if dry_run:
-        from pipeloom.cli.dry_run import report_lines
-        from pipeloom.train.workers.preflight import require_files
-
-        if not is_worker() or os.environ["RANK"] == "0":
-            require_files(layout)
-            announce(layout)
-            print("\n".join(report_lines(layout)))
-        return 0
+    layout = load_layout(path, overrides, world_size=given)
     if not is_worker():
         from pipeloom.train.workers.preflight import require_machine
 

@@ -57,9 +57,13 @@ def words_of(context: typer.Context) -> list[str]:
 
 def require_torch(command: str) -> None:
     """Raise UsageError that names the extra if the trainer's packages are not installed; import none of them."""
-    missing = [name for name in TRAIN_PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := missing_of_trainer():
         raise missing_packages(f"pipeloom {command}", missing)
+
+
+def missing_of_trainer() -> list[str]:
+    """Return the names of the trainer's packages that are not installed; import none of them."""
+    return [name for name in TRAIN_PACKAGES if importlib.util.find_spec(name) is None]
 
 
 def start_workers(command: str, arguments: Sequence[str], world_size: int) -> int:

@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from pipeloom.config.problems import file_sentence
 from pipeloom.decoder_shape import context_problem
-from pipeloom.errors import ConfigError, UsageError, shortened
+from pipeloom.errors import ConfigError, UsageError, did_you_mean, shortened
 from pipeloom.limits import MODEL_CONFIG_BYTES, MOST_LAYERS, MOST_WIDTH, expanded, read_json, require_counts
 
 # Key of [model] -> its names in the families' files. For a foreign model most of these keys serve only estimates: of the costs by
@@ -92,6 +93,28 @@ def _size(key: str) -> Any:
 
 _SIZES: dict[str, Any] = {name: (_size(key), None) for key, names in _SPELLINGS.items() for name in names}
 _SCHEMA = create_model("ModelConfig", __base__=_ConfigFile, **_SIZES)
+
+
+def presets() -> dict[str, dict[str, Any]]:
+    """Name -> `config.json`, with its source under "source", of the models that are known by name."""
+    return dict(json.loads(resources.files("pipeloom.config").joinpath("models.json").read_text(encoding="utf-8")))
+
+
+def preset_sizes(name: str) -> dict[str, Any]:
+    """Keys of `[model]` for a preset. Raises ConfigError for a name that is none, or a model that our own decoder lacks."""
+    known = presets()
+    if name not in known:
+        raise ConfigError(
+            f'model.preset = "{name}" is not known{did_you_mean(name, known)}; presets: {", ".join(known)}'
+        )
+    decoder_keys = own_values(known[name])
+    if decoder_keys is None:
+        ours = [each for each, values in known.items() if values["model_type"] in _OWN]
+        raise ConfigError(
+            f'model.preset = "{name}": Pipeloom\'s own decoder cannot compute this {known[name]["model_type"]}; nearest: '
+            f"{', '.join(ours)}, or model.source with a directory of it"
+        )
+    return decoder_keys
 
 
 def is_directory(path: str) -> bool:

@@ -206,6 +206,7 @@ class ModelSection(Section, DecoderSizes):
     """`[model]`: the shape of the decoder, in Hugging Face's names."""
 
     source: str
+    preset: str
     weights: str
     num_hidden_layers: Blocks
     hidden_size: Count
@@ -238,7 +239,7 @@ class ModelSection(Section, DecoderSizes):
 
     def shape(self) -> DecoderShape:
         """Return these values as the library's type. Raises ArgumentError for sizes that contradict each other."""
-        return DecoderShape(**self.model_dump(exclude={"source", "weights", "experts_class", "router_class"}))
+        return DecoderShape(**self.model_dump(exclude={"source", "preset", "weights", "experts_class", "router_class"}))
 
 
 class LoraSection(Section):

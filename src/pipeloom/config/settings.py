@@ -25,7 +25,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeloom.config.checks import CLASS_KEYS
-from pipeloom.config.hub import ADAPTER_CONFIG, adapter_keys, is_directory, own_sizes, sizes
+from pipeloom.config.hub import ADAPTER_CONFIG, adapter_keys, is_directory, own_sizes, preset_sizes, sizes
 from pipeloom.config.layout import Layout, examine, read_schedule
 from pipeloom.config.problems import sentences
 from pipeloom.config.sections import COMPUTED, SECTIONS, Config
@@ -240,13 +240,15 @@ def _adopt_described(merged: Merged) -> None:
     """Take the sizes of a model in a directory, or the vocabulary size of a tokenizer for our own decoder, and the options of an
     adapter."""
     source, weights, tokenizer = (merged.text(key) for key in ("model.source", "model.weights", "data.tokenizer"))
+    if (preset := merged.text("model.preset")) and not source:
+        merged.adopt({f"model.{name}": value for name, value in preset_sizes(preset).items()}, f"preset {preset}")
     if source:
         described = sizes(source)
         _adopt(merged, "model.source", f"{source}/config.json", described, set(merged.values["model"]) - {"source"})
     elif weights and is_directory(weights):
         described = own_sizes(weights)  # the other keys say how our own decoder trains, such as dropout
         _adopt(merged, "model.weights", f"{weights}/config.json", described, set(described))
-    elif tokenizer not in ("", "auto", "bytes") and (size := vocabulary_size(tokenizer)) is not None:
+    elif not preset and tokenizer not in ("", "auto", "bytes") and (size := vocabulary_size(tokenizer)) is not None:
         merged.adopt({"model.vocab_size": size}, tokenizer)
     if adapter := merged.text("lora.adapter"):
         fixed = {"r", "lora_alpha", "target_modules"}

@@ -11,8 +11,6 @@ from math import ceil
 
 from pipeloom.plan.model import ModelShape
 
-ELEMENT = 2  # bytes of a bf16 element, in which all three runtimes compute
-
 
 @dataclass(frozen=True)
 class Runtime:
@@ -29,6 +27,9 @@ class Runtime:
         overhead: bytes outside the allocator: the CUDA context and NCCL's buffers.
         margin: the allocator's reserve over the peak, as a share of activations.
         whole_experts: an expert is usually whole on one rank of tp, and ep extends over tp.
+        element: bytes of an element of activations and weights; 2: bf16.
+        optimizer: bytes of the optimizer's state per parameter.
+        copies_mixed: attention's output is copied into the order of its heads for the next product (on a CPU).
         sharded: parameters, gradients and optimizer state are fp32 and sharded over dp by layer (fully_shard).
     """
 
@@ -44,6 +45,13 @@ class Runtime:
     margin: float = 0.15
     sharded: bool = False
     whole_experts: bool = False
+    element: int = 2
+    optimizer: float = 12.0
+    copies_mixed: bool = False
+
+    def on_cpu(self) -> Runtime:
+        """This runtime without what an accelerator's allocator and libraries hold."""
+        return replace(self, workspace=0.0, overhead=0.0, margin=0.0, copies_mixed=True)
 
 
 RUNTIMES = {
@@ -51,7 +59,7 @@ RUNTIMES = {
     for each in (
         # The loss works in place on bf16 logits.
         Runtime("megatron", True, (2, 0), True, True, repeats_keys=False, keeps_outputs=False, whole_experts=True),
-        # The logarithmic softmax in fp32; its gradient, in fp32 and in bf16.
+        # The logarithmic softmax in fp32; its gradient, in fp32 and in bf16 (ours, which is not compiled: two gradients in fp32).
         Runtime(
             "torchtitan",
             False,
@@ -62,7 +70,7 @@ RUNTIMES = {
             keeps_outputs=True,
             sharded=True,
         ),
-        Runtime("pipeloom", False, (4, 6), False, False, repeats_keys=False, keeps_outputs=True),
+        Runtime("pipeloom", False, (4, 8), False, False, repeats_keys=False, keeps_outputs=True),
     )
 }
 
@@ -85,9 +93,14 @@ class Split:
     capacity: float = 0.0
     etp: int = 1
 
+    @property
+    def element(self) -> int:
+        """Bytes of an element of an activation."""
+        return self.runtime.element
+
     def part(self, elements: float) -> float:
         """Bytes of an activation of so many elements that tensor (with sequence) parallelism divides."""
-        return elements * ELEMENT / self.tp
+        return elements * self.element / self.tp
 
 
 @dataclass(frozen=True)
@@ -121,6 +134,11 @@ class Op:
     ep_bytes: float = 0.0
     attends: bool = False
     makes: str = ""
+
+    @property
+    def deferred(self) -> bool:
+        """Return whether its weight gradient may wait."""
+        return bool(self.flops and self.weights)
 
 
 # Part -> the tensors that it recomputes, as Megatron-Core's `recompute_modules` does. Attention frees only its statistics: its
@@ -177,26 +195,32 @@ class LayerOps:
     @property
     def pending(self) -> float:
         """Bytes that a deferred weight gradient holds: the products' inputs and the gradients of their outputs."""
-        products = [op for op in self.ops if op.flops and op.weights]
+        products = [op for op in self.ops if op.deferred]
         return sum(size for op in products for _, size in op.saves[:1]) + sum(op.out for op in products)
 
     @property
     def rebuilt(self) -> float:
-        """Bytes that the backward rebuilds first."""
-        return sum(size for name, size in self.tensors.items() if name in self.dropped)
+        """Bytes that the backward rebuilds first; the input is there."""
+        return sum(size for name, size in self.tensors.items() if name in self.dropped and name != "input")
 
     @property
     def backward_peak(self) -> float:
         """The most bytes during this layer's backward over those that the micro-batch held before; what is used up is freed."""
+        return self.peak_of(split=False)
+
+    def peak_of(self, *, split: bool) -> float:
+        """As `backward_peak`; of an I where the backward is `split`: the operands of weight gradients stay."""
         first: dict[str, int] = {}
         for at, op in enumerate(self.ops):
             for name, _ in op.saves:
                 first.setdefault(name, at)
+        waiting = {op.saves[0][0] for op in self.ops if split and op.deferred}
         tensors, held, peak = self.tensors, self.rebuilt, 0.0
         for at in range(len(self.ops) - 1, -1, -1):
             op = self.ops[at]
             peak = max(peak, held + op.gradients + op.scratch + self.residual)
-            held -= sum((tensors[name] for name, _ in op.saves if first[name] == at), 0.0)
+            held -= sum((tensors[name] for name, _ in op.saves if first[name] == at and name not in waiting), 0.0)
+            held += op.out * (split and op.deferred)
         return peak
 
     @property
@@ -207,10 +231,10 @@ class LayerOps:
         return shared, experts
 
 
-def placeholders(layers: list[LayerOps]) -> float:
-    """Bytes of one bf16 buffer for each shape of a block's weights (see `Runtime.gradient_placeholders`)."""
+def placeholders(layers: list[LayerOps], element: int) -> float:
+    """Bytes of one buffer for each shape of a block's weights (see `Runtime.gradient_placeholders`), of `element` bytes."""
     shapes = {size for layer in layers if layer.kind == "t" for op in layer.ops for size, _ in op.weights}
-    return ELEMENT * sum(shapes)
+    return element * sum(shapes)
 
 
 def layers_of(shape: ModelShape, split: Split) -> list[LayerOps]:
@@ -228,45 +252,45 @@ def _embedding(shape: ModelShape, split: Split) -> LayerOps:
         "embedding",
         saves=(("ids", 8.0 * split.tokens),),
         gradients=hidden,
-        scratch=table * ELEMENT,
+        scratch=table * split.element,
         weights=((table, 1),),
         traffic=2 * hidden,
     )
-    return LayerOps("E", (op,), 0.0)
+    return LayerOps("E", (op,), 0.0, 8.0 * split.tokens)
 
 
 def _output(shape: ModelShape, split: Split) -> LayerOps:
     """The last norm, the product with the vocabulary, and the loss."""
     elements, hidden = split.tokens * shape.hidden, split.part(split.tokens * shape.hidden)
     logits, weight = split.part(split.tokens * shape.vocabulary), shape.vocabulary * shape.hidden / split.tp
-    saved, scratch = (logits / ELEMENT * each for each in split.runtime.loss_bytes)
-    placeholder = weight * ELEMENT if split.runtime.gradient_placeholders else 0.0
+    saved, scratch = (logits / split.element * each for each in split.runtime.loss_bytes)
+    placeholder = weight * split.element if split.runtime.gradient_placeholders else 0.0
     product = Op(
         "logits",
         (("last_norm", hidden),),
-        logits + max(elements * ELEMENT, hidden),
-        placeholder + elements * ELEMENT * (split.tp > 1) + hidden,
+        logits + max(elements * split.element, hidden),
+        placeholder + elements * split.element * (split.tp > 1) + hidden,
+        out=logits,
         weights=((weight, 1),),
         flops=2 * split.tokens * weight,
         tp_bytes=_exchanged(split, elements),
     )
     loss = Op("loss", (("logits", saved),), scratch=scratch, traffic=3 * logits)
-    return LayerOps("L", (_norm(shape, split, "last", "last_norm"), product, loss), 0.0)
+    return LayerOps("L", (_norm(shape, split, "last", "last_norm"), product, loss), 0.0, hidden)
 
 
 def _norm(shape: ModelShape, split: Split, operand: str, makes: str) -> Op:
-    """It keeps its input; where it is not fused an fp32 copy of that, and the normed values before their weight."""
-    hidden = split.part(split.tokens * shape.hidden)
-    saves = (
-        ((operand, hidden),)
-        if split.runtime.fused_norm
-        else ((f"{operand}_wide", 2 * hidden), (f"{operand}_unit", hidden))
-    )
+    """It keeps its input; where it is not fused the normed values before their weight too, and instead of an input in bf16 an
+    fp32 copy of it; and a scale per token."""
+    hidden, wide = split.part(split.tokens * shape.hidden), max(split.element, 4) // split.element
+    source = (f"{operand}_wide" if wide > 1 else operand, wide * hidden)
+    unfused = (source, (f"{operand}_unit", hidden), (f"{operand}_scale", 4.0 * split.tokens / split.tp))
+    saves = ((operand, hidden),) if split.runtime.fused_norm else unfused
     return Op(makes, saves, 2 * hidden, weights=((shape.hidden, 1),), traffic=2 * hidden, makes=makes)
 
 
 def _exchanged(split: Split, elements: float) -> float:
-    return elements * ELEMENT * (split.tp - 1) / split.tp
+    return elements * split.element * (split.tp - 1) / split.tp
 
 
 def _block(shape: ModelShape, split: Split, *, sparse: bool) -> LayerOps:
@@ -302,9 +326,9 @@ def _linear(
     return Op(
         name,
         (operand,),
-        (out + inner) * rows * ELEMENT,
-        gathers * ELEMENT,
-        out * rows * ELEMENT,
+        (out + inner) * rows * split.element,
+        gathers * split.element,
+        out * rows * split.element,
         ((out * inner, count),),
         expert,
         flops=2 * rows * out * inner,
@@ -316,9 +340,10 @@ def _linear(
 def _core(shape: ModelShape, split: Split, query: float, key: float, value: float, out: float, width: float) -> Op:
     """Fused, causal attention; `width`: this rank's query and value widths, of all heads, added."""
     statistics = 4.0 * split.tokens * shape.heads / split.tp
+    result = "heads" if split.runtime.copies_mixed else "mixed"
     return Op(
         "attention",
-        (("query", query), ("key", key), ("value", value), ("mixed", out), ("statistics", statistics)),
+        (("query", query), ("key", key), ("value", value), (result, out), ("statistics", statistics)),
         query + key + value + out,
         2 * query,  # the fp32 sum of the queries' gradient
         flops=split.tokens * split.context * width,
@@ -332,7 +357,8 @@ def _attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
     tokens, hidden = split.tokens, split.part(split.tokens * shape.hidden)
     queries = shape.heads * shape.head_width / split.tp
     keys = shape.key_value_heads * shape.head_width / split.tp
-    query, key = tokens * queries * ELEMENT, tokens * (queries if split.runtime.repeats_keys else keys) * ELEMENT
+    expanded = queries if split.runtime.repeats_keys else keys
+    query, key = (tokens * width * split.element for width in (queries, expanded))
     exchanged = tokens * shape.hidden
     return (
         _linear(split, "qkv", ("norm_1", hidden), (queries + 2 * keys, shape.hidden), tokens, exchanged),
@@ -341,9 +367,10 @@ def _attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
     )
 
 
-def _small_norm(name: str, operand: str, kept_width: float, tokens: int, width: float) -> Op:
-    size = 2.0 * tokens * width * ELEMENT
-    return Op(name, ((operand, tokens * kept_width * ELEMENT),), size, weights=((width, 1),), traffic=size, makes=name)
+def _small_norm(name: str, operand: str, kept_width: float, split: Split, width: float) -> Op:
+    tokens = split.tokens * split.element
+    size = 2.0 * tokens * width
+    return Op(name, ((operand, tokens * kept_width),), size, weights=((width, 1),), traffic=size, makes=name)
 
 
 def _latent_attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
@@ -352,17 +379,17 @@ def _latent_attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
     hidden = split.part(tokens * shape.hidden)
     heads, query_width = shape.heads / split.tp, latent.nope + latent.rope
     rank, shared = latent.key_value_rank, latent.key_value_rank + latent.rope
-    query, value = (tokens * heads * width * ELEMENT for width in (query_width, latent.value))
+    query, value = (tokens * heads * width * split.element for width in (query_width, latent.value))
 
     def linear(name: str, operand: str, out: float, inner: float, makes: str = "") -> Op:
-        size = hidden if operand == "norm_1" else tokens * inner * ELEMENT
+        size = hidden if operand == "norm_1" else tokens * inner * split.element
         return _linear(split, name, (operand, size), (out, inner), tokens, makes=makes)
 
     ops: list[Op] = []
     if narrow := latent.query_rank:
         ops += [
             linear("query_down", "norm_1", narrow, shape.hidden),
-            _small_norm("query_norm", "query_down", narrow, tokens, narrow),
+            _small_norm("query_norm", "query_down", narrow, split, narrow),
             linear("query_up", "query_norm", heads * query_width, narrow, "query"),
         ]
     else:
@@ -370,7 +397,7 @@ def _latent_attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
     return (
         *ops,
         linear("latent_down", "norm_1", shared, shape.hidden),
-        _small_norm("latent_norm", "latent", shared, tokens, rank),
+        _small_norm("latent_norm", "latent", shared, split, rank),
         linear("latent_up", "latent_norm", heads * (latent.nope + latent.value), rank, "key"),
         _core(shape, split, query, query, value, value, heads * (query_width + latent.value)),
         _linear(split, "o", ("mixed", value), (shape.hidden, heads * latent.value), tokens, tokens * shape.hidden),
@@ -390,7 +417,7 @@ def _mlp(
     """Product, activation, product; `rows` go through `count` experts, or one dense part, of inner width `width`."""
     inner, gated, silu = (prefix + name for name in ("inner", "gated", "silu"))
     wide, expert = width * (2 if shape.gated else 1), prefix == "expert_"
-    tall, out = rows * wide * ELEMENT, rows * width * ELEMENT
+    tall, out = rows * wide * split.element, rows * width * split.element
     unfused = ((silu, out),) if shape.gated and not split.runtime.fused_gate else ()
     up, down = (wide, shape.hidden), (shape.hidden, width)
     return (
@@ -410,7 +437,7 @@ def _experts(shape: ModelShape, split: Split) -> tuple[Op, ...]:
     rows = split.tokens * shape.experts_per_token * split.etp / split.tp
     if split.capacity:
         rows = shape.experts * ceil(split.capacity * rows / shape.experts)
-    local, moved = shape.experts // split.ep, rows * shape.hidden * ELEMENT
+    local, moved = shape.experts // split.ep, rows * shape.hidden * split.element
     routing = split.tokens / split.tp * shape.experts
     operand = ("norm_2", hidden)
     shared: tuple[Op, ...] = ()

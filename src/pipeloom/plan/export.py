@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from pipeloom.errors import UsageError
+from pipeloom.plan.layout import PlannedLayout
 from pipeloom.plan.model import ModelShape
 from pipeloom.plan.predict import LayoutCosts, built
 from pipeloom.schedule import Schedule
@@ -166,6 +167,26 @@ def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None) -> 
         for name, keys in sections.items()
         for line in (f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items()), "")
     )
+
+
+_FLAGS = {
+    "dp": "parallel.dp",
+    "tp": "parallel.tp",
+    "cp": "parallel.cp",
+    "pp": "parallel.pp",
+    "ep": "parallel.ep",
+    "zero": "parallel.zero",
+    "v": "schedule.chunks",
+    "m": "schedule.microbatches",
+    "schedule": "schedule.name",
+    "recompute": "train.recompute",
+}
+
+
+def train_flags(layout: PlannedLayout, now: PlannedLayout) -> list[str]:
+    """The flags with which `pipeloom train` runs `layout` instead of `now`."""
+    changed = [key for key in _FLAGS if getattr(layout, key) != getattr(now, key)]
+    return [f"--{_FLAGS[key]} {getattr(layout, key)}" for key in changed]
 
 
 def _not_trained(shape: ModelShape) -> dict[str, bool]:

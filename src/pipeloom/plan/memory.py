@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from pipeloom.plan.blocks import ELEMENT, LayerOps, Runtime, placeholders
+from pipeloom.plan.blocks import LayerOps, Runtime, placeholders
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.schedule import Schedule
-from pipeloom.schedule.actions import INPUT_GRADIENT, PENDING, SAVED, kind_of
+from pipeloom.schedule.actions import INPUT_GRADIENT, KEPT, PENDING, SAVED, kind_of
 from pipeloom.schedule.model import made_by, parts
+
+BLOCKS = ("RB", "RI")  # kinds that recompute layer by layer
 
 
 @dataclass(frozen=True)
@@ -52,19 +54,26 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one micro-batch on one stage: held from F, still held between I and W, and above that at the backward's peak."""
+    """Bytes of one micro-batch on one stage: held from F, still held between I and W, and above that at the backward's peak.
+
+    Attributes:
+        kept: held from F whether the stage is recomputed or not, besides `saved`.
+        layer: of the layer that a block (R;B) recomputes, while it runs; `extra` is above this.
+    """
 
     saved: float
     pending: float
     extra: float
+    kept: float = 0.0
+    layer: float = 0.0
 
 
-def stage_memory(layers: Sequence[LayerOps]) -> StageMemory:
-    """Sum the layers of a stage; the backward runs from the last to the first and frees what it has used."""
+def stage_memory(layers: Sequence[LayerOps], *, split: bool = False) -> StageMemory:
+    """Sum the layers of a stage; the backward (I where it is `split`) runs from the last to the first and frees what it used."""
     freed, extra = 0.0, 0.0
     for layer in reversed(layers):
-        extra = max(extra, layer.backward_peak - freed)
-        freed += layer.saved
+        extra = max(extra, layer.peak_of(split=split) - freed)
+        freed += layer.saved - layer.pending * split
     saved = sum(layer.saved for layer in layers)
     return StageMemory(saved, sum(layer.pending for layer in layers), extra)
 
@@ -76,9 +85,9 @@ def peak(schedule: Schedule, rank: int, stages: Sequence[StageMemory]) -> tuple[
         claimed = change = extra = 0.0
         for action in parts(cell):
             stage, kind, values = stages[action.stage], kind_of(action.kind), made_by(schedule, action)
-            claimed += stage.saved * (SAVED in values)
-            change += stage.saved * ((SAVED in values) - (SAVED in kind.frees))
-            change += stage.pending * ((PENDING in values) - (PENDING in kind.frees))
+            claimed += stage.saved * (SAVED in values) + stage.layer * (action.kind in BLOCKS)
+            for name, size in ((SAVED, stage.saved), (KEPT, stage.kept), (PENDING, stage.pending)):
+                change += size * ((name in values) - (name in kind.frees))
             if INPUT_GRADIENT in kind.produces:
                 extra = max(extra, stage.extra)
         if held + claimed + extra > best[0] + best[1]:
@@ -100,7 +109,7 @@ def rank_memory(
         layers: [embedding, block, …, output layer], as `layers_of` returns them.
         spans: stage -> (its first layer, the layer behind its last).
     """
-    of_stage = [stage_memory([layers[at] for at in range(*span)]) for span in spans]
+    of_stage = [stage_memory([layers[at] for at in range(*span)], split=schedule.splits_backward) for span in spans]
     replicas = layout.dp * layout.cp
     result = []
     for rank, stages in enumerate(schedule.stages_of):
@@ -114,7 +123,7 @@ def rank_memory(
         weights, gradients, optimizer, gathered = state_bytes(
             groups, max((sum(layer.parameters) for layer in held), default=0.0), layout, runtime
         )
-        buffers = runtime.workspace + (placeholders(held) if runtime.gradient_placeholders else 0.0)
+        buffers = runtime.workspace + (placeholders(held, runtime.element) if runtime.gradient_placeholders else 0.0)
         result.append(
             RankMemory(
                 weights,
@@ -145,18 +154,20 @@ def state_bytes(
         groups: (parameters, ranks that hold the same ones) of what every rank of an ep group holds, and of the experts.
         largest: parameters of the largest layer, which is gathered whole.
     """
+    element = runtime.element
     whole = sum(count for count, _ in groups)
     shard = sum(count / replicas for count, replicas in groups)
     if runtime.sharded:
         # Two layers gathered at once (one computes, one is on its way), and a layer's gradient before its reduction; a pipeline's
         # stages stay gathered, and accumulate whole gradients over their micro-batches.
-        gathered = ELEMENT * whole + 4 * whole if layout.pp > 1 else 2 * ELEMENT * largest + (ELEMENT + 4) * largest
+        two = 2 * element * largest + (element + 4) * largest
+        gathered = element * whole + 4 * whole if layout.pp > 1 else two
         return 4 * shard, 4 * shard, 8 * shard, gathered
     zero = layout.zero
-    gathered = (2 * ELEMENT * largest if zero == 3 else 0.0) + (4 * largest if zero >= 2 else 0.0)
+    gathered = (2 * element * largest if zero == 3 else 0.0) + (4 * largest if zero >= 2 else 0.0)
     return (
-        ELEMENT * (shard if zero == 3 else whole),
+        element * (shard if zero == 3 else whole),
         4 * (shard if zero >= 2 else whole),
-        12 * (shard if zero >= 1 else whole),
+        runtime.optimizer * (shard if zero >= 1 else whole),
         gathered,
     )

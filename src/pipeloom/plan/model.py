@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from pipeloom.config.hub import presets
 from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.limits import MODEL_CONFIG_BYTES, MOST_LAYERS, MOST_WIDTH, read_json
 
@@ -159,12 +158,6 @@ def _sparse(values: Mapping[str, Any], layers: int, dense_first: int, step: int)
         block >= dense_first and block not in dense and (block + 1) % step == 0 and block % every == 0
         for block in range(layers)
     )
-
-
-def presets() -> dict[str, dict[str, Any]]:
-    """Name -> `config.json`, with its source under "source", of the models that are known by name."""
-    table = json.loads(resources.files("pipeloom.plan").joinpath("models.json").read_text())
-    return dict(table)
 
 
 def load(model: str) -> ModelShape:

@@ -53,6 +53,11 @@ class Planner:
     runtime: Runtime
     _predictions: dict[PlannedLayout, LayoutCosts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    @property
+    def row(self) -> float:
+        """Bytes of one token between two stages."""
+        return float(self.runtime.element * self.shape.hidden)
+
     def layers(self, layout: PlannedLayout) -> list[LayerOps]:
         """[embedding, block, …, output layer] of one device under the layout."""
         tokens = layout.micro_batch * layout.seq // layout.cp
@@ -98,7 +103,7 @@ class Planner:
         for span in set(of_stage):
             times[span] = self._times(layers[slice(*span)], layout, links)
         memory = rank_memory(layers, of_stage, layout, schedule, self.runtime)
-        makespan, busy = _pipeline(layout, costs([times[span] for span in of_stage], layout, self.shape.hidden, links))
+        makespan, busy = _pipeline(layout, costs([times[span] for span in of_stage], layout, self.row, links))
         slowest = (0.0, 0.0)
         for mine in schedule.stages_of:
             held = [layers[at].parameters for stage in mine for at in range(*of_stage[stage])]
@@ -129,7 +134,7 @@ class Planner:
         of_stage = spans(schedule, list(counts))
         stages = [layers[slice(*span)] for span in of_stage]
         times = [self._times(each, layout, links) for each in stages]
-        memory = [stage_memory(each) for each in stages]
+        memory = [stage_memory(each, split=schedule.splits_backward) for each in stages]
         ranks = rank_memory(layers, of_stage, layout, schedule, self.runtime)
         standing = {"params": [0.0] * len(stages), "grads": [0.0] * len(stages), "optimizer": [0.0] * len(stages)}
         standing |= {"buffers": [0.0] * len(stages), "temporaries": [0.0] * len(stages)}
@@ -144,7 +149,7 @@ class Planner:
             "layer": tuple(max((layer.saved for layer in each), default=0.0) for each in stages),
         }
         sizes |= {name: tuple(values) for name, values in standing.items()}
-        return replace(costs(times, layout, self.shape.hidden, links), bytes=sizes)
+        return replace(costs(times, layout, self.row, links), bytes=sizes)
 
     def measured(self, prediction: LayoutCosts, microbatches: int, seconds: float) -> LayoutCosts:
         """The prediction with its times scaled so that the same layout with `microbatches` takes the measured `seconds`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -122,6 +123,30 @@ def search(planner: Planner, request: PlanRequest) -> LayoutPlan:
         predictions.append(better)
     predictions.sort(key=lambda each: -each.tokens)
     return LayoutPlan(tuple(predictions), tuple(estimates), min(estimates, key=lambda each: each.memory))
+
+
+_AXES = ("dp", "tp", "cp", "pp", "ep", "v", "micro_batch")
+
+
+def closest(planner: Planner, request: PlanRequest, layout: PlannedLayout) -> LayoutCosts | None:
+    """Return the layout of `request` that fits with the fewest changes of `layout`, of several the fastest; None: none fits.
+
+    A change doubles or halves an axis, or chooses another schedule, ZeRO level or recomputation.
+    """
+
+    def changes(other: PlannedLayout) -> float:
+        axes: float = sum(abs(math.log2(getattr(other, name) / getattr(layout, name))) for name in _AXES)
+        return axes + sum(
+            float(getattr(other, name) != getattr(layout, name)) for name in ("schedule", "zero", "recompute")
+        )
+
+    fitting = [each for each in _estimates(planner, request) if each.memory <= request.memory]
+    for each in sorted(fitting, key=lambda each: (changes(each.layout), each.seconds))[:EXACT]:
+        with suppress(UsageError):  # a family that refuses these sizes
+            prediction = planner.predict(each.layout)
+            if prediction.peak <= request.memory:
+                return prediction
+    return None
 
 
 def _better(planner: Planner, request: PlanRequest, best: LayoutCosts, until: float) -> LayoutCosts | None:

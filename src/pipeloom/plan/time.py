@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean
-from pipeloom.plan.blocks import ELEMENT, LayerOps, Op, Runtime
+from pipeloom.plan.blocks import LayerOps, Op, Runtime
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.schedule import Costs
 
@@ -133,10 +133,10 @@ def stage_times(
     """
     sums = [0.0] * 5
     for layer in layers:
-        times = _layer_times(layer, layout, device, links)
+        times = _layer_times(layer, layout, runtime.element, device, links)
         if gathers_by_microbatch(layout, runtime):
             replicas = layout.dp * layout.cp
-            gather = _seconds(ELEMENT * sum(layer.parameters) * (replicas - 1) / replicas, links.dp)
+            gather = _seconds(runtime.element * sum(layer.parameters) * (replicas - 1) / replicas, links.dp)
             waits = max(0.0, gather - times[0]), max(0.0, 3 * gather - times[1] - times[2])
             times = (times[0] + waits[0], times[1] + waits[1], times[2], times[3] + waits[0], times[4] + waits[1])
         sums = [total + each for total, each in zip(sums, times, strict=True)]
@@ -144,13 +144,13 @@ def stage_times(
 
 
 def _layer_times(
-    layer: LayerOps, layout: PlannedLayout, device: Device, links: AxisRates
+    layer: LayerOps, layout: PlannedLayout, element: int, device: Device, links: AxisRates
 ) -> tuple[float, float, float, float, float]:
     """The fields of `StageSeconds` for one layer whose weights are there."""
     forward = input_grad = weight_grad = sent_forward = sent_backward = 0.0
     whole = "mixed" in layer.dropped  # a whole block repeats its exchanges too
     for op in layer.ops:
-        product = _product_seconds(op, device)
+        product = _product_seconds(op, element, device)
         elementwise = op.traffic / (MEMORY_SHARE * device.bandwidth) + LAUNCH
         sent = _seconds(op.tp_bytes, links.tp) + _seconds(op.ep_bytes, links.ep)
         if op.attends:
@@ -181,7 +181,7 @@ def _context_exchange(op: Op, layout: PlannedLayout, links: AxisRates) -> float:
     return _seconds((sizes["key"] + sizes["value"]) * (layout.cp - 1), links.cp)
 
 
-def _product_seconds(op: Op, device: Device) -> float:
+def _product_seconds(op: Op, element: int, device: Device) -> float:
     if not op.flops:
         return 0.0
     rate = device.flops * device.efficiency
@@ -191,13 +191,13 @@ def _product_seconds(op: Op, device: Device) -> float:
     rows = op.flops / (2 * size * count)  # of one expert, or of all tokens
     side = min(rows, math.sqrt(size))
     share = side / (side + HALF_RATE_SIDE) * (GROUPED_SHARE if op.expert else 1.0)
-    moved = ELEMENT * size * count
+    moved = element * size * count
     return max(op.flops / (rate * share), moved / (MEMORY_SHARE * device.bandwidth))
 
 
-def costs(times: Sequence[StageSeconds], layout: PlannedLayout, hidden: int, links: AxisRates) -> Costs:
-    """`Costs` in seconds; a message is a micro-batch's activations between two stages, divided by tp."""
-    message = ELEMENT * layout.micro_batch * layout.seq / layout.cp * hidden / layout.tp
+def costs(times: Sequence[StageSeconds], layout: PlannedLayout, row: float, links: AxisRates) -> Costs:
+    """`Costs` in seconds; a message is a micro-batch's activations between two stages, divided by tp; `row`: bytes of a token."""
+    message = layout.micro_batch * layout.seq / layout.cp * row / layout.tp
     return Costs(
         forward=tuple(each.forward for each in times),
         input_grad=tuple(each.input_grad for each in times),
@@ -254,6 +254,6 @@ def state_seconds(
     moved = traffic = 0.0
     hidden = gathers_by_microbatch(layout, runtime)
     for count, ranks in ((shared, replicas), (experts, layout.expert_replicas)):
-        moved += 0.0 if hidden else count * (4 + ELEMENT) * (ranks - 1) / ranks
+        moved += 0.0 if hidden else count * (4 + runtime.element) * (ranks - 1) / ranks
         traffic += 40 * count / (ranks if layout.zero or runtime.sharded else 1)
     return _seconds(moved, links.dp), traffic / (MEMORY_SHARE * device.bandwidth)

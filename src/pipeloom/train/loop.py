@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.config import Config, Layout
+from pipeloom.config.rates import learning_rate
 from pipeloom.config.volume import boundary_bytes, volumes
 from pipeloom.errors import Interrupted, PipeloomError, Preempted
 from pipeloom.limits import expanded
@@ -38,6 +40,7 @@ from pipeloom.train.observers import ExpertLoads, StepEnd, StepLog, StepObserver
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report.metrics import memory_history, shared_cores
+from pipeloom.train.report.prediction import compared
 from pipeloom.train.report.report import Report
 from pipeloom.train.report.step_bytes import BytesCheck
 from pipeloom.train.report.tables import table, what_ranks_hold
@@ -49,7 +52,6 @@ from pipeloom.train.step import (
     Outcome,
     first_not_finite,
     layer_norms,
-    learning_rate,
     norm_of,
 )
 from pipeloom.train.tuning import GarbageCollection, trim_freed_memory
@@ -107,8 +109,9 @@ def _train(
         context.close_to_strangers()
         begin_weights(config, pipeline, start.path is not None)
         trainer = Trainer(config, pipeline, context, report, facts, data.unit, claim, observers)
+        sizes = BytesCheck(layout, pipeline, trainer.optimizer, report)
         if config.train.steps > 1:
-            trainer.add_row(BytesCheck(layout, pipeline, trainer.optimizer, report).row)
+            trainer.add_row(sizes.row)
         trainer.chat = data.template is not None
         if layout.search is not None:
             trainer.measuring = MeasureThenSearch(layout, pipeline, context, report)
@@ -133,9 +136,11 @@ def _train(
             count = int(sum(count_targets(batch.targets) for batch in test))
             report.record("held-out", before=before, after=after, **{f"{data.unit}s": count})
             crowded = shared_cores(layout.world_size, context.device)
-            size = fmean(boundary_bytes(layout))
-            traces = [replace(trace, costs=replace(trace.costs, message=size)) for trace in trainer.log.traces]
-            report.conclude(traces, (before, after, count), data.unit, written, crowded)
+            message = fmean(boundary_bytes(layout))
+            traces = [replace(trace, costs=replace(trace.costs, message=message)) for trace in trainer.log.traces]
+            name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else ""
+            compare = partial(compared, layout, device_name=name, sizes=(sizes.predicted, sizes.measured))
+            report.conclude(traces, (before, after, count), data.unit, written, crowded, compare)
         pipeline.close()
 
 

@@ -113,3 +113,33 @@ def test_a_matrix_imports_from_its_own_folder(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     found = load_matrix(matrix, "tiny", {"parallel.pp": 2, "schedule.microbatches": 4})
     assert found.layouts[0].code == str(tmp_path / "there" / "schedule_of_a_matrix.py")
+
+
+def test_a_dry_run_needs_no_torch(tmp_path: Path) -> None:
+    """1,024 workers of a model that is known by name."""
+    absent = "import sys; sys.modules.update(torch=None, numpy=None, safetensors=None); from pipeloom.cli import main; main()"
+    words = ["train", "--dry-run", "--model.preset", "llama3-70b", "--device", "h100", "--train.seq_len", "4096"]
+    words += [
+        "--train.global_batch_size",
+        "1024",
+        "--train.dtype",
+        "bfloat16",
+        "--parallel.pp",
+        "8",
+        "--parallel.tp",
+        "8",
+    ]
+    words += [
+        "--parallel.dp",
+        "16",
+        "--schedule.name",
+        "1f1b",
+        "--schedule.microbatches",
+        "64",
+        "--parallel.sp",
+        "true",
+    ]
+    done = run(tmp_path, "-c", absent, *words, "--memory", "20")
+    assert done.returncode == 4, done.stderr
+    assert "dry run: 1024 workers would start" in done.stdout
+    assert "; the closest layout that fits, with " in done.stderr

@@ -80,6 +80,15 @@ def test_two_runs_are_equal_bit_by_bit_and_tell_what_they_did(tmp_path: Path) ->
     bubble = events(first, "bubble")[0]
     assert 0 <= bubble["simulated"] < 1  # either may be the larger in a step of a few milliseconds
     assert 0 <= bubble["measured"] < 1
+    (prediction,) = events(first, "prediction")
+    step = prediction["step, s"]
+    assert step["measured"] == bubble["makespan_measured"]
+    assert sum(prediction["causes"].values()) == pytest.approx(step["measured"] - step["predicted"])
+    assert prediction["bytes"]["measured"] == max(bytes_["measured"])
+    assert f"largest cause of error: {prediction['largest_cause']}, " in done.stdout
+    assert "predicted (times from FLOPs at the measured speed) beside measured:" in done.stdout
+    (page,) = first.glob("runs/*/timeline.html")
+    assert "predicted: " in page.read_text()
 
 
 @pytest.mark.timeout(240)

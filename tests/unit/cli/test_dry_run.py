@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-import pipeloom.train.report.step_bytes  # noqa: F401  # imports torch here, not in a test's call
+import pipeloom.train.observers  # noqa: F401  # imports torch here, not in a test's call
 from pipeloom.cli import app, train
 from pipeloom.cli.dry_run import expected_timeline, rank_table
 from pipeloom.config import load_layout, parameter_count
 from pipeloom.config.standing_bytes import rank_parameters
-from pipeloom.errors import ConfigError
+from pipeloom.errors import CapacityError, ConfigError, UsageError
 from pipeloom.mesh_shape import MeshShape
+from pipeloom.plan import load_device
+from pipeloom.plan.run import predicted
+
+H100 = load_device("h100")
 
 
 def run(folder: Path, *flags: str) -> object:
@@ -44,15 +49,54 @@ def test_it_prints_the_run_and_starts_nothing(
 def test_any_model_is_described_on_a_laptop(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither this machine's memory, nor its devices or variables count: 4 TB of a model with 200,000 tokens, for 64 workers."""
+    """Neither this machine's memory, nor its devices, packages or variables count: 4 TB of a model, for 64 workers."""
     monkeypatch.setattr("pipeloom.train.workers.preflight.memory_of_machine", lambda: 8 * 2**30)
     sizes = {"vocab_size": 200_000, "hidden_size": 16384, "num_attention_heads": 128, "num_key_value_heads": 8}
     flags = [f"--model.{key}={size}" for key, size in sizes.items()] + ["--model.num_hidden_layers=64"]
     flags += ["--parallel.pp=16", "--parallel.tp=4", "--parallel.dp=-1", "--train.seq_len=256", "--train.device=cuda"]
-    assert run(tmp_path, *flags, "--schedule.name=1f1b", "--train.dtype=bfloat16") == 0
+    monkeypatch.setattr(train, "missing_of_trainer", lambda: ["torch"])
+    assert run(tmp_path, *flags, "--schedule.name=1f1b", "--train.dtype=bfloat16", "--memory=200") == 0
     out = capsys.readouterr().out
     assert "bytes at the peak\n0 " in out
+    assert "step on h100: " in out
+    assert "files were not checked" in out
     assert "dry run: 64 workers would start" in out
+
+
+def test_a_run_that_does_not_fit_ends_with_the_closest_one_that_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "missing_of_trainer", lambda: ["torch"])
+    flags = ["--model.preset=llama3-8b", "--parallel.pp=2", "--parallel.dp=4", "--schedule.name=1f1b"]
+    flags += ["--schedule.microbatches=16", "--train.global_batch_size=64", "--train.seq_len=4096"]
+    with pytest.raises(CapacityError) as error:
+        run(tmp_path, *flags, "--train.dtype=bfloat16", "--device=h100")
+    words = str(error.value)
+    short = r"rank 0 needs (\S+) GiB, (\S+) more than there are; the closest layout that fits, with (\S+) GiB: "
+    match = re.match(short, words)
+    assert match is not None, words
+    need, missing, enough = map(float, match.groups())
+    assert need - missing == pytest.approx(80e9 / 2**30, abs=0.11)
+    assert enough < need - missing
+    assert words.endswith(": --parallel.zero 1")
+    assert "dry run: 8 workers would start" in capsys.readouterr().out
+
+
+def test_flags_of_a_dry_run_need_it(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--device and --memory are for --dry-run"):
+        app(["train", "tiny", "--memory=3"], standalone_mode=False)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_zero_divides_what_it_names(zero: int) -> None:
+    """By the replicas: the optimizer's state, from 2 on the summed gradients, from 3 on the weights."""
+    keys = {"parallel.dp": 4, "train.global_batch_size": 20, "schedule.name": "1f1b", "train.dtype": "bfloat16"}
+    before, after = (predicted(load_layout("tiny", keys | {"parallel.zero": level}), H100) for level in (0, zero))
+    for one, other in zip(before.ranks, after.ranks, strict=True):
+        for level, name in ((1, "optimizer"), (2, "gradients"), (3, "parameters")):
+            assert getattr(one, name) / getattr(other, name) == pytest.approx(4 if level <= zero else 1), name
+    assert after.peak < before.peak
+    assert after.step is not None
 
 
 def test_what_cannot_run_is_refused(tmp_path: Path) -> None:

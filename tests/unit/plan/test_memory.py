@@ -10,10 +10,14 @@ from statistics import mean
 import pytest
 
 from paths import ROOT
+from pipeloom.config import load
+from pipeloom.config.hub import presets
+from pipeloom.errors import ConfigError
 from pipeloom.plan import RUNTIMES, PlannedLayout, Planner, load_device, load_model
 from pipeloom.plan.blocks import LayerOps, Op, Split, layers_of
 from pipeloom.plan.memory import StageMemory, peak, stage_memory, state_bytes
-from pipeloom.plan.model import from_config, presets
+from pipeloom.plan.model import from_config
+from pipeloom.plan.run import shape_of
 from pipeloom.plan.time import AxisRates, stage_times
 from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.families import build
@@ -62,6 +66,16 @@ CARDS = {
     "llama3-8b": 8.03, "llama3-70b": 70.6, "llama3-405b": 405.9, "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1,
     "mixtral-8x7b": 46.7, "mixtral-8x22b": 140.6, "deepseek-v2": 235.7, "deepseek-v3": 671.0, "gpt3-175b": 175.0,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", presets())
+def test_presets_are_trained_as_they_are_planned(name):
+    shape = load_model(name)
+    if shape.latent is not None or not shape.gated:
+        with pytest.raises(ConfigError, match=f'model.preset = "{name}": Pipeloom\'s own decoder cannot'):
+            load(None, {"model.preset": name})
+        return
+    assert replace(shape_of(load(None, {"model.preset": name})), name=name) == shape
 
 
 @pytest.mark.parametrize("name", presets())

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from pipeloom.config import load
+from pipeloom.config.rates import learning_rate
 from pipeloom.config.sections import OptimizerSection
 from pipeloom.errors import CheckpointError
 from pipeloom.parallel.grad_norm import clip, global_norm, square_norm, squares
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.speculative import OptimizerCopy
-from pipeloom.train.step import learning_rate
 
 
 def options(**changes: Any) -> OptimizerSection:

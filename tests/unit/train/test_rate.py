@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pipeloom.config import load, load_layout
+from pipeloom.config.rates import batch_factor, learning_rate
 from pipeloom.errors import ConfigError
-from pipeloom.train.step import batch_factor, learning_rate
 
 STEPS = 60
 

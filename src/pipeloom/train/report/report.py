@@ -18,12 +18,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pipeloom import draw
 from pipeloom.config import Config, to_toml
-from pipeloom.errors import ConfigError, printable
+from pipeloom.errors import ConfigError, UsageError, printable
 from pipeloom.limits import expanded
 from pipeloom.schedule import Timeline
 from pipeloom.traces import timelines as timeline_files
 from pipeloom.train.checkpoint.folder import locked
 from pipeloom.train.report.metrics import StepMetrics, simulated
+from pipeloom.train.report.prediction import Comparison
 from pipeloom.train.workers.failures import DIGESTS_FILE, EXIT_FILE
 from pipeloom.train.workers.preflight import environment_lines
 
@@ -238,15 +239,16 @@ class Report:
             self._progress.stop()
             self._progress = None
 
-    def draw(self, measured: Timeline, steps: Sequence[Timeline]) -> None:
-        """Write the recorded `steps`, the trace of `measured`, and drawings of `measured` above its simulation."""
+    def draw(self, measured: Timeline, steps: Sequence[Timeline], predicted: Sequence[Timeline] = ()) -> None:
+        """Write the recorded `steps`, the trace of `measured`, and drawings of `measured` above its simulation; on the page, also
+        what was `predicted` without it."""
         both = [measured, simulated(measured)]
         page = expanded(self._html) if self._html else self.folder.page
         texts: tuple[tuple[Path, Callable[[], str]], ...] = (
             (self.folder.trace, lambda: json.dumps(draw.trace(measured))),
             (self.folder.timelines, lambda: json.dumps(timeline_files.to_dict(steps))),
             (self.folder.svg, lambda: draw.svg(both)),
-            (page, lambda: draw.html(both, f"{self.folder.root.name}: measured and simulated")),
+            (page, lambda: draw.html([*both, *predicted], f"{self.folder.root.name}: measured and simulated")),
         )
         for path, text in texts:
             try:
@@ -283,6 +285,7 @@ class Report:
         unit: str,
         written: str,
         crowded: str,
+        compare: Callable[[Timeline], Comparison] | None = None,
     ) -> None:
         """Report the end of the run: losses, bubble, a sample, and the paths of its files.
 
@@ -292,13 +295,20 @@ class Report:
             unit: the word for a target.
             written: the sample; "": none.
             crowded: how many ranks share how many cores; "" where each has its own.
+            compare: compares the typical step with its prediction; it may raise UsageError.
         """
         before, after, count = losses
+        comparison: Comparison | None = None
         if traces:
-            self.draw(typical(traces), traces)
+            with contextlib.suppress(UsageError):  # a model that the planner does not know
+                comparison = compare(typical(traces)) if compare is not None else None
+            self.draw(typical(traces), traces, [comparison.predicted] if comparison is not None else ())
         self.say(f"\nheld-out loss: {after:.4f} nats per {unit} (before training {before:.4f}; {count:,} {unit}s)")
         if traces:
             self._say_bubble(typical(traces), crowded)
+        if comparison is not None:
+            self.record("prediction", **comparison.record())
+            self.say("\n".join(comparison.lines()))
         if written:
             self.record("sample", text=written)
             self.say("sample:\n" + "\n".join(f"  | {line}" for line in written.split("\n")))

@@ -1,0 +1,248 @@
+"""The run that a configuration describes, predicted: bytes of each rank under its own schedule, and seconds of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from pipeloom.config import Config, Layout
+from pipeloom.config.standing_bytes import element_bytes, spans
+from pipeloom.config.volume import boundary_bytes
+from pipeloom.errors import UsageError
+from pipeloom.plan.blocks import RUNTIMES, LayerOps, Runtime
+from pipeloom.plan.layout import PlannedLayout, problems
+from pipeloom.plan.memory import BLOCKS, RankMemory, StageMemory, peak, stage_memory, state_bytes
+from pipeloom.plan.model import ModelShape, load
+from pipeloom.plan.predict import Planner
+from pipeloom.plan.time import AxisRates, Device, StepTime, costs, stage_times, state_seconds
+from pipeloom.schedule import Costs, Timeline, simulate
+from pipeloom.schedule.actions import KEPT, PENDING, SAVED
+from pipeloom.schedule.costs import DEVICE
+from pipeloom.schedule.model import parts
+
+_STANDING = ("params", "grads", "optimizer", "shards", "grad_shards", "messages", "temporaries")
+
+
+@dataclass(frozen=True)
+class RunPrediction:
+    """Predicted costs of a run.
+
+    Attributes:
+        ranks: pipeline rank -> its memory on one device.
+        timeline: the schedule, simulated; in seconds with a device.
+        step: seconds; None without a device.
+    """
+
+    planner: Planner
+    layout: PlannedLayout
+    ranks: tuple[RankMemory, ...]
+    timeline: Timeline
+    step: StepTime | None
+
+    @property
+    def worst(self) -> int:
+        """The pipeline rank that needs the most memory."""
+        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].total)
+
+    @property
+    def peak(self) -> float:
+        """Bytes that a device must have."""
+        return self.ranks[self.worst].total
+
+
+def shape_of(config: Config) -> ModelShape:
+    """The shape of the model. Raises UsageError for a Hugging Face directory that cannot be planned."""
+    model = config.model
+    if model.source:
+        return load(model.source)
+    experts = model.num_experts
+    return ModelShape(
+        name="the model",
+        layers=model.num_hidden_layers,
+        hidden=model.hidden_size,
+        heads=model.num_attention_heads,
+        key_value_heads=model.num_key_value_heads,
+        head_width=model.head_width,
+        feed_forward=model.intermediate_size,
+        vocabulary=model.vocab_size,
+        tied=model.tie_word_embeddings,
+        biases=model.attention_bias or model.qkv_bias,
+        experts=experts,
+        experts_per_token=model.num_experts_per_tok if experts else 0,
+        expert_width=model.expert_width if experts else 0,
+        shared_width=model.num_shared_experts * model.expert_width if experts else 0,
+        sparse=tuple(map(bool, model.expert_blocks)) if experts else (),
+    )
+
+
+def runtime_of(config: Config, device: Device | None) -> Runtime:
+    """Pipeloom's runtime in the configuration's dtype and with its optimizer; without a device, on a CPU."""
+    unsharded = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"zero1": False})})
+    sizes = element_bytes(unsharded)
+    runtime = replace(RUNTIMES["pipeloom"], element=int(sizes["params"]), optimizer=sizes["optimizer"])
+    return runtime if device is not None else runtime.on_cpu()
+
+
+def layout_of(layout: Layout) -> PlannedLayout:
+    """The layout as the planner has it. Its schedule is named, and need not be a family."""
+    config, mesh = layout.config, layout.mesh
+    recompute = config.train.recompute
+    return PlannedLayout(
+        mesh.dp, mesh.tp, mesh.cp, mesh.pp, mesh.ep,
+        v=layout.schedule.chunks,
+        m=layout.schedule.microbatches,
+        micro_batch=max(layout.microbatch_sizes),
+        seq=config.train.seq_len,
+        zero=config.parallel.zero or int(config.optimizer.zero1),
+        recompute=recompute if isinstance(recompute, str) else "none",
+        schedule=layout.schedule.name,
+        capacity=config.model.capacity_factor,
+        stages=layout.stage_layers,
+    )  # fmt: skip
+
+
+def predicted(layout: Layout, device: Device | None = None) -> RunPrediction:
+    """Predict the run, on `device`; None: on a CPU, whose speed is not known, so that times are proportional to FLOPs.
+
+    Raises UsageError for a model that cannot be planned, or that its axes do not divide.
+    """
+    planned, shape = layout_of(layout), shape_of(layout.config)
+    if reasons := problems(shape, planned):
+        raise UsageError("; ".join(reasons))
+    speed = device or Device("cpu", 1.0, 0.0, 1e30, 1e30, 1e30, layout.world_size, 1.0)
+    planner = Planner(shape, speed, runtime_of(layout.config, device))
+    layers = planner.layers(replace(planned, recompute="none"))
+    links = AxisRates.of(planned, speed)
+    groups = [layers[start:end] for start, end in spans(layout)]
+    times = [stage_times(stage, planned, planner.runtime, speed, links) for stage in groups]
+    run = replace(costs(times, planned, planner.row, links), bytes=_bytes(layout, planned, groups, planner.runtime))
+    sizes = layout.microbatch_sizes
+    if len(set(sizes)) > 1:
+        run = replace(run, microbatch=tuple(size / max(sizes) for size in sizes))
+    timeline = simulate(layout.schedule, run if device is not None else replace(run, p2p=0.0))
+    step = None
+    if device is not None:
+        state = [
+            state_seconds(*_parameters(groups, mine), planned, planner.runtime, device, links)
+            for mine in layout.schedule.stages_of
+        ]
+        busy = sum(timeline.busy) / planned.pp
+        sent = sum(each.sent_forward + each.sent_backward for each in times)
+        share = sent / sum(each.total for each in times)
+        step = StepTime(busy * (1 - share), busy * share, max(0.0, timeline.makespan - busy), *max(state))
+    return RunPrediction(planner, planned, tuple(_ranks(layout, run, planner.runtime, timeline)), timeline, step)
+
+
+def _parameters(groups: Sequence[Sequence[LayerOps]], stages: Sequence[int]) -> tuple[float, float]:
+    """(parameters that every rank of ep has, those of experts) of these stages."""
+    counts = [layer.parameters for stage in stages for layer in groups[stage]]
+    return sum(shared for shared, _ in counts), sum(experts for _, experts in counts)
+
+
+def _bytes(
+    layout: Layout, planned: PlannedLayout, groups: Sequence[Sequence[LayerOps]], runtime: Runtime
+) -> dict[str, tuple[float, ...]]:
+    """`Costs.bytes` of the stages: of a micro-batch, and what stands for the whole step, at the first stage of its rank."""
+    schedule = layout.schedule
+    replicas = planned.dp * planned.cp
+    activations = [_stage_memory(layout, stage, layers) for stage, layers in enumerate(groups)]
+    values = []
+    for stage, memory in enumerate(activations):
+        held = list(zip(_parameters(groups, (stage,)), (replicas, planned.expert_replicas), strict=True))
+        weights, gradients, optimizer, _ = state_bytes(held, 0.0, planned, runtime)
+        whole, summed, _, _ = state_bytes(held, 0.0, replace(planned, zero=0), runtime)
+        shards = {"shards": weights} if planned.zero == 3 else {}
+        shards |= {"grad_shards": gradients} if planned.zero >= 2 else {}
+        state = {"params": whole, "grads": summed, "optimizer": optimizer} | shards
+        values.append({KEPT: memory.kept, SAVED: memory.saved, PENDING: memory.pending, "layer": memory.layer} | state)
+    sizes = {name: [value[name] for value in values] for name in values[0]}
+    flat, messages = [replace(each, extra=0.0) for each in activations], _message_bytes(layout)
+    for name in ("messages", "temporaries"):
+        sizes[name] = [0.0] * len(groups)
+    for rank, mine in enumerate(schedule.stages_of):
+        sizes["messages"][mine[0]] = messages[rank]
+        most = sum(peak(schedule, rank, activations)[:2])
+        sizes["temporaries"][mine[0]] = most - peak(schedule, rank, flat)[0]
+    return {name: tuple(each) for name, each in sizes.items()}
+
+
+def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> StageMemory:
+    """Bytes of a micro-batch on a stage, of which blocks (R;B) may recompute the layers one by one in the backward."""
+    schedule, start = layout.schedule, spans(layout)[stage][0]
+    if not layers:
+        return StageMemory(0.0, 0.0, 0.0)
+    cells = (action for program in schedule.programs for cell in program for action in parts(cell))
+    blocks = any(action.stage == stage and action.kind in BLOCKS for action in cells)
+    marks = [blocks and mark for mark in _recomputed(layout)[start : start + len(layers)]]
+    copies = [
+        replace(layer, dropped=frozenset(layer.tensors)) if mark else layer
+        for layer, mark in zip(layers, marks, strict=True)
+    ]
+    memory = stage_memory(copies, split=schedule.splits_backward)
+    inputs = [layer.input * (mark or "input" in layer.tensors) for layer, mark in zip(layers, marks, strict=True)]
+    first = stage in {route[0] for route in schedule.routes}  # its inputs are views of the batch
+    held = memory.saved - inputs[0]
+    # While a layer is recomputed, what those behind it held is gone.
+    behind = [memory.saved - level for level in accumulate(copy.saved for copy in copies)]
+    rises = (
+        layer.saved - entering - rest
+        for layer, entering, rest, mark in zip(layers, inputs, behind, marks, strict=True)
+        if mark
+    )
+    layer = max(0.0, 0.0, *rises)
+    always = layers[0].input * (not first) + held * blocks
+    return StageMemory(held * (not blocks), memory.pending, max(0.0, memory.extra - layer), always, layer)
+
+
+def _recomputed(layout: Layout) -> list[bool]:
+    """Layer -> whether blocks (R;B) recompute it."""
+    setting, count = layout.config.train.recompute, layout.config.model.num_hidden_layers
+    if setting == "none":  # then a transform asked for the blocks, of whole stages
+        return [True] * (count + 2)
+    numbers = range(count) if isinstance(setting, str) else setting
+    return [at - 1 in numbers for at in range(count + 2)]
+
+
+def _message_bytes(layout: Layout) -> list[float]:
+    """Rank -> bytes of the receives that it keeps open and of as many sends; 0 in memory that the ranks of a CPU share, which is
+    not torch's."""
+    section, schedule = layout.config.schedule, layout.schedule
+    if layout.config.train.device == "cpu" and section.transport in ("auto", "shared"):
+        return [0.0] * schedule.ranks
+    depth, size = section.receive_depth or 2, max(boundary_bytes(layout))
+    channels = {
+        (ends, at)
+        for route in schedule.routes
+        for ends in pairwise(schedule.placement[stage] for stage in route)
+        for at in set(ends)
+        if len(set(ends)) > 1
+    }
+    return [float(2 * depth * size * sum(at == rank for _, at in channels)) for rank in range(schedule.ranks)]
+
+
+def _ranks(layout: Layout, run: Costs, runtime: Runtime, timeline: Timeline) -> list[RankMemory]:
+    sizes, schedule = run.bytes_in(DEVICE, layout.schedule.stages), layout.schedule
+    rows = []
+    for most, mine in zip(timeline.peak_bytes[DEVICE], schedule.stages_of, strict=True):
+        held = {name: sum(sizes[name][stage] for stage in mine) if name in sizes else 0.0 for name in _STANDING}
+        gathered = "shards" in sizes
+        parameters = held["shards"] if gathered else held["params"]
+        gradients = held["grad_shards"] if "grad_shards" in sizes else held["grads"]
+        standing = parameters + gradients + held["optimizer"] + held["messages"] + held["temporaries"]
+        moving = most - standing
+        rows.append(
+            RankMemory(
+                parameters=parameters,
+                gradients=gradients,
+                optimizer=held["optimizer"],
+                gathered=0.0,
+                buffers=runtime.workspace + held["messages"],
+                activations=moving,
+                temporaries=held["temporaries"],
+                reserve=runtime.margin * (moving + held["temporaries"]),
+                overhead=runtime.overhead,
+                peak_action="",
+            )
+        )
+    return rows

@@ -1,0 +1,136 @@
+"""A run's prediction beside what was measured: step, bubble, exposed communication, bytes, and the largest cause of error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from pipeloom.config import Layout
+from pipeloom.plan import Device, load_device
+from pipeloom.plan.run import predicted
+from pipeloom.plan.time import devices
+from pipeloom.schedule import Costs, Timeline, simulate
+from pipeloom.schedule.channels import size_words
+from pipeloom.traces.measured import costs_of
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Predicted beside measured.
+
+    Attributes:
+        basis: where the predicted times come from, in words.
+        predicted: the schedule, simulated with the predicted times.
+        figures: name -> (predicted, measured): step and exposed communication in seconds, bubble rate, bytes of the fullest rank.
+        causes: cause -> seconds of the step that it adds to the prediction; together they lead to the measured step.
+    """
+
+    basis: str
+    predicted: Timeline
+    figures: Mapping[str, tuple[float, float]]
+    causes: Mapping[str, float]
+
+    @property
+    def largest(self) -> str:
+        """The cause that moves the step most."""
+        return max(self.causes, key=lambda cause: abs(self.causes[cause]))
+
+    def record(self) -> dict[str, Any]:
+        """Return the figures for the log."""
+        pairs = {name: {"predicted": one, "measured": other} for name, (one, other) in self.figures.items()}
+        return {"basis": self.basis, **pairs, "causes": dict(self.causes), "largest_cause": self.largest}
+
+    def lines(self) -> list[str]:
+        """Return a table, and a sentence on the largest cause of error."""
+        head = f"predicted (times from {self.basis}) beside measured:"
+        rows = []
+        for name, (one, other) in self.figures.items():
+            first, second = (size_words(each) if name == "bytes" else f"{each:.4g}" for each in (one, other))
+            error = f"  {100 * (one / other - 1):+.1f} %" if other else ""
+            rows.append(f"  {name:<28}{first:>10}{second:>12}{error}")
+        cause = self.causes[self.largest]
+        return [head, *rows, f"largest cause of error: {self.largest}, {cause:+.4g} s of the step"]
+
+
+def compared(
+    layout: Layout, measured: Timeline, device_name: str, sizes: tuple[Sequence[float], Sequence[float]] = ((), ())
+) -> Comparison:
+    """Compare a measured step with its prediction, from the data sheet of the device, or else from the stages' FLOPs at the
+    speed that was measured.
+
+    Args:
+        device_name: as torch names it; "" on a CPU.
+        sizes: (predicted, measured) bytes of each rank; empty where they are not known.
+
+    Raises UsageError for a model that cannot be planned.
+    """
+    device = known_device(device_name)
+    prediction = predicted(replace(layout, schedule=measured.schedule), device).timeline
+    if device is None:
+        prediction = simulate(measured.schedule, _at_speed(prediction, sum(measured.busy)))
+    fitted = costs_of([measured])
+    measured_times = replace(
+        fitted, **{name: getattr(prediction.costs, name) for name in ("p2p", "message", "bandwidth")}
+    )
+    steps = [
+        prediction.makespan,
+        simulate(measured.schedule, measured_times).makespan,
+        simulate(measured.schedule, fitted).makespan,
+        measured.makespan,
+    ]
+    names = (_stage_times(prediction, measured), "messages", "waits, and times that vary between micro-batches")
+    figures = {
+        "step, s": (prediction.makespan, measured.makespan),
+        "bubble rate": (prediction.bubble_rate, measured.bubble_rate),
+        "exposed communication, s": (_exposed(prediction), _exposed(replace(measured, costs=fitted))),
+    }
+    if all(sizes):
+        worst = max(range(len(sizes[1])), key=lambda rank: sizes[1][rank])
+        figures["bytes"] = sizes[0][worst], sizes[1][worst]
+    return Comparison(
+        f"the data sheet of {device.name}" if device is not None else "FLOPs at the measured speed",
+        replace(prediction, source="predicted"),
+        figures,
+        {name: after - before for name, before, after in zip(names, steps, steps[1:], strict=False)},
+    )
+
+
+def known_device(name: str) -> Device | None:
+    """Return the data sheet of a device that torch calls `name`; None where there is none. Longer names come first."""
+    words = name.lower().replace(" ", "")
+    known = next((each for each in sorted(devices(), key=len, reverse=True) if each in words), None)
+    return None if known is None else load_device(known)
+
+
+def _at_speed(prediction: Timeline, busy: float) -> Costs:
+    """Return the prediction's times, scaled so that all ranks together compute for `busy` seconds; messages are free."""
+    costs, stages = prediction.costs, prediction.schedule.stages
+    factor = busy / sum(prediction.busy)
+    names = ("forward", "input_grad", "weight_grad")
+    times: dict[str, Any] = {name: tuple(factor * each for each in costs.per_stage(name, stages)) for name in names}
+    return replace(costs, **times, p2p=0.0, message=0.0)
+
+
+def _exposed(timeline: Timeline) -> float:
+    """Return the seconds that messages add to the simulated step."""
+    free = simulate(timeline.schedule, replace(timeline.costs, p2p=0.0, message=0.0))
+    return simulate(timeline.schedule, timeline.costs).makespan - free.makespan
+
+
+def _stage_times(prediction: Timeline, measured: Timeline) -> str:
+    """Return the cause "times of the stages", which names the stage that is furthest from its prediction."""
+    before, after = (_of_stages(timeline) for timeline in (prediction, measured))
+    ratios = [other / one if one else 1.0 for one, other in zip(before, after, strict=True)]
+    worst = max(range(len(ratios)), key=lambda stage: abs(ratios[stage] - 1))
+    longer = "longer" if ratios[worst] > 1 else "less"
+    return f"times of the stages (stage {worst} takes {100 * abs(ratios[worst] - 1):.0f} % {longer})"
+
+
+def _of_stages(timeline: Timeline) -> list[float]:
+    """Return stage -> seconds of the forward and backward of a mean micro-batch."""
+    costs, stages = timeline.costs, timeline.schedule.stages
+    names = ("forward", "input_grad", "weight_grad") if costs.backward is None else ("forward", "backward")
+    rows = (costs.per_stage(name, stages) for name in names)
+    return [fmean(costs.microbatch or (1.0,)) * sum(each) for each in zip(*rows, strict=True)]

@@ -1,0 +1,79 @@
+"""A run's prediction beside its measured step, and the cause that is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipeloom.config import load_layout
+from pipeloom.plan.run import predicted
+from pipeloom.schedule import Timeline, simulate
+from pipeloom.train.report.prediction import Comparison, compared, known_device
+
+LAYOUT = load_layout("tiny", {"schedule.name": "1f1b", "parallel.pp": 2, "schedule.microbatches": 4})
+NAMES = ("forward", "input_grad", "weight_grad")
+
+
+def comparison(
+    device: str = "", speed: float = 1.0, slow: float = 1.0, hop: float = 0.0, stall: float = 0.0
+) -> Comparison:
+    """That of a step as predicted, but for a factor on all times, one on those of stage 1, seconds of a message, and a stall."""
+    run = predicted(LAYOUT, known_device(device)).timeline
+    factors = (speed, speed * slow)
+    times: dict[str, Any] = {
+        name: tuple(f * t for f, t in zip(factors, run.costs.per_stage(name, 2), strict=True)) for name in NAMES
+    }
+    step = simulate(run.schedule, replace(run.costs, **times, p2p=run.costs.p2p + hop))
+    ends = [list(row) for row in step.ends]
+    ends[0][-1] += stall
+    return compared(LAYOUT, Timeline.measured(run.schedule, step.starts, ends), device, ([5.0, 3.0], [4.0, 6.0]))
+
+
+def test_a_step_as_predicted_has_no_error() -> None:
+    same = comparison("NVIDIA H100 80GB HBM3")
+    assert same.basis == "the data sheet of h100"
+    assert same.figures["step, s"][0] == pytest.approx(same.figures["step, s"][1])
+    assert same.figures["bubble rate"][0] == pytest.approx(same.figures["bubble rate"][1])
+    assert max(map(abs, same.causes.values())) < 0.05 * same.figures["step, s"][0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"slow": 1.5}, "times of the stages (stage 1 takes 50 % longer)"),
+        ({"slow": 0.5}, "times of the stages (stage 1 takes 50 % less)"),
+        ({"hop": 1.0}, "messages"),
+        ({"stall": 1.0}, "times of the stages (stage 0 takes"),
+    ],
+)
+def test_the_largest_cause_is_named(changes: dict[str, float], words: str) -> None:
+    other = comparison("NVIDIA H100 80GB HBM3", **changes)
+    assert other.largest.startswith(words)
+    one, measured = other.figures["step, s"]
+    assert sum(other.causes.values()) == pytest.approx(measured - one)
+    assert f"largest cause of error: {other.largest}, " in other.lines()[-1]
+
+
+def test_without_a_data_sheet_the_measured_speed_counts() -> None:
+    """Whatever the machine's speed, an even step is predicted; messages are not free, but in the prediction."""
+    for speed in (1.0, 3.0):
+        step = comparison(speed=speed).figures["step, s"]
+        assert step[0] == pytest.approx(step[1])
+    exposed = comparison(hop=1e9).figures["exposed communication, s"]
+    assert exposed[0] == 0
+    assert exposed[1] > 1e9
+
+
+def test_the_bytes_are_those_of_the_fullest_rank() -> None:
+    assert comparison().record()["bytes"] == {"predicted": 3.0, "measured": 6.0}
+    assert comparison().lines()[-2].split() == ["bytes", "3", "B", "6", "B", "-50.0", "%"]
+
+
+@pytest.mark.parametrize(
+    ("name", "known"), [("NVIDIA GB200", "gb200"), ("AMD Instinct MI300X", "mi300x"), ("T4", None)]
+)
+def test_devices_are_known_by_their_names(name: str, known: str | None) -> None:
+    device = known_device(name)
+    assert (None if device is None else device.name) == known
