@@ -19,13 +19,13 @@ from pipeloom.ops.layer import SlicePlace
 
 STATE = "slice_state"
 
-Piece = tuple[Tensor, ...]
+StatePiece = tuple[Tensor, ...]
 
 
 class _HeldPiece:
     """The piece of one slice, as leaves, and the sums of their gradients over the later slices, in fp32 at least."""
 
-    def __init__(self, tensors: Piece) -> None:
+    def __init__(self, tensors: StatePiece) -> None:
         self.leaves = tuple([each.detach().requires_grad_(each.requires_grad) for each in tensors])
         self._wide: dict[int, Tensor] = {}
         for leaf in self.leaves:
@@ -81,7 +81,7 @@ class SliceState:
         self._roots: tuple[PieceRoot, ...] | None = None
 
     @property
-    def earlier(self) -> tuple[Piece, ...]:
+    def earlier(self) -> tuple[StatePiece, ...]:
         """The pieces of the slices before this one, in order; () for a slice of which the layer kept nothing."""
         pieces = self._history.pieces
         return tuple([pieces[at].leaves if at in pieces else () for at in range(self.place.index)])

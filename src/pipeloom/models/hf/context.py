@@ -19,7 +19,7 @@ from pipeloom.parallel.context import ContextParallel, attend_in_blocks
 _NAME = "pipeloom_context"
 
 
-class Tokens(NamedTuple):
+class SharedTokens(NamedTuple):
     """The tokens that attention is over, besides those at hand.
 
     Attributes:
@@ -33,7 +33,7 @@ class Tokens(NamedTuple):
     state: SliceState | None
 
 
-_active: ContextVar[Tokens | None] = ContextVar("_active", default=None)
+_active: ContextVar[SharedTokens | None] = ContextVar("_active", default=None)
 
 
 def spread_attention(model: Any, words: str) -> None:
@@ -48,7 +48,7 @@ def spread_attention(model: Any, words: str) -> None:
 
 
 @contextmanager
-def sharing(tokens: Tokens | None) -> Iterator[None]:
+def sharing(tokens: SharedTokens | None) -> Iterator[None]:
     """Attention inside is over these tokens; None: over those at hand, one document each."""
     token = _active.set(tokens)
     try:
@@ -57,7 +57,7 @@ def sharing(tokens: Tokens | None) -> Iterator[None]:
         _active.reset(token)
 
 
-def local_positions(tokens: Tokens, like: Tensor) -> Tensor:
+def local_positions(tokens: SharedTokens, like: Tensor) -> Tensor:
     """Return the positions of the tokens at hand, of `like` [batch, tokens, …], in their documents: [batch, tokens]."""
     context, position_ids, state = tokens
     if position_ids is None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeloom.errors import ConfigError, UsageError, from_machine
-from pipeloom.models.hf.context import Tokens, local_positions, sharing
+from pipeloom.models.hf.context import SharedTokens, local_positions, sharing
 from pipeloom.ops.block_attention import document_begins
 from pipeloom.ops.checksum import version_of
 from pipeloom.ops.deferred import DeferringLayer, apply_linear
@@ -226,7 +226,7 @@ class Replay:
         self._kept: OrderedDict[tuple[Any, ...], tuple[Sequence[HandOver], Any]] = OrderedDict()
         self._positions: tuple[Any, Tensor | None, Tensor] | None = None
 
-    def positions(self, tokens: Tokens, hidden: Tensor) -> Tensor:
+    def positions(self, tokens: SharedTokens, hidden: Tensor) -> Tensor:
         """Return the positions of the tokens at hand, the same object for all layers of a micro-batch."""
         start = 0 if tokens.state is None else tokens.state.place.start
         key = (id(tokens.position_ids), start, hidden.shape[:2], hidden.device)
@@ -429,7 +429,7 @@ class TrunkLayer(_View):
             if attention_mask is not None:
                 who = "slices take" if self.context is None else "context parallelism takes"
                 raise UsageError(f"{who} no attention_mask; nearest: position_ids, or padding on the right")
-            tokens = Tokens(self.context, position_ids, slice_state)
+            tokens = SharedTokens(self.context, position_ids, slice_state)
             positions = self._replay.positions(tokens, hidden)
         elif slice_state is not None:
             raise UsageError(
