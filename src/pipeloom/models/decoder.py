@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.ops.block_attention import document_begins
 from pipeloom.ops.layer import MicrobatchContext
+from pipeloom.ops.parts import in_part
 from pipeloom.ops.random_state import Dropout, TokenPart
 from pipeloom.ops.slices import SliceState
 from pipeloom.parallel.context import ContextParallel, attend_in_blocks
@@ -207,7 +208,7 @@ class Attention(nn.Module):
         queries, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
         query, key = self._split(queries, self.heads), self._split(keys, self.key_value_heads)
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query, key = in_part("norms", self.q_norm, query), in_part("norms", self.k_norm, key)
         context, tokens = self.context, query.shape[-2]
         if position_ids is None:
             start = 0 if slice_state is None else slice_state.place.start
@@ -231,6 +232,11 @@ class Attention(nn.Module):
         return x.view(*x.shape[:2], heads, self.head_width).transpose(1, 2)
 
 
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) · up."""
+    return F.silu(gate) * up
+
+
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate x) · up x) (arXiv 2002.05202)."""
 
@@ -243,12 +249,14 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = project(x, self.gate_proj, self.up_proj)
-        out: Tensor = self.down_proj(F.silu(gate) * up)
+        out: Tensor = self.down_proj(in_part("activation", gated, gate, up))
         return out
 
 
 class Block(nn.Module):
     """One transformer block: [batch, length, hidden] -> the same shape; under sequence parallelism length / tp tokens.
+
+    Its parts for recomputation are `norms`, `attention`, `mlp`, and inside `mlp` `activation`.
 
     Args:
         mlp: its feed-forward part; None: `FeedForward`.
@@ -284,9 +292,10 @@ class Block(nn.Module):
         slice_state: SliceState | None = None,
     ) -> Tensor:
         """`microbatch` is needed only for dropout in training, `position_ids` only for rows with several documents."""
-        mixed = self.self_attn(self.input_layernorm(x), position_ids, slice_state)
+        normed = in_part("norms", self.input_layernorm, x)
+        mixed = in_part("attention", self.self_attn, normed, position_ids, slice_state)
         attended: Tensor = x + self.attention_dropout(mixed, microbatch)
-        inner = self.mlp(self.post_attention_layernorm(attended))
+        inner = in_part("mlp", self.mlp, in_part("norms", self.post_attention_layernorm, attended))
         out: Tensor = attended + self.mlp_dropout(inner, microbatch)
         return out
 
@@ -307,5 +316,5 @@ class Head(nn.Module):
             self.lm_head = VocabularyHead(shape.hidden_size, shape.vocab_size, tensor)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(self.norm(x))
+        logits: Tensor = self.lm_head(in_part("norms", self.norm, x))
         return logits

@@ -48,7 +48,7 @@ class _HeldPiece:
 
 
 class SequenceHistory:
-    """What one layer keeps of the slices of one micro-batch."""
+    """State of one layer for the slices of one micro-batch: their pieces, and numbers that are summed over them."""
 
     def __init__(self) -> None:
         self.pieces: dict[int, _HeldPiece] = {}
