@@ -153,8 +153,8 @@ class TopKGate(DeferringLayer):
         total = None if state is None else state.total(numbers)
 
         def loss(probabilities: Tensor, squares: Tensor) -> Tensor:
-            own = replace(tally, probabilities=probabilities, squares=squares)
-            whole, whole_share = _completed(own, numbers if total is None else total())
+            here = replace(tally, probabilities=probabilities, squares=squares)
+            whole, whole_share = _completed(here, numbers if total is None else total())
             return whole_share * self._loss_of(whole)
 
         return attach_later_loss(weights, loss, tally.probabilities, tally.squares)

@@ -90,12 +90,13 @@ def test_a_sliced_step_equals_the_unsliced_one(
     assert worst(gradients(cut), gradients(one)) <= 1e-12
 
 
-@pytest.mark.parametrize("kind", ["R", "O", "parts of O"])
+@pytest.mark.parametrize("kind", ["R", "R:attention", "O", "parts of O"])
 def test_slices_are_recomputed_whole_or_travel(kind: str) -> None:
     plain = build("1f1b", 2, 2)
     schedule = cut_sequences(plain, 4)
-    if kind == "R":
-        schedule = transforms.recompute(schedule, whole=True)
+    if kind.startswith("R"):
+        part = kind.partition(":")[2]
+        schedule = transforms.recompute(schedule, whole=not part, part=part)
     else:
         part = ":1/2" if kind == "parts of O" else ""
         programs = [list(map(str, program)) for program in schedule.programs]
