@@ -9,7 +9,7 @@ Attention is computed in blocks (`ops.block_attention`): keys and values are gat
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -50,12 +50,20 @@ class ContextParallel:
         """Return the two ranges of the tokens of a sequence of `length` that this rank holds."""
         return mirrored_pieces(length, self.axis.index, self.axis.size)
 
-    def part(self, x: Tensor, dim: int = 1) -> Tensor:
+    def part(self, x: Tensor, dim: int = 1, slices: Sequence[int] | None = None) -> Tensor:
         """Return this rank's tokens of the tokens of whole sequences, which are dimension `dim` of `x`.
+
+        Args:
+            slices: tokens of each slice into which the sequences are cut; the rank has its pieces of each. None, or they do not
+                add up: the sequences are not cut.
 
         Raises UsageError if 2 cp does not divide them.
         """
-        return torch.cat([x.narrow(dim, start, end - start) for start, end in self.pieces(x.shape[dim])], dim)
+        sizes, start, pieces = slices if slices is not None and sum(slices) == x.shape[dim] else [x.shape[dim]], 0, []
+        for size in sizes:
+            pieces += [x.narrow(dim, start + first, last - first) for first, last in self.pieces(size)]
+            start += size
+        return torch.cat(pieces, dim)
 
     def summed(self, values: Tensor) -> Tensor:
         """Return the sum over the ranks, detached."""

@@ -132,7 +132,7 @@ def split_batch(
     sizes: Sequence[int],
     weighing: Weighing,
     contexts: bool = True,
-    slices: int | Sequence[int] = 1,
+    slices: SequenceSlices | None = None,
 ) -> Microbatches:
     """Cut every tensor along its first dimension, also in tuples, lists and dicts. Other values, and tensors with another
     first dimension, are passed to all micro-batches.
@@ -142,9 +142,9 @@ def split_batch(
 
     Args:
         contexts: whether a layer takes the micro-batch's context.
-        slices: number of slices, as even as possible, or the tokens of each.
+        slices: of the sequences; None: they are not cut.
 
-    Raises UsageError if a micro-batch or slice would be empty, for targets in a dict or, unless they are weighed or shared, with
+    Raises UsageError if a micro-batch would be empty, for targets in a dict or, unless they are weighed or shared, with
     another number of rows, for targets without a dimension of the sequences that are cut, for a weight that is negative or not
     finite, if all weights are 0, and, in training, for a tensor that requires a gradient.
     """
@@ -172,13 +172,13 @@ def split_batch(
     each_inputs: Sequence[tuple[Any, ...]] = tuple(zip(*parts, strict=True))
     each_keywords: Sequence[tuple[Any, ...]] = tuple(zip(*wanted[1:], strict=True)) if keywords else ((),) * len(sizes)
     places: Sequence[SlicePlace | None] = (None,)
-    if slices != 1:
-        places = slice_places(sequence_length(positional), slices)
+    if slices is not None:
+        places = slices.places
         each_inputs, each_targets, each_keywords = (
-            [part for value, size in zip(values, sizes, strict=True) for part in cut_tokens(value, size, places)]
+            [part for value, size in zip(values, sizes, strict=True) for part in slices.cut(value, size)]
             for values in (each_inputs, each_targets, each_keywords)
         )
-        _require_tokens(each_targets[0], sizes[0], places[0])
+        slices.require_tokens(each_targets[0], sizes[0])
     keyword_parts = tuple([dict(zip(keywords, values, strict=True)) for values in each_keywords])
     units = [(at, place) for at in range(len(sizes)) for place in places]
     shares = _shares(targets, each_targets, [sizes[at] for at, _ in units], rows, weighing)
@@ -199,21 +199,67 @@ def split_batch(
     )
 
 
-def slice_places(length: int, slices: int | Sequence[int]) -> list[SlicePlace]:
-    """Return the places of so many slices of sequences of `length`, as even as possible, or of slices of so many tokens each.
+@dataclass(frozen=True)
+class SequenceSlices:
+    """Slices into which the sequences of a batch are cut.
 
-    Raises UsageError for a slice without tokens, and for numbers of tokens that do not add up.
+    Attributes:
+        places: of each slice, in whole sequences.
+        ranks: number of ranks that share the tokens of every slice, so that a batch has as many of these tokens.
     """
-    if isinstance(slices, int) and slices > length:
-        raise UsageError(f"sequences of {length} tokens cannot be cut into {slices} slices; nearest: {length}")
-    tokens = split_sizes(length, slices) if isinstance(slices, int) else list(slices)
-    if sum(tokens) != length or min(tokens) < 1:
-        raise UsageError(f"slices of {tokens} tokens do not add up to the {length} of a sequence; each has at least 1")
-    ends = list(accumulate(tokens))
-    return [SlicePlace(at, len(tokens), end - tokens[at], end, length) for at, end in enumerate(ends)]
+
+    places: tuple[SlicePlace, ...]
+    ranks: int = 1
+
+    @classmethod
+    def of(cls, inputs: Any, count: int, tokens: Sequence[int] | None = None, ranks: int = 1) -> SequenceSlices | None:
+        """Return `count` slices of the sequences of `inputs`; None for 1.
+
+        Args:
+            tokens: those of each slice. None, or they do not fit these sequences, which no ranks share: as even as possible.
+
+        Raises UsageError for inputs without a dimension of sequences, and where they cannot be cut so.
+        """
+        if count == 1:
+            return None
+        length = ranks * _sequence_length(as_inputs(inputs))
+        if count > length:
+            raise UsageError(f"sequences of {length} tokens cannot be cut into {count} slices; nearest: {length}")
+        fits = tokens is not None and len(tokens) == count and sum(tokens) == length
+        if not fits and ranks > 1:
+            raise UsageError(
+                f"{ranks} ranks share sequences of {length} tokens, and slice_tokens is {tokens}; give {count} numbers with "
+                "this sum"
+            )
+        tokens = tokens if tokens is not None and fits else split_sizes(length, count)
+        ends = list(accumulate(tokens))
+        places = [SlicePlace(at, count, end - tokens[at], end, length) for at, end in enumerate(ends)]
+        return cls(tuple(places), ranks)
+
+    def cut(self, value: Any, rows: int) -> list[Any]:
+        """Return each slice's part of a micro-batch: of a tensor [rows, length, …] the tokens; of tuples, lists and dicts by
+        element. Tensors of whole sequences are cut too where ranks share them.
+        """
+        length = self.places[0].length
+        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == rows:
+            for ranks in {1, self.ranks}:
+                if value.shape[1] * ranks == length:
+                    sizes = [(place.end - place.start) // ranks for place in self.places]
+                    return [part.data for part in torch.split(value, sizes, 1)]
+        return _by_element(value, len(self.places), lambda item: self.cut(item, rows))
+
+    def require_tokens(self, targets: Any, rows: int) -> None:
+        """Raise UsageError for targets of the first slice that are those of whole sequences."""
+        first = self.places[0]
+        for tensor in () if targets is None else tensors_in(targets):
+            if tensor.shape[:2] != (rows, (first.end - first.start) // self.ranks):
+                raise UsageError(
+                    f"the sequences of {first.length} tokens are cut into {first.count} slices, and the targets hold a tensor "
+                    f"[{', '.join(['rows', *map(str, tensor.shape[1:])])}]: give one for each token, [rows, {first.length}, …]"
+                )
 
 
-def sequence_length(inputs: Sequence[Any]) -> int:
+def _sequence_length(inputs: Sequence[Any]) -> int:
     """Return the second dimension of the first tensor that has two. Raises UsageError if none has."""
     for value in tensors_in(inputs):
         if value.ndim > 1:
@@ -221,24 +267,6 @@ def sequence_length(inputs: Sequence[Any]) -> int:
     raise UsageError(
         "the inputs hold no tensor with a dimension of a sequence, and the schedule cuts sequences into slices"
     )
-
-
-def cut_tokens(value: Any, rows: int, places: Sequence[SlicePlace]) -> list[Any]:
-    """Return the parts of the slices: of a tensor [rows, length, …] the tokens; of tuples, lists and dicts by element."""
-    length = places[0].length
-    if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (rows, length):
-        return [part.data for part in torch.split(value, [place.end - place.start for place in places], 1)]
-    return _by_element(value, len(places), lambda item: cut_tokens(item, rows, places))
-
-
-def _require_tokens(targets: Any, rows: int, place: SlicePlace) -> None:
-    """Raise UsageError for targets of a slice that are those of whole sequences."""
-    for tensor in () if targets is None else tensors_in(targets):
-        if tensor.shape[:2] != (rows, place.end - place.start):
-            raise UsageError(
-                f"the sequences of {place.length} tokens are cut into {place.count} slices, and the targets hold a tensor "
-                f"[{', '.join(['rows', *map(str, tensor.shape[1:])])}]: give one for each token, [rows, {place.length}, …]"
-            )
 
 
 def _shares(
@@ -320,12 +348,6 @@ def as_inputs(inputs: Any) -> tuple[Any, ...]:
             "layers take by name as keyword arguments"
         )
     return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-
-
-def chosen_slices(inputs: Any, count: int, configured: Sequence[int] | None) -> int | tuple[int, ...]:
-    """Return the tokens of each of `count` slices if the configured ones fit this batch's sequences; else `count`."""
-    fits = configured is not None and len(configured) == count and sum(configured) == sequence_length(as_inputs(inputs))
-    return tuple(configured) if configured is not None and count > 1 and fits else count
 
 
 def chosen_sizes(inputs: Any, count: int, configured: Sequence[int] | None) -> tuple[int, ...]:

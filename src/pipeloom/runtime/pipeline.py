@@ -27,10 +27,10 @@ from pipeloom.runtime.assembly import BuiltParameters, PipelineSpec, assemble, c
 from pipeloom.runtime.batch import (
     IGNORE_INDEX,
     Microbatches,
+    SequenceSlices,
     Weighing,
     Weight,
     chosen_sizes,
-    chosen_slices,
     forward_count,
     join,
     require_gradients,
@@ -647,18 +647,9 @@ class Pipeline:
             self.options.shared_targets,
         )
         contexts = KEYWORD in self._assembly.keywords.names
-        slices = 1 if method == "predict" else self.schedule.slices
-        if slices > 1:
-            return split_batch(
-                inputs,
-                targets,
-                keywords,
-                sizes,
-                weighing,
-                contexts,
-                chosen_slices(inputs, slices, self.options.slice_tokens),
-            )
-        return split_batch(inputs, targets, keywords, sizes, weighing, contexts)
+        count = 1 if method == "predict" else self.schedule.slices
+        slices = SequenceSlices.of(inputs, count, self.options.slice_tokens, self.mesh.cp.size)
+        return split_batch(inputs, targets, keywords, sizes, weighing, contexts, slices)
 
     def _reported_weight(self, targets: Any) -> float | Tensor:
         """The caller's weight of a micro-batch's targets; the other ranks are told of what it raises."""

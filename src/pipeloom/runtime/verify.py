@@ -18,21 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import UsageError, VerifyError
-from pipeloom.ops.layer import Layer, SlicePlace
+from pipeloom.ops.layer import Layer
 from pipeloom.ops.random_state import seeded, stable_seed
 from pipeloom.runtime.batch import (
     IGNORE_INDEX,
     Microbatches,
+    SequenceSlices,
     Weighing,
     Weight,
     as_inputs,
     batch_rows,
-    chosen_slices,
-    cut_tokens,
     join,
     like,
-    sequence_length,
-    slice_places,
     split_batch,
     split_sizes,
 )
@@ -167,11 +164,11 @@ class _Outputs:
     """OutputSums of the outputs of each call of a layer, which gets random numbers that depend on the call alone.
 
     Args:
-        places: of the slices into which the outputs are cut, to be compared with calls for slices; None: they are compared whole.
+        slices: into which the outputs are cut, to be compared with calls for slices; None: they are compared whole.
     """
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]], places: Sequence[SlicePlace] | None = None) -> None:
-        self._places = places
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], slices: SequenceSlices | None = None) -> None:
+        self._slices = slices
         self.sums: dict[_Call, OutputSums] = {}
         self._call: _Call | None = None
         for name, module in modules:
@@ -193,12 +190,12 @@ class _Outputs:
     def _after(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._call is None or self._call.layer != name or self._call in self.sums:
             return
-        if self._places is None:
+        if self._slices is None:
             self.sums[self._call] = _sums(list(_strided(output)))
             return
-        parts = [cut_tokens(value, len(value) if value.ndim else 0, self._places) for value in _strided(output)]
-        for place in self._places:
-            self.sums[self._call._replace(slice=place.index)] = _sums([part[place.index] for part in parts])
+        parts = [self._slices.cut(value, len(value) if value.ndim else 0) for value in _strided(output)]
+        for at in range(len(self._slices.places)):
+            self.sums[self._call._replace(slice=at)] = _sums([part[at] for part in parts])
 
 
 @torch.no_grad()
@@ -275,12 +272,8 @@ class _Sides:
         dtypes = [p.dtype for p in self.parameters.values() if p.is_floating_point()]
         widest = max((_TOLERANCE.get(dtype, _COARSE) for dtype in dtypes), default=_TOLERANCE[torch.float32])
         self.tolerance = widest if tolerance is None else tolerance
-        places, slices = None, schedule.slices
-        if slices > 1:
-            places = slice_places(
-                sequence_length(as_inputs(batch.inputs)), chosen_slices(batch.inputs, slices, options.slice_tokens)
-            )
-        self.expected = _Outputs(self.modules.items(), places)
+        slices = SequenceSlices.of(batch.inputs, schedule.slices, options.slice_tokens)
+        self.expected = _Outputs(self.modules.items(), slices)
         self.actual = _Outputs(layers_of_ranks(self.pipeline))
         call_before_layers(self.pipeline, self._before)
 

@@ -16,7 +16,7 @@ from pipeloom.models import DecoderShape, layers
 from pipeloom.models.layers import cross_entropy
 from pipeloom.ops.slices import SliceState
 from pipeloom.runtime import Layer, LocalPipeline, RuntimeOptions
-from pipeloom.runtime.batch import slice_places
+from pipeloom.runtime.batch import SequenceSlices
 from pipeloom.schedule import transforms
 from pipeloom.schedules import build, cut_sequences
 
@@ -227,9 +227,18 @@ def test_a_batch_without_tokens_to_cut_is_refused(x: Tensor, y: Tensor, words: s
         pipeline.step(x, y)
 
 
-def test_slices_of_other_sizes_than_the_batchs_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"slices of \[4, 4\] tokens do not add up to the 10 of a sequence"):
-        slice_places(10, (4, 4))
+def test_sequences_that_ranks_share_need_the_tokens_of_each_slice() -> None:
+    x = torch.zeros(1, 4)
+    with pytest.raises(
+        UsageError, match=r"2 ranks share sequences of 8 tokens, and slice_tokens is \(4, 2\); give 2 numbers"
+    ):
+        SequenceSlices.of(x, 2, (4, 2), ranks=2)
+    slices = SequenceSlices.of(x, 2, (6, 2), ranks=2)
+    assert slices is not None
+    given = {"here": torch.arange(4).view(1, 4), "whole": torch.arange(8).view(1, 8), "other": torch.zeros(1, 5)}
+    first, second = slices.cut(given, 1)
+    assert [first["here"].tolist(), second["here"].tolist()] == [[[0, 1, 2]], [[3]]]
+    assert [first["whole"].shape[1], second["whole"].tolist(), second["other"].shape[1]] == [6, [[6, 7]], 5]
 
 
 @pytest.mark.parametrize("option", [{"router": "switch", "num_experts_per_tok": 1}, {"capacity_factor": 1.0}])
