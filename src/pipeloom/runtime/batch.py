@@ -358,7 +358,7 @@ def chosen_sizes(inputs: Any, count: int, configured: Sequence[int] | None) -> t
     return tuple(split_sizes(rows, count))
 
 
-def forward_count(microbatches: int, inputs: Any) -> int:
+def evaluation_microbatches(microbatches: int, inputs: Any) -> int:
     """Return the number of micro-batches of a forward pass: the schedule's, or fewer where the batch has fewer rows.
 
     Raises UsageError for a batch without rows.

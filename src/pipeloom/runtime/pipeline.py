@@ -31,7 +31,7 @@ from pipeloom.runtime.batch import (
     Weighing,
     Weight,
     chosen_sizes,
-    forward_count,
+    evaluation_microbatches,
     join,
     require_gradients,
     require_targets,
@@ -323,7 +323,7 @@ class Pipeline:
         with self._status.during("evaluation"):
             if not self._compared:
                 self._compare_replicas()
-            count = forward_count(self.schedule.microbatches, inputs)
+            count = evaluation_microbatches(self.schedule.microbatches, inputs)
             batch = self._split("evaluate", inputs, targets, keywords, count)
             executor = self._executor(count)
             self._losses.expect()
@@ -335,8 +335,9 @@ class Pipeline:
     def predict(self, inputs: Any, **keywords: Any) -> Any:
         """Return the outputs of the last stage for the whole batch, on the rank that holds it; None on the others."""
         with self._status.during("evaluation"):
-            batch = self._split("predict", inputs, None, keywords, forward_count(self.schedule.microbatches, inputs))
-            executor = self._executor(batch.count, whole=True)
+            count = evaluation_microbatches(self.schedule.microbatches, inputs)
+            batch = self._split("predict", inputs, None, keywords, count)
+            executor = self._executor(count, whole=True)
             with self._alarm.reporting():
                 outputs = executor.run(batch, keep_outputs=True).outputs
         if len(self.schedule.routes) > 1 and self.group is not None:
@@ -488,7 +489,7 @@ class Pipeline:
         Raises:
             UsageError: the last step ran under `no_sync`, so the gradients are not summed yet.
         """
-        return self._gradients.norm(self.counts, self.mesh.everyone, self.device)
+        return self._gradients.norm(self.counts_in_norm, self.mesh.everyone, self.device)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients in place so that `grad_norm` is at most `max_norm`; every rank must call it.
@@ -598,7 +599,7 @@ class Pipeline:
         first = replica == 0 and (place.tp == 0 or sharding.over("tp") is not None)
         return first and name not in self._assembly.copies
 
-    def counts(self, name: str) -> bool:
+    def counts_in_norm(self, name: str) -> bool:
         """Return whether this process adds its gradient of this name to a global norm; each replica adds its slice of a
         sharded gradient.
         """

@@ -191,7 +191,7 @@ class Stage:
         self.index = index
         self.words = f"stage {index}"
         self.layers = layers
-        self.silent = layers.silent
+        self.declares_nothing = layers.declares_nothing
         self.segmented = layers.segmented
         self.writes_weight_gradients = writes_weight_gradients
         self._deallocate = deallocate
@@ -236,7 +236,7 @@ class Stage:
         flight, inputs = self._begin_forward(call, microbatch in program.split, record, states)
         self._grad_context.queue = flight.queue
         by_position = inputs if not flight.read else inputs[: len(inputs) - flight.read]
-        names = None if self.silent else NamedInForward(layers, program, inputs[len(by_position) :], loss)
+        names = None if self.declares_nothing else NamedInForward(layers, program, inputs[len(by_position) :], loss)
         result: Any = self._inputs.changeable(by_position)
         with flight.saving():
             for at, (name, module) in enumerate(zip(layers.names, layers.modules, strict=True)):
@@ -656,7 +656,7 @@ class NamedInForward:
     def written(self, at: int, result: Any) -> Any:
         """Return the positional outputs in the result of layer `at`; keep the tensors that it writes, and compute its losses."""
         declared = self._layers.declared[at]
-        if declared.silent:
+        if declared.declares_nothing:
             return result
         handed, values = declared.taken_from(result, self._tensors)
         if self._loss is not None:

@@ -58,7 +58,7 @@ class LayerNames:
         return cls(name, reads, writes, dict(source.losses))
 
     @property
-    def silent(self) -> bool:
+    def declares_nothing(self) -> bool:
         """Return whether it declares nothing."""
         return not (self.reads or self.writes or self.losses)
 
@@ -206,14 +206,14 @@ class StageModules:
     recomputed: frozenset[str] = frozenset()
 
     @property
-    def silent(self) -> bool:
+    def declares_nothing(self) -> bool:
         """Return whether no layer declares anything."""
-        return all(each.silent for each in self.declared)
+        return all(each.declares_nothing for each in self.declared)
 
     @property
     def segmented(self) -> bool:
         """Return whether the stage runs in segments. They pass positional values only, so its layers must declare nothing."""
-        return self.silent and any(map(is_segmented, self.modules))
+        return self.declares_nothing and any(map(is_segmented, self.modules))
 
     def accepted(self, at: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the `arguments` that layer `at` takes; those of the runtime only if the layer names them.

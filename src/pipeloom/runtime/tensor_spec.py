@@ -211,17 +211,17 @@ class ShapeCache:
             return boundary
         return gradients_of(boundary)
 
-    def without(self, message: Message) -> tuple[int, ...] | None:
+    def missing_gradients(self, message: Message) -> tuple[int, ...] | None:
         """Return the positions in a gradient message without a gradient; None if its first header has not been read yet."""
         return self._without.get(self._key(message.edge, self.unit(message)))
 
-    def expect(self, message: Message, without: tuple[int, ...]) -> None:
+    def set_missing_gradients(self, message: Message, without: tuple[int, ...]) -> None:
         """Remember that gradient messages like `message` have no gradient at these positions."""
         self._without[self._key(message.edge, self.unit(message))] = without
 
-    def keep_promise(self, message: Message, without: tuple[int, ...]) -> None:
+    def require_same_missing(self, message: Message, without: tuple[int, ...]) -> None:
         """Raise UsageError for a gradient where the first such message had none: its reader would drop it."""
-        promised = self.without(message)
+        promised = self.missing_gradients(message)
         if promised and not set(promised) <= set(without):
             raise UsageError(
                 f"{input_of(message.edge)} has a gradient for micro-batch {message.microbatch}; for inputs of the "
