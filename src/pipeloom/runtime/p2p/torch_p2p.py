@@ -243,7 +243,7 @@ class TorchTransport:
         """Wait for the header of `message`, the next one of its channel with a header."""
         header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
         self._links.control.recv([header], message.channel.source, _HEADER_TAGS["activation"]).wait()
-        self._shapes.remember(message.edge, message.microbatch, decode(header))
+        self._shapes.remember(message.edge, self._shapes.unit(message), decode(header))
 
     def _receive(self, message: Message, boundary: TensorSpecs, introduced: bool) -> _TorchTransfer:
         """Return the transfer into buffers for a message; if a gradient's header comes with it, post the header's receive."""

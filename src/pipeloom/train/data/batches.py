@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -123,11 +124,15 @@ class Batch(NamedTuple):
         rows = len(self.tokens) // of
         return self.rows(slice(number * rows, (number + 1) * rows))
 
-    def share(self, mesh: Mesh) -> Batch:
-        """Return the tokens and targets that this rank holds of rows that context-parallel ranks share."""
+    def share(self, mesh: Mesh, slices: Sequence[int] | None) -> Batch:
+        """Return the tokens and targets that this rank holds of rows that context-parallel ranks share.
+
+        Args:
+            slices: tokens of each slice of a row, as of `ContextParallel.part`.
+        """
         if mesh.cp.size == 1:
             return self
-        part = ContextParallel(mesh.cp).part
+        part = partial(ContextParallel(mesh.cp).part, slices=slices)
         tokens, targets, _, *others = self
         return Batch(part(tokens), part(targets), self.positions, *(None if x is None else part(x) for x in others))
 
