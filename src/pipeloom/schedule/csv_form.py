@@ -52,7 +52,7 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedule:
-    """The schedule written in `text`, with one route through all stages in order. Does not run `check`.
+    """The schedule written in `text`, with one route through all stages of layers in order. Does not run `check`.
 
     Empty cells are idle and are left out; spaces around a cell, quotes, trailing commas and empty lines at the end do
     not matter.
@@ -74,6 +74,7 @@ def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedul
         (action, places[r][i]) for r, row in enumerate(rows) for i, cell in enumerate(row) for action in parts(cell)
     ]
     stages = len({action.stage for action, _ in every})
+    shares = {action.stage for action, _ in every if kind_of(action.kind).vocabulary}
     microbatches = _microbatches([action for action, _ in every])
     slices = 1 + max((action.slice for action, _ in every if action.slice is not None), default=0)
     for action, place in every:
@@ -88,7 +89,13 @@ def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedul
                 )
     try:
         return Schedule.of(
-            rows, placement=_placement(rows, stages), microbatches=microbatches, name=name, slices=slices
+            rows,
+            placement=_placement(rows, stages),
+            microbatches=microbatches,
+            name=name,
+            routes=[[stage for stage in range(stages) if stage not in shares]],
+            route_of=[0] * microbatches,
+            slices=slices,
         )
     except ScheduleError as error:
         raise ScheduleError(f"{where}: {error}") from None
