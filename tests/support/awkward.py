@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import pipeloom as pl
 from models import WIDTH, Block
 from pipeloom.runtime import Layer
 
@@ -131,3 +132,12 @@ MODELS: dict[str, Callable[[], list[Layer]]] = {
     "frozen layers in the middle": lambda: chain(Block, Frozen, Frozen, Block),
     "frozen last layers": lambda: chain(Block, Block, Frozen, Frozen),
 }
+SPLIT = pl.Schedule.of(  # I now, W later
+    [
+        ["0F0", "0F1", "2F0", "2F1", "2I0", "2I1", "0I0", "0I1", "2W0", "2W1", "0W1", "0W0"],
+        ["1F0", "1F1", "3F0", "3F1", "3I0", "3I1", "1I0", "1I1", "3W0", "1W0", "3W1", "1W1"],
+    ],
+    placement=[0, 1, 0, 1],
+    microbatches=2,
+    name="split",
+)

@@ -23,6 +23,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def wait_for(ready: Callable[[], object], seconds: float = 20.0) -> bool:
+    """Return whether `ready` became true in time."""
+    until = time.monotonic() + seconds
+    while not ready() and time.monotonic() < until:
+        time.sleep(0.02)
+    return bool(ready())
+
+
 def _child(
     function: Callable[..., Any], rank: int, world: int, port: int, results: Any, arguments: tuple[Any, ...]
 ) -> None:

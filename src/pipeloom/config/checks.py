@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipeloom.config.hub import download, source_context_problem
 from pipeloom.config.problems import sentence, shown
-from pipeloom.config.sections import COMPUTED, Config
+from pipeloom.config.sections import COMPUTED, PARTS_OF_BLOCKS, Config
 from pipeloom.decoder_shape import RANDOM_ROUTERS, ROUTERS, shape_problems
 from pipeloom.errors import divisors, nearest
 from pipeloom.limits import expanded
@@ -279,6 +279,16 @@ def _recomputed_blocks_exist(config: Config) -> Iterator[Problem]:
     wrong = [number for number in recomputed if number >= blocks] if isinstance(recomputed, tuple) else []
     if wrong:
         yield "train.recompute", f"there is no block {wrong[0]}; the model has {blocks} (0..{blocks - 1})"
+
+
+@_reads("train.recompute", "train.compile", "model.source")
+def _parts_are_named(config: Config) -> Iterator[Problem]:
+    if config.train.recompute not in PARTS_OF_BLOCKS:
+        return
+    if config.model.source:
+        yield "train.recompute", 'the layers of a model of transformers name no parts; nearest: "full"'
+    if config.train.compile != "none":
+        yield "train.recompute", 'compiled blocks have no parts; set train.compile = "none", or recompute "full"'
 
 
 @_reads("train.compile", "parallel.tp", "model.num_experts", "model.source")

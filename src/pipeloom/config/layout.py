@@ -13,7 +13,7 @@ from pipeloom.config.fault import Fault, fault_problem, parse_fault
 from pipeloom.config.problems import naming_keys, shown
 from pipeloom.config.search import NAME as SEARCH
 from pipeloom.config.search import SearchRequest, search_request
-from pipeloom.config.sections import COMPUTED, Config
+from pipeloom.config.sections import COMPUTED, PARTS_OF_BLOCKS, Config
 from pipeloom.config.stages import balance, layer_sizes, parse_stages
 from pipeloom.errors import ConfigError, ScheduleError, UsageError
 from pipeloom.mesh_shape import MeshShape
@@ -137,12 +137,14 @@ def examine(
 
 
 def _with_blocks(config: Config, schedule: Schedule, stage_layers: tuple[int, ...]) -> Schedule:
-    """Return `schedule` with a block (R;B) for each backward of the stages with blocks of `train.recompute`."""
+    """Return `schedule` with a block (R;B) for each backward of the stages with blocks of `train.recompute`, or with an R of the
+    part that it names."""
     setting = config.train.recompute
-    numbers = range(config.model.blocks) if setting == "full" else () if setting == "none" else setting
+    part = setting if setting in PARTS_OF_BLOCKS else ""
+    numbers = setting if isinstance(setting, tuple) else range(0 if setting == "none" else config.model.blocks)
     ends = list(accumulate(stage_layers, initial=0))
     held = {at for at, span in enumerate(pairwise(ends)) if any(number + 1 in range(*span) for number in numbers)}
-    return recompute_stages(schedule, [s for s, position in enumerate(schedule.position_of) if position in held])
+    return recompute_stages(schedule, [s for s, position in enumerate(schedule.position_of) if position in held], part)
 
 
 _ZERO = {2: "reduce-gradients=1", 3: "shard=2"}

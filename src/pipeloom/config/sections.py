@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -80,10 +80,13 @@ def _is_order(text: str) -> str:
 
 
 def _is_recompute(value: Any) -> Any:
-    if value in ("none", "full"):
+    if value in ("none", "full", *PARTS_OF_BLOCKS):
         return value
     if not isinstance(value, list | tuple) or not all(type(n) is int and n >= 0 for n in value):
-        raise ValueError("it must be 'none', 'full', or a list of blocks counted from 0, such as [0, 2]")
+        raise ValueError(
+            f"it must be 'none', 'full', a part of the blocks ({', '.join(map(repr, PARTS_OF_BLOCKS))}), or a list of blocks "
+            "counted from 0, such as [0, 2]"
+        )
     return tuple(sorted(set(value)))
 
 
@@ -193,7 +196,9 @@ Transforms = Annotated[tuple[str, ...], BeforeValidator(_are_transforms)]
 Resume = Annotated[Annotated[int, Field(le=MOST_STEPS)] | str, BeforeValidator(_is_resume)]
 Targets = Annotated[str | tuple[str, ...], BeforeValidator(_are_targets)]
 MoeFrequency = Annotated[Count | tuple[Annotated[int, Field(le=MOST_STEPS)], ...], BeforeValidator(_is_frequency)]
-Recompute = Annotated[Literal["none", "full"] | tuple[int, ...], BeforeValidator(_is_recompute)]
+PartOfBlocks = Literal["norms", "activation", "attention", "mlp"]
+PARTS_OF_BLOCKS: tuple[PartOfBlocks, ...] = get_args(PartOfBlocks)
+Recompute = Annotated[Literal["none", "full"] | PartOfBlocks | tuple[int, ...], BeforeValidator(_is_recompute)]
 
 
 class Section(BaseModel):

@@ -72,15 +72,18 @@ def _tensor(layout: Layout) -> Volume:
         return Volume("tensor", 0, 0.0)
     blocks, m = config.model.blocks, layout.schedule.microbatches
     ends = 1 + config.model.num_nextn_predict_layers  # products of the output layer, and look-ups
-    recomputed = _recomputed(config)
+    recomputed, part = _recomputed(config), config.train.recompute
+    # A part ends with its row layer's sum; a mixture of experts is summed behind its part.
+    sums = {"attention": blocks, "mlp": blocks - sum(config.model.expert_blocks)}
+    again = sums.get(part, 0) if isinstance(part, str) else 0
     if config.parallel.sp:
         # a block: 2 gathers and 2 scatters forward, the same backward, 2 gathers for the weights; embedding: a scatter and its
         # backward's gather; output layer: a gather, its backward's scatter and a gather for the weights
-        operations = 10 * blocks + 2 + 3 + 3 * len(recomputed)
+        operations = 10 * blocks + 2 + 3 + 3 * len(recomputed) + 2 * again
         units = operations + 5 * (ends - 1)
         share = 1.0
     else:
-        operations = 4 * blocks + 2 + len(recomputed)
+        operations = 4 * blocks + 2 + len(recomputed) + again
         units = operations + 2 * (ends - 1)
         share = 2.0
     whole = sum(size * config.train.seq_len for size in layout.microbatch_sizes)
@@ -96,7 +99,8 @@ def _context(layout: Layout) -> Volume:
     if mesh.cp == 1:
         return Volume("context", 0, 0.0)
     model, item = config.model, _ITEM[config.train.dtype]
-    blocks, again = model.blocks, len(_recomputed(config))
+    blocks = model.blocks
+    again = blocks if config.train.recompute == "attention" else len(_recomputed(config))
     width = 2 * model.num_key_value_heads * model.shape().head_width
     tokens = sum(layout.microbatch_sizes) * config.train.seq_len * mesh.dp
     moved = ((2 * blocks + again) * item + blocks * max(4, item)) * (mesh.cp - 1) * tokens * width

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.ops.layer import MicrobatchContext
+from pipeloom.ops.parts import in_part
 from pipeloom.ops.random_state import Dropout, TokenPart
 from pipeloom.parallel.context import ContextParallel, document_begins
 from pipeloom.parallel.sharding import ParameterSharding
@@ -202,7 +203,7 @@ class Attention(nn.Module):
         queries, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
         query, key = self._split(queries, self.heads), self._split(keys, self.key_value_heads)
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query, key = in_part("norms", self.q_norm, query), in_part("norms", self.k_norm, key)
         context, tokens = self.context, query.shape[-2]
         if position_ids is None:
             length = tokens if context is None else tokens * context.axis.size
@@ -224,6 +225,11 @@ class Attention(nn.Module):
         return x.view(*x.shape[:2], heads, self.head_width).transpose(1, 2)
 
 
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) · up."""
+    return F.silu(gate) * up
+
+
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate x) · up x) (arXiv 2002.05202)."""
 
@@ -236,12 +242,14 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = project(x, self.gate_proj, self.up_proj)
-        out: Tensor = self.down_proj(F.silu(gate) * up)
+        out: Tensor = self.down_proj(in_part("activation", gated, gate, up))
         return out
 
 
 class Block(nn.Module):
     """One transformer block: [batch, length, hidden] -> the same shape; under sequence parallelism length / tp tokens.
+
+    Its parts for recomputation are `norms`, `attention`, `mlp`, and inside `mlp` `activation`.
 
     Args:
         mlp: its feed-forward part; None: `FeedForward`.
@@ -273,9 +281,9 @@ class Block(nn.Module):
         self, x: Tensor, microbatch: MicrobatchContext | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
         """`microbatch` is needed only for dropout in training, `position_ids` only for rows with several documents."""
-        mixed = self.self_attn(self.input_layernorm(x), position_ids)
+        mixed = in_part("attention", self.self_attn, in_part("norms", self.input_layernorm, x), position_ids)
         attended: Tensor = x + self.attention_dropout(mixed, microbatch)
-        inner = self.mlp(self.post_attention_layernorm(attended))
+        inner = in_part("mlp", self.mlp, in_part("norms", self.post_attention_layernorm, attended))
         out: Tensor = attended + self.mlp_dropout(inner, microbatch)
         return out
 
@@ -296,5 +304,5 @@ class Head(nn.Module):
             self.lm_head = VocabularyHead(shape.hidden_size, shape.vocab_size, tensor)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(self.norm(x))
+        logits: Tensor = self.lm_head(in_part("norms", self.norm, x))
         return logits

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import ArgumentError
-from pipeloom.models.decoder import Block
+from pipeloom.models.decoder import Block, gated
 from pipeloom.models.gate import TopKGate
 from pipeloom.ops.layer import MicrobatchContext
+from pipeloom.ops.parts import in_part
 from pipeloom.ops.segments import Communication, Compute, Segment, Values, begin, beside, in_order
 from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.dispatch import (
@@ -171,13 +171,16 @@ class MoELayer(nn.Module):
 
     def compute(self, rows: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
         """Rows as they came through this rank's experts, in the same order."""
+        return in_part("mlp", self._compute_experts, rows, dispatch_plan)
+
+    def _compute_experts(self, rows: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
         return ungroup(self.experts(group_by_expert(rows, dispatch_plan), dispatch_plan.arrival.counts), dispatch_plan)
 
     def share(self, tokens: Tensor) -> Tensor | None:
         """Return what the shared expert adds: sigmoid(gate x) · expert(x) (Qwen-MoE); None where there is none."""
         if self.shared_expert is None:
             return None
-        added: Tensor = self.shared_expert(tokens)
+        added: Tensor = in_part("mlp", self.shared_expert, tokens)
         return added if self.shared_expert_gate is None else self.shared_expert_gate(tokens).sigmoid() * added
 
     def start_dispatch(self, rows: tuple[Tensor, Tensor], dispatch_plan: DispatchPlan) -> Arrival:
@@ -266,7 +269,7 @@ class SharedExpert(nn.Module):
         self.down_proj = PartialSumLinear(inner, hidden, 1, tensor)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(in_part("activation", gated, self.gate_proj(x), self.up_proj(x)))
         return out
 
 
@@ -338,9 +341,10 @@ class SparseBlock(Block):
         """x -> the block's output, cut at the all-to-alls: those of the experts, with attention in the first of them."""
 
         def attend(values: Values) -> Values:
-            gained = self.self_attn(self.input_layernorm(values[0]), position_ids)
+            normed = in_part("norms", self.input_layernorm, values[0])
+            gained = in_part("attention", self.self_attn, normed, position_ids)
             attended = values[0] + self.attention_dropout(gained, microbatch)
-            return self.post_attention_layernorm(attended), attended
+            return in_part("norms", self.post_attention_layernorm, attended), attended
 
         def add(values: Values) -> Values:
             gained, attended = values

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from pipeloom.models.decoder import Attention, visible
 from pipeloom.models.moe import Arrival, SparseBlock, landed, plus
 from pipeloom.ops.layer import MicrobatchContext
+from pipeloom.ops.parts import in_part
 from pipeloom.ops.segments import Compute, Segment, Values
 from pipeloom.parallel.dispatch import DispatchPlan, begin_dispatch, permute_for_dispatch
 from pipeloom.parallel.router import RouterNoise
@@ -45,7 +46,7 @@ def run_in_sequence_blocks(
     assert expert is not None
     whole_draws = mlp.gate.draw(x.flatten(0, 1), microbatch)
     dropped = _mask(block, x, microbatch)
-    attention = BlockAttention(block.self_attn, block.input_layernorm(x), position_ids)
+    attention = BlockAttention(block.self_attn, in_part("norms", block.input_layernorm, x), position_ids)
     spans = [(int(part[0]), int(part[-1]) + 1) for part in torch.arange(x.shape[1]).tensor_split(expert.blocks)]
     tally = None
     ready: list[tuple[Arrival, DispatchPlan, Tensor]] = []
@@ -60,7 +61,7 @@ def run_in_sequence_blocks(
     for start, end in spans:
         gained = attention.run(start, end)
         attended.append(x[:, start:end] + (gained if dropped is None else gained * dropped[:, start:end]))
-        tokens = mlp.enter(block.post_attention_layernorm(attended[-1])).flatten(0, 1)
+        tokens = mlp.enter(in_part("norms", block.post_attention_layernorm, attended[-1])).flatten(0, 1)
         routing = mlp.gate.choose(tokens, _of_block(whole_draws, x, start, end))
         tally = routing.tally if tally is None else tally + routing.tally
         if end == x.shape[1]:

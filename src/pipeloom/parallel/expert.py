@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from pipeloom.ops.deferred import DeferringLayer, apply_linear
 from pipeloom.ops.grouped import apply_grouped_linear
+from pipeloom.ops.parts import in_part
 from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.sharding import ParameterSharding, Shard, shard_of
 from pipeloom.parallel.tensor import TensorParallel
@@ -82,6 +83,10 @@ class ExpertLinear(DeferringLayer):
         return out + apply_grouped_linear(ones, bias.unsqueeze(-1), counts)
 
 
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
 class Experts(nn.Module):
     """SwiGLU networks, down(silu(gate x) · up x): rows by expert in, rows in the same order out.
 
@@ -103,7 +108,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """rows [rows, hidden], `counts` of them for each of this rank's experts -> [rows, hidden]."""
-        inner = F.silu(self.gate_proj(rows, counts)) * self.up_proj(rows, counts)
+        inner = in_part("activation", _gated, self.gate_proj(rows, counts), self.up_proj(rows, counts))
         out: Tensor = self.down_proj(inner, counts)
         return out
 

@@ -10,15 +10,16 @@ from pipeloom.errors import naming_extra
 if TYPE_CHECKING:
     from pipeloom.runtime.options import RuntimeOptions
     from pipeloom.runtime.pipeline import LocalPipeline, Pipeline
-    from pipeloom.runtime.stage_modules import Layer, LossTerm
+    from pipeloom.runtime.stage_modules import Layer, LossTerm, in_part
 
-__all__ = ["Layer", "LocalPipeline", "LossTerm", "Pipeline", "RuntimeOptions"]
+__all__ = ["Layer", "LocalPipeline", "LossTerm", "Pipeline", "RuntimeOptions", "in_part"]
 _HOMES = {
     "Layer": "stage_modules",
     "LocalPipeline": "pipeline",
     "LossTerm": "stage_modules",
     "RuntimeOptions": "options",
     "Pipeline": "pipeline",
+    "in_part": "stage_modules",
 }
 
 

@@ -260,7 +260,8 @@ class Executor:
                     self._await_weights(action)
                 try:
                     self.hooks.faults.before(action)
-                    output = _EXECUTE.get(action.kind, Executor._registered_kind)(self, action, received[at])
+                    execute = _EXECUTE.get(action.kind.partition(":")[0], Executor._registered_kind)
+                    output = execute(self, action, received[at])
                 except Exception as error:
                     add_note(error, f"({self.hooks.status.name}, {action.words})")
                     raise
@@ -366,9 +367,12 @@ class Executor:
         return PENDING in kind_of(action.kind).makes
 
     def _recompute(self, action: Action, received: Deliveries) -> Deliveries:
-        """Run R: the forward again, which saves what the backward needs."""
-        self._hold()
-        self.stages[action.stage].recompute(action.microbatch, self.hooks.before_layer)
+        """Run R: the forward again, or a part of it, which saves what the backward needs."""
+        if part := kind_of(action.kind).part:
+            self.stages[action.stage].recompute_part(action.microbatch, part)
+        else:
+            self._hold()
+            self.stages[action.stage].recompute(action.microbatch, self.hooks.before_layer)
         return {}
 
     def _hold(self, change: int = 1) -> None:

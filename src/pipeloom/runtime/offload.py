@@ -137,7 +137,7 @@ class SavedTensors:
 
     def saving(self) -> AbstractContextManager[Any]:
         """Return the context of computations whose saved tensors these are."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def complete(self) -> None:
         """Cut what is left into parts: the forward has been issued, and saves nothing more."""
@@ -226,7 +226,8 @@ class SavedTensors:
             self._marks[part] = self._computing.record_event()
         self._ready[part].set()
 
-    def _pack(self, tensor: Tensor) -> _Saved | Tensor:
+    def pack(self, tensor: Tensor) -> _Saved | Tensor:
+        """Return what the graph holds in place of a saved tensor."""
         alias = tensor.detach()  # an output of the saving node would hold its graph
         plain = type(alias) is Tensor and alias.layout is torch.strided and alias.device.type == self._device.type
         if not plain or alias.is_conj() or alias.is_neg() or not alias.untyped_storage().nbytes():
@@ -245,7 +246,8 @@ class SavedTensors:
             storage.saved.append((alias, version_of(alias)))
         return _Saved(storage, alias.dtype, int(alias.storage_offset()), alias.size(), alias.stride())
 
-    def _unpack(self, saved: _Saved | Tensor) -> Tensor:
+    def unpack(self, saved: _Saved | Tensor) -> Tensor:
+        """Return the tensor, once it is on the device."""
         if isinstance(saved, Tensor):
             return saved
         storage, dtype, offset, size, stride = saved

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from pipeloom.ops.parts import run_part
 from pipeloom.ops.recompute import recomputed
 from pipeloom.ops.segments import Communication, Compute, Pending, Values, is_segmented
 from pipeloom.runtime.health.status import Status
@@ -60,11 +61,15 @@ class ComputeGroup:
 
 
 def split_at_communications(
-    layers: StageModules, keywords: Mapping[str, Any], recompute: bool = False
+    layers: StageModules,
+    keywords: Mapping[str, Any],
+    recompute: bool = False,
+    part_of: Callable[[int], str | None] = lambda at: None,
 ) -> list[ComputeGroup]:
     """Return the groups of the stage for one micro-batch: at least one, the last of them without a communication.
 
-    With `recompute` the computations of `layers.recomputed` run again in the backward.
+    With `recompute` the computations of `layers.recomputed` run again in the backward; `part_of` returns the part, if any, that
+    all computations of a layer belong to.
 
     A segmented layer with hooks runs as a whole: hooks belong to a call of the layer, which its segments do not make.
     """
@@ -72,15 +77,17 @@ def split_at_communications(
     computations: list[Computation] = []
     for at, (module, name) in enumerate(zip(layers.modules, layers.names, strict=True)):
         accepted = layers.accepted(at, keywords)
-        again = recompute and name in layers.recomputed
+        wrapped = _plain
+        if recompute and name in layers.recomputed:
+            wrapped = partial(partial, _recomputed, module)
+        elif (part := part_of(at)) is not None:
+            wrapped = partial(partial, _in_part, part, module)
         if not is_segmented(module) or _has_hooks(module):
-            forward = partial(_forward, module, accepted)
-            computations.append(Computation(partial(_recomputed, forward, module) if again else forward, name))
+            computations.append(Computation(wrapped(partial(_forward, module, accepted)), name))
             continue
         for segment in module.segments(**accepted):  # type: ignore[operator]
             if isinstance(segment, Compute):
-                run = partial(_recomputed, segment.run, module) if again else segment.run
-                computations.append(Computation(run, None))
+                computations.append(Computation(wrapped(segment.run), None))
             else:
                 groups.append(ComputeGroup(tuple(computations), segment))
                 computations = []
@@ -100,8 +107,16 @@ def _forward(module: Any, keywords: Mapping[str, Any], values: Values) -> Any:
     return module(*values, **keywords)
 
 
-def _recomputed(run: Callable[[Values], Any], module: Any, values: Values) -> Any:
+def _plain(run: Callable[[Values], Any]) -> Callable[[Values], Any]:
+    return run
+
+
+def _recomputed(module: Any, run: Callable[[Values], Any], values: Values) -> Any:
     return recomputed(lambda *given: run(given), values, module)
+
+
+def _in_part(part: str, module: Any, run: Callable[[Values], Any], values: Values) -> Any:
+    return run_part(part, run, module, (values,), {})
 
 
 def _unwrapped(values: Values) -> Any:

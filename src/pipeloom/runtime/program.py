@@ -15,7 +15,9 @@ from pipeloom.schedule.actions import (
     COPY_OUT,
     GRADS,
     INPUT_GRADIENT,
+    KEPT,
     OUTPUT,
+    SAVED,
     Action,
     Cell,
     Kind,
@@ -84,6 +86,7 @@ class StageProgram:
         recomputed: the micro-batches whose F keeps only what R needs.
         in_blocks: those whose layers, or some of them, are recomputed one by one in their backward.
         offloaded: micro-batch -> the parts that travel of what its backward needs, to host memory and back.
+        parts: micro-batch -> the parts of its layers that an R of their own recomputes.
     """
 
     takes: Edge | None
@@ -95,6 +98,15 @@ class StageProgram:
     recomputed: frozenset[int] = frozenset()
     in_blocks: frozenset[int] = frozenset()
     offloaded: Mapping[int, Parts] = field(default_factory=dict)
+    parts: Mapping[int, frozenset[str]] = field(default_factory=dict)
+
+    def part_of(self, microbatch: int, at: int, layers: int) -> str | None:
+        """Return the part among those recomputed that layer `at` of so many is in: `2/4` of the second quarter of them."""
+        for part in self.parts.get(microbatch, ()):
+            fraction = fraction_of(f"{SAVED}:{part}")
+            if fraction is not None and at * fraction[1] // layers + 1 == fraction[0]:
+                return part
+        return None
 
     @cached_property
     def inputs(self) -> tuple[Edge, ...]:
@@ -163,15 +175,9 @@ def require_same_stages(schedule: Schedule, current: Schedule, splits_backward: 
 def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram:
     """Return the program of `rank`: its actions, the messages that each waits for and sends, and when receives are posted.
 
-    `schedule` must have passed `check`. Raises ConfigError for a part of a stage that is recomputed: layers have none.
+    `schedule` must have passed `check`. Raises ConfigError for a part that is recomputed behind its I, which has used what the
+    forward saves.
     """
-    for action in (
-        action for cell in schedule.programs[rank] for action in parts(cell) if action.kind.startswith("R:")
-    ):
-        raise ConfigError(
-            f"{action} recomputes a part of a stage, and layers name no parts: such a schedule can be simulated, not run; "
-            f"nearest: {action.stage}R{action.microbatch}"
-        )
     programs = traffic(schedule)
     entries = programs[rank]
     batches, ahead = None, options.overlap_p2p is not False
@@ -276,9 +282,28 @@ def _stage_programs(schedule: Schedule, rank: int) -> dict[int, StageProgram]:
             frozenset(microbatches(stage, lambda kind: kind.letter == "R")),
             frozenset(microbatches(stage, lambda kind: bool(kind.fuses))),
             _offloaded(actions, stage),
+            _recomputed_parts(actions, stage),
         )
         for stage in schedule.stages_of[rank]
     }
+
+
+def _recomputed_parts(actions: Sequence[Action], stage: int) -> dict[int, frozenset[str]]:
+    """Return `StageProgram.parts`. Raises ConfigError for a part behind I."""
+    names: dict[int, frozenset[str]] = {}
+    begun: set[int] = set()
+    for action in (action for action in actions if action.stage == stage):
+        kind, mb = kind_of(action.kind), action.microbatch
+        if kind.is_backward:
+            begun.add(mb)
+        elif kind.part and KEPT in (need.value for need in kind.needs):
+            if mb in begun:
+                raise ConfigError(
+                    f"{action} stands behind the backward's I, which needs all that the forward saves: such a schedule can be "
+                    f"simulated, not run; put it before {stage}I{mb}"
+                )
+            names[mb] = names.get(mb, frozenset()) | {kind.part}
+    return names
 
 
 def _offloaded(actions: Sequence[Action], stage: int) -> dict[int, Parts]:

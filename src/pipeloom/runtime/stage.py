@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.ops.checksum import version_of
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients, run_backward
+from pipeloom.ops.parts import RecomputedParts, run_part
 from pipeloom.ops.recompute import recomputed
 from pipeloom.ops.segments import Communication, carries, saved_of
 from pipeloom.ops.stage_state import StageState, batch_statistics
@@ -133,6 +134,7 @@ class InFlight:
         read: number of inputs, the last ones, that the stage reads by name.
         record: what R needs; its forward saves nothing for a backward. None: it saves everything.
         travels: what it saves, if that travels to host memory and back.
+        parts: the parts that R runs again, whose forward saves nothing for a backward; None: there are none.
     """
 
     queue: WeightGradQueue | None
@@ -142,11 +144,14 @@ class InFlight:
     read: int = 0
     record: ForwardRecord | None = None
     travels: SavedTensors | None = None
+    parts: RecomputedParts | None = None
 
     def saving(self) -> AbstractContextManager[Any]:
         """Return the context of its computations."""
         if self.record is not None:
             return torch.autograd.graph.saved_tensors_hooks(_drop, _dropped)
+        if self.parts is not None:
+            return self.parts.saving()
         return _SAVING if self.travels is None else self.travels.saving()
 
 
@@ -235,6 +240,8 @@ class Stage:
                         module,
                         self._inputs.on_change(name) if alone else None,
                     )
+                elif (part := program.part_of(microbatch, at, len(layers.modules))) is not None:
+                    result = run_part(part, module, module, arguments, accepted | read)
                 else:
                     result = module(*arguments, **accepted, **read)
                 del arguments, read  # a layer's output is freed as soon as autograd does not need it
@@ -264,6 +271,13 @@ class Stage:
         finally:
             state.swap_out()
 
+    def recompute_part(self, microbatch: int, part: str) -> None:
+        """R of a part: run what the layers call by this name again, and save what the backward needs of it."""
+        flight = self._alive[microbatch]
+        self._grad_context.queue = flight.queue
+        if flight.parts is not None:
+            flight.parts.recompute(part)
+
     def _record_of(self, call: ForwardCall) -> ForwardRecord | None:
         """Return the record that the micro-batch's R needs; None: it has no R."""
         if call.microbatch not in call.program.recomputed or not torch.is_grad_enabled():
@@ -283,7 +297,8 @@ class Stage:
         if not self.segmented:
             return self.forward(call, again=again)
         program, record = call.program, None if again else self._record_of(call)
-        groups = split_at_communications(self.layers, call.keywords, call.microbatch in program.in_blocks)
+        part_of = partial(program.part_of, call.microbatch, layers=len(self.modules))
+        groups = split_at_communications(self.layers, call.keywords, call.microbatch in program.in_blocks, part_of)
         # A backward with communications computes weight gradients during them, also in a B.
         queues = len(groups) > 1 or call.microbatch in program.split
         flight, inputs = self._begin_forward(call, queues, record)
@@ -315,7 +330,9 @@ class Stage:
                 self._saved_bytes,
             )
             self._travelling[call.microbatch].set_result(travels)
-        return InFlight(WeightGradQueue() if queues else None, [], (), specs, read, record, travels), leaves
+        names = call.program.parts.get(call.microbatch)
+        parts = None if names is None else RecomputedParts(names, self._communications.device, travels)
+        return InFlight(WeightGradQueue() if queues else None, [], (), specs, read, record, travels, parts), leaves
 
     def _compute_and_communicate(
         self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight

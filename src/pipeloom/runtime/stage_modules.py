@@ -18,6 +18,7 @@ from pipeloom.errors import ConfigError, UsageError, did_you_mean
 from pipeloom.ops.layer import KEYWORD
 from pipeloom.ops.layer import Layer as Layer
 from pipeloom.ops.layer import LossTerm as LossTerm
+from pipeloom.ops.parts import in_part as in_part
 from pipeloom.ops.random_state import seeded, stable_seed
 from pipeloom.ops.segments import is_segmented
 from pipeloom.runtime.batch import split_sizes

@@ -11,6 +11,7 @@ from typing import Literal
 from pipeloom.errors import ScheduleError
 from pipeloom.schedule.actions import (
     BASIC_KINDS,
+    COMPUTE,
     EVENTS,
     GRADS,
     INPUT_GRADIENT,
@@ -216,9 +217,13 @@ def _check_values(schedule: Schedule) -> None:
                     raise ScheduleError(f"{where} makes what is {key[0]} a second time; {before}")
                 parts_of[value_key(whole_of(key[0]), stage, mb)].append(key)
             there |= {value_key(value, stage, mb): action for value in (*results, *kind.adds)}
-            for value in (*kind.frees, *kind.takes):
-                for key in (value_key(value, stage, mb), *parts_of.pop(value_key(value, stage, mb), ())):
-                    there.pop(key, None)
+            stays = schedule.remade.get((stage, mb), frozenset()) if kind.queue != COMPUTE else frozenset()
+            for whole in [value_key(value, stage, mb) for value in (*kind.frees, *kind.takes)]:
+                for key in (whole, *parts_of.pop(whole, ())):
+                    if key[0] in stays:
+                        parts_of[whole].append(key)
+                    else:
+                        there.pop(key, None)
     for key in begun.difference(there):
         raise ScheduleError(f"the step ends without {_words(schedule, key)}, with which it begins")
     for key, maker in there.items():

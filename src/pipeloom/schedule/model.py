@@ -468,9 +468,13 @@ def made_by(schedule: Schedule, action: Action) -> tuple[str, ...]:
 def with_parts(schedule: Schedule, action: Action, values: tuple[str, ...]) -> tuple[str, ...]:
     """Return `values` with the parts of each that actions of the same stage and unit name (`Schedule.parted`).
 
-    What is called by the name of the whole is then the rest.
+    What is called by the name of the whole is then the rest, and a copy to the host or back is of that without the parts that a
+    computation makes again.
     """
-    named = schedule.parted.get((action.stage, schedule.unit_of(action))) if schedule.parted else None
+    place = action.stage, schedule.unit_of(action)
+    named = schedule.parted.get(place) if schedule.parted else None
+    if named and kind_of(action.kind).queue != COMPUTE:
+        named -= schedule.remade.get(place, frozenset())
     return (*values, *sorted(part for part in named if whole_of(part) in values)) if named else values
 
 

@@ -581,8 +581,15 @@ def _changes(
             if brief:
                 passing |= {len(changes) + unit: held * factor for unit, factor in enumerate(factors)}
             changes += [change * factor for factor in factors]
+    copies = [number for number, kind in enumerate(schedule.kinds) if kind.queue != COMPUTE and kind.divides == SAVED]
+    remade = frozenset().union(*schedule.remade.values())
+    shares = {value: costs.share_of(value, schedule.stages) for value in remade if copies and value != whole_of(value)}
     for (stage, unit), values in schedule.remade.items():
-        changes[stage * schedule.units + unit] -= factors[unit] * sum(sizes[v][stage] for v in values if v in sizes)
+        place = stage * schedule.units + unit
+        changes[place] -= factors[unit] * sum(sizes[v][stage] for v in values if v in sizes)
+        again = sum(shares[value][stage] for value in values if value in shares)
+        for number in copies if again else ():  # what is recomputed does not travel
+            changes[number * schedule.kind_stride + place] *= 1 - again
     return changes, passing
 
 

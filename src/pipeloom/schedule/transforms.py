@@ -315,9 +315,14 @@ def recompute(
     return schedule.with_programs([[cell for code in program for cell in cells(code)] for program in schedule.codes])
 
 
-def recompute_stages(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """Return `schedule` with the backwards of these stages in blocks, unless another action moves or makes what is saved."""
+def recompute_stages(schedule: Schedule, stages: Collection[int], part: str = "") -> Schedule:
+    """Return `schedule` with the backwards of these stages in blocks, unless another action moves or makes what is saved; or with
+    an R of a part before each, unless it is recomputed already.
+    """
     wanted = {(stage, unit) for stage in stages for unit in range(schedule.units)}
+    if part:
+        again = {place for place, values in schedule.remade.items() if values & {SAVED, f"{SAVED}:{part}"}}
+        return recompute(schedule, actions=wanted - again, part=part)
     for action in (part for program in schedule.programs for cell in program for part in parts(cell)) if wanted else ():
         kind = kind_of(action.kind)
         saved = any(whole_of(value) == SAVED for value in (*kind.makes, *kind.frees))

@@ -189,10 +189,10 @@ def recomputed(config: Config) -> Literal["none"] | frozenset[str]:
     forward at once.
     """
     setting = config.train.recompute
-    if setting == "none":
+    if isinstance(setting, str) and setting != "full":
         return "none"
     names = block_names(config)
-    return frozenset(names if setting == "full" else (names[number] for number in setting))
+    return frozenset(names if isinstance(setting, str) else (names[number] for number in setting))
 
 
 def block_names(config: Config) -> list[str]:

@@ -11,13 +11,14 @@ from layouts import LENGTH, Way, model, step, tensor_parallel
 from pipeloom.config import load_layout, parameter_count
 from pipeloom.config.volume import Volume, boundary_bytes, volumes, words
 from pipeloom.mesh_shape import MeshShape
-from pipeloom.models import cross_entropy, layers
+from pipeloom.models import cross_entropy, layers, token_loss
 from pipeloom.parallel import collectives
 from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from pipeloom.schedule.channels import message_counts, size_words, traffic
 from pipeloom.schedule.families import FAMILIES, build
+from pipeloom.schedule.transforms import recompute as recomputing
 from processes import run_ranks
 
 pytestmark = pytest.mark.core
@@ -135,13 +136,14 @@ def test_experts_volume() -> None:
     assert data.bytes == 2 * 1 * 4 * (parameter_count(model_) - spread)  # experts have one replica each
 
 
-def exchanged(rank: int, recompute: bool) -> tuple[int, float]:
+def exchanged(rank: int, recomputed: str) -> tuple[int, float]:
     """The exchanges of keys and values of a step of one micro-batch, and their bytes on this rank."""
     mesh, real = Mesh.of(MeshShape(cp=2)), collectives.dist
     assert mesh is not None
     context = ContextParallel(mesh.cp)
-    options = RuntimeOptions(recompute="full" if recompute else "none")
+    options = RuntimeOptions(recompute="full" if recomputed == "full" else "none")
     schedule = build("1f1b", 1, 1)
+    schedule = recomputing(schedule, part=recomputed) if recomputed in ("attention", "mlp") else schedule
     pipeline = Pipeline(layers(model(), 0, context=context), schedule, loss=cross_entropy, mesh=mesh, options=options)
     tokens = torch.randint(0, model().vocab_size, (2, 2, LENGTH), generator=torch.Generator().manual_seed(1))
     counter = _Counter(2, every=True)
@@ -154,18 +156,47 @@ def exchanged(rank: int, recompute: bool) -> tuple[int, float]:
     return counter.count, counter.bytes
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_context_volume(recompute: bool) -> None:
+@pytest.mark.parametrize("recomputed", ["none", "full", "attention", "mlp"])
+def test_context_volume(recomputed: str) -> None:
     shape = model()
     sizes = {f"model.{key}": getattr(shape, key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")}
     sizes["model.num_key_value_heads"] = shape.num_key_value_heads
     layout = _layout(
         **sizes,
         **{"parallel.cp": 2, "parallel.pp": 1, "schedule.name": "1f1b", "schedule.microbatches": 1},
-        **{"train.global_batch_size": 2, "train.seq_len": LENGTH, "train.recompute": "full" if recompute else "none"},
+        **{"train.global_batch_size": 2, "train.seq_len": LENGTH, "train.recompute": recomputed},
     )
     (want,) = [volume for volume in volumes(layout) if volume.kind == "context"]
-    counts, sent_bytes = zip(*run_ranks(exchanged, 2, recompute), strict=True)
+    counts, sent_bytes = zip(*run_ranks(exchanged, 2, recomputed), strict=True)
+    assert counts == (want.count, want.count)
+    assert sum(sent_bytes) == want.bytes
+
+
+def summed(rank: int, sequence: bool, part: str) -> tuple[int, float]:
+    """The collectives of hidden states of tensor-parallel layers in a step of one micro-batch, and their bytes on this rank."""
+    tensor, real = tensor_parallel(sequence), collectives.dist
+    loss, shape = token_loss(model(), tensor=tensor), MeshShape(tp=2)
+    schedule = recomputing(build("1f1b", 1, 1), part=part) if part != "none" else build("1f1b", 1, 1)
+    pipeline = Pipeline(layers(model(), 0, tensor=tensor), schedule, loss=loss, mesh=Mesh.of(shape))
+    tokens = torch.randint(0, model().vocab_size, (2, 2, LENGTH), generator=torch.Generator().manual_seed(1))
+    counter = _Counter(2)
+    collectives.dist = counter  # type: ignore[assignment]
+    try:
+        pipeline.step(tokens[0], tokens[1])
+    finally:
+        collectives.dist = real
+    pipeline.close()
+    return counter.count, counter.bytes
+
+
+@pytest.mark.parametrize("part", ["attention", "mlp", "norms"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tensor_volume_of_a_part(sequence: bool, part: str) -> None:
+    shape = model()
+    keys = {f"model.{key}": getattr(shape, key) for key in ("num_hidden_layers", "num_key_value_heads", "vocab_size")}
+    keys |= {"parallel.tp": 2, "parallel.sp": sequence, "schedule.microbatches": 1, "train.recompute": part}
+    (want,) = volumes(_layout(**keys, **{"train.global_batch_size": 2, "train.seq_len": LENGTH}))
+    counts, sent_bytes = zip(*run_ranks(summed, 2, sequence, part), strict=True)
     assert counts == (want.count, want.count)
     assert sum(sent_bytes) == want.bytes
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import pipeloom as pl
-from awkward import MODELS, First, Unused, chain
+from awkward import MODELS, SPLIT, First, Unused, chain
 from models import Block, batch, blocks, gradients, mse, serial, worst
 from pipeloom.errors import UsageError
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
@@ -19,15 +19,6 @@ from processes import run_ranks
 
 S = pl.schedules
 SCHEDULES = [S.gpipe(4, 3), S.one_f_one_b(4, 5), S.interleaved(2, 5, 2), S.looped_bfs(2, 4, 2), S.gpipe(1, 3)]
-SPLIT = pl.Schedule.of(  # I now, W later
-    [
-        ["0F0", "0F1", "2F0", "2F1", "2I0", "2I1", "0I0", "0I1", "2W0", "2W1", "0W1", "0W0"],
-        ["1F0", "1F1", "3F0", "3F1", "3I0", "3I1", "1I0", "1I1", "3W0", "1W0", "3W1", "1W1"],
-    ],
-    placement=[0, 1, 0, 1],
-    microbatches=2,
-    name="split",
-)
 PADDED = torch.tensor([1, 3, 2, 3, 1, 1, 2, 2])
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from pipeloom.runtime.health.status import is_stopped
+from processes import wait_for
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc")
 
@@ -26,13 +26,6 @@ def sleeper() -> Iterator[tuple[subprocess.Popen[str], str]]:
         assert process.stdout is not None
         yield process, process.stdout.readline().strip()
         process.kill()
-
-
-def wait_for(ready: Callable[[], bool], seconds: float = 5.0) -> bool:
-    until = time.monotonic() + seconds
-    while not ready() and time.monotonic() < until:
-        time.sleep(0.02)
-    return ready()
 
 
 def test_stopped_and_gone(sleeper: tuple[subprocess.Popen[str], str]) -> None:

@@ -28,13 +28,7 @@ from pipeloom.runtime.health.report import FailureReporter, PeerGone, lost_peer
 from pipeloom.runtime.health.status import Limits, Status, main_thread_communicates
 from pipeloom.runtime.health.watchdog import Failure, RankState, Watchdog, judge, printable
 from pipeloom.schedule.actions import Action
-
-
-def wait_for(ready: Callable[[], object], seconds: float = 20.0) -> bool:
-    until = time.monotonic() + seconds
-    while not ready() and time.monotonic() < until:
-        time.sleep(0.01)
-    return bool(ready())
+from processes import wait_for
 
 
 def linked() -> tuple[Link, Link]:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_boundaries import SPLIT
 from torch import Tensor, nn
 
 import pipeloom as pl
-from awkward import MODELS
+from awkward import MODELS, SPLIT
 from models import WIDTH, Block, batch, blocks, serial, worst
 from processes import run_ranks
 from torch_runtime import TorchPipeline

@@ -15,6 +15,7 @@ import pytest
 
 from pipeloom.train.workers.failures import WorkerFailure, first_failure, read_failures, record_failure, write_exit
 from pipeloom.train.workers.launch import Patience, launch
+from processes import wait_for
 
 QUICK = Patience(reports=1.0, term=1.0)
 
@@ -30,16 +31,6 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
-
-
-def wait_for(condition: object, seconds: float = 10.0) -> bool:
-    assert callable(condition)
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def start_launcher(code: str, world: int = 2, before: str = "") -> subprocess.Popen[str]:

@@ -21,6 +21,7 @@ from pipeloom.config import (
 from pipeloom.errors import ConfigError, ScheduleError
 from pipeloom.schedule.csv_form import to_csv
 from pipeloom.schedule.families import build
+from pipeloom.schedule.transforms import recompute
 
 
 @given(st.integers(1, 60), st.integers(1, 20))
@@ -148,6 +149,10 @@ def test_recompute_is_a_word_or_blocks() -> None:
     assert load_layout("tiny").config.train.recompute == "none"
     assert load_layout("tiny", {"train.recompute": "full"}).config.train.recompute == "full"
     assert load_layout("tiny", {"train.recompute": [0, 3]}).config.train.recompute == (0, 3)
+    parts, plain = (load_layout("tiny", {"train.recompute": word}).schedule for word in ("norms", "none"))
+    assert parts == recompute(plain, part="norms")
+    both = load_layout("tiny", {"train.recompute": "norms", "schedule.transforms": ["recompute=norms"]}).schedule
+    assert both == parts  # not a second time
 
 
 def test_compiled_blocks_are_said_to_split_no_backward() -> None:

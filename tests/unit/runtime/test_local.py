@@ -9,51 +9,37 @@ import pipeloom as pl
 from models import batch, blocks, gradients, mse, serial, worst
 from pipeloom.errors import UsageError
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
-from samples import FAMILIES, Case, sample
+from pipeloom.runtime.batch import split_sizes
 
-CASES = [pytest.param(case, id=name) for family in FAMILIES for name, case in sample(family, 12, seed=1)]
-
-
-def local(case: Case, **options: object) -> LocalPipeline:
-    chosen = RuntimeOptions(microbatch_sizes=case.sizes, **options)  # type: ignore[arg-type]
-    return LocalPipeline(blocks(case.layers), case.schedule, loss=mse, stages=case.stages, options=chosen)
-
-
-def rows_of(rows: int, case: Case) -> list[int]:
-    """Rows of each micro-batch of an evaluation: as even as possible, one row each for a small batch."""
-    base, larger = divmod(rows, min(rows, case.schedule.microbatches))
-    return [base + (at < larger) for at in range(min(rows, case.schedule.microbatches))]
+S = pl.schedules
+SCHEDULES = [
+    S.gpipe(3, 4),
+    S.interleaved(2, 7, 3, rounds="tail"),
+    S.interleaved(2, 7, 3, rounds="head"),
+    S.interleaved(3, 7, 2, group_size=5),
+    S.looped_bfs(3, 5, 2),
+]
 
 
-def forward(modules: list[torch.nn.Module], x: torch.Tensor) -> torch.Tensor:
-    for module in modules:
-        x = module(x)
-    return x
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_step_equals_one_process(case: Case) -> None:
-    x, y = batch(case.rows)
-    want_loss, want = serial(blocks(case.layers), x, y, case.sizes)
-    pipeline = local(case)
-    loss = pipeline.step(x, y)
-    assert loss.item() == pytest.approx(want_loss.item(), rel=1e-6)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
+def test_uneven_stages_and_microbatches(schedule: pl.Schedule) -> None:
+    """A step, then evaluations and predictions of one row, of a row per micro-batch, and of more than the step's."""
+    m, stages = schedule.microbatches, [1 + stage % 3 for stage in range(schedule.stages)]
+    sizes = [1 + mb % 4 for mb in range(m)]
+    options = RuntimeOptions(microbatch_sizes=sizes)
+    pipeline = LocalPipeline(blocks(sum(stages)), schedule, loss=mse, stages=stages, options=options)
+    x, y = batch(sum(sizes))
+    want_loss, want = serial(blocks(sum(stages)), x, y, sizes)
+    assert pipeline.step(x, y).item() == pytest.approx(want_loss.item(), rel=1e-6)
     assert worst(gradients(pipeline), want) <= 1e-6
-    assert pipeline.peak_activations == pl.simulate(case.schedule, pl.Costs(1, 1, 1, 0)).peak_activations
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_evaluate_and_predict_equal_one_process(family: str) -> None:
-    for name, case in sample(family, 4, seed=2):
-        modules = [layer() for layer in blocks(case.layers)]
-        pipeline = local(case)
-        for rows in {1, case.schedule.microbatches, case.rows + 5}:
-            x, y = batch(rows, seed=rows)
-            with torch.no_grad():
-                want = torch.cat([forward(modules, part) for part in torch.split(x, rows_of(rows, case))])
-            assert torch.equal(pipeline.predict(x), want), (name, rows)
-            assert pipeline.evaluate(x, y).item() == pytest.approx(mse(want, y).item(), rel=1e-6), (name, rows)
-        assert not gradients(pipeline)
+    assert pipeline.peak_activations == pl.simulate(schedule).peak_activations
+    whole = torch.nn.Sequential(*(layer() for layer in blocks(sum(stages))))
+    for rows in (1, m, sum(sizes) + 5):
+        x, y = batch(rows, seed=rows)
+        with torch.no_grad():
+            output = torch.cat([whole(part) for part in torch.split(x, split_sizes(rows, min(rows, m)))])
+        assert torch.equal(pipeline.predict(x), output), rows
+        assert pipeline.evaluate(x, y).item() == pytest.approx(mse(output, y).item(), rel=1e-6), rows
 
 
 def test_the_mean_is_over_targets_not_over_microbatches() -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from models import WIDTH, Block, batch, mse
-from pipeloom.errors import UsageError
+from pipeloom.errors import ConfigError, UsageError
 from pipeloom.ops.live_bytes import LiveBytes
-from pipeloom.runtime import LocalPipeline
+from pipeloom.runtime import LocalPipeline, in_part
 from pipeloom.schedule import Schedule, simulate
 from pipeloom.schedule.transforms import recompute
 from segmented import Experts
@@ -72,6 +72,37 @@ def test_a_recomputed_schedule_equals_one_process(whole: bool) -> None:
     pl.verify([Noisy(seed) for seed in range(4)], schedule, *batch(9), loss=mse)
 
 
+class Parted(nn.Module):
+    """A norm whose output the next layer saves, and a part with a part inside, torch's dropout and a counter."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.norm, self.inner, self.table = nn.LayerNorm(WIDTH), Noisy(seed), nn.Parameter(torch.ones(WIDTH))
+        self.out = Block(seed).linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(in_part("norms", self.norm, in_part("mlp", self._mixed, x)).flatten(0, 1).view(x.shape))
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        return self.inner(in_part("norms", torch.tanh, x * self.table)) * self.table
+
+
+@pytest.mark.parametrize(
+    "parts", [("norms",), ("mlp",), ("norms", "mlp"), ("2/2",), ("1/4", "norms"), ("norms", "offload")], ids="+".join
+)
+@pytest.mark.parametrize("name", ["zb-h1", "interleaved", "dualpipev"])
+@pytest.mark.parametrize("kind", [Parted, lambda seed: Experts(seed, 3, None)], ids=["dropout", "segments"])
+def test_parts_are_recomputed_bit_by_bit(name: str, parts: tuple[str, ...], kind: Any) -> None:
+    plain = SCHEDULES[name]
+    want, _ = result(plain, [kind(seed) for seed in range(4)])
+    schedule = plain
+    for part in parts:
+        schedule = S.offload(schedule) if part == "offload" else recompute(schedule, part=part)
+    got, _ = result(schedule, [kind(seed) for seed in range(4)])
+    assert len(got) == len(want)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 class Wide(nn.Module):
     """Saves 32 times the bytes of its input, and has a table that no forward changes."""
 
@@ -81,7 +112,10 @@ class Wide(nn.Module):
         self.register_buffer("table", torch.ones(8, 16 * WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)).square())
+        return in_part("mlp", self._inner, x)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return self.down(in_part("activation", lambda inner: torch.tanh(inner).square(), self.up(x)))
 
 
 def held(schedule: Schedule) -> tuple[int, int]:
@@ -110,6 +144,13 @@ def test_until_r_only_the_stages_input_is_held() -> None:
     assert at_loss < 0.4 * whole  # F saves nothing, not even while it runs, and keeps no copy of the table
 
 
+@pytest.mark.parametrize(("part", "share"), [("activation", 0.65), ("mlp", 0.1), ("2/4", 0.8), ("other", 1.0)])
+def test_what_a_part_and_the_users_of_its_output_save_is_not_held(part: str, share: float) -> None:
+    plain = S.gpipe(1, 8)
+    (_, everything), (_, at_loss) = map(held, (plain, recompute(plain, part=part)))
+    assert (share - 0.15) * everything < at_loss <= share * everything
+
+
 def test_what_cannot_be_recomputed_is_refused() -> None:
     class Changes(nn.Module):
         def __init__(self) -> None:
@@ -130,6 +171,26 @@ def test_what_cannot_be_recomputed_is_refused() -> None:
     with pytest.raises(UsageError, match=r"recompute it in blocks \(R;B\)"):
         LocalPipeline([Block(0), Differentiates()], schedule, loss=mse).step(*batch(4))
     pl.verify([Block(0), Differentiates()], recompute(S.one_f_one_b(2, 2)), *batch(4), loss=mse)
+
+    class Parts(nn.Module):
+        def __init__(self, run: Any) -> None:
+            super().__init__()
+            self.linear, self.run = nn.Linear(WIDTH, WIDTH), run
+
+        def forward(self, x: Tensor) -> Tensor:
+            return in_part("mlp", lambda x: self.run(self.linear(x), x), self.linear(x))
+
+    runs = {
+        "part 'mlp' is recomputed, and its input was changed in place": lambda y, x: y + x.mul_(2.0),
+        "computes gradients in its forward from a part": lambda y, x: torch.autograd.grad(y.sin().sum(), x)[0],
+        "part 'mlp' saves .* tensors in a forward": lambda y, x, turn=iter(range(9)): y.sin() if next(turn) % 2 else y,
+    }
+    for words, run in runs.items():
+        with pytest.raises(UsageError, match=words):
+            LocalPipeline([Parts(run)], recompute(S.gpipe(1, 1), part="mlp"), loss=mse).step(*batch(4))
+    behind = S.gpipe(1, 1).with_programs([["0F0", "0I0", "0R0:mlp", "0W0"]])
+    with pytest.raises(ConfigError, match=r"0R0:mlp stands behind the backward's I.* put it before 0I0"):
+        LocalPipeline([Block(0)], behind, loss=mse)
 
 
 def test_evaluation_of_a_recomputed_schedule_recomputes_nothing() -> None:

@@ -139,3 +139,15 @@ def test_a_share() -> None:
     for word in ("offload=3/2", "offload=half", "offload=2"):
         with pytest.raises(UsageError, match=r"give 1/2 for the first of two equal parts|2"):
             transformed(schedule, [word])
+
+
+@pytest.mark.parametrize("cells", [("0O0", "0L0", "0R0:norms"), ("0R0:norms", "0O0", "0L0")], ids=" ".join)
+def test_a_part_that_is_recomputed_does_not_travel(cells: tuple[str, ...]) -> None:
+    costs = Costs(4, bytes={"saved": 100, "saved:norms": 30, "kept": 4}, host_bandwidth=1000)
+    schedule = one("0F0", *cells, "0B0")
+    check(schedule)
+    timeline = simulate(schedule, costs)
+    (device,), (host,) = timeline.bytes_curves["device"], timeline.bytes_curves["host"]
+    assert (max(level for _, level in device), device[-1][1]) == (104, 0)
+    assert max(level for _, level in host) == 70
+    assert 34 in [level for _, level in device]  # while the copy is on the host
