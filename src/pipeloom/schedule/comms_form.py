@@ -21,7 +21,7 @@ _LETTERS = {"RB": "B", "RI": "I"}
 """What is left of a block without its recomputation."""
 
 
-class Message(NamedTuple):
+class TorchMessage(NamedTuple):
     """A message: the output ("F") or input gradient ("B") of a stage for a micro-batch."""
 
     letter: str
@@ -38,36 +38,36 @@ class Message(NamedTuple):
         return f"{self.stage if word == 'SEND' else self.reader}{word}_{self.letter}{self.microbatch}"
 
 
-class Communication(NamedTuple):
+class CommunicationCell(NamedTuple):
     """The cell of a send or receive: its word, "SEND" or "RECV", and the message."""
 
     word: str
-    message: Message
+    message: TorchMessage
 
     def __str__(self) -> str:
         return self.message.cell(self.word)
 
 
-def parse_communication(text: str) -> Communication | None:
+def parse_communication(text: str) -> CommunicationCell | None:
     """Return the send or receive written `text`; None of anything else."""
     match = _WORD.fullmatch(text)
     if match is None:
         return None
     stage, word, letter, microbatch = int(match[1]), match[2], match[3], int(match[4])
     before = 0 if word == "SEND" else -1 if letter == "F" else 1
-    return Communication(word, Message(letter, stage + before, microbatch))
+    return CommunicationCell(word, TorchMessage(letter, stage + before, microbatch))
 
 
-def _messages(schedule: Schedule, action: Action) -> tuple[Message | None, Message | None]:
+def _messages(schedule: Schedule, action: Action) -> tuple[TorchMessage | None, TorchMessage | None]:
     """Return the message from another rank that an action waits for, and the one to another rank that it makes."""
     kind = kind_of(action.kind)
     letter = "F" if kind.is_forward else "B" if INPUT_GRADIENT in kind.makes else ""
     if not letter:
         return None, None
-    made = Message(letter, action.stage, action.microbatch)
+    made = TorchMessage(letter, action.stage, action.microbatch)
     awaited = made._replace(stage=2 * action.stage - made.reader)
 
-    def crosses(message: Message) -> bool:
+    def crosses(message: TorchMessage) -> bool:
         ends = message.stage, message.reader
         return min(ends) >= 0 and max(ends) < schedule.stages and len({schedule.placement[s] for s in ends}) == 2
 
@@ -92,7 +92,7 @@ def to_torch_csv(schedule: Schedule) -> tuple[str, tuple[str, ...]]:
     omitted: dict[str, None] = {}
     programs = [list(_known_to_torch(program, omitted)) for program in schedule.programs]
     rows: list[list[str]] = [[] for _ in programs]
-    opened: list[set[Message]] = [set() for _ in programs]
+    opened: list[set[TorchMessage]] = [set() for _ in programs]
     at = [0] * len(programs)
     moved = True
     while moved:
@@ -129,7 +129,7 @@ def _known_to_torch(program: Sequence[Cell], omitted: dict[str, None]) -> Iterat
 
 
 def require_communications(
-    schedule: Schedule, rows: Sequence[Sequence[Cell | Communication]], places: Sequence[Sequence[str]]
+    schedule: Schedule, rows: Sequence[Sequence[Cell | CommunicationCell]], places: Sequence[Sequence[str]]
 ) -> None:
     """Check the sends and receives of a file.
 
@@ -141,12 +141,15 @@ def require_communications(
     Raises ScheduleError unless every message between ranks is sent once, behind the action that makes it, received once, before
     the one that waits for it, and messages from one rank to another are received in the order in which they are sent.
     """
-    ordered: dict[str, dict[tuple[int, int], list[Message]]] = {"SEND": defaultdict(list), "RECV": defaultdict(list)}
+    ordered: dict[str, dict[tuple[int, int], list[TorchMessage]]] = {
+        "SEND": defaultdict(list),
+        "RECV": defaultdict(list),
+    }
     for rank, row in enumerate(rows):
-        made: set[Message] = set()
-        opened: dict[Message, str] = {}
+        made: set[TorchMessage] = set()
+        opened: dict[TorchMessage, str] = {}
         for cell, place in zip(row, places[rank], strict=True):
-            if not isinstance(cell, Communication):
+            if not isinstance(cell, CommunicationCell):
                 for awaited, message in (_messages(schedule, action) for action in parts(cell)):
                     if awaited is not None and opened.pop(awaited, None) is None:
                         raise ScheduleError(f"{place}: {cell} waits for {awaited.cell('RECV')}, which is not before it")

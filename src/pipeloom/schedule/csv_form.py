@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.limits import MOST_CELLS, MOST_RANKS
 from pipeloom.schedule.actions import Action, Cell, kind_of, parse_cell
-from pipeloom.schedule.comms_form import Communication, parse_communication, require_communications
+from pipeloom.schedule.comms_form import CommunicationCell, parse_communication, require_communications
 from pipeloom.schedule.model import Schedule, parts
 
 _ACTION = re.compile(r"\(?\d+(?!REDUCE)[A-Z]")  # the start of an action; the rest of the cell may still be invalid
@@ -71,12 +71,12 @@ def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedul
     _require_size(text, where)
     _require_actions(text, where)
     read, places = _read(text, where)
-    rows = [[cell for cell in row if not isinstance(cell, Communication)] for row in read]
+    rows = [[cell for cell in row if not isinstance(cell, CommunicationCell)] for row in read]
     every = [
         (action, place)
         for row, row_places in zip(read, places, strict=True)
         for cell, place in zip(row, row_places, strict=True)
-        if not isinstance(cell, Communication)
+        if not isinstance(cell, CommunicationCell)
         for action in parts(cell)
     ]
     stages = len({action.stage for action, _ in every})
@@ -130,12 +130,12 @@ def _word(piece: str) -> str:
     return piece.strip().strip('"').strip()
 
 
-def _read(text: str, where: str) -> tuple[list[list[Cell | Communication]], list[list[_Place]]]:
+def _read(text: str, where: str) -> tuple[list[list[Cell | CommunicationCell]], list[list[_Place]]]:
     """Each rank's cells and their places in the text."""
-    rows: list[list[Cell | Communication]] = []
+    rows: list[list[Cell | CommunicationCell]] = []
     places: list[list[_Place]] = []
     for line, content in enumerate(text.removeprefix("\ufeff").rstrip().splitlines(), start=1):
-        row: list[Cell | Communication] = []
+        row: list[Cell | CommunicationCell] = []
         row_places: list[_Place] = []
         column = 1
         for piece in content.split(","):
