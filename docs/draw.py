@@ -1,4 +1,4 @@
-"""Draws docs/img: every family (p = 4, m = 8, unit costs), the README's picture, searched ones. Run: python docs/draw.py
+"""Draws docs/img: every family (p = 4, m = 8, unit costs), one of slices, the README's picture, searched ones. Run: python docs/draw.py
 
 Families that take costs or options are drawn with their defaults; one that refuses these sizes is named and left out.
 """
@@ -28,6 +28,8 @@ def main() -> int:
         (IMAGES / f"{name}.svg").write_text(pl.draw.svg(timeline, tooltips=False), encoding="utf-8")
     cooled = pl.simulate(build("1f1b", 4, 8, None, {"cooldown": "split"}))
     (IMAGES / "1f1b-cooldown.svg").write_text(pl.draw.svg(cooled, tooltips=False), encoding="utf-8")
+    sliced = pl.simulate(pl.schedules.seq1f1b(4, 4, slices=2))
+    (IMAGES / "seq1f1b.svg").write_text(pl.draw.svg(sliced, tooltips=False), encoding="utf-8")
     picture = pl.simulate(pl.schedules.interleaved(ranks=4, chunks=2, microbatches=9))
     (IMAGES / "pipeline.svg").write_text(pl.draw.svg(picture, tooltips=False), encoding="utf-8")
     searched = pl.search(4, 8, memory=3, iterations=4000)

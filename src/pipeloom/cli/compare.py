@@ -16,6 +16,7 @@ from pipeloom.cli.options import (
     CostFlags,
     LimitFlags,
     Sizes,
+    SliceFlags,
     flag,
     message_with_flags,
     options_of,
@@ -70,6 +71,7 @@ def command(
     ] = None,
     sizes: Sizes,
     costs: CostFlags,
+    cuts: SliceFlags,
     limits: LimitFlags,
     output: OutputFlags,
     tables: TableFlags,
@@ -103,7 +105,7 @@ def command(
     for spec in names if len(names) > 1 else ():  # before others are simulated
         if spec != "all":
             require_schedule(*parse_spec(spec))
-    work = Work(sizes, costs.values(), costs.overlap_p2p, tables.slowdown)
+    work = Work(sizes, costs.values(), costs.overlap_p2p, tables.slowdown, cuts)
     if tables.sweep is not None:
         if output.html is not None:
             raise UsageError("--html draws timelines and --sweep compares figures; leave one of them out, or use --svg")
@@ -131,6 +133,7 @@ class Work:
     costs: Costs
     overlap_p2p: bool
     slowdown: float = 1.0
+    cuts: SliceFlags = SliceFlags()
 
     def timeline(self, spec: str) -> Timeline:
         """Simulate the schedule called `spec`, with options, for this work."""
@@ -144,7 +147,7 @@ class Work:
         elif not takes_chunks(name):
             sizes = replace(sizes, chunks=None)
         schedule = schedule_of(name, sizes, options)
-        costs = share(self.costs, schedule)
+        costs = self.cuts.of(share(self.costs, schedule), schedule)
         if self.slowdown > 1:
             costs = with_slowdown(costs, schedule, self.slowdown)
         if name in FAMILIES and "costs" in inspect.signature(FAMILIES[name]).parameters:

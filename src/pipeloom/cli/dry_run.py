@@ -108,7 +108,8 @@ def expected_timeline(layout: Layout) -> Timeline:
     """Simulate the schedule with costs in proportion to each stage's FLOPs; F, I and W take the same time."""
     forward = [flops / 3 for flops in stage_costs(layout.config, layout.stage_layers)]
     costs = tuple(forward[position] for position in layout.schedule.position_of)
-    return simulate(layout.schedule, Costs(forward=costs, input_grad=costs, weight_grad=costs))
+    values = Costs(forward=costs, input_grad=costs, weight_grad=costs)
+    return simulate(layout.schedule, values if layout.cuts is None else layout.cuts.costs(values))
 
 
 def rank_table(mesh: MeshShape) -> list[str]:
@@ -140,8 +141,8 @@ def rank_table(mesh: MeshShape) -> list[str]:
 def _rank_lines(layout: Layout, timeline: Timeline) -> list[str]:
     config, schedule = layout.config, layout.schedule
     layers = _layers(layout)
-    peaks = timeline.peak_activations
-    lines = ["rank  parameters   weights, gradients, optimizer   peak stage-micro-batches alive   layers"]
+    peaks, units = timeline.peak_activations, "micro-batches" if schedule.slices == 1 else "slices"
+    lines = [f"rank  parameters   weights, gradients, optimizer   {f'peak stage-{units} alive':>30}   layers"]
     for rank, count in enumerate(rank_parameters(layout)):
         words = " | ".join(layers[stage] for stage in schedule.stages_of[rank])
         lines.append(f"{rank:>4}  {count:>10,}   {_state(config, count):>29}   {peaks[rank]:>30}   {words}")

@@ -96,6 +96,41 @@ class FamilyFlags:
         "NAME",
         "Transform the schedule, for instance with unpair or defer-last-stage-weights=2; repeatable, applied in order.",
     )
+
+    def schedule(
+        self, name: str, sizes: Sizes, costs: CostFlags, cuts: SliceFlags | None = None
+    ) -> tuple[Schedule, Costs]:
+        """Return the schedule called `name`, as `schedule_of` does, and its costs. Unknown transforms are refused first.
+
+        Where slices of equally many tokens take longer than whole sequences, a warning is printed.
+        """
+        from pipeloom.schedule.files import names_a_file
+        from pipeloom.schedule.slices import longer_than_whole
+        from pipeloom.schedule.transforms import parsed_transform
+
+        for word in self.transform or ():
+            parsed_transform(word)
+        values, options, words = costs.values(), options_of(self.option or ()), self.transform or ()
+        schedule = schedule_of(name, sizes, options, values, words)
+        if cuts is None or cuts == SliceFlags():
+            return schedule, values
+        if schedule.slices == 1:
+            raise UsageError(
+                "--attention and --even-slices are about slices: add --option slices=4 or --transform slices=4"
+            )
+        values = cuts.of(values, schedule)
+        if cuts.even_slices and not names_a_file(name):
+            plain = [word for word in words if not word.startswith("slices")]
+            whole = schedule_of(name, sizes, options | {"slices": 1}, values, plain)
+            if warning := longer_than_whole(schedule, whole, values):
+                print(f"warning: {warning}", file=sys.stderr)
+        return schedule, values
+
+
+@dataclass(frozen=True)
+class SliceFlags:
+    """The cuts of sequences into slices."""
+
     attention: str | None = flag(
         None,
         "SHARE",
@@ -103,34 +138,16 @@ class FamilyFlags:
     )
     even_slices: bool = flag(False, None, "Cut slices of equally many tokens instead.", "--even-slices")
 
-    def schedule(self, name: str, sizes: Sizes, costs: CostFlags) -> tuple[Schedule, Costs]:
-        """Return the schedule called `name`, as `schedule_of` does, and its costs. Unknown transforms are refused first."""
-        from pipeloom.schedule.files import names_a_file
-        from pipeloom.schedule.transforms import parsed_transform
+    def of(self, costs: Costs, schedule: Schedule) -> Costs:
+        """Return the costs with the shares of the schedule's slices."""
+        from pipeloom.schedule.slices import balanced_cuts, even_cuts
 
-        for word in self.transform or ():
-            parsed_transform(word)
-        values, options, words = costs.values(), options_of(self.option or ()), self.transform or ()
-        schedule = schedule_of(name, sizes, options, values, words)
-        if self.attention is None and not self.even_slices:
-            return schedule, values
-        from pipeloom.schedule.slices import balanced_cuts, even_cuts, longer_than_whole
-
-        if schedule.slices == 1:
-            raise UsageError(
-                "--attention and --even-slices are about slices: give --option slices=4, or --transform slices=4"
-            )
-        share = _numbers("--attention", self.attention or "0")
-        if isinstance(share, tuple):
+        attention = _numbers("--attention", self.attention or "0")
+        if isinstance(attention, tuple):
             raise UsageError(f"--attention is {self.attention!r:.200}; give one number")
-        cuts = even_cuts if self.even_slices else balanced_cuts
-        values = cuts(_LONG, schedule.slices, share).costs(values)
-        if self.even_slices and not names_a_file(name):
-            plain = [word for word in words if not word.startswith("slices")]
-            whole = schedule_of(name, sizes, options | {"slices": 1}, values, plain)
-            if warning := longer_than_whole(schedule, whole, values):
-                print(f"warning: {warning}", file=sys.stderr)
-        return schedule, values
+        if schedule.slices == 1:
+            return costs
+        return (even_cuts if self.even_slices else balanced_cuts)(_LONG, schedule.slices, attention).costs(costs)
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ def _one(options: PlanFlags, planner: Planner, text: str) -> LayoutCosts:
         from pipeloom.config.stages import parse_stages
 
         try:
-            counts = parse_stages(options.stages, planner.shape.layers, layout.built().positions)
+            counts = parse_stages(options.stages, planner.shape.layers, layout.built().positions, planner.shape.ahead)
         except UsageError as error:
             raise UsageError(f"--stages {options.stages!r:.200}: {error}") from None
         layout = replace(layout, stages=tuple(counts))
@@ -186,12 +186,13 @@ def _details(prediction: LayoutCosts, device: Device) -> list[str]:
     from pipeloom.plan.export import layers_by_rank, layout_string
     from pipeloom.plan.report import gib, memory_rows
 
+    layers = prediction.stages, prediction.ahead
     parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in prediction.step.parts().items())
     worst = prediction.ranks[prediction.worst]
     room = (device.memory - prediction.peak) / 2**30
     return [
-        f"{prediction.layout.text()}: {prediction.layout.world} devices, stages {layout_string(prediction.stages)}",
-        *(aligned(layers_by_rank(prediction.stages, prediction.layout.built())) if prediction.layout.pp > 1 else ()),
+        f"{prediction.layout.text()}: {prediction.layout.world} devices, stages {layout_string(*layers)}",
+        *(aligned(layers_by_rank(prediction.layout.built(), *layers)) if prediction.layout.pp > 1 else ()),
         f"step {prediction.step.total:.4g} s ({parts}); {prediction.tokens:,.0f} tokens/s on each device",
         *aligned(memory_rows(prediction.ranks)),
         f"rank {prediction.worst} needs the most, {gib(prediction.peak)} GiB, at {worst.peak_action}: "

@@ -9,7 +9,16 @@ from typing import Annotated
 
 import typer
 
-from pipeloom.cli.options import CostFlags, FamilyFlags, LimitFlags, Sizes, families, family_lines, with_options
+from pipeloom.cli.options import (
+    CostFlags,
+    FamilyFlags,
+    LimitFlags,
+    Sizes,
+    SliceFlags,
+    families,
+    family_lines,
+    with_options,
+)
 from pipeloom.cli.output import OutputFlags, aligned, figures_and_costs
 
 
@@ -28,6 +37,7 @@ def command(
     sizes: Sizes,
     family: FamilyFlags,
     costs: CostFlags,
+    cuts: SliceFlags,
     limits: LimitFlags,
     output: OutputFlags,
     torch_csv: Annotated[
@@ -60,7 +70,7 @@ def command(
 
         stages = read_segments(costs.segments)
         table, below = segment_table(stages), partial(segment_lanes, next(iter(stages.values())))
-    schedule, values = family.schedule(name, sizes, costs)
+    schedule, values = family.schedule(name, sizes, costs, cuts)
     timeline = simulate(schedule, values, overlap_p2p=costs.overlap_p2p)
     output.draw([timeline], below, limit=limits.of(values))
     if torch_csv:

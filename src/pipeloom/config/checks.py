@@ -323,10 +323,12 @@ def _transport_posts_receives(config: Config) -> Iterator[Problem]:
         )
 
 
-@_reads("schedule.transforms", "schedule.name")
+@_reads("schedule.transforms", "schedule.slices", "schedule.name")
 def _a_searched_schedule_is_not_transformed(config: Config) -> Iterator[Problem]:
     if config.schedule.transforms and config.schedule.name == "search":
         yield "schedule.transforms", "a searched schedule runs as the search found it; leave them out"
+    if (config.schedule.slices or 1) > 1 and config.schedule.name == "search":
+        yield "schedule.slices", "schedules are searched for whole sequences; name a family, such as 1f1b"
 
 
 @_reads("train.global_batch_size", "parallel.dp", "schedule.microbatches")

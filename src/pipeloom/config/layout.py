@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
@@ -14,7 +14,7 @@ from pipeloom.config.problems import naming_keys, shown
 from pipeloom.config.search import NAME as SEARCH
 from pipeloom.config.search import SearchRequest, search_request
 from pipeloom.config.sections import COMPUTED, PARTS_OF_BLOCKS, Config
-from pipeloom.config.stages import balance, layer_sizes, parse_stages
+from pipeloom.config.stages import attention_share, balance, layer_sizes, parse_stages
 from pipeloom.errors import ConfigError, ScheduleError, UsageError
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.schedule import Costs, Schedule, check, simulate
@@ -22,6 +22,7 @@ from pipeloom.schedule.families import build
 from pipeloom.schedule.files import load, names_a_file
 from pipeloom.schedule.functions import importable_from, is_function, source_file, user_object
 from pipeloom.schedule.model import parts
+from pipeloom.schedule.slices import SequenceCuts, balanced_cuts, even_cuts, longer_than_whole
 from pipeloom.schedule.transforms import recompute_stages, transformed
 
 _GATE = "pipeloom.models.gate.TopKGate"
@@ -43,6 +44,7 @@ class Layout:
         code: the source file of a schedule given as `module:function`, else None.
         classes: key of `[model]` -> the user's class that it names as `module:class`.
         origins: "section.key" -> the origin of its value: default, a file, a flag, or the environment.
+        cuts: where the sequences are cut into slices; None: they are not.
     """
 
     config: Config
@@ -56,6 +58,7 @@ class Layout:
     code: str | None = None
     classes: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
+    cuts: SequenceCuts | None = None
 
     @property
     def world_size(self) -> int:
@@ -106,6 +109,8 @@ def examine(
     except ScheduleError as error:
         broken = error
     stage_layers: tuple[int, ...] = ()
+    cuts, cut_problems = _cuts(config, schedule)
+    problems += cut_problems
     if schedule is not None and config.train.reproducible:
         problems += _problems_of_order(config, schedule)
     if schedule is not None:
@@ -128,12 +133,43 @@ def examine(
         stage_layers=stage_layers,
         microbatch_sizes=sizes,
         mesh=mesh,
-        notes=tuple(_notes(config, schedule, stage_layers, sizes)) + ((request.note,) if request is not None else ()),
+        notes=(
+            *_notes(config, schedule, stage_layers, sizes),
+            *_losing_slices(config, schedule, cuts),
+            *([request.note] if request is not None else []),
+        ),
         fault=parse_fault(config.debug.fault),
         search=request,
         code=source_file(config.schedule.name) if is_function(config.schedule.name) else None,
         classes=classes,
+        cuts=cuts,
     ), []
+
+
+def _cuts(config: Config, schedule: Schedule | None) -> tuple[SequenceCuts | None, list[str]]:
+    """Return the cuts of `train.seq_len` into the schedule's slices, if it has any, and a sentence where there can be none."""
+    if schedule is None or schedule.slices == 1:
+        return None, []
+    cut, axes, length = balanced_cuts, config.parallel, config.train.seq_len
+    if config.schedule.slice_cuts == "even":
+        cut = even_cuts
+    multiple = 2 * axes.cp * axes.tp if axes.cp * axes.tp > 1 else 1
+    try:
+        return cut(length, schedule.slices, attention_share(config.model, length), multiple), []
+    except UsageError as error:
+        return None, [f"train.seq_len = {length}: {error}"]
+
+
+def _losing_slices(config: Config, schedule: Schedule, cuts: SequenceCuts | None) -> Iterator[str]:
+    """Yield a sentence where the step takes longer than one of whole sequences."""
+    if cuts is None or config.schedule.slice_cuts == "balanced" or names_a_file(config.schedule.name):
+        return
+    words = tuple(word for word in config.schedule.transforms if not word.startswith("slices"))
+    section = config.schedule.model_copy(update={"slices": None, "transforms": words})
+    if warning := longer_than_whole(
+        schedule, make_schedule(config.model_copy(update={"schedule": section})), cuts.costs()
+    ):
+        yield warning
 
 
 def _with_blocks(config: Config, schedule: Schedule, stage_layers: tuple[int, ...]) -> Schedule:
@@ -242,7 +278,7 @@ def _problems_of_order(config: Config, schedule: Schedule) -> list[str]:
 
 def _notes(config: Config, schedule: Schedule, stage_layers: tuple[int, ...], sizes: tuple[int, ...]) -> list[str]:
     notes = []
-    if schedule.microbatches < schedule.ranks:
+    if schedule.units < schedule.ranks:
         idle, count = simulate(schedule, Costs()).bubble_rate, schedule.microbatches
         notes.append(
             f"{count} micro-batch{'es' * (count > 1)} on {schedule.ranks} ranks: about {idle:.0%} of each step is idle time; "
@@ -299,7 +335,8 @@ def _untransformed(config: Config, folder: Path | None) -> Schedule:
         return _sized(read_schedule(wanted.name), config)
     sizes = config.parallel.pp, wanted.microbatches, wanted.chunks
     try:
-        complete = build(wanted.name, *sizes, wanted.options, folder=folder)
+        options = wanted.options if wanted.slices is None else {"slices": wanted.slices} | wanted.options
+        complete = build(wanted.name, *sizes, options, folder=folder)
     except TypeError as error:  # an option of the wrong type
         raise ConfigError(f'schedule.name = "{wanted.name}": it failed with {type(error).__name__}: {error}') from error
     return _sized(complete, config)
@@ -310,6 +347,7 @@ def _sized(schedule: Schedule, config: Config) -> Schedule:
         "parallel.pp": (config.parallel.pp, schedule.ranks),
         "schedule.microbatches": (config.schedule.microbatches, schedule.microbatches),
         "schedule.chunks": (config.schedule.chunks, schedule.chunks),
+        "schedule.slices": (config.schedule.slices, schedule.slices),
     }
     problems = [
         f'{key} = {given}, but schedule "{config.schedule.name}" has {actual}; set {key} = {actual}'

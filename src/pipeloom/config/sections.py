@@ -281,6 +281,8 @@ class ScheduleSection(Section):
     name: ScheduleName
     microbatches: Annotated[int, Field(ge=1, le=MOST_CELLS)]
     chunks: Chunks | None = None
+    slices: Annotated[int, Field(ge=1, le=MOST_CELLS)] | None = None
+    slice_cuts: Literal["balanced", "even"]
     options: dict[str, Any]
     overlap_p2p: bool | None = None
     transport: TransportName

@@ -104,6 +104,15 @@ def training_flops(model: ModelSection, seq_len: int, sequences: int) -> int:
     return sequences * sum(size.flops for size in layer_sizes(model, seq_len))
 
 
+def attention_share(model: ModelSection, seq_len: int) -> float:
+    """Return the share of the blocks' operations that causal attention takes in sequences of this length; of `layer_sizes`."""
+    once, twice = (
+        sum(size.flops for size in layer_sizes(model, length) if size.letter == "t")
+        for length in (seq_len, 2 * seq_len)
+    )
+    return (twice / 2 - once) / once  # all but attention is twice as much in a sequence of twice the length
+
+
 def balance(costs: Sequence[int], stages: int) -> list[int]:
     """The number of layers of each stage: sums to len(costs), each at least 1.
 

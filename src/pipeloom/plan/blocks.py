@@ -159,7 +159,7 @@ class LayerOps:
     """The operations of one layer in the order of the forward.
 
     Attributes:
-        kind: E embedding, t block, L output layer.
+        kind: E embedding, t block, m block that predicts a token further ahead, L output layer.
         residual: bytes of gradient that are alive beside each operation of the backward.
         input: bytes of the input, which a wholly recomputed layer keeps.
         dropped: names of tensors that the backward computes again.
@@ -173,7 +173,7 @@ class LayerOps:
 
     def recomputed(self, part: str) -> LayerOps:
         """This layer with a part recomputed: "none", "full", or parts of PARTS joined by "+"."""
-        if part == "none" or self.kind != "t":
+        if part == "none" or self.kind not in "tm":
             return self
         if part == "full":
             names = set(self.tensors)
@@ -233,16 +233,17 @@ class LayerOps:
 
 def placeholders(layers: list[LayerOps], element: int) -> float:
     """Bytes of one buffer for each shape of a block's weights (see `Runtime.gradient_placeholders`), of `element` bytes."""
-    shapes = {size for layer in layers if layer.kind == "t" for op in layer.ops for size, _ in op.weights}
+    shapes = {size for layer in layers if layer.kind in "tm" for op in layer.ops for size, _ in op.weights}
     return element * sum(shapes)
 
 
 def layers_of(shape: ModelShape, split: Split) -> list[LayerOps]:
-    """[embedding, block, …, block, output layer]."""
+    """[embedding, block, …, block, output layer]; between the last two, those that predict tokens further ahead."""
     dense = _block(shape, split, sparse=False)
     sparse = _block(shape, split, sparse=True) if any(shape.sparse) else dense
     blocks = [sparse if shape.block_is_sparse(block) else dense for block in range(shape.layers)]
-    return [_embedding(shape, split), *blocks, _output(shape, split)]
+    ahead = [_prediction(shape, split, blocks[-1])] * shape.ahead
+    return [_embedding(shape, split), *blocks, *ahead, _output(shape, split)]
 
 
 def _embedding(shape: ModelShape, split: Split) -> LayerOps:
@@ -259,11 +260,22 @@ def _embedding(shape: ModelShape, split: Split) -> LayerOps:
     return LayerOps("E", (op,), 0.0, 8.0 * split.tokens)
 
 
+def _prediction(shape: ModelShape, split: Split, block: LayerOps) -> LayerOps:
+    """A norm of the embedding of the token ahead and one of the hidden states, a product of both, and a block like the last."""
+    hidden = split.part(split.tokens * shape.hidden)
+    norms = (_norm(shape, split, "embedding", "embedding_norm"), _norm(shape, split, "states", "states_norm"))
+    weight = (shape.hidden, 2 * shape.hidden)
+    joint = _linear(split, "joint", ("joined", 2 * hidden), weight, split.tokens / split.tp)
+    return replace(block, kind="m", ops=(*norms, joint, *block.ops))
+
+
 def _output(shape: ModelShape, split: Split) -> LayerOps:
-    """The last norm, the product with the vocabulary, and the loss."""
+    """The last norm, the product with the vocabulary, and the loss; also of the states of blocks that predict further ahead."""
+    split = replace(split, tokens=split.tokens * (1 + shape.ahead))
     elements, hidden = split.tokens * shape.hidden, split.part(split.tokens * shape.hidden)
     logits, weight = split.part(split.tokens * shape.vocabulary), shape.vocabulary * shape.hidden / split.tp
     saved, scratch = (logits / split.element * each for each in split.runtime.loss_bytes)
+    scratch /= 1 + shape.ahead  # one loss after the other
     placeholder = weight * split.element if split.runtime.gradient_placeholders else 0.0
     product = Op(
         "logits",

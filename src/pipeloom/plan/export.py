@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, islice
 
 from pipeloom.errors import UsageError
 from pipeloom.plan.layout import PlannedLayout
@@ -15,13 +15,14 @@ from pipeloom.schedule import Schedule
 _TORCHTITAN = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 
 
-def layout_string(stages: Sequence[int]) -> str:
+def layout_string(stages: Sequence[int], ahead: int = 0) -> str:
     """The layers of each stage in Megatron's notation, such as `Et*3|(tt|)*29,m|L`'s: equal neighbours are one group.
 
     Args:
         stages: layers of each stage; the first counts the embedding, the last the output layer.
+        ahead: how many of the layers before the output layer predict tokens further ahead (`m`).
     """
-    words = stage_words(stages)
+    words = stage_words(stages, ahead)
     pieces = []
     for word, group in groupby(words[:-1]):
         count = len(list(group))
@@ -29,11 +30,10 @@ def layout_string(stages: Sequence[int]) -> str:
     return "".join(pieces) + words[-1]
 
 
-def stage_words(stages: Sequence[int]) -> list[str]:
-    """The layers of each stage, such as `Ettt` or `t*5`; stages as for `layout_string`."""
-    words = ["t" * count for count in stages]
-    words[0] = "E" + words[0][1:]
-    words[-1] = words[-1][:-1] + "L"
+def stage_words(stages: Sequence[int], ahead: int = 0) -> list[str]:
+    """The layers of each stage, such as `Ettt` or `t*5`; stages and `ahead` as for `layout_string`."""
+    letters = iter("E" + "t" * (sum(stages) - 2 - ahead) + "m" * ahead + "L")
+    words = ["".join(islice(letters, count)) for count in stages]
 
     def short(word: str) -> str:
         runs = ((letter, len(list(group))) for letter, group in groupby(word))
@@ -42,13 +42,13 @@ def stage_words(stages: Sequence[int]) -> list[str]:
     return list(map(short, words))
 
 
-def layers_by_rank(stages: Sequence[int], schedule: Schedule) -> list[list[str]]:
+def layers_by_rank(schedule: Schedule, stages: Sequence[int], ahead: int = 0) -> list[list[str]]:
     """Rows of a table: the ranks, and the layers of each of their chunks; neighbours with the same layers are one row.
 
     Args:
-        stages: layers of each stage by position, as for `layout_string`.
+        stages, ahead: layers of each stage by position, as for `layout_string`.
     """
-    words = stage_words(stages)
+    words = stage_words(stages, ahead)
     by_rank = [[words[schedule.position_of[stage]] or "-" for stage in held] for held in schedule.stages_of]
     rows = [["rank", *(f"chunk {chunk}" for chunk in range(schedule.chunks))]]
     for held, group in groupby(enumerate(by_rank), key=lambda each: each[1]):
@@ -90,7 +90,7 @@ def megatron(prediction: LayoutCosts) -> str:
         modules = " ".join(names[part] for part in layout.recompute.split("+"))
         words.append(f"--recompute-granularity selective --recompute-modules {modules}")
     if layout.pp > 1:
-        words.append(f'--pipeline-model-parallel-layout "{layout_string(prediction.stages)}"')
+        words.append(f'--pipeline-model-parallel-layout "{layout_string(prediction.stages, prediction.ahead)}"')
     return " \\\n".join(words) + "\n"
 
 
@@ -150,7 +150,7 @@ def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None) -> 
             "zero": layout.zero,
             "sp": layout.tp > 1,
             "ep": layout.ep,
-            "stages": layout_string(prediction.stages),
+            "stages": layout_string(prediction.stages, prediction.ahead),
         },
         "schedule": {"name": layout.schedule, "microbatches": layout.m}
         | ({"chunks": layout.v} if layout.v > 1 else {}),
@@ -211,6 +211,8 @@ def model_section(shape: ModelShape) -> dict[str, object]:
         "vocab_size": shape.vocabulary,
         "tie_word_embeddings": shape.tied,
     }
+    if shape.ahead:
+        sizes["num_nextn_predict_layers"] = shape.ahead
     if shape.experts:
         sizes |= {
             "num_experts": shape.experts,

@@ -43,6 +43,7 @@ class ModelShape:
             what every token passes.
         sparse: block -> whether it has experts; empty: none has.
         latent: multi-head latent attention, or None.
+        ahead: blocks behind the last one that predict tokens further ahead (DeepSeek-V3, arXiv 2412.19437, section 2.2).
     """
 
     name: str
@@ -63,6 +64,7 @@ class ModelShape:
     shared_width: int = 0
     sparse: tuple[bool, ...] = ()
     latent: Latent | None = None
+    ahead: int = 0
 
     def block_is_sparse(self, block: int) -> bool:
         """Return whether block number `block` has experts."""
@@ -87,6 +89,7 @@ _KEYS = {
     "expert_width": ("moe_intermediate_size",),
     "shared_width": ("shared_expert_intermediate_size",),
     "shared_count": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    "ahead": ("num_nextn_predict_layers",),
     "dense_first": ("first_k_dense_replace", "dense_layers", "moe_layer_start_index"),
 }
 _UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "starcoder2", "nemotron", "apertus")
@@ -143,6 +146,7 @@ def from_config(values: Mapping[str, Any], name: str = "model") -> ModelShape:
         shared_width=shared,
         sparse=_sparse(values, layers, number("dense_first", default=0), step) if experts else (),
         latent=latent,
+        ahead=number("ahead", default=0),
     )
 
 

@@ -25,6 +25,7 @@ class LayoutCosts:
         ranks: pipeline rank -> its memory on one device.
         step: seconds.
         tokens: per second and device.
+        ahead: blocks that predict tokens further ahead, before the output layer.
     """
 
     layout: PlannedLayout
@@ -32,6 +33,7 @@ class LayoutCosts:
     ranks: tuple[RankMemory, ...]
     step: StepTime
     tokens: float
+    ahead: int = 0
 
     @property
     def worst(self) -> int:
@@ -113,7 +115,7 @@ class Planner:
         sent = sum(times[span].sent_forward + times[span].sent_backward for span in of_stage)
         step = StepTime(busy * (1 - sent / work), busy * sent / work, max(0.0, makespan - busy), *slowest)
         tokens = layout.sequences * layout.seq / step.total / layout.world
-        return LayoutCosts(layout, stages, tuple(memory), step, tokens)
+        return LayoutCosts(layout, stages, tuple(memory), step, tokens, self.shape.ahead)
 
     def _parts(self, layout: PlannedLayout) -> tuple[Schedule, list[LayerOps], AxisRates, tuple[int, ...]]:
         schedule, layers, links = built(layout), self.layers(layout), AxisRates.of(layout, self.device)

@@ -73,6 +73,7 @@ def shape_of(config: Config) -> ModelShape:
         expert_width=model.expert_width if experts else 0,
         shared_width=model.num_shared_experts * model.expert_width if experts else 0,
         sparse=tuple(map(bool, model.expert_blocks)) if experts else (),
+        ahead=model.num_nextn_predict_layers,
     )
 
 
@@ -197,11 +198,11 @@ def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> Sta
 
 def _recomputed(layout: Layout) -> list[bool]:
     """Layer -> whether blocks (R;B) recompute it."""
-    setting, count = layout.config.train.recompute, layout.config.model.num_hidden_layers
+    setting, count = layout.config.train.recompute, sum(layout.stage_layers)
     if setting == "none":  # then a transform asked for the blocks, of whole stages
-        return [True] * (count + 2)
-    numbers = range(count) if isinstance(setting, str) else setting
-    return [at - 1 in numbers for at in range(count + 2)]
+        return [True] * count
+    numbers = range(count - 2) if isinstance(setting, str) else setting
+    return [at - 1 in numbers for at in range(count)]
 
 
 def _message_bytes(layout: Layout) -> list[float]:

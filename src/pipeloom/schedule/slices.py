@@ -18,6 +18,9 @@ from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
 from pipeloom.schedule.model import Schedule, of_schedule
 from pipeloom.schedule.simulate import simulate
 
+_LONGEST = 1.25
+"""How much longer than micro-batches of its slices' size a schedule of slices may take: half as much again is a broken rhythm."""
+
 
 @dataclass(frozen=True)
 class SequenceCuts:
@@ -160,7 +163,7 @@ def by_slices(schedule: Schedule, slices: int) -> Schedule:
     are slices - 1, and rank r warms up with min(p - r - 2 + slices, m * slices) forwards, as in Seq1F1B (arXiv 2406.03488).
 
     Raises UsageError for a number of micro-batches that is no multiple of `slices`, for a micro-batch whose slices would take
-    several routes, and for a schedule that does not run each stage's micro-batches in order.
+    several routes, for a schedule that does not run each stage's micro-batches in order, and for one that would take much longer.
     """
     require_slices(slices)
     count, rest = divmod(schedule.microbatches, slices)
@@ -200,7 +203,14 @@ def by_slices(schedule: Schedule, slices: int) -> Schedule:
         else:
             fewest = middle + 1
     # In a V the two stages of a rank alternate, and a shift by an odd number of forwards may break their rhythm.
-    return min((later(count) for count in (more, more + 1)), key=lambda each: simulate(each).makespan)
+    runs = [(simulate(each).makespan, each) for each in map(later, (more, more + 1)) if _runs(each)]
+    makespan, shortest = min(runs, key=lambda run: run[0])
+    if makespan > _LONGEST * simulate(schedule).makespan / slices:
+        raise UsageError(
+            f"schedule {schedule.name} does not suit the order of slices, in which it would take longer than in place; "
+            f"use the transform slices={slices}"
+        )
+    return shortest
 
 
 def _behind(schedule: Schedule, rank: int, slices: int, more: int, forwards: list[int]) -> Iterator[int]:

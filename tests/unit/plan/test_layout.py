@@ -141,16 +141,17 @@ def test_an_unknown_model_names_the_nearest_preset():
 
 
 def test_megatrons_example_is_printed_by_rank_and_chunk():
-    """Its table for DeepSeek-V3, 16 ranks of 2 chunks, with two blocks where it has the layer of multi-token prediction."""
+    """Its table for DeepSeek-V3: 16 ranks of 2 chunks, and a layer of multi-token prediction."""
     text = "Et*3|(tt|)*29,m|L"
     assert [len(part) for part in expand(text).split("|")] == [4] + [2] * 29 + [1, 1]
     assert parse_stages(text, 61, 32, depths=1) == [4] + [2] * 29 + [1, 1]
     with pytest.raises(UsageError, match=r"holds 1 blocks for multi-token prediction \(m\), but .* is 0"):
         parse_stages(text, 61, 32)
-    stages = parse_stages("Et*3|(tt|)*30L", 63, 32)
+    stages = parse_stages(text, 61, 32, depths=1)
+    assert layout_string(stages, 1) == "Ettt|(tt|)*29m|L"
     schedule = PlannedLayout(pp=16, v=2, m=16, schedule="interleaved").built()
-    assert layers_by_rank(stages, schedule) == [
-        ["rank", "chunk 0", "chunk 1"], ["0", "Ettt", "tt"], ["1-14", "tt", "tt"], ["15", "tt", "L"]
+    assert layers_by_rank(schedule, stages, 1) == [
+        ["rank", "chunk 0", "chunk 1"], ["0", "Ettt", "tt"], ["1-13", "tt", "tt"], ["14", "tt", "m"], ["15", "tt", "L"]
     ]  # fmt: skip
 
 

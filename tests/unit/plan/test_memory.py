@@ -64,7 +64,7 @@ def test_published_steps_follow_from_half_as_many_microbatches():
 # Totals of the models' cards, in billions.
 CARDS = {
     "llama3-8b": 8.03, "llama3-70b": 70.6, "llama3-405b": 405.9, "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1,
-    "mixtral-8x7b": 46.7, "mixtral-8x22b": 140.6, "deepseek-v2": 235.7, "deepseek-v3": 671.0, "gpt3-175b": 175.0,
+    "mixtral-8x7b": 46.7, "mixtral-8x22b": 140.6, "deepseek-v2": 235.7, "deepseek-v3": 682.6, "gpt3-175b": 175.0,
 }  # fmt: skip
 
 

@@ -97,3 +97,18 @@ def test_no_file_cites_a_document_that_is_not_here() -> None:
         if words.search(line)
     ]
     assert not cited
+
+
+def test_the_table_of_slices_is_what_its_command_prints() -> None:
+    text = (DOCS / "long_sequences.md").read_text()
+    command = re.search(r"^pipeloom compare (1f1b .*)$", text, re.MULTILINE)
+    assert command is not None
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if re.match(r"\| `\S+` \|.*\d \|$", line)
+    ]
+    assert rows == [
+        [f"`{label}`", f"{each['makespan']:.5g}", f"{each['bubble_ratio']:.4f}", f"{max(each['peak_memory']):.2f}"]
+        for label, each in compared(command[1]).items()
+    ]

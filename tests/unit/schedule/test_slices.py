@@ -223,6 +223,11 @@ def test_transforms_behind_slices_keep_them() -> None:
     [
         (lambda: schedules.build("chimera", 4, 8, None, {"slices": 2}), "would take different routes"),
         (
+            lambda: schedules.build("v-half", 6, 2, None, {"slices": 4}),
+            "would take longer than in place; use the transform",
+        ),
+        (lambda: schedules.build("gis", 4, 8, 2, {"slices": 2, "offload_chunks": 1}), "actions beside the computation"),
+        (
             lambda: schedules.build("1f1b", 4, 8, None, {"slices": 0}),
             "slices is 0; it must be a whole number of at least 1",
         ),

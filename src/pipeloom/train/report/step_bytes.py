@@ -68,20 +68,24 @@ def predicted_costs(layout: Layout, layers: Sequence[LayerBytes], device: str = 
         receive_depth=section.receive_depth or RuntimeOptions.receive_depth,
     )
     shares = (device or layout.config.train.device) == "cpu" and section.transport in ("auto", "shared")
+    shares_of_slices = layout.cuts.sizes if layout.cuts is not None else (1.0,)
     messages, temporary = [0.0] * schedule.stages, [0.0] * schedule.stages
     for rank, stages in enumerate(schedule.stages_of):
         if not shares:
             program = lower(schedule, rank, options)
-            messages[stages[0]] = most_message_bytes(program, lambda message: float(sizes[message.microbatch]))
+            messages[stages[0]] = most_message_bytes(
+                program, lambda message: sizes[message.microbatch] * shares_of_slices[message.slice or 0]
+            )
         temporary[stages[0]] = max(amounts["temporary"][stage] for stage in stages)
     per_element = element_bytes(layout.config).items()
     counts = stage_parameters(layout)
     standing = {name: tuple(size * count for count in counts) for name, size in per_element}
     largest = max(layout.microbatch_sizes)
-    return Costs(
+    costs = Costs(
         microbatch=tuple(size / largest for size in layout.microbatch_sizes),
         bytes=amounts | standing | {"messages": tuple(messages), "temporary": tuple(temporary)},
     )
+    return costs if layout.cuts is None else layout.cuts.costs(costs)
 
 
 def predicted_ranks(layout: Layout, costs: Costs) -> list[RankBytes]:
