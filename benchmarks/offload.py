@@ -5,8 +5,8 @@
 
 simulate: 1F1B with copies as long as a forward: peak activations and step against those without copies.
 real:     8 transformer blocks, interleaved on 2 processes of one thread, chunks of one block. Steps with and without copies in
-          turn, in the same processes; the ratios are those of the medians, of seconds and of CPU seconds. Bytes: the most that one step allocates at once, without
-          host memory; then with weights and gradients.
+          turn, in the same processes; the ratios are those of the medians, of seconds and of CPU seconds. Bytes: the most that
+          one step allocates at once, without host memory; then with weights and gradients.
 """
 
 from __future__ import annotations

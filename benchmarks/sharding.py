@@ -37,18 +37,20 @@ from pipeloom.schedule.csv_form import to_csv
 from pipeloom.train.optimizer import Optimizer
 from processes import run_ranks
 
-WIDTH, STAGES, MICROBATCHES, TOKENS, SLOTS, STEPS = 512, 8, 8, 256, 3, 3
+WIDTH, STAGES, MICROBATCHES, TOKENS, SLOTS, STEPS = 512, 8, 8, 256, 3, 9
 
 
 class Block(nn.Sequential):
-    """A block that notes how many bytes of the rank's parameters are whole when it runs."""
+    """A block that notes, unless `notes` is None, how many bytes of the rank's parameters are whole when it runs."""
 
-    def __init__(self, blocks: list[nn.Module], notes: list[int]) -> None:
+    def __init__(self, blocks: list[nn.Module], notes: list[int] | None) -> None:
         super().__init__(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
         self.blocks, self.notes = [blocks], notes
         blocks.append(self)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.notes is None:  # torch's parameters are DTensors
+            return x + super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for b in self.blocks[0] for p in b.parameters()}
         self.notes.append(sum(storage.nbytes() for storage in storages.values()))
         return x + super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
@@ -66,23 +68,22 @@ def ours(mesh: Mesh, schedule: Schedule, words: list[str], notes: list[int]) -> 
 class OfTorch:
     """This rank's blocks under `fully_shard` on torch's pipeline runtime, with the values of a pipeline of ours."""
 
-    def __init__(self, pipeline: Pipeline, schedule: Schedule, notes: list[int]) -> None:
+    def __init__(self, pipeline: Pipeline, schedule: Schedule) -> None:
         place, blocks = pipeline.mesh.place, list[nn.Module]()
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
         assert (mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()) == (place.pp, place.dp)
         values = {name: value.detach().clone() for name, value in pipeline.named_parameters()}
-        self.blocks = {stage: Block(blocks, notes) for stage in schedule.stages_of[place.pp]}
+        self.blocks = {stage: Block(blocks, None) for stage in schedule.stages_of[place.pp]}
         for stage, block in self.blocks.items():
             block.load_state_dict({name: values[f"b{stage}.{name}"] for name, _ in block.named_parameters()})
             fully_shard(block, mesh=mesh["dp"], reshard_after_forward=False)
         group, device = mesh["pp"].get_group(), torch.device("cpu")
         stages = [PipelineStage(b, at, STAGES, device, group=group) for at, b in self.blocks.items()]
-        self.runtime = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=mse)
+        self.runtime: Any = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=mse)  # type: ignore[no-untyped-call]
         with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
             file.write(to_csv(schedule))
             file.flush()
-            torch_schedule = self.runtime
-            torch_schedule._load_csv(file.name)
+            self.runtime._load_csv(file.name)
         options = load("tiny").optimizer
         parameters = [parameter for block in self.blocks.values() for parameter in block.parameters()]
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=options.betas, weight_decay=options.weight_decay)
@@ -104,11 +105,12 @@ class OfTorch:
 def measure(rank: int) -> dict[str, Any]:
     """Return name -> (bytes of parameters, of shares, seconds and CPU seconds of each step, error of gradients) on this rank."""
     mesh = Mesh.of(MeshShape(dp=2, pp=2))
+    assert mesh is not None
     schedule = pl.schedules.interleaved(ranks=2, microbatches=MICROBATCHES, chunks=STAGES // 2)
     notes: dict[str, list[int]] = {name: [] for name in ("ZeRO-1", f"shard={SLOTS}", "torch FSDP2")}
     plain, optimizer = ours(mesh, schedule, [], notes["ZeRO-1"])
     sharded, sharded_optimizer = ours(mesh, schedule, [f"shard={SLOTS}"], notes[f"shard={SLOTS}"])
-    torchs = OfTorch(plain, schedule, notes["torch FSDP2"])
+    torchs = OfTorch(plain, schedule)
     assert plain.sync is not None
     assert sharded.sync is not None
     updates: list[Callable[[], None]] = [
@@ -116,8 +118,9 @@ def measure(rank: int) -> dict[str, Any]:
         lambda: sharded_optimizer.step(None, 1e-3),
         torchs.update,
     ]
-    gradients = [plain.sync.whole_gradients, sharded.sync.whole_gradients, torchs.gradients]
-    runs = list(zip(notes, (plain.step, sharded.step, torchs.step), updates, gradients, strict=True))
+    gradients: list[Callable[[], Any]] = [plain.sync.whole_gradients, sharded.sync.whole_gradients, torchs.gradients]
+    steps: list[Callable[[Tensor, Tensor], Any]] = [plain.step, sharded.step, torchs.step]
+    runs = list(zip(notes, steps, updates, gradients, strict=True))
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in notes}
     errors: dict[str, float] = {}
     first: dict[str, Tensor] = {}
@@ -143,7 +146,8 @@ def measure(rank: int) -> dict[str, Any]:
     assert shards is not None
     shares = sum(each.share.nbytes for each in shards.parameters.values())
     result = {
-        name: (max(notes[name]), 0 if name == "ZeRO-1" else shares, seconds[name], errors[name]) for name in notes
+        name: (max(notes[name], default=0), shares if "shard" in name else 0, seconds[name], errors[name])
+        for name in notes
     }
     plain.close()
     sharded.close()
@@ -160,8 +164,9 @@ def main() -> None:
         low, middle, high = quantiles([max(wall for wall, _ in step) for step in steps], n=4)
         work = median(sum(busy for _, busy in step) for step in steps)
         held = max(rank[name][0] + rank[name][1] for rank in ranks)
+        size = f"{held:,}" if held else "-"
         print(
-            f"{name:11} {held:12,} bytes   {middle * 1e3:7.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f}), CPU "
+            f"{name:11} {size:>12} bytes   {middle * 1e3:7.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f}), CPU "
             f"{work:.3f} s; gradients differ by {max(rank[name][3] for rank in ranks):.1e} at most"
         )
 
