@@ -40,7 +40,7 @@ def boxes(timeline: Timeline) -> tuple[tuple[EntryBox, ...], ...]:
     """rank -> its boxes, in program order."""
     schedule = timeline.schedule
     origin = min((starts[0] for starts in timeline.starts if starts), default=0.0)
-    chunk_of = {stage: chunk for held in schedule.stages_of for chunk, stage in enumerate(held)}
+    chunk_of = {stage: chunk % schedule.chunks for held in schedule.stages_of for chunk, stage in enumerate(held)}
     duration = durations(schedule, timeline.costs) if schedule.has_pairs else []
     rows = []
     for rank, program in enumerate(schedule.programs):

@@ -8,7 +8,8 @@ The text of a cell is the one that `torch.distributed.pipelining` reads and writ
 block in a pair, `(0F5;2R0;2B0)OVERLAP_F_B`.
 An action of a part of a value names the part behind its micro-batch: `2R0:norms`, or `2R0:1/4` for the first of four equal parts.
 An action of one slice of the sequences names the slice behind the micro-batch: `2F0.1`, `(2R0.1;2B0.1)`, `2R0.1:norms`.
-`2O0` copies what is saved to host memory, `2L0` back.
+`2O0` copies what is saved to host memory, `2L0` back. `8S3` and `8T3` are those of a rank's share of the vocabulary, and
+`8BROADCAST3`, `8REDUCE3`, `8REDUCE_SUM3` and `8REDUCE_INPUT3` entries of a group: all ranks run them together.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ it, and what W needs after I."""
 
 ON_HOST = "saved on the host"
 """The copy in host memory of what is saved."""
+
+HIDDEN, SCORES, SUMS = "hidden", "scores", "sums"
+"""Values of a vocabulary stage for a micro-batch: its copy of the output of the last stage of layers; the exponentials of its
+share of the logits; and for each token the largest logit, the sum of the exponentials and the target's logit over all shares."""
 
 PARAMS, SHARD, GRADS, GRAD_SHARD = "params", "shard", "grads", "grad_shard"
 STAGE_VALUES = frozenset((PARAMS, SHARD, GRADS, GRAD_SHARD))
@@ -99,6 +104,8 @@ class Kind:
         part: the name of the part; a kind with a part is derived from the one without where it is first named (`R:norms`).
         adds: the values that it makes where they do not exist, and else adds to.
         takes: the values that it takes over when it is issued: a later action that adds to them makes new ones meanwhile.
+        vocabulary: whether it is of the stages with shares of the vocabulary (`Schedule.vocabulary`), and not of those of layers.
+        group: whether every rank has one of each micro-batch, and all of them run together, once each rank has reached its own.
     """
 
     letter: str
@@ -115,6 +122,8 @@ class Kind:
     part: str = ""
     adds: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
+    vocabulary: bool = False
+    group: bool = False
 
     @cached_property
     def produces(self) -> tuple[str, ...]:
@@ -305,6 +314,70 @@ _KINDS = _Kinds(
             time="reduce",
             colour=(300.0, 0.10, 0.00),
         ),
+        Kind(
+            "BROADCAST",
+            "copy of the last output to every rank",
+            (Need(OUTPUT, -1),),
+            (HIDDEN,),
+            queue=COLLECTIVE,
+            time="broadcast",
+            colour=(220.0, 0.08, 0.06),
+            vocabulary=True,
+            group=True,
+        ),
+        Kind(
+            "S",
+            "scores of a share of the vocabulary",
+            (Need(HIDDEN), _PARAMS),
+            (OUTPUT, SCORES),
+            time="scores",
+            colour=(200.0, 0.15, 0.02),
+            vocabulary=True,
+        ),
+        Kind(
+            "REDUCE",
+            "sums of the scores and of the input gradient",
+            (Need(OUTPUT),),
+            (SUMS, INPUT_GRADIENT),
+            queue=COLLECTIVE,
+            time="combine",
+            colour=(300.0, 0.10, 0.04),
+            vocabulary=True,
+            group=True,
+        ),
+        Kind(
+            "REDUCE_SUM",
+            "sums of the scores",
+            (Need(OUTPUT),),
+            (SUMS,),
+            queue=COLLECTIVE,
+            time="combine",
+            colour=(300.0, 0.10, 0.08),
+            vocabulary=True,
+            group=True,
+        ),
+        Kind(
+            "T",
+            "gradients of a share of the vocabulary",
+            (Need(SUMS), Need(SCORES), Need(HIDDEN), _PARAMS),
+            (WEIGHT_GRADIENT,),
+            (SUMS, SCORES, HIDDEN),
+            adds=(GRADS,),
+            time="scores_grad",
+            colour=(0.0, 0.14, -0.06),
+            vocabulary=True,
+        ),
+        Kind(
+            "REDUCE_INPUT",
+            "sum of the input gradient",
+            (Need(WEIGHT_GRADIENT),),
+            (INPUT_GRADIENT,),
+            queue=COLLECTIVE,
+            time="combine",
+            colour=(300.0, 0.10, 0.00),
+            vocabulary=True,
+            group=True,
+        ),
     )
 )
 BASIC_KINDS = 4
@@ -342,6 +415,10 @@ TIMES = (
     "copy",
     "gather",
     "reduce",
+    "scores",
+    "scores_grad",
+    "broadcast",
+    "combine",
 )
 """The names that `Kind.time` may have."""
 
@@ -443,7 +520,7 @@ _COMMUNICATION = re.compile(r"\d+(SEND|RECV)")
 @lru_cache(maxsize=1)
 def _patterns() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     """Return the patterns of a cell with one action, with one of a kind that fuses two, and with a pair."""
-    forward = "|".join(kind.letter for kind in kinds() if kind.is_forward)
+    forward = "|".join(kind.letter for kind in kinds() if kind.is_forward and not kind.vocabulary)
     letters = sorted((kind.letter for kind in kinds() if not kind.fuses and not kind.part), key=len, reverse=True)
     single, whole = ("|".join(each for each in letters if _KINDS[each].of_stage is of) for of in (False, True))
     fused = rf"(\d{{1,9}})([A-Z]+)({_UNIT});\1([A-Z]+)\3"

@@ -55,14 +55,15 @@ def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backwar
     gainless = (
         cost_model.pair is None
         and cost_model.pair_split is None
-        and not any(cost_model.per_stage("all_to_all", len(uses)))
+        and not any(cost_model.per_stage("all_to_all", schedule.stages))
     )
     best = 0.0
     for stages in schedule.stages_of:
-        busy = [stage for stage in stages if uses[stage]]
+        busy = [stage for stage in stages if uses.get(stage)]
         if not busy:
             continue
         work = _least_work(cost_model, schedule.stages, [(stage, uses[stage]) for stage in busy])
+        work += sum(sums[0] * (spread.scores[s] + spread.scores_grad[s]) for s in schedule.vocabulary if s in stages)
         head = min(prefix[stage] for stage in busy) if gainless or not in_use - {route_of[s] for s in busy} else 0.0
         tail = min(suffix[stage] for stage in busy) if not split_backward and len(schedule.routes) == 1 else 0.0
         best = max(best, work + head + tail)

@@ -146,12 +146,19 @@ def message_kind(action: Action) -> MessageKind | None:
 
 
 def neighbours(schedule: Schedule) -> tuple[list[int | None], list[int | None]]:
-    """stage -> the stage before it, and the stage after it, in its route."""
+    """stage -> the stage before it, and the stage after it, in its route.
+
+    Behind the last stage of layers comes the share of the vocabulary on its rank.
+    """
     before: list[int | None] = [None] * schedule.stages
     after: list[int | None] = [None] * schedule.stages
     for route in schedule.routes:
         for left, right in zip(route, route[1:], strict=False):
             before[right], after[left] = left, right
+    if schedule.vocabulary:
+        last = schedule.routes[0][-1]
+        share = schedule.vocabulary[schedule.placement[last]]
+        before[share], after[last] = last, share
     return before, after
 
 

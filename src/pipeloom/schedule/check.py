@@ -30,7 +30,7 @@ from pipeloom.schedule.actions import (
 )
 from pipeloom.schedule.batched_p2p import check_batches
 from pipeloom.schedule.channels import neighbours, smallest_depths, traffic
-from pipeloom.schedule.graph import NEVER, Graph, WalkCosts, entry_waits, runnable_prefix, walk
+from pipeloom.schedule.graph import NEVER, Graph, WalkCosts, entry_waits, groups_of, runnable_prefix, walk
 from pipeloom.schedule.model import Schedule, ValueKey, made_by, of_schedule, parts, value_key
 
 CheckedTransport = Literal["individual", "batched"]
@@ -96,8 +96,13 @@ def _check_actions(schedule: Schedule) -> None:
     if len(schedule.routes) == 1:
         wanted = bytearray(b"\x01") * stride
     due = int.from_bytes(wanted, "little")
+    before = 8 * units * schedule.vocabulary.start
+    shares = due >> before << before
+    due_of = [shares if kind.vocabulary else due & ~shares for kind in schedule.kinds]
     done = [int.from_bytes(seen[number * stride : (number + 1) * stride], "little") for number in numbers]
-    complete = total == sum(seen) and not any(bits & ~due for bits in done)
+    complete = total == sum(seen) and not any(bits & ~due for bits, due in zip(done, due_of, strict=True))
+    for rows in groups_of(schedule).values():
+        complete = complete and len(rows) == schedule.ranks
     for event in EVENTS:
         producers = [bits for kind, bits in zip(schedule.kinds, done, strict=True) if event in kind.produces]
         both = any(a & b for a, b in combinations(producers, 2))
@@ -122,13 +127,27 @@ def _diagnose(schedule: Schedule) -> None:
                 if action in place:
                     raise ScheduleError(f"rank {rank}, action {at}: {action} appears twice")
                 place[action] = rank
-                if action.stage not in schedule.routes[schedule.route_of[action.microbatch]]:
+                if (action.stage in schedule.vocabulary) != kind_of(action.kind).vocabulary:
+                    share = "holds a share of the vocabulary" if action.stage in schedule.vocabulary else "holds layers"
+                    raise ScheduleError(f"rank {rank}, action {at}: {action}, but stage {action.stage} {share}")
+                if (
+                    not schedule.vocabulary
+                    and action.stage not in schedule.routes[schedule.route_of[action.microbatch]]
+                ):
                     raise ScheduleError(
                         f"rank {rank}, action {at}: {action}, but micro-batch {action.microbatch} takes route "
                         f"{schedule.route_of[action.microbatch]}, which does not pass through stage {action.stage}"
                     )
+    for (letter, microbatch), rows in groups_of(schedule).items():
+        missing = {*range(schedule.ranks)} - {rank for rank, _ in rows}
+        if missing:
+            cell = Action(letter, schedule.vocabulary[min(missing)], microbatch)
+            raise ScheduleError(
+                f"{cell} is missing on rank {min(missing)}: all ranks run {letter} of a micro-batch together, and "
+                f"{len(rows)} of {schedule.ranks} have it"
+            )
     for microbatch, route in enumerate(schedule.route_of):
-        for stage in schedule.routes[route]:
+        for stage in (*schedule.routes[route], *schedule.vocabulary):
             for part in range(schedule.slices):
                 _diagnose_stage(schedule, place, Action("F", stage, microbatch, part if schedule.slices > 1 else None))
 
@@ -141,6 +160,13 @@ def _diagnose_stage(schedule: Schedule, place: dict[Action, int], forward: Actio
     def cell(letter: str) -> str:
         return str(forward._replace(kind=letter))
 
+    if forward.stage in schedule.vocabulary:
+        for event, letter in ((OUTPUT, "S"), (WEIGHT_GRADIENT, "T"), (INPUT_GRADIENT, "REDUCE")):
+            count = sum(event in kind.produces for kind in there)
+            if count != 1:
+                raise ScheduleError(
+                    f"{where}: {cell(letter)} is {'missing' if not count else 'there, and another that does the same'}"
+                )
     backward = [kind for kind in there if kind.is_backward]
     produced = [event for kind in there for event in kind.produces]
     if OUTPUT not in produced:
@@ -165,7 +191,7 @@ def _check_slices(schedule: Schedule) -> None:
         for code in schedule.action_codes(rank):
             action = parts(schedule.decode(code))[0]
             kind = kind_of(action.kind)
-            if action.slice is None or not (kind.is_forward or INPUT_GRADIENT in kind.produces):
+            if action.slice is None or kind.vocabulary or not (kind.is_forward or INPUT_GRADIENT in kind.produces):
                 continue
             forward, step = kind.is_forward, 1 if kind.is_forward else -1
             key = forward, action.stage, action.microbatch
@@ -276,7 +302,11 @@ def _explain(schedule: Schedule) -> str:
         rank = lane[0]
         cell = schedule.programs[rank][position]
         needs = [need for action in parts(cell) if (need := _need(schedule, pending, action)) is not None]
-        others = [parts(schedule.programs[other.rank][other.at])[0] for other in ordered.get((rank, position), ())]
+        others = [
+            parts(schedule.programs[other.rank][other.at])[0]
+            for other in ordered.get((rank, position), ())
+            if not other.together or run.starts[other.rank][other.at] == NEVER
+        ]
         for need in (*needs, *(other for other in others if other in pending)):
             owner, there = pending[need]
             if (owner, there) == (rank, position):

@@ -69,7 +69,9 @@ def _messages(schedule: Schedule, action: Action) -> tuple[TorchMessage | None, 
 
     def crosses(message: TorchMessage) -> bool:
         ends = message.stage, message.reader
-        return min(ends) >= 0 and max(ends) < schedule.stages and len({schedule.placement[s] for s in ends}) == 2
+        return (
+            min(ends) >= 0 and max(ends) < len(schedule.routes[0]) and len({schedule.placement[s] for s in ends}) == 2
+        )
 
     return awaited if crosses(awaited) else None, made if crosses(made) else None
 
@@ -80,12 +82,14 @@ def to_torch_csv(schedule: Schedule) -> tuple[str, tuple[str, ...]]:
     Each send stands behind the action that makes its message, and each receive where its sender's action is reached when ranks
     take turns, one action each: the order of torch's own preparation, so that a file of torch's is written back as it was.
 
-    Raises ScheduleError for two routes, tensors by name and slices, which torch's runtime does not have, and for a deadlock.
+    Raises ScheduleError for two routes, tensors by name, slices and a spread vocabulary, which torch's runtime does not have, and
+    for a deadlock.
     """
     for reason, holds in (
         (f"has {len(schedule.routes)} routes", len(schedule.routes) > 1),
         ("passes tensors by name between stages", schedule.tensors),
         ("is cut into slices", schedule.slices > 1),
+        ("spreads its vocabulary over the ranks", len(schedule.routes[0]) < schedule.stages),
     ):
         if holds:
             raise ScheduleError(f"{schedule.name} {reason}, which torch's runtime cannot execute; write it as JSON")

@@ -51,6 +51,10 @@ class Costs:
         recompute: time of R; None: F. The block (R;B) takes R + B.
         gather: time of UNSHARD; None: bytes["params"] / collective_bandwidth.
         reduce: time of REDUCE_GRAD; None: bytes["grads"] / collective_bandwidth.
+        scores: time of S on a stage with a share of the vocabulary.
+        scores_grad: time of T there.
+        broadcast: time of BROADCAST.
+        combine: time of each of REDUCE, REDUCE_SUM and REDUCE_INPUT.
         parts: {part: time of R of this part (`2R0:norms`), as a number or one per stage}; default for each: that of R, or a k-th
             of it for one of k equal parts (`2R0:1/4`).
         microbatch: factors by micro-batch (sequences of different lengths) on F, I, W, B, the activation and the message;
@@ -88,6 +92,10 @@ class Costs:
     recompute: PerStage | None = None
     gather: PerStage | None = None
     reduce: PerStage | None = None
+    scores: PerStage = 0.5
+    scores_grad: PerStage = 0.5
+    broadcast: PerStage = 0.0
+    combine: PerStage = 0.0
     parts: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = ()
     microbatch: tuple[float, ...] = ()
     slice_times: tuple[float, ...] = ()
@@ -134,7 +142,7 @@ class Costs:
                 raise ArgumentError(name, f" is {getattr(self, name)}; it is a share between 0 and 1")
 
     def scaled(self, factor: float) -> Costs:
-        """Return these costs with F, I, W, B, R, the pairs, the activation and the bytes multiplied by `factor`."""
+        """Return these costs with F, I, W, B, R, the pairs, the activation and the bytes multiplied by `factor`, not S and T."""
 
         def times(value: Any) -> Any:
             return tuple(map(times, value)) if isinstance(value, tuple) else value * factor
@@ -296,6 +304,10 @@ class StageCosts:
     copy: tuple[float, ...]
     gather: tuple[float, ...]
     reduce: tuple[float, ...]
+    scores: tuple[float, ...]
+    scores_grad: tuple[float, ...]
+    broadcast: tuple[float, ...]
+    combine: tuple[float, ...]
     parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def time_of(self, name: str) -> tuple[float, ...]:
@@ -318,11 +330,27 @@ class StageCosts:
         backward = spread("backward", total(input_grad, weight_grad))
         again = spread("recompute", forward)
         blocks = total(again, backward), total(again, input_grad)
+        scores, gradients = costs.per_stage("scores", stages), costs.per_stage("scores_grad", stages)
+        groups = costs.per_stage("broadcast", stages), costs.per_stage("combine", stages)
         copy = tuple(size / costs.host_bandwidth for size in costs.saved(stages))
         gather = spread("gather", costs.collective(PARAMS, stages))
         reduce = spread("reduce", costs.collective(GRADS, stages))
         parts = {part: costs._spread(f"parts[{part!r}]", time, stages) for part, time in dict(costs.parts).items()}
-        return cls(forward, input_grad, weight_grad, backward, again, *blocks, copy, gather, reduce, parts)
+        return cls(
+            forward,
+            input_grad,
+            weight_grad,
+            backward,
+            again,
+            *blocks,
+            copy,
+            gather,
+            reduce,
+            scores,
+            gradients,
+            *groups,
+            parts,
+        )
 
 
 @dataclass(frozen=True)

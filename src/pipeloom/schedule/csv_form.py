@@ -53,7 +53,7 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedule:
-    """The schedule written in `text`, with one route through all stages in order. Does not run `check`.
+    """The schedule written in `text`, with one route through all stages of layers in order. Does not run `check`.
 
     Empty cells are idle and are left out; spaces around a cell, quotes, trailing commas and empty lines at the end do
     not matter. Sends and receives (torch's `compute_comms`) are checked and left out, since they are derived from the rest.
@@ -80,6 +80,7 @@ def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedul
         for action in parts(cell)
     ]
     stages = len({action.stage for action, _ in every})
+    shares = {action.stage for action, _ in every if kind_of(action.kind).vocabulary}
     microbatches = _microbatches([action for action, _ in every])
     slices = 1 + max((action.slice for action, _ in every if action.slice is not None), default=0)
     for action, place in every:
@@ -94,7 +95,13 @@ def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedul
                 )
     try:
         schedule = Schedule.of(
-            rows, placement=_placement(rows, stages), microbatches=microbatches, name=name, slices=slices
+            rows,
+            placement=_placement(rows, stages),
+            microbatches=microbatches,
+            name=name,
+            routes=[[stage for stage in range(stages) if stage not in shares]],
+            route_of=[0] * microbatches,
+            slices=slices,
         )
     except ScheduleError as error:
         raise ScheduleError(f"{where}: {error}") from None

@@ -148,12 +148,14 @@ class EntryWait(NamedTuple):
     Attributes:
         share: how much of its time must have passed: 0 its start, 1 its end.
         late: how much of the waiting entry's own time passes before it waits.
+        together: whether both are entries of one group, which starts when every rank has reached its own.
     """
 
     rank: int
     at: int
     share: float = 1.0
     late: float = 0.0
+    together: bool = False
 
     @property
     def point(self) -> tuple[int, int, float]:
@@ -171,6 +173,7 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
     - Part j of k of a value is there at j/k of the time of the computation that makes it, and needed at (k - j)/k of that of the
       backward, which uses the last one first.
     - A value of another stage is waited for until the entry that makes it ends.
+    - The entries of a group wait for each other's turn.
     - One that makes a value of `Schedule.slots` waits, in the order of the program, for as many that free one as it needs.
     """
     if not schedule.has_queues:
@@ -183,6 +186,7 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
         for value in made_by(schedule, action)
     }
     before, after = neighbours(schedule)
+    groups = groups_of(schedule)
     waits: dict[tuple[int, int], tuple[EntryWait, ...]] = {}
     for rank, program in enumerate(schedule.programs):
         queue_of = {at: queue for queue, positions in schedule.queues[rank].items() for at in positions}
@@ -204,6 +208,8 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
                     source = (need.value, other) if other is not None else (need.at_end, stage)
                     if need != kind.waits_for and need.step and source[0] is not None:
                         awaited += [maker[key] for key in [(source[0], source[1], mb)] if key in maker]
+                members = groups.get((action.kind, mb), ()) if kind.group else ()
+                awaited += [EntryWait(*member, 0.0, together=True) for member in members if member != (rank, at)]
                 touched = with_parts(schedule, action, tuple(need.value for need in kind.needs if not need.step))
                 gone = with_parts(schedule, action, kind.frees)
                 changes = {value_key(value, stage, mb) for value in (*made_by(schedule, action), *gone, *kind.adds)}
@@ -228,6 +234,16 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
             if awaited:
                 waits[rank, at] = tuple(awaited)
     return waits
+
+
+def groups_of(schedule: Schedule) -> dict[tuple[str, int], list[tuple[int, int]]]:
+    """(kind, unit) of a group -> the (rank, position) of its entries."""
+    groups: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+    for rank, program in enumerate(schedule.programs if schedule.vocabulary else ()):
+        for at, action in [(at, cell) for at, cell in enumerate(program) if isinstance(cell, Action)]:
+            if kind_of(action.kind).group:
+                groups[action.kind, schedule.unit_of(action)].append((rank, at))
+    return groups
 
 
 def _slot_waits(schedule: Schedule, program: Sequence[Cell], queue_of: Mapping[int, str]) -> dict[int, list[int]]:
@@ -405,8 +421,9 @@ def _walk_queues(
         before = 0.0
         for share in sorted({1.0, *cuts.get((rank, at), ())}):
             for wait in awaited:
-                if before <= wait.late < share or (wait.late == share == 0.0):
-                    needs.append((number[wait.point], 0.0 if wait.rank == rank else weights.link(wait.rank, rank)))
+                if before <= wait.late < share or (wait.late == share == 0.0 and not wait.together):
+                    near = wait.together or wait.rank == rank
+                    needs.append((number[wait.point], 0.0 if near else weights.link(wait.rank, rank)))
             ends = [number[rank, at, share]] if (rank, at, share) in number else []
             yield (share - before) * duration, [*(events if share == 1.0 else ()), *ends], needs
             before, needs = share, []
@@ -419,8 +436,11 @@ def _walk_queues(
         run.ends[rank] += [NEVER] * len(program)
     for lane, (rank, positions) in enumerate(lanes):
         pieces = [(at, share) for at in positions for share in sorted({1.0, *cuts.get((rank, at), ())})]
+        before = 1.0
         for (at, share), start, end in zip(pieces, lane_run.starts[lane], lane_run.ends[lane], strict=False):
-            run.starts[rank][at] = min(start, run.starts[rank][at])
+            if before in (0.0, 1.0):  # one of a group has its turn, and starts when all have theirs
+                run.starts[rank][at] = start
+            before = share
             if share == 1.0:
                 run.ends[rank][at] = end
 

@@ -25,8 +25,8 @@ from pipeloom.schedule.actions import (
     COMPUTE,
     INPUT_GRADIENT,
     MOST_KINDS,
+    PENDING,
     STAGE_VALUES,
-    WEIGHT_GRADIENT,
     Action,
     Cell,
     Kind,
@@ -70,7 +70,8 @@ class Schedule:
         microbatches: m.
         placement: stage -> rank, S entries.
         codes: a rank's program as integers (see the module's docstring); `programs` gives them as actions.
-        routes: each route's stages, in order; stages at the same position are replicas of the same layers.
+        routes: each route's stages, in order; stages at the same position are replicas of the same layers. The stages behind
+            those of the routes, one per rank, hold shares of the vocabulary.
         route_of: micro-batch -> index of its route.
         options: the family's options, sorted, for printing and for the text forms.
         tensors: those that stages read by name, past the stages in between (`with_tensors`).
@@ -150,7 +151,7 @@ class Schedule:
         _check_sizes(len(programs), microbatches, placement, slices)
         chosen_routes = tuple(map(tuple, routes)) if routes is not None else (tuple(range(len(placement))),)
         chosen_route_of = tuple(route_of) if route_of is not None else (0,) * microbatches
-        _check_routes(chosen_routes, chosen_route_of, len(placement), microbatches)
+        _check_routes(chosen_routes, chosen_route_of, placement, microbatches, len(programs))
         return cls(
             name=name,
             ranks=len(programs),
@@ -199,17 +200,22 @@ class Schedule:
 
     @property
     def chunks(self) -> int:
-        """v, the most stages that a rank holds."""
-        return max(map(len, self.stages_of))
+        """v, the most stages of layers that a rank holds."""
+        return max(map(len, self.stages_of)) - bool(self.vocabulary)
 
     @cached_property
     def position_of(self) -> tuple[int, ...]:
-        """stage -> its position in its route (which layers it holds)."""
-        position = [0] * self.stages
+        """stage -> its position in its route (which layers it holds); of a share of the vocabulary one behind those."""
+        position = [self.positions + stage - self.vocabulary.start for stage in range(self.stages)]
         for route in self.routes:
             for index, stage in enumerate(route):
                 position[stage] = index
         return tuple(position)
+
+    @property
+    def vocabulary(self) -> range:
+        """The stages that hold shares of the vocabulary, the first one on rank 0; empty where it is a layer as others are."""
+        return range(len(self.routes) * self.positions, self.stages)
 
     @property
     def positions(self) -> int:
@@ -328,7 +334,7 @@ class Schedule:
     @cached_property
     def splits_backward(self) -> bool:
         """Return whether any backward is written as I and W."""
-        apart = {number for number, kind in enumerate(self.kinds) if kind.produces == (WEIGHT_GRADIENT,)}
+        apart = {number for number, kind in enumerate(self.kinds) if PENDING in kind.frees}
         return any(code // self.kind_stride in apart for rank in range(self.ranks) for code in self.action_codes(rank))
 
     @cached_property
@@ -531,7 +537,7 @@ def _encode(cell: Cell | str | int, sizes: tuple[int, int, int], rank: int, at: 
     if len(codes) == 1:
         return codes[0]
     first, second = (kind_of(action.kind) for action in parts(value))
-    if not first.is_forward or INPUT_GRADIENT not in second.produces:
+    if not first.is_forward or first.vocabulary or INPUT_GRADIENT not in second.produces:
         raise ScheduleError(f"rank {rank}, action {at}: {value} is not a forward with a backward (F|B or F|I)")
     return (codes[0] + 1) * MOST_KINDS * stride + codes[1]
 
@@ -553,8 +559,16 @@ def _check_sizes(ranks: int, microbatches: int, placement: Sequence[int], slices
 
 
 def _check_routes(
-    routes: tuple[tuple[int, ...], ...], route_of: tuple[int, ...], stages: int, microbatches: int
+    routes: tuple[tuple[int, ...], ...],
+    route_of: tuple[int, ...],
+    placement: Sequence[int],
+    microbatches: int,
+    ranks: int,
 ) -> None:
+    stages, on_routes = len(placement), sum(map(len, routes))
+    shares = list(placement[on_routes:])
+    if shares == list(range(ranks)) and len(routes) == 1:
+        stages = on_routes
     if sorted(stage for route in routes for stage in route) != list(range(stages)):
         raise ScheduleError(
             f"the routes {echo([list(r) for r in routes])} do not hold each of the {stages} stages exactly once"

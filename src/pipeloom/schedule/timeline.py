@@ -432,19 +432,24 @@ class Timeline:
 
     def waited_for(self, rank: int, at: int) -> tuple[int, int] | None:
         """Return (rank, position in its program) of what entry `at` of `rank` waited for longest; None: it waits for none."""
-        candidates = []
+        waits = self._entry_waits.get((rank, at), ())
+        members = [(rank, at), *((other.rank, other.at) for other in waits if other.together)]
+        candidates = [candidate for member in members for candidate in self._waits_of(*member)]
+        return max(candidates)[2] if candidates else None
+
+    def _waits_of(self, rank: int, at: int) -> Iterator[tuple[float, bool, tuple[int, int]]]:
+        """Yield (moment, whether it is on another rank, rank and position) of what an entry alone waits for."""
         for code in (column[at] for column in self._columns[rank]):
             for end, hop, source, position in self._inputs(rank, code):
                 arrival = end + hop if self.overlap_p2p else end  # else the hop starts when the wait ends
-                candidates.append((arrival, source != rank, (source, position)))
+                yield arrival, source != rank, (source, position)
         for other in self._entry_waits.get((rank, at), ()):
             start, end = self.starts[other.rank][other.at], self.ends[other.rank][other.at]
-            moment = start + other.share * (end - start)
-            candidates.append((moment, other.rank != rank, (other.rank, other.at)))
+            if not other.together:
+                yield start + other.share * (end - start), other.rank != rank, (other.rank, other.at)
         before = self._before[rank][at]
         if before is not None:
-            candidates.append((self.ends[rank][before], False, (rank, before)))
-        return max(candidates)[2] if candidates else None
+            yield self.ends[rank][before], False, (rank, before)
 
     @cached_property
     def _columns(self) -> list[tuple[Sequence[int], Sequence[int]]]:

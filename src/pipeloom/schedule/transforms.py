@@ -3,7 +3,7 @@
 Anything that should run differently from what a family creates is written as a transform, and applied before the schedule
 is checked, drawn, simulated and executed. A transform keeps the placement, the routes and the work: every stage and
 micro-batch gets the same forward, input gradient and weight gradient as before, a B counting as both. The exceptions are
-`forward_only`, which drops the backwards, and `cut_stages`, which cuts every stage into several.
+`forward_only`, which drops the backwards, `cut_stages`, which cuts every stage into several, and `vocabulary`, which adds stages.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pipeloom.schedule.offload import offload_share
 from pipeloom.schedule.sharding import reduce_gradients, shard, shard_as_torch
 from pipeloom.schedule.simulate import simulate
 from pipeloom.schedule.slices import cut_sequences
+from pipeloom.schedule.vocabulary import vocabulary
 
 # The share of a weight gradient's time that a wait must have before one is computed in it. 1: it delays nothing; 0: it is
 # computed in any wait, which pays where the waits are short and many. The shortest of the three is taken.
@@ -520,6 +521,12 @@ TRANSFORMS: dict[str, NamedTransform] = {
         lambda schedule, number, costs: cut_sequences(schedule, number or 0),
         "slices",
         needs_number=True,
+    ),
+    "vocabulary": NamedTransform(
+        "the output layer spread over the ranks: S computes the scores of a share, T its gradients, with one reduction or two",
+        lambda schedule, word, costs: vocabulary(schedule, word or "fused", costs),
+        "fused (one reduction) or two",
+        takes_word=True,
     ),
     "cut-stages": NamedTransform(
         "every stage cut into N",

@@ -71,7 +71,10 @@ def test_what_torch_does_not_know_is_left_out() -> None:
     plain = pl.schedules.interleaved(2, 4)
     for word, letters in (("offload", ("O", "L")), ("recompute=whole", ("R",)), ("recompute", ("R",))):
         assert to_torch_csv(pl.schedules.transformed(plain, [word])) == (to_torch_csv(plain)[0], letters)
-    for schedule in (pl.schedules.dualpipe(2, 4), pl.schedules.transformed(plain, ["slices=2"])):
+    for schedule in (
+        pl.schedules.dualpipe(2, 4),
+        *(pl.schedules.transformed(plain, [w]) for w in ("slices=2", "vocabulary")),
+    ):
         with pytest.raises(pl.ScheduleError, match="which torch's runtime cannot execute"):
             to_torch_csv(schedule)
     with pytest.raises(pl.ScheduleError, match="deadlocks"):

@@ -1,0 +1,289 @@
+"""`vocabulary`: the transform that spreads the output layer over the pipeline (arXiv 2411.05288).
+
+Every rank holds a share of the vocabulary. The last stage's output is broadcast, S computes the scores of a share, a reduction
+sums them over the ranks, and T computes the gradients of the share. The backward of the last stage waits for the sum of the
+input gradients: with one reduction S computes a share of those, too, with two T does, and a second reduction follows it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from pipeloom.errors import UsageError
+from pipeloom.schedule.actions import Action, Cell, kind_number, kind_of
+from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
+from pipeloom.schedule.graph import NEVER, Graph
+from pipeloom.schedule.model import Schedule, of_schedule, parts
+from pipeloom.schedule.simulate import weights_of
+
+_ONE, _TWO = ("REDUCE",), ("REDUCE_SUM", "REDUCE_INPUT")
+
+
+class _Policy(NamedTuple):
+    """Rules by which a rank takes one of several entries that could run.
+
+    Attributes:
+        ahead: how many forwards of stages more than before come ahead of each backward.
+        scores_first: whether S comes before what the schedule has next.
+        waiting: the most T that wait while other work is there, those of the last micro-batches not counted.
+        late: of how many of the last micro-batches T waits until there is no other work.
+        fit: the share of a T that must fit into a wait for it to be computed there.
+    """
+
+    ahead: int
+    scores_first: bool
+    waiting: int
+    late: int
+    fit: float
+
+
+@of_schedule
+def vocabulary(schedule: Schedule, form: str = "fused", costs: Costs | None = None) -> Schedule:
+    """Return `schedule` with the output layer spread over the ranks, in one stage more on each.
+
+    The order of the schedule's own actions on a rank stays, but forwards move ahead of backwards, which wait for the reductions.
+    S, T and the forwards' lead are those of the shortest of several placements. Memory: with one reduction at most one
+    micro-batch per rank more than before, with two at most two.
+
+    Args:
+        form: `"fused"`: S computes the input gradient of its share, too, and one reduction follows it; `"two"`: T does.
+        costs: per stage, of the schedule's own stages or also of the vocabulary's; default: 1, 1, 1, and 0.5 for S and for T.
+
+    Raises UsageError for a schedule of two routes, with pairs, with entries on other queues, with named tensors or with a spread
+    vocabulary.
+    """
+    if form not in ("fused", "two"):
+        raise UsageError(f"vocabulary: {form!r:.200} is neither fused (one reduction) nor two")
+    problems = {
+        "is spread over the ranks already": schedule.vocabulary,
+        "has two routes": len(schedule.routes) > 1,
+        "has overlapped pairs (the transform unpair takes them apart)": schedule.has_pairs,
+        "has entries beside the computation, which are added afterwards": schedule.has_queues or schedule.stage_actions,
+        "passes tensors by name": schedule.tensors,
+        "is cut into slices": schedule.slices > 1,
+    }
+    for words, holds in problems.items():
+        if holds:
+            raise UsageError(f"vocabulary: schedule {schedule.name} {words}")
+    spread = replace(
+        schedule,
+        placement=(*schedule.placement, *range(schedule.ranks)),
+        codes=((),) * schedule.ranks,
+        options=tuple(sorted({**dict(schedule.options), "vocabulary": form}.items())),
+    )
+    cost_model = costs_of_all(costs if costs is not None else Costs(), spread)
+    groups = _ONE if form == "fused" else _TWO
+    most = len(groups) * schedule.chunks
+    late = (0, schedule.ranks, 2 * schedule.ranks) if form == "fused" else (0,)
+    waits = [(0, 0.0), (0, 1.0), (1, 0.5), (2, 0.0)] if form == "fused" else [(0, 0.0)]
+    best: tuple[float, _Placing] | None = None
+    for late_count, ahead, scores_first, (waiting, fit) in product(late, range(most + 1), (True, False), waits):
+        placing = _Placing(schedule, spread, cost_model, groups, _Policy(ahead, scores_first, waiting, late_count, fit))
+        makespan = placing.run()
+        if best is None or makespan < best[0] - TIME_TOLERANCE:
+            best = makespan, placing
+    assert best is not None
+    assert best[0] < NEVER
+    return best[1].schedule_of()
+
+
+def costs_of_all(costs: Costs, schedule: Schedule) -> Costs:
+    """Return `costs` for all stages of `schedule`: those given for its stages of layers alone are 0 on the vocabulary's."""
+    layers, shares = schedule.vocabulary.start, len(schedule.vocabulary)
+
+    def longer(value: Any) -> Any:
+        if isinstance(value, tuple) and len(value) == layers and not isinstance(value[0], tuple):
+            return (*value, *(0.0,) * shares)
+        return value
+
+    names = (
+        "forward",
+        "input_grad",
+        "weight_grad",
+        "activation",
+        "held",
+        "kept",
+        "all_to_all",
+        "backward",
+        "recompute",
+    )
+    changed: dict[str, Any] = {name: longer(getattr(costs, name)) for name in (*names, "gather", "reduce")}
+    for name in ("bytes", "parts"):
+        changed[name] = {key: longer(value) for key, value in getattr(costs, name)}
+    return replace(costs, **changed)
+
+
+@dataclass
+class _PlacedRank:
+    """One rank while its program is placed.
+
+    Attributes:
+        rest: the entries of the schedule that have not run, next one first.
+        cells: (start, entry) of those that have, S and T included, in order.
+        free: when the last one ends.
+        scores: the micro-batch of its next S.
+        grads: the micro-batches whose T can run.
+    """
+
+    rest: deque[Action]
+    cells: list[tuple[float, Action]] = field(default_factory=list)
+    free: float = 0.0
+    scores: int = 0
+    grads: deque[int] = field(default_factory=deque)
+
+
+class _Placing:
+    """One placement: ranks and group entries run from one moment to the next, and each rank follows the policy."""
+
+    def __init__(
+        self, schedule: Schedule, spread: Schedule, costs: Costs, groups: tuple[str, ...], policy: _Policy
+    ) -> None:
+        self.schedule, self.groups, self.policy = spread, groups, policy
+        first = spread.vocabulary.start
+        probe = spread.with_programs([(Action("REDUCE_INPUT", first), *schedule.programs[0]), *schedule.programs[1:]])
+        weights = weights_of(probe, costs)
+        self.graph, self.duration, self.hop = Graph.of(probe, full=True), weights.duration, weights.hop
+        self.end_of = [NEVER] * self.graph.always + [0.0, 0.0]
+        self.ranks = [_PlacedRank(_with_lead(program, policy.ahead)) for program in schedule.programs]
+        self.started: list[tuple[float, str, int]] = []  # the group entries, in order
+        self.due: list[tuple[float, str, int]] = []  # those that are known to start, by the moment at which they could
+        self.collective_free = 0.0
+        self.shared: dict[tuple[str, int], list[float]] = {}  # (kind, micro-batch) -> ends of what its group waits for
+        self.there: dict[tuple[str, int], float] = {}  # (kind, micro-batch) of a group -> its end
+        self.moments = [0.0]
+
+    def run(self) -> float:
+        """Place all entries and return the makespan; NEVER if the ranks cannot run to their ends."""
+        while self.moments:
+            now = heapq.heappop(self.moments)
+            while self.moments and self.moments[0] <= now:
+                heapq.heappop(self.moments)
+            while self.due and self.due[0][0] <= now:
+                self._start_group(*heapq.heappop(self.due))
+            for rank in range(len(self.ranks)):
+                while self.ranks[rank].free <= now and self._start_next(rank, now):
+                    pass
+        m = self.schedule.microbatches
+        if any(rank.rest or rank.grads or rank.scores < m for rank in self.ranks):
+            return NEVER
+        return max(self.collective_free, *(rank.free for rank in self.ranks))
+
+    def schedule_of(self) -> Schedule:
+        """Return the schedule with all entries as they are placed."""
+        return self.schedule.with_programs([self._program(rank) for rank in range(len(self.ranks))])
+
+    def _code(self, action: Action) -> int:
+        schedule = self.schedule
+        return (kind_number(action.kind) * schedule.stages + action.stage) * schedule.microbatches + action.microbatch
+
+    def _ready(self, action: Action) -> float:
+        """Return when what an entry of the schedule waits for is there; NEVER if that is not known yet."""
+        code = self._code(action)
+        return self.end_of[self.graph.needs[code]] + (self.hop[code] if self.hop is not None else 0.0)
+
+    def _start_next(self, rank: int, now: float) -> bool:
+        """Start what the policy says on a rank that is free; return whether there is something."""
+        each, policy, two = self.ranks[rank], self.policy, len(self.groups) > 1
+        ready = self._ready(each.rest[0]) if each.rest else NEVER
+        share = self.schedule.vocabulary[rank]
+        waiting = [mb for mb in each.grads if self.there[self.groups[0], mb] <= now]
+        grads = Action("T", share, waiting[0]) if waiting else None
+        scores = self.there.get(("BROADCAST", each.scores), NEVER)
+        early = sum(mb < self.schedule.microbatches - policy.late for mb in waiting)
+        urgent = two or early > policy.waiting
+        options: list[Action | None] = [
+            grads if two else None,
+            Action("S", share, each.scores) if scores <= now else None,
+            grads if urgent else None,
+        ]
+        following = each.rest[0] if ready <= now else None
+        options.insert(3 if policy.scores_first else 0, following)
+        action = next((option for option in options if option is not None), None)
+        if action is None and grads is not None:
+            length = self.duration[self._code(grads)]
+            if ready == NEVER or now + policy.fit * length <= ready + TIME_TOLERANCE:
+                action = grads
+        if action is None:
+            if ready < NEVER:
+                heapq.heappush(self.moments, ready)
+            return False
+        self._start(rank, action, now)
+        return True
+
+    def _start(self, rank: int, action: Action, now: float) -> None:
+        each, code = self.ranks[rank], self._code(action)
+        each.free = end = now + self.duration[code]
+        each.cells.append((now, action))
+        self.end_of[self.graph.event[code] if self.graph.event is not None else code] = end
+        heapq.heappush(self.moments, end)
+        if action.kind == "S":
+            each.scores += 1
+            self._arrive(self.groups[0], action.microbatch, end, self.schedule.ranks)
+        elif action.kind == "T":
+            each.grads.popleft()
+            if len(self.groups) > 1:
+                self._arrive(self.groups[1], action.microbatch, end, self.schedule.ranks)
+        else:
+            each.rest.popleft()
+            if kind_of(action.kind).is_forward and action.stage == self.schedule.routes[0][-1]:
+                self._arrive("BROADCAST", action.microbatch, end, 1)
+
+    def _arrive(self, letter: str, microbatch: int, end: float, count: int) -> None:
+        """Note that one of `count` entries for which a group waits ends then."""
+        ends = self.shared.setdefault((letter, microbatch), [])
+        ends.append(end)
+        if len(ends) == count:
+            heapq.heappush(self.due, (max(ends), letter, microbatch))
+
+    def _start_group(self, ready: float, letter: str, microbatch: int) -> None:
+        start = max(ready, self.collective_free)
+        self.started.append((start, letter, microbatch))
+        end = 0.0
+        for share in self.schedule.vocabulary:
+            code = self._code(Action(letter, share, microbatch))
+            end = start + self.duration[code]
+            if self.graph.event is not None:
+                self.end_of[self.graph.event[code]] = end
+        self.collective_free = self.there[letter, microbatch] = end
+        heapq.heappush(self.moments, end)
+        if letter == self.groups[0]:
+            for each in self.ranks:
+                each.grads.append(microbatch)
+
+    def _program(self, rank: int) -> list[Cell]:
+        """Return a rank's program: each group entry stands behind the computation that runs when it starts."""
+        share, cells = self.schedule.vocabulary[rank], self.ranks[rank].cells
+        place = {action: at for at, (_, action) in enumerate(cells)}
+        needed = {"REDUCE": "S", "REDUCE_SUM": "S", "REDUCE_INPUT": "T"}
+        behind: dict[int, list[Cell]] = defaultdict(list)
+        at, starts = -1, [start for start, _ in cells]
+        for start, letter, microbatch in self.started:
+            at = max(at, bisect_right(starts, start - TIME_TOLERANCE) - 1)
+            if letter in needed:
+                at = max(at, place[Action(needed[letter], share, microbatch)])
+            behind[at].append(Action(letter, share, microbatch))
+        return [*behind[-1], *(each for at, (_, cell) in enumerate(cells) for each in (cell, *behind[at]))]
+
+
+def _with_lead(program: Sequence[Cell], ahead: int) -> deque[Action]:
+    """Return the program with so many forwards more ahead of each of its other entries."""
+    actions = [action for cell in program for action in parts(cell)]
+    forwards = deque(action for action in actions if kind_of(action.kind).is_forward)
+    order: deque[Action] = deque()
+    lead = ahead
+    for action in actions:
+        if kind_of(action.kind).is_forward:
+            lead += 1
+            continue
+        for _ in range(min(lead, len(forwards))):
+            order.append(forwards.popleft())
+        lead = 0
+        order.append(action)
+    order.extend(forwards)
+    return order

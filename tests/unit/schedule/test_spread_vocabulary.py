@@ -1,0 +1,171 @@
+"""The vocabulary over the ranks: group entries in `check` and `simulate`, and the transform against CP-SAT."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from pipeloom.errors import ScheduleError, UsageError
+from pipeloom.schedule import Costs, Schedule, check, simulate
+from pipeloom.schedule.bounds import lower_bound
+from pipeloom.schedule.csv_form import from_csv, to_csv
+from pipeloom.schedule.families import build
+from pipeloom.schedule.json_form import from_json, to_json
+from pipeloom.schedule.transforms import transformed
+
+COSTS = Costs(scores=0.5, scores_grad=0.5, combine=0.1)
+FIRST = "0F0 2BROADCAST0 2S0 2REDUCE0 2T0 0B0"
+SECOND = "1F0 3BROADCAST0 3S0 3REDUCE0 1B0 3T0"
+
+
+def two_ranks(*programs: str, microbatches: int = 1) -> Schedule:
+    return Schedule.of(
+        [program.split() for program in programs],
+        placement=[0, 1, 0, 1],
+        microbatches=microbatches,
+        routes=[[0, 1]],
+        route_of=[0] * microbatches,
+    )
+
+
+def test_times_by_hand() -> None:
+    """A group starts once its data is there and every rank has reached it; it keeps no rank from computing."""
+    schedule = two_ranks(FIRST, SECOND)
+    check(schedule)
+    costs = Costs(broadcast=0.25, scores=(0, 0, 0.5, 1.5), scores_grad=2, combine=0.25, bytes={"hidden": (0, 0, 3, 5)})
+    timeline = simulate(schedule, costs)
+    assert timeline.starts == ((0, 2, 2.25, 3.75, 4, 6), (1, 2, 2.25, 3.75, 4, 6))
+    assert timeline.ends == ((1, 2.25, 2.75, 4, 6, 8), (2, 2.25, 3.75, 4, 6, 8))
+    assert timeline.peak_bytes["device"] == (3, 5)
+    assert timeline.peak_activations == (1, 1)
+    assert timeline.critical_path == ((0, 0), (1, 0), (1, 1), (1, 2), (1, 3), (1, 4), (1, 5))
+    assert from_csv(to_csv(schedule), "custom") == from_json(to_json(schedule)) == schedule
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (FIRST.replace("2S0 ", ""), SECOND, "2S0 is missing"),
+        (FIRST, SECOND.replace("3T0", ""), "3T0 is missing"),
+        (
+            FIRST.replace("2BROADCAST0 ", ""),
+            SECOND,
+            "2BROADCAST0 is missing on rank 0: .* together, and 1 of 2 have it",
+        ),
+        (FIRST.replace("2REDUCE0", "2REDUCE_SUM0 2REDUCE_INPUT0"), SECOND, "3REDUCE_SUM0 is missing on rank 1"),
+        (FIRST.replace("2T0", "2REDUCE_SUM0 2T0"), SECOND.replace("1B0", "3REDUCE_SUM0 1B0"), "sums a second time"),
+        (FIRST.replace("2S0", "2F0"), SECOND, "2F0, but stage 2 holds a share of the vocabulary"),
+        (FIRST.replace("0B0", "0T0"), SECOND, "0T0, but stage 0 holds layers"),
+        (
+            FIRST.replace("2REDUCE0 2T0", "2T0 2REDUCE0"),
+            SECOND,
+            "2T0 needs what is sums .*; 2REDUCE0 or 2REDUCE_SUM0 makes",
+        ),
+        (FIRST, SECOND.replace("3REDUCE0 1B0", "1B0 3REDUCE0"), None),  # issued when B starts, which waits for it
+    ],
+)
+def test_what_check_refuses(first: str, second: str, words: str | None) -> None:
+    with pytest.raises(ScheduleError, match=words or "deadlocks"):
+        check(two_ranks(first, second))
+
+
+def test_groups_in_different_orders() -> None:
+    """Each rank has one group entry at the head of its queue and another behind it: `check` names both ranks and both groups."""
+    ahead = "0F0 0F1 2BROADCAST0 2S0 2BROADCAST1 2S1 2REDUCE0 2T0 2REDUCE1 2T1 0B0 0B1"
+    other = "1F0 1F1 3BROADCAST0 3S0 3BROADCAST1 3S1 3REDUCE1 3T1 3REDUCE0 3T0 1B0 1B1"
+    check(two_ranks(ahead, other.replace("3REDUCE1 3T1 3REDUCE0 3T0", "3REDUCE0 3T0 3REDUCE1 3T1"), microbatches=2))
+    with pytest.raises(ScheduleError) as refused:
+        check(two_ranks(ahead, other, microbatches=2))
+    lines = str(refused.value).splitlines()
+    assert len(lines) == 3
+    assert "REDUCE of stage 2 micro-batch 0 (action 6), which waits for REDUCE of stage 3 micro-batch 0" in lines[1]
+    assert "REDUCE of stage 3 micro-batch 1 (action 6), which waits for REDUCE of stage 2 micro-batch 1" in lines[2]
+
+
+@pytest.mark.parametrize(("microbatches", "form"), list(itertools.product((4, 6), ("fused", "two"))))
+def test_the_transform_against_cp_sat(microbatches: int, form: str) -> None:
+    """No order of 1F1B's work is shorter within p + 1 micro-batches (p + 2 with two reductions)."""
+    pytest.importorskip("ortools")
+    reductions = 1 if form == "fused" else 2
+    schedule = transformed(build("1f1b", 4, microbatches), [f"vocabulary={form}"], COSTS)
+    check(schedule)
+    timeline = simulate(schedule, COSTS)
+    assert max(timeline.peak_activations) <= 4 + reductions
+    assert timeline.makespan * 10 == optimum(4, microbatches, reductions, 4 + reductions)
+
+
+def optimum(ranks: int, m: int, reductions: int, memory: int) -> int:
+    """Return the least makespan, in tenths, of F 10, B 20, S and T 5 on every rank, and reductions of 1 on one queue."""
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    lengths = {"F": 10, "B": 20, "S": 5, "T": 5}
+    latest = 30 * (m + ranks) + 10 * m + 20
+    start = {
+        (kind, rank, mb): model.new_int_var(0, latest, "")
+        for kind, rank, mb in itertools.product(lengths, range(ranks), range(m))
+    }
+    sums = {(at, mb): model.new_int_var(0, latest, "") for at in range(reductions) for mb in range(m)}
+    for rank in range(ranks):
+        here = [(start[key], lengths[key[0]]) for key in start if key[1] == rank]
+        model.add_no_overlap([model.new_fixed_size_interval_var(begin, length, "") for begin, length in here])
+    model.add_no_overlap([model.new_fixed_size_interval_var(begin, 1, "") for begin in sums.values()])
+    end = model.new_int_var(0, latest, "")
+    for (kind, rank, mb), begin in start.items():
+        model.add(end >= begin + lengths[kind])
+        if mb:
+            model.add(begin >= start[kind, rank, mb - 1] + lengths[kind])
+    for rank, mb in itertools.product(range(ranks), range(m)):
+        forward, backward, scores, grads = (start[kind, rank, mb] for kind in "FBST")
+        if rank:
+            model.add(forward >= start["F", rank - 1, mb] + 10)
+            model.add(start["B", rank - 1, mb] >= backward + 20)
+        if mb >= memory:
+            model.add(forward >= start["B", rank, mb - memory] + 20)
+        model.add(scores >= start["F", ranks - 1, mb] + 10)
+        model.add(sums[0, mb] >= scores + 5)
+        model.add(grads >= sums[0, mb] + 1)
+        if reductions > 1:
+            model.add(sums[1, mb] >= grads + 5)
+        model.add(start["B", ranks - 1, mb] >= sums[reductions - 1, mb] + 1)
+    model.minimize(end)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    assert solver.solve(model) == cp_model.OPTIMAL
+    return round(solver.objective_value)
+
+
+@pytest.mark.parametrize("form", ["fused", "two"])
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", None), ("interleaved", 2), ("zbv", 2)])
+def test_a_micro_batch_more_takes_its_work(name: str, chunks: int | None, form: str) -> None:
+    """S and T of every rank included; the work of the route's own actions stays, and memory grows by the form's allowance."""
+    ends = []
+    for m in (12, 16):
+        plain = build(name, 4, m, chunks)
+        schedule = transformed(plain, [f"vocabulary={form}"], COSTS)
+        timeline = simulate(schedule, COSTS)
+        ends.append(timeline.makespan)
+        assert lower_bound(schedule, COSTS, split_backward=True) <= timeline.makespan
+        allowed = (1 if form == "fused" else 2) * plain.chunks
+        assert max(timeline.peak_activations) <= max(simulate(plain, COSTS).peak_activations) + allowed
+    check(schedule, transport="batched")
+    work = 3 * plain.chunks + 1
+    assert work - 0.2 <= (ends[1] - ends[0]) / 4 <= 1.04 * work
+    kinds = [action.kind for program in schedule.programs for action in program if action.stage in schedule.vocabulary]
+    assert {kind: kinds.count(kind) for kind in "ST"} == {"S": 4 * m, "T": 4 * m}
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "problem"),
+    [
+        ("1f1b", ["vocabulary=three"], "vocabulary: 'three' is neither fused"),
+        ("1f1b", ["vocabulary", "vocabulary"], "is spread over the ranks already"),
+        ("chimera", ["vocabulary"], "has two routes"),
+        ("1f1b-overlap", ["vocabulary"], "has overlapped pairs .*unpair"),
+        ("1f1b", ["offload", "vocabulary"], "has entries beside the computation"),
+    ],
+)
+def test_what_the_transform_refuses(name: str, words: list[str], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        transformed(build(name, 4, 8), words)
