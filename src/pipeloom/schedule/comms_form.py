@@ -64,8 +64,8 @@ def _messages(schedule: Schedule, action: Action) -> tuple[TorchMessage | None, 
     letter = "F" if kind.is_forward else "B" if INPUT_GRADIENT in kind.makes else ""
     if not letter:
         return None, None
-    made = TorchMessage(letter, action.stage, action.microbatch)
-    awaited = made._replace(stage=2 * action.stage - made.reader)
+    result = TorchMessage(letter, action.stage, action.microbatch)
+    awaited = result._replace(stage=2 * action.stage - result.reader)
 
     def crosses(message: TorchMessage) -> bool:
         ends = message.stage, message.reader
@@ -73,7 +73,7 @@ def _messages(schedule: Schedule, action: Action) -> tuple[TorchMessage | None, 
             min(ends) >= 0 and max(ends) < len(schedule.routes[0]) and len({schedule.placement[s] for s in ends}) == 2
         )
 
-    return awaited if crosses(awaited) else None, made if crosses(made) else None
+    return awaited if crosses(awaited) else None, result if crosses(result) else None
 
 
 def to_torch_csv(schedule: Schedule) -> tuple[str, tuple[str, ...]]:
@@ -150,22 +150,22 @@ def require_communications(
         "RECV": defaultdict(list),
     }
     for rank, row in enumerate(rows):
-        made: set[TorchMessage] = set()
+        unsent: set[TorchMessage] = set()
         opened: dict[TorchMessage, str] = {}
         for cell, place in zip(row, places[rank], strict=True):
             if not isinstance(cell, CommunicationCell):
                 for awaited, message in (_messages(schedule, action) for action in parts(cell)):
                     if awaited is not None and opened.pop(awaited, None) is None:
                         raise ScheduleError(f"{place}: {cell} waits for {awaited.cell('RECV')}, which is not before it")
-                    made |= {message} if message is not None else set()
+                    unsent |= {message} if message is not None else set()
                 continue
             message = cell.message
-            if cell.word == "SEND" and message not in made:
+            if cell.word == "SEND" and message not in unsent:
                 raise ScheduleError(
                     f"{place}: {cell} is not behind an action that makes a message to another rank, or is there twice"
                 )
             if cell.word == "SEND":
-                made.remove(message)
+                unsent.remove(message)
                 ordered["SEND"][rank, schedule.placement[message.reader]].append(message)
             elif 0 <= message.stage < schedule.stages and message not in opened:
                 opened[message] = place
@@ -174,7 +174,7 @@ def require_communications(
                 raise ScheduleError(f"{place}: {cell} receives nothing, or is there twice")
         for message, place in opened.items():
             raise ScheduleError(f"{place}: no action behind {message.cell('RECV')} waits for it")
-        for message in sorted(made):
+        for message in sorted(unsent):
             raise ScheduleError(f"{places[rank][-1]}: {message.cell('SEND')} is missing on rank {rank}")
     for (source, target), sent in ordered["SEND"].items():
         for first, second in zip(sent, ordered["RECV"][source, target], strict=False):
