@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from pipeloom.ops.slices import SliceState
 from pipeloom.runtime import Layer, LocalPipeline, RuntimeOptions
 from pipeloom.runtime.batch import SequenceSlices
 from pipeloom.schedule import transforms
-from pipeloom.schedules import build, cut_sequences
+from pipeloom.schedules import balanced_cuts, build, cut_sequences
 
 pytestmark = pytest.mark.core
 
@@ -87,6 +88,22 @@ def test_a_sliced_step_equals_the_unsliced_one(
         pipeline.next_step = 3  # dropout depends on it
     losses = [pipeline.step(*rows(), **keywords).item() for pipeline in (one, cut)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-7)  # returned in fp32
+    assert worst(gradients(cut), gradients(one)) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "slices"),
+    [("1f1b", None, 4), ("interleaved", 2, 3), ("zb-h1", None, 4), ("interleaved-zb", 2, 2), ("dualpipev", None, 2)],
+)
+def test_a_step_in_the_order_of_the_slices_equals_the_unsliced_one(name: str, chunks: int | None, slices: int) -> None:
+    """Backwards of a micro-batch's slices stand between forwards of the next one's, and slices have other numbers of tokens."""
+    ends = balanced_cuts(TOKENS, slices, 0.9).positions
+    tokens = tuple(end - start for start, end in pairwise(ends))
+    plain, ordered = build(name, 2, 4, chunks), build(name, 2, 4, chunks, {"slices": slices})
+    one, cut = local(decoder(3), plain), local(decoder(3), ordered, slice_tokens=tokens)
+    x, y = (torch.cat((part, part.flip(0))) for part in rows())
+    for pipeline in (one, cut):
+        pipeline.step(x, y)
     assert worst(gradients(cut), gradients(one)) <= 1e-12
 
 

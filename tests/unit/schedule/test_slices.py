@@ -248,6 +248,16 @@ def test_a_file_of_too_few_actions_for_its_slices_is_refused_before_they_are_lai
         from_json(form)
 
 
+@pytest.mark.parametrize("form", ["fused", "two"])
+def test_a_spread_vocabulary_is_cut_in_place(form: str) -> None:
+    spread = schedules.transformed(schedules.one_f_one_b(4, 8), [f"vocabulary={form}"])
+    cut = schedules.cut_sequences(spread, 2)
+    pl.check(cut)
+    assert pl.simulate(cut).makespan < pl.simulate(spread).makespan
+    last = [str(cell) for cell in cut.programs[3]]
+    assert all(last[last.index(f"7{kind}0.0") + 1] == f"7{kind}0.1" for kind in ("BROADCAST", "S", "T"))
+
+
 def test_transforms_behind_slices_keep_them() -> None:
     schedule = schedules.build("interleaved", 2, 3, 2, {"slices": 2, "cooldown": "split"})
     words = ["recompute", "shard=2"]
