@@ -4,8 +4,9 @@
     python benchmarks/slices.py --tokens 16384 --slices 8
 
 2 layers of width 64 with one head, one per process, 1F1B over 2 micro-batches of one sequence, in fp32. *bytes*: the most that
-one step allocates at once, keys and values kept for later slices among it; weights and gradients aside. *time*: median of steps
-of the two in turn, in the same processes.
+one step allocates at once, keys and values kept for later slices among it; weights and gradients aside. *step*: median of steps
+of the two in turn, in the same processes. *CPU*: processor seconds of the same steps, which other load on the machine disturbs
+less.
 """
 
 from __future__ import annotations
@@ -49,44 +50,44 @@ def worker(rank: int, schedules: list[Schedule], slice_tokens: list[int], tokens
         pipelines.append(Pipeline(layers, schedule, loss=mean_square, options=options))
     inputs, targets = torch.randn(2, MICROBATCHES, tokens, WIDTH)
     seconds: list[list[float]] = [[] for _ in schedules]
-    gradients = []
-    for turn in range(turns + 1):
-        for pipeline, times in zip(pipelines, seconds, strict=True):
-            pipeline.zero_grad()
-            dist.barrier()
-            began = time.perf_counter()
-            pipeline.step(inputs, targets)
-            dist.barrier()
-            if turn:
-                times.append(time.perf_counter() - began)
-            else:  # the first one allocates gradients and buffers
-                gradients.append([each.grad.clone() for each in pipeline.parameters() if each.grad is not None])
-    allocated = []
+    processor: list[list[float]] = [[] for _ in schedules]
+    allocated, gradients = [], []
     for pipeline in pipelines:
         with LiveBytes() as live:
             pipeline.step(inputs, targets)
         allocated.append(live.peak)
+        gradients.append([each.grad.clone() for each in pipeline.parameters() if each.grad is not None])
+    for _ in range(turns):
+        for at, pipeline in enumerate(pipelines):
+            dist.barrier()
+            began, work = time.perf_counter(), time.process_time()
+            pipeline.step(inputs, targets)
+            processor[at].append(time.process_time() - work)
+            dist.barrier()
+            seconds[at].append(time.perf_counter() - began)
     error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(gradients[1], gradients[0], strict=True))
-    return {"seconds": seconds, "bytes": allocated, "error": error}
+    return {"seconds": seconds, "processor": processor, "bytes": allocated, "error": error}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--slices", type=int, default=16)
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=2)
     given = parser.parse_args()
     plain = pl.schedules.one_f_one_b(WORLD, MICROBATCHES)
     tokens = [given.tokens // given.slices] * given.slices
     schedules = [plain, pl.schedules.seq1f1b(WORLD, MICROBATCHES, slices=given.slices)]
     reports = run_ranks(worker, WORLD, schedules, tokens, given.tokens, given.turns)
     print(f"{given.tokens:,} tokens, {given.slices} slices; gradients differ by {max(r['error'] for r in reports):.1e}")
-    print("rank  MB whole  MB sliced  of whole  step whole, s  sliced, s  of whole")
+    print("rank  MB whole  sliced  of whole  step whole, s  sliced  of whole  CPU whole, s  sliced  of whole")
     for rank, report in enumerate(reports):
         whole, cut = report["bytes"]
-        before, after = map(median, report["seconds"])
-        memory = f"{whole / 1e6:8.1f}  {cut / 1e6:9.1f}  {cut / whole:8.3f}"
-        print(f"{rank:4}  {memory}  {before:13.2f}  {after:9.2f}  {after / before:8.3f}")
+        words = f"{rank:4}  {whole / 1e6:8.1f}  {cut / 1e6:6.1f}  {cut / whole:8.3f}"
+        for name in ("seconds", "processor"):
+            before, after = map(median, report[name])
+            words += f"  {before:13.2f}  {after:6.2f}  {after / before:8.3f}"
+        print(words)
 
 
 if __name__ == "__main__":

@@ -331,6 +331,12 @@ def _a_searched_schedule_is_not_transformed(config: Config) -> Iterator[Problem]
         yield "schedule.slices", "schedules are searched for whole sequences; name a family, such as 1f1b"
 
 
+@_reads("schedule.transforms")
+def _the_output_layer_is_not_spread(config: Config) -> Iterator[Problem]:
+    if any(word.startswith("vocabulary") for word in config.schedule.transforms):
+        yield "schedule.transforms", "a schedule with vocabulary can be simulated, not run; leave it out"
+
+
 @_reads("train.global_batch_size", "parallel.dp", "schedule.microbatches")
 def _batch_is_large_enough(config: Config) -> Iterator[Problem]:
     batch, dp, m = config.train.global_batch_size, config.parallel.dp, config.schedule.microbatches

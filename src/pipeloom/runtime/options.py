@@ -108,7 +108,9 @@ class RuntimeOptions:
         return (300.0 if self.timeout is None else self.timeout) + 60.0
 
     def require_runnable(self, schedule: Schedule) -> None:
-        """Raise ScheduleError if `schedule` cannot run with this transport."""
+        """Raise ScheduleError if `schedule` cannot run with this transport, ConfigError if no executor runs it."""
+        if schedule.vocabulary:
+            raise ConfigError("a schedule with the vocabulary spread over the ranks can be simulated, not run")
         check(schedule, transport="batched" if self.transport == "batched" else "individual")
 
     def without_fault(self) -> RuntimeOptions:

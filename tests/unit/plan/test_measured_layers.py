@@ -56,6 +56,12 @@ def test_recomputed_blocks_run_their_forward_again(planner):
     assert step.total == pytest.approx(pipeline(**times, backward=(91, 93)))
 
 
+def test_so_does_a_backward_that_is_split(planner):
+    layout = replace(LAYOUT, recompute="full", schedule="zb-h1")
+    costs = Costs(forward=(31, 35), input_grad=(68, 70), weight_grad=(27, 27), p2p=0.5, bandwidth=1e6, message=2048)
+    assert planner.predict(layout).step.total == pytest.approx(simulate(layout.built(), costs).makespan, rel=1e-3)
+
+
 def test_times_are_in_proportion_to_the_sequences(planner):
     layout = replace(LAYOUT, pp=1, stages=(8,))
     whole, half = (planner.predict(replace(layout, micro_batch=size)).step.total for size in (2, 1))
