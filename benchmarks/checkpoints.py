@@ -44,7 +44,7 @@ def main() -> None:
     layout = load_layout("tiny", LAYOUT)
     pipeline = build_pipeline(layout, torch.device("cpu"))
     config = layout.config
-    optimizer = Optimizer(list(pipeline.named_parameters()), config.optimizer, pipeline.sync, pipeline.counts)
+    optimizer = Optimizer(list(pipeline.named_parameters()), config.optimizer, pipeline.sync, pipeline.counts_in_norm)
     text = torch.randint(0, 256, (100_000,), dtype=torch.uint8)
     batches = Batches(text, config, 1)
 

@@ -104,7 +104,7 @@ def packed_batches(tokens: np.ndarray, pieces: np.ndarray, rows: np.ndarray) -> 
     """Batches of packed rows, again and again."""
     source, at = PackedRows(tokens, None, pieces, rows, LONGEST), 0
     while True:
-        yield source.take(torch.arange(at, at + ROWS) % source.count)
+        yield source.rows_at(torch.arange(at, at + ROWS) % source.count)
         at += ROWS
 
 

@@ -92,8 +92,8 @@ def emulate(link: Link) -> None:
     tokens = BATCH * LENGTH
     attention, run, experts = Attention.forward, moe_overlap.BlockAttention.run, Experts.forward
 
-    def attend(self: Attention, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        return Busy.apply(attention(self, x, position_ids), SECONDS)  # type: ignore[no-any-return, no-untyped-call]
+    def attend(self: Attention, x: Tensor, *others: Any) -> Tensor:
+        return Busy.apply(attention(self, x, *others), SECONDS)  # type: ignore[no-any-return, no-untyped-call]
 
     def attend_block(self: Any, start: int, end: int) -> Tensor:
         return Busy.apply(run(self, start, end), SECONDS * (end - start) / LENGTH)  # type: ignore[no-any-return, no-untyped-call]
@@ -108,7 +108,7 @@ def emulate(link: Link) -> None:
         work = all_to_all(received, rows, *sizes, **keywords)
         return SlowWork(link, link.send(rows.shape[0]), work)
 
-    Attention.forward = attend  # type: ignore[method-assign]
+    Attention.forward = attend  # type: ignore[method-assign, assignment]
     moe_overlap.BlockAttention.run = attend_block  # type: ignore[method-assign]
     Experts.forward = compute  # type: ignore[method-assign]
     dist.all_to_all_single = send  # type: ignore[assignment]

@@ -5,8 +5,8 @@
 
 simulate: 1F1B with copies as long as a forward: peak activations and step against those without copies.
 real:     8 transformer blocks, interleaved on 2 processes of one thread, chunks of one block. Steps with and without copies in
-          turn, in the same processes; the ratio is that of the medians. Bytes: the most that one step allocates at once, without
-          host memory; then with weights and gradients.
+          turn, in the same processes; the ratios are those of the medians, of seconds and of CPU seconds. Bytes: the most that
+          one step allocates at once, without host memory; then with weights and gradients.
 """
 
 from __future__ import annotations
@@ -71,20 +71,23 @@ def worker(rank: int, schedules: list[Schedule], width: int, turns: int) -> dict
     rows = schedules[0].microbatches * ROWS
     inputs, targets = torch.randn(rows, TOKENS, width), torch.randn(rows, TOKENS, width)
     seconds: list[list[float]] = [[] for _ in schedules]
+    cpu: list[list[float]] = [[] for _ in schedules]
     for turn in range(turns + 1):
-        for pipeline, times in zip(pipelines, seconds, strict=True):
+        for at, pipeline in enumerate(pipelines):
             dist.barrier()
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.process_time()
             pipeline.step(inputs, targets)
+            busy = time.process_time() - busy
             dist.barrier()
             if turn:  # the first one allocates gradients and buffers
-                times.append(time.perf_counter() - began)
+                seconds[at].append(time.perf_counter() - began)
+                cpu[at].append(busy)
     allocated = [step_bytes(pipeline, inputs, targets) for pipeline in pipelines]
     standing = sum(2 * parameter.nbytes for parameter in pipelines[0].parameters())
     gradients = [[parameter.grad for parameter in pipeline.parameters()] for pipeline in pipelines]
     pairs = [pair for other in gradients[1:] for pair in zip(gradients[0], other, strict=True)]
     same = all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
-    return {"seconds": seconds, "bytes": allocated, "standing": standing, "same": same}
+    return {"seconds": seconds, "cpu": cpu, "bytes": allocated, "standing": standing, "same": same}
 
 
 def real(width: int, turns: int) -> None:
@@ -95,15 +98,20 @@ def real(width: int, turns: int) -> None:
         "4 parts": pl.schedules.offload(plain, COSTS, 4, 4),
     }
     reports = run_ranks(worker, WORLD, list(names.values()), width, turns)
-    print("copies   step, ms  of plain  MB allocated per rank  with weights, gradients: of plain  bitwise")
+    print(
+        "copies   step, ms  of plain  CPU of plain  MB allocated per rank  with weights, gradients: of plain  bitwise"
+    )
     base = median(reports[0]["seconds"][0])
+    work = [sum(median(report["cpu"][at]) for report in reports) for at in range(len(names))]
     for at, name in enumerate(names):
         step = median(reports[0]["seconds"][at])
         sizes = [report["bytes"][at] / 1e6 for report in reports]
         share = max((r["bytes"][at] + r["standing"]) / (r["bytes"][0] + r["standing"]) for r in reports)
         words = " ".join(f"{size:6.1f}" for size in sizes)
         same = all(report["same"] for report in reports)
-        print(f"{name:7}  {1e3 * step:8.1f}  {step / base:8.3f}  {words:>21}  {share:33.3f}  {same}")
+        print(
+            f"{name:7}  {1e3 * step:8.1f}  {step / base:8.3f}  {work[at] / work[0]:12.3f}  {words:>21}  {share:33.3f}  {same}"
+        )
 
 
 if __name__ == "__main__":

@@ -240,7 +240,7 @@ def measure_gathers(rank: int, emulated: bool) -> Times:
     options = RuntimeOptions(shard_gradients=True)
     pipeline = Pipeline(decoder(BLOCKS), schedules.gpipe(1, 1), loss=cross_entropy, mesh=mesh, options=options)
     named, section = list(pipeline.named_parameters()), load("tiny", {"optimizer.zero1": True}).optimizer
-    optimizer = Optimizer(named, section, pipeline.sync, pipeline.counts)
+    optimizer = Optimizer(named, section, pipeline.sync, pipeline.counts_in_norm)
 
     def steps(waits: bool) -> None:
         for _ in range(STEPS):

@@ -38,7 +38,12 @@ CHANGES = [
 ]
 """(pattern, words added to the commands in which it is found), so that they end soon: a training command without a number of
 steps is checked by a dry run."""
-SHORTER = [(" train ", "--train.eval_batches 1"), ("^pipeloom search", "--time-limit 0.5"), (" rehearse ", "--steps 2")]
+SHORTER = [
+    (" train (?!.*--train.steps)", "--train.steps 4"),
+    (" train ", "--train.eval_batches 1"),
+    ("^pipeloom search", "--time-limit 0.5"),
+    (" rehearse ", "--steps 2"),
+]
 """The same for the README, whose runs are of a few milliseconds a step."""
 PRINTED = {
     "README.md": ["63.0 0.16666666666666666 (12, 10, 8, 6)", "step 19 loss"],

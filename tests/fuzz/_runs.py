@@ -380,7 +380,7 @@ def sharded_step(pipeline: Pipeline) -> Callable[[], None]:
             "barrier": True,
         }
     )
-    adam = Optimizer(list(pipeline.named_parameters()), section, pipeline.sync, pipeline.counts)
+    adam = Optimizer(list(pipeline.named_parameters()), section, pipeline.sync, pipeline.counts_in_norm)
     return lambda: adam.step(None, RATE)
 
 

@@ -15,6 +15,7 @@ A case that fails is shrunk (fewer micro-batches, default costs, whole numbers) 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import traceback
 import warnings
@@ -27,10 +28,11 @@ import pipeloom as pl
 from fuzz._brute_force import least
 from fuzz._event_simulator import Times, actions_of, memory_peaks, simulate_events
 from fuzz._loop import run_cases, smallest
-from pipeloom.errors import CapacityError, PipeloomError
+from fuzz._queue_simulator import peak_bytes, simulate_queues
+from pipeloom.errors import CapacityError, PipeloomError, UsageError
 from pipeloom.schedule import Action, Costs, Pair, Schedule, check, lower_bound, simulate
 from pipeloom.schedule.families import FAMILIES, build
-from pipeloom.schedule.transforms import recompute
+from pipeloom.schedule.transforms import recompute, transformed
 from pipeloom.solver.bounds import bound_of, pair_bound
 from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.instance import Instance
@@ -52,6 +54,7 @@ class Case:
         routes: 1, or 2: the second half of the stages is a second route.
         kind: what is checked: one of `CHOICES`.
         again: what is recomputed of a random half of the micro-batches: "", or the word of the transform.
+        queues: transforms that add copies, gathers and sums, which run beside the computation.
         room: the memory of an enumeration or a proof, in multiples of what one micro-batch takes at least.
     """
 
@@ -65,6 +68,7 @@ class Case:
     room: float = 1.0
     seed: int = 0
     again: str = ""
+    queues: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"Case({', '.join(_changed(self))})"
@@ -111,7 +115,13 @@ def random_case(seed: int) -> Case:
         random.choice([1.0, 1.0, 1.5, 2.0, 3.0, math.inf]),
         seed,
         random.choice(["", "block", "whole", "norms"]) if kind == "simulation" else "",
+        random_queues(random) if kind == "simulation" and random.random() < 0.3 else (),
     )
+
+
+def random_queues(random: Random) -> tuple[str, ...]:
+    copies = random.choice([(), ("offload",), ("offload=1/2",), ("offload=3/3",)])
+    return (*copies, *random.choice([(), ("shard=1",), ("shard=2",), ("reduce-gradients=1",), ("reduce-gradients=2",)]))
 
 
 def build_family(name: str, ranks: int, microbatches: int) -> Schedule:
@@ -166,7 +176,16 @@ def random_costs(random: Random, stages: int, ranks: int, microbatches: int, kin
         sometimes("recompute", 0.5, lambda: one_or_each(grain))
         sometimes("kept", 0.5, lambda: one_or_each(random.random))
         sometimes("parts", 0.5, lambda: {"norms": grain()})
-        names = {"saved": 10.0, "saved:norms": random.uniform(0, 10), "kept": 2.0, "pending": random.uniform(0, 12)}
+        sometimes("host_bandwidth", 0.5, lambda: random.choice([2.0, 10.0, 30.0]))
+        sometimes("collective_bandwidth", 0.5, lambda: random.choice([1.0, 5.0, 20.0]))
+        names = {
+            "params": random.uniform(0, 20),
+            "grads": random.uniform(0, 20),
+            "saved": 10.0,
+            "saved:norms": random.uniform(0, 10),
+            "kept": 2.0,
+            "pending": random.uniform(0, 12),
+        }
         sometimes("bytes", 0.5, lambda: names)
     factors = [lambda: [random.choice([0.5, 2.0, 3.0])] * microbatches]
     if kind != "proof":
@@ -264,20 +283,48 @@ def check_case(case: Case) -> None:
         {"simulation": check_simulation, "enumeration": check_enumeration, "proof": check_proof}[case.kind](case)
 
 
+def check_spans(timeline: pl.Timeline, spans: list[list[tuple[float, float]]]) -> None:
+    """The starts and ends of a simulation are those of another."""
+    for rank, row in enumerate(spans):
+        for at, (start, end) in enumerate(row):
+            times, cell = (timeline.starts[rank][at], timeline.ends[rank][at]), timeline.schedule.programs[rank][at]
+            assert close(times[0], start), f"{cell} starts at {times[0]}, not {start}"
+            assert close(times[1], end), f"{cell} ends at {times[1]}, not {end}"
+
+
+def check_queues(schedule: Schedule, case: Case) -> None:
+    """Times and bytes with copies, gathers and sums beside the computation."""
+    costs = case.costs
+    for word in case.queues:
+        with contextlib.suppress(UsageError):  # fewer slots than a pair needs
+            schedule = transformed(schedule, [word], costs)
+    if "offload" not in case.queues:
+        schedule = schedule.with_slots({})  # the second simulator counts whole copies only
+    if not schedule.has_queues:
+        return
+    check(schedule)
+    timeline, spans = simulate(schedule, costs), simulate_queues(schedule, costs)
+    check_spans(timeline, spans)
+    for pool, peaks in peak_bytes(schedule, costs, spans).items() if costs.bytes else ():
+        found = timeline.peak_bytes.get(pool, (0.0,) * schedule.ranks)
+        assert all(map(close, found, peaks)), f"bytes of the {pool} {found}, not {peaks}"
+
+
 def check_simulation(case: Case) -> None:
     schedule, costs = recomputed(case, schedule_of(case)), case.costs
+    if case.queues:
+        return check_queues(schedule, case)
     check(schedule)
     timeline = simulate(schedule, costs, overlap_p2p=case.overlap_p2p)
     spans = simulate_events(schedule, costs, case.overlap_p2p)
-    for rank, row in enumerate(spans):
-        for at, (start, end) in enumerate(row):
-            times = timeline.starts[rank][at], timeline.ends[rank][at]
-            assert close(times[0], start), f"{schedule.programs[rank][at]} starts at {times[0]}, not {start}"
-            assert close(times[1], end), f"{schedule.programs[rank][at]} ends at {times[1]}, not {end}"
+    check_spans(timeline, spans)
     peaks = memory_peaks(schedule, costs)
     assert all(map(close, timeline.peak_memory, peaks)), f"peaks {timeline.peak_memory}, not {peaks}"
     if costs.bytes:
         device, peaks_in_bytes = timeline.peak_bytes["device"], memory_peaks(schedule, costs, in_bytes=True)
+        standing = sum(size for name, size in costs.bytes if name in ("params", "grads"))
+        stages = map(schedule.placement.count, range(schedule.ranks))
+        peaks_in_bytes = [peak + count * standing for peak, count in zip(peaks_in_bytes, stages, strict=True)]
         assert all(map(close, device, peaks_in_bytes)), f"bytes {device}, not {peaks_in_bytes}"
     for rank, curve in enumerate(timeline.memory_curve):
         if curve:
@@ -400,6 +447,9 @@ def simplifications(case: Case) -> Iterator[Case]:
         yield replace(case, overlap_p2p=True)
     if case.again:
         yield replace(case, again="")
+    if case.queues:
+        yield replace(case, queues=case.queues[1:])
+        yield replace(case, queues=case.queues[:-1])
     if case.room != 1.0:
         yield replace(case, room=1.0)
     for field in fields(Costs):

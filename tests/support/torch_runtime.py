@@ -8,16 +8,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.tensor import DTensor
 
 from models import mse
 from pipeloom import Schedule
+from pipeloom.schedule.comms_form import to_torch_csv
 from pipeloom.schedule.csv_form import to_csv
 
 
 class TorchPipeline:
-    """A rank's stages under `_PipelineScheduleRuntime`; layer i is stage i."""
+    """A rank's stages under `_PipelineScheduleRuntime`; layer i is stage i.
+
+    Args:
+        mesh: "pp" and "dp"; each stage is then sharded over dp by FSDP2, and the schedule is read with its sends, receives,
+            gathers and reductions.
+    """
 
     def __init__(
         self,
@@ -26,16 +35,21 @@ class TorchPipeline:
         schedule: Schedule,
         folder: Path,
         loss: Any = mse,
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        self.rank = rank
+        self.rank = rank if mesh is None else mesh["pp"].get_local_rank()
         self.names = [getattr(layer, "name", str(at)) for at, layer in enumerate(layers)]
-        self.modules = {stage: layers[stage]() for stage in schedule.stages_of[rank]}
-        stages = [PipelineStage(m, s, schedule.stages, torch.device("cpu")) for s, m in self.modules.items()]
+        self.modules = {stage: layers[stage]() for stage in schedule.stages_of[self.rank]}
+        for module in self.modules.values() if mesh is not None else ():
+            fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)  # type: ignore[index]
+        group = mesh["pp"].get_group() if mesh is not None else None
+        device = torch.device("cpu")
+        stages = [PipelineStage(m, s, schedule.stages, device, group=group) for s, m in self.modules.items()]
         self.runtime = _PipelineScheduleRuntime(stages, schedule.microbatches, loss_fn=loss)
         path = folder / f"{rank}.csv"
-        path.write_text(to_csv(schedule))
+        path.write_text(to_csv(schedule) if mesh is None else to_torch_csv(schedule)[0])
         torch_schedule = self.runtime
-        torch_schedule._load_csv(str(path), format="compute_only")
+        torch_schedule._load_csv(str(path), format="compute_only" if mesh is None else "compute_comms")
         self.first, self.last = 0 in self.modules, schedule.stages - 1 in self.modules
 
     def step(self, x: Tensor, y: Tensor) -> list[float]:
@@ -53,7 +67,7 @@ class TorchPipeline:
 
     def gradients(self) -> dict[str, Tensor]:
         return {
-            f"{self.names[stage]}.{name}": p.grad.clone()
+            f"{self.names[stage]}.{name}": p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone()
             for stage, module in self.modules.items()
             for name, p in module.named_parameters()
             if p.grad is not None

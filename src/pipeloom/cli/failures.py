@@ -159,9 +159,9 @@ def _report(error: Exception, message: str, code: int, as_json: bool, hint: bool
             report["problems"] = [sentence(problem) for problem in problems]
         print(json.dumps({"error": report}), flush=True)
         return code
-    from pipeloom.train.workers.failures import first_to_say
+    from pipeloom.train.workers.failures import claim_message
 
-    if not first_to_say(message):
+    if not claim_message(message):
         return code
     print(f"pipeloom: {printable(message)}", file=sys.stderr)
     if hint and os.environ.get("PIPELOOM_DEBUG") != "1":

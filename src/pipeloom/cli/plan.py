@@ -25,7 +25,7 @@ _TIMES = {"ms": 1e-3, "s": 1.0}
 class PlanFlags:
     """The model, the devices, and the form of the answer."""
 
-    model: str = flag(..., "MODEL", "A preset, a Hugging Face directory, or a config.json.")
+    model: str = flag(..., "MODEL", "A preset, a Hugging Face directory, a config.json, or a configuration of `train`.")
     devices: int | None = flag(None, "N", "Number of devices; with --layout, that of the layout.", min=1, max=1_000_000)
     memory: float | None = flag(None, "GIB", "Memory of a device in GiB; default: the device's.", min=0.001)
     device: str = flag("h100", "NAME", "a100, h100, h200, b200, gb200 or mi300x.")
@@ -48,6 +48,9 @@ class PlanFlags:
     costs_to: Path | None = flag(
         None, "FILE", "Write the stages' costs, in seconds and bytes, for `search --costs` and other commands."
     )
+    costs: Path | None = flag(
+        None, "FILE", "Times of the layers from `pipeloom profile --output FILE`, not from the device's data sheet."
+    )
     as_: Literal["megatron", "torchtitan", "torch-csv"] | None = flag(
         None, "FORM", "Print the best layout for another system: megatron, torchtitan or torch-csv.", "--as"
     )
@@ -62,13 +65,9 @@ def command(options: PlanFlags) -> None:
     Predicts the memory of every rank and the time of a step, for every layout of data, tensor, context, pipeline and expert
     parallelism that the model and the devices allow.
     """
-    from pipeloom.plan import RUNTIMES, Planner, load_model
-
     device = _device(options)
-    shape = load_model(options.model)
-    if options.layers is not None:
-        shape = shape.with_layers(options.layers)
-    planner = Planner(shape, device, RUNTIMES[options.runtime])
+    planner = _planner(options, device)
+    shape = planner.shape
     if options.layout is not None:
         prediction = _one(options, planner, options.layout)
         fits = prediction.peak <= device.memory
@@ -106,6 +105,28 @@ def command(options: PlanFlags) -> None:
         print("\n".join(_lines(plan, planner, request)))
 
 
+def _planner(options: PlanFlags, device: Device) -> Planner:
+    from pipeloom.config.settings import BUILT_IN
+    from pipeloom.plan import RUNTIMES, Planner, load_model
+
+    runtime = RUNTIMES[options.runtime]
+    if options.model.endswith(".toml") or options.model in BUILT_IN:
+        from pipeloom.config import load
+        from pipeloom.plan.run import runtime_of, shape_of
+
+        config = load(options.model)
+        shape, runtime = shape_of(config), runtime_of(config, None if config.train.device == "cpu" else device)
+    else:
+        shape = load_model(options.model)
+    if options.layers is not None:
+        shape = shape.with_layers(options.layers)
+    if options.costs is None:
+        return Planner(shape, device, runtime)
+    from pipeloom.plan.measured import read
+
+    return Planner(shape, device, runtime, read(options.costs, shape))
+
+
 def _device(options: PlanFlags) -> Device:
     from pipeloom.plan import load_device
 
@@ -136,6 +157,8 @@ def _request(options: PlanFlags, device: Device) -> PlanRequest:
         from pipeloom.plan.layout import values_of
 
         request = replace(request, fixed=values_of(options.fixed, "--fixed"))
+    if options.costs is not None:  # layers are measured whole
+        request = replace(request, fixed={"tp": 1, "cp": 1, "ep": 1} | dict(request.fixed))
     return replace(request, recompute=("none", "full")) if ours else request
 
 

@@ -40,6 +40,14 @@ def command(
     cuts: SliceFlags,
     limits: LimitFlags,
     output: OutputFlags,
+    torch_csv: Annotated[
+        bool,
+        typer.Option(
+            "--torch-csv",
+            help="Print the schedule as torch's runtime executes it (format compute_comms): with sends and receives, without "
+            "recomputation and copies.",
+        ),
+    ] = False,
 ) -> None:
     """Draw a schedule, or write it in another format.
 
@@ -65,7 +73,17 @@ def command(
     schedule, values = family.schedule(name, sizes, costs, cuts)
     timeline = simulate(schedule, values, overlap_p2p=costs.overlap_p2p)
     output.draw([timeline], below, limit=limits.of(values))
-    if output.csv:
+    if torch_csv:
+        from pipeloom.schedule.comms_form import to_torch_csv
+
+        text, omitted = to_torch_csv(schedule)
+        if omitted:
+            print(
+                f"left out: {', '.join(omitted)}, which torch does not know; activations stay on the device",
+                file=sys.stderr,
+            )
+        sys.stdout.write(text)
+    elif output.csv:
         from pipeloom.schedule.csv_form import to_csv
 
         sys.stdout.write(to_csv(schedule))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -109,7 +109,7 @@ def _as_dict(result: SearchResult, options: SearchFlags) -> dict[str, object]:
             **{
                 name: getattr(result, name) for name in ("objective", "value", "lower_bound", "gap", "proved", "origin")
             },
-            **{name: getattr(result, name) for name in ("iterations", "interrupted")},
+            **{name: getattr(result, name) for name in ("iterations", "interrupted", "recomputed", "offloaded")},
             "memory": memory_of(options.memory)[0],
             "seed": options.seed,
             "seconds": round(result.seconds, 3),
@@ -126,8 +126,25 @@ def _lines(result: SearchResult) -> list[str]:
         *peak_lines(result.timeline),
         f"makespan {number(result.timeline.makespan)}, largest span {number(max(result.timeline.spans))}",
         f"{result.objective} within this memory: lower bound {number(result.lower_bound)}, {proof}",
+        *_places_lines("recomputed", result.recomputed),
+        *_places_lines("offloaded", result.offloaded),
         f"{ended}started from {result.origin}, {result.iterations} moves, {result.seconds:.1f} s",
     ]
+
+
+def _places_lines(word: str, places: dict[int, tuple[int, ...]]) -> list[str]:
+    """One line for the stages that have the same micro-batches, as in `recomputed: stages 0-2: micro-batches 0-3, 6`."""
+    stages_of: dict[tuple[int, ...], list[int]] = {}
+    for stage, microbatches in places.items():
+        stages_of.setdefault(microbatches, []).append(stage)
+    return [f"{word}: stages {_ranges(stages)}: micro-batches {_ranges(mbs)}" for mbs, stages in stages_of.items()]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers in words: 0-2, 5."""
+    first = [n for n in numbers if n - 1 not in numbers]
+    last = [n for n in numbers if n + 1 not in numbers]
+    return ", ".join(f"{a}-{b}" if a < b else f"{a}" for a, b in zip(first, last, strict=True))
 
 
 @contextmanager

@@ -441,3 +441,20 @@ def _profiled_step_runs(config: Config) -> Iterator[Problem]:
     steps = config.train.steps
     if config.train.profile_from > steps:
         yield "train.profile_from", f"train.steps is {steps}, so no step would be recorded; nearest: {steps}"
+
+
+def slice_problems(config: Config) -> Iterator[str]:
+    """Yield a sentence for each setting that is about whole sequences, for a schedule that cuts them into slices."""
+    parallel, model = config.parallel, config.model
+    if parallel.ep_blocks > 1:
+        yield f"parallel.ep_blocks = {parallel.ep_blocks}: sequences are cut into slices; use parallel.ep_chunks"
+    if config.train.compile != "none":
+        yield f'train.compile = "{config.train.compile}": compiled blocks keep no state of a slice; nearest: "none"'
+    if model.source:
+        if problem := source_context_problem(model.source):
+            yield f"schedule.slices: {problem}"
+    elif model.num_experts:
+        if model.router in RANDOM_ROUTERS:
+            yield f'model.router = "{model.router}": its random numbers are of whole sequences; slices need softmax or sigmoid'
+        if model.capacity_factor:
+            yield f"model.capacity_factor = {model.capacity_factor:g}: a capacity counts whole sequences; slices need 0"

@@ -8,7 +8,7 @@ from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from pipeloom.config.checks import CLASS_KEYS, cross_problems
+from pipeloom.config.checks import CLASS_KEYS, cross_problems, slice_problems
 from pipeloom.config.fault import Fault, fault_problem, parse_fault
 from pipeloom.config.problems import naming_keys, shown
 from pipeloom.config.search import NAME as SEARCH
@@ -59,6 +59,11 @@ class Layout:
     classes: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
     cuts: SequenceCuts | None = None
+
+    @property
+    def slice_tokens(self) -> tuple[int, ...] | None:
+        """The tokens of each slice of a sequence; None where sequences are not cut."""
+        return None if self.cuts is None else tuple(end - start for start, end in pairwise(self.cuts.positions))
 
     @property
     def world_size(self) -> int:
@@ -150,6 +155,8 @@ def _cuts(config: Config, schedule: Schedule | None) -> tuple[SequenceCuts | Non
     """Return the cuts of `train.seq_len` into the schedule's slices, if it has any, and a sentence where there can be none."""
     if schedule is None or schedule.slices == 1:
         return None, []
+    if problems := list(slice_problems(config)):
+        return None, problems
     cut, axes, length = balanced_cuts, config.parallel, config.train.seq_len
     if config.schedule.slice_cuts == "even":
         cut = even_cuts

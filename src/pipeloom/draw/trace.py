@@ -17,7 +17,8 @@ def trace(timeline: Timeline, unit_microseconds: float | None = None) -> dict[st
     """The events of `timeline`, ready for `json.dumps`: a process per rank with a thread for each queue, a slice for each action
     or pair, counters of memory and of the bytes in each pool, an arrow for each message between ranks.
 
-    A slice's args are stage, chunk, micro-batch and phase (a pair's: those of its forward, then `backward_…`).
+    A slice's args are stage, chunk, micro-batch, phase and the number of its entry in the rank's program (a pair's: those of its
+    forward, then `backward_…`).
 
     Args:
         unit_microseconds: how long one unit of the costs is shown. Default: a second for a measured timeline (its
@@ -38,7 +39,7 @@ def trace(timeline: Timeline, unit_microseconds: float | None = None) -> dict[st
                 if name != COMPUTE
             ),
         ]
-        events += [_slice(box, threads[box.queue], unit) for box in row]
+        events += [_slice(box, threads[box.queue], unit, at) for at, box in enumerate(row)]
         events += [event for box in row for event in _all_to_all(timeline, box, unit)]
         origin = min((starts[0] for starts in timeline.starts if starts), default=0.0)
         events += [
@@ -82,13 +83,14 @@ def _flows(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
                 yield {"ph": "f", "bp": "e", **flow, "pid": rank, "ts": middle[rank][at]}
 
 
-def _slice(box: EntryBox, thread: int, unit: float) -> dict[str, Any]:
+def _slice(box: EntryBox, thread: int, unit: float, entry: int) -> dict[str, Any]:
     first = box.actions[0]
     args: dict[str, Any] = {
         "stage": first.stage,
         "chunk": box.chunks[0],
         "micro-batch": first.microbatch,
         "phase": box.phase,
+        "entry": entry,
     }
     if first.slice is not None:
         args["slice"] = first.slice

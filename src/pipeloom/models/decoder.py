@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeloom.decoder_shape import DecoderShape
+from pipeloom.ops.block_attention import document_begins
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.parts import in_part
 from pipeloom.ops.random_state import Dropout, TokenPart
-from pipeloom.parallel.context import ContextParallel, document_begins
+from pipeloom.ops.slices import SliceState
+from pipeloom.parallel.context import ContextParallel, attend_in_blocks
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.parallel.tensor import TensorParallel, column_linear, project, row_linear
 from pipeloom.parallel.vocabulary import VocabularyHead
@@ -179,15 +181,16 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(width, tensor is not None, shape.rms_norm_eps)
             self.k_norm = RMSNorm(width, tensor is not None, shape.rms_norm_eps)
 
-    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, position_ids: Tensor | None = None, slice_state: SliceState | None = None) -> Tensor:
         """With `position_ids` [batch, length], which restart with each document of a row, attention stays inside documents.
 
-        Under context parallelism they are those of whole rows, of whose tokens x holds a part.
+        Under context parallelism they are those of whole rows, or of whole slices, of whose tokens x holds a part.
         """
-        query, key, value = self.split_heads(x, position_ids)
+        query, key, value = self.split_heads(x, position_ids, slice_state)
         grouped = self.key_value_heads < self.heads
-        if self.context is not None:
-            return self.merge_heads(self.context.attend(query, key, value, position_ids))
+        if self.context is not None or slice_state is not None:
+            mixed = attend_in_blocks(query, key, value, position_ids, context=self.context, state=slice_state)
+            return self.merge_heads(mixed)
         if self.cache is not None and position_ids is not None:
             key, value, positions = self.cache.extend(key, value, position_ids)
             mask = positions[:, None, None] <= position_ids[:, None, :, None]
@@ -198,7 +201,9 @@ class Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         return self.merge_heads(mixed)
 
-    def split_heads(self, x: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def split_heads(
+        self, x: Tensor, position_ids: Tensor | None = None, slice_state: SliceState | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """x [batch, length, hidden] -> rotated queries and keys, and values: [batch, heads, length, width]."""
         queries, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
         query, key = self._split(queries, self.heads), self._split(keys, self.key_value_heads)
@@ -206,8 +211,10 @@ class Attention(nn.Module):
             query, key = in_part("norms", self.q_norm, query), in_part("norms", self.k_norm, key)
         context, tokens = self.context, query.shape[-2]
         if position_ids is None:
-            length = tokens if context is None else tokens * context.axis.size
-            table = rotary_table(length, self.head_width, self.theta, query.dtype, query.device)
+            start = 0 if slice_state is None else slice_state.place.start
+            end = start + (tokens if context is None else tokens * context.axis.size)
+            cos, sin = rotary_table(end, self.head_width, self.theta, query.dtype, query.device)
+            table = cos[start:], sin[start:]
             if context is not None:
                 table = context.part(table[0], 0), context.part(table[1], 0)
         else:
@@ -278,10 +285,15 @@ class Block(nn.Module):
         self.mlp_dropout = Dropout(shape.dropout, part)
 
     def forward(
-        self, x: Tensor, microbatch: MicrobatchContext | None = None, position_ids: Tensor | None = None
+        self,
+        x: Tensor,
+        microbatch: MicrobatchContext | None = None,
+        position_ids: Tensor | None = None,
+        slice_state: SliceState | None = None,
     ) -> Tensor:
         """`microbatch` is needed only for dropout in training, `position_ids` only for rows with several documents."""
-        mixed = in_part("attention", self.self_attn, in_part("norms", self.input_layernorm, x), position_ids)
+        normed = in_part("norms", self.input_layernorm, x)
+        mixed = in_part("attention", self.self_attn, normed, position_ids, slice_state)
         attended: Tensor = x + self.attention_dropout(mixed, microbatch)
         inner = in_part("mlp", self.mlp, in_part("norms", self.post_attention_layernorm, attended))
         out: Tensor = attended + self.mlp_dropout(inner, microbatch)

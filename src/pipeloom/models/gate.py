@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from pipeloom.decoder_shape import RANDOM_ROUTERS, DecoderShape
 from pipeloom.errors import UsageError
 from pipeloom.ops.deferred import DeferringLayer, apply_linear
-from pipeloom.ops.layer import MicrobatchContext, attach_loss
+from pipeloom.ops.layer import MicrobatchContext, attach_later_loss, attach_loss
 from pipeloom.ops.random_state import RandomSource
+from pipeloom.ops.slices import SliceState
 from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.router import (
     NO_DRAWS,
@@ -54,8 +55,8 @@ class TopKGate(DeferringLayer):
     Attributes:
         source: source of random numbers; set by the code that builds the layer.
         context: the ranks that share the micro-batch's tokens; the auxiliary losses cover those of all of them.
-        loads: micro-batch -> choices of each expert in the last step, then those beyond their expert's capacity (not those
-            dropped at random): [experts + 1] int64. A recomputed forward writes the same values again.
+        loads: (micro-batch, slice) -> choices of each expert in the last step, then those beyond their expert's capacity (not
+            those dropped at random): [experts + 1] int64. A recomputed forward writes the same values again.
     """
 
     e_score_correction_bias: Tensor
@@ -76,7 +77,7 @@ class TopKGate(DeferringLayer):
             for parameter in self.parameters():
                 nn.init.kaiming_uniform_(parameter, math.sqrt(5))  # as `nn.Linear` does
         self.source: RandomSource | None = None
-        self.loads: dict[int, Tensor] = {}
+        self.loads: dict[tuple[int, int], Tensor] = {}
 
     def sharding(self) -> Mapping[str, ParameterSharding]:
         sharding = ParameterSharding(partial=self.tensor is not None)
@@ -87,6 +88,15 @@ class TopKGate(DeferringLayer):
         if self.gate.router == "sigmoid":
             weight = self.weight
             self.e_score_correction_bias = torch.zeros(self.gate.experts, dtype=torch.float32, device=weight.device)
+
+    def require_runnable(self, microbatch: MicrobatchContext | None) -> None:
+        """Raise UsageError for a slice of sequences where random numbers or a capacity are of whole ones."""
+        of_whole = self.capacity_factor or (self.training and self.gate.router in RANDOM_ROUTERS)
+        if of_whole and microbatch is not None and microbatch.place is not None:
+            raise UsageError(
+                "routers that draw random numbers and capacity limits are about whole sequences, and these are cut into "
+                'slices; use router "softmax" or "sigmoid" and capacity_factor 0'
+            )
 
     def draw(self, tokens: Tensor, microbatch: MicrobatchContext | None) -> RouterNoise:
         """Return the random numbers for tokens [tokens, width], which are all of the micro-batch."""
@@ -118,41 +128,60 @@ class TopKGate(DeferringLayer):
             return routing
         return drop_over_capacity(routing, capacity_of(routing.tally.tokens, self.gate, self.capacity_factor))
 
-    def attach_aux_loss(self, weights: Tensor, tally: RoutingStats, microbatch: MicrobatchContext | None) -> Tensor:
+    def attach_aux_loss(
+        self,
+        weights: Tensor,
+        tally: RoutingStats,
+        microbatch: MicrobatchContext | None,
+        state: SliceState | None = None,
+    ) -> Tensor:
         """Return `weights`, with a backward that adds the gradient of the micro-batch's auxiliary losses.
 
-        The losses cover this replica's tokens of the micro-batch, and are weighted by its share of the step, like its loss.
+        The losses cover this replica's tokens of the micro-batch, of all its slices, and are weighted by its share of the step,
+        like its loss.
         """
         if not self.training or not (self.balance or self.z):
             return weights
         if self.tensor is not None and self.tensor.index != 0:
             return weights  # because the gradients of the ranks are summed
         share = 1.0 if microbatch is None else microbatch.share
+        if self.context is None and state is None:
+            return attach_loss(weights, share * self._loss_of(tally))
+        numbers = _numbers(tally, share)
         if self.context is not None:
-            tally, share = _over_ranks(tally, share, self.context)
-        return attach_loss(weights, share * (self.balance * tally.balance_loss() + self.z * tally.z_loss()))
+            numbers = self.context.summed(numbers)
+        total = None if state is None else state.total(numbers)
+
+        def loss(probabilities: Tensor, squares: Tensor) -> Tensor:
+            here = replace(tally, probabilities=probabilities, squares=squares)
+            whole, whole_share = _completed(here, numbers if total is None else total())
+            return whole_share * self._loss_of(whole)
+
+        return attach_later_loss(weights, loss, tally.probabilities, tally.squares)
+
+    def _loss_of(self, tally: RoutingStats) -> Tensor:
+        return self.balance * tally.balance_loss() + self.z * tally.z_loss()
 
     def record_load(self, counts: Tensor, dropped: Tensor | None, microbatch: MicrobatchContext | None) -> None:
         """Record a micro-batch's load, in training."""
         if self.training and torch.is_grad_enabled():
             lost = counts.new_zeros(1) if dropped is None else dropped.view(1)
-            self.loads[0 if microbatch is None else microbatch.index] = torch.cat((counts.detach(), lost))
+            index, place = (0, None) if microbatch is None else (microbatch.index, microbatch.place)
+            self.loads[index, 0 if place is None else place.index] = torch.cat((counts.detach(), lost))
 
 
-def _over_ranks(tally: RoutingStats, share: float, context: ContextParallel) -> tuple[RoutingStats, float]:
-    """Return the sums over the ranks that share a micro-batch's tokens; the gradient flows to this rank's terms alone."""
-    here = torch.cat((tally.counts.double(), tally.probabilities.double(), tally.squares.double().view(1)))
-    numbers = here.new_tensor([tally.tokens, share])
-    total = context.summed(torch.cat((here, numbers)))
-    experts, dtype = tally.counts.numel(), tally.probabilities.dtype
-    others = (total[: here.numel()] - here.detach()).to(dtype)
-    others_tally = RoutingStats(
-        others[:experts].round().long(),
-        others[experts:-1],
-        others[-1],
-        round(float(total[-2])) - tally.tokens,
-    )
-    return tally + others_tally, float(total[-1])
+def _numbers(tally: RoutingStats, share: float) -> Tensor:
+    """Return what `_completed` needs the sum of, over the ranks and slices that share a micro-batch's tokens."""
+    sums = tally.counts.double(), tally.probabilities.detach().double(), tally.squares.detach().double().view(1)
+    return torch.cat((*sums, sums[0].new_tensor([tally.tokens, share])))
+
+
+def _completed(tally: RoutingStats, total: Tensor) -> tuple[RoutingStats, float]:
+    """Return the sums over all ranks and slices, with the gradient through this tally's terms alone, and of the shares."""
+    others, dtype = total - _numbers(tally, 0.0), tally.probabilities.dtype
+    experts, (squares, tokens, share) = tally.counts.numel(), others[-3:]
+    counts, probabilities = others[:experts].round().long(), others[experts:-3].to(dtype)
+    return tally + RoutingStats(counts, probabilities, squares.to(dtype), round(tokens.item())), share.item()
 
 
 def gates_of(modules: Iterable[nn.Module]) -> list[TopKGate]:

@@ -22,6 +22,7 @@ from pipeloom.models.gate import TopKGate
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.parts import in_part
 from pipeloom.ops.segments import Communication, Compute, Segment, Values, begin, beside, in_order
+from pipeloom.ops.slices import SliceState
 from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.dispatch import (
     AllToAll,
@@ -120,19 +121,24 @@ class MoELayer(nn.Module):
         self.experts = experts
         self.shared_expert, self.shared_expert_gate = shared_expert, shared_expert_gate
 
-    def forward(self, x: Tensor, microbatch: MicrobatchContext | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, microbatch: MicrobatchContext | None = None, slice_state: SliceState | None = None
+    ) -> Tensor:
         """`microbatch` is needed in training for routers that draw; without it auxiliary losses count 1."""
-        out: Tensor = in_order(self.segments(microbatch=microbatch), (x,))[0]
+        out: Tensor = in_order(self.segments(microbatch=microbatch, slice_state=slice_state), (x,))[0]
         return out
 
-    def segments(self, *, microbatch: MicrobatchContext | None = None) -> Sequence[Segment]:
+    def segments(
+        self, *, microbatch: MicrobatchContext | None = None, slice_state: SliceState | None = None
+    ) -> Sequence[Segment]:
         """(x, …) -> (output, …), cut at the all-to-alls; further values are passed on."""
+        route = Compute("router", partial(self._route, microbatch, slice_state))
         if self.parallel is not None and self.parallel.chunks > 1:
             share = Compute("shared expert", self._share)
             chunks = chunk_segments(self.parallel, self._compute, share)
-            return [Compute("router", partial(self._route, microbatch)), *chunks, Compute("mixture", self._mix)]
+            return [route, *chunks, Compute("mixture", self._mix)]
         return [
-            Compute("router", partial(self._route, microbatch)),
+            route,
             *self._dispatch_and_share(),
             Compute("experts", self._compute),
             *combine_segments(self.parallel),
@@ -162,12 +168,16 @@ class MoELayer(nn.Module):
         whole = mixed.view(shape)
         return whole if self.tensor is None else sum_over_ranks(whole, self.tensor)
 
-    def route(self, tokens: Tensor, microbatch: MicrobatchContext | None) -> Routing:
+    def route(
+        self, tokens: Tensor, microbatch: MicrobatchContext | None, slice_state: SliceState | None = None
+    ) -> Routing:
         """Return where all tokens of a micro-batch [tokens, hidden] go; the weights carry its auxiliary losses."""
+        self.gate.require_runnable(microbatch)
         wanted = self.gate.choose(tokens, self.gate.draw(tokens, microbatch))
         routing = self.gate.limit(wanted)
         self.gate.record_load(routing.tally.counts, dropped_between(wanted, routing), microbatch)
-        return replace(routing, weights=self.gate.attach_aux_loss(routing.weights, routing.tally, microbatch))
+        weights = self.gate.attach_aux_loss(routing.weights, routing.tally, microbatch, slice_state)
+        return replace(routing, weights=weights)
 
     def compute(self, rows: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
         """Rows as they came through this rank's experts, in the same order."""
@@ -199,11 +209,11 @@ class MoELayer(nn.Module):
 
     # -- segments ------------------------------------------------------------------------------------------------------------
 
-    def _route(self, microbatch: MicrobatchContext | None, values: Values) -> Values:
+    def _route(self, microbatch: MicrobatchContext | None, slice_state: SliceState | None, values: Values) -> Values:
         x, *others = values
         entered = self.enter(x)
         tokens = entered.flatten(0, -2)
-        routing = self.route(tokens, microbatch)
+        routing = self.route(tokens, microbatch, slice_state)
         routings = [routing] if self._runs == 1 else _cut(routing, self._runs)
         dispatch = begin_dispatch(routings, self.parallel)
         leaving = [
@@ -326,23 +336,32 @@ class SparseBlock(Block):
         self.mlp.gate.context = context
 
     def forward(
-        self, x: Tensor, microbatch: MicrobatchContext | None = None, position_ids: Tensor | None = None
+        self,
+        x: Tensor,
+        microbatch: MicrobatchContext | None = None,
+        position_ids: Tensor | None = None,
+        slice_state: SliceState | None = None,
     ) -> Tensor:
         """`microbatch` is needed in training for dropout and for routers that draw; without it auxiliary losses count 1.
 
         `position_ids` [batch, length] restart with each document where rows hold several.
         """
-        out: Tensor = in_order(self.segments(microbatch=microbatch, position_ids=position_ids), (x,))[0]
+        segments = self.segments(microbatch=microbatch, position_ids=position_ids, slice_state=slice_state)
+        out: Tensor = in_order(segments, (x,))[0]
         return out
 
     def segments(
-        self, *, microbatch: MicrobatchContext | None = None, position_ids: Tensor | None = None
+        self,
+        *,
+        microbatch: MicrobatchContext | None = None,
+        position_ids: Tensor | None = None,
+        slice_state: SliceState | None = None,
     ) -> Sequence[Segment]:
         """x -> the block's output, cut at the all-to-alls: those of the experts, with attention in the first of them."""
 
         def attend(values: Values) -> Values:
             normed = in_part("norms", self.input_layernorm, values[0])
-            gained = in_part("attention", self.self_attn, normed, position_ids)
+            gained = in_part("attention", self.self_attn, normed, position_ids, slice_state)
             attended = values[0] + self.attention_dropout(gained, microbatch)
             return in_part("norms", self.post_attention_layernorm, attended), attended
 
@@ -350,7 +369,7 @@ class SparseBlock(Block):
             gained, attended = values
             return (attended + self.mlp_dropout(gained, microbatch),)
 
-        first, *rest = self.mlp.segments(microbatch=microbatch)
+        first, *rest = self.mlp.segments(microbatch=microbatch, slice_state=slice_state)
         whole = [Compute("attention", partial(in_order, [Compute("attention", attend), first])), *rest]
         whole[-1] = Compute("mixture", partial(in_order, [whole[-1], Compute("sum", add)]))
         return whole

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeloom.errors import UsageError
 from pipeloom.models.decoder import Attention, visible
 from pipeloom.models.moe import Arrival, SparseBlock, landed, plus
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.parts import in_part
 from pipeloom.ops.segments import Compute, Segment, Values
+from pipeloom.ops.slices import SliceState
 from pipeloom.parallel.dispatch import DispatchPlan, begin_dispatch, permute_for_dispatch
 from pipeloom.parallel.router import RouterNoise
 
@@ -27,9 +29,15 @@ class SparseBlockInBlocks(SparseBlock):
     """A block whose sequences are cut into blocks (`ExpertParallel.blocks`), which overlap in one segment."""
 
     def segments(
-        self, *, microbatch: MicrobatchContext | None = None, position_ids: Tensor | None = None
+        self,
+        *,
+        microbatch: MicrobatchContext | None = None,
+        position_ids: Tensor | None = None,
+        slice_state: SliceState | None = None,
     ) -> Sequence[Segment]:
-        """Return the one segment, x -> the block's output."""
+        """Return the one segment, x -> the block's output. Raises UsageError for a slice of sequences."""
+        if slice_state is not None:
+            raise UsageError("sequences cannot be cut into blocks and into slices; use ep_chunks for the experts")
         run = partial(run_in_sequence_blocks, self, microbatch, position_ids)
         return [Compute("block in sequence blocks", run)]
 

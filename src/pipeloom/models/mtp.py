@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.models.decoder import Block, Head, RMSNorm
 from pipeloom.ops.layer import LossTerm, MicrobatchContext
+from pipeloom.ops.slices import SliceState
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.parallel.vocabulary import IGNORED, VocabularyEmbedding
@@ -130,6 +131,7 @@ class PredictionBlock(nn.Module):
         hidden: Tensor | None = None,
         microbatch: MicrobatchContext | None = None,
         position_ids: Tensor | None = None,
+        slice_state: SliceState | None = None,
     ) -> tuple[Tensor, dict[str, Tensor | None]]:
         """x, and under `hidden` the hidden states of this depth; all [batch, length, width].
 
@@ -140,7 +142,7 @@ class PredictionBlock(nn.Module):
         if embedding is None:
             return x, {"hidden": None}
         joined = torch.cat((self.enorm(embedding), self.hnorm(x if hidden is None else hidden)), -1)
-        return x, {"hidden": self.block(self.eh_proj(joined), microbatch, position_ids)}
+        return x, {"hidden": self.block(self.eh_proj(joined), microbatch, position_ids, slice_state)}
 
 
 class PredictionHead(Head):

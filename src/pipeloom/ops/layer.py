@@ -72,7 +72,46 @@ class _AttachedLoss(torch.autograd.Function):
         return gradients[0], torch.ones_like(loss)
 
 
+def attach_later_loss(x: Tensor, loss: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """As `attach_loss`, for the loss `loss(*inputs)` of which some terms are known only when the gradient of `x` is computed."""
+    if not (torch.is_grad_enabled() and x.requires_grad and any(each.requires_grad for each in inputs)):
+        return x
+    return _LaterLoss.apply(x, loss, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _LaterLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.loss = loss
+        ctx.save_for_backward(*inputs)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        leaves = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+        with torch.enable_grad():
+            value = ctx.loss(*leaves)
+        return gradients[0], None, *torch.autograd.grad(value, leaves)
+
+
 KEYWORD = "microbatch"
+
+
+@dataclass(frozen=True)
+class SlicePlace:
+    """The place of one slice of a micro-batch's sequences.
+
+    Attributes:
+        index, count: the number of the slice, and of how many.
+        start, end: the range of its tokens.
+        length: the number of tokens of the whole sequences.
+    """
+
+    index: int
+    count: int
+    start: int
+    end: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -89,6 +128,7 @@ class MicrobatchContext:
             counts; None on a rank whose targets are on the meta device, so that nothing says how many of them count.
         first: the number of its first sample in the step's batch, over all data-parallel replicas.
         samples: its number of samples.
+        place: the slice of its sequences that the layer gets; the share is then that of the slice. None: whole sequences.
     """
 
     step: int = 0
@@ -96,3 +136,4 @@ class MicrobatchContext:
     share: float = 1.0
     first: int = 0
     samples: int = 1
+    place: SlicePlace | None = None

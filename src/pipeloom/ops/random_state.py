@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import random
 import sys
 from collections.abc import Iterator
@@ -100,7 +101,8 @@ class Dropout(nn.Module):
     """Sets each element to 0 with the given probability and scales the others by 1 / (1 - probability), in training.
 
     Args:
-        part: the part of the tokens in the input; the mask of all tokens is drawn, and this part of it used.
+        part: the part of the tokens in the input (of those of a slice, where sequences are cut); the mask of all tokens is
+            drawn, and this part of it used.
 
     Attributes:
         source: set by the code that builds the layer (`set_sources`).
@@ -123,14 +125,18 @@ class Dropout(nn.Module):
             raise UsageError(
                 f"Dropout of {list(x.shape)} needs `source`, and `microbatch` with samples that divide the rows, in training"
             )
-        tokens = x.shape[-2]
-        whole = (*x.shape[:-2], tokens * self.part.count * self.part.pieces, x.shape[-1])
+        tokens, place = x.shape[-2] * self.part.count * self.part.pieces, microbatch.place
+        whole = (*x.shape[:-2], tokens if place is None else place.length, x.shape[-1])
         keep = torch.empty(whole, dtype=torch.bool, device=x.device)
         rows = keep.chunk(microbatch.samples) if x.shape[0] else ()
         for row, generator in zip(rows, self.source.generators(microbatch, x.device), strict=True):
             row.bernoulli_(1 - self.probability, generator=generator)
-        if self.part.count * self.part.pieces > 1:
-            keep = self.part.of(keep).clone()  # the rest need not stay for the backward
+        if place is not None:
+            keep = keep.narrow(-2, place.start, tokens)
+        if keep.shape != x.shape:
+            keep = self.part.of(keep)
+        if keep.numel() < math.prod(whole):
+            keep = keep.clone()  # the rest need not stay for the backward
         return x * keep * (1 / (1 - self.probability))
 
 

@@ -121,10 +121,16 @@ def start_all_gather(x: Tensor, axis: Axis) -> PendingCollective[Tensor]:
     return PendingCollective(work, finish, part)
 
 
-def start_gather_slices(flat: Tensor, axis: Axis) -> PendingCollective[Tensor]:
-    """Start to gather every rank's slice of `flat` [size · n] in place: rank r's slice is r·n to (r+1)·n."""
-    parts = flat.view(axis.size, -1)
-    part = parts[axis.index].clone() if flat.device.type == "cpu" else parts[axis.index]  # NCCL works in place
+def start_gather_slices(flat: Tensor, axis: Axis, share: Tensor | None = None) -> PendingCollective[Tensor]:
+    """Start to gather every rank's slice of `flat` [size · n]: rank r's slice is r·n to (r+1)·n.
+
+    Args:
+        share: the values of this rank's slice [n]; None: they are in `flat`.
+    """
+    part = share
+    if part is None:
+        part = flat.view(axis.size, -1)[axis.index]
+        part = part.clone() if flat.device.type == "cpu" else part  # NCCL works in place
     work = start_collective(getattr(dist, _GATHER), flat, part, group=axis.group)
     return PendingCollective(work, lambda: flat, part, "dp")
 

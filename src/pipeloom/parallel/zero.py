@@ -70,8 +70,7 @@ class ShardedParameters(FlatParameters):
 
     @torch.no_grad()
     def _gather_into(self, flat: Tensor) -> None:
-        flat[self.mine].copy_(self.share)
-        start_gather_slices(flat, self._axis).work.wait()
+        start_gather_slices(flat, self._axis, self.share).work.wait()
 
     def note_change(self) -> None:
         """Note that the whole was written to, not by the optimizer: its values go to the share."""

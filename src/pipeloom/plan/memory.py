@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pipeloom.plan.blocks import LayerOps, Runtime, placeholders
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.schedule import Schedule
-from pipeloom.schedule.actions import INPUT_GRADIENT, KEPT, PENDING, SAVED, kind_of
+from pipeloom.schedule.actions import INPUT_GRADIENT, KEPT, PENDING, SAVED, WEIGHT_GRADIENT, kind_of
 from pipeloom.schedule.model import made_by, parts
 
 BLOCKS = ("RB", "RI")  # kinds that recompute layer by layer
@@ -59,6 +59,7 @@ class StageMemory:
     Attributes:
         kept: held from F whether the stage is recomputed or not, besides `saved`.
         layer: of the layer that a block (R;B) recomputes, while it runs; `extra` is above this.
+        gradients: of the stage's weights, which are there from its first weight gradient on; 0: they are counted elsewhere.
     """
 
     saved: float
@@ -66,6 +67,7 @@ class StageMemory:
     extra: float
     kept: float = 0.0
     layer: float = 0.0
+    gradients: float = 0.0
 
 
 def stage_memory(layers: Sequence[LayerOps], *, split: bool = False) -> StageMemory:
@@ -81,6 +83,7 @@ def stage_memory(layers: Sequence[LayerOps], *, split: bool = False) -> StageMem
 def peak(schedule: Schedule, rank: int, stages: Sequence[StageMemory]) -> tuple[float, float, str]:
     """(saved tensors, temporaries, action) at the rank's peak, which depends on the order of its program alone."""
     held, best = 0.0, (0.0, 0.0, "-")
+    summed: set[int] = set()  # stages whose gradients exist
     for cell in schedule.programs[rank]:
         claimed = change = extra = 0.0
         for action in parts(cell):
@@ -88,6 +91,9 @@ def peak(schedule: Schedule, rank: int, stages: Sequence[StageMemory]) -> tuple[
             claimed += stage.saved * (SAVED in values) + stage.layer * (action.kind in BLOCKS)
             for name, size in ((SAVED, stage.saved), (KEPT, stage.kept), (PENDING, stage.pending)):
                 change += size * ((name in values) - (name in kind.frees))
+            if WEIGHT_GRADIENT in kind.produces and action.stage not in summed:
+                summed.add(action.stage)
+                change += stage.gradients
             if INPUT_GRADIENT in kind.produces:
                 extra = max(extra, stage.extra)
         if held + claimed + extra > best[0] + best[1]:

@@ -10,9 +10,10 @@ from pipeloom.config.stages import balance
 from pipeloom.errors import UsageError
 from pipeloom.plan.blocks import LayerOps, Runtime, Split, layers_of
 from pipeloom.plan.layout import PlannedLayout, problems, spans
+from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import RankMemory, rank_memory, stage_memory
 from pipeloom.plan.model import ModelShape
-from pipeloom.plan.time import AxisRates, Device, StageSeconds, StepTime, costs, stage_times, state_seconds
+from pipeloom.plan.time import HOST, AxisRates, Device, StageSeconds, StepTime, costs, stage_times, state_seconds
 from pipeloom.schedule import Costs, Schedule, simulate
 
 
@@ -48,11 +49,15 @@ class LayoutCosts:
 
 @dataclass(frozen=True)
 class Planner:
-    """Predicts layouts of one model on one kind of device under one runtime."""
+    """Predicts layouts of one model on one kind of device under one runtime.
+
+    With `measured_layers` times are those of the pipeline alone: without sums over replicas, optimizer and hosts.
+    """
 
     shape: ModelShape
     device: Device
     runtime: Runtime
+    measured_layers: MeasuredLayers | None = None
     _predictions: dict[PlannedLayout, LayoutCosts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -84,11 +89,29 @@ class Planner:
     def seconds(self, layers: list[LayerOps], layout: PlannedLayout, links: AxisRates) -> list[float]:
         """Layer -> seconds of one micro-batch; those of the same object are computed once."""
         distinct = {id(layer): layer for layer in layers}
-        times = {key: self._times([layer], layout, links).total for key, layer in distinct.items()}
+        times = {key: self.stage_seconds([layer], layout, links).total for key, layer in distinct.items()}
         return [times[id(layer)] for layer in layers]
 
-    def _times(self, layers: list[LayerOps], layout: PlannedLayout, links: AxisRates) -> StageSeconds:
+    def stage_seconds(self, layers: Sequence[LayerOps], layout: PlannedLayout, links: AxisRates) -> StageSeconds:
+        """Seconds of one micro-batch on a stage with these layers."""
+        if self.measured_layers is not None:
+            return self.measured_layers.stage(layers, layout)
         return stage_times(layers, layout, self.runtime, self.device, links)
+
+    def costs(self, times: Sequence[StageSeconds], layout: PlannedLayout, links: AxisRates) -> Costs:
+        """`Costs` in seconds of stages with these times."""
+        planned = costs(times, layout, self.row, links)
+        if (measured := self.measured_layers) is not None:
+            planned = replace(planned, p2p=measured.p2p, bandwidth=measured.bandwidth)
+        return planned
+
+    def state_seconds(
+        self, shared: float, experts: float, layout: PlannedLayout, links: AxisRates
+    ) -> tuple[float, float]:
+        """As `plan.time.state_seconds`; not measured with the layers."""
+        if self.measured_layers is not None:
+            return 0.0, 0.0
+        return state_seconds(shared, experts, layout, self.runtime, self.device, links)
 
     def predict(self, layout: PlannedLayout) -> LayoutCosts:
         """The costs of `layout`. Raises UsageError for one that the model, or its schedule's family, does not allow."""
@@ -103,17 +126,18 @@ class Planner:
         of_stage = spans(schedule, list(stages))
         times: dict[tuple[int, int], StageSeconds] = {}
         for span in set(of_stage):
-            times[span] = self._times(layers[slice(*span)], layout, links)
+            times[span] = self.stage_seconds(layers[slice(*span)], layout, links)
         memory = rank_memory(layers, of_stage, layout, schedule, self.runtime)
-        makespan, busy = _pipeline(layout, costs([times[span] for span in of_stage], layout, self.row, links))
+        makespan, busy = _pipeline(layout, self.costs([times[span] for span in of_stage], layout, links))
         slowest = (0.0, 0.0)
         for mine in schedule.stages_of:
             held = [layers[at].parameters for stage in mine for at in range(*of_stage[stage])]
             shared, experts = (sum(each[at] for each in held) for at in (0, 1))
-            slowest = max(slowest, state_seconds(shared, experts, layout, self.runtime, self.device, links))
+            slowest = max(slowest, self.state_seconds(shared, experts, layout, links))
         work = sum(times[span].total for span in of_stage)
         sent = sum(times[span].sent_forward + times[span].sent_backward for span in of_stage)
-        step = StepTime(busy * (1 - sent / work), busy * sent / work, max(0.0, makespan - busy), *slowest)
+        host = HOST if self.measured_layers is None else 0.0
+        step = StepTime(busy * (1 - sent / work), busy * sent / work, max(0.0, makespan - busy), *slowest, host)
         tokens = layout.sequences * layout.seq / step.total / layout.world
         return LayoutCosts(layout, stages, tuple(memory), step, tokens, self.shape.ahead)
 
@@ -135,7 +159,7 @@ class Planner:
         schedule, layers, links, counts = self._parts(layout)
         of_stage = spans(schedule, list(counts))
         stages = [layers[slice(*span)] for span in of_stage]
-        times = [self._times(each, layout, links) for each in stages]
+        times = [self.stage_seconds(each, layout, links) for each in stages]
         memory = [stage_memory(each, split=schedule.splits_backward) for each in stages]
         ranks = rank_memory(layers, of_stage, layout, schedule, self.runtime)
         standing = {"params": [0.0] * len(stages), "grads": [0.0] * len(stages), "optimizer": [0.0] * len(stages)}
@@ -151,7 +175,7 @@ class Planner:
             "layer": tuple(max((layer.saved for layer in each), default=0.0) for each in stages),
         }
         sizes |= {name: tuple(values) for name, values in standing.items()}
-        return replace(costs(times, layout, self.row, links), bytes=sizes)
+        return replace(self.costs(times, layout, links), bytes=sizes)
 
     def measured(self, prediction: LayoutCosts, microbatches: int, seconds: float) -> LayoutCosts:
         """The prediction with its times scaled so that the same layout with `microbatches` takes the measured `seconds`."""

@@ -12,10 +12,11 @@ from pipeloom.config.volume import boundary_bytes
 from pipeloom.errors import UsageError
 from pipeloom.plan.blocks import RUNTIMES, LayerOps, Runtime
 from pipeloom.plan.layout import PlannedLayout, problems
+from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import BLOCKS, RankMemory, StageMemory, peak, stage_memory, state_bytes
 from pipeloom.plan.model import ModelShape, load
 from pipeloom.plan.predict import Planner
-from pipeloom.plan.time import AxisRates, Device, StepTime, costs, stage_times, state_seconds
+from pipeloom.plan.time import AxisRates, Device, StepTime
 from pipeloom.schedule import Costs, Timeline, simulate
 from pipeloom.schedule.actions import KEPT, PENDING, SAVED
 from pipeloom.schedule.costs import DEVICE
@@ -103,8 +104,11 @@ def layout_of(layout: Layout) -> PlannedLayout:
     )  # fmt: skip
 
 
-def predicted(layout: Layout, device: Device | None = None) -> RunPrediction:
-    """Predict the run, on `device`; None: on a CPU, whose speed is not known, so that times are proportional to FLOPs.
+def predicted(
+    layout: Layout, device: Device | None = None, measured_layers: MeasuredLayers | None = None
+) -> RunPrediction:
+    """Predict the run, on `device`; None: on a CPU, whose speed is not known, so that times are proportional to FLOPs, unless
+    the layers were measured.
 
     Raises UsageError for a model that cannot be planned, or that its axes do not divide.
     """
@@ -112,21 +116,22 @@ def predicted(layout: Layout, device: Device | None = None) -> RunPrediction:
     if reasons := problems(shape, planned):
         raise UsageError("; ".join(reasons))
     speed = device or Device("cpu", 1.0, 0.0, 1e30, 1e30, 1e30, layout.world_size, 1.0)
-    planner = Planner(shape, speed, runtime_of(layout.config, device))
+    planner = Planner(shape, speed, runtime_of(layout.config, device), measured_layers)
     layers = planner.layers(replace(planned, recompute="none"))
     links = AxisRates.of(planned, speed)
     groups = [layers[start:end] for start, end in spans(layout)]
-    times = [stage_times(stage, planned, planner.runtime, speed, links) for stage in groups]
-    run = replace(costs(times, planned, planner.row, links), bytes=_bytes(layout, planned, groups, planner.runtime))
+    times = [planner.stage_seconds(stage, planned, links) for stage in groups]
+    run = replace(planner.costs(times, planned, links), bytes=_bytes(layout, planned, groups, planner.runtime))
     sizes = layout.microbatch_sizes
     if len(set(sizes)) > 1:
         run = replace(run, microbatch=tuple(size / max(sizes) for size in sizes))
-    timeline = simulate(layout.schedule, run if device is not None else replace(run, p2p=0.0))
+    timeline = simulate(
+        layout.schedule, run if device is not None or measured_layers is not None else replace(run, p2p=0.0)
+    )
     step = None
     if device is not None:
         state = [
-            state_seconds(*_parameters(groups, mine), planned, planner.runtime, device, links)
-            for mine in layout.schedule.stages_of
+            planner.state_seconds(*_parameters(groups, mine), planned, links) for mine in layout.schedule.stages_of
         ]
         busy = sum(timeline.busy) / planned.pp
         sent = sum(each.sent_forward + each.sent_backward for each in times)
@@ -161,10 +166,17 @@ def _bytes(
     flat, messages = [replace(each, extra=0.0) for each in activations], _message_bytes(layout)
     for name in ("messages", "temporaries"):
         sizes[name] = [0.0] * len(groups)
+    # Without other ranks to sum with, or fp32 sums of bf16 gradients, there are no buffers: gradients exist from the first
+    # backward on.
+    if planned.world == planned.pp and runtime.element >= 4:
+        activations = [replace(each, gradients=size) for each, size in zip(activations, sizes["grads"], strict=True)]
     for rank, mine in enumerate(schedule.stages_of):
         sizes["messages"][mine[0]] = messages[rank]
-        most = sum(peak(schedule, rank, activations)[:2])
-        sizes["temporaries"][mine[0]] = most - peak(schedule, rank, flat)[0]
+        gradients = sum(activations[stage].gradients for stage in mine)
+        rise = sum(peak(schedule, rank, activations)[:2]) - peak(schedule, rank, flat)[0] - gradients
+        sizes["temporaries"][mine[0]] = max(0.0, rise)
+        for stage in mine if rise < 0 else ():  # not all of them are there at the peak
+            sizes["grads"][stage] *= 1 + rise / gradients
     return {name: tuple(each) for name, each in sizes.items()}
 
 

@@ -14,7 +14,7 @@ from pipeloom.plan.blocks import LayerOps
 from pipeloom.plan.layout import PlannedLayout, problems
 from pipeloom.plan.memory import state_bytes
 from pipeloom.plan.predict import LayoutCosts, Planner, balanced
-from pipeloom.plan.time import HOST, AxisRates, gathers_by_microbatch, state_seconds
+from pipeloom.plan.time import HOST, AxisRates, gathers_by_microbatch
 from pipeloom.schedule.placement import named
 
 RECOMPUTED = ("none", "norms+activation", "full")
@@ -322,7 +322,7 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
             [(rank.shared, replicas), (rank.experts, layout.expert_replicas)], cut.largest, layout, runtime
         )
         memory = max(memory, sum(state) + (1 + runtime.margin) * rank.saved * min(m, alive))
-        spent = state_seconds(rank.shared, rank.experts, layout, runtime, planner.device, links)
+        spent = planner.state_seconds(rank.shared, rank.experts, layout, links)
         state_time = max(state_time, spent)
     memory += runtime.workspace + runtime.overhead + (1 + runtime.margin) * cut.extra
     return Estimate(layout, memory, heaviest * m + fill + sum(state_time) + HOST)

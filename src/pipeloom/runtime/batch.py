@@ -1,4 +1,4 @@
-"""Cutting a batch into micro-batches, and the share of the loss of each."""
+"""Cutting a batch into micro-batches, and these into slices of their sequences, and the share of the loss of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import UsageError
-from pipeloom.ops.layer import KEYWORD, MicrobatchContext
+from pipeloom.ops.layer import KEYWORD, MicrobatchContext, SlicePlace
+from pipeloom.ops.slices import STATE
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.tensor_spec import signature, tensors_in
@@ -21,7 +22,7 @@ from pipeloom.runtime.tensor_spec import signature, tensors_in
 
 @dataclass(frozen=True)
 class Microbatches:
-    """The inputs of one step, split into micro-batches.
+    """The inputs of one step, split into micro-batches; where sequences are cut, each slice of one is a micro-batch here.
 
     Attributes:
         inputs: positional inputs of the first stage, per micro-batch.
@@ -131,16 +132,21 @@ def split_batch(
     sizes: Sequence[int],
     weighing: Weighing,
     contexts: bool = True,
+    slices: SequenceSlices | None = None,
 ) -> Microbatches:
     """Cut every tensor along its first dimension, also in tuples, lists and dicts. Other values, and tensors with another
     first dimension, are passed to all micro-batches.
 
+    Then cut each micro-batch along its sequences: every tensor whose first two dimensions are the rows and the length of the
+    sequences (of the first input with two dimensions), along the second. All slices get other values whole.
+
     Args:
         contexts: whether a layer takes the micro-batch's context.
+        slices: of the sequences; None: they are not cut.
 
     Raises UsageError if a micro-batch would be empty, for targets in a dict or, unless they are weighed or shared, with
-    another number of rows, for a weight that is negative or not finite, if all weights are 0, and, in training, for a tensor
-    that requires a gradient.
+    another number of rows, for targets without a dimension of the sequences that are cut, for a weight that is negative or not
+    finite, if all weights are 0, and, in training, for a tensor that requires a gradient.
     """
     if isinstance(targets, Mapping):
         raise UsageError(
@@ -163,21 +169,103 @@ def split_batch(
     parts = [_cut(value, sizes, rows) for value in positional]
     wanted = [_cut(value, sizes, rows) for value in (targets, *keywords.values())]
     each_targets = wanted[0]
-    each_inputs = tuple(zip(*parts, strict=True))
-    each_keywords = tuple(zip(*wanted[1:], strict=True)) if keywords else ((),) * len(sizes)
+    each_inputs: Sequence[tuple[Any, ...]] = tuple(zip(*parts, strict=True))
+    each_keywords: Sequence[tuple[Any, ...]] = tuple(zip(*wanted[1:], strict=True)) if keywords else ((),) * len(sizes)
+    places: Sequence[SlicePlace | None] = (None,)
+    if slices is not None:
+        places = slices.places
+        each_inputs, each_targets, each_keywords = (
+            [part for value, size in zip(values, sizes, strict=True) for part in slices.cut(value, size)]
+            for values in (each_inputs, each_targets, each_keywords)
+        )
+        slices.require_tokens(each_targets[0], sizes[0])
     keyword_parts = tuple([dict(zip(keywords, values, strict=True)) for values in each_keywords])
-    shares = _shares(targets, each_targets, sizes, rows, weighing)
-    if contexts:
-        starts = accumulate(sizes[:-1], initial=weighing.replica * rows)
-        for at, (start, keyword_part) in enumerate(zip(starts, keyword_parts, strict=True)):
+    units = [(at, place) for at in range(len(sizes)) for place in places]
+    shares = _shares(targets, each_targets, [sizes[at] for at, _ in units], rows, weighing)
+    starts = list(accumulate(sizes[:-1], initial=weighing.replica * rows))
+    for unit, ((at, place), keyword_part) in enumerate(zip(units, keyword_parts, strict=True)):
+        if contexts:
             index = weighing.replica * len(sizes) + at
-            share: Any = None if math.isnan(shares[at]) else shares[at]
-            keyword_part[KEYWORD] = MicrobatchContext(weighing.step, index, share, start, sizes[at])
-    # The parts of the same number of rows have the same shapes.
-    examples = dict(zip(sizes, zip(each_inputs, each_keywords, strict=True), strict=True))
-    signatures = {size: signature((*i, *k)) for size, (i, k) in examples.items()}
+            share: Any = None if math.isnan(shares[unit]) else shares[unit]
+            keyword_part[KEYWORD] = MicrobatchContext(weighing.step, index, share, starts[at], sizes[at], place)
+        if place is not None:
+            keyword_part[STATE] = place
+    # The parts of the same number of rows, and of the same slice, have the same shapes.
+    keys = [(sizes[at], place) for at, place in units]
+    examples = dict(zip(keys, zip(each_inputs, each_keywords, strict=True), strict=True))
+    signatures = {key: signature((*i, *k)) for key, (i, k) in examples.items()}
     return Microbatches(
-        each_inputs, tuple(each_targets), keyword_parts, shares, tuple([signatures[size] for size in sizes])
+        tuple(each_inputs), tuple(each_targets), keyword_parts, shares, tuple([signatures[key] for key in keys])
+    )
+
+
+@dataclass(frozen=True)
+class SequenceSlices:
+    """Slices into which the sequences of a batch are cut.
+
+    Attributes:
+        places: of each slice, in whole sequences.
+        ranks: number of ranks that share the tokens of every slice, so that a batch has as many of these tokens.
+    """
+
+    places: tuple[SlicePlace, ...]
+    ranks: int = 1
+
+    @classmethod
+    def of(cls, inputs: Any, count: int, tokens: Sequence[int] | None = None, ranks: int = 1) -> SequenceSlices | None:
+        """Return `count` slices of the sequences of `inputs`; None for 1.
+
+        Args:
+            tokens: those of each slice. None, or they do not fit these sequences, which no ranks share: as even as possible.
+
+        Raises UsageError for inputs without a dimension of sequences, and where they cannot be cut so.
+        """
+        if count == 1:
+            return None
+        length = ranks * _sequence_length(as_inputs(inputs))
+        if count > length:
+            raise UsageError(f"sequences of {length} tokens cannot be cut into {count} slices; nearest: {length}")
+        fits = tokens is not None and len(tokens) == count and sum(tokens) == length
+        if not fits and ranks > 1:
+            raise UsageError(
+                f"{ranks} ranks share sequences of {length} tokens, and slice_tokens is {tokens}; give {count} numbers with "
+                "this sum"
+            )
+        tokens = tokens if tokens is not None and fits else split_sizes(length, count)
+        ends = list(accumulate(tokens))
+        places = [SlicePlace(at, count, end - tokens[at], end, length) for at, end in enumerate(ends)]
+        return cls(tuple(places), ranks)
+
+    def cut(self, value: Any, rows: int) -> list[Any]:
+        """Return each slice's part of a micro-batch: of a tensor [rows, length, …] the tokens; of tuples, lists and dicts by
+        element. Tensors of whole sequences are cut too where ranks share them.
+        """
+        length = self.places[0].length
+        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == rows:
+            for ranks in {1, self.ranks}:
+                if value.shape[1] * ranks == length:
+                    sizes = [(place.end - place.start) // ranks for place in self.places]
+                    return [part.data for part in torch.split(value, sizes, 1)]
+        return _by_element(value, len(self.places), lambda item: self.cut(item, rows))
+
+    def require_tokens(self, targets: Any, rows: int) -> None:
+        """Raise UsageError for targets of the first slice that are those of whole sequences."""
+        first = self.places[0]
+        for tensor in () if targets is None else tensors_in(targets):
+            if tensor.shape[:2] != (rows, (first.end - first.start) // self.ranks):
+                raise UsageError(
+                    f"the sequences of {first.length} tokens are cut into {first.count} slices, and the targets hold a tensor "
+                    f"[{', '.join(['rows', *map(str, tensor.shape[1:])])}]: give one for each token, [rows, {first.length}, …]"
+                )
+
+
+def _sequence_length(inputs: Sequence[Any]) -> int:
+    """Return the second dimension of the first tensor that has two. Raises UsageError if none has."""
+    for value in tensors_in(inputs):
+        if value.ndim > 1:
+            return value.size(1)
+    raise UsageError(
+        "the inputs hold no tensor with a dimension of a sequence, and the schedule cuts sequences into slices"
     )
 
 
@@ -187,6 +275,8 @@ def _shares(
     """Return each micro-batch's weight over the sum of all replicas' weights."""
     if targets is None:  # outputs only: there is no mean
         weights = [float(size) for size in sizes]
+    elif weighing.weight is None and sum(sizes) > rows:  # sequences are cut
+        weights = [count_targets(part, weighing.ignore_index) for part in parts]
     elif weighing.weight is None:
         weights = _count_by_part(targets, sizes, rows, weighing.ignore_index)
     else:
@@ -268,7 +358,7 @@ def chosen_sizes(inputs: Any, count: int, configured: Sequence[int] | None) -> t
     return tuple(split_sizes(rows, count))
 
 
-def forward_count(microbatches: int, inputs: Any) -> int:
+def evaluation_microbatches(microbatches: int, inputs: Any) -> int:
     """Return the number of micro-batches of a forward pass: the schedule's, or fewer where the batch has fewer rows.
 
     Raises UsageError for a batch without rows.
@@ -292,13 +382,17 @@ def _cut(value: Any, sizes: Sequence[int], rows: int) -> list[Any]:
     if isinstance(value, Tensor) and value.ndim and value.shape[0] == rows:
         # `data`: views of one tensor share a version counter, and a layer may change its own micro-batch in place
         return [part.data for part in torch.split(value, list(sizes))]
+    return _by_element(value, len(sizes), lambda item: _cut(item, sizes, rows))
+
+
+def _by_element(value: Any, count: int, cut: Callable[[Any], list[Any]]) -> list[Any]:
+    """Return `count` parts of a tuple, list or dict, whose elements `cut` divides; of another value the value so many times."""
     if isinstance(value, Mapping):
-        columns = {key: _cut(item, sizes, rows) for key, item in value.items()}
-        return [{key: column[at] for key, column in columns.items()} for at in range(len(sizes))]
+        columns = {key: cut(item) for key, item in value.items()}
+        return [{key: column[at] for key, column in columns.items()} for at in range(count)]
     if isinstance(value, (tuple, list)) and value:
-        parts = zip(*(_cut(item, sizes, rows) for item in value), strict=True)
-        return [like(value, part) for part in parts]
-    return [value] * len(sizes)
+        return [like(value, part) for part in zip(*map(cut, value), strict=True)]
+    return [value] * count
 
 
 def like(value: tuple[Any, ...] | list[Any], items: tuple[Any, ...]) -> Any:

@@ -15,7 +15,7 @@ from pipeloom.runtime.assembly import Assembly, PipelineSpec
 from pipeloom.runtime.executor import Executor, StepHooks, StepResult, clock_for
 from pipeloom.runtime.overlap import CommStream
 from pipeloom.runtime.p2p.base import Transport
-from pipeloom.runtime.program import RankProgram, lower
+from pipeloom.runtime.program import RankProgram, lower, whole_forwards
 from pipeloom.runtime.spread_vocabulary import SpreadVocabulary
 from pipeloom.runtime.tensor_spec import ShapeCache
 from pipeloom.schedule.model import Schedule
@@ -93,29 +93,36 @@ class RankEngine:
         self._communications = communications
         self._transport = transport
         self._specs = specs
-        self._programs: dict[int | None, RankProgram] = {}
+        self._programs: dict[tuple[int | None, bool], RankProgram] = {}
 
     def follow(self, schedule: Schedule) -> None:
         """Run `schedule` from the next step on. Raises ConfigError if a layer's statistics depend on its order."""
         step = lower(schedule, self.rank, self._spec.options)
         for index, stage in self.stages.items():
             stage.require_order(schedule.name, step.stages[index])
-        self.schedule, self._programs = schedule, {None: step}
+        self.schedule, self._programs = schedule, {(None, False): step}
 
-    def program(self, forwards: int | None = None) -> RankProgram:
-        """Return the program of a training step, or of only the forwards of so many micro-batches. Each is lowered once."""
-        if forwards not in self._programs:
+    def program(self, forwards: int | None = None, whole: bool = False) -> RankProgram:
+        """Return the program of a training step, or of only the forwards of so many micro-batches. Each is lowered once.
+
+        Args:
+            whole: whether the forwards are of whole micro-batches where the schedule cuts them into slices.
+        """
+        if (forwards, whole) not in self._programs:
             assert forwards is not None
-            self._programs[forwards] = lower(forward_only(self.schedule, forwards), self.rank, self._spec.options)
-        return self._programs[forwards]
+            schedule = forward_only(self.schedule, forwards)
+            schedule = whole_forwards(schedule) if whole else schedule
+            self._programs[forwards, whole] = lower(schedule, self.rank, self._spec.options)
+        return self._programs[forwards, whole]
 
-    def executor(self, forwards: int | None, traced: bool) -> Executor:
+    def executor(self, forwards: int | None, traced: bool, whole: bool = False) -> Executor:
         """Return the executor of a training step, or of the forwards of so many micro-batches.
 
         Args:
             traced: whether actions on a GPU are timed there.
+            whole: as of `program`.
         """
-        program = self.program(forwards)
+        program = self.program(forwards, whole)
         self._communications.timed = traced
         return Executor(
             program,

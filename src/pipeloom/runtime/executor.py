@@ -212,7 +212,7 @@ class Executor:
         # (stage, micro-batch) -> messages received by a forward; their buffers are returned to the transport after its backward.
         self._inputs: dict[tuple[int, int], Deliveries] = {}
         self.communications.exposed()  # left by an evaluation or a failed step
-        self.specs.begin([(self.training, *each) for each in batch.signatures])
+        self.specs.begin([(self.training, *each) for each in batch.signatures], self.program.slices)
         self.clock.begin()
         self.resume()
         # Of program entries: marks of the clock, and for an interleaved pair the forward's share of its time.
@@ -226,7 +226,7 @@ class Executor:
         )
         self._beside: dict[int, tuple[float, float]] = {}
         for number, stage in self.stages.items():
-            stage.begin_copies(self.program.stages[number].offloaded)
+            stage.begin(self.program.stages[number].offloaded)
         self._issue(self.program.issued_first)
         if self.program.instructions:
             self.transport.exchange((), self.program.instructions[0].post_receives)
@@ -313,7 +313,7 @@ class Executor:
             self._ended[at].set_exception(error)
             for action in instruction.actions:
                 if kind_of(action.kind).queue == COPY_IN:
-                    self.stages[action.stage].fail_copy(action.microbatch, error)
+                    self.stages[action.stage].fail_copy(self._unit(action), error)
 
     def finish(self) -> StepResult:
         """End the run once every send and the entries on other queues have completed, and return its result."""
@@ -358,7 +358,7 @@ class Executor:
         """
         keeps_weights = self._begin_backward(action)
         gradients = self._output_gradients(action, received)
-        inputs = self.stages[action.stage].backward(action.microbatch, gradients, keeps_weights)
+        inputs = self.stages[action.stage].backward(self._unit(action), gradients, keeps_weights)
         if not keeps_weights:
             self._hold(-1)
         return self._backward_done(action, inputs, received)
@@ -373,10 +373,10 @@ class Executor:
     def _recompute(self, action: Action, received: Deliveries) -> Deliveries:
         """Run R: the forward again, or a part of it, which saves what the backward needs."""
         if part := kind_of(action.kind).part:
-            self.stages[action.stage].recompute_part(action.microbatch, part)
+            self.stages[action.stage].recompute_part(self._unit(action), part)
         else:
             self._hold()
-            self.stages[action.stage].recompute(action.microbatch, self.hooks.before_layer)
+            self.stages[action.stage].recompute(self._unit(action), self.hooks.before_layer)
         return {}
 
     def _hold(self, change: int = 1) -> None:
@@ -388,7 +388,7 @@ class Executor:
 
     def _weight_grad(self, action: Action, received: Deliveries) -> Deliveries:
         """Run W: the weight gradients of one micro-batch."""
-        self.stages[action.stage].weight_grad(action.microbatch)
+        self.stages[action.stage].weight_grad(self._unit(action))
         self._hold(-1)
         return {}
 
@@ -463,14 +463,14 @@ class Executor:
     def _copy_out(self, action: Action) -> None:
         """Run O."""
         part, count = _part(action)
-        self.stages[action.stage].copy_to_host(action.microbatch, part, self._copy_stream(action))
+        self.stages[action.stage].copy_to_host(self._unit(action), part, self._copy_stream(action))
         self._hold(-1 if part == count else 0)
 
     def _copy_in(self, action: Action) -> None:
         """Run L."""
         part, count = _part(action)
         self._hold(1 if part == count else 0)
-        self.stages[action.stage].copy_to_device(action.microbatch, part, self._copy_stream(action))
+        self.stages[action.stage].copy_to_device(self._unit(action), part, self._copy_stream(action))
 
     def _copy_stream(self, action: Action) -> torch.cuda.Stream | None:
         """Return the stream of the action's queue; None on the CPU."""
@@ -489,7 +489,7 @@ class Executor:
         self._await_weights(second)
         forward = self._watched(first, self._forward_in_segments(first, received[0]))
         backward = self._watched(second, self._backward_in_segments(second, received[1]))
-        if self.stages[second.stage].communicates_in_backward(second.microbatch):
+        if self.stages[second.stage].communicates_in_backward(self._unit(second)):
             (gradients, outputs), (backward_seconds, forward_seconds) = interleave((backward, forward))
         else:
             (outputs, gradients), (forward_seconds, backward_seconds) = interleave((forward, backward))
@@ -513,7 +513,7 @@ class Executor:
         """As `_backward`, yielding where it would wait for a communication."""
         keeps_weights = self._begin_backward(action)
         gradients = self._output_gradients(action, received)
-        inputs = yield from self.stages[action.stage].backward_in_segments(action.microbatch, gradients, keeps_weights)
+        inputs = yield from self.stages[action.stage].backward_in_segments(self._unit(action), gradients, keeps_weights)
         if not keeps_weights:
             self._hold(-1)
         return self._backward_done(action, inputs, received)
@@ -537,7 +537,7 @@ class Executor:
 
     def _forward_call(self, action: Action, received: Deliveries) -> ForwardCall:
         """Return the arguments of a forward."""
-        stage, mb = action.stage, action.microbatch
+        stage, mb = action.stage, self._unit(action)
         program = self.program.stages[stage]
         if self.training and mb not in program.recomputed and mb not in program.in_blocks:
             self._hold()
@@ -556,6 +556,12 @@ class Executor:
                 delivery = self._local.pop(("activation", edge, mb))
             values, specs = values + delivery.values, specs + delivery.boundary
         return ForwardCall(mb, values, specs, keywords, program, loss)
+
+    def _unit(self, action: Action) -> int:
+        """Return the number of the action's micro-batch, or of its slice where sequences are cut: both are called so here."""
+        if action.slice is None:
+            return action.microbatch
+        return action.microbatch * self.program.slices + action.slice
 
     def _gradients_of(self, edge: Edge, microbatch: int, received: Deliveries) -> BoundaryValues:
         """Return the gradients of the values sent along an edge, from another rank or from another stage here."""
@@ -579,16 +585,16 @@ class Executor:
             self._has_loss = True
         for key, share, weight in outputs.terms:
             self.result.loss.add_term(key, share, weight)
-        program = self.program.stages[action.stage]
+        program, mb = self.program.stages[action.stage], self._unit(action)
         deliveries: dict[Edge, Delivery] = {}
         if program.gives is None:
             if self.keep_outputs:
-                self.result.outputs[action.microbatch] = outputs.result
+                self.result.outputs[mb] = outputs.result
         else:
-            self._give(program.gives, action.microbatch, outputs.values, deliveries)
+            self._give(program.gives, mb, outputs.values, deliveries)
         for name, edges in program.writes.items():
             for edge in edges:
-                self._give(edge, action.microbatch, (outputs.tensors[name],), deliveries)
+                self._give(edge, mb, (outputs.tensors[name],), deliveries)
         return deliveries
 
     def _give(self, edge: Edge, microbatch: int, values: BoundaryValues, deliveries: dict[Edge, Delivery]) -> None:
@@ -604,7 +610,7 @@ class Executor:
         """Return the gradients from which a backward starts, besides losses: those of the outputs, then those of tensors that
         other stages read by name.
         """
-        program, mb = self.program.stages[action.stage], action.microbatch
+        program, mb = self.program.stages[action.stage], self._unit(action)
         gradients = () if program.gives is None else self._gradients_of(program.gives, mb, received)
         for edges in program.writes.values():
             # One gradient per reader, None where the reader has none; no entry for a tensor that carries no gradient.
@@ -616,7 +622,7 @@ class Executor:
 
     def _backward_done(self, action: Action, gradients: Sequence[BoundaryValues], received: Deliveries) -> Deliveries:
         """Distribute a backward's input gradients to the stages before; return receive buffers to the transport."""
-        stage, mb = action.stage, action.microbatch
+        stage, mb = action.stage, self._unit(action)
         program = self.program.stages[stage]
         for arrived in (self._inputs.pop((stage, mb), None), received):
             if arrived:

@@ -44,6 +44,8 @@ class RuntimeOptions:
         monitor: run the watchdog thread (several processes only).
         watchdog: a running watchdog for this pipeline to use; None: the pipeline starts its own.
         microbatch_sizes: rows of each micro-batch; None: as even as possible, larger ones first.
+        slice_tokens: tokens of each slice of a sequence, where the schedule cuts sequences into slices; None: as even as
+            possible, larger ones first.
         recompute: layers whose forward runs again in the backward instead of keeping its activations: `"none"`, `"full"`
             (all), or names of layers. The schedule that runs has blocks (R;B) for their stages. Where it is given blocks, they
             recompute the layers that are named, or all.
@@ -79,6 +81,7 @@ class RuntimeOptions:
     monitor: bool = True
     watchdog: Watchdog | None = None
     microbatch_sizes: tuple[int, ...] | None = None
+    slice_tokens: tuple[int, ...] | None = None
     recompute: Literal["none", "full"] | frozenset[str] = "none"
     main_gradients: bool = False
     shard_gradients: bool = False

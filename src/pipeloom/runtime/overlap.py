@@ -205,13 +205,13 @@ class CommStream:
         self._still = True
         try:
             if self._stream is None:
-                told = self._status if kind == "all-to-all" else None
+                status = self._status if kind == "all-to-all" else None
                 begun = time.perf_counter()
-                if told is not None:
-                    told.wait_inside(f"the {name} of its expert group")
+                if status is not None:
+                    status.wait_inside(f"the {name} of its expert group")
                 yield
-                if told is not None:
-                    told.wait_inside(None)
+                if status is not None:
+                    status.wait_inside(None)
                 self._seconds[kind] = self._seconds.get(kind, 0.0) + time.perf_counter() - begun
             else:
                 stopped, resumed = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

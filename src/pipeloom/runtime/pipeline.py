@@ -27,10 +27,11 @@ from pipeloom.runtime.assembly import BuiltParameters, PipelineSpec, assemble, c
 from pipeloom.runtime.batch import (
     IGNORE_INDEX,
     Microbatches,
+    SequenceSlices,
     Weighing,
     Weight,
     chosen_sizes,
-    forward_count,
+    evaluation_microbatches,
     join,
     require_gradients,
     require_targets,
@@ -56,6 +57,7 @@ from pipeloom.runtime.spread_vocabulary import SpreadVocabulary, require_spread
 from pipeloom.runtime.stage_modules import LayerSource, carrying
 from pipeloom.runtime.tensor_spec import ShapeCache, is_strided
 from pipeloom.runtime.tied_weights import layer_of
+from pipeloom.schedule.actions import Action
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.timeline import Timeline
 
@@ -332,9 +334,9 @@ class Pipeline:
         with self._status.during("evaluation"):
             if not self._compared:
                 self._compare_replicas()
-            count = forward_count(self.schedule.microbatches, inputs)
+            count = evaluation_microbatches(self.schedule.microbatches, inputs)
             batch = self._split("evaluate", inputs, targets, keywords, count)
-            executor = self._executor(batch.count)
+            executor = self._executor(count)
             self._losses.expect()
             with self._alarm.reporting():
                 result = executor.run(batch)
@@ -349,8 +351,9 @@ class Pipeline:
         if self.schedule.vocabulary:
             raise UsageError("predict: the vocabulary is spread over the pipeline, and no rank has a token's logits")
         with self._status.during("evaluation"):
-            batch = self._split("predict", inputs, None, keywords, forward_count(self.schedule.microbatches, inputs))
-            executor = self._executor(batch.count)
+            count = evaluation_microbatches(self.schedule.microbatches, inputs)
+            batch = self._split("predict", inputs, None, keywords, count)
+            executor = self._executor(count, whole=True)
             with self._alarm.reporting():
                 outputs = executor.run(batch, keep_outputs=True).outputs
         if len(self.schedule.routes) > 1 and self.group is not None:
@@ -399,10 +402,10 @@ class Pipeline:
                         "choose a schedule with one route"
                     )
 
-    def _executor(self, forwards: int | None) -> Executor:
-        """Return the executor of a training step, or of the forwards of so many micro-batches."""
+    def _executor(self, forwards: int | None, whole: bool = False) -> Executor:
+        """Return the executor of a training step, or of the forwards of so many micro-batches, uncut if `whole`."""
         (engine,) = self._engines
-        return engine.executor(forwards, self.trace)
+        return engine.executor(forwards, self.trace, whole)
 
     # -- what it is part of, and the last step ---------------------------------------------------------------------------
 
@@ -502,7 +505,7 @@ class Pipeline:
         Raises:
             UsageError: the last step ran under `no_sync`, so the gradients are not summed yet.
         """
-        return self._gradients.norm(self.counts, self.mesh.everyone, self.device)
+        return self._gradients.norm(self.counts_in_norm, self.mesh.everyone, self.device)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients in place so that `grad_norm` is at most `max_norm`; every rank must call it.
@@ -612,7 +615,7 @@ class Pipeline:
         first = replica == 0 and (place.tp == 0 or sharding.over("tp") is not None)
         return first and name not in self._assembly.copies
 
-    def counts(self, name: str) -> bool:
+    def counts_in_norm(self, name: str) -> bool:
         """Return whether this process adds its gradient of this name to a global norm; each replica adds its slice of a
         sharded gradient.
         """
@@ -661,7 +664,9 @@ class Pipeline:
             self.options.shared_targets,
         )
         contexts = KEYWORD in self._assembly.keywords.names
-        return split_batch(inputs, targets, keywords, sizes, weighing, contexts)
+        count = 1 if method == "predict" else self.schedule.slices
+        slices = SequenceSlices.of(inputs, count, self.options.slice_tokens, self.mesh.cp.size)
+        return split_batch(inputs, targets, keywords, sizes, weighing, contexts, slices)
 
     def _reported_weight(self, targets: Any) -> float | Tensor:
         """The caller's weight of a micro-batch's targets; the other ranks are told of what it raises."""
@@ -708,9 +713,9 @@ class LocalPipeline(Pipeline):
     def _transport(self, program: RankProgram) -> Transport:
         return InProcessTransport(self._mailroom)
 
-    def _executor(self, forwards: int | None) -> Any:
+    def _executor(self, forwards: int | None, whole: bool = False) -> Any:
         self._mailroom.clear()  # of messages that a failed run has left
-        return _ExecutorOfAllRanks([engine.executor(forwards, self.trace) for engine in self._engines])
+        return _ExecutorOfAllRanks([engine.executor(forwards, self.trace, whole) for engine in self._engines])
 
     @property
     def stats(self) -> tuple[RankStats, ...]:  # type: ignore[override]  # of all ranks
@@ -759,12 +764,12 @@ def layers_of_ranks(pipeline: Pipeline) -> list[tuple[str, nn.Module]]:
     return [item for stage in stages for item in zip(stage.layers.names, stage.modules, strict=True)]
 
 
-def call_before_layers(pipeline: Pipeline, call: Callable[[str, int], None]) -> None:
-    """Call `call(layer, microbatch)` before each layer's forward, except in segmented stages and recomputed forwards."""
+def call_before_layers(pipeline: Pipeline, call: Callable[[str, Action], None]) -> None:
+    """Call `call(layer, action)` before each layer's forward, except in segmented stages and recomputed forwards."""
 
     def before(status: Status, layer: str) -> None:
         if status.action is not None:
-            call(layer, status.action.microbatch)
+            call(layer, status.action)
 
     for engine in pipeline._engines:
         engine.hooks = replace(engine.hooks, before_layer=partial(before, engine.hooks.status))

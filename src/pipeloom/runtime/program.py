@@ -75,12 +75,12 @@ class Instruction:
 
 @dataclass(frozen=True)
 class StageProgram:
-    """One stage of the schedule.
+    """One stage of the schedule. Where it cuts sequences, each slice of a micro-batch is called a micro-batch here.
 
     Attributes:
         takes, gives: edges from the previous stage of its route and to the next one; None for the first and the last stage.
         split: the micro-batches whose backward is I and W.
-        in_order: whether every micro-batch passes through it, in order, and it has no replica: a replica without
+        in_order: whether every micro-batch passes through it, in order and uncut, and it has no replica: a replica without
             micro-batches would keep old state.
         reads: edges of the tensors that it reads by name, from earlier stages.
         writes: name of a tensor -> edges to the later stages that read it.
@@ -128,6 +128,7 @@ class RankProgram:
             them before it sends that message. Their buffers are released without a query of the network.
         batches: this rank's calls of the batched transport, in order; None with another transport.
         issued_first: the entries on other queues before the first computation.
+        slices: into how many the sequences of each micro-batch are cut.
     """
 
     instructions: tuple[Instruction, ...]
@@ -137,6 +138,7 @@ class RankProgram:
     releases_sends: dict[Message, tuple[Message, ...]]
     batches: tuple[MessageBatch, ...] | None = None
     issued_first: tuple[int, ...] = ()
+    slices: int = 1
 
     @cached_property
     def has_queues(self) -> bool:
@@ -155,6 +157,18 @@ def as_executed(schedule: Schedule, segmented: Collection[int]) -> Schedule:
     return unpair(schedule, [stage for stage in range(schedule.stages) if stage not in segmented])
 
 
+def whole_forwards(schedule: Schedule) -> Schedule:
+    """Return a schedule of forwards alone with those of whole micro-batches, in the order of their first slices."""
+    units, slices = schedule.units, schedule.slices
+    if slices == 1:
+        return schedule
+    codes = tuple(
+        tuple(code // units * schedule.microbatches + code % units // slices for code in program if not code % slices)
+        for program in schedule.codes
+    )
+    return replace(schedule, codes=codes, slices=1)
+
+
 def require_same_stages(schedule: Schedule, current: Schedule, splits_backward: bool) -> None:
     """Raise ConfigError if a pipeline that runs `current` cannot run `schedule` on its stages.
 
@@ -164,6 +178,7 @@ def require_same_stages(schedule: Schedule, current: Schedule, splits_backward: 
     for words, value, now in (
         ("placement", schedule.placement, current.placement),
         ("micro-batches", schedule.microbatches, current.microbatches),
+        ("slices", schedule.slices, current.slices),
         ("gathers and reductions by stage", schedule.stage_actions, current.stage_actions),
         ("routes", (schedule.routes, schedule.route_of), (current.routes, current.route_of)),
     ):
@@ -213,6 +228,7 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
         _released_sends(apart, rank),
         batches,
         issued_first,
+        schedule.slices,
     )
 
 
@@ -271,45 +287,45 @@ def _stage_programs(schedule: Schedule, rank: int) -> dict[int, StageProgram]:
     replicas = Counter(schedule.position_of)
 
     def microbatches(stage: int, wanted: Callable[[Kind], bool]) -> list[int]:
-        return [action.microbatch for action in actions if action.stage == stage and wanted(kind_of(action.kind))]
+        return [schedule.unit_of(each) for each in actions if each.stage == stage and wanted(kind_of(each.kind))]
 
     return {
         stage: StageProgram(
             takes[stage],
             gives[stage],
             frozenset(microbatches(stage, lambda kind: kind.produces == (INPUT_GRADIENT,))),
-            replicas[schedule.position_of[stage]] == 1
+            replicas[schedule.position_of[stage]] == schedule.slices == 1
             and microbatches(stage, lambda kind: kind.is_forward) == everything,
             named.reads[stage],
             {name: tuple(e for e in named.writes[stage] if e.name == name) for _, _, name in named.writes[stage]},
             frozenset(microbatches(stage, lambda kind: kind.letter == "R")),
             frozenset(microbatches(stage, lambda kind: bool(kind.fuses))),
-            _offloaded(actions, stage),
-            _recomputed_parts(actions, stage),
+            _offloaded(schedule, actions, stage),
+            _recomputed_parts(schedule, actions, stage),
         )
         for stage in schedule.stages_of[rank]
     }
 
 
-def _recomputed_parts(actions: Sequence[Action], stage: int) -> dict[int, frozenset[str]]:
+def _recomputed_parts(schedule: Schedule, actions: Sequence[Action], stage: int) -> dict[int, frozenset[str]]:
     """Return `StageProgram.parts`. Raises ConfigError for a part behind I."""
     names: dict[int, frozenset[str]] = {}
     begun: set[int] = set()
     for action in (action for action in actions if action.stage == stage):
-        kind, mb = kind_of(action.kind), action.microbatch
+        kind, unit = kind_of(action.kind), schedule.unit_of(action)
         if kind.is_backward:
-            begun.add(mb)
+            begun.add(unit)
         elif kind.part and KEPT in (need.value for need in kind.needs):
-            if mb in begun:
+            if unit in begun:
                 raise ConfigError(
                     f"{action} stands behind the backward's I, which needs all that the forward saves: such a schedule can be "
-                    f"simulated, not run; put it before {stage}I{mb}"
+                    f"simulated, not run; put it before {stage}I{action.unit}"
                 )
-            names[mb] = names.get(mb, frozenset()) | {kind.part}
+            names[unit] = names.get(unit, frozenset()) | {kind.part}
     return names
 
 
-def _offloaded(actions: Sequence[Action], stage: int) -> dict[int, Parts]:
+def _offloaded(schedule: Schedule, actions: Sequence[Action], stage: int) -> dict[int, Parts]:
     """Return `StageProgram.offloaded`. Raises ConfigError for a part with a name, and for parts of two sizes."""
     travelling: dict[int, Parts] = {}
     for action in actions:
@@ -317,13 +333,13 @@ def _offloaded(actions: Sequence[Action], stage: int) -> dict[int, Parts]:
         if kind.queue != COPY_OUT or action.stage != stage:
             continue
         part, count = fraction_of(action.kind) or ((1, 1) if not kind.part else (0, 0))
-        before = travelling.get(action.microbatch, Parts(frozenset(), count))
+        before = travelling.get(schedule.unit_of(action), Parts(frozenset(), count))
         if not 1 <= part <= count or before.of != count:
             raise ConfigError(
                 f"{action}: a copy to host memory is of the whole, or of one of so many equal parts as the other copies of its "
                 "micro-batch on the stage, such as 0O0:1/4 and 0O0:2/4"
             )
-        travelling[action.microbatch] = Parts(before.numbers | {part}, count)
+        travelling[schedule.unit_of(action)] = Parts(before.numbers | {part}, count)
     return travelling
 
 
@@ -337,8 +353,8 @@ def _neighbour_edges(schedule: Schedule) -> tuple[list[Edge | None], list[Edge |
 
 def _messages_of(action: Action, messages: tuple[Message, ...], end: str) -> tuple[Message, ...]:
     """Return the messages that `action` waits for ("consumer"), or those with its results ("producer")."""
-    wanted = message_kind(action), action.stage, action.microbatch
-    return tuple(m for m in messages if (m.channel.kind, getattr(m, end), m.microbatch) == wanted)
+    wanted = message_kind(action), action.stage, action.microbatch, action.slice
+    return tuple(m for m in messages if (m.channel.kind, getattr(m, end), m.microbatch, m.slice) == wanted)
 
 
 def _released_sends(programs: tuple[tuple[EntryTraffic, ...], ...], rank: int) -> dict[Message, tuple[Message, ...]]:

@@ -25,6 +25,7 @@ from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weig
 from pipeloom.ops.parts import RecomputedParts, run_part
 from pipeloom.ops.recompute import recomputed
 from pipeloom.ops.segments import Communication, carries, saved_of
+from pipeloom.ops.slices import STATE, PieceRoot, SequenceHistory, SliceState
 from pipeloom.ops.stage_state import StageState, batch_statistics
 from pipeloom.runtime.loss import MicrobatchLoss
 from pipeloom.runtime.offload import HostBuffers, SavedTensors
@@ -72,6 +73,7 @@ class SavedGroup:
         losses: the layers' losses and the mean loss, at which it starts too, with their gradients.
         after: the communication that follows the group.
         saved: the saved state of that communication, for its backward.
+        pieces: what its layers keep of a slice for later ones, at which its backward starts too.
     """
 
     inputs: tuple[Any, ...]
@@ -79,6 +81,7 @@ class SavedGroup:
     losses: tuple[tuple[Tensor, float], ...] = ()
     after: Communication | None = None
     saved: tuple[Any, ...] = ()
+    pieces: tuple[PieceRoot, ...] = ()
 
 
 _SAVING = nullcontext()
@@ -135,6 +138,7 @@ class InFlight:
         record: what R needs; its forward saves nothing for a backward. None: it saves everything.
         travels: what it saves, if that travels to host memory and back.
         parts: the parts that R runs again, whose forward saves nothing for a backward; None: there are none.
+        states: of the layers, where it is a slice of a micro-batch.
     """
 
     queue: WeightGradQueue | None
@@ -145,6 +149,7 @@ class InFlight:
     record: ForwardRecord | None = None
     travels: SavedTensors | None = None
     parts: RecomputedParts | None = None
+    states: Sequence[SliceState] = ()
 
     def saving(self) -> AbstractContextManager[Any]:
         """Return the context of its computations."""
@@ -153,6 +158,10 @@ class InFlight:
         if self.parts is not None:
             return self.parts.saving()
         return _SAVING if self.travels is None else self.travels.saving()
+
+    def pieces(self) -> tuple[PieceRoot, ...]:
+        """Return the roots of what layers have kept of this slice since the last call."""
+        return tuple([root for state in self.states for root in state.take_roots()])
 
 
 class Stage:
@@ -182,7 +191,7 @@ class Stage:
         self.index = index
         self.words = f"stage {index}"
         self.layers = layers
-        self.silent = layers.silent
+        self.declares_nothing = layers.declares_nothing
         self.segmented = layers.segmented
         self.writes_weight_gradients = writes_weight_gradients
         self._deallocate = deallocate
@@ -191,6 +200,7 @@ class Stage:
         self._alive: dict[int, InFlight] = {}
         self._awaiting_w: dict[int, WeightGradQueue] = {}
         self._records: dict[int, ForwardRecord] = {}
+        self._histories: dict[int, list[SequenceHistory]] = {}  # micro-batch -> of each layer, where sequences are cut
         self._travelling: dict[int, Future[SavedTensors]] = {}
         self._host_buffers = HostBuffers(communications.device)
         self._saved_bytes = 0  # in the latest forward
@@ -220,10 +230,13 @@ class Stage:
         microbatch, _, _, keywords, program, loss = call
         layers = self.layers
         record = None if again or microbatch not in program.recomputed else self._record_of(call)
-        flight, inputs = self._begin_forward(call, microbatch in program.split, record)
+        states = self._slice_states(call)
+        if states:
+            keywords = {**keywords, STATE: states}
+        flight, inputs = self._begin_forward(call, microbatch in program.split, record, states)
         self._grad_context.queue = flight.queue
         by_position = inputs if not flight.read else inputs[: len(inputs) - flight.read]
-        names = None if self.silent else NamedInForward(layers, program, inputs[len(by_position) :], loss)
+        names = None if self.declares_nothing else NamedInForward(layers, program, inputs[len(by_position) :], loss)
         result: Any = self._inputs.changeable(by_position)
         with flight.saving():
             for at, (name, module) in enumerate(zip(layers.names, layers.modules, strict=True)):
@@ -298,17 +311,19 @@ class Stage:
             return self.forward(call, again=again)
         program, record = call.program, None if again else self._record_of(call)
         part_of = partial(program.part_of, call.microbatch, layers=len(self.modules))
-        groups = split_at_communications(self.layers, call.keywords, call.microbatch in program.in_blocks, part_of)
+        states = self._slice_states(call)
+        keywords = {**call.keywords, STATE: states} if states else call.keywords
+        groups = split_at_communications(self.layers, keywords, call.microbatch in program.in_blocks, part_of)
         # A backward with communications computes weight gradients during them, also in a B.
         queues = len(groups) > 1 or call.microbatch in program.split
-        flight, inputs = self._begin_forward(call, queues, record)
+        flight, inputs = self._begin_forward(call, queues, record, states)
         for group in groups[:-1]:
             inputs = yield from self._compute_and_communicate(group, inputs, flight)
         result = self._compute(groups[-1], inputs, flight)
         return self._finish_forward(call, flight, inputs, result, None)
 
     def _begin_forward(
-        self, call: ForwardCall, queues: bool, record: ForwardRecord | None
+        self, call: ForwardCall, queues: bool, record: ForwardRecord | None, states: Sequence[SliceState] = ()
     ) -> tuple[InFlight, tuple[Any, ...]]:
         """Return the micro-batch's state, and its inputs as leaves.
 
@@ -322,8 +337,9 @@ class Stage:
         travels = None
         if record is None and call.microbatch in call.program.offloaded:
             tensors = (each for module in self.modules for each in (*module.parameters(), *module.buffers()))
+            earlier = (leaf for state in states for piece in state.earlier for leaf in piece)
             travels = SavedTensors(
-                (*tensors, *call.values),
+                (*tensors, *call.values, *earlier),
                 self._communications.device,
                 self._host_buffers,
                 call.program.offloaded[call.microbatch],
@@ -332,7 +348,19 @@ class Stage:
             self._travelling[call.microbatch].set_result(travels)
         names = call.program.parts.get(call.microbatch)
         parts = None if names is None else RecomputedParts(names, self._communications.device, travels)
-        return InFlight(WeightGradQueue() if queues else None, [], (), specs, read, record, travels, parts), leaves
+        queue = WeightGradQueue() if queues else None
+        return InFlight(queue, [], (), specs, read, record, travels, parts, states), leaves
+
+    def _slice_states(self, call: ForwardCall) -> Sequence[SliceState]:
+        """Return the state of each layer for a slice of a micro-batch; () for a whole one."""
+        place = call.keywords.get(STATE)
+        if place is None:
+            return ()
+        microbatch = call.microbatch // place.count
+        histories = self._histories.setdefault(microbatch, [SequenceHistory() for _ in self.modules])
+        if not torch.is_grad_enabled() and place.index + 1 == place.count:
+            del self._histories[microbatch]
+        return [SliceState(history, place) for history in histories]
 
     def _compute_and_communicate(
         self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight
@@ -343,7 +371,9 @@ class Stage:
         outputs = self._compute(group, inputs, flight)
         which = [training and carries(value) for value in outputs]
         if training and flight.record is None:
-            flight.groups.append(SavedGroup(inputs, _roots(outputs), (), group.after, saved_of(outputs)))
+            saved = saved_of(outputs)
+            flight.groups.append(SavedGroup(inputs, _roots(outputs), (), group.after, saved, flight.pieces()))
+            del saved
         given = tuple(value.detach() if isinstance(value, Tensor) else value for value in outputs)
         pending = self._communications.start(partial(group.after.start, given), given)
         del inputs, outputs, given  # while it is in progress, only the graph and the communication itself hold tensors
@@ -392,7 +422,7 @@ class Stage:
                 self._records[microbatch] = flight.record
                 outputs, tensors = _off_graph(outputs), {name: _off_graph((v,))[0] for name, v in tensors.items()}
             else:
-                flight.groups.append(SavedGroup(inputs, roots, losses))
+                flight.groups.append(SavedGroup(inputs, roots, losses, pieces=flight.pieces()))
                 if not self._deallocate:
                     flight.outputs = results
                 if flight.travels is not None:
@@ -407,8 +437,9 @@ class Stage:
 
     # -- copies to host memory -------------------------------------------------------------------------------------------
 
-    def begin_copies(self, microbatches: Iterable[int]) -> None:
+    def begin(self, microbatches: Iterable[int]) -> None:
         """Begin a step in which what the backwards of these micro-batches need travels; copies wait for their forwards."""
+        self._histories.clear()  # of a step that failed
         self._travelling = {microbatch: Future() for microbatch in microbatches}
 
     def copy_to_host(self, microbatch: int, part: int, stream: torch.cuda.Stream | None) -> None:
@@ -501,6 +532,8 @@ class Stage:
     def _begin_backward(self, microbatch: int, keeps_weights: bool) -> InFlight:
         """Return the state of a micro-batch whose backward begins, and keep the queue of its weight gradients for W."""
         flight = self._alive.pop(microbatch)
+        if flight.states and not flight.states[0].place.index:  # the first slice is the last one here
+            del self._histories[microbatch // flight.states[0].place.count]
         if keeps_weights and flight.queue is not None:
             self._awaiting_w[microbatch] = flight.queue
         return flight
@@ -509,6 +542,8 @@ class Stage:
         """Run the backward of the first group, which is the only one of an unsegmented stage."""
         group = flight.groups.pop()
         self._run_autograd(flight, group, gradients)
+        for state in flight.states:
+            state.release()
         if flight.specs is None:
             return ((),)
         pairs = zip(group.inputs, flight.specs, strict=True)
@@ -525,6 +560,10 @@ class Stage:
             if seed is not None:
                 roots.append(root)
                 given.append(seed)
+        for piece in group.pieces:
+            if (total := piece.piece.gradient(piece.at)) is not None:
+                roots.append(piece.edge)
+                given.append(total)
         for loss, gradient in group.losses:
             roots.append(loss)
             given.append(loss.new_full((), gradient))
@@ -617,7 +656,7 @@ class NamedInForward:
     def written(self, at: int, result: Any) -> Any:
         """Return the positional outputs in the result of layer `at`; keep the tensors that it writes, and compute its losses."""
         declared = self._layers.declared[at]
-        if declared.silent:
+        if declared.declares_nothing:
             return result
         handed, values = declared.taken_from(result, self._tensors)
         if self._loss is not None:

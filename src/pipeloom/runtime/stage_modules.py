@@ -21,10 +21,13 @@ from pipeloom.ops.layer import LossTerm as LossTerm
 from pipeloom.ops.parts import in_part as in_part
 from pipeloom.ops.random_state import seeded, stable_seed
 from pipeloom.ops.segments import is_segmented
+from pipeloom.ops.slices import STATE
 from pipeloom.runtime.batch import split_sizes
 from pipeloom.schedule.model import NamedTensor, Schedule, require_is_schedule
 
 LayerSource = Callable[[], nn.Module] | nn.Module
+
+_OF_RUNTIME = frozenset((KEYWORD, STATE))  # keyword arguments that no caller passes
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class LayerNames:
         return cls(name, reads, writes, dict(source.losses))
 
     @property
-    def silent(self) -> bool:
+    def declares_nothing(self) -> bool:
         """Return whether it declares nothing."""
         return not (self.reads or self.writes or self.losses)
 
@@ -169,10 +172,10 @@ def _by_key(layer: str, which: str, declared: Sequence[str] | Mapping[str, str])
 
 def _require_names(layer: str, which: str, names: Iterable[object]) -> None:
     for name in names:
-        if not isinstance(name, str) or not name.isidentifier() or name in ("output", KEYWORD):
+        if not isinstance(name, str) or not name.isidentifier() or name in ("output", *_OF_RUNTIME):
             raise ConfigError(
-                f"layer {layer!r}: {which} has the name {name!r:.100}; give a Python identifier other than 'output' and "
-                f"{KEYWORD!r}"
+                f"layer {layer!r}: {which} has the name {name!r:.100}; give a Python identifier other than 'output', "
+                f"{' and '.join(map(repr, sorted(_OF_RUNTIME)))}"
             )
 
 
@@ -203,21 +206,28 @@ class StageModules:
     recomputed: frozenset[str] = frozenset()
 
     @property
-    def silent(self) -> bool:
+    def declares_nothing(self) -> bool:
         """Return whether no layer declares anything."""
-        return all(each.silent for each in self.declared)
+        return all(each.declares_nothing for each in self.declared)
 
     @property
     def segmented(self) -> bool:
         """Return whether the stage runs in segments. They pass positional values only, so its layers must declare nothing."""
-        return self.silent and any(map(is_segmented, self.modules))
+        return self.declares_nothing and any(map(is_segmented, self.modules))
 
     def accepted(self, at: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the `arguments` that layer `at` takes; the micro-batch's context only if the layer names it."""
+        """Return the `arguments` that layer `at` takes; those of the runtime only if the layer names them.
+
+        Of the states of the layers for a slice it gets its own.
+        """
         known = self.keywords[at]
         if known is not None and not known:
             return {}
-        return {key: value for key, value in arguments.items() if (key != KEYWORD if known is None else key in known)}
+        return {
+            key: value[at] if key == STATE else value
+            for key, value in arguments.items()
+            if (key not in _OF_RUNTIME if known is None else key in known)
+        }
 
     def read(self, at: int, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Return the `tensors` that layer `at` reads, by keyword of its forward."""
@@ -255,9 +265,9 @@ class KnownKeywords:
 
     def require(self, method: str, given: Iterable[str]) -> None:
         """Raise UsageError, with the nearest names, for a keyword argument of `method` that no layer takes."""
-        known = (self.names - {KEYWORD}) | {"inputs"} | (set() if method == "predict" else {"targets"})
+        known = (self.names - _OF_RUNTIME) | {"inputs"} | (set() if method == "predict" else {"targets"})
         for name in given:
-            if name == KEYWORD or not (self.others or name in known):
+            if name in _OF_RUNTIME or not (self.others or name in known):
                 raise UsageError(
                     f"{method} got the keyword argument {name!r}, which no layer takes{did_you_mean(name, known)}"
                 )

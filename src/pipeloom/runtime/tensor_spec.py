@@ -165,6 +165,8 @@ def signature(values: Sequence[Any]) -> tuple[Any, ...]:
 class ShapeCache:
     """Specs by (edge, shape of the step's inputs), or by (edge, micro-batch) if shapes are sent with every message.
 
+    Where sequences are cut, each slice of a micro-batch is one here.
+
     A gradient message has the shapes of the activations. The header of the first one tells which of them have no gradient: the
     next stage may have detached them, and then the layers before get no gradient, as in one process.
     """
@@ -176,9 +178,11 @@ class ShapeCache:
         self._introduced: set[tuple[str, Edge, int]] = set()
         self._numbers: dict[Hashable, int] = {}  # numbers of input signatures, which are slow to hash
         self._signatures: Sequence[int] = ()
+        self._slices = 1
 
-    def begin(self, signatures: Sequence[Hashable]) -> None:
-        """Start a step whose micro-batches have these input signatures."""
+    def begin(self, signatures: Sequence[Hashable], slices: int = 1) -> None:
+        """Start a step whose micro-batches have these input signatures; `slices` of each in turn."""
+        self._slices = slices
         if self.policy == "once":
             self._signatures = [self._numbers.setdefault(each, len(self._numbers)) for each in signatures]
         else:
@@ -189,31 +193,35 @@ class ShapeCache:
     def _key(self, edge: Edge, microbatch: int) -> tuple[Edge, int]:
         return edge, (microbatch if self.policy == "each" else self._signatures[microbatch])
 
+    def unit(self, message: Message) -> int:
+        """Return the number of the micro-batch of `message`, or of its slice."""
+        return message.microbatch if message.slice is None else message.microbatch * self._slices + message.slice
+
     def needs_header(self, message: Message) -> bool:
         """Return whether `message` is the first of its key on its channel and so has a header. Call it once per message."""
-        key = (message.channel.kind, *self._key(message.edge, message.microbatch))
+        key = (message.channel.kind, *self._key(message.edge, self.unit(message)))
         first = key not in self._introduced
         self._introduced.add(key)
         return first
 
     def of(self, message: Message) -> TensorSpecs | None:
         """Return the specs of the tensors of `message`, or None if they are not known yet."""
-        boundary = self._known.get(self._key(message.edge, message.microbatch))
+        boundary = self._known.get(self._key(message.edge, self.unit(message)))
         if boundary is None or message.channel.kind == "activation":
             return boundary
         return gradients_of(boundary)
 
-    def without(self, message: Message) -> tuple[int, ...] | None:
+    def missing_gradients(self, message: Message) -> tuple[int, ...] | None:
         """Return the positions in a gradient message without a gradient; None if its first header has not been read yet."""
-        return self._without.get(self._key(message.edge, message.microbatch))
+        return self._without.get(self._key(message.edge, self.unit(message)))
 
-    def expect(self, message: Message, without: tuple[int, ...]) -> None:
+    def set_missing_gradients(self, message: Message, without: tuple[int, ...]) -> None:
         """Remember that gradient messages like `message` have no gradient at these positions."""
-        self._without[self._key(message.edge, message.microbatch)] = without
+        self._without[self._key(message.edge, self.unit(message))] = without
 
-    def keep_promise(self, message: Message, without: tuple[int, ...]) -> None:
+    def require_same_missing(self, message: Message, without: tuple[int, ...]) -> None:
         """Raise UsageError for a gradient where the first such message had none: its reader would drop it."""
-        promised = self.without(message)
+        promised = self.missing_gradients(message)
         if promised and not set(promised) <= set(without):
             raise UsageError(
                 f"{input_of(message.edge)} has a gradient for micro-batch {message.microbatch}; for inputs of the "

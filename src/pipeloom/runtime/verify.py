@@ -23,6 +23,7 @@ from pipeloom.ops.random_state import seeded, stable_seed
 from pipeloom.runtime.batch import (
     IGNORE_INDEX,
     Microbatches,
+    SequenceSlices,
     Weighing,
     Weight,
     as_inputs,
@@ -38,6 +39,7 @@ from pipeloom.runtime.pipeline import LocalPipeline, call_before_layers, layers_
 from pipeloom.runtime.stage_modules import LayerSource, build_stage, layer_name
 from pipeloom.runtime.tensor_spec import tensors_in
 from pipeloom.runtime.tied_weights import Tie, layer_of, share
+from pipeloom.schedule.actions import Action, unit_words
 from pipeloom.schedule.model import Schedule
 
 _RATE = (
@@ -48,9 +50,10 @@ _COARSE = 0.05  # of dtypes of 16 bits and less
 _OF_LOSS = 1e-6  # at least: a pipeline returns its loss in fp32
 _OF_LARGEST = 1e-3  # of the largest gradient; a smaller one (of a bias before a norm, say) may be nothing but rounding
 
-Rule = Literal["results", "backwards", "parameters", "buffers", "recomputation", "evaluation"]
+Rule = Literal["results", "slices", "backwards", "parameters", "buffers", "recomputation", "evaluation"]
 _RULES: dict[Rule, str] = {
     "results": "a layer's result depends only on its inputs, parameters, buffers, keyword arguments and random numbers",
+    "slices": "where sequences are cut, a token sees the earlier slices of its sequence through `slice_state` alone",
     "backwards": "a backward reads and writes only what belongs to its own micro-batch",
     "parameters": "every parameter belongs to the layer that uses it, or is named in `tied`",
     "buffers": "a buffer changes alike in every order of micro-batches that the schedule has",
@@ -144,11 +147,12 @@ def verify(
 
 
 class _Call(NamedTuple):
-    """A layer's forward of one micro-batch of one step."""
+    """A layer's forward of one micro-batch of one step, or of a slice of one."""
 
     step: int
     microbatch: int
     layer: str
+    slice: int = 0
 
 
 OutputSums = tuple[
@@ -157,9 +161,14 @@ OutputSums = tuple[
 
 
 class _Outputs:
-    """OutputSums of the outputs of each call of a layer, which gets random numbers that depend on the call alone."""
+    """OutputSums of the outputs of each call of a layer, which gets random numbers that depend on the call alone.
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    Args:
+        slices: into which the outputs are cut, to be compared with calls for slices; None: they are compared whole.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], slices: SequenceSlices | None = None) -> None:
+        self._slices = slices
         self.sums: dict[_Call, OutputSums] = {}
         self._call: _Call | None = None
         for name, module in modules:
@@ -179,11 +188,21 @@ class _Outputs:
             sys.modules["numpy.random"].seed(seed % 2**32)
 
     def _after(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self._call is not None and self._call.layer == name and self._call not in self.sums:
-            with torch.no_grad():
-                values = [_wide(value).flatten() for value in _strided(output)]
-                weighted = [(v * torch.arange(len(v), device=v.device).cos()).sum().item() for v in values]
-                self.sums[self._call] = complex(sum(weighted)), sum(v.abs().sum().item() for v in values)
+        if self._call is None or self._call.layer != name or self._call in self.sums:
+            return
+        if self._slices is None:
+            self.sums[self._call] = _sums(list(_strided(output)))
+            return
+        parts = [self._slices.cut(value, len(value) if value.ndim else 0) for value in _strided(output)]
+        for at in range(len(self._slices.places)):
+            self.sums[self._call._replace(slice=at)] = _sums([part[at] for part in parts])
+
+
+@torch.no_grad()
+def _sums(tensors: Sequence[Tensor]) -> OutputSums:
+    values = [_wide(tensor).flatten() for tensor in tensors]
+    weighted = [(v * torch.arange(len(v), device=v.device).cos()).sum().item() for v in values]
+    return complex(sum(weighted)), sum(v.abs().sum().item() for v in values)
 
 
 @dataclass
@@ -253,11 +272,13 @@ class _Sides:
         dtypes = [p.dtype for p in self.parameters.values() if p.is_floating_point()]
         widest = max((_TOLERANCE.get(dtype, _COARSE) for dtype in dtypes), default=_TOLERANCE[torch.float32])
         self.tolerance = widest if tolerance is None else tolerance
-        self.expected, self.actual = _Outputs(self.modules.items()), _Outputs(layers_of_ranks(self.pipeline))
+        slices = SequenceSlices.of(batch.inputs, schedule.slices, options.slice_tokens)
+        self.expected = _Outputs(self.modules.items(), slices)
+        self.actual = _Outputs(layers_of_ranks(self.pipeline))
         call_before_layers(self.pipeline, self._before)
 
-    def _before(self, layer: str, microbatch: int) -> None:
-        self.actual.before(_Call(self._step, microbatch, layer))
+    def _before(self, layer: str, action: Action) -> None:
+        self.actual.before(_Call(self._step, action.microbatch, layer, action.slice or 0))
 
     # -- the two runs ----------------------------------------------------------------------------------------------------
 
@@ -351,13 +372,14 @@ class _Sides:
     def _compare_outputs(self, rule: Rule) -> None:
         """Compare what the layers returned, in the order of the model."""
         order = {name: at for at, name in enumerate(self.modules)}
-        for call in sorted(self.actual.sums, key=lambda call: (order[call.layer], call.microbatch)):
+        sliced = self.pipeline.schedule.slices > 1
+        for call in sorted(self.actual.sums, key=lambda call: (order[call.layer], call.microbatch, call.slice)):
             (a, _), (b, size) = self.actual.sums[call], self.expected.sums.get(call, (0.0, 0.0))
             if not abs(a - b) <= self.tolerance * max(size, 1e-30):
                 difference = abs(a - b) / max(size, 1e-30)
-                self._refuse(
-                    f"the output of layer {self._layer(call.layer)}, micro-batch {call.microbatch},", difference, rule
-                )
+                unit = unit_words(call.microbatch, call.slice if sliced else None)
+                where = f"the output of layer {self._layer(call.layer)}, {unit},"
+                self._refuse(where, difference, "slices" if sliced and rule == "results" else rule)
         self.actual.sums.clear()
         self.expected.sums.clear()
 

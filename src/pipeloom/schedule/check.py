@@ -191,7 +191,7 @@ def _check_slices(schedule: Schedule) -> None:
         for code in schedule.action_codes(rank):
             action = parts(schedule.decode(code))[0]
             kind = kind_of(action.kind)
-            if action.slice is None or not (kind.is_forward or INPUT_GRADIENT in kind.produces):
+            if action.slice is None or kind.vocabulary or not (kind.is_forward or INPUT_GRADIENT in kind.produces):
                 continue
             forward, step = kind.is_forward, 1 if kind.is_forward else -1
             key = forward, action.stage, action.microbatch

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.limits import MOST_CELLS, MOST_RANKS
 from pipeloom.schedule.actions import Action, Cell, kind_of, parse_cell
+from pipeloom.schedule.comms_form import CommunicationCell, parse_communication, require_communications
 from pipeloom.schedule.model import Schedule, parts
 
 _ACTION = re.compile(r"\(?\d+(?!REDUCE)[A-Z]")  # the start of an action; the rest of the cell may still be invalid
@@ -55,7 +56,7 @@ def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedul
     """The schedule written in `text`, with one route through all stages of layers in order. Does not run `check`.
 
     Empty cells are idle and are left out; spaces around a cell, quotes, trailing commas and empty lines at the end do
-    not matter.
+    not matter. Sends and receives (torch's `compute_comms`) are checked and left out, since they are derived from the rest.
 
     Args:
         name: the schedule's name.
@@ -63,15 +64,20 @@ def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedul
 
     Raises:
         UsageError: the text is not a schedule: none of its cells is an action.
-        ScheduleError: with file:line:column, for a cell that is not an action (torch's sends and receives among them) and
-            for a stage or micro-batch beyond the number that the other cells imply.
+        ScheduleError: with file:line:column, for a cell that is not an action, for a stage or micro-batch beyond the number that
+            the other cells imply, and for a send or receive that is missing or out of place.
     """
     where = source or name
     _require_size(text, where)
     _require_actions(text, where)
-    rows, places = _read(text, where)
+    read, places = _read(text, where)
+    rows = [[cell for cell in row if not isinstance(cell, CommunicationCell)] for row in read]
     every = [
-        (action, places[r][i]) for r, row in enumerate(rows) for i, cell in enumerate(row) for action in parts(cell)
+        (action, place)
+        for row, row_places in zip(read, places, strict=True)
+        for cell, place in zip(row, row_places, strict=True)
+        if not isinstance(cell, CommunicationCell)
+        for action in parts(cell)
     ]
     stages = len({action.stage for action, _ in every})
     shares = {action.stage for action, _ in every if kind_of(action.kind).vocabulary}
@@ -88,7 +94,7 @@ def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedul
                     f"{'most stages run' if what == 'micro-batch' else 'the file names'} {count}"
                 )
     try:
-        return Schedule.of(
+        schedule = Schedule.of(
             rows,
             placement=_placement(rows, stages),
             microbatches=microbatches,
@@ -99,6 +105,9 @@ def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedul
         )
     except ScheduleError as error:
         raise ScheduleError(f"{where}: {error}") from None
+    if read != rows:
+        require_communications(schedule, read, [[f"{where}:{line}:{column}" for line, column in row] for row in places])
+    return schedule
 
 
 def _require_size(text: str, where: str) -> None:
@@ -128,19 +137,19 @@ def _word(piece: str) -> str:
     return piece.strip().strip('"').strip()
 
 
-def _read(text: str, where: str) -> tuple[list[list[Cell]], list[list[_Place]]]:
+def _read(text: str, where: str) -> tuple[list[list[Cell | CommunicationCell]], list[list[_Place]]]:
     """Each rank's cells and their places in the text."""
-    rows: list[list[Cell]] = []
+    rows: list[list[Cell | CommunicationCell]] = []
     places: list[list[_Place]] = []
     for line, content in enumerate(text.removeprefix("\ufeff").rstrip().splitlines(), start=1):
-        row: list[Cell] = []
+        row: list[Cell | CommunicationCell] = []
         row_places: list[_Place] = []
         column = 1
         for piece in content.split(","):
             word = piece and _word(piece)
             if word:
                 place = _Place(line, column + len(piece) - len(piece.lstrip()))
-                row.append(_cell(word, f"{where}:{place.line}:{place.column}"))
+                row.append(parse_communication(word) or _cell(word, f"{where}:{place.line}:{place.column}"))
                 row_places.append(place)
             column += len(piece) + 1
         rows.append(row)

@@ -60,11 +60,16 @@ def with_copies(
     schedule: Schedule, costs: Costs | None, stages: Collection[int], first: int = 1, parts_of: int = 1
 ) -> Schedule:
     """Return `schedule` with the copies of `offload` for some stages, and no slots: no forward waits for a copy."""
-    cost_model = costs if costs is not None else _UNIT
-    plain = simulate(schedule, cost_model)
-    copy_time = {place: time for place, time in _copy_times(schedule, cost_model).items() if place[0] in stages}
+    plain = simulate(schedule, costs if costs is not None else _UNIT)
+    return copies_beside(plain, stages, first, parts_of)
+
+
+def copies_beside(timeline: Timeline, stages: Collection[int], first: int = 1, parts_of: int = 1) -> Schedule:
+    """Return the timeline's schedule with the copies of `offload` for some stages, where both ways fit between its times."""
+    schedule = timeline.schedule
+    copy_time = {place: time for place, time in _copy_times(schedule, timeline.costs).items() if place[0] in stages}
     return schedule.with_programs(
-        [_with_copies(plain, rank, copy_time, first, parts_of) for rank in range(schedule.ranks)]
+        [_with_copies(timeline, rank, copy_time, first, parts_of) for rank in range(schedule.ranks)]
     )
 
 

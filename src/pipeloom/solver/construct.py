@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any
 
 from pipeloom.errors import PipeloomError
+from pipeloom.schedule.actions import Action, kind_of
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
 from pipeloom.schedule.families import BASELINES, ONE_ROUTE, build
 from pipeloom.schedule.families.construct.list_scheduling import (
@@ -115,6 +116,21 @@ def merge_stage_costs(costs: Costs, stages: int, run: int) -> Costs:
         pair_split=None,
         backward=None,
     )
+
+
+def plain_order(schedule: Schedule) -> Schedule:
+    """Return `schedule` without what recomputes, moves or gathers: its F, B, I, W and pairs."""
+    plain = schedule.with_programs(
+        [
+            [
+                cell if len(parts(cell)) > 1 else Action(whole, *parts(cell)[0][1:])
+                for cell in program
+                if (whole := (kind_of(parts(cell)[0].kind).fuses or (parts(cell)[0].kind,))[-1]) in "FBIW"
+            ]
+            for program in schedule.programs
+        ]
+    )
+    return plain.with_slots({})
 
 
 def sequences_of(instance: Instance, schedule: Schedule, pairs: bool = False) -> Sequences:

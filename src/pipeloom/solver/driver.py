@@ -27,6 +27,7 @@ from pipeloom.solver.construct import (
     family_schedules,
     interleaved_rounds,
     list_scheduled,
+    plain_order,
     reduced_instances,
     sequences_of,
     with_pairs,
@@ -63,6 +64,7 @@ class SearchDriver:
         instances: one per placement and order of micro-batches.
         pairs: whether overlapped pairs are searched over. If so, pairs are formed in the warm starts, no period is searched for,
             and the budget must not include a proof.
+        given: schedules to start from, beside the families.
 
     Attributes:
         incumbent: the best schedule so far.
@@ -76,7 +78,9 @@ class SearchDriver:
         random: Random,
         progress: Callable[[Progress], None] | None,
         pairs: bool = False,
+        given: Sequence[Schedule] = (),
     ) -> None:
+        self.given = [plain_order(schedule) for schedule in given]
         self.instances, self.budget, self.random, self.pairs = instances, budget, random, pairs
         self.objective = instances[0].objective
         bounds = {instance: bound_of(instance, pairs) for instance in instances}
@@ -178,6 +182,7 @@ class SearchDriver:
 
     def _families(self, instance: Instance) -> Iterator[Schedule]:
         sizes = instance.placement, instance.microbatches
+        yield from (schedule for schedule in self.given if schedule.placement == instance.placement)
         yield from family_schedules(*sizes, instance.costs, instance.memory_limit)
         if instance.costs.uneven:  # families made for a memory limit assume equal micro-batches
             yield from family_schedules(*sizes, instance.even.costs, instance.memory_limit)

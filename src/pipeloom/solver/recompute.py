@@ -12,12 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
-from pipeloom.errors import CapacityError
 from pipeloom.schedule.actions import SAVED
 from pipeloom.schedule.bounds import memory_bound, work_bound
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, StageCosts
-from pipeloom.solver.construct import LARGEST_WALKED, family_schedules, sequences_of
-from pipeloom.solver.driver import SearchDriver, WarmStart, warm_start
+from pipeloom.solver.construct import LARGEST_WALKED, family_schedules, plain_order, sequences_of
+from pipeloom.solver.driver import WarmStart, warm_start
 from pipeloom.solver.incumbent import Budget, Incumbent
 from pipeloom.solver.instance import Instance, Recomputation, Sequences
 from pipeloom.solver.tabu import WITH_WHOLE, WITHOUT_PAIRS, TabuSearch
@@ -75,38 +74,9 @@ def bound_with_recomputation(instance: Instance) -> float:
     )
 
 
-def search_with_recomputation(driver: SearchDriver, roomy: Sequence[Instance], random: Random) -> None:
-    """Search without recomputation for half of the budget, and then with it.
-
-    Args:
-        roomy: the instances in which one micro-batch fits without recomputation.
-
-    Raises CapacityError if no schedule fits the memory.
-    """
-    budget, incumbent, instances = driver.budget, driver.incumbent, driver.instances
-    allowed, deadline = budget.allowed, budget.deadline
-    for instance in instances:
-        incumbent.bounds[instance] = bound_with_recomputation(instance)
-    if roomy:
-        budget.allowed, budget.deadline = allowed // 2, budget.begin + (deadline - budget.begin) / 2
-        driver.instances = roomy
-        driver.run()
-        budget.allowed, budget.deadline = allowed, deadline
-    if not driver.interrupted:
-        try:
-            _search(instances, incumbent, budget, random)
-        except KeyboardInterrupt:
-            if incumbent.best is None:
-                raise
-            driver.interrupted = True
-    if incumbent.best is None:
-        raise CapacityError(
-            f"memory is {instances[0].memory_limit:g}; no schedule was found that fits it, not with recomputation: "
-            "give more memory or fewer chunks"
-        )
-
-
-def _search(instances: Sequence[Instance], incumbent: Incumbent, budget: Budget, random: Random) -> None:
+def search_with_recomputation(
+    instances: Sequence[Instance], incumbent: Incumbent, budget: Budget, random: Random
+) -> None:
     """Offer schedules that recompute to `incumbent`, until the budget is spent."""
     starts: list[WarmStart] = []
     for instance in instances:
@@ -147,8 +117,8 @@ def _walked(start: WarmStart, incumbent: Incumbent, budget: Budget, random: Rand
 
 def _orders(instance: Instance, incumbent: Incumbent) -> Iterator[tuple[Sequences, str]]:
     best = incumbent.best
-    if best is not None and best.schedule.placement == instance.placement and not best.instance.recomputed:
-        yield sequences_of(instance, best.schedule), best.origin
+    if best is not None and best.schedule.placement == instance.placement:
+        yield sequences_of(instance, plain_order(best.schedule)), best.origin
     for limit in (instance.memory_limit, float("inf")):
         for schedule in family_schedules(instance.placement, instance.microbatches, instance.costs, limit):
             yield sequences_of(instance, schedule), schedule.name

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from random import Random
 
 from pipeloom.errors import ArgumentError, CapacityError, UsageError, did_you_mean
 from pipeloom.limits import MOST_SEARCHED_CELLS, MOST_SECONDS, MOST_STEPS, require_at_most
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
+from pipeloom.schedule.actions import kind_of
 from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.families.construct.layout import require_sizes
+from pipeloom.schedule.model import parts
 from pipeloom.schedule.placement import NAMED, named, require_placement
 from pipeloom.schedule.timeline import Objective
 from pipeloom.solver.bounds import pairs_gain
@@ -19,7 +22,7 @@ from pipeloom.solver.driver import SearchDriver
 from pipeloom.solver.exact import require_solver
 from pipeloom.solver.incumbent import Budget, Progress, value_of
 from pipeloom.solver.instance import Instance
-from pipeloom.solver.recompute import search_with_recomputation
+from pipeloom.solver.memory import offer_start, per_rank_limits, search_within_memory
 
 OBJECTIVES = ("makespan", "span")
 
@@ -60,6 +63,16 @@ class SearchResult:
         """value / lower bound - 1; 0 if the bound is 0."""
         return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
 
+    @property
+    def recomputed(self) -> dict[int, tuple[int, ...]]:
+        """Stage -> the micro-batches that are recomputed, whole, in blocks or by part."""
+        return _places(self.schedule, "R")
+
+    @property
+    def offloaded(self) -> dict[int, tuple[int, ...]]:
+        """Stage -> the micro-batches of which at least a part is copied to host memory."""
+        return _places(self.schedule, "O")
+
     def _repr_svg_(self) -> str | None:
         """Return the drawing of its timeline, for notebooks."""
         return self.timeline._repr_svg_()
@@ -72,14 +85,29 @@ class SearchResult:
         return f"SearchResult({self.objective} {self.value:g}, bound {self.lower_bound:g}, {self.schedule!r})"
 
 
+def _places(schedule: Schedule, letter: str) -> dict[int, tuple[int, ...]]:
+    """Stage -> its micro-batches with an action of this kind, of a part of it, or fused of it and others."""
+    places = sorted(
+        {
+            (action.stage, action.microbatch)
+            for program in schedule.programs
+            for cell in program
+            for action in parts(cell)
+            if letter in (action.kind.partition(":")[0], *(kind_of(action.kind).fuses or ()))
+        }
+    )
+    return {stage: tuple(mb for _, mb in group) for stage, group in groupby(places, key=lambda place: place[0])}
+
+
 def search(
     ranks: int,
     microbatches: int,
     costs: Costs | None = None,
-    memory: float | None = None,
+    memory: float | Sequence[float] | None = None,
     *,
     placement: str | Sequence[int] | None = None,
     chunks: int | None = None,
+    start: Schedule | None = None,
     objective: Objective = "makespan",
     time_limit: float | None = None,
     iterations: int | None = None,
@@ -99,10 +127,13 @@ def search(
     Args:
         costs: costs of a stage; default: `Costs()`, F = I = W = 1. Micro-batches of different lengths (`Costs.microbatch`)
             may be reordered. With a memory limit and `Costs.recompute`, the search also decides which micro-batches of which
-            stages are recomputed, whole or by the parts that `Costs.bytes` has (not with `prove` or `pairs`).
-        memory: the largest peak memory of a rank, in units of `Costs.activation` (default: stage-micro-batches); None: no limit.
+            stages are recomputed, whole or by the parts that `Costs.bytes` has, and with a finite `Costs.host_bandwidth` which
+            are copied to host memory and back (neither with `prove` or `pairs`).
+        memory: the largest peak memory of a rank, in units of `Costs.activation` (default: stage-micro-batches), or one for
+            each rank; None: no limit.
         placement: `"linear"`, `"loop"`, `"vee"`, or the rank of every stage; None: all three for the given chunks.
         chunks: stages per rank; default 1, or the placement's.
+        start: a schedule of the same sizes to start from, beside the families; it may recompute and copy.
         objective: `"makespan"`, for steps that end in a barrier; `"span"`, the largest span of a rank, for steps without one.
         time_limit: longest search, in seconds.
         iterations: most moves of the local search. Without a time limit and a proof, the result then depends only on the
@@ -127,21 +158,19 @@ def search(
     cost_model = costs if costs is not None else Costs()
     if objective not in OBJECTIVES:
         raise UsageError(f"objective is {objective!r:.200}{did_you_mean(str(objective), OBJECTIVES)}")
-    memory_limit = math.inf if memory is None else _limit("memory", memory)
+    limits = _limits(memory, ranks)
+    if start is not None and placement is None and chunks is None:
+        placement = start.placement
     instances = [
-        Instance(place, microbatches, cost_model, memory_limit, objective, order, overlap_p2p)
+        Instance(
+            place, microbatches, _costs_within(limits, place, cost_model), max(limits), objective, order, overlap_p2p
+        )
         for place in placements_of(ranks, chunks, placement)
         for order in microbatch_orders(cost_model.factors(microbatches))
     ]
-    recomputes = memory is not None and cost_model.recompute is not None and not (pairs or prove)
-    roomy: list[Instance] = []
-    for instance in instances:
-        try:
-            require_room(instance)
-            roomy.append(instance)
-        except CapacityError:
-            if not recomputes:
-                raise
+    limited = memory is not None and not (pairs or prove)
+    recomputes, copies = limited and cost_model.recompute is not None, limited and cost_model.host_bandwidth < math.inf
+    roomy = _roomy(instances, required=not (recomputes or copies))
     if iterations is not None and (isinstance(iterations, bool) or iterations < 0):
         raise UsageError(f"iterations is {iterations!r:.200}; it must be a whole number of at least 0")
     _require_plain(cost_model, prove, pairs, overlap_p2p)
@@ -149,16 +178,19 @@ def search(
         require_solver()
     with_pairs = pairs and any(map(pairs_gain, instances))
     budget = Budget(instances[0].nodes, time_limit, iterations, prove, with_pairs)
-    driver = SearchDriver(instances, budget, Random(seed), progress, with_pairs)
-    if recomputes:
-        search_with_recomputation(driver, roomy, Random(seed))
+    given = [] if start is None else [start]
+    driver = SearchDriver(instances, budget, Random(seed), progress, with_pairs, given)
+    if start is not None:
+        offer_start(driver, start, cost_model, limits)
+    if recomputes or copies:
+        search_within_memory(driver, roomy, seed, recomputes, copies)
     else:
         driver.run()
     incumbent, best = driver.incumbent, driver.incumbent.best
     assert best is not None
     return SearchResult(
         schedule=best.schedule,
-        timeline=simulate(best.schedule, best.instance.costs, overlap_p2p=overlap_p2p),
+        timeline=simulate(best.schedule, cost_model, overlap_p2p=overlap_p2p),
         objective=objective,
         lower_bound=min(incumbent.bound, best.value),
         proved=incumbent.proved,
@@ -167,6 +199,32 @@ def search(
         seconds=budget.seconds,
         interrupted=driver.interrupted,
     )
+
+
+def _limits(memory: float | Sequence[float] | None, ranks: int) -> list[float]:
+    """rank -> its memory limit."""
+    if memory is None:
+        return [math.inf] * ranks
+    if isinstance(memory, Sequence) and not isinstance(memory, str):
+        return [_limit("memory", limit) for limit in memory]
+    return [_limit("memory", memory)] * ranks
+
+
+def _costs_within(limits: Sequence[float], placement: Sequence[int], costs: Costs) -> Costs:
+    return costs if len(set(limits)) == 1 else per_rank_limits(placement, costs, limits)
+
+
+def _roomy(instances: Sequence[Instance], required: bool) -> list[Instance]:
+    """Return the instances in which one micro-batch at a time fits; raise CapacityError for another if `required`."""
+    roomy = []
+    for instance in instances:
+        try:
+            require_room(instance)
+            roomy.append(instance)
+        except CapacityError:
+            if required:
+                raise
+    return roomy
 
 
 def placements_of(ranks: int, chunks: int | None, placement: str | Sequence[int] | None) -> list[tuple[int, ...]]:
@@ -226,7 +284,7 @@ def _require_plain(costs: Costs, prove: bool, pairs: bool, overlap_p2p: bool) ->
         )
 
 
-def _limit(name: str, value: float) -> float:
+def _limit(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ArgumentError(name, f" is {value!r:.200}; it must be a number above 0")
     return value

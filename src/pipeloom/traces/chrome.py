@@ -3,7 +3,7 @@
 An event is an action if it has the name of one: `3F0` or `0F5|3B1`, as in Pipeloom's traces; the same after torch's `PP:`; or
 `Forward 3` and `Backward 3`, as in torch's GPipe, where the stage is the rank. Where the same names are measured on a GPU
 (`gpu_user_annotation`), only those events count. `ProfilerStep#N` cuts a file into steps; without it each occurrence of an action
-is another step.
+of a micro-batch is another step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from pipeloom.errors import ScheduleError, UsageError, shortened
 from pipeloom.limits import SCHEDULE_BYTES, read_file
-from pipeloom.schedule.actions import Action, Cell, Pair, parse_cell
+from pipeloom.schedule.actions import Action, Cell, Pair, kind_of, parse_cell
 from pipeloom.schedule.check import check
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.timeline import Timeline
@@ -39,6 +39,7 @@ class _NamedEvent(NamedTuple):
     start: float
     end: float
     cell: Cell
+    entry: float = math.inf  # its number in the program, where Pipeloom has written it: queues run beside each other
 
 
 class _Row(NamedTuple):
@@ -193,7 +194,10 @@ def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list
             continue
         cell = _cell_of(name, rank)
         if cell is not None:
-            (device if on_device else host).append(_NamedEvent(*_interval(event, name, path), cell))
+            arguments = event.get("args")
+            entry = arguments.get("entry") if isinstance(arguments, dict) else None
+            entry = entry if isinstance(entry, int) and entry >= 0 else math.inf
+            (device if on_device else host).append(_NamedEvent(*_interval(event, name, path), cell, entry))
     outermost = _outermost(sorted(device or host, key=lambda event: (event.start, -event.end)))
     if len(steps) > 1 and not device:  # on a device the work of a step runs on into the host's next one
         groups = [[action for action in outermost if low <= action.start < high] for low, high in sorted(steps)]
@@ -202,6 +206,8 @@ def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list
         counts: dict[Cell, int] = {}
         for action in outermost:
             number = counts[action.cell] = counts.get(action.cell, 0) + 1
+            if kind_of(parts(action.cell)[0].kind).of_stage:  # a step may have several
+                number = max(1, len(groups))
             while len(groups) < number:
                 groups.append([])
             groups[number - 1].append(action)
@@ -261,7 +267,7 @@ def _timelines(path: Path, rows: Sequence[_Row], notes: list[str]) -> MeasuredSt
     timelines: list[Timeline] = []
     reason: ScheduleError | None = None
     for step in range(count):
-        events = [row.steps[step] if step < len(row.steps) else [] for row in rows]
+        events = [sorted(r.steps[step], key=lambda e: e.entry) if step < len(r.steps) else [] for r in rows]
         try:
             schedule = Schedule.of(
                 [[event.cell for event in row] for row in events],

@@ -79,7 +79,7 @@ def offsets(schedule: Schedule, starts: TimeRows, ends: TimeRows) -> tuple[list[
 def aligned(schedule: Schedule, starts: TimeRows, ends: TimeRows) -> Timeline:
     """Return the timeline with the ranks' clocks aligned; its times count from its first action.
 
-    Raises ScheduleError where two entries of a rank overlap: a rank runs one at a time.
+    Raises ScheduleError where two entries on one queue of a rank overlap: a queue runs one at a time.
     """
     starts = [_in_turn(schedule, rank, row, ends[rank]) for rank, row in enumerate(starts)]
     shifts, _ = offsets(schedule, starts, ends)
@@ -93,10 +93,10 @@ def aligned(schedule: Schedule, starts: TimeRows, ends: TimeRows) -> Timeline:
 
 
 def _in_turn(schedule: Schedule, rank: int, starts: Sequence[float], ends: Sequence[float]) -> list[float]:
-    """The starts, each no earlier than the end of the entry before."""
+    """The starts, each no earlier than the end of the entry before on its queue."""
     turns = list(starts)
     program = schedule.programs[rank]
-    for before, at in pairwise(range(len(turns))):
+    for before, at in (pair for positions in schedule.queues[rank].values() for pair in pairwise(positions)):
         late = ends[before] - turns[at]
         if late > _OVERLAP * min(ends[before] - turns[before], ends[at] - starts[at]) + 1e-9:
             raise ScheduleError(

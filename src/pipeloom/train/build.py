@@ -58,6 +58,7 @@ def build_pipeline(
         timeout=config.train.seconds,
         watchdog=watchdog,
         microbatch_sizes=layout.microbatch_sizes,
+        slice_tokens=layout.slice_tokens,
         recompute=recomputed(config),
         main_gradients=kind.itemsize < 4,
         shard_gradients=config.optimizer.zero1,
@@ -68,7 +69,12 @@ def build_pipeline(
     )
     with naming_keys():
         return Pipeline(
-            compiled(model_layers(config, kind, device, tensor, mesh, moe_classes(layout), drawn), config),
+            compiled(
+                model_layers(
+                    config, kind, device, tensor, mesh, moe_classes(layout), drawn, layout.schedule.slices > 1
+                ),
+                config,
+            ),
             layout.schedule,
             loss=training_loss(config, tensor),
             mesh=mesh,
@@ -86,11 +92,12 @@ def model_layers(
     mesh: Mesh | PipelineMesh | None = None,
     classes: MoeClasses = MoeClasses(),
     drawn: bool = True,
+    slices: bool = False,
 ) -> list[Layer]:
-    """Return the layers of a configuration's model, with its adapters."""
+    """Return the layers of a configuration's model, with its adapters; `slices`: they can run slices of sequences."""
     options, context = lora_options(config), context_parallel_of(config, mesh)
     if config.model.source:
-        model: list[Layer] = foreign(config.model.source, dtype, context)
+        model: list[Layer] = foreign(config.model.source, dtype, context, slices)
     else:
         experts = expert_parallel_of(config, mesh)
         model = layers(config.model.shape(), config.train.seed, dtype, device, tensor, experts, classes, drawn, context)
@@ -156,9 +163,11 @@ def ties(config: Config) -> tuple[tuple[str, ...], ...]:
 
 
 @cache
-def foreign(source: str, dtype: torch.dtype, context: ContextParallel | None = None) -> hf.ModelLayers:
+def foreign(
+    source: str, dtype: torch.dtype, context: ContextParallel | None = None, slices: bool = False
+) -> hf.ModelLayers:
     """Return the layers of the model in a Hugging Face directory."""
-    return hf.layers(expanded(source), dtype=dtype, context=context)
+    return hf.layers(expanded(source), dtype=dtype, context=context, slices=slices)
 
 
 def _tensor_parallel(mesh: Mesh, config: Config, device: torch.device) -> TensorParallel:

@@ -112,7 +112,7 @@ class Optimizer:
             list(pipeline.named_parameters()),
             config.optimizer,
             pipeline.sync,
-            pipeline.counts,
+            pipeline.counts_in_norm,
             layouts=pipeline.layouts,
             foreign=config.model if config.model.source else None,
         )

@@ -23,6 +23,7 @@ STAGES = {
     "gpipe": ("ScheduleGPipe", (0,)),
     "1f1b": ("Schedule1F1B", (0,)),
 }
+PREPARED = ("interleaved", "zbv", "dualpipev")
 
 
 def pipeline_order(name: str) -> dict[int, list[Any]]:
@@ -51,11 +52,22 @@ def pipeline_order(name: str) -> dict[int, list[Any]]:
     return kind(stages, MICROBATCHES, loss_fn=lambda output, target: 0).pipeline_order
 
 
-def text(name: str) -> str:
-    """The table as torch's `_dump_csv` writes it."""
+def prepared(name: str) -> dict[int, list[Any]]:
+    """The same as torch's runtime executes it (`compute_comms`): with gathers, reductions, sends and receives."""
+    from torch.distributed.pipelining import schedules
+
+    order = pipeline_order(name)
+    place = {a.stage_index: rank for rank in order for a in order[rank] if a is not None and not a.sub_actions}
+    gathered = {rank: schedules._add_unshard_reshard(order[rank]) for rank in order}
+    reduced = {rank: schedules._add_reduce_grad(gathered[rank], MICROBATCHES) for rank in order}
+    return schedules._add_send_recv(reduced, place.__getitem__, len(place))
+
+
+def text(name: str, comms: bool = False) -> str:
+    """The table as torch's `_dump_csv` writes it; `comms`: with sends and receives."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    order = pipeline_order(name)
+    order = prepared(name) if comms else pipeline_order(name)
     for rank in order:
         writer.writerow(order[rank])
     return out.getvalue()
@@ -64,3 +76,5 @@ def text(name: str) -> str:
 if __name__ == "__main__":
     for name in STAGES:
         (Path(__file__).parent / f"{name}.csv").write_text(text(name))
+    for name in PREPARED:
+        (Path(__file__).parent / f"{name}-comms.csv").write_text(text(name, comms=True))

@@ -16,6 +16,7 @@ from pipeloom.models import cross_entropy, hf
 from pipeloom.parallel.context import ContextParallel, Exchange
 from pipeloom.parallel.mesh import ALONE, Mesh
 from pipeloom.runtime import LocalPipeline, Pipeline, RuntimeOptions
+from pipeloom.runtime.verify import relative_error
 from processes import run_ranks
 
 
@@ -49,6 +50,23 @@ def spread(rank: int, family: str, exchange: Exchange, packed: bool) -> list[flo
 def test_loss_and_gradients_equal_one_process(family: str, exchange: Exchange, packed: bool) -> None:
     for errors in run_ranks(spread, 2, family, exchange, packed):
         assert max(errors) < 1e-5, errors
+
+
+@pytest.mark.parametrize(("family", "packed"), [("llama-tied", True), ("qwen3", False), ("mixtral", True)])
+def test_slices_have_loss_and_gradients_of_whole_sequences(family: str, packed: bool) -> None:
+    batch, tiny, options = make_batch(family, packed), MODEL_FAMILIES[family], RuntimeOptions(seed=0)
+    schedule = schedules.one_f_one_b(2, 2)
+    gradients = []
+    for slices in (1, 3):
+        model = hf.layers(tiny.build(), slices=slices > 1)
+        schedule = schedules.cut_sequences(schedule, slices) if slices > 1 else schedule
+        pipeline = LocalPipeline(model, schedule, loss=cross_entropy, tied=model.tied, options=options)
+        loss = pipeline.step(batch.tokens, batch.targets, **batch.keywords).item()
+        gradients.append({name: each.grad for name, each in pipeline.named_parameters()} | {"": torch.tensor(loss)})
+    assert max(relative_error(gradients[1][name], want) for name, want in gradients[0].items()) < 1e-5
+    unready = LocalPipeline(hf.layers(tiny.build()), schedule, loss=cross_entropy, options=options)
+    with pytest.raises(UsageError, match="slices=True"):
+        unready.step(batch.tokens, batch.targets)
 
 
 def test_an_attention_mask_is_refused() -> None:

@@ -10,7 +10,7 @@ from pipeloom.errors import UsageError
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.models import DecoderShape
 from pipeloom.models.decoder import Attention, attend
-from pipeloom.parallel.context import ContextParallel, Exchange
+from pipeloom.parallel.context import ContextParallel, Exchange, attend_in_blocks
 from pipeloom.parallel.mesh import ALONE, Axis, Mesh
 from processes import run_ranks
 
@@ -44,7 +44,7 @@ def on_ranks(rank: int, exchange: Exchange, documents: str) -> list[list[float]]
     right = attend(*whole, torch.arange(TOKENS).expand(BATCH, -1) if ids is None else ids)
     wanted = [right, *gradients(*whole, out=right, upstream=upstream)]
     held = [context.part(each, 2).clone().requires_grad_() for each in qkv]
-    out = context.attend(*held, position_ids=ids)
+    out = attend_in_blocks(*held, position_ids=ids, context=context)
     got = [out, *gradients(*held, out=out, upstream=context.part(upstream, 2))]
     return [[float((context.part(a, 2) - b).abs().max())] for a, b in zip(wanted, got, strict=True)]
 

@@ -189,7 +189,7 @@ def trained(rank: int) -> dict[str, Any]:
     for shard in (False, True):
         options = RuntimeOptions(monitor=False, shard_gradients=shard)
         pipeline = Pipeline(layers("sometimes"), S.gpipe(1, 4), loss=mse, mesh=mesh, options=options)
-        optimizer = Optimizer(list(pipeline.named_parameters()), OPTIONS, pipeline.sync, pipeline.counts)
+        optimizer = Optimizer(list(pipeline.named_parameters()), OPTIONS, pipeline.sync, pipeline.counts_in_norm)
         for step in range(4):
             pipeline.step(*data(step, rank, "sometimes"))
             optimizer.square_norm()
@@ -235,10 +235,10 @@ def test_a_gradient_that_comes_and_goes_asks_for_shapes_each() -> None:
     """The first message said that there is none, and the other rank drops what comes in its place."""
     channel = Channel(1, 0, "gradient")
     first, second = (Message(channel, Edge(0, 1, "output"), number, number) for number in range(2))
-    book = ShapeCache("once")
-    book.begin(["same shape", "same shape"])
-    assert (book.needs_header(first), book.needs_header(second)) == (True, False)
-    book.expect(first, (0,))
-    book.keep_promise(second, (0,))
+    shapes = ShapeCache("once")
+    shapes.begin(["same shape", "same shape"])
+    assert (shapes.needs_header(first), shapes.needs_header(second)) == (True, False)
+    shapes.set_missing_gradients(first, (0,))
+    shapes.require_same_missing(second, (0,))
     with pytest.raises(UsageError, match=r'input of stage 1 has a gradient for micro-batch 1.*set shapes = "each"'):
-        book.keep_promise(second, ())
+        shapes.require_same_missing(second, ())

@@ -147,7 +147,7 @@ def test_a_step_adds_to_the_fp32_sum_unless_the_caller_changed_its_rounded_copy(
 def test_an_optimizer_that_reads_the_buckets_leaves_grad_empty_and_is_clipped_in_fp32() -> None:
     pipeline = pipeline_of_one(main_gradients=True)
     assert pipeline.sync is not None
-    Optimizer(list(pipeline.named_parameters()), load("tiny").optimizer, pipeline.sync, pipeline.counts)
+    Optimizer(list(pipeline.named_parameters()), load("tiny").optimizer, pipeline.sync, pipeline.counts_in_norm)
     pipeline.step(ONES * 1.3, ONES * 0)
     assert all(p.grad is None for p in pipeline.parameters())
     gradient = pipeline.sync.gradient("a.weight")
@@ -165,7 +165,7 @@ def test_sharded_gradients_warn_once_unless_an_optimizer_reads_them() -> None:
         warnings.simplefilter("error")
         pipeline.step(ONES, ONES * 0)
         pipeline = pipeline_of_one(shard_gradients=True)
-        Optimizer(list(pipeline.named_parameters()), load("tiny").optimizer, pipeline.sync, pipeline.counts)
+        Optimizer(list(pipeline.named_parameters()), load("tiny").optimizer, pipeline.sync, pipeline.counts_in_norm)
         pipeline.step(ONES, ONES * 0)
 
 

@@ -187,7 +187,9 @@ def bf16(rank: int) -> list[float]:
 
     options = RuntimeOptions(monitor=False)
     pipeline = Pipeline([Layer("a", build)], S.gpipe(1, 2), loss=mse, mesh=mesh, options=options)
-    optimizer = Optimizer(list(pipeline.named_parameters()), load("tiny").optimizer, pipeline.sync, pipeline.counts)
+    optimizer = Optimizer(
+        list(pipeline.named_parameters()), load("tiny").optimizer, pipeline.sync, pipeline.counts_in_norm
+    )
     x, y = batch(4)
     pipeline.step(x.bfloat16(), y.bfloat16())
     optimizer.step(optimizer.square_norm() ** 0.5, 1e-3)

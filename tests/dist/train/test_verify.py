@@ -137,6 +137,6 @@ def test_the_serial_step_is_the_mean_over_all_targets() -> None:
 
 @pytest.mark.core
 def test_no_two_rows_of_the_batch_are_alike() -> None:
-    tokens, targets, _ = make_batch(load_layout("tiny"))
+    tokens, targets, *_ = make_batch(load_layout("tiny"))
     assert tokens.shape == targets.shape == (8, 16)
     assert len({tuple(row) for row in tokens.tolist() + targets.tolist()}) == 16

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from corpora import data
-from pipeloom.train.data.batches import Batch, SpanRows, spread, windows_of
+from pipeloom.train.data.batches import Batch, SpanRows, evenly_spaced, windows_of
 from pipeloom.train.data.sources import stdlib_files
 from pipeloom.train.data.tokenizers import ByteTokenizer
 
 
 def sample(text: torch.Tensor, seed: int, step: int, rows: int, seq_len: int) -> Batch:
-    return windows_of(text, seq_len, "training text").anywhere(rows, seed, step)
+    return windows_of(text, seq_len, "training text").random_rows(rows, seed, step)
 
 
 def test_installed_packages_and_tests_are_left_out(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_batch_is_a_function_of_seed_and_step() -> None:
 
 def test_targets_are_the_tokens_that_follow() -> None:
     text = torch.arange(200, dtype=torch.uint8)
-    tokens, targets, _ = sample(text, 0, 0, 50, 8)
+    tokens, targets, *_ = sample(text, 0, 0, 50, 8)
     assert tokens.dtype == targets.dtype == torch.int64
     assert tokens.shape == (50, 8)
     assert torch.equal(targets, tokens + 1)
@@ -78,10 +78,10 @@ def test_windows_reach_the_first_and_the_last_token() -> None:
 
 def test_held_out_windows_are_spread_and_never_overlap() -> None:
     text = torch.arange(250, dtype=torch.uint8)
-    rows = torch.cat([batch.tokens for batch in spread(text, rows=4, seq_len=8, most=3)])
+    rows = torch.cat([batch.tokens for batch in evenly_spaced(text, rows=4, seq_len=8, most=3)])
     assert rows.shape == (12, 8)
     starts = rows[:, 0].tolist()
     assert starts[0] == 0
     assert starts[-1] > 200
     assert all(b - a >= 8 for a, b in pairwise(starts))
-    assert [len(batch.tokens) for batch in spread(text[:50], rows=4, seq_len=8, most=3)] == [4, 2]
+    assert [len(batch.tokens) for batch in evenly_spaced(text[:50], rows=4, seq_len=8, most=3)] == [4, 2]

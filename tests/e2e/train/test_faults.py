@@ -80,7 +80,7 @@ def test_a_kill_at_start_up_is_named_at_once(delay: float, tmp_path: Path) -> No
 def test_strangers_who_connect_change_nothing(tmp_path: Path) -> None:
     (tmp_path / "alone").mkdir()
     (tmp_path / "flooded").mkdir()
-    flags = LAYOUTS["gloo"]
+    flags = ["--parallel.pp", "2", "--schedule.transport", "individual"]
     try:
         outcome, losses, taken = faults.trained_among_strangers(tmp_path / "flooded", flags)
     except OSError as reason:

@@ -22,7 +22,7 @@ from pipeloom.config.settings import to_toml
 from pipeloom.errors import ConfigError
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.data.batches import Batches, spread
+from pipeloom.train.data.batches import Batches, evenly_spaced
 from pipeloom.train.loop import Trainer
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.report.report import Report
@@ -47,7 +47,7 @@ def trained(**changes: Any) -> tuple[Notes, dict[str, Tensor]]:
     notes = Notes()
     trainer = Trainer(layout.config, pipeline, context(), notes)  # type: ignore[arg-type]
     train = layout.config.train
-    trainer.train(TEXT, spread(TEXT[:1500], train.global_batch_size, train.seq_len, train.eval_batches))
+    trainer.train(TEXT, evenly_spaced(TEXT[:1500], train.global_batch_size, train.seq_len, train.eval_batches))
     state = {name: value.clone() for name, value in pipeline.state_dict().items()}
     for name, kinds in trainer.optimizer.state_dict().items():
         state |= {f"{name} {kind}": value.clone() for kind, value in kinds.items() if isinstance(value, Tensor)}

@@ -204,6 +204,16 @@ def test_saved_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert saved_in_a_step(layout, monkeypatch) == pytest.approx(wanted, rel=0.01)
 
 
+@pytest.mark.parametrize("name", [n for n in LAYOUTS if n.startswith(("1f1b", "interleaved")) and "overlap" not in n])
+def test_the_planner_predicts_what_measured_layers_do(name: str) -> None:
+    layout = layout_of(name)
+    planned, measured = planned_run(layout).ranks, predicted(layout)[1]
+    for one, other in zip(planned, measured, strict=True):
+        assert one.activations == pytest.approx(other.activations, rel=0.01)
+        sums = one.activations + one.temporaries, other.activations + other.temporary
+        assert sums[0] == pytest.approx(sums[1], rel=0.02)
+
+
 def test_allocated_bytes() -> None:
     """From measured layers, what the step adds; from the planner's, all of it.
 

@@ -57,6 +57,11 @@ def test_costs_by_stage_and_held_memory(pipeloom: Run) -> None:
     assert max(found["spans"]) == found["search"]["value"]
 
 
+def test_it_says_what_is_copied_to_the_host(pipeloom: Run) -> None:
+    ended = pipeloom("search --ranks 2 --microbatches 4 --memory 1.5 --host-bandwidth 1 --iterations 0")
+    assert "\noffloaded: stages 0: micro-batches 0-3\n" in ended.out
+
+
 def test_costs_by_microbatch(pipeloom: Run) -> None:
     line = "--ranks 2 --microbatches 4 --microbatch-costs 1,3,1,2"
     found = json.loads(pipeloom(f"search {line} --memory 5 --iterations 200 --json").out)

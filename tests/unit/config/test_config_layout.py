@@ -200,10 +200,11 @@ def test_slices_are_cut_where_they_take_the_same_time_or_warn() -> None:
             {"schedule.name": "search", "schedule.slices": 4},
             "schedule.slices = 4: schedules are searched for whole sequences",
         ),
+        ({"schedule.transforms": ["vocabulary"]}, "a schedule with vocabulary can be simulated, not run"),
         ({"schedule.name": "chimera", "schedule.slices": 2}, "would take different routes"),
     ],
 )
-def test_slices_that_cannot_be_are_refused(keys: dict[str, object], words: str) -> None:
+def test_slices_and_vocabulary_that_cannot_be_are_refused(keys: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         load_layout("tiny", {"train.seq_len": 32, "parallel.pp": 2, "schedule.name": "1f1b", **keys})
 

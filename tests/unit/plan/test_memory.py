@@ -86,6 +86,13 @@ def test_presets_have_the_parameters_of_their_cards(name):
     assert total / 1e9 == pytest.approx(CARDS[name], rel=0.005)
 
 
+def test_gradients_count_from_a_stages_first_weight_gradient():
+    """Under gpipe none is there while all micro-batches are alive; under 1f1b that of the stage is."""
+    stages = [StageMemory(10.0, 0.0, 3.0, gradients=100.0)]
+    assert peak(build("gpipe", 1, 4, None, {}), 0, stages) == (130.0, 3.0, "0B1")
+    assert peak(build("gpipe", 1, 4, None, {}), 0, [replace(stages[0], gradients=9.0)]) == (40.0, 3.0, "0B0")
+
+
 def hand_made():
     """Two operations: the first keeps a and b, the second b and c; gradients 10 and 20, 5 of scratch in the first."""
     first = Op("first", (("a", 100.0), ("b", 40.0)), gradients=10, scratch=5)

@@ -49,7 +49,7 @@ def test_both_pipelines_have_the_same_attributes() -> None:
         assert pipeline.layer_names == (("block0", "block1"),)
         assert list(pipeline.modules) == ["block0", "block1"]
         assert pipeline.owns("block0.linear.weight")
-        assert pipeline.counts("block0.linear.weight")
+        assert pipeline.counts_in_norm("block0.linear.weight")
         with pipeline.no_sync(), pipeline.waiting("nothing"):
             pipeline.adopt(schedule)
         pipeline.close()

@@ -11,8 +11,10 @@ import pytest
 import pipeloom as pl
 from paths import DATA
 from pipeloom.errors import UsageError
+from pipeloom.schedule.comms_form import to_torch_csv
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.files import load, names_a_file
+from pipeloom.schedule.model import parts
 
 TORCH = DATA / "torch"
 GOLDEN = ["interleaved", "looped-bfs", "zbv", "interleaved-zb", "dualpipev", "gpipe"]
@@ -55,6 +57,53 @@ def test_torch_tables_are_read_pass_check_and_are_written_back(name: str) -> Non
     assert schedule.placement == ((0, 1, 2, 3, 3, 2, 1, 0) if v_placed else tuple(range(4)) * schedule.chunks)
 
 
+@pytest.mark.parametrize("name", ["interleaved", "zbv", "dualpipev"])
+def test_torchs_prepared_tables_are_read_and_written_back(name: str) -> None:
+    """With gathers, reductions, sends and receives, byte for byte; what is left without them is torch's plain table."""
+    schedule = load(TORCH / f"{name}-comms.csv")
+    pl.check(schedule)
+    assert to_torch_csv(schedule) == ((TORCH / f"{name}-comms.csv").read_text(), ())
+    plain = [[cell for cell in p if parts(cell)[0].kind in "FBIW"] for p in schedule.programs]
+    assert schedule.with_programs(plain).codes == load(TORCH / f"{name}.csv").codes
+
+
+def test_what_torch_does_not_know_is_left_out() -> None:
+    plain = pl.schedules.interleaved(2, 4)
+    for word, letters in (("offload", ("O", "L")), ("recompute=whole", ("R",)), ("recompute", ("R",))):
+        assert to_torch_csv(pl.schedules.transformed(plain, [word])) == (to_torch_csv(plain)[0], letters)
+    for schedule in (
+        pl.schedules.dualpipe(2, 4),
+        *(pl.schedules.transformed(plain, [w]) for w in ("slices=2", "vocabulary")),
+    ):
+        with pytest.raises(pl.ScheduleError, match="which torch's runtime cannot execute"):
+            to_torch_csv(schedule)
+    with pytest.raises(pl.ScheduleError, match="deadlocks"):
+        to_torch_csv(from_csv("0B0,0F0\n1F0,1B0"))
+
+
+COMMS = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("1RECV_F0,1F0", "1F0,1RECV_F0", "x:2:1: 1F0 waits for 1RECV_F0, which is not before it"),
+        ("0F0,0SEND_F0", "0SEND_F0,0F0", "x:1:1: 0SEND_F0 is not behind an action that makes a message"),
+        ("0F1,0SEND_F1", "0F1,0SEND_F0", "0SEND_F0 is not behind .* or is there twice"),
+        (",0SEND_F1", "", "0SEND_F1 is missing on rank 0"),
+        ("1RECV_F0", "1RECV_F0,1RECV_F0", "x:2:10: 1RECV_F0 receives nothing, or is there twice"),
+        ("0F0,", "0F0,0RECV_F0,", "0RECV_F0 receives nothing"),
+        ("1RECV_F1,1F1,1B1", "1F1,1B1,1RECV_F1", "1F1 waits for 1RECV_F1"),
+        ("1B1,1SEND_B1", "1B1,1SEND_B1,1RECV_F1", "x:2:53: no action behind 1RECV_F1 waits for it"),
+        ("0RECV_B0,0B0,0RECV_B1", "0RECV_B1,0RECV_B0,0B0", "rank 1 sends 1SEND_B0 where rank 0 receives 0RECV_B1"),
+    ],
+)
+def test_sends_and_receives_are_checked(old: str, new: str, reason: str) -> None:
+    assert from_csv(COMMS).programs == from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1").programs
+    with pytest.raises(pl.ScheduleError, match=reason):
+        from_csv(COMMS.replace(old, new), source="x")
+
+
 def test_torch_interleaved_is_the_one_made_here() -> None:
     assert load(TORCH / "interleaved.csv").codes == pl.schedules.interleaved(ranks=4, microbatches=8).codes
 
@@ -75,6 +124,8 @@ def test_golden_files_are_what_torch_makes(name: str) -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.text(name) == (TORCH / f"{name}.csv").read_text()
+    if name in module.PREPARED:
+        assert module.text(name, comms=True) == (TORCH / f"{name}-comms.csv").read_text()
 
 
 @pytest.mark.torch_behaviour
@@ -114,7 +165,7 @@ def test_gathers_by_torchs_rule_are_those_of_torch(name: str) -> None:
         ("0F0, 0Z0", r"^x:1:6: '0Z0' is not an action"),
         ("0F0,0F7,0B0,0B7\n1F0,1F1,1B0,1B1", r"^x:1:5: 0F7 names micro-batch 7 of 2 \(0\.\.1\)"),
         ("0F0,0B0\n9F0,9B0", r"^x:2:1: 9F0 names stage 9 of 2 \(0\.\.1\)"),
-        ("0F0,0SEND_F0,0B0", r"^x:1:5: '0SEND_F0' is a communication; .*compute_only"),
+        ("0F0,0SEND_F0,0B0", r"^x:1:5: 0SEND_F0 is not behind an action that makes a message to another rank"),
         ("0UNSHARD3,0F0,0B0", r"^x:1:1: '0UNSHARD3' is not an action"),
         ("0F0,0B0\n\n1F0,1B0", r"^x: rank 1 holds no stage"),
         ("0F" + "9" * 5000, r"^x:1:1: .* is not an action"),

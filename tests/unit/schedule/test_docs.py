@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 TEXT = (DOCS / "schedules.md").read_text(encoding="utf-8")
 TABLES = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TEXT.splitlines() if line.startswith("| `")]
 ROWS = [row for row in TABLES if len(row) == 6]
-COOLED = [row for row in TABLES if len(row) == 4]
+COOLED = [row for row in TABLES if len(row) == 4 and row[1].replace(".", "").isdecimal()]
 
 
 def made(cell: str, **options: str) -> tuple[Schedule, int, Costs]:

@@ -14,6 +14,8 @@ import pytest
 import pipeloom as pl
 from paths import ROOT
 from pipeloom.errors import PipeloomError
+from pipeloom.schedule import Costs, simulate
+from pipeloom.schedule.transforms import transformed
 from pipeloom.traces import reader_of
 from pipeloom.traces.measured import MeasuredSteps
 from primus_dump import converted, dump
@@ -116,6 +118,19 @@ def test_chrome_traces_of_ours_and_of_torch(tmp_path: Path) -> None:
     theirs.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
     assert reader_of(theirs)
     assert load(theirs).timelines[0].makespan == pytest.approx(65e-6)
+
+
+@pytest.mark.parametrize("word", ["offload", "offload=2/2", "shard=2", "shard-as-torch=2", "reduce-gradients=1"])
+def test_a_trace_with_queues_is_read_back(word: str, tmp_path: Path) -> None:
+    """Copies and gathers run beside the computation, and a stage is gathered more than once in a step."""
+    costs = Costs(host_bandwidth=1, gather=0.5, reduce=0.5)
+    timeline = simulate(transformed(pl.schedules.interleaved(2, 4), [word], costs), costs)
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(pl.draw.trace(timeline)))
+    (back,) = load(path).timelines
+    assert back.schedule.codes == timeline.schedule.codes
+    for rows, wanted in ((back.starts, timeline.starts), (back.ends, timeline.ends)):
+        assert [list(row) for row in rows] == [pytest.approx([time / 1e3 for time in row]) for row in wanted]
 
 
 def test_events_that_form_no_schedule_are_refused(tmp_path: Path) -> None:

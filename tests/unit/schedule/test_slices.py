@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable
 from itertools import pairwise
@@ -106,7 +107,11 @@ def test_slices_share_a_micro_batchs_time_memory_and_messages() -> None:
     measured = pl.Timeline.measured(schedule, timeline.starts, timeline.ends).costs
     assert (measured.forward, measured.slice_times) == ((1.0, 1.0), (0.25, 0.75))
     assert pl.simulate(schedule).makespan == 3 + 3 / 2
-    assert pl.lower_bound(schedule, costs) <= timeline.makespan
+    assert (
+        pl.lower_bound(schedule, costs) == 1 + 0.25 + 8 * 0.375 / 2 + 2
+    )  # F and B of a micro-batch behind the least ramp
+    assert timeline.idle_by_cause[1]["message"] == 8 * 0.625 / 2
+    assert timeline.waited_for(1, 1) == (1, 0)  # not for the message of slice 1, which arrives at 2.5
 
 
 @pytest.mark.parametrize(
@@ -204,6 +209,53 @@ def test_the_order_of_slices_holds_less_in_the_same_time(name: str, chunks: int,
     in_place = schedules.cut_sequences(schedules.build(name, 4, 8, chunks), 4)
     assert pl.simulate(cut).makespan == pytest.approx(pl.simulate(in_place).makespan)
     assert pl.simulate(cut).peak_memory[0] == peak < pl.simulate(in_place).peak_memory[0]
+
+
+def test_copies_are_cut_in_the_order_of_the_slices_and_take_the_time_of_their_bytes() -> None:
+    offloaded = schedules.offload(schedules.one_f_one_b(4, 8), pl.Costs(host_bandwidth=1))
+    cut = schedules.cut_sequences(offloaded, 2)
+    pl.check(cut)
+    assert [str(cell) for cell in cut.programs[0][:4]] == ["0F0.0", "0F0.1", "0O0.0", "0O0.1"]
+    assert (offloaded.slots, cut.slots) == ((("saved", 2.0),), (("saved", 4.0),))
+    timeline = pl.simulate(cut, pl.Costs(host_bandwidth=1, slice_times=(0.25, 0.75), slice_sizes=(0.625, 0.375)))
+    assert (timeline.starts[0][2], timeline.ends[0][2]) == (0.25, 0.25 + 0.625)
+
+
+def test_two_routes_are_found_complete_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("pipeloom.schedule.check")
+    monkeypatch.setattr(module, "_diagnose", lambda schedule: pytest.fail(f"no fault in {schedule}"))
+    pl.check(schedules.cut_sequences(schedules.build("chimera", 4, 8), 2))
+
+
+def test_a_v_takes_the_shift_that_keeps_its_rhythm() -> None:
+    assert pl.simulate(schedules.build("v-half", 4, 8, None, {"slices": 4})).makespan == 52.75
+
+
+def test_a_family_plans_with_the_costs_and_the_memory_of_slices() -> None:
+    """Two micro-batches are eight slices, and three more are held because backwards come later."""
+    timeline = pl.simulate(schedules.build("zb-auto", 4, 8, None, {"slices": 4, "memory": 2}))
+    assert timeline.peak_memory == (2.75,) * 4
+
+
+def test_weights_of_the_last_micro_batch_are_those_of_its_slices() -> None:
+    deferred = schedules.transformed(schedules.seq1f1b(2, 3, 2), ["defer-last-stage-weights=1"])
+    assert [str(cell) for cell in deferred.programs[1][-4:]] == ["1I2.1", "1W2.1", "1I2.0", "1W2.0"]
+
+
+def test_a_file_of_too_few_actions_for_its_slices_is_refused_before_they_are_laid_out() -> None:
+    form = to_json(of(TWO)).replace('"slices": 2', '"slices": 1000000')
+    with pytest.raises(ScheduleError, match="are too few"):
+        from_json(form)
+
+
+@pytest.mark.parametrize("form", ["fused", "two"])
+def test_a_spread_vocabulary_is_cut_in_place(form: str) -> None:
+    spread = schedules.transformed(schedules.one_f_one_b(4, 8), [f"vocabulary={form}"])
+    cut = schedules.cut_sequences(spread, 2)
+    pl.check(cut)
+    assert pl.simulate(cut).makespan < pl.simulate(spread).makespan
+    last = [str(cell) for cell in cut.programs[3]]
+    assert all(last[last.index(f"7{kind}0.0") + 1] == f"7{kind}0.1" for kind in ("BROADCAST", "S", "T"))
 
 
 def test_transforms_behind_slices_keep_them() -> None:

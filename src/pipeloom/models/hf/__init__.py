@@ -42,7 +42,9 @@ class ModelLayers(list[Layer]):
         return separate_share(self.cut.model)
 
 
-def layers(source: Any, *, dtype: Any = None, context: ContextParallel | None = None) -> ModelLayers:
+def layers(
+    source: Any, *, dtype: Any = None, context: ContextParallel | None = None, slices: bool = False
+) -> ModelLayers:
     """Cut a causal language model into layers, one per decoder layer and one for each end.
 
     Token numbers [batch, length] go in, logits [batch, length, vocabulary] come out. `attention_mask` and `position_ids`
@@ -56,12 +58,13 @@ def layers(source: Any, *, dtype: Any = None, context: ContextParallel | None = 
         dtype: of the parameters; None: that of the configuration, else float32.
         context: spreads the tokens of sequences over these ranks: tokens and logits are this rank's part of them, `position_ids`
             those of whole sequences.
+        slices: whether schedules may cut the sequences into slices.
 
     Raises:
         ConfigError: a model that cannot be cut, with the reason; a missing or unsupported `transformers`.
     """
     if isinstance(source, (str, Path)):
-        return ModelLayers(cut(causal_model(read_config(source), dtype), Path(source), context))
+        return ModelLayers(cut(causal_model(read_config(source), dtype), Path(source), context, slices))
     if isinstance(source, transformers().PreTrainedModel):
-        return ModelLayers(cut(source, context=context))
-    return ModelLayers(cut(causal_model(source, dtype), context=context))
+        return ModelLayers(cut(source, context=context, slices=slices))
+    return ModelLayers(cut(causal_model(source, dtype), context=context, slices=slices))

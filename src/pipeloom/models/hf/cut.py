@@ -37,13 +37,15 @@ _MOST_EXTRA = 4  # numbers of values that a decoder layer may return after the h
 _PROBE_ROWS, _LENGTH = 1, 4  # sizes of the trial run that determines the cut of a model
 
 
-def cut(model: nn.Module, folder: Path | None = None, context: ContextParallel | None = None) -> Cut:
+def cut(
+    model: nn.Module, folder: Path | None = None, context: ContextParallel | None = None, slices: bool = False
+) -> Cut:
     """Cut `model`, on the meta device or with weights. Raises ConfigError with the reason if it cannot be cut."""
     name = type(model).__name__
-    if context is not None:
-        spread_attention(model)
+    if context is not None or slices:
+        spread_attention(model, "slices" if context is None else "context parallelism")
     try:
-        return Cut(model, folder, context)
+        return Cut(model, folder, context, slices)
     except ConfigError as error:
         raise ConfigError(f"{name} cannot be cut into layers: {error}") from error
     except Exception as error:
@@ -61,11 +63,19 @@ class Cut:
         path: the name of its list of decoder layers.
         before: names of the parameters outside of the decoder layers that the part before them uses.
         context: the ranks that share the tokens of sequences; None: every rank has whole ones.
+        slices: whether sequences may be cut into slices.
     """
 
-    def __init__(self, model: nn.Module, folder: Path | None = None, context: ContextParallel | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: Path | None = None,
+        context: ContextParallel | None = None,
+        slices: bool = False,
+    ) -> None:
         self.model: Any = model
         self.context = context
+        self.slices = slices
         self.folder = folder
         self.config: Any = self.model.config
         self._refuse_options()
@@ -119,7 +129,7 @@ class Cut:
         layer = copy.deepcopy(self.trunk[index], self._shared())
         self._fill(layer, f"{name}.")
         with_separate_weight_gradients(layer)
-        return TrunkLayer(layer, index, self.replay, self.context)
+        return TrunkLayer(layer, index, self.replay, self.context, self.slices)
 
     def _fill(self, module: nn.Module, prefix: str) -> None:
         """Fill parameters and buffers on the meta device with their first values."""

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeloom.errors import ConfigError, UsageError, from_machine
-from pipeloom.models.hf.context import local_positions, sharing
+from pipeloom.models.hf.context import SharedTokens, local_positions, sharing
+from pipeloom.ops.block_attention import document_begins
 from pipeloom.ops.checksum import version_of
 from pipeloom.ops.deferred import DeferringLayer, apply_linear
-from pipeloom.parallel.context import ContextParallel, document_begins
+from pipeloom.ops.slices import SliceState
+from pipeloom.parallel.context import ContextParallel
 
 
 class Stubs:
@@ -224,11 +226,12 @@ class Replay:
         self._kept: OrderedDict[tuple[Any, ...], tuple[Sequence[HandOver], Any]] = OrderedDict()
         self._positions: tuple[Any, Tensor | None, Tensor] | None = None
 
-    def positions(self, context: ContextParallel, position_ids: Tensor | None, hidden: Tensor) -> Tensor:
-        """Return the positions of this rank's tokens, the same object for all layers of a micro-batch."""
-        key = (id(position_ids), hidden.shape[:2], hidden.device)
+    def positions(self, tokens: SharedTokens, hidden: Tensor) -> Tensor:
+        """Return the positions of the tokens at hand, the same object for all layers of a micro-batch."""
+        start = 0 if tokens.state is None else tokens.state.place.start
+        key = (id(tokens.position_ids), start, hidden.shape[:2], hidden.device)
         if self._positions is None or self._positions[0] != key:
-            self._positions = key, position_ids, local_positions(context, position_ids, hidden)
+            self._positions = key, tokens.position_ids, local_positions(tokens, hidden)
         return self._positions[2]
 
     def handed(self, hidden: Tensor, keywords: Mapping[str, Any], spread: bool = False) -> Sequence[HandOver]:
@@ -400,24 +403,40 @@ class TrunkLayer(_View):
 
     _index: int
     _replay: Replay
+    _in_blocks: bool
     context: ContextParallel | None
 
-    def __init__(self, layer: nn.Module, index: int, replay: Replay, context: ContextParallel | None = None) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        index: int,
+        replay: Replay,
+        context: ContextParallel | None = None,
+        slices: bool = False,
+    ) -> None:
         super().__init__(layer)
-        self.__dict__.update(_index=index, _replay=replay, context=context)
+        self.__dict__.update(_index=index, _replay=replay, context=context, _in_blocks=slices)
 
     def forward(
-        self, hidden: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        slice_state: SliceState | None = None,
     ) -> Tensor:
-        context, positions = self.context, position_ids
-        if context is not None:
+        tokens, positions = None, position_ids
+        if self.context is not None or self._in_blocks:
             if attention_mask is not None:
-                raise UsageError(
-                    "context parallelism takes no attention_mask; nearest: position_ids, or padding on the right"
-                )
-            positions = self._replay.positions(context, position_ids, hidden)
-        with self._errors, sharing(context, position_ids):
-            handed = self._replay.handed(hidden, _given(attention_mask, positions), spread=context is not None)
+                who = "slices take" if self.context is None else "context parallelism takes"
+                raise UsageError(f"{who} no attention_mask; nearest: position_ids, or padding on the right")
+            tokens = SharedTokens(self.context, position_ids, slice_state)
+            positions = self._replay.positions(tokens, hidden)
+        elif slice_state is not None:
+            raise UsageError(
+                "its attention is over the tokens at hand alone; cut the model with hf.layers(…, slices=True)"
+            )
+        with self._errors, sharing(tokens):
+            handed = self._replay.handed(hidden, _given(attention_mask, positions), spread=tokens is not None)
             return handed[self._index].call(self._inner, hidden)
 
 

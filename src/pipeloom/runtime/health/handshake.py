@@ -38,6 +38,7 @@ def facts(spec: PipelineSpec, mesh: Mesh) -> dict[str, Any]:
         "mesh": ", ".join(f"{axis} {getattr(mesh.shape, axis)}" for axis in ("pp", "dp", "cp", "tp", "ep", "order")),
         "ranks of the schedule": schedule.ranks,
         "micro-batches": schedule.microbatches,
+        "slices of each micro-batch": schedule.slices,
         "placement": list(schedule.placement),
         "schedule": f"{schedule!r} {digest((schedule.codes, schedule.routes, schedule.route_of, schedule.tensors))}",
         "layers": f"{len(spec.names)} {digest(spec.names)}",

@@ -160,13 +160,15 @@ class TorchTransport:
 
     def _without_zeros(self, message: Message, values: BoundaryValues) -> BoundaryValues:
         """Return a gradient message's values, with None in place of the zeros of a missing gradient."""
-        without = self._shapes.without(message)
+        without = self._shapes.missing_gradients(message)
         while without is None:  # headers arrive in the channel's order
             first = next(other for other in self._headers if other.channel == message.channel)
             work, header = self._headers.pop(first)
             work.wait()
-            self._shapes.expect(first, tuple(at for at, spec in enumerate(decode(header)) if spec is None))
-            without = self._shapes.without(message)
+            self._shapes.set_missing_gradients(
+                first, tuple(at for at, spec in enumerate(decode(header)) if spec is None)
+            )
+            without = self._shapes.missing_gradients(message)
         if not without:
             return values
         self.recycle(tuple(values[at] for at in without))
@@ -213,9 +215,9 @@ class TorchTransport:
         """Return the gradients to send, zeros for one that is None: receives are posted before it is known which are."""
         without = tuple(at for at, value in enumerate(values) if value is None)
         if needs_header:
-            self._shapes.expect(message, without)
+            self._shapes.set_missing_gradients(message, without)
         else:
-            self._shapes.keep_promise(message, without)
+            self._shapes.require_same_missing(message, without)
         specs = self._shapes.of(message)
         if not without or specs is None:
             return values
@@ -241,7 +243,7 @@ class TorchTransport:
         """Wait for the header of `message`, the next one of its channel with a header."""
         header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
         self._links.control.recv([header], message.channel.source, _HEADER_TAGS["activation"]).wait()
-        self._shapes.remember(message.edge, message.microbatch, decode(header))
+        self._shapes.remember(message.edge, self._shapes.unit(message), decode(header))
 
     def _receive(self, message: Message, boundary: TensorSpecs, introduced: bool) -> _TorchTransfer:
         """Return the transfer into buffers for a message; if a gradient's header comes with it, post the header's receive."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -123,11 +124,15 @@ class Batch(NamedTuple):
         rows = len(self.tokens) // of
         return self.rows(slice(number * rows, (number + 1) * rows))
 
-    def share(self, mesh: Mesh) -> Batch:
-        """Return the tokens and targets that this rank holds of rows that context-parallel ranks share."""
+    def share(self, mesh: Mesh, slices: Sequence[int] | None) -> Batch:
+        """Return the tokens and targets that this rank holds of rows that context-parallel ranks share.
+
+        Args:
+            slices: tokens of each slice of a row, as of `ContextParallel.part`.
+        """
         if mesh.cp.size == 1:
             return self
-        part = ContextParallel(mesh.cp).part
+        part = partial(ContextParallel(mesh.cp).part, slices=slices)
         tokens, targets, _, *others = self
         return Batch(part(tokens), part(targets), self.positions, *(None if x is None else part(x) for x in others))
 
@@ -155,10 +160,10 @@ class Rows(Protocol):
     @property
     def count(self) -> int: ...
 
-    def take(self, numbers: Tensor) -> Batch:
+    def rows_at(self, numbers: Tensor) -> Batch:
         """Return the rows with these numbers, each below `count`."""
 
-    def anywhere(self, rows: int, seed: int, step: int) -> Batch:
+    def random_rows(self, rows: int, seed: int, step: int) -> Batch:
         """Return `rows` random rows, which depend on (seed, step) alone."""
 
 
@@ -179,10 +184,10 @@ class SpanRows:
     def count(self) -> int:
         return max(0, self.tokens - 1) // self._length
 
-    def take(self, numbers: Tensor) -> Batch:
+    def rows_at(self, numbers: Tensor) -> Batch:
         return self._at(numbers * self._length)
 
-    def anywhere(self, rows: int, seed: int, step: int) -> Batch:
+    def random_rows(self, rows: int, seed: int, step: int) -> Batch:
         generator = torch.Generator().manual_seed(stable_seed("batch", seed, step))
         return self._at(torch.randint(0, self.tokens - self._length, (rows,), generator=generator))
 
@@ -228,13 +233,13 @@ class PackedRows:
         """Return the share of the places that hold a token of a document."""
         return float(self._pieces[:, 1].sum()) / max(1, self.count * self._length)
 
-    def take(self, numbers: Tensor) -> Batch:
+    def rows_at(self, numbers: Tensor) -> Batch:
         rows = [self._row(int(number)) for number in numbers]
         return Batch(*(torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True)))
 
-    def anywhere(self, rows: int, seed: int, step: int) -> Batch:
+    def random_rows(self, rows: int, seed: int, step: int) -> Batch:
         generator = torch.Generator().manual_seed(stable_seed("batch", seed, step))
-        return self.take(torch.randint(0, self.count, (rows,), generator=generator))
+        return self.rows_at(torch.randint(0, self.count, (rows,), generator=generator))
 
     def _row(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         tokens = np.zeros(self._length, dtype=np.int64)
@@ -301,7 +306,7 @@ class SortedDocuments:
         """Return batch `number` of an epoch, counted from the batch of the longest documents."""
         return self._padded(*self._batches[number], self._order(epoch))
 
-    def spread(self, most: int) -> list[Batch]:
+    def evenly_spaced(self, most: int) -> list[Batch]:
         """Return up to `most` batches, from the longest documents to the shortest; the last one is neither padded nor dropped."""
         batches = cut_sorted(self._sorted, self._rows, self._length, "keep")
         count = min(most, len(batches))
@@ -407,8 +412,8 @@ class Batches:
         if isinstance(self._rows, SortedDocuments):
             return self._rows.batch(int(self._samplers[0].batch(step)), step // self._rows.count)
         if not self._samplers:
-            return self._rows.anywhere(train.global_batch_size, train.seed, step)
-        return self._rows.take(self._samplers[0].batch(step))
+            return self._rows.random_rows(train.global_batch_size, train.seed, step)
+        return self._rows.rows_at(self._samplers[0].batch(step))
 
     def _mixed(self, mixture: Mixture, step: int) -> Batch:
         rows, seed = self._train.global_batch_size, self._train.seed
@@ -420,10 +425,10 @@ class Batches:
                 continue
             places.append(mine)
             if not self._samplers:
-                parts.append(source.anywhere(len(mine), seed + number, step))
+                parts.append(source.random_rows(len(mine), seed + number, step))
                 continue
             items = range(int(before[number]), int(before[number]) + len(mine))
-            parts.append(source.take(torch.cat([self._samplers[number].batch(item) for item in items])))
+            parts.append(source.rows_at(torch.cat([self._samplers[number].batch(item) for item in items])))
         order = torch.from_numpy(np.argsort(np.concatenate(places)))
         columns = zip(*parts, strict=True)
         whole = [None if column[0] is None else torch.cat(column) for column in columns]
@@ -439,7 +444,7 @@ def windows_of(text: Tensor, seq_len: int, what: str) -> SpanRows:
     return SpanRows(text.numpy(), Spans(np.array([0]), np.array([len(text)])), seq_len)
 
 
-def spread(text: Tensor | Rows, rows: int, seq_len: int, most: int) -> list[Batch]:
+def evenly_spaced(text: Tensor | Rows, rows: int, seq_len: int, most: int) -> list[Batch]:
     """Return up to `most` batches of `rows` windows, spread evenly over `text` without overlap; at least one window.
 
     The last batch may have fewer rows. Raises ConfigError for a tensor that is too short for one window.
@@ -449,4 +454,4 @@ def spread(text: Tensor | Rows, rows: int, seq_len: int, most: int) -> list[Batc
     room = text.count
     count = min(rows * most, room)
     numbers = torch.tensor([at * room // count for at in range(count)])
-    return [text.take(part) for part in torch.split(numbers, rows)]
+    return [text.rows_at(part) for part in torch.split(numbers, rows)]

@@ -13,7 +13,16 @@ from pipeloom.config import Config
 from pipeloom.errors import ConfigError, shortened
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.train.data import cache, store
-from pipeloom.train.data.batches import Batch, Batches, Mixture, PackedRows, Rows, SortedDocuments, SpanRows, spread
+from pipeloom.train.data.batches import (
+    Batch,
+    Batches,
+    Mixture,
+    PackedRows,
+    Rows,
+    SortedDocuments,
+    SpanRows,
+    evenly_spaced,
+)
 from pipeloom.train.data.packing import MULTIPLE, Spans, packed, pieces_of, split
 from pipeloom.train.data.sources import BYTES, Source, find, require_length, tokenizer_name
 from pipeloom.train.data.tokenizers import Template, Tokenizer, load_tokenizer, prompt_tokens
@@ -129,7 +138,7 @@ def opened(config: Config, plan: Plan) -> Data:
     if arrangement == "sort":
         sorted_parts = _sorted(config, stores, plan)
         whole: Rows | Mixture | SortedDocuments = sorted_parts[0]
-        batches = sorted_parts[1].spread(config.train.eval_batches)
+        batches = sorted_parts[1].evenly_spaced(config.train.eval_batches)
         lines.append(
             f"sorted by length: {sorted_parts[0].documents:,} documents in {sorted_parts[0].count:,} batches, "
             f"{100 * sorted_parts[0].fill:.1f} % full"
@@ -144,7 +153,9 @@ def opened(config: Config, plan: Plan) -> Data:
         weights = data.weights or tuple(float(rows.count) for rows in train)
         whole = train[0] if len(train) == 1 else Mixture(train, weights)
         budget = max(1, config.train.eval_batches // len(held))
-        batches = [batch for rows in held for batch in spread(rows, config.train.global_batch_size, length, budget)]
+        batches = [
+            batch for rows in held for batch in evenly_spaced(rows, config.train.global_batch_size, length, budget)
+        ]
     trained, held_out = (stores[:-1], stores[-1:]) if data.validation else (stores, stores)
     facts = {
         "data, to train on": ", ".join(each.digest for each in trained),

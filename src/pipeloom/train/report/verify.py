@@ -128,7 +128,7 @@ def pipeline_step(
         make_batch(layout)
         .with_ahead(layout.config.model.num_nextn_predict_layers)
         .part(mesh.place.dp, layout.mesh.dp)
-        .share(mesh)
+        .share(mesh, layout.slice_tokens)
     )
     pipeline = build_pipeline(layout, device, mesh, _dtype(layout), watchdog)
     if layout.config.model.source:

@@ -133,7 +133,7 @@ def _written(path: Path) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def first_to_say(text: str) -> bool:
+def claim_message(text: str) -> bool:
     """Return whether this process should print `text`, its reason to end: of torchrun's workers, the first of each host.
 
     All of torchrun's workers read the same configuration, and refuse it with the same message. Pipeloom's own launcher omits

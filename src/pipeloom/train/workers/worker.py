@@ -32,7 +32,7 @@ from pipeloom.runtime.health.report import lost_peer, plain_words
 from pipeloom.runtime.health.status import Limits, Status
 from pipeloom.runtime.health.watchdog import Failure, Watchdog
 from pipeloom.train.workers.context import Requests, WorkerContext
-from pipeloom.train.workers.failures import FAILURES, STORE, RankLog, first_to_say, record_failure, write_exit
+from pipeloom.train.workers.failures import FAILURES, STORE, RankLog, claim_message, record_failure, write_exit
 from pipeloom.train.workers.network import allow_descriptors, require_interface
 from pipeloom.train.workers.preflight import usable_devices, worker_threads
 
@@ -86,7 +86,7 @@ def main(layout: Layout, body: Callable[[WorkerContext], None]) -> int:
             if isinstance(error, Preempted | Interrupted) and rank != 0:
                 return code
             record_failure(rank, code, text, blames, origin)
-            if text and first_to_say(text):
+            if text and claim_message(text):
                 print(printable(text), file=sys.stderr, flush=True)
             return code
 

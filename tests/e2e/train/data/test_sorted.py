@@ -71,8 +71,8 @@ def test_what_is_left_is_filled_up_dropped_or_kept() -> None:
     found, _ = of_sizes(sizes)
     last = found.batch(3, 0)
     assert firsts(last)[6:] == firsts(last)[:2]
-    assert [len(batch.tokens) for batch in found.spread(9)] == [8, 8, 8, 6]
-    assert [len(batch.tokens) for batch in found.spread(2)] == [8, 8]
+    assert [len(batch.tokens) for batch in found.evenly_spaced(9)] == [8, 8, 8, 6]
+    assert [len(batch.tokens) for batch in found.evenly_spaced(2)] == [8, 8]
     found, _ = of_sizes(np.full(3, 33), remainder="drop")
     assert found.count == 0
 

@@ -49,7 +49,7 @@ def test_every_token_but_a_documents_first_is_a_target_once() -> None:
     starts = np.concatenate([[0], np.cumsum(sizes)])
     tokens = np.arange(starts[-1])  # each is its own number
     pieces, rows = packed(pieces_of(Spans(starts[:-1], starts[1:]), 16), 16, window=40)
-    batch = PackedRows(tokens, None, pieces, rows, 16).take(torch.arange(len(rows) - 1))
+    batch = PackedRows(tokens, None, pieces, rows, 16).rows_at(torch.arange(len(rows) - 1))
     assert batch.positions is not None
     real = batch.targets != -100
     assert torch.equal(batch.targets[real], batch.tokens[real] + 1)  # a target follows its token, in the same document
@@ -68,7 +68,7 @@ def test_pieces_without_targets_are_left_out() -> None:
     counts[[0, 12, 25]] = True  # the first token of a document is never a target
     found = pieces_of(spans_of((0, 11), (11, 21), (21, 40)), 8, counts)
     assert found.tolist() == [[11, 8], [21, 8]]
-    batch = PackedRows(np.arange(40), counts, found, np.array([0, 1, 2]), 8).take(torch.tensor([0, 1]))
+    batch = PackedRows(np.arange(40), counts, found, np.array([0, 1, 2]), 8).rows_at(torch.tensor([0, 1]))
     assert [row[row != -100].tolist() for row in batch.targets] == [[12], [25]]
 
 
@@ -88,10 +88,10 @@ def test_windows_of_spans_are_those_of_their_tokens_joined() -> None:
     joined = torch.from_numpy(np.concatenate([tokens[a:b] for a, b in zip(*spans, strict=True)]))
     rows, plain = SpanRows(tokens, spans, 16), windows_of(joined, 16, "text")
     assert rows.count == plain.count == (len(joined) - 1) // 16
-    for batch in (rows.take(torch.arange(rows.count)), plain.take(torch.arange(rows.count))):
+    for batch in (rows.rows_at(torch.arange(rows.count)), plain.rows_at(torch.arange(rows.count))):
         assert torch.equal(batch.tokens.flatten(), joined[: 16 * rows.count])
         assert torch.equal(batch.targets.flatten(), joined[1 : 16 * rows.count + 1])
-    same(rows.anywhere(9, 5, 2), plain.anywhere(9, 5, 2))
+    same(rows.random_rows(9, 5, 2), plain.random_rows(9, 5, 2))
 
 
 def same(a: Batch, b: Batch) -> None:

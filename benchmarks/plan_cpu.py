@@ -1,0 +1,177 @@
+"""The planner on this machine: bytes of 12 layouts and steps of 8 on 2 processes of one thread, predicted and measured.
+
+    python benchmarks/plan_cpu.py            both parts
+    python benchmarks/plan_cpu.py bytes steps
+
+bytes: the peak of each rank, predicted by `plan/run.py`, against that which the run counts in its second step.
+steps: the pipeline's part of a step from the layers' times of `pipeloom profile`, measured before and again after the runs (a
+       layer's median of both), against the median of the runs' logged steps; and Kendall's tau over the pairs whose predictions
+       differ by at least 5 %.
+
+Run it on a quiet machine: whatever else computes on the two cores lengthens some steps and not others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from parts import run_parts
+from pipeloom.config import load_layout
+from pipeloom.plan.measured import MeasuredLayers, read
+from pipeloom.plan.run import predicted, shape_of
+from pipeloom.schedule.channels import size_words
+
+CONFIG = """
+[model]
+num_hidden_layers = 8
+hidden_size = 256
+num_attention_heads = 4
+num_key_value_heads = 2
+intermediate_size = 768
+vocab_size = 512
+[parallel]
+pp = 2
+[schedule]
+name = "1f1b"
+microbatches = 8
+[train]
+steps = 9
+seq_len = 128
+global_batch_size = 16
+device = "cpu"
+threads = 1
+[log]
+every = 1
+[sample]
+tokens = 0
+"""
+BYTES, SECONDS, TAU = 0.05, 0.10, 0.8
+FLAT = {"parallel.pp": 1, "schedule.name": "gpipe"}
+STEPS: dict[str, dict[str, Any]] = {
+    "1f1b, m 4": {"schedule.microbatches": 4},
+    "1f1b, m 8": {},
+    "1f1b, m 16": {"schedule.microbatches": 16},
+    "1f1b, m 8, recomputed": {"train.recompute": "full"},
+    "gpipe, m 8": {"schedule.name": "gpipe"},
+    "interleaved, m 8": {"schedule.name": "interleaved"},
+    "zb-h1, m 8": {"schedule.name": "zb-h1"},
+    "zbv, m 4": {"schedule.name": "zbv", "schedule.microbatches": 4},
+}
+MORE: dict[str, dict[str, Any]] = {
+    "1f1b, bf16": {"train.dtype": "bfloat16"},
+    "1f1b, experts": {"model.num_experts": 4, "model.num_experts_per_tok": 2},
+    "dp 2, ZeRO-1": FLAT | {"parallel.dp": 2, "parallel.zero": 1},
+    "tp 2, sp": FLAT | {"parallel.tp": 2, "parallel.sp": True},
+}
+
+
+def words_of(keys: dict[str, Any]) -> list[str]:
+    return [
+        word
+        for key, value in keys.items()
+        for word in (f"--{key}", str(value).lower() if value is True else str(value))
+    ]
+
+
+def command(folder: Path, *words: str) -> None:
+    """Run `pipeloom` on one thread for each process; end with its error."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeloom", *words], capture_output=True, text=True, cwd=folder, env=environment
+    )
+    if done.returncode:
+        sys.exit(done.stderr[-2000:])
+
+
+def events(folder: Path, keys: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Train a layout; event -> its last record."""
+    with tempfile.TemporaryDirectory(dir=folder) as log:
+        data = ["--data.source", str(folder / "text.txt"), "--log.dir", log]
+        command(folder, "train", str(folder / "run.toml"), *data, *words_of(keys))
+        (file,) = Path(log).glob("*/log.jsonl")
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+    return {record["event"]: record for record in records}
+
+
+def prepared(folder: str) -> Path:
+    path = Path(folder)
+    (path / "run.toml").write_text(CONFIG)
+    (path / "text.txt").write_text("the loom weaves thread over thread and back again\n" * 4000)
+    return path
+
+
+def load() -> str:
+    return f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+
+
+def memory() -> None:
+    print(f"bytes of each rank at the peak; {load()}\n")
+    print("| layout | rank | predicted | measured | error |\n| --- | --- | --- | --- | --- |")
+    worst = 0.0
+    with tempfile.TemporaryDirectory() as name:
+        folder = prepared(name)
+        for title, keys in (STEPS | MORE).items():
+            layout = load_layout(folder / "run.toml", keys)
+            ranks = predicted(layout).ranks
+            sizes = events(folder, keys | {"train.steps": 3})["bytes"]["measured"]
+            for rank, measured in enumerate(sizes):
+                planned = ranks[layout.mesh.place(rank).pp].total
+                worst = max(worst, abs(planned / measured - 1))
+                print(
+                    f"| {title} | {rank} | {size_words(planned)} | {size_words(measured)} | {planned / measured - 1:+.1%} |",
+                    flush=True,
+                )
+    print(f"\nlargest error {worst:.1%}, at most {BYTES:.0%} {'reached' if worst <= BYTES else 'MISSED'}")
+
+
+def profiled(folder: Path, name: str) -> MeasuredLayers:
+    command(folder, "profile", "run.toml", "--processes", "2", "--repeats", "15", "--output", name)
+    return read(folder / name, shape_of(load_layout(folder / "run.toml").config))
+
+
+def between(one: MeasuredLayers, other: MeasuredLayers) -> MeasuredLayers:
+    """The means of two profiles."""
+    seconds = {
+        layer: {kind: (each + other.seconds[layer][kind]) / 2 for kind, each in kinds.items()}
+        for layer, kinds in one.seconds.items()
+    }
+    return replace(one, seconds=seconds, p2p=(one.p2p + other.p2p) / 2)
+
+
+def steps() -> None:
+    print(f"the pipeline's part of a step; {load()}\n")
+    with tempfile.TemporaryDirectory() as name:
+        folder = prepared(name)
+        before = profiled(folder, "before.json")
+        measured = {title: events(folder, keys)["bubble"]["makespan_measured"] for title, keys in STEPS.items()}
+        layers = between(before, profiled(folder, "after.json"))
+        planned = {
+            title: predicted(load_layout(folder / "run.toml", keys), measured_layers=layers).timeline.makespan
+            for title, keys in STEPS.items()
+        }
+    print("| layout | predicted ms | measured ms | error |\n| --- | --- | --- | --- |")
+    for title, seconds in planned.items():
+        print(f"| {title} | {seconds * 1e3:.1f} | {measured[title] * 1e3:.1f} | {seconds / measured[title] - 1:+.1%} |")
+    worst = max(abs(planned[title] / measured[title] - 1) for title in STEPS)
+    pairs = [
+        (planned[a] - planned[b]) * (measured[a] - measured[b])
+        for a, b in combinations(STEPS, 2)
+        if max(planned[a], planned[b]) / min(planned[a], planned[b]) >= 1.05
+    ]
+    tau = sum(1 if each > 0 else -1 for each in pairs) / len(pairs)
+    print(f"\nlargest error {worst:.1%}, at most {SECONDS:.0%} {'reached' if worst <= SECONDS else 'MISSED'}")
+    print(
+        f"Kendall's tau over {len(pairs)} pairs {tau:.2f}, at least {TAU} {'reached' if tau >= TAU else 'MISSED'}; {load()}"
+    )
+
+
+if __name__ == "__main__":
+    run_parts({"bytes": memory, "steps": steps})

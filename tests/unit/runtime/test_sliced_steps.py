@@ -1,0 +1,274 @@
+"""Sequence slices in the runtime, against the unsliced run: loss, every gradient, evaluation, own layers with state."""
+
+from __future__ import annotations
+
+import weakref
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipeloom as pl
+from models import gradients, worst
+from pipeloom.errors import ConfigError, UsageError, VerifyError
+from pipeloom.models import DecoderShape, layers
+from pipeloom.models.layers import cross_entropy
+from pipeloom.ops.slices import SliceState
+from pipeloom.runtime import Layer, LocalPipeline, RuntimeOptions
+from pipeloom.runtime.batch import SequenceSlices
+from pipeloom.schedule import transforms
+from pipeloom.schedules import balanced_cuts, build, cut_sequences
+
+pytestmark = pytest.mark.core
+
+TOKENS = 8
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 0, 1, 0, 0, 1]])
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, 12, (3, TOKENS + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    targets[:2, 3:6] = targets[2, :7] = -100  # all of some slices
+    return tokens[:, :-1], targets
+
+
+def decoder(experts: int = 0, dropout: float = 0.1) -> list[Layer]:
+    shape = DecoderShape(
+        num_hidden_layers=2,
+        hidden_size=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=8,
+        vocab_size=12,
+        num_experts=experts,
+        dropout=dropout,
+    )
+    return layers(shape, seed=0, dtype=torch.float64)
+
+
+def local(made: list[Layer], schedule: pl.Schedule, **options: Any) -> LocalPipeline:
+    return LocalPipeline(made, schedule, loss=cross_entropy, options=RuntimeOptions(seed=1, **options))
+
+
+SCHEDULES = {
+    "1f1b": build("1f1b", 2, 2),
+    "interleaved": build("interleaved", 2, 2, chunks=2),
+    "zb-h1": build("zb-h1", 2, 2),
+    "one rank": build("1f1b", 1, 2),
+    "four ranks": build("1f1b", 4, 2),
+    "two routes": build("chimera", 2, 2),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize(
+    ("name", "slices", "experts", "options"),
+    [
+        ("1f1b", 4, 0, {}),
+        ("1f1b", 2, 3, {"slice_tokens": (3, 5)}),
+        ("1f1b", 8, 0, {"recompute": "full"}),
+        ("interleaved", 2, 3, {"recompute": "full"}),
+        ("zb-h1", 4, 3, {}),
+        ("zb-h1", 2, 0, {"recompute": "full"}),
+        ("one rank", 3, 3, {}),
+        ("four ranks", 2, 0, {"shapes": "each"}),
+        ("two routes", 2, 0, {}),
+    ],
+)
+def test_a_sliced_step_equals_the_unsliced_one(
+    name: str, slices: int, experts: int, options: dict[str, Any], packed: bool
+) -> None:
+    keywords = {"position_ids": POSITIONS} if packed else {}
+    schedule = SCHEDULES[name]
+    one, cut = local(decoder(experts), schedule), local(decoder(experts), cut_sequences(schedule, slices), **options)
+    for pipeline in (one, cut):
+        pipeline.next_step = 3  # dropout depends on it
+    losses = [pipeline.step(*rows(), **keywords).item() for pipeline in (one, cut)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-7)  # returned in fp32
+    assert worst(gradients(cut), gradients(one)) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "slices"),
+    [("1f1b", None, 4), ("interleaved", 2, 3), ("zb-h1", None, 4), ("interleaved-zb", 2, 2), ("dualpipev", None, 2)],
+)
+def test_a_step_in_the_order_of_the_slices_equals_the_unsliced_one(name: str, chunks: int | None, slices: int) -> None:
+    """Backwards of a micro-batch's slices stand between forwards of the next one's, and slices have other numbers of tokens."""
+    ends = balanced_cuts(TOKENS, slices, 0.9).positions
+    tokens = tuple(end - start for start, end in pairwise(ends))
+    plain, ordered = build(name, 2, 4, chunks), build(name, 2, 4, chunks, {"slices": slices})
+    one, cut = local(decoder(3), plain), local(decoder(3), ordered, slice_tokens=tokens)
+    x, y = (torch.cat((part, part.flip(0))) for part in rows())
+    for pipeline in (one, cut):
+        pipeline.step(x, y)
+    assert worst(gradients(cut), gradients(one)) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", ["R", "R:attention", "O", "parts of O"])
+def test_slices_are_recomputed_whole_or_travel(kind: str) -> None:
+    plain = build("1f1b", 2, 2)
+    schedule = cut_sequences(plain, 4)
+    if kind.startswith("R"):
+        part = kind.partition(":")[2]
+        schedule = transforms.recompute(schedule, whole=not part, part=part)
+    else:
+        part = ":1/2" if kind == "parts of O" else ""
+        programs = [list(map(str, program)) for program in schedule.programs]
+        for program in programs:  # the second slice of each micro-batch, on both stages
+            for cell in [each for each in program if "F" in each and each.endswith(".1")]:
+                at = program.index(cell)
+                program.insert(at + 1, cell.replace("F", "O") + part)
+                program.insert(program.index(cell.replace("F", "B")), cell.replace("F", "L") + part)
+        schedule = schedule.with_programs(programs)
+    one, cut = local(decoder(3), plain), local(decoder(3), schedule)
+    for pipeline in (one, cut):
+        pipeline.step(*rows())
+    assert worst(gradients(cut), gradients(one)) <= 1e-12
+
+
+def test_evaluation_and_prediction_equal_the_unsliced_ones() -> None:
+    plain = build("1f1b", 2, 2)
+    one, cut = local(decoder(3), plain), local(decoder(3), cut_sequences(plain, 4))
+    x, y = rows()
+    for count in (3, 1):
+        for pipeline in (one, cut):
+            pipeline.eval()
+        assert cut.evaluate(x[:count], y[:count]).item() == pytest.approx(one.evaluate(x[:count], y[:count]).item())
+        assert torch.equal(cut.predict(x[:count]), one.predict(x[:count]))
+
+
+class Decay(nn.Module):
+    """x [rows, tokens, width] -> y_t = x_t w + y_(t-1) / 2: a layer of one's own with a state of one token."""
+
+    def __init__(self, width: int = 4, declared: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.0, width + 1) / width)
+        if not declared:
+            self.forward = self.alone  # type: ignore[method-assign]
+
+    def alone(self, x: Tensor) -> Tensor:
+        return self.forward_from(x, torch.zeros_like(x[:, 0]))
+
+    def forward(self, x: Tensor, slice_state: SliceState | None = None) -> Tensor:
+        earlier = () if slice_state is None else slice_state.earlier
+        y = self.forward_from(x, earlier[-1][0] if earlier else torch.zeros_like(x[:, 0]))
+        if slice_state is not None:
+            slice_state.keep(y[:, -1])
+        return y
+
+    def forward_from(self, x: Tensor, last: Tensor) -> Tensor:
+        outs = []
+        for token in x.unbind(1):
+            last = token * self.weight + last / 2
+            outs.append(last)
+        return torch.stack(outs, 1)
+
+
+def mean_square(output: Tensor, targets: Tensor) -> Tensor:
+    return (output - targets).square().mean()
+
+
+def verified(declared: bool, schedule: pl.Schedule) -> pl.Verified:
+    x, y = torch.randn(2, 4, 6, 4, generator=torch.Generator().manual_seed(2)).unbind()
+    made = [Layer(f"l{at}", lambda at=at: Decay(declared=declared or at != 1)) for at in range(3)]
+    return pl.verify(made, schedule, x, y, loss=mean_square, steps=1)
+
+
+def test_verify_accepts_a_layer_that_declares_its_state_and_names_one_that_does_not() -> None:
+    schedule = cut_sequences(build("zb-h1", 2, 2), 3)
+    assert max(verified(True, schedule).errors.values()) <= 1e-6
+    words = r"the output of layer 'l1' of stage 0, micro-batch 0 slice 1, differs .*own_model.md, 'slices'"
+    with pytest.raises(VerifyError, match=words):
+        verified(False, schedule)
+
+
+class Broadcast(nn.Module):
+    """Adds the first slice's weight, in bf16, to every slice; the later slices' gradients of it are 256, 1, 1, …."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor, slice_state: SliceState | None = None) -> Tensor:
+        assert slice_state is not None
+        if slice_state.place.index:
+            return x * slice_state.earlier[0][0]
+        slice_state.keep(self.weight * 1)
+        return x * 0
+
+
+def test_gradients_of_a_piece_are_summed_in_fp32() -> None:
+    """256 + 1 + 1 + 1 + 1 = 260 in bf16 only if it is rounded once."""
+    x = torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0, 256.0]], dtype=torch.bfloat16)
+    pipeline = LocalPipeline(
+        [Layer("l", Broadcast)], cut_sequences(build("1f1b", 1, 1), 6), loss=lambda out, _: out.sum() * 6, weight=len
+    )
+    pipeline.step(x, x)
+    (parameter,) = pipeline.parameters()
+    assert parameter.grad is not None
+    assert parameter.grad.item() == 260
+
+
+def test_a_piece_is_freed_by_the_backward_of_its_slice() -> None:
+    pieces: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    class Looks(Decay):
+        def forward(self, x: Tensor, slice_state: SliceState | None = None) -> Tensor:
+            assert slice_state is not None
+            alive.append(sum(piece() is not None for piece in pieces))
+            y = super().forward(x, slice_state)
+            pieces.extend(weakref.ref(piece) for (piece,) in slice_state.earlier)
+            return y
+
+    x = torch.randn(2, 3, 4)
+    LocalPipeline([Looks], cut_sequences(build("1f1b", 1, 2), 3), loss=mean_square).step(x, x)
+    assert alive == [0, 0, 1, 0, 0, 1]  # a slice sees the earlier pieces: one, then two, of which the first again
+    assert not any(piece() is not None for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "words"),
+    [
+        (torch.zeros(2), torch.zeros(2), "the inputs hold no tensor with a dimension of a sequence"),
+        (torch.zeros(2, 3), torch.zeros(2, 3), "sequences of 3 tokens cannot be cut into 4 slices; nearest: 3"),
+        (torch.zeros(2, 4), torch.zeros(2), r"targets hold a tensor \[rows\]: give one for each token, \[rows, 4, …\]"),
+    ],
+)
+def test_a_batch_without_tokens_to_cut_is_refused(x: Tensor, y: Tensor, words: str) -> None:
+    pipeline = LocalPipeline([lambda: nn.Linear(1, 1)], cut_sequences(build("1f1b", 1, 1), 4), loss=mean_square)
+    with pytest.raises(UsageError, match=words):
+        pipeline.step(x, y)
+
+
+def test_sequences_that_ranks_share_need_the_tokens_of_each_slice() -> None:
+    x = torch.zeros(1, 4)
+    with pytest.raises(
+        UsageError, match=r"2 ranks share sequences of 8 tokens, and slice_tokens is \(4, 2\); give 2 numbers"
+    ):
+        SequenceSlices.of(x, 2, (4, 2), ranks=2)
+    slices = SequenceSlices.of(x, 2, (6, 2), ranks=2)
+    assert slices is not None
+    given = {"here": torch.arange(4).view(1, 4), "whole": torch.arange(8).view(1, 8), "other": torch.zeros(1, 5)}
+    first, second = slices.cut(given, 1)
+    assert [first["here"].tolist(), second["here"].tolist()] == [[[0, 1, 2]], [[3]]]
+    assert [first["whole"].shape[1], second["whole"].tolist(), second["other"].shape[1]] == [6, [[6, 7]], 5]
+
+
+@pytest.mark.parametrize("option", [{"router": "switch", "num_experts_per_tok": 1}, {"capacity_factor": 1.0}])
+def test_a_router_of_whole_sequences_is_refused(option: dict[str, Any]) -> None:
+    shape = DecoderShape(1, 8, 1, 1, 8, vocab_size=12, num_experts=2, **option)
+    pipeline = local(layers(shape, seed=0), cut_sequences(build("1f1b", 1, 1), 2))
+    with pytest.raises(UsageError, match="capacity limits are about whole sequences"):
+        pipeline.step(*rows())
+
+
+def test_running_statistics_and_a_change_of_slices_are_refused() -> None:
+    schedule = build("1f1b", 1, 2)
+    with pytest.raises(ConfigError, match="running statistics"):
+        local([Layer("norm", lambda: nn.BatchNorm1d(4))], cut_sequences(schedule, 2))
+    with pytest.raises(ConfigError, match="cannot change its slices from 1 to 2"):
+        local(decoder(), schedule).adopt(cut_sequences(schedule, 2))
