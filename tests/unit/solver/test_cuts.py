@@ -9,7 +9,7 @@ from pipeloom.errors import CapacityError, UsageError
 from pipeloom.schedule import Costs
 from pipeloom.solver.cuts import cut_costs, search_cuts
 
-HEAD = (1.0, 1.0, 1.0, 1.0, 2.0)  # four blocks and a head that costs two
+HEAD = (1.0, 1.0, 1.0, 1.0, 1.5)  # four blocks and a head
 LAYERS = Costs(HEAD, HEAD, HEAD, activation=(1, 1, 1, 1, 0.5))
 
 
@@ -25,12 +25,12 @@ def test_stages_have_the_sums_of_their_layers() -> None:
 
 
 def test_the_best_cut_is_that_of_brute_force() -> None:
-    """Two ranks within the memory of two blocks in flight: neither the even cut nor the balanced one is the best."""
-    found = search_cuts(5, 2, 4, LAYERS, 6, iterations=30)
-    values = {(a, 5 - a): pl.search(2, 4, cut_costs(LAYERS, (a, 5 - a)), 6, iterations=30).value for a in range(1, 5)}
-    assert found.result.value == min(values.values()) == values[found.cut]
-    assert found.lower_bound <= found.result.value
-    assert found.searched < found.cuts == 4
+    """Within four blocks in flight the cut with the least bound is not the best; two with larger bounds are not searched."""
+    outcome = search_cuts(5, 2, 2, LAYERS, 4, iterations=30)
+    values = {(a, 5 - a): pl.search(2, 2, cut_costs(LAYERS, (a, 5 - a)), 4, iterations=30).value for a in range(1, 5)}
+    assert outcome.result.value == min(values.values()) == values[outcome.cut] < values[3, 2]
+    assert outcome.lower_bound <= outcome.result.value
+    assert (outcome.searched, outcome.cuts) == (2, 4)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,14 @@ def test_a_construction_waits_for_copies_and_leaves_no_more_than_fits() -> None:
     assert CopyPlan(replace(instance, memory_limit=0.9), order, "gpipe", 1, 0.0).timed() is None
 
 
+def test_what_weight_gradients_wait_for_counts() -> None:
+    """Two of them fill the memory, so one runs before the next input gradient."""
+    instance = Instance((0,), 4, Costs(1, 1, 1, host_bandwidth=10), 2.0)
+    timeline = CopyPlan(instance, sequences_of(instance, build("gpipe", 1, 4)), "gpipe", 1, 0.0).timed()
+    assert timeline is not None
+    assert "".join(action.kind for action in timeline.schedule.programs[0]) == "FFFFIIWIWIWW"
+
+
 def test_each_rank_has_a_limit_of_its_own() -> None:
     limits = [2.0, 1.3]
     result = pl.search(2, 4, COSTS, memory=limits, iterations=5)
@@ -74,6 +82,8 @@ def test_a_schedule_to_start_from_is_never_made_longer() -> None:
     result = pl.search(2, 4, costs, memory=memory, start=start, iterations=0)
     assert result.schedule.placement == tuple(place)
     assert result.value <= simulate(start, costs).makespan
+    mine = replace(build("gpipe", 1, 3), name="mine")  # as short as any
+    assert pl.search(1, 3, start=mine, iterations=0).origin == "mine"
     with pytest.raises(UsageError, match="start has 2 ranks, 4 micro-batches and the placement"):
         pl.search(2, 5, costs, start=start)
 
