@@ -235,6 +235,7 @@ def test_files_of_users_are_read_in_one_way() -> None:
     """`limits.read_file` alone opens what a user names: it refuses pipes and devices, and never reads more than a limit."""
     own = {
         "settings.py:built_in",
+        "hub.py:presets",
         "settings.py:_text_of",
         "chrome.py:_is_trace",
     }  # of the package; a regular file's beginning

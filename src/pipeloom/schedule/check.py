@@ -246,7 +246,9 @@ def _check_values(schedule: Schedule) -> None:
             stays = schedule.remade.get((stage, mb), frozenset()) if kind.queue != COMPUTE else frozenset()
             for whole in [value_key(value, stage, mb) for value in (*kind.frees, *kind.takes)]:
                 for key in (whole, *parts_of.pop(whole, ())):
-                    if key[0] in stays:
+                    if key[0] in stays and key[0] != whole_of(
+                        key[0]
+                    ):  # a copy leaves the parts that R makes where they are
                         parts_of[whole].append(key)
                     else:
                         there.pop(key, None)
