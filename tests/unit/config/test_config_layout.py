@@ -200,7 +200,7 @@ def test_slices_are_cut_where_they_take_the_same_time_or_warn() -> None:
             {"schedule.name": "search", "schedule.slices": 4},
             "schedule.slices = 4: schedules are searched for whole sequences",
         ),
-        ({"schedule.transforms": ["vocabulary"]}, "a schedule with vocabulary can be simulated, not run"),
+        ({"schedule.transforms": ["vocabulary"]}, "output layer is one layer"),
         ({"schedule.name": "chimera", "schedule.slices": 2}, "would take different routes"),
     ],
 )
