@@ -79,11 +79,12 @@ class OfTorch:
             fully_shard(block, mesh=mesh["dp"], reshard_after_forward=False)
         group, device = mesh["pp"].get_group(), torch.device("cpu")
         stages = [PipelineStage(b, at, STAGES, device, group=group) for at, b in self.blocks.items()]
-        self.runtime: Any = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=mse)  # type: ignore[no-untyped-call]
+        torch_runtime: Any = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=mse)  # type: ignore[no-untyped-call]
+        self.runtime = torch_runtime
         with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
             file.write(to_csv(schedule))
             file.flush()
-            self.runtime._load_csv(file.name)
+            torch_runtime._load_csv(file.name)
         options = load("tiny").optimizer
         parameters = [parameter for block in self.blocks.values() for parameter in block.parameters()]
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=options.betas, weight_decay=options.weight_decay)

@@ -206,11 +206,11 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
                 for need in kind.needs:
                     other = stage if not need.step else (before if need.step < 0 else after)[stage]
                     source = (need.value, other) if other is not None else (need.at_end, stage)
-                    made = maker.get((source[0], source[1], mb)) if need.step and source[0] is not None else None
+                    origin = maker.get((source[0], source[1], mb)) if need.step and source[0] is not None else None
                     # Besides values that have events, one that another queue of this rank makes: an executor waits for its entry.
-                    beside = made is not None and made.rank == rank and queue_of[made.at] != queue_of[at]
-                    if made is not None and (need != kind.waits_for or beside):
-                        awaited.append(made)
+                    beside = origin is not None and origin.rank == rank and queue_of[origin.at] != queue_of[at]
+                    if origin is not None and (need != kind.waits_for or beside):
+                        awaited.append(origin)
                 members = groups.get((action.kind, mb), ()) if kind.group else ()
                 awaited += [EntryWait(*member, 0.0, together=True) for member in members if member != (rank, at)]
                 touched = with_parts(schedule, action, tuple(need.value for need in kind.needs if not need.step))

@@ -54,13 +54,13 @@ def pipeline_order(name: str) -> dict[int, list[Any]]:
 
 def prepared(name: str) -> dict[int, list[Any]]:
     """The same as torch's runtime executes it (`compute_comms`): with gathers, reductions, sends and receives."""
-    from torch.distributed.pipelining import schedules
+    from torch.distributed.pipelining import schedules as torch_schedules
 
     order = pipeline_order(name)
     place = {a.stage_index: rank for rank in order for a in order[rank] if a is not None and not a.sub_actions}
-    gathered = {rank: schedules._add_unshard_reshard(order[rank]) for rank in order}
-    reduced = {rank: schedules._add_reduce_grad(gathered[rank], MICROBATCHES) for rank in order}
-    return schedules._add_send_recv(reduced, place.__getitem__, len(place))
+    gathered = {rank: torch_schedules._add_unshard_reshard(order[rank]) for rank in order}
+    reduced = {rank: torch_schedules._add_reduce_grad(gathered[rank], MICROBATCHES) for rank in order}
+    return torch_schedules._add_send_recv(reduced, place.__getitem__, len(place))
 
 
 def text(name: str, comms: bool = False) -> str:
