@@ -7,9 +7,10 @@ exp(y - l) · exp(l - L) / Z - q, where q is 1 - ε at the target plus ε / V (a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.ops.layer import Layer
+from pipeloom.parallel.collectives import carrier_of
 from pipeloom.parallel.mesh import Axis
 
 IGNORED_TARGET = -100  # torch's default ignore_index
@@ -124,13 +126,18 @@ class SpreadVocabulary:
                 )
             sizes[: hidden.ndim + 1] = torch.tensor([hidden.ndim, *hidden.shape])
         sizes = sizes.to(weight.device)
-        dist.broadcast(sizes, self._root, group=self.axis.group)
+        sizes = self._moved(dist.broadcast, sizes, self._root)
         count, *shape = sizes.tolist()
         values = torch.empty(shape[:count], dtype=weight.dtype, device=weight.device)
         if hidden is not None:
             values.copy_(hidden.detach())
-        dist.broadcast(values, self._root, group=self.axis.group)
-        self._tokens[microbatch] = _Tokens(values)
+        self._tokens[microbatch] = _Tokens(self._moved(dist.broadcast, values, self._root))
+
+    def _moved(self, collective: Callable[..., Any], tensor: Tensor, *arguments: Any) -> Tensor:
+        """Return `tensor`, or a copy of it, after a collective of the ranks, on the host where the group moves no others."""
+        carrier = tensor.to(carrier_of(tensor.device, self.axis.group))
+        collective(carrier, *arguments, group=self.axis.group)
+        return carrier.to(tensor.device)
 
     def scores(self, microbatch: int, targets: Tensor, training: bool) -> None:
         """S: compute the logits of the share, and with one reduction its part of the input gradient.
@@ -177,11 +184,10 @@ class SpreadVocabulary:
         """
         tokens, share = self._tokens[microbatch], self.share
         smoothing = share.label_smoothing if training else 0.0
-        largest = tokens.facts[0].clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.axis.group)
+        largest = self._moved(dist.all_reduce, tokens.facts[0].clone(), dist.ReduceOp.MAX)
         shift = (tokens.facts[0] - largest).exp_()
-        hit, powers, total = sums = torch.stack([tokens.facts[1], tokens.facts[2] * shift, tokens.facts[3]])
-        dist.all_reduce(sums, group=self.axis.group)
+        sums = torch.stack([tokens.facts[1], tokens.facts[2] * shift, tokens.facts[3]])
+        hit, powers, total = self._moved(dist.all_reduce, sums)
         tokens.factor = shift / powers
         tokens.scale = tokens.counts * (weight / tokens.counts.sum().clamp(min=1))
         losses = powers.log() + largest - (1 - smoothing) * hit - smoothing / share.vocabulary * total
@@ -205,8 +211,7 @@ class SpreadVocabulary:
                 hit += smoothing / share.vocabulary * weight.sum(0)
             rows = (tokens.part * tokens.factor.unsqueeze(-1)).sub_(hit).mul_(tokens.scale.unsqueeze(-1))
             gradient, tokens.part = rows.to(weight.dtype).view(tokens.hidden.shape), None
-        gradient = gradient.contiguous()
-        dist.reduce(gradient, self._root, group=self.axis.group)
+        gradient = self._moved(dist.reduce, gradient.contiguous(), self._root)
         return gradient if self.axis.index == self.source else None
 
     def gradients(self, microbatch: int) -> None:

@@ -26,7 +26,7 @@ def test_slices_are_the_actions() -> None:
         assert [event["name"] for event in mine] == [str(cell) for cell in timeline.schedule.programs[rank]]
         assert [event["ts"] for event in mine] == [1000 * start for start in timeline.starts[rank]]
         assert sum(event["dur"] for event in mine) == 1000 * timeline.busy[rank]
-    assert slices[0]["args"] == {"stage": 0, "chunk": 0, "micro-batch": 0, "phase": "warm-up"}
+    assert slices[0]["args"] == {"stage": 0, "chunk": 0, "micro-batch": 0, "phase": "warm-up", "entry": 0}
     assert slices[0]["cat"] == "forward"
     names = [event["args"]["name"] for event in found["traceEvents"] if event["name"] == "process_name"]
     assert names == [f"rank {rank} (stages {rank}, {rank + 4})" for rank in range(4)]

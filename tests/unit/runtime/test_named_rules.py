@@ -47,7 +47,7 @@ REFUSED = {
         Layer("up", Up, losses={"a": LossTerm(mse)}),
     ],
     "layer 'up': losses is {'a': 1.0}; give {key: LossTerm": [DOWN, MIDDLE, Layer("up", Up, losses={"a": 1.0})],  # type: ignore[dict-item]
-    "layer 'up': reads has the name 'microbatch'; give a Python identifier other than 'output' and 'microbatch'": [
+    "layer 'up': reads has the name 'microbatch'; give a Python identifier other than 'output', 'microbatch' and 'slice_state'": [
         DOWN,
         MIDDLE,
         Layer("up", Up, reads={"microbatch": "skip"}),
