@@ -71,7 +71,7 @@ def executed(schedule: Schedule, notes: Notes, rank: int) -> Notes:
 
 
 def drawn(schedule: Schedule, rank: int) -> Notes:
-    return [tuple(action) for cell in schedule.programs[rank] for action in parts(cell)]  # type: ignore[misc]
+    return [action[:3] for cell in schedule.programs[rank] for action in parts(cell)]  # type: ignore[misc]
 
 
 def built(name: str, ranks: int, microbatches: int, transform: str) -> Schedule:

