@@ -102,6 +102,7 @@ PYTHON: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
     "long_sequences.md": (4, dict),
     "own_model.md": (2, own_model),
     "parallel.md": (8, parallel),
+    "schedules.md": (2, dict),
 }
 """Page -> the processes that run its Python blocks, and the names that its blocks use and do not define."""
 
