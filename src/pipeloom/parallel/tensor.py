@@ -75,8 +75,13 @@ class TensorParallel:
         """Return parts of count // size, the last with the remainder. Raises ArgumentError if `count` is less than `size`."""
         if count < self.size:
             raise ArgumentError("tp", f"={self.size} is more than a vocabulary of {count}; nearest: {count}")
-        base = count // self.size
-        return (*(base,) * (self.size - 1), count - base * (self.size - 1))
+        return uneven_parts(count, self.size)
+
+
+def uneven_parts(count: int, ranks: int) -> tuple[int, ...]:
+    """Return parts of count // ranks, the last with the remainder."""
+    base = count // ranks
+    return (*(base,) * (ranks - 1), count - base * (ranks - 1))
 
 
 def if_parallel(tensor: TensorParallel | None) -> TensorParallel | None:

@@ -14,6 +14,22 @@ from pipeloom.schedule.model import made_by, parts
 BLOCKS = ("RB", "RI")  # kinds that recompute layer by layer
 
 
+class OfRanks:
+    """Figures of what has the memory of every rank."""
+
+    ranks: tuple[RankMemory, ...]
+
+    @property
+    def worst(self) -> int:
+        """The pipeline rank that needs the most memory."""
+        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].total)
+
+    @property
+    def peak(self) -> float:
+        """Bytes that a device must have."""
+        return self.ranks[self.worst].total
+
+
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes on one device. The first seven lines are `allocated`; reserve and overhead are outside of it.

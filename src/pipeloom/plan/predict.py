@@ -11,14 +11,14 @@ from pipeloom.errors import UsageError
 from pipeloom.plan.blocks import LayerOps, Runtime, Split, layers_of
 from pipeloom.plan.layout import PlannedLayout, problems, spans
 from pipeloom.plan.measured import MeasuredLayers
-from pipeloom.plan.memory import RankMemory, rank_memory, stage_memory
+from pipeloom.plan.memory import OfRanks, RankMemory, rank_memory, stage_memory
 from pipeloom.plan.model import ModelShape
 from pipeloom.plan.time import HOST, AxisRates, Device, StageSeconds, StepTime, costs, stage_times, state_seconds
 from pipeloom.schedule import Costs, Schedule, simulate
 
 
 @dataclass(frozen=True)
-class LayoutCosts:
+class LayoutCosts(OfRanks):
     """Predicted costs of one layout.
 
     Attributes:
@@ -35,16 +35,6 @@ class LayoutCosts:
     step: StepTime
     tokens: float
     ahead: int = 0
-
-    @property
-    def worst(self) -> int:
-        """The pipeline rank that needs the most memory."""
-        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].total)
-
-    @property
-    def peak(self) -> float:
-        """Bytes that a device must have."""
-        return self.ranks[self.worst].total
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pipeloom.errors import UsageError
 from pipeloom.plan.blocks import RUNTIMES, LayerOps, Runtime
 from pipeloom.plan.layout import PlannedLayout, problems
 from pipeloom.plan.measured import MeasuredLayers
-from pipeloom.plan.memory import BLOCKS, RankMemory, StageMemory, peak, stage_memory, state_bytes
+from pipeloom.plan.memory import BLOCKS, OfRanks, RankMemory, StageMemory, peak, stage_memory, state_bytes
 from pipeloom.plan.model import ModelShape, load
 from pipeloom.plan.predict import Planner
 from pipeloom.plan.time import AxisRates, Device, StepTime
@@ -26,7 +26,7 @@ _STANDING = ("params", "grads", "optimizer", "shards", "grad_shards", "messages"
 
 
 @dataclass(frozen=True)
-class RunPrediction:
+class RunPrediction(OfRanks):
     """Predicted costs of a run.
 
     Attributes:
@@ -40,16 +40,6 @@ class RunPrediction:
     ranks: tuple[RankMemory, ...]
     timeline: Timeline
     step: StepTime | None
-
-    @property
-    def worst(self) -> int:
-        """The pipeline rank that needs the most memory."""
-        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].total)
-
-    @property
-    def peak(self) -> float:
-        """Bytes that a device must have."""
-        return self.ranks[self.worst].total
 
 
 def shape_of(config: Config) -> ModelShape:

@@ -21,14 +21,8 @@ from pipeloom.errors import ConfigError, UsageError
 from pipeloom.ops.layer import Layer
 from pipeloom.parallel.collectives import carrier_of
 from pipeloom.parallel.mesh import Axis
-
-IGNORED_TARGET = -100  # torch's default ignore_index
-
-
-def spread_sizes(vocabulary: int, ranks: int) -> list[int]:
-    """Return the rows of each rank's share: vocabulary // ranks, and of the last one the remainder too."""
-    each = vocabulary // ranks
-    return [*(each,) * (ranks - 1), vocabulary - each * (ranks - 1)]
+from pipeloom.parallel.tensor import uneven_parts
+from pipeloom.parallel.vocabulary import IGNORED
 
 
 class VocabularyShare(nn.Module):
@@ -56,7 +50,7 @@ def vocabulary_shares(name: str, weight: Tensor, ranks: int, label_smoothing: fl
 
     They follow a model's other layers; the schedule has been through the transform `vocabulary`.
     """
-    sizes = spread_sizes(len(weight), ranks)
+    sizes = uneven_parts(len(weight), ranks)
 
     def share(rank: int) -> nn.Module:
         first = sum(sizes[:rank])
@@ -152,7 +146,7 @@ class SpreadVocabulary:
         with torch.no_grad():
             rows = tokens.logits.detach().flatten(0, -2)
             rows = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
-            tokens.counts = flat != IGNORED_TARGET
+            tokens.counts = flat != IGNORED
             local = flat - share.first
             tokens.outside = (local < 0) | (local >= rows.shape[1])
             tokens.row = local.masked_fill(tokens.outside, 0).unsqueeze(-1)
@@ -170,7 +164,7 @@ class SpreadVocabulary:
                 f"the targets are {shape}; a vocabulary over the pipeline needs {list(hidden.shape[:-1])} of them on every rank"
             )
         flat = targets.flatten()
-        known = flat[flat != IGNORED_TARGET]
+        known = flat[flat != IGNORED]
         if known.numel() and not (int(known.min()) >= 0 and int(known.max()) < self.share.vocabulary):
             raise UsageError(f"a target is outside the vocabulary of {self.share.vocabulary}")
         return flat
