@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeloom.config import layer_sizes, load
 from pipeloom.models import DecoderShape, ahead, layers, tied, token_loss
 from pipeloom.runtime import LocalPipeline
 from pipeloom.schedules import build
+from pipeloom.train.step import Outcome
 
 DEPTHS, COEFFICIENT, VOCABULARY = 2, 0.5, 24
 SHAPE = DecoderShape(
@@ -96,3 +98,18 @@ def test_evaluation_skips_the_predictions(pipeline: LocalPipeline) -> None:
         module.load_state_dict(pipeline.modules[layer.name].state_dict(), strict=False)
         x = module(x)
     torch.testing.assert_close(pipeline.evaluate(tokens, targets), token_loss(SHAPE)(x, targets).detach())
+
+
+def test_the_output_layer_runs_once_for_each_depth_too() -> None:
+    plain, predicting = (
+        layer_sizes(load("tiny", {"model.num_nextn_predict_layers": depths}).model, 16) for depths in (0, 2)
+    )
+    assert [size.letter for size in predicting] == [*(size.letter for size in plain[:-1]), "m", "m", "L"]
+    assert predicting[-1].flops == 3 * plain[-1].flops
+    assert predicting[0].flops == 3 * plain[0].flops
+
+
+def test_the_loss_that_is_logged_is_the_models_own() -> None:
+    total = Outcome(2.5, 1.0, 0.1, terms={"mtp_1": 3.0, "mtp_2": 5.0})
+    assert total.without_terms(0.25).loss == pytest.approx(1.5)
+    assert Outcome(2.5, 1.0, 0.1).without_terms(0.25).loss == 2.5
