@@ -243,12 +243,12 @@ def _check_values(schedule: Schedule) -> None:
                     raise ScheduleError(f"{where} makes what is {key[0]} a second time; {before}")
                 parts_of[value_key(whole_of(key[0]), stage, mb)].append(key)
             there |= {value_key(value, stage, mb): action for value in (*results, *kind.adds)}
-            stays = schedule.remade.get((stage, mb), frozenset()) if kind.queue != COMPUTE else frozenset()
+            # A copy leaves the parts that R makes where they are.
+            again = schedule.remade.get((stage, mb), frozenset()) if kind.queue != COMPUTE else frozenset()
+            stays = {value for value in again if value != whole_of(value)}
             for whole in [value_key(value, stage, mb) for value in (*kind.frees, *kind.takes)]:
                 for key in (whole, *parts_of.pop(whole, ())):
-                    if key[0] in stays and key[0] != whole_of(
-                        key[0]
-                    ):  # a copy leaves the parts that R makes where they are
+                    if key[0] in stays:
                         parts_of[whole].append(key)
                     else:
                         there.pop(key, None)
