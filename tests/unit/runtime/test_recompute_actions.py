@@ -211,6 +211,6 @@ def test_a_part_that_no_layer_names_is_refused_with_the_names_that_exist() -> No
     words = "recomputes part 'norm', and no layer of these stages names a part so; did you mean 'norms'"
     with pytest.raises(UsageError, match=words):
         pipeline.step(*batch(4))
-    with pytest.raises(UsageError, match="part 'mlp', and no layer of these stages names a part so$"):
+    with pytest.raises(UsageError, match=r"part 'mlp', and no layer of these stages names a part so$"):
         LocalPipeline([Block(0), Block(1)], recompute(plain, part="mlp"), loss=mse).step(*batch(4))
     LocalPipeline([Block(0), Block(1)], recompute(plain, part="1/4"), loss=mse).step(*batch(4))
