@@ -77,7 +77,7 @@ class ParameterSharding:
 
     @property
     def whole_over_tp(self) -> bool:
-        """Whether all tp ranks of a stage hold the same part."""
+        """Return whether all tp ranks of a stage hold the same part."""
         return self.over("tp") is None and self.over("pp_tp") is None
 
     def full_shape(self, part: torch.Size) -> torch.Size:
