@@ -116,11 +116,8 @@ def examine(
     stage_layers: tuple[int, ...] = ()
     cuts, cut_problems = _cuts(config, schedule)
     problems += cut_problems
-    if schedule is not None and config.train.reproducible:
-        problems += _problems_of_order(config, schedule)
-    if schedule is not None and config.schedule.replan:
-        problems += _problems_of_replanning(config, schedule)
     if schedule is not None:
+        problems += [*_problems_of_order(config, schedule), *_problems_of_replanning(config, schedule)]
         named = () if config.model.source or config.train.compile != "none" else PARTS_OF_BLOCKS
         problems += [
             f"schedule.{key} = {shown(getattr(config.schedule, key))}: it recomputes part {part!r}, and no layer names a part so"
@@ -269,7 +266,9 @@ def _stage_layers(config: Config, schedule: Schedule, wrong: Collection[str]) ->
 
 
 def _problems_of_order(config: Config, schedule: Schedule) -> list[str]:
-    """Return the reason why sums of gradients would depend on the schedule, if there is one."""
+    """Return the reason why sums of gradients would depend on the schedule, where they must not, if there is one."""
+    if not config.train.reproducible:
+        return []
     key, rows = "train.reproducible = true", config.train.global_batch_size // config.parallel.dp
     if (config.schedule.name == SEARCH or config.schedule.replan) and rows % schedule.microbatches:
         return [
@@ -295,6 +294,8 @@ def _problems_of_order(config: Config, schedule: Schedule) -> list[str]:
 
 def _problems_of_replanning(config: Config, schedule: Schedule) -> list[str]:
     """Return the reason why the schedule cannot be searched again in mid-run, if there is one."""
+    if not config.schedule.replan:
+        return []
     cells = [parts(cell) for program in schedule.programs for cell in program]
     others = {action.kind for cell in cells for action in cell} - {"F", "B", "I", "W"}
     reasons = {
