@@ -18,7 +18,7 @@ import pipeloom as pl
 from pipeloom.draw import terminal
 from pipeloom.runtime import Pipeline
 
-FOLDER, RANKS, LAST = Path("hashes"), 2, 3  # the number of the last micro-batch
+FOLDER, RANKS, LAST = Path("hashes"), 2, 3
 
 
 class Block(nn.Linear):
@@ -32,17 +32,16 @@ class Block(nn.Linear):
 
 def digest(modules: tuple[Block, ...], microbatch: int) -> None:
     """Hash a stage's gradients behind the next stage's hash, which exists by then: the action needs it."""
-    number, gradients = modules[0].number, [parameter.grad for parameter in modules[0].parameters()]
+    number = modules[0].number
     later = (FOLDER / str(number + 1)).read_bytes() if number + 1 < RANKS else b""
-    content = later + b"".join(gradient.numpy().tobytes() for gradient in gradients)
+    content = later + b"".join(parameter.grad.numpy().tobytes() for parameter in modules[0].parameters())
     (FOLDER / str(number)).write_text(hashlib.sha256(content).hexdigest())
 
 
 needs = pl.Need("weight gradient"), pl.Need("hash", 1)  # of the next stage, which another rank may hold
 pl.register_kind(pl.Kind("HASH", "hash", needs, makes=("hash",), queue="hashing", time=2.0), execute=digest)
-
-base = pl.schedules.one_f_one_b(RANKS, LAST + 1)
-cells = [[*map(str, program), f"{rank}HASH{LAST}"] for rank, program in enumerate(base.programs)]
+programs = pl.schedules.one_f_one_b(RANKS, LAST + 1).programs
+cells = [[*map(str, program), f"{rank}HASH{LAST}"] for rank, program in enumerate(programs)]
 schedule = pl.Schedule.of(cells, placement=range(RANKS), microbatches=LAST + 1, name="hashed")
 
 if __name__ == "__main__":
@@ -57,6 +56,5 @@ if __name__ == "__main__":
         pipeline.step(*torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(step)))
         pipeline.zero_grad()
         if pipeline.rank == 0:
-            print(f"step {step}: {(FOLDER / '0').read_text()}")
-            print(terminal(pl.simulate(schedule), color=False))
+            print(f"step {step}: {(FOLDER / '0').read_text()}", terminal(pl.simulate(schedule), color=False), sep="\n")
     pipeline.close()
