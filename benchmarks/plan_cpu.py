@@ -133,14 +133,19 @@ def memory() -> None:
 
 
 def profiled(folder: Path, name: str) -> MeasuredLayers:
-    command(folder, "profile", "run.toml", "--processes", "2", "--repeats", "15", "--output", name)
+    """A profile of two processes at once, of one sequence and of the largest micro-batch of all layouts."""
+    largest = ["--schedule.microbatches", str(min(each.get("schedule.microbatches", 8) for each in STEPS.values()))]
+    command(folder, "profile", "run.toml", *largest, "--processes", "2", "--repeats", "15", "--output", name)
     return read(folder / name, shape_of(load_layout(folder / "run.toml").config))
 
 
 def between(one: MeasuredLayers, other: MeasuredLayers) -> MeasuredLayers:
     """The means of two profiles."""
     seconds = {
-        layer: {kind: (each + other.seconds[layer][kind]) / 2 for kind, each in kinds.items()}
+        layer: {
+            kind: ((fixed + other.seconds[layer][kind][0]) / 2, (each + other.seconds[layer][kind][1]) / 2)
+            for kind, (fixed, each) in kinds.items()
+        }
         for layer, kinds in one.seconds.items()
     }
     return replace(one, seconds=seconds, p2p=(one.p2p + other.p2p) / 2)

@@ -41,7 +41,8 @@ class Costs:
         bandwidth: of a link; a message takes p2p + message / bandwidth.
         activation: memory that one micro-batch's F allocates on the stage. A pair whose halves run in turns frees memory segment
             by segment while it allocates, and needs no more than before or after it (`PairTimes.overlaps`).
-        held: the share of `activation` that is kept from I until W (B frees all of it).
+        held: what is kept from I until W, as a share of `activation` (B frees all of it); above 1 where the gradients that W
+            needs are larger than what I frees.
         kept: the share of `activation` that is held from F until R where a stage is recomputed: its input.
         all_to_all: the share of F and of I that is communication (expert all-to-all); a pair overlaps it with computation.
         pair: time of a pair F|B: a number, one per stage of the forward, or `pair[stage of forward][stage of backward]`; None:
@@ -137,7 +138,7 @@ class Costs:
             shares = getattr(self, name)
             if shares and abs(sum(shares) - 1) > 1e-6:
                 raise ArgumentError(name, f" is {shares!r:.200}; shares add up to 1")
-        for name in ("held", "kept", "all_to_all"):
+        for name in ("kept", "all_to_all"):
             if any(share > 1 for share in _numbers(getattr(self, name))):
                 raise ArgumentError(name, f" is {getattr(self, name)}; it is a share between 0 and 1")
 
@@ -566,7 +567,7 @@ def activation_limit(
     sizes = costs.bytes_in(DEVICE, count)
     saved = tuple(map(sum, zip(sizes[SAVED], sizes.get(KEPT, (0.0,) * count), strict=True)))
     pending = sizes.get(PENDING, saved)
-    held = tuple(min(1.0, late / whole) if whole else 0.0 for late, whole in zip(pending, saved, strict=True))
+    held = tuple(late / whole if whole else 0.0 for late, whole in zip(pending, saved, strict=True))
     alike = len(set(saved)) == len(set(held)) == 1
     shares = tuple(k / whole if whole else 0.0 for k, whole in zip(sizes.get(KEPT, (0.0,) * count), saved, strict=True))
     if not alike:

@@ -26,8 +26,9 @@ def test_one_layer_of_each_kind_runs_every_action():
     measured = layer_times(load_layout("tiny", keys, world_size=0), torch.device("cpu"), 2)
     assert [each.layers for each in measured] == [(0,), (1, 4), (2, 3), (5,)]
     for each in measured:
-        assert set(each.seconds) == set(KINDS)
-        assert all(sample.median > 0 for sample in each.seconds.values())
+        for times in (each.seconds, each.one):
+            assert set(times) == set(KINDS)
+            assert all(sample.median > 0 for sample in times.values())
     embedding, block = (sum(sample.median for sample in each.seconds.values()) for each in measured[:2])
     assert block > embedding  # which is a look-up
 
@@ -97,7 +98,7 @@ def test_a_link_has_a_latency_and_a_bandwidth():
 def profile_of(links):
     seconds = [{kind: Sample(10.0**at * (1 + n), 0) for n, kind in enumerate(KINDS)} for at in range(3)]
     layers = [
-        LayerTimes(name, numbers, times)
+        LayerTimes(name, numbers, times, {kind: Sample(each.median / 2, 0) for kind, each in times.items()})
         for name, numbers, times in zip(("first", "block", "last"), ((0,), (1, 2, 3, 4), (5,)), seconds, strict=True)
     ]
     three = (Sample(1, 0), Sample(2, 0), Sample(3, 0))
