@@ -27,7 +27,9 @@ def refine(
     until, better = time.monotonic() + seconds, {}
     for at, prediction in enumerate(deep):
         left = (until - time.monotonic()) / (len(deep) - at)
-        with suppress(UsageError, CapacityError):  # more actions than are searched; nothing fits but the family's schedule
+        with suppress(
+            UsageError, CapacityError
+        ):  # more actions than are searched; nothing fits but the family's schedule
             searched = _searched(planner, prediction, memory, max(0.1, left))
             if searched.peak <= memory and searched.tokens > prediction.tokens:
                 better[prediction.layout] = searched
