@@ -13,7 +13,7 @@ from pipeloom.plan.layout import PlannedLayout
 from pipeloom.plan.model import ModelShape
 from pipeloom.plan.time import StageSeconds
 
-_KINDS = ("F", "I", "W", "B", "R")
+_KINDS = ("F", "I", "W", "B", "RB")
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class MeasuredLayers:
     """Seconds of the kinds of layers of a model on one device, each whole.
 
     Attributes:
-        seconds: (letter of the layer, whether it has experts) -> F, I, W, B and R: (of a micro-batch of no sequences, which is
-            the cost of an action whatever its size; of each sequence more).
+        seconds: (letter of the layer, whether it has experts) -> F, I, W, B and RB, the block (R;B): (seconds of a micro-batch of
+            no sequences, which is the cost of an action whatever its size; of each sequence more).
         seq: tokens of a sequence.
         p2p, bandwidth: of a message between two pipeline ranks; 0 and infinite where no link was measured.
     """
@@ -46,14 +46,16 @@ class MeasuredLayers:
             raise UsageError(
                 f"--costs: sequences of {self.seq} tokens were measured, not of {layout.seq}; nearest: --seq {self.seq}"
             )
-        sums = dict.fromkeys(_KINDS, 0.0)
+        sums, again = dict.fromkeys(_KINDS, 0.0), 0.0
         for layer in layers:
             times = self.seconds[kind_of_layer(layer)]
             seconds = {kind: fixed + each * layout.micro_batch for kind, (fixed, each) in times.items()}
-            again = seconds["R"] if layer.dropped == layer.tensors.keys() else 0.0  # recomputed as a whole
             for kind in _KINDS:
-                sums[kind] += seconds[kind] + again * (kind in ("I", "B"))
-        return StageSeconds(sums["F"], sums["I"], sums["W"], 0.0, 0.0, sums["B"])
+                sums[kind] += seconds[kind]
+            if layer.dropped == layer.tensors.keys():  # recomputed as a whole
+                again += seconds["RB"] - seconds["B"]
+        recompute = max(0.0, sums["RB"] - sums["B"])
+        return StageSeconds(sums["F"], sums["I"] + again, sums["W"], 0.0, 0.0, sums["B"] + again, recompute)
 
 
 def kind_of_layer(layer: LayerOps) -> tuple[str, bool]:

@@ -18,7 +18,7 @@ from pipeloom.train.report.layer_times import LayerTimes, Sample, SegmentTimes, 
 from pipeloom.train.report.link_times import LinkTimes
 from pipeloom.train.report.rehearse import Clock, EmulatedLayer
 
-KINDS = ("F", "I", "W", "B", "R")
+KINDS = ("F", "I", "W", "B", "R", "RB")
 
 
 def test_one_layer_of_each_kind_runs_every_action():
