@@ -46,8 +46,8 @@ class LayerTimes:
     Attributes:
         name: the first of them.
         layers: the numbers of all of them in the model; the embedding is 0.
-        seconds: kind of action (F, I, W, B, R, and RB, the block (R;B)) -> its time. That of the last layer includes the loss.
-            F is that of a micro-batch that is not recomputed.
+        seconds: kind of action (F, I, W, B, R, R:norms and other parts, and RB, the block (R;B)) -> its time. That of the last
+            layer includes the loss. F is that of a micro-batch that is not recomputed.
         one: the same for a micro-batch of one sequence; equal to `seconds` where the largest has one.
     """
 
@@ -65,16 +65,19 @@ def kinds_of_layers(layout: Layout) -> list[tuple[int, ...]]:
     return [tuple(each) for each in numbers.values()]
 
 
-def layer_times(layout: Layout, device: torch.device, repeats: int) -> tuple[LayerTimes, ...]:
+def layer_times(
+    layout: Layout, device: torch.device, repeats: int, parts: Sequence[str] = ()
+) -> tuple[LayerTimes, ...]:
     """Run one layer of each kind as a stage of its own, `repeats` steps after one that warms up, and return the times.
 
-    A step has four micro-batches, one after the other: F, I, W; F, R, I, W; F, B; F, (R;B). Steps of the largest micro-batches
-    and of single sequences take turns, so that a change of the machine's speed meets both.
+    A step has these micro-batches, one after the other: F, I, W; F, R, I, W; F, B; F, (R;B); and for each of `parts`, which are
+    names of parts of the layers, F, R of the part, B. Steps of the largest micro-batches and of single sequences take turns, so
+    that a change of the machine's speed meets both.
     """
     kinds, model = kinds_of_layers(layout), _model(layout, device)
     layers = compiled([model[numbers[0]] for numbers in kinds], layout.config)
     names = {layer.name: layer for layer in layers}
-    schedule = _one_by_one(len(layers))
+    schedule = _one_by_one(len(layers), parts)
     pipeline = LocalPipeline(
         layers,
         schedule,
@@ -98,7 +101,7 @@ def layer_times(layout: Layout, device: torch.device, repeats: int) -> tuple[Lay
         (stats,) = pipeline.stats
         for cell, start, end in zip(schedule.programs[0], stats.starts, stats.ends, strict=True):
             assert isinstance(cell, Action)
-            if step and not (cell.kind == "F" and cell.microbatch in _RECOMPUTED):
+            if step and not (cell.kind == "F" and cell.microbatch not in _PLAIN):
                 seconds[sequences, cell.stage][cell.kind].append(end - start)
     samples = {key: {kind: Sample.of(each) for kind, each in times.items()} for key, times in seconds.items()}
     return tuple(
@@ -108,18 +111,19 @@ def layer_times(layout: Layout, device: torch.device, repeats: int) -> tuple[Lay
 
 
 _BACKWARDS = ("{0}I{1}", "{0}W{1}"), ("{0}R{1}", "{0}I{1}", "{0}W{1}"), ("{0}B{1}",), ("({0}R{1};{0}B{1})",)
-_RECOMPUTED = 1, 3  # micro-batches
+_PLAIN = 0, 2  # micro-batches of which nothing is recomputed
 
 
-def _one_by_one(stages: int) -> Schedule:
-    """Return a schedule of one rank with four micro-batches: a split backward, one with R, a whole one, and a block with R."""
+def _one_by_one(stages: int, parts: Sequence[str]) -> Schedule:
+    """Return a schedule of one rank: micro-batches with I and W, with R, B, a block, and R of each part."""
+    backwards = [*_BACKWARDS, *(("{0}R{1}:" + part, "{0}B{1}") for part in parts)]
 
     def cells() -> Iterator[str]:
-        for microbatch, backward in enumerate(_BACKWARDS):
+        for microbatch, backward in enumerate(backwards):
             yield from (f"{stage}F{microbatch}" for stage in range(stages))
             yield from (cell.format(stage, microbatch) for stage in reversed(range(stages)) for cell in backward)
 
-    return Schedule.of([cells()], placement=(0,) * stages, microbatches=len(_BACKWARDS), name="profile")
+    return Schedule.of([cells()], placement=(0,) * stages, microbatches=len(backwards), name="profile")
 
 
 def _model(layout: Layout, device: torch.device) -> list[Layer]:
