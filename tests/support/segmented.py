@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.ops.segments import Compute, Done, Pending, Segment, Values, in_order
-from pipeloom.runtime import Layer
+from pipeloom.runtime import Layer, in_part
 
 WIDTH = 6
 
@@ -85,7 +85,7 @@ class Experts(nn.Module):
 
     def attend(self, values: Values) -> Values:
         (x,) = values
-        mixed = x + torch.tanh(self.mix(self.norm(x)))
+        mixed = x + torch.tanh(self.mix(in_part("norms", self.norm, x)))
         tokens = mixed.reshape(-1, WIDTH)
         chances = self.gate(tokens).softmax(-1)
         weight, chosen = chances.max(-1)
@@ -102,9 +102,9 @@ class Experts(nn.Module):
         rows, *others, splits = values
         if self.group is None:
             parts = rows.split(splits.tolist())
-            done = torch.cat([torch.tanh(self.up[str(e)](part)) for e, part in enumerate(parts)])
+            done = torch.cat([in_part("mlp", self.up[str(e)], part).tanh() for e, part in enumerate(parts)])
         else:
-            done = torch.tanh(self.up[str(dist.get_rank(self.group))](rows))
+            done = in_part("mlp", self.up[str(dist.get_rank(self.group))], rows).tanh()
         return done, *others, splits
 
     def sum(self, values: Values) -> Values:

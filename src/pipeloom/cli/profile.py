@@ -144,13 +144,21 @@ def _profiled(layout: Layout, context: Any, repeats: int) -> DeviceProfile:
             links += link_times(mesh, device, repeats)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     with context.waiting("the other processes to measure layers", "evaluation"):
+        sizes = layer_bytes(
+            replace(layout, schedule=half_split(layout.schedule))
+        )  # so that what W reads is measured too
         return DeviceProfile(
             name,
-            layer_times(layout, device, repeats),
-            layer_bytes(replace(layout, schedule=half_split(layout.schedule))),  # so that what W reads is measured too
+            layer_times(layout, device, repeats, () if layout.config.train.compile != "none" else _parts(sizes)),
+            sizes,
             segment_times(layout, device, repeats),
             links,
         )
+
+
+def _parts(sizes: Sequence[LayerBytes]) -> list[str]:
+    """Return the names of the parts of the layers, in the order of their first calls."""
+    return list(dict.fromkeys(part for each in sizes for part in each.parts))
 
 
 def _form(layout: Layout, profile: DeviceProfile) -> dict[str, Any]:
@@ -194,10 +202,13 @@ def _stage_costs(layout: Layout, profile: DeviceProfile) -> Costs:
     from pipeloom.train.report.step_bytes import predicted_costs
 
     of_layer = {number: each.seconds for each in profile.layers for number in each.layers}
-    times: dict[str, Any] = {
-        name: tuple(sum(of_layer[at][kind].median for at in range(*span)) for span in spans(layout))
-        for name, kind in _KINDS.items()
-    }
+
+    def of_stages(kind: str) -> tuple[float, ...]:
+        return tuple(sum(of_layer[at][kind].median for at in range(*span)) for span in spans(layout))
+
+    times: dict[str, Any] = {name: of_stages(kind) for name, kind in _KINDS.items()}
+    letters = sorted({kind for seconds in of_layer.values() for kind in seconds if kind.startswith("R:")})
+    times["parts"] = {letter.removeprefix("R:"): of_stages(letter) for letter in letters}
     sends = [link for link in profile.links if link.operation == "send"]
     if sends:
         times |= {
@@ -228,6 +239,13 @@ def _lines(form: dict[str, Any]) -> list[str]:
     names = {"input": "kept", "saved": "saved", "pending": "pending"}
     sizes = [[each["name"][-18:], *(size_words(each["bytes"][name]) for name in names)] for each in form["layers"]]
     lines += aligned([["layer, bytes", *names.values()], *sizes])
+    rows = [
+        [each["name"][-18:], part, ms(each["seconds"][f"R:{part}"]), size_words(size)]
+        for each in form["layers"]
+        for part, size in each["bytes"]["parts"].items()
+        if f"R:{part}" in each["seconds"]
+    ]
+    lines += aligned([["layer", "part", "ms of its R", "saved"], *rows]) if rows else []
     if (segments := form["segments"]) is not None:
         lines.append("a block with experts, ms:")
         rows = [["", "F", "I", "W"]]

@@ -15,7 +15,7 @@ from pipeloom.config.search import NAME as SEARCH
 from pipeloom.config.search import SearchRequest, search_request
 from pipeloom.config.sections import COMPUTED, PARTS_OF_BLOCKS, Config
 from pipeloom.config.stages import attention_share, balance, layer_sizes, parse_stages
-from pipeloom.errors import ConfigError, ScheduleError, UsageError
+from pipeloom.errors import ConfigError, ScheduleError, UsageError, did_you_mean
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.schedule import Costs, Schedule, check, simulate
 from pipeloom.schedule.families import build
@@ -118,6 +118,14 @@ def examine(
     problems += cut_problems
     if schedule is not None and config.train.reproducible:
         problems += _problems_of_order(config, schedule)
+    if schedule is not None:
+        named = () if config.model.source or config.train.compile != "none" else PARTS_OF_BLOCKS
+        problems += [
+            f"schedule.{key} = {shown(getattr(config.schedule, key))}: it recomputes part {part!r}, and no layer names a part so"
+            f"{did_you_mean(part, named)}"
+            for part in sorted(schedule.recomputed_parts.difference(named))
+            for key in ["transforms" if f"recompute={part}" in config.schedule.transforms else "name"]
+        ]
     if schedule is not None:
         stage_problems, stage_layers = _stage_layers(config, schedule, wrong)
         problems += stage_problems

@@ -121,10 +121,14 @@ class RecomputedParts:
         names: of the parts; no others are.
         device: that of the stage.
         others: for what else the forward saves; None: autograd holds it.
+        called: the names of all parts that the forward calls are added here.
     """
 
-    def __init__(self, names: Collection[str], device: torch.device, others: SavingHooks | None = None) -> None:
+    def __init__(
+        self, names: Collection[str], device: torch.device, others: SavingHooks | None, called: set[str]
+    ) -> None:
         self.names = names
+        self._called = called
         self._device = device
         self._others = others
         self._calls: dict[str, list[_PartCall]] = {name: [] for name in names}
@@ -147,6 +151,7 @@ class RecomputedParts:
         keywords: Mapping[str, Any],
     ) -> Any:
         """Return `run(*values, **keywords)`; if the part is recomputed, drop what it saves."""
+        self._called.add(name)
         if name not in self._calls or self._current is not None:
             return run(*values, **keywords)
         call = self._current = _PartCall(name, run, values, keywords, module, self._device)

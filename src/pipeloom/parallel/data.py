@@ -219,7 +219,9 @@ class GradientSync:
         self.buckets = make_buckets(held, mesh, capacity)
         self.weights = WeightGathers(self.buckets if sharded else ())
         self.shards = (
-            StageShards(self.buckets, self.main, gathered, reduced) if sharded and (gathered or reduced) else None
+            StageShards(self.buckets, self.main, gathered, reduced, share_memory, timeout)
+            if sharded and (gathered or reduced)
+            else None
         )
         self._by_actions = self.shards.reduced if self.shards is not None else frozenset[Bucket]()
         others = [bucket for bucket in self.buckets if bucket not in self._by_actions]

@@ -1,4 +1,4 @@
-"""Sums over processes of one machine: every process maps all others' buffers and sums one slice of them for all.
+"""Sums and gathers over processes of one machine: every process maps all others' buffers, and sums one slice of them for all.
 
 gloo sends tensors between processes of a machine through sockets, with two kernel copies per hop. Here a rank reads its slice
 of every buffer and writes the sum back to every buffer: as many bytes as a ring all-reduce moves, without those copies.
@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,11 +33,15 @@ _SPINS = 50  # polls of the flags before a process sleeps
 _NAPS = 50e-6, 2e-3  # seconds, the shortest and the longest sleep between polls
 
 
-class SharedBuffers:
-    """Flat tensors of each process of an axis that can be summed in place.
+Combine = Callable[[Sequence[Tensor]], object]
+"""What a process does with a buffer of every process of its axis, in their order, once all are filled."""
 
-    `start` marks a buffer of this process as filled, and `wait` returns when the buffer holds the sum. Every process starts the
-    same buffers in the same order, and refills a buffer only after its `wait`.
+
+class SharedBuffers:
+    """Flat tensors of each process of an axis that can be summed in place, or combined otherwise.
+
+    `start` marks a buffer of this process as filled, and `wait` returns when the buffer holds the sum, or when every process has
+    combined it. Every process starts the same buffers in the same order, and refills a buffer only after its `wait`.
 
     Attributes:
         own: this process's tensors.
@@ -65,7 +69,7 @@ class SharedBuffers:
         ]
         self.own = self._tensors[axis.index]
         self._turn = [0] * len(sizes)
-        self._pending: list[int] = []
+        self._pending: list[tuple[int, Combine | None]] = []
         self._fence = threading.Lock()
 
     @classmethod
@@ -82,12 +86,16 @@ class SharedBuffers:
         opened = [each for each in maps if each is not None]
         return cls(axis, opened, sizes, dtypes) if all(answers) else None
 
-    def start(self, at: int) -> None:
-        """Mark buffer `at` of this process as filled, and sum the buffers that all processes have filled."""
+    def start(self, at: int, combine: Combine | None = None) -> None:
+        """Mark buffer `at` of this process as filled, and sum the buffers that all processes have filled.
+
+        Args:
+            combine: called in place of the sum.
+        """
         self._turn[at] += 1
         with self._fence:  # a memory barrier: earlier writes are visible before the flag on every processor
             self._filled[self._axis.index][at] = self._turn[at]
-        self._pending.append(at)
+        self._pending.append((at, combine))
         self._advance()
 
     def wait(self, at: int, timeout: float) -> None:
@@ -95,8 +103,8 @@ class SharedBuffers:
         begin = time.monotonic()
         for look in itertools.count():
             self._advance()
-            filling = at in self._pending  # a process has not yet filled this buffer, or one before it
-            late = self._behind(self._filled, self._pending[0]) if filling else self._behind(self._summed, at)
+            filling = any(at == number for number, _ in self._pending)  # or one before it
+            late = self._behind(self._filled, self._pending[0][0]) if filling else self._behind(self._summed, at)
             if not late and not filling:
                 break
             if not late:
@@ -118,11 +126,14 @@ class SharedBuffers:
 
     def _advance(self) -> None:
         """Sum this process's slice of the buffers that all processes have filled, in the order of their starts."""
-        while self._pending and not self._behind(self._filled, self._pending[0]):
-            at = self._pending.pop(0)
+        while self._pending and not self._behind(self._filled, self._pending[0][0]):
+            at, combine = self._pending.pop(0)
             with self._fence:
                 pass
-            self._sum(at)
+            if combine is None:
+                self._sum(at)
+            else:
+                combine([each[at] for each in self._tensors])
             with self._fence:
                 self._summed[self._axis.index][at] = self._turn[at]
 

@@ -18,6 +18,72 @@ from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.parallel.buckets import Bucket, FlatParameters
 from pipeloom.parallel.collectives import start_gather_slices, start_reduce_scatter
 from pipeloom.parallel.mesh import Axis, group_of_members
+from pipeloom.parallel.shared_memory_sum import SharedBuffers
+
+
+class StageExchange:
+    """The gathers and reductions of the buckets of one axis, in a process group of their own.
+
+    Processes of one machine read each other's shares and gradients in memory. gloo's sockets take five to ten times as much of a
+    processor's time, which the computation beside it lacks. The shares lie in that memory; gradients are copied to it, one bucket
+    at a time, since there is room for them only until they are reduced.
+
+    Args:
+        axis: the replicas. Construction is collective over it.
+        gathered, reduced: the buckets.
+        share_memory: whether to share memory where all processes can.
+        timeout: seconds to wait for another process there.
+    """
+
+    def __init__(
+        self, axis: Axis, gathered: Sequence[Bucket], reduced: Sequence[Bucket], share_memory: bool, timeout: float
+    ) -> None:
+        self.axis = replace(axis, group=group_of_members(axis.ranks))
+        self._timeout = timeout
+        self._number = {bucket: at for at, bucket in enumerate(gathered)}
+        sizes = [bucket.size // axis.size for bucket in gathered]
+        dtypes = [bucket.parameters[0].dtype for bucket in gathered]
+        sizes.append(max((bucket.size * bucket.dtype.itemsize for bucket in reduced), default=1))
+        on_cpu = all(bucket.flat.device.type == "cpu" for bucket in (*gathered, *reduced))
+        self._memory = (
+            SharedBuffers.connect(self.axis, sizes, [*dtypes, torch.uint8]) if share_memory and on_cpu else None
+        )
+
+    def share(self, bucket: Bucket, values: Tensor) -> Tensor:
+        """Return a tensor with these values of this replica's share, which the others can gather."""
+        return values.clone() if self._memory is None else self._memory.own[self._number[bucket]].copy_(values)
+
+    def gather(self, bucket: Bucket, share: Tensor, flat: Tensor) -> None:
+        """Gather the shares of all replicas into `flat`. Afterwards each may write to its share: all have read it."""
+        if self._memory is None:
+            start_gather_slices(flat, self.axis, share).work.wait()
+            return
+        at = self._number[bucket]
+        self._memory.start(at, lambda shares: torch.cat(list(shares), out=flat))
+        self._memory.wait(at, self._timeout)
+
+    def reduce_scatter(self, bucket: Bucket, full: Tensor) -> Tensor:
+        """Return this replica's share of the sum of `full` over the replicas."""
+        if self._memory is None:
+            pending = start_reduce_scatter(full.view(self.axis.size, -1), self.axis)
+            pending.work.wait()
+            return pending.finish().view(-1)
+        at, mine = len(self._number), bucket.share
+        room = self._memory.own[at][: full.nbytes].view(full.dtype)
+        for others in (slice(0, mine.start), slice(mine.stop, bucket.size)):
+            room[others] = full[others]
+        total = torch.empty_like(full[mine])
+
+        def add(rooms: Sequence[Tensor]) -> None:
+            parts = [each[: full.nbytes].view(full.dtype)[mine] for each in rooms]
+            parts[self.axis.index] = full[mine]
+            torch.add(parts[0], parts[1], out=total)
+            for part in parts[2:]:
+                total.add_(part)  # in the order of the replicas
+
+        self._memory.start(at, add)
+        self._memory.wait(at, self._timeout)
+        return total
 
 
 class ShardedParameters(FlatParameters):
@@ -30,10 +96,10 @@ class ShardedParameters(FlatParameters):
         share: this replica's elements, in the parameters' dtype.
     """
 
-    def __init__(self, bucket: Bucket, axis: Axis) -> None:
+    def __init__(self, bucket: Bucket, exchange: StageExchange) -> None:
         super().__init__(bucket, sharded=True)
-        self.share = self.flat[self.mine].clone()
-        self._axis = axis
+        self._exchange = exchange
+        self.share = exchange.share(bucket, self.flat[self.mine])
         self._whole: Tensor | None = self.flat  # between steps
         self._changed = True  # the whole, by something other than an optimizer
         self.flat = torch.empty_like(self.flat)
@@ -70,7 +136,7 @@ class ShardedParameters(FlatParameters):
 
     @torch.no_grad()
     def _gather_into(self, flat: Tensor) -> None:
-        start_gather_slices(flat, self._axis, self.share).work.wait()
+        self._exchange.gather(self.bucket, self.share, flat)
 
     def note_change(self) -> None:
         """Note that the whole was written to, not by the optimizer: its values go to the share."""
@@ -108,6 +174,7 @@ class StageShards:
         main: what accumulates the gradients.
         gathered: the stages that gather their parameters.
         reduced: the stages whose gradients are reduced by actions.
+        share_memory, timeout: as of `StageExchange`.
 
     Attributes:
         parameters: bucket -> its parameters, of the stages that gather them.
@@ -115,33 +182,35 @@ class StageShards:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], main: MainGradients, gathered: Collection[int], reduced: Collection[int]
+        self,
+        buckets: Sequence[Bucket],
+        main: MainGradients,
+        gathered: Collection[int],
+        reduced: Collection[int],
+        share_memory: bool,
+        timeout: float,
     ) -> None:
         self._main = main
-        self._axes: dict[tuple[int, ...], Axis] = {}
-        self.parameters: dict[Bucket, ShardedParameters] = {}
         self._gathered: dict[int, list[ShardedParameters]] = defaultdict(list)
         self._reduced: dict[int, list[Bucket]] = defaultdict(list)
-        for bucket in buckets:
-            stage = min(bucket.stages)
-            if len(bucket.stages) > 1 or bucket.axis.size == 1:
-                continue
-            if stage in gathered:
-                self.parameters[bucket] = ShardedParameters(bucket, self._axis(bucket))
-                self._gathered[stage].append(self.parameters[bucket])
-            if stage in reduced:
-                self._axis(bucket)
-                self._reduced[stage].append(bucket)
-                self._attach(bucket, bucket.flat.new_empty(0))
-                bucket.part = bucket.flat
-        self.reduced = frozenset(bucket for buckets in self._reduced.values() for bucket in buckets)
+        alone = [bucket for bucket in buckets if len(bucket.stages) == 1 and bucket.axis.size > 1]
+        gathers, reduces = ([b for b in alone if min(b.stages) in stages] for stages in (gathered, reduced))
+        self.reduced = frozenset(reduces)
+        self._exchanges: dict[tuple[int, ...], StageExchange] = {}
+        for axis in dict.fromkeys(bucket.axis for bucket in alone if bucket in {*gathers, *reduces}):
+            there, taken_over = ([bucket for bucket in each if bucket.axis == axis] for each in (gathers, reduces))
+            self._exchanges[axis.ranks] = StageExchange(axis, there, taken_over, share_memory, timeout)
+        self.parameters = {bucket: ShardedParameters(bucket, self._exchange(bucket)) for bucket in gathers}
+        for bucket, flat in self.parameters.items():
+            self._gathered[min(bucket.stages)].append(flat)
+        for bucket in reduces:
+            self._reduced[min(bucket.stages)].append(bucket)
+            self._attach(bucket, bucket.flat.new_empty(0))
+            bucket.part = bucket.flat
         self.begin()
 
-    def _axis(self, bucket: Bucket) -> Axis:
-        axis = bucket.axis
-        if axis.ranks not in self._axes:
-            self._axes[axis.ranks] = replace(axis, group=group_of_members(axis.ranks))
-        return self._axes[axis.ranks]
+    def _exchange(self, bucket: Bucket) -> StageExchange:
+        return self._exchanges[bucket.axis.ranks]
 
     # -- parameters ------------------------------------------------------------------------------------------------------
 
@@ -198,10 +267,7 @@ class StageShards:
         """REDUCE_GRAD: add the sum over the replicas of what was taken to this replica's share."""
         fulls = self._full[stage].popleft()
         for at, bucket in enumerate(self._reduced[stage]):
-            axis = self._axes[bucket.axis.ranks]
-            pending = start_reduce_scatter(fulls[at].view(axis.size, -1), axis)
-            pending.work.wait()
-            part = pending.finish().view(-1)
+            part = self._exchange(bucket).reduce_scatter(bucket, fulls[at])
             fulls[at] = part  # the full gradients are freed
             if bucket in self._summed:
                 bucket.part += part

@@ -22,6 +22,19 @@ from pipeloom.schedule.actions import KEPT, PENDING, SAVED
 from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.model import parts
 
+# Part of our blocks and output layer -> the tensors that its R makes.
+_OF_PARTS = {
+    "norms": (
+        *("input_unit", "input_scale", "norm_1", "middle_unit", "middle_scale", "norm_2"),
+        *("query_norm", "last_unit", "last_scale", "last_norm"),
+    ),
+    "attention": ("query", "key", "value", "heads", "statistics", "mixed", "query_norm"),
+    "activation": ("silu", "gated", "expert_silu", "expert_gated", "shared_gated"),
+    "mlp": (
+        *("inner", "silu", "gated", "expert_inner", "expert_silu", "expert_gated", "expert_outputs"),
+        *("shared_inner", "shared_gated"),
+    ),
+}
 _STANDING = ("params", "grads", "optimizer", "shards", "grad_shards", "messages", "temporaries")
 
 
@@ -153,6 +166,10 @@ def _bytes(
         state = {"params": whole, "grads": summed, "optimizer": optimizer} | shards
         values.append({KEPT: memory.kept, SAVED: memory.saved, PENDING: memory.pending, "layer": memory.layer} | state)
     sizes = {name: [value[name] for value in values] for name in values[0]}
+    for part in schedule.recomputed_parts:
+        sizes[f"{SAVED}:{part}"] = [
+            sum(layer.tensors.get(name, 0.0) for layer in layers for name in _OF_PARTS[part]) for layers in groups
+        ]
     flat, messages = [replace(each, extra=0.0) for each in activations], _message_bytes(layout)
     for name in ("messages", "temporaries"):
         sizes[name] = [0.0] * len(groups)

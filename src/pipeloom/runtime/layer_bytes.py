@@ -5,8 +5,10 @@ On the meta device, which computes shapes only, the size of a layer does not mat
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from pipeloom.ops.checksum import storage_key
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients, run_backward
 from pipeloom.ops.live_bytes import LiveBytes
+from pipeloom.ops.parts import observing
 from pipeloom.ops.segments import carries
 from pipeloom.runtime.program import RankProgram
 from pipeloom.runtime.tensor_spec import tensors_in
@@ -36,6 +39,7 @@ class LayerBytes:
         forward: the most that the forward holds at once besides its input and what it saves.
         backward: the most that the backward (an I where it is split, or its W) adds at once to what it starts with.
         again: whether the layer is recomputed in its backward.
+        parts: name of a part of the layer -> those of `saved` that are not held from F on where an R of the part makes them.
     """
 
     saved: float
@@ -47,6 +51,13 @@ class LayerBytes:
     forward: float = 0.0
     backward: float = 0.0
     again: bool = False
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    def scaled(self, factor: float) -> LayerBytes:
+        """Return these bytes times `factor`."""
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name not in ("parts", "again")}
+        scaled = {name: value if isinstance(value, bool) else value * factor for name, value in values.items()}
+        return replace(self, **scaled, parts={name: size * factor for name, size in self.parts.items()})
 
 
 def measured_layer(
@@ -71,19 +82,21 @@ def measured_layer(
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     queue = context.queue = WeightGradQueue() if split else None
     live = LiveBytes(meta=any(value.is_meta for value in tensors_in(inputs)))
-    given, saved = _storages(tensors_in(inputs)), dict[int, float]()
+    given, saved, parts = _storages(tensors_in(inputs)), dict[int, float](), _Parts()
 
     def pack(tensor: Tensor) -> Tensor:
         if storage_key(tensor) in given or live.counts(tensor):
             saved.update(_storages((tensor,)))
+            parts.note_saved(storage_key(tensor))
         return tensor
 
     with live:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), observing(parts):
             output = module(*inputs, **keywords)
             values = tuple(tensors_in(output)) if loss is None else (loss(output),)
         leaving = {} if loss is not None else _storages(tensors_in(values))
-        held = sum(size for key, size in saved.items() if key not in given and key not in leaving)
+        inside = {key: size for key, size in saved.items() if key not in given and key not in leaving}
+        held, freed = sum(inside.values()), parts.freed(inside)
         forward = live.peak - held
         carrying = [value for value in tensors_in(values) if carries(value)]
         roots, seeds = [get_gradient_edge(value) for value in carrying], [torch.empty_like(value) for value in carrying]
@@ -108,9 +121,61 @@ def measured_layer(
             pending,
             forward,
             backward,
+            parts=freed,
         ),
         result,
     )
+
+
+class _Parts:
+    """The storages that each part of a layer takes, saves and returns in one forward, a `PartObserver`."""
+
+    def __init__(self) -> None:
+        self._calls: list[str] = []  # those that have not ended, the outer ones first
+        # Part -> key of a storage -> the storage, since the key may be another one's once it is freed.
+        self._arguments: dict[str, dict[int, weakref.ref[Any]]] = defaultdict(dict)
+        self._outputs: dict[str, dict[int, weakref.ref[Any]]] = defaultdict(dict)
+        self._saved_in: dict[int, list[tuple[str, ...]]] = defaultdict(
+            list
+        )  # key of a storage -> the calls that save it
+
+    def run(
+        self,
+        name: str,
+        run: Callable[..., Any],
+        module: nn.Module | None,
+        values: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+    ) -> Any:
+        """Return `run(*values, **keywords)`."""
+        self._calls.append(name)
+        try:
+            result = run(*values, **keywords)
+        finally:
+            self._calls.pop()
+        for storages, tensors in ((self._arguments, (values, keywords)), (self._outputs, result)):
+            storages[name].update((storage_key(t), weakref.ref(t.untyped_storage())) for t in tensors_in(tensors))
+        return result
+
+    def note_saved(self, key: int) -> None:
+        """Note that autograd saves a tensor of this storage now."""
+        self._saved_in[key].append(tuple(self._calls))
+
+    def freed(self, sizes: Mapping[int, float]) -> dict[str, float]:
+        """Return name of a part -> the bytes of what is saved, of these storages, and not held where the part is recomputed."""
+        return {
+            name: sum(
+                size
+                for key, size in sizes.items()
+                if not _alive(arguments, key)
+                and (_alive(self._outputs[name], key) or all(name in calls for calls in self._saved_in[key]))
+            )
+            for name, arguments in self._arguments.items()
+        }
+
+
+def _alive(storages: Mapping[int, weakref.ref[Any]], key: int) -> bool:
+    return key in storages and storages[key]() is not None
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, float]:
@@ -128,7 +193,11 @@ def stage_bytes(schedule: Schedule, spans: Sequence[Sequence[LayerBytes]]) -> di
     blocks = {action.stage for action in actions if action.kind in ("RB", "RI")}
     first = {route[0] for route in schedule.routes}
     values = [_values(layers, stage in first, stage in blocks) for stage, layers in enumerate(spans)]
-    return {name: tuple(value[name] for value in values) for name in (KEPT, SAVED, PENDING, "layer", "temporary")}
+    sizes = {name: tuple(value[name] for value in values) for name in (KEPT, SAVED, PENDING, "layer", "temporary")}
+    names = sorted({part for layers in spans for each in layers for part in each.parts})
+    return sizes | {
+        f"{SAVED}:{n}": tuple(sum(each.parts.get(n, 0.0) for each in layers) for layers in spans) for n in names
+    }
 
 
 def _values(layers: Sequence[LayerBytes], first: bool, blocks: bool) -> dict[str, float]:

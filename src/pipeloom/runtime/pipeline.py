@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeloom.errors import ConfigError, DistributedError, ScheduleError, UsageError
+from pipeloom.errors import ConfigError, DistributedError, ScheduleError, UsageError, did_you_mean
 from pipeloom.ops.checksum import checksums
 from pipeloom.ops.layer import KEYWORD
 from pipeloom.parallel.data import GradientSync
@@ -57,7 +57,7 @@ from pipeloom.runtime.spread_vocabulary import SpreadVocabulary, require_spread
 from pipeloom.runtime.stage_modules import LayerSource, carrying
 from pipeloom.runtime.tensor_spec import ShapeCache, is_strided
 from pipeloom.runtime.tied_weights import layer_of
-from pipeloom.schedule.actions import Action
+from pipeloom.schedule.actions import SAVED, Action, fraction_of
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.timeline import Timeline
 
@@ -248,6 +248,7 @@ class Pipeline:
         for engine in self._engines:
             engine.follow(schedule)
         self.schedule = schedule
+        self._parts_unchecked = bool(schedule.recomputed_parts)
         self._result = StepResult()  # of this process, and of each of its ranks
         self._results = [StepResult() for _ in self._engines]
 
@@ -296,6 +297,8 @@ class Pipeline:
         self._result.after = self._gradients.finish(self._connections.sums)
         self._result.end = time.perf_counter()
         self.next_step += 1
+        if self._parts_unchecked:
+            self._require_parts()
         if first:
             self._require_settled(buffers)
         elif status.phase == "step":
@@ -390,6 +393,16 @@ class Pipeline:
         buffers = {n: b for n, b in self._assembly.buffers.items() if layer_of(n, replicated) and is_strided(b)}
         sums = checksums(list(buffers.values()))
         return {name: (b.shape, value) for (name, b), value in zip(buffers.items(), sums, strict=True)}
+
+    def _require_parts(self) -> None:
+        """Raise UsageError, on every rank, for a recomputed part that no layer has called: only a forward shows the names."""
+        ours = sorted(name for stage in self._assembly.stages.values() for name in stage.parts)
+        names = {name for rank in self._exchange(ours) for name in rank if not fraction_of(f"{SAVED}:{name}")}
+        for part in sorted(self.schedule.recomputed_parts - names):
+            raise UsageError(
+                f"the schedule recomputes part {part!r}, and no layer of these stages names a part so{did_you_mean(part, names)}"
+            )
+        self._parts_unchecked = False
 
     def _require_settled(self, before: Mapping[str, tuple[torch.Size, int]]) -> None:
         """Raise UsageError for a buffer that the first step has changed, other than by giving it another shape."""

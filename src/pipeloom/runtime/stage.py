@@ -198,6 +198,7 @@ class Stage:
         self.layers = layers
         self.declares_nothing = layers.declares_nothing
         self.segmented = layers.segmented
+        self.parts: set[str] = set()  # the names by which its layers have called parts, where any is recomputed
         self.writes_weight_gradients = writes_weight_gradients
         self._deallocate = deallocate
         self._grad_context = grad_context
@@ -358,7 +359,7 @@ class Stage:
             )
             self._travelling[call.microbatch].set_result(travels)
         names = call.program.parts.get(call.microbatch)
-        parts = None if names is None else RecomputedParts(names, self._communications.device, travels)
+        parts = None if names is None else RecomputedParts(names, self._communications.device, travels, self.parts)
         queue = WeightGradQueue() if queues else None
         return InFlight(queue, [], (), specs, read, record, travels, parts, states), leaves
 

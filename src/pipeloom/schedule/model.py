@@ -284,6 +284,12 @@ class Schedule:
         """(stage, unit) -> the values that are parts of another, such as `saved:norms`, which its actions touch."""
         return self._united([{v for v in kind.touches if v != whole_of(v)} for kind in self.kinds])
 
+    @cached_property
+    def recomputed_parts(self) -> frozenset[str]:
+        """The names of the parts of layers that an R of their own recomputes; equal parts, such as `1/4`, have none."""
+        values = {value for values in self.parted.values() for value in values}
+        return frozenset(value.partition(":")[2] for value in values if "/" not in value)
+
     def _united(self, values: Sequence[Collection[str]]) -> dict[tuple[int, int], frozenset[str]]:
         """(stage, unit) -> all `values` of the kinds of its actions, given by the number of the kind."""
         stride, united = self.kind_stride, dict[tuple[int, int], frozenset[str]]()

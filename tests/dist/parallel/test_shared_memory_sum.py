@@ -7,13 +7,15 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeloom.config import MeshShape
 from pipeloom.errors import DistributedError
 from pipeloom.parallel import shared_memory_sum
+from pipeloom.parallel.buckets import BucketParameter, make_buckets
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.shared_memory_sum import SharedBuffers, SharedMemoryAllReduce
+from pipeloom.parallel.zero import StageExchange
 from processes import run_ranks
 
 pytestmark = pytest.mark.core
@@ -138,3 +140,32 @@ def test_tensors_of_several_sizes() -> None:
     for right in run_ranks(sums_of_tensors, 2):
         assert len(right) == 60
         assert all(right)
+
+
+def exchanges(rank: int, counts: tuple[int, ...]) -> None:
+    """Gathers and reductions of two buckets in turn, in memory and by collectives: equal, and shares that change afterwards."""
+    torch.manual_seed(rank)
+    mesh = Mesh.of(MeshShape(dp=3))
+    assert mesh is not None
+    held = [BucketParameter(f"p{at}", nn.Parameter(torch.randn(n)), (at,)) for at, n in enumerate(counts)]
+    buckets = make_buckets(held, mesh, 2**20)
+    in_memory, by_collectives = (StageExchange(mesh.dp, buckets, buckets, shared, 30) for shared in (True, False))
+    values = [torch.randn(bucket.size // 3) for bucket in buckets]
+    shares = [in_memory.share(bucket, value) for bucket, value in zip(buckets, values, strict=True)]
+    for turn in range(6):
+        if turn % 3 == rank:
+            time.sleep(0.005)  # everyone is late now and then
+        for bucket, share in zip(buckets, shares, strict=True):
+            flat, expected = torch.empty(2, bucket.size)
+            in_memory.gather(bucket, share, flat)
+            before = share.clone()
+            share += 1  # all have read it
+            by_collectives.gather(bucket, before, expected)
+            assert torch.equal(flat, expected)
+            full = torch.randn(bucket.size)
+            total = in_memory.reduce_scatter(bucket, full)
+            assert torch.equal(total, by_collectives.reduce_scatter(bucket, full))
+
+
+def test_shares_and_gradients_of_three_replicas() -> None:
+    run_ranks(exchanges, 3, (70_001, 300))

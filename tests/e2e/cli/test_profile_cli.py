@@ -38,6 +38,10 @@ def test_a_profile_is_measured_and_read_by_other_commands(tmp_path, capsys):
     drawn = json.loads(capsys.readouterr().out)
     costs = form["costs"]
     assert drawn["makespan"] == pytest.approx(2 * (costs["forward"][0] + costs["backward"][0]))
+    words = f"schedule 1f1b --ranks 1 --microbatches 2 --transform recompute=norms --costs {file} --json"
+    app(words.split(), standalone_mode=False)
+    parted, (again,) = json.loads(capsys.readouterr().out), dict(costs["parts"])["norms"]
+    assert parted["makespan"] == pytest.approx(drawn["makespan"] + 2 * again)
     app(
         ["schedule", "1f1b-overlap", "--ranks", "2", "--microbatches", "4", "--segments", str(file)],
         standalone_mode=False,

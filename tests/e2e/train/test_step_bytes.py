@@ -38,6 +38,7 @@ BLOCK, WHOLE = (
     {"schedule.transforms": ["recompute"], "schedule.transport": "individual"},
     {"schedule.transforms": ["recompute=whole"]},
 )
+GLOO = {"schedule.transport": "individual"}
 FLAG = {"train.recompute": "full", "schedule.transport": "individual"}
 UNEVEN = {"train.global_batch_size": 7, "schedule.microbatches": 4}
 # name -> (schedule, micro-batches, other keys)
@@ -51,6 +52,13 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "1f1b, experts": ("1f1b", 4, EXPERTS),
     "1f1b, R blocks": ("1f1b", 4, BLOCK),
     "1f1b, R whole": ("1f1b", 4, WHOLE),
+    "1f1b, R of norms": ("1f1b", 4, GLOO | {"schedule.transforms": ["recompute=norms"]}),
+    "1f1b, R of attention": ("1f1b", 4, GLOO | {"schedule.transforms": ["recompute=attention"]}),
+    "interleaved, R of mlp": ("interleaved", 4, GLOO | {"schedule.transforms": ["recompute=mlp"]}),
+    "1f1b, experts, R of activation": (
+        *("1f1b", 4),
+        EXPERTS | GLOO | {"schedule.transforms": ["recompute=activation", "recompute=norms"]},
+    ),
     "interleaved, gloo": ("interleaved", 4, {"schedule.transport": "individual"}),
     "interleaved, R blocks": ("interleaved", 4, BLOCK),
     "interleaved, R blocks by train.recompute": ("interleaved", 4, FLAG),
@@ -200,9 +208,9 @@ def allocated_in_a_step(rank: int, names: list[str]) -> list[tuple[int, int]]:
     return peaks
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if "R blocks" not in name])
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "R blocks" not in name and "R of" not in name])
 def test_saved_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without blocks, in which torch's checkpoint takes the place of the hooks; what they hold is among the bytes allocated."""
+    """Without blocks and parts, whose hooks take the place of these; what they hold is among the bytes allocated."""
     layout = layout_of(name)
     wanted = [each.activations for each in predicted(layout)[1]]
     assert saved_in_a_step(layout, monkeypatch) == pytest.approx(wanted, rel=0.01)

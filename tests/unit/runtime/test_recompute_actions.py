@@ -146,7 +146,7 @@ def test_until_r_only_the_stages_input_is_held() -> None:
     assert at_loss < 0.4 * whole  # F saves nothing, not even while it runs, and keeps no copy of the table
 
 
-@pytest.mark.parametrize(("part", "share"), [("activation", 0.65), ("mlp", 0.1), ("2/4", 0.8), ("other", 1.0)])
+@pytest.mark.parametrize(("part", "share"), [("activation", 0.65), ("mlp", 0.1), ("2/4", 0.8)])
 def test_what_a_part_and_the_users_of_its_output_save_is_not_held(part: str, share: float) -> None:
     plain = S.gpipe(1, 8)
     (_, everything), (_, at_loss) = map(held, (plain, recompute(plain, part=part)))
@@ -200,3 +200,17 @@ def test_evaluation_of_a_recomputed_schedule_recomputes_nothing() -> None:
     pipeline = LocalPipeline(modules, recompute(S.one_f_one_b(2, 2), whole=True), loss=mse)
     pipeline.evaluate(*batch(4))
     assert [module.calls for module in modules] == [2, 2]
+
+
+def test_a_part_that_no_layer_names_is_refused_with_the_names_that_exist() -> None:
+    plain = S.one_f_one_b(2, 2)
+    modules: list[nn.Module] = [Block(0), Parted(1)]  # a stage without the part may stand beside one with it
+    pipeline = LocalPipeline(modules, recompute(plain, part="norms"), loss=mse)
+    pipeline.step(*batch(4))
+    pipeline.adopt(recompute(plain, part="norm"))
+    words = "recomputes part 'norm', and no layer of these stages names a part so; did you mean 'norms'"
+    with pytest.raises(UsageError, match=words):
+        pipeline.step(*batch(4))
+    with pytest.raises(UsageError, match=r"part 'mlp', and no layer of these stages names a part so$"):
+        LocalPipeline([Block(0), Block(1)], recompute(plain, part="mlp"), loss=mse).step(*batch(4))
+    LocalPipeline([Block(0), Block(1)], recompute(plain, part="1/4"), loss=mse).step(*batch(4))

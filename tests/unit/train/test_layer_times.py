@@ -10,7 +10,8 @@ import torch
 from pipeloom.cli.profile import DeviceProfile, _form
 from pipeloom.config import load_layout
 from pipeloom.ops.deferred import WeightGradContext
-from pipeloom.runtime.layer_bytes import LayerBytes
+from pipeloom.runtime import in_part
+from pipeloom.runtime.layer_bytes import LayerBytes, measured_layer
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes
 from pipeloom.train.report import layer_times as module
 from pipeloom.train.report import link_times as links
@@ -23,13 +24,15 @@ KINDS = ("F", "I", "W", "B", "R")
 
 def test_one_layer_of_each_kind_runs_every_action():
     keys = {"model.num_experts": 2, "model.moe_layer_freq": [0, 1, 1, 0], "model.tie_word_embeddings": True}
-    measured = layer_times(load_layout("tiny", keys, world_size=0), torch.device("cpu"), 2)
+    measured = layer_times(load_layout("tiny", keys, world_size=0), torch.device("cpu"), 2, ("norms",))
     assert [each.layers for each in measured] == [(0,), (1, 4), (2, 3), (5,)]
     for each in measured:
-        assert set(each.seconds) == set(KINDS)
+        assert set(each.seconds) == {*KINDS, "R:norms"}
         assert all(sample.median > 0 for sample in each.seconds.values())
     embedding, block = (sum(sample.median for sample in each.seconds.values()) for each in measured[:2])
     assert block > embedding  # which is a look-up
+    embedding, block = (each.seconds["R:norms"].median for each in measured[:2])
+    assert block > 2 * embedding  # which has no norms
 
 
 def test_a_sample_is_the_median_and_the_median_distance():
@@ -149,3 +152,34 @@ def test_models_that_cannot_be_measured_are_refused(word, said, monkeypatch):
     monkeypatch.setattr(preflight, "memory_of_machine", lambda: 10**10)
     with pytest.raises(PipeloomError, match=said):
         app(["profile", word], standalone_mode=False)
+
+
+def test_the_costs_of_parts_are_the_sums_over_a_stages_layers():
+    layout = load_layout(
+        "tiny", {"model.num_hidden_layers": 2, "parallel.pp": 2, "schedule.name": "1f1b"}, world_size=0
+    )
+    names = ("E", "block", "head")
+    seconds = {kind: Sample(1.0, 0.0) for kind in KINDS}
+    layers = [
+        LayerTimes(name, numbers, seconds | {"R:norms": Sample(time, 0.0)})
+        for name, numbers, time in zip(names, ((0,), (1, 2), (3,)), (0.0, 2.0, 1.0), strict=True)
+    ]
+    sizes = [LayerBytes(0.0), *[LayerBytes(10.0, parts={"norms": 4.0})] * 2, LayerBytes(5.0, parts={"norms": 3.0})]
+    costs = _form(layout, DeviceProfile("cpu", layers, sizes, None, []))["costs"]
+    assert dict(costs["parts"]) == {"norms": (2.0, 3.0)}
+    assert dict(costs["bytes"])["saved:norms"] == (4.0, 7.0)
+
+
+def test_the_bytes_of_a_part_are_those_that_no_one_else_holds():
+    class Parted(torch.nn.Module):
+        def forward(self, x):
+            y = in_part("outer", self.outer, x.exp())  # saved by exp, and an argument of the part
+            return in_part("other", lambda y: y * y, y).sin()  # the output of "outer" is the argument of this one
+
+        def outer(self, x):
+            return in_part("inner", torch.sigmoid, x * x.cos()).repeat(2)  # saved: x, x.cos(), its argument x, sigmoid
+
+    x = torch.ones(25, requires_grad=True)  # 100 bytes
+    measured, _ = measured_layer(Parted(), (x,), {})
+    assert measured.saved == 100 + 2 * 100 + 200 + 200  # exp; cos and sigmoid; the outputs of both parts
+    assert measured.parts == {"outer": 200 + 200, "inner": 100, "other": 200}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -81,12 +81,7 @@ def _measured_on_cpu(layout: Layout, layer: Layer, x: Tensor, at: int, last: boo
     except Exception as error:  # of a foreign model whose configuration contradicts itself, or of a class of the user's
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"layer {layer.name!r} cannot run: {type(error).__name__}: {reason}") from error
-    scaled = {
-        spec.name: getattr(measured, spec.name) * seq_len / tokens
-        for spec in fields(measured)
-        if not isinstance(getattr(measured, spec.name), bool)
-    }
-    return replace(measured, **scaled), output.new_empty(
+    return measured.scaled(seq_len / tokens), output.new_empty(
         rows, seq_len, *output.shape[2:], device="meta"
     ).requires_grad_()
 

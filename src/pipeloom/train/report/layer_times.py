@@ -45,7 +45,7 @@ class LayerTimes:
     Attributes:
         name: the first of them.
         layers: the numbers of all of them in the model; the embedding is 0.
-        seconds: kind of action (F, I, W, B, R) -> its time. That of the last layer includes the loss.
+        seconds: kind of action (F, I, W, B, R, R:norms and other parts) -> its time. That of the last layer includes the loss.
     """
 
     name: str
@@ -61,15 +61,18 @@ def kinds_of_layers(layout: Layout) -> list[tuple[int, ...]]:
     return [tuple(each) for each in numbers.values()]
 
 
-def layer_times(layout: Layout, device: torch.device, repeats: int) -> tuple[LayerTimes, ...]:
+def layer_times(
+    layout: Layout, device: torch.device, repeats: int, parts: Sequence[str] = ()
+) -> tuple[LayerTimes, ...]:
     """Run one layer of each kind as a stage of its own, `repeats` steps after one that warms up, and return the times.
 
-    A step has three micro-batches, one after the other: F, I, W; F, R, I, W; F, B.
+    A step has these micro-batches, one after the other: F, I, W; F, R, I, W; F, B; and for each of `parts`, which are names of
+    parts of the layers, F, R of the part, B.
     """
     kinds, model = kinds_of_layers(layout), _model(layout, device)
     layers = compiled([model[numbers[0]] for numbers in kinds], layout.config)
     names = {layer.name: layer for layer in layers}
-    schedule = _one_by_one(len(layers))
+    schedule = _one_by_one(len(layers), parts)
     pipeline = LocalPipeline(
         layers,
         schedule,
@@ -99,15 +102,18 @@ def layer_times(layout: Layout, device: torch.device, repeats: int) -> tuple[Lay
     )
 
 
-def _one_by_one(stages: int) -> Schedule:
-    """Return a schedule of one rank with three micro-batches: a split backward, one with R, and a whole one."""
+def _one_by_one(stages: int, parts: Sequence[str]) -> Schedule:
+    """Return a schedule of one rank: micro-batches with a split backward, one with R, a whole one, and R of each part."""
+    backwards = [("I", "W"), ("R", "I", "W"), ("B",), *((f"R:{part}", "B") for part in parts)]
 
     def cells() -> Iterator[str]:
-        for microbatch, backward in enumerate((("I", "W"), ("R", "I", "W"), ("B",))):
+        for microbatch, backward in enumerate(backwards):
             yield from (f"{stage}F{microbatch}" for stage in range(stages))
-            yield from (f"{stage}{kind}{microbatch}" for stage in reversed(range(stages)) for kind in backward)
+            for stage in reversed(range(stages)):
+                for kind, colon, part in (each.partition(":") for each in backward):
+                    yield f"{stage}{kind}{microbatch}{colon}{part}"
 
-    return Schedule.of([cells()], placement=(0,) * stages, microbatches=3, name="profile")
+    return Schedule.of([cells()], placement=(0,) * stages, microbatches=len(backwards), name="profile")
 
 
 def _model(layout: Layout, device: torch.device) -> list[Layer]:
