@@ -273,6 +273,7 @@ class ParallelSection(Section):
     ep_blocks: Count
     order: Annotated[str, AfterValidator(_is_order)]
     stages: str
+    vocabulary: Literal["last", "pp"]
 
 
 class ScheduleSection(Section):

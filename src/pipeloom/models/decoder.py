@@ -18,7 +18,7 @@ from pipeloom.ops.random_state import Dropout, TokenPart
 from pipeloom.ops.slices import SliceState
 from pipeloom.parallel.context import ContextParallel, attend_in_blocks
 from pipeloom.parallel.sharding import ParameterSharding
-from pipeloom.parallel.tensor import TensorParallel, column_linear, project, row_linear
+from pipeloom.parallel.tensor import TensorParallel, column_linear, gather_tokens, project, row_linear
 from pipeloom.parallel.vocabulary import VocabularyHead
 
 
@@ -306,6 +306,22 @@ class Block(nn.Module):
         inner = in_part("mlp", self.mlp, in_part("norms", self.post_attention_layernorm, attended))
         out: Tensor = attended + self.mlp_dropout(inner, microbatch)
         return out
+
+
+class FinalNorm(nn.Module):
+    """Final norm of a decoder whose output layer is spread over the pipeline: [batch, length, hidden] -> the same shape.
+
+    Under sequence parallelism length / tp tokens go in, and all of them come out on every rank.
+    """
+
+    def __init__(self, shape: DecoderShape, tensor: TensorParallel | None = None) -> None:
+        super().__init__()
+        self.tensor = tensor if tensor is not None and tensor.sequence else None
+        self.norm = RMSNorm(shape.hidden_size, self.tensor is not None, shape.rms_norm_eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = in_part("norms", self.norm, x)
+        return normed if self.tensor is None else gather_tokens(normed, self.tensor)
 
 
 class Head(nn.Module):

@@ -341,7 +341,7 @@ _KINDS = _Kinds(
         Kind(
             "REDUCE",
             "sums of the scores and of the input gradient",
-            (Need(OUTPUT),),
+            (Need(OUTPUT), _PARAMS),
             (SUMS, INPUT_GRADIENT),
             queue=COLLECTIVE,
             time="combine",
