@@ -9,7 +9,7 @@ one step allocates at once, keys and values kept for later slices among it; weig
 of the two in turn, in the same processes. *CPU*: processor seconds of the same steps, which other load on the machine disturbs
 less.
 
---from-host: bytes alone, with every slice recomputed. *host*: its inputs, keys and values are in host memory until its backward,
+--from-host: bytes alone, of one sequence with every slice recomputed. *host*: its inputs, keys and values are in host memory until its backward,
 and later slices read keys and values from there piece by piece; *device*: they stay on the device. The caller's batch is not
 counted.
 """
@@ -52,7 +52,7 @@ def worker(rank: int, schedules: list[Schedule], slice_tokens: list[int], tokens
         layers = [Layer(f"block{at}", block) for at in range(WORLD)]
         options = RuntimeOptions(monitor=False, slice_tokens=tuple(slice_tokens))
         pipelines.append(Pipeline(layers, schedule, loss=mean_square, options=options))
-    inputs, targets = torch.randn(2, MICROBATCHES, tokens, WIDTH)
+    inputs, targets = torch.randn(2, schedules[0].microbatches, tokens, WIDTH)
     seconds: list[list[float]] = [[] for _ in schedules]
     processor: list[list[float]] = [[] for _ in schedules]
     allocated, gradients = [], []
@@ -76,7 +76,7 @@ def from_host(slice_tokens: int, lengths: tuple[int, ...]) -> None:
     rows = []
     for tokens in lengths:
         count = tokens // slice_tokens
-        resident = pl.schedules.transformed(pl.schedules.seq1f1b(WORLD, MICROBATCHES, count), ["recompute=whole"])
+        resident = pl.schedules.transformed(pl.schedules.seq1f1b(WORLD, 1, count), ["recompute=whole"])
         schedules = [pl.schedules.transformed(resident, ["offload=kept"]), resident]
         reports = run_ranks(worker, WORLD, schedules, [slice_tokens] * count, tokens, 0)
         print(

@@ -74,7 +74,7 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor, buffers: HostBuffers) -> None:
         self.shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
-        self._buffers = buffers
+        self._pool = buffers
         self._buffer = buffers.take(max(1, tensor.nbytes))  # no memory of 0 bytes can be mapped
         self._bytes = self._buffer[: tensor.nbytes]
         copy_bytes(self._bytes, _bytes_of(tensor))
@@ -99,7 +99,7 @@ class HostCopy:
         """Let other copies use the memory, once what has been launched has ended."""
         if self._last is not None:
             self._last.synchronize()
-        self._buffers.give_back(self._buffer)
+        self._pool.give_back(self._buffer)
 
     def _note(self) -> None:
         if self._device.type == "cuda":

@@ -133,17 +133,18 @@ def test_a_step_from_inputs_keys_and_values_in_host_memory_equals_the_unsliced_o
 def test_keys_and_values_in_host_memory_are_on_the_device_one_piece_at_a_time() -> None:
     """Of seven pieces of 8 kB, one is there with its gradient; where they stay on the device, all seven gradients."""
     buffers, generator = HostBuffers(torch.device("cpu")), torch.Generator().manual_seed(1)
-    query, *pieces = (torch.randn(2, 1, 1, 64, 16, generator=generator) for _ in range(8))
+    query, *pieces = (torch.randn(2, 1, 1, 64, 16, generator=generator, requires_grad=True) for _ in range(8))
 
     def attend(on_host: bool) -> tuple[int, list[Tensor | None]]:
         history = SequenceHistory()
         states = [SliceState(history, SlicePlace(at, 8, 64 * at, 64 * at + 64, 512)) for at in range(8)]
-        for state, piece in zip(states, pieces, strict=False):
-            state.keep(piece.clone().requires_grad_())
-            if on_host:
-                history.pieces[state.place.index].to_host(buffers, lambda: None)
-        assert [len(each.on_device) for each in history.pieces.values()] == [not on_host] * 7
-        leaves = [each.clone().requires_grad_() for each in (query[0], *query)]
+        with LiveBytes() as held:
+            for state, piece in zip(states, pieces, strict=False):
+                state.keep(piece.clone())
+                if on_host:
+                    history.pieces[state.place.index].to_host(buffers, lambda: None)
+        assert held.now == (0 if on_host else 7 * 8192)
+        leaves = [each.detach().clone().requires_grad_() for each in (query[0], *query)]
         with LiveBytes() as live:
             attend_in_blocks(*leaves, state=states[7]).square().sum().backward()
         assert all(torch.equal(a[0], b) for a, b in zip(states[7].earlier, pieces, strict=True))
