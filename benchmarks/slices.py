@@ -9,9 +9,9 @@ one step allocates at once, keys and values kept for later slices among it; weig
 of the two in turn, in the same processes. *CPU*: processor seconds of the same steps, which other load on the machine disturbs
 less.
 
---from-host: bytes alone, of one sequence with every slice recomputed. *host*: its inputs, keys and values are in host memory until its backward,
-and later slices read keys and values from there piece by piece; *device*: they stay on the device. The caller's batch is not
-counted.
+--from-host: bytes alone, of one sequence with every slice recomputed. *host*: its inputs, keys and values are in host memory
+until its backward, and later slices read keys and values from there piece by piece; *device*: they stay on the device. The
+caller's batch is not counted.
 """
 
 from __future__ import annotations

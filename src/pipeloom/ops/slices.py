@@ -38,7 +38,7 @@ class HeldPiece:
         self._tensors = list(map(self._leaf, range(len(tensors)), tensors))
         self._sums: dict[int, Tensor | HostCopy] = {}
         self._on_host: dict[int, HostCopy] = {}
-        self._buffers: HostBuffers | None = None
+        self._host_memory: HostBuffers | None = None
         self._shapes = [each.shape for each in tensors]
         self._gives = [each.requires_grad for each in tensors]
         self._lock = Lock()  # it moves in a thread, and a backward may add to it meanwhile
@@ -78,7 +78,7 @@ class HeldPiece:
                 total.add(gradient) if isinstance(total, HostCopy) else total.add_(gradient)
                 return
             wide = gradient.float() if gradient.dtype.itemsize < 4 else gradient
-            self._sums[at] = wide if self._buffers is None else HostCopy(wide, self._buffers)
+            self._sums[at] = wide if self._host_memory is None else HostCopy(wide, self._host_memory)
 
     def gradient(self, at: int) -> Tensor | None:
         """Return the sum of the gradients of tensor `at`; None: no later slice has used it."""
@@ -98,7 +98,7 @@ class HeldPiece:
         with self._lock:
             self._sums |= {at: HostCopy(each, buffers) for at, each in self._sums.items() if isinstance(each, Tensor)}
             wait()
-            self._buffers, self._on_host = buffers, copies
+            self._host_memory, self._on_host = buffers, copies
             for at in copies:
                 self._tensors[at] = self._tensors[at].detach().new_empty(0)
 
