@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
-from operator import add
+from operator import add, mul
 from typing import Any
 
 from pipeloom.errors import ArgumentError, CapacityError, UsageError
@@ -70,7 +70,7 @@ class Costs:
             gathered if it gathers them, and `"grads"` until they are reduced if a REDUCE_GRAD of it says when.
         pools: {name: pool} of the bytes that are not in the pool "device".
         host_bandwidth: of the copies O and L to host memory and back, each way: a copy takes bytes["saved"] / host_bandwidth, or
-            without bytes the part of `activation` beyond `kept` / host_bandwidth.
+            without bytes the part of `activation` beyond `kept` / host_bandwidth; OKEPT and LKEPT the same of what is kept.
         collective_bandwidth: of gathers and sums over the replicas, in bytes of the whole parameters or gradients of a stage.
 
     Raises:
@@ -188,6 +188,13 @@ class Costs:
         sizes = zip(*(self.per_stage(name, stages) for name in ("kept", "activation")), strict=True)
         return tuple((1 - share) * size for share, size in sizes)
 
+    def kept_bytes(self, stages: int) -> tuple[float, ...]:
+        """Return the bytes that R of one micro-batch needs on each stage; without bytes, the share `kept` of `activation`."""
+        amounts = dict(self.bytes)
+        if KEPT in amounts:
+            return self._spread(f"bytes[{KEPT!r}]", amounts[KEPT], stages)
+        return tuple(map(mul, self.per_stage("kept", stages), self.per_stage("activation", stages)))
+
     def layer_share(self, stages: int) -> tuple[float, ...]:
         """stage -> the most that one layer saves, as a share of an activation; 1 without such bytes."""
         amounts = dict(self.bytes)
@@ -303,6 +310,7 @@ class StageCosts:
     recompute_backward: tuple[float, ...]
     recompute_input_grad: tuple[float, ...]
     copy: tuple[float, ...]
+    copy_kept: tuple[float, ...]
     gather: tuple[float, ...]
     reduce: tuple[float, ...]
     scores: tuple[float, ...]
@@ -333,7 +341,10 @@ class StageCosts:
         blocks = total(again, backward), total(again, input_grad)
         scores, gradients = costs.per_stage("scores", stages), costs.per_stage("scores_grad", stages)
         groups = costs.per_stage("broadcast", stages), costs.per_stage("combine", stages)
-        copy = tuple(size / costs.host_bandwidth for size in costs.saved(stages))
+        copy, copy_kept = (
+            tuple(size / costs.host_bandwidth for size in sizes)
+            for sizes in (costs.saved(stages), costs.kept_bytes(stages))
+        )
         gather = spread("gather", costs.collective(PARAMS, stages))
         reduce = spread("reduce", costs.collective(GRADS, stages))
         parts = {part: costs._spread(f"parts[{part!r}]", time, stages) for part, time in dict(costs.parts).items()}
@@ -345,6 +356,7 @@ class StageCosts:
             again,
             *blocks,
             copy,
+            copy_kept,
             gather,
             reduce,
             scores,
