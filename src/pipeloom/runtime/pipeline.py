@@ -21,7 +21,7 @@ from pipeloom.ops.checksum import checksums
 from pipeloom.ops.layer import KEYWORD
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.exchange import all_gather_json, all_gather_tree
-from pipeloom.parallel.mesh import Mesh, PipelineMesh
+from pipeloom.parallel.mesh import Mesh, PipelineMesh, group_of_members
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.runtime import replicas
 from pipeloom.runtime.assembly import BuiltParameters, PipelineSpec, assemble, copy_state
