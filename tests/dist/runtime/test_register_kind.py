@@ -34,7 +34,12 @@ def test_the_example_of_a_kind_on_a_queue_of_its_own(tmp_path: Path) -> None:
     assert len(example.read_text().splitlines()) <= 60
     alone, two = [
         subprocess.run(
-            [sys.executable, *words, str(example)], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True
+            [sys.executable, *words, str(example)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=True,
         ).stdout
         for words in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])
     ]
