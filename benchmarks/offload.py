@@ -13,21 +13,18 @@ real:     8 transformer blocks, interleaved on 2 processes of one thread, chunks
 from __future__ import annotations
 
 import argparse
-import threading
 import time
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import pipeloom as pl
 from layers import Block, mse
-from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.schedule import Costs, Schedule, simulate
-from processes import run_ranks
+from processes import run_ranks, step_bytes
 
 WORLD, BLOCKS, TOKENS, ROWS = 2, 8, 128, 4
 COSTS = Costs(host_bandwidth=4)  # a forward of these blocks takes longer than their copies
@@ -43,23 +40,6 @@ def simulated() -> None:
             after = simulate(pl.schedules.offload(plain, costs, count, count), costs)
             peak, whole = max(after.peak_memory), max(before.peak_memory)
             print(f"{ranks:5}  {count:5}  {peak:16g}  {peak / whole:10.3f}  {after.makespan / before.makespan:.3f}")
-
-
-def step_bytes(pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> int:
-    """Return the most bytes that a step allocates at once, in this thread and in those of the copies."""
-    live, run = LiveBytes(), threading.Thread.run
-
-    def counted(thread: threading.Thread) -> None:
-        with live:
-            run(thread)
-
-    threading.Thread.run = counted  # type: ignore[method-assign, assignment]
-    try:
-        with live:
-            pipeline.step(inputs, targets)
-    finally:
-        threading.Thread.run = run  # type: ignore[method-assign]
-    return live.peak
 
 
 def worker(rank: int, schedules: list[Schedule], width: int, turns: int) -> dict[str, Any]:

@@ -21,7 +21,10 @@ _PARTS = {"pp": ("pp",), "dp": ("edp", "ep"), "edp": ("edp",), "ep": ("ep",), "t
 
 
 class Place(NamedTuple):
-    """Position of a rank: its index on each axis. dp and cp number the ranks of edp and ep together, cp fastest."""
+    """Position of a rank: its index on each axis. dp and cp number the ranks of edp and ep together, cp fastest.
+
+    `pp_tp` is its index among the ranks of one replica, in rank order.
+    """
 
     pp: int
     dp: int
@@ -29,6 +32,7 @@ class Place(NamedTuple):
     ep: int
     edp: int
     cp: int = 0
+    pp_tp: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,14 +106,16 @@ class MeshShape:
         """Return the position of `rank`. Raises UsageError for a rank outside the mesh."""
         if not 0 <= rank < self.world:
             raise UsageError(f"rank {rank} is not in a mesh of {self.world} ranks")
-        at, replica, stride = {}, 0, self.world
+        at, replica, inside, stride = {}, 0, 0, self.world
         for axis, size in self.outermost_first:
             stride //= size
             at[axis] = rank // stride % size
             if axis in _PARTS["dp"]:
                 replica = replica * size + at[axis]
+            else:
+                inside = inside * size + at[axis]
         dp, cp = divmod(replica, self.cp)
-        return Place(at["pp"], dp, at["tp"], at["ep"], at["edp"], cp)
+        return Place(at["pp"], dp, at["tp"], at["ep"], at["edp"], cp, inside)
 
     def groups(self, axes: str) -> tuple[tuple[int, ...], ...]:
         """The ranks that differ only along `axes`; each group in rank order, groups by their first rank.

@@ -27,7 +27,7 @@ def test_experts_sit_next_to_each_other_inside_dp() -> None:
     assert shape.groups("ep") == ((0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15))
     assert shape.groups("edp") == ((0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15))
     assert shape.groups("dp") == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
-    assert tuple(shape.place(13)) == (1, 2, 1, 0, 1, 0)
+    assert tuple(shape.place(13)) == (1, 2, 1, 0, 1, 0, 3)
 
 
 def test_another_order_of_the_axes() -> None:

@@ -8,7 +8,7 @@ from itertools import product
 
 from pipeloom.cli.output import aligned
 from pipeloom.config import Config, Layout
-from pipeloom.config.layout import stage_costs
+from pipeloom.config.layout import flop_costs
 from pipeloom.config.rates import learning_rate
 from pipeloom.config.standing_bytes import element_bytes, rank_parameters, spans
 from pipeloom.errors import UsageError
@@ -19,7 +19,7 @@ from pipeloom.plan.memory import RankMemory
 from pipeloom.plan.report import gib
 from pipeloom.plan.run import RunPrediction, predicted
 from pipeloom.plan.search import closest
-from pipeloom.schedule import Costs, Timeline, simulate
+from pipeloom.schedule import Timeline, simulate
 from pipeloom.schedule.channels import size_words
 
 _ROWS, _COLUMNS = 16, 10  # largest size of the table of workers that fits on a screen
@@ -106,10 +106,8 @@ def _missing(layout: Layout, prediction: RunPrediction, limit: float) -> str:
 
 def expected_timeline(layout: Layout) -> Timeline:
     """Simulate the schedule with costs in proportion to each stage's FLOPs; F, I and W take the same time."""
-    forward = [flops / 3 for flops in stage_costs(layout.config, layout.stage_layers)]
-    costs = tuple(forward[position] for position in layout.schedule.position_of)
-    values = Costs(forward=costs, input_grad=costs, weight_grad=costs)
-    return simulate(layout.schedule, values if layout.cuts is None else layout.cuts.costs(values))
+    costs = flop_costs(layout.config, layout.schedule, layout.stage_layers)
+    return simulate(layout.schedule, costs if layout.cuts is None else layout.cuts.costs(costs))
 
 
 def rank_table(mesh: MeshShape) -> list[str]:
@@ -153,13 +151,17 @@ def _rank_lines(layout: Layout, timeline: Timeline) -> list[str]:
 
 
 def _layers(layout: Layout) -> list[str]:
-    """Return stage -> its layers in words, such as `E 0-1` or `2-3 L`."""
-    names = ["E", *map(str, range(layout.config.model.blocks)), "L"]
+    """Return stage -> its layers in words, such as `E 0-1` or `2-3 L`; L/4 is one of 4 shares of the output layer."""
+    shares = layout.schedule.vocabulary
+    names = ["E", *map(str, range(layout.config.model.blocks)), "norm" if shares else "L"]
     words = []
-    for start, end in spans(layout):
+    for stage, (start, end) in enumerate(spans(layout)):
+        if stage in shares:
+            words.append(f"L/{len(shares)}")
+            continue
         blocks = [name for name in names[start:end] if name.isdecimal()]
         span = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else "".join(blocks)
-        ends = ["E" * (start == 0 < end), span, "L" * (start < end == len(names))]
+        ends = ["E" * (start == 0 < end), span, names[-1] if start < end == len(names) else ""]
         words.append(" ".join(filter(None, ends)) or "-")
     return words
 

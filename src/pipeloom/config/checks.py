@@ -331,13 +331,28 @@ def _a_searched_schedule_is_not_transformed(config: Config) -> Iterator[Problem]
         yield "schedule.slices", "schedules are searched for whole sequences; name a family, such as 1f1b"
 
 
-@_reads("schedule.transforms")
-def _the_output_layer_is_not_spread(config: Config) -> Iterator[Problem]:
-    if any(word.startswith("vocabulary") for word in config.schedule.transforms):
-        yield (
-            "schedule.transforms",
-            "vocabulary: a configuration's output layer is one layer; from Python, vocabulary_shares gives those of the ranks",
-        )
+@_reads("schedule", "parallel", "model", "lora.r", "train.reproducible")
+def _the_vocabulary_can_be_spread(config: Config) -> Iterator[Problem]:
+    parallel, model, schedule = config.parallel, config.model, config.schedule
+    words = [word.partition("=")[0] for word in schedule.transforms]
+    if parallel.vocabulary == "last":
+        if "vocabulary" in words:
+            yield "schedule.transforms", 'vocabulary: set parallel.vocabulary = "pp" to spread the output layer'
+        return
+    ranks = parallel.pp * parallel.tp
+    for holds, reason in (
+        (parallel.pp == 1, 'there is one pipeline rank; set parallel.pp to 2 or more, or use "last"'),
+        (bool(model.source), 'it applies to Pipeloom\'s own decoder only, not to model.source; nearest: "last"'),
+        (model.tie_word_embeddings, "set model.tie_word_embeddings = false: the embedding is whole on the first rank"),
+        (model.num_nextn_predict_layers > 0, "it runs once a micro-batch; set model.num_nextn_predict_layers = 0"),
+        (config.lora.r > 0, 'the output layer has no adapter there; nearest: "last"'),
+        (config.train.reproducible, "its sums depend on the number of ranks; set train.reproducible = false"),
+        (schedule.name == "search", "a searched schedule runs as the search found it; name a family, such as 1f1b"),
+        ((schedule.slices or 1) > 1 or "slices" in words, "it takes whole sequences; leave schedule.slices out"),
+        (model.vocab_size < ranks, f"model.vocab_size {model.vocab_size} is below the number of ranks, {ranks}"),
+    ):
+        if holds:
+            yield "parallel.vocabulary", reason
 
 
 @_reads("train.global_batch_size", "parallel.dp", "schedule.microbatches")

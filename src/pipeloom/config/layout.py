@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from pipeloom.config.problems import naming_keys, shown
 from pipeloom.config.search import NAME as SEARCH
 from pipeloom.config.search import SearchRequest, search_request
 from pipeloom.config.sections import COMPUTED, PARTS_OF_BLOCKS, Config
-from pipeloom.config.stages import attention_share, balance, layer_sizes, parse_stages
+from pipeloom.config.stages import LayerSize, attention_share, balance, layer_sizes, parse_stages
 from pipeloom.errors import ConfigError, ScheduleError, UsageError, did_you_mean
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.schedule import Costs, Schedule, check, simulate
@@ -24,6 +24,7 @@ from pipeloom.schedule.functions import importable_from, is_function, source_fil
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.slices import SequenceCuts, balanced_cuts, even_cuts, longer_than_whole
 from pipeloom.schedule.transforms import recompute_stages, transformed
+from pipeloom.schedule.vocabulary import vocabulary
 
 _GATE = "pipeloom.models.gate.TopKGate"
 
@@ -116,9 +117,8 @@ def examine(
     stage_layers: tuple[int, ...] = ()
     cuts, cut_problems = _cuts(config, schedule)
     problems += cut_problems
-    if schedule is not None and config.train.reproducible:
-        problems += _problems_of_order(config, schedule)
     if schedule is not None:
+        problems += [*_problems_of_order(config, schedule), *_problems_of_replanning(config, schedule)]
         named = () if config.model.source or config.train.compile != "none" else PARTS_OF_BLOCKS
         problems += [
             f"schedule.{key} = {shown(getattr(config.schedule, key))}: it recomputes part {part!r}, and no layer names a part so"
@@ -220,9 +220,31 @@ def even_sizes(total: int, parts: int) -> tuple[int, ...]:
     return (base + 1,) * larger + (base,) * (parts - larger)
 
 
+def stage_sizes(config: Config) -> list[LayerSize]:
+    """As `layer_sizes`, of the layers that stages hold: of an output layer that is spread over the ranks, only the norm."""
+    sizes = layer_sizes(config.model, config.train.seq_len)
+    if config.parallel.vocabulary == "pp":
+        sizes[-1] = replace(sizes[-1], parameters=config.model.hidden_size, flops=0)
+    return sizes
+
+
+def flop_costs(config: Config, schedule: Schedule, stage_layers: tuple[int, ...]) -> Costs:
+    """Return costs in proportion to each stage's FLOPs, the mean of those of layers 1; F, I and W take the same time.
+
+    Of an output layer that is spread, each share has an equal part: S is its F, and with one reduction its I, T the rest.
+    """
+    flops = stage_costs(config, stage_layers)
+    unit = sum(flops) / len(flops)
+    part = layer_sizes(config.model, config.train.seq_len)[-1].flops / schedule.ranks / unit / 3
+    layers = tuple(flops[position] / unit / 3 if position < len(flops) else 0.0 for position in schedule.position_of)
+    two = any(word.replace(" ", "") == "vocabulary=two" for word in config.schedule.transforms)
+    scores, gradients = (part, 2 * part) if two else (2 * part, part)
+    return Costs(layers, layers, layers, scores=scores, scores_grad=gradients)
+
+
 def stage_costs(config: Config, stage_layers: tuple[int, ...]) -> list[int]:
     """Forward and backward FLOPs of one sequence at each position."""
-    sizes = layer_sizes(config.model, config.train.seq_len)
+    sizes = stage_sizes(config)
     costs, start = [], 0
     for count in stage_layers:
         costs.append(sum(size.flops for size in sizes[start : start + count]))
@@ -262,14 +284,15 @@ def _stage_layers(config: Config, schedule: Schedule, wrong: Collection[str]) ->
             f"model.num_hidden_layers = {blocks}: the schedule has {stages} stages, more than there are decoder layers "
             f"({schedule.ranks} ranks of {schedule.chunks}); nearest: {' or '.join(nearest) or 'another schedule.name'}"
         ], ()
-    sizes = layer_sizes(config.model, config.train.seq_len)
-    return [], tuple(balance([size.flops for size in sizes], stages))
+    return [], tuple(balance([size.flops for size in stage_sizes(config)], stages))
 
 
 def _problems_of_order(config: Config, schedule: Schedule) -> list[str]:
-    """Return the reason why sums of gradients would depend on the schedule, if there is one."""
+    """Return the reason why sums of gradients would depend on the schedule, where they must not, if there is one."""
+    if not config.train.reproducible:
+        return []
     key, rows = "train.reproducible = true", config.train.global_batch_size // config.parallel.dp
-    if config.schedule.name == SEARCH and rows % schedule.microbatches:
+    if (config.schedule.name == SEARCH or config.schedule.replan) and rows % schedule.microbatches:
         return [
             f"{key}: a search may reorder micro-batches of several sizes; {schedule.microbatches} do not divide {rows} rows"
         ]
@@ -288,6 +311,28 @@ def _problems_of_order(config: Config, schedule: Schedule) -> list[str]:
     return [
         f'{key}: schedule.name = "{config.schedule.name}" does not sum the gradients of each layer in the order of the '
         "micro-batches on one rank; use a schedule with one route that keeps the order"
+    ]
+
+
+def _problems_of_replanning(config: Config, schedule: Schedule) -> list[str]:
+    """Return the reason why the schedule cannot be searched again in mid-run, if there is one."""
+    if not config.schedule.replan:
+        return []
+    cells = [parts(cell) for program in schedule.programs for cell in program]
+    others = {action.kind for cell in cells for action in cell} - {"F", "B", "I", "W"}
+    reasons = {
+        "the schedule has two routes": len(schedule.routes) > 1,
+        "the schedule has pairs": any(len(cell) > 1 for cell in cells),
+        "the schedule has slices": schedule.slices > 1,
+        f"the schedule has {', '.join(sorted(others))}": bool(others),
+        f"train.recompute = {shown(config.train.recompute)} adds R": config.train.recompute != "none",
+        f'train.compile = "{config.train.compile}" leaves W without time': config.train.compile != "none",
+    }
+    if not (words := [reason for reason, holds in reasons.items() if holds]):
+        return []
+    return [
+        f"schedule.replan = {config.schedule.replan}: {' and '.join(words)}, and a search in mid-run orders F, B, I and W of one "
+        "route; nearest: 0, which runs the schedule as it is"
     ]
 
 
@@ -338,10 +383,40 @@ def make_schedule(config: Config, folder: Path | None = None) -> Schedule:
     when a user's function fails, or when a transform refuses the schedule.
     """
     schedule = _untransformed(config, folder)
+    words, costs = config.schedule.transforms, None
+    if schedule.vocabulary and config.parallel.vocabulary == "last":
+        raise ConfigError(
+            f'schedule.name = "{config.schedule.name}": it spreads the output layer over the ranks; set '
+            'parallel.vocabulary = "pp"'
+        )
+    if spread := config.parallel.vocabulary == "pp" and not schedule.vocabulary:
+        problems, stage_layers = _stage_layers(config, schedule, ())
+        if problems:
+            raise ConfigError(problems)
+        costs = flop_costs(config, schedule, stage_layers)
+        spread = not any(word.startswith("vocabulary") for word in words) and schedule.slices == 1
+    beside = next((at for at, word in enumerate(words) if word.startswith(_BESIDE)), len(words))
     try:
-        return transformed(schedule, config.schedule.transforms)
+        schedule = transformed(schedule, words[:beside], costs)
+        if spread:
+            schedule = _spread(schedule, costs)
+        return transformed(schedule, words[beside:], costs)
+    except ConfigError:
+        raise
     except UsageError as error:
-        raise ConfigError(f"schedule.transforms = {list(config.schedule.transforms)}: {error}") from error
+        raise ConfigError(f"schedule.transforms = {list(words)}: {error}") from error
+
+
+# Transforms that add entries beside the computation, which come last.
+_BESIDE = ("offload", "shard", "reduce-gradients")
+
+
+def _spread(schedule: Schedule, costs: Costs | None) -> Schedule:
+    try:
+        return vocabulary(schedule, costs=costs)
+    except UsageError as error:
+        words = str(error).removeprefix("vocabulary: ")
+        raise ConfigError(f'parallel.vocabulary = "pp": {words}') from error
 
 
 def _untransformed(config: Config, folder: Path | None) -> Schedule:

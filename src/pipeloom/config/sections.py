@@ -273,6 +273,7 @@ class ParallelSection(Section):
     ep_blocks: Count
     order: Annotated[str, AfterValidator(_is_order)]
     stages: str
+    vocabulary: Literal["last", "pp"]
 
 
 class ScheduleSection(Section):
@@ -289,6 +290,8 @@ class ScheduleSection(Section):
     receive_depth: Annotated[int, Field(ge=1, le=MOST_CELLS)] | None = None
     shapes: ShapesName
     transforms: Transforms
+    replan: StepsOrNone
+    replan_threshold: Positive
 
 
 class TrainSection(Section):

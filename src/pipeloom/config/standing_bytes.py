@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
-from pipeloom.config.layout import Layout
+from pipeloom.config.layout import Layout, stage_sizes
 from pipeloom.config.sections import Config
-from pipeloom.config.stages import layer_sizes
 
 # Bytes of fp32 state per element, besides its value: two moments, or one. For Muon an upper bound: its matrices have one.
 _STATE_BYTES = {"adamw": 8, "sgd": 4, "muon": 8}
 
 
 def spans(layout: Layout) -> list[tuple[int, int]]:
-    """Return stage -> (index of its first layer, index after its last layer)."""
+    """Return stage -> (index of its first layer, index after its last layer), which are equal for a share of the vocabulary."""
     positions = list(pairwise([0, *accumulate(layout.stage_layers)]))
+    positions += [(sum(layout.stage_layers),) * 2] * len(layout.schedule.vocabulary)
     return [positions[position] for position in layout.schedule.position_of]
 
 
 def stage_parameters(layout: Layout) -> list[int]:
     """Return stage -> parameters of its layers, before tensor or expert parallelism divides them."""
-    sizes = [size.parameters for size in layer_sizes(layout.config.model, layout.config.train.seq_len)]
-    return [sum(sizes[start:end]) for start, end in spans(layout)]
+    sizes = [size.parameters for size in stage_sizes(layout.config)]
+    counts = [sum(sizes[start:end]) for start, end in spans(layout)]
+    model, shares = layout.config.model, layout.schedule.vocabulary
+    for stage in shares:  # the last one has the remainder
+        rows = model.vocab_size // len(shares) + (model.vocab_size % len(shares)) * (stage == shares[-1])
+        counts[stage] = rows * model.hidden_size
+    return counts
 
 
 def rank_parameters(layout: Layout) -> list[int]:

@@ -18,7 +18,7 @@ from pipeloom.ops.random_state import Dropout, TokenPart
 from pipeloom.ops.slices import SliceState
 from pipeloom.parallel.context import ContextParallel, attend_in_blocks
 from pipeloom.parallel.sharding import ParameterSharding
-from pipeloom.parallel.tensor import TensorParallel, column_linear, project, row_linear
+from pipeloom.parallel.tensor import TensorParallel, column_linear, gather_tokens, project, row_linear
 from pipeloom.parallel.vocabulary import VocabularyHead
 
 
@@ -35,6 +35,14 @@ def rotary_table(
 def _table(length: int, width: int, theta: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):
         return rotary_rows(torch.arange(length, device=device), width, theta, dtype)
+
+
+@lru_cache(maxsize=2)  # for the layers of a stage: a table of whole sequences would grow with them
+def _slice_table(
+    start: int, end: int, width: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        return rotary_rows(torch.arange(start, end, device=device), width, theta, dtype)
 
 
 def rotary_rows(position_ids: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -213,8 +221,8 @@ class Attention(nn.Module):
         if position_ids is None:
             start = 0 if slice_state is None else slice_state.place.start
             end = start + (tokens if context is None else tokens * context.axis.size)
-            cos, sin = rotary_table(end, self.head_width, self.theta, query.dtype, query.device)
-            table = cos[start:], sin[start:]
+            like = self.head_width, self.theta, query.dtype, query.device
+            table = rotary_table(end, *like) if slice_state is None else _slice_table(start, end, *like)
             if context is not None:
                 table = context.part(table[0], 0), context.part(table[1], 0)
         else:
@@ -298,6 +306,22 @@ class Block(nn.Module):
         inner = in_part("mlp", self.mlp, in_part("norms", self.post_attention_layernorm, attended))
         out: Tensor = attended + self.mlp_dropout(inner, microbatch)
         return out
+
+
+class FinalNorm(nn.Module):
+    """Final norm of a decoder whose output layer is spread over the pipeline: [batch, length, hidden] -> the same shape.
+
+    Under sequence parallelism length / tp tokens go in, and all of them come out on every rank.
+    """
+
+    def __init__(self, shape: DecoderShape, tensor: TensorParallel | None = None) -> None:
+        super().__init__()
+        self.tensor = tensor if tensor is not None and tensor.sequence else None
+        self.norm = RMSNorm(shape.hidden_size, self.tensor is not None, shape.rms_norm_eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = in_part("norms", self.norm, x)
+        return normed if self.tensor is None else gather_tokens(normed, self.tensor)
 
 
 class Head(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.models import mtp
-from pipeloom.models.decoder import Block, Head
+from pipeloom.models.decoder import Block, FinalNorm, Head
 from pipeloom.models.gate import TopKGate
 from pipeloom.models.moe import MoeClasses, SparseBlock
 from pipeloom.models.moe_overlap import SparseBlockInBlocks
@@ -24,8 +24,8 @@ from pipeloom.parallel import vocabulary
 from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.sharding import ParameterSharding, shard_of, shardings_of
-from pipeloom.parallel.tensor import TensorParallel, if_parallel
-from pipeloom.parallel.vocabulary import VocabularyEmbedding
+from pipeloom.parallel.tensor import TensorParallel, if_parallel, uneven_parts
+from pipeloom.parallel.vocabulary import VocabularyEmbedding, VocabularyShare
 
 EMBEDDING = "model.embed_tokens"
 HEAD = "head"
@@ -135,6 +135,26 @@ def _fill(
                 part[start:stop][at[0] : at[-1] + 1].copy_(drawn[inside[at[0]] : inside[at[-1]] + 1])
 
 
+@dataclass(frozen=True)
+class VocabularyRanks:
+    """The ranks over which an output layer is spread: all of a replica.
+
+    Attributes:
+        index: number of this rank.
+        size: number of the ranks.
+        label_smoothing: of the loss in training, which is part of the layer.
+    """
+
+    index: int
+    size: int
+    label_smoothing: float = 0.0
+
+    def share(self, shape: DecoderShape) -> nn.Module:
+        """Return the share of this rank, not drawn."""
+        parts = uneven_parts(shape.vocab_size, self.size)
+        return VocabularyShare(shape.hidden_size, parts, self.index, self.label_smoothing)
+
+
 def layers(
     shape: DecoderShape,
     seed: int,
@@ -145,6 +165,7 @@ def layers(
     classes: MoeClasses = MoeClasses(),
     drawn: bool = True,
     context: ContextParallel | None = None,
+    spread: VocabularyRanks | None = None,
 ) -> list[Layer]:
     """The decoder as factories: [embedding, block, …, block, norm and output], num_hidden_layers + 2 of them.
 
@@ -164,6 +185,8 @@ def layers(
         drawn: False: weights are 0, for a model whose weights are loaded afterwards.
         context: spreads the tokens of each sequence over these ranks: tokens, activations and logits are then this rank's part
             (`ContextParallel.part`), and `position_ids` those of whole sequences.
+        spread: the ranks over which the output layer is spread. It is then a layer of its own behind the norm, of which each
+            rank builds its share, and the schedule has been through the transform `vocabulary`.
 
     Building a block raises ArgumentError for numbers of heads or experts, or an inner width, that the ranks do not divide.
     """
@@ -171,7 +194,11 @@ def layers(
     residual = deviation / math.sqrt(2 * shape.num_hidden_layers)
     same = {HEAD_WEIGHT: EMBEDDING_WEIGHT} if shape.tie_word_embeddings else {}
     cut = if_parallel(tensor)
-    index = {"tp": cut.index if cut is not None else 0, "ep": expert.axis.index if expert is not None else 0}
+    index = {
+        "tp": cut.index if cut is not None else 0,
+        "ep": expert.axis.index if expert is not None else 0,
+        "pp_tp": spread.index if spread is not None else 0,
+    }
     drawing = InitSpec(seed, deviation, {"o_proj": residual, "down_proj": residual}, same, index)
     in_blocks = expert is not None and expert.size > 1 and expert.blocks > 1
     sparse = SparseBlockInBlocks if in_blocks else SparseBlock
@@ -208,16 +235,21 @@ def layers(
         )
         for depth in depths
     ]
-    return [
-        layer(EMBEDDING, partial(_embedding, shape, cut), writes=tuple(map(mtp.embedding_name, depths))),
-        *(layer(block_name(index), block) for index, block in enumerate(blocks)),
-        *predictions,
+    head = [
         layer(
             HEAD,
             partial(mtp.PredictionHead if predictions else Head, shape, cut),
             reads=tuple(map(mtp.hidden_name, depths)),
             losses=mtp.prediction_terms(shape, token_loss(shape, tensor=tensor)),
-        ),
+        )
+    ]
+    if spread is not None:
+        head = [layer(HEAD, partial(FinalNorm, shape, cut)), layer(f"{HEAD}.lm_head", partial(spread.share, shape))]
+    return [
+        layer(EMBEDDING, partial(_embedding, shape, cut), writes=tuple(map(mtp.embedding_name, depths))),
+        *(layer(block_name(index), block) for index, block in enumerate(blocks)),
+        *predictions,
+        *head,
     ]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import UsageError
 
-ShardAxis = Literal["tp", "ep"]
+ShardAxis = Literal["tp", "ep", "pp_tp"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Shard:
     """One dimension of a parameter, split along one axis of the mesh.
 
     Attributes:
-        axis: axis of the mesh.
+        axis: axis of the mesh; pp_tp: all ranks of a replica.
         dim: dimension of the parameter.
         sizes: size of each rank's part, in order of the axis; they need not be equal.
         fused: sizes of the projections concatenated along the dimension, such as queries, keys and values. Each is split into
@@ -74,6 +74,11 @@ class ParameterSharding:
     def over(self, axis: ShardAxis) -> Shard | None:
         """Return the shard along `axis`, or None if the parameter is not split along it."""
         return next((shard for shard in self.shards if shard.axis == axis), None)
+
+    @property
+    def whole_over_tp(self) -> bool:
+        """Return whether all tp ranks of a stage hold the same part."""
+        return self.over("tp") is None and self.over("pp_tp") is None
 
     def full_shape(self, part: torch.Size) -> torch.Size:
         """Return the shape of the full parameter, given the shape of any part."""

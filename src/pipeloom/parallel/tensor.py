@@ -316,6 +316,22 @@ class _Enter(torch.autograd.Function):
         return sum_over_ranks(gradient, tensor), None
 
 
+def gather_tokens(x: Tensor, tensor: TensorParallel) -> Tensor:
+    """Gather [batch, tokens / size, width] to [batch, tokens, width] on every rank; the whole gradient is there on each."""
+    return _GatherTokens.apply(x, tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: TensorParallel) -> Tensor:
+        ctx.tensor = tensor
+        return start_all_gather(x, tensor.axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0].chunk(ctx.tensor.size, -2)[ctx.tensor.index], None
+
+
 def gather_columns(x: Tensor, tensor: TensorParallel, shard: Shard) -> Tensor:
     """Gather [batch, tokens, local columns] to [batch, tokens, columns] on every rank.
 

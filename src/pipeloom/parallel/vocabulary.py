@@ -92,6 +92,34 @@ def whole_logits(logits: Tensor, tensor: TensorParallel, vocabulary: int) -> Ten
     return torch.cat(start_gather_columns(logits, tensor.axis, tensor.split_unevenly(vocabulary)).wait(), -1)
 
 
+class VocabularyShare(nn.Module):
+    """A rank's rows of an output weight [vocabulary, width] that is spread over all ranks of a replica: pp, or pp x tp.
+
+    Args:
+        width: of the weight, which is uninitialized.
+        parts: the rows of each rank, in order.
+        index: this rank's number.
+        label_smoothing: ε of the loss in training.
+    """
+
+    def __init__(self, width: int, parts: Sequence[int], index: int, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.parts, self.first, self.label_smoothing = tuple(parts), sum(parts[:index]), label_smoothing
+        self.weight = nn.Parameter(torch.empty(parts[index], width))
+
+    @property
+    def vocabulary(self) -> int:
+        """The rows of all ranks."""
+        return sum(self.parts)
+
+    def sharding(self) -> Mapping[str, ParameterSharding]:
+        return {"weight": ParameterSharding((Shard("pp_tp", 0, self.parts),))}
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., width] -> the logits of this share, [..., rows]."""
+        return F.linear(hidden, self.weight)
+
+
 @dataclass(frozen=True)
 class _LossCall:
     axis: Axis

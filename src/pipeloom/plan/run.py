@@ -115,6 +115,8 @@ def predicted(
 
     Raises UsageError for a model that cannot be planned, or that its axes do not divide.
     """
+    if layout.schedule.vocabulary:
+        raise UsageError("the planner has no output layer that is spread over the pipeline")
     planned, shape = layout_of(layout), shape_of(layout.config)
     if reasons := problems(shape, planned):
         raise UsageError("; ".join(reasons))

@@ -129,9 +129,10 @@ class PipelineSpec:
         require_weighing(self.loss, self.weight, self.ignore_index)
         self.names = [layer_name(layer, at) for at, layer in enumerate(self.layers)]
         _check_names(self.names, self.options.recompute)
-        shares = len(self.schedule.vocabulary)  # the last layers, one for each rank
-        self.ranges = split_layers(len(self.layers) - shares, self.schedule.positions, self.stages)
-        self.ranges += [range(at, at + 1) for at in range(len(self.layers) - shares, len(self.layers))]
+        shares = len(self.schedule.vocabulary)  # of the last layer, one on each rank
+        last = len(self.layers) - bool(shares)
+        self.ranges = split_layers(last, self.schedule.positions, self.stages)
+        self.ranges += [range(last, len(self.layers))] * shares
         declared = ModelNames.of(
             [LayerNames.of(layer, name) for layer, name in zip(self.layers, self.names, strict=True)],
             [position for position, which in enumerate(self.ranges) for _ in which],
@@ -156,9 +157,9 @@ class PipelineSpec:
         return torch.initial_seed() if self.options.seed is None else self.options.seed
 
     def holders(self) -> dict[str, tuple[int, ...]]:
-        """Return layer name -> the ranks that hold it, ranks of the first route first."""
-        owners: dict[str, tuple[int, ...]] = {}
-        for route in (*self.schedule.routes, self.schedule.vocabulary):
+        """Return layer name -> the ranks that hold it, ranks of the first route first; () where each rank has a share of it."""
+        owners: dict[str, tuple[int, ...]] = {self.names[-1]: ()} if self.schedule.vocabulary else {}
+        for route in self.schedule.routes:
             for stage in route:
                 place = self.schedule.placement[stage]
                 for layer in self.ranges[self.schedule.position_of[stage]]:

@@ -21,6 +21,7 @@ from pipeloom.runtime.tensor_spec import ShapeCache
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Exposed, Timeline
 from pipeloom.schedule.transforms import forward_only
+from pipeloom.schedule.vocabulary import layers_alone
 
 _ROUND_TRIPS = 5  # of a clock's comparison: the quickest one is seldom disturbed, and all take well below a millisecond
 
@@ -106,12 +107,13 @@ class RankEngine:
         """Return the program of a training step, or of only the forwards of so many micro-batches. Each is lowered once.
 
         Args:
-            whole: whether the forwards are of whole micro-batches where the schedule cuts them into slices.
+            whole: whether the forwards are of whole micro-batches where the schedule cuts them into slices, and of layers alone
+                where it spreads the vocabulary.
         """
         if (forwards, whole) not in self._programs:
             assert forwards is not None
             schedule = forward_only(self.schedule, forwards)
-            schedule = whole_forwards(schedule) if whole else schedule
+            schedule = whole_forwards(layers_alone(schedule)) if whole else schedule
             self._programs[forwards, whole] = lower(schedule, self.rank, self._spec.options)
         return self._programs[forwards, whole]
 
@@ -126,7 +128,7 @@ class RankEngine:
         self._communications.timed = traced
         return Executor(
             program,
-            self.stages,
+            {number: self.stages[number] for number in program.stages},
             self._transport(program),
             self.hooks,
             loss=self._spec.loss,

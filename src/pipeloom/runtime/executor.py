@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -211,6 +212,7 @@ class Executor:
         self._local: dict[tuple[str, Edge, int], Delivery] = {}
         # (stage, micro-batch) -> messages received by a forward; their buffers are returned to the transport after its backward.
         self._inputs: dict[tuple[int, int], Deliveries] = {}
+        self._copied: deque[Deliveries] = deque()  # inputs that are in host memory, whose buffers are returned
         self.communications.exposed()  # left by an evaluation or a failed step
         self.specs.begin([(self.training, *each) for each in batch.signatures], self.program.slices)
         self.clock.begin()
@@ -242,6 +244,8 @@ class Executor:
     def execute_next(self) -> None:
         """Run the next instruction: receive, compute, send the results, and open the receives of the following instruction."""
         instruction = self.program.instructions[self._next]
+        while self._copied:
+            self._recycle(self._copied.popleft())
         is_beside = bool(self._ended) and self._runs_beside(instruction)
         received = [
             self._received(action, messages) if messages else {}
@@ -472,6 +476,17 @@ class Executor:
         self._hold(1 if part == count else 0)
         self.stages[action.stage].copy_to_device(self._unit(action), part, self._copy_stream(action))
 
+    def _copy_kept_out(self, action: Action) -> None:
+        """Run OKEPT. The buffers of received inputs are returned by the thread that computes."""
+        unit = self._unit(action)
+        self.stages[action.stage].kept_to_host(unit, self._copy_stream(action))
+        if (received := self._inputs.pop((action.stage, unit), None)) is not None:
+            self._copied.append(received)
+
+    def _copy_kept_in(self, action: Action) -> None:
+        """Run LKEPT."""
+        self.stages[action.stage].kept_to_device(self._unit(action), self._copy_stream(action))
+
     def _copy_stream(self, action: Action) -> torch.cuda.Stream | None:
         """Return the stream of the action's queue; None on the CPU."""
         queue, device = kind_of(action.kind).queue, self.communications.device
@@ -577,8 +592,7 @@ class Executor:
     def _forward_done(self, action: Action, outputs: StageOutputs, received: Deliveries) -> Deliveries:
         """Distribute a forward's outputs to other stages, and add its losses to the sums."""
         if not self.training:
-            for delivery in received.values():
-                self.transport.recycle(delivery.values)
+            self._recycle(received)
         if outputs.loss is not None:
             self.result.loss.add(outputs.loss)
             self._unreached = self._unreached and outputs.unreached and not outputs.terms
@@ -626,8 +640,7 @@ class Executor:
         program = self.program.stages[stage]
         for arrived in (self._inputs.pop((stage, mb), None), received):
             if arrived:
-                for delivery in arrived.values():
-                    self.transport.recycle(delivery.values)
+                self._recycle(arrived)
         deliveries = {}
         for edge, values in zip(program.inputs, gradients[program.takes is None :], strict=True):
             if edge.producer in self.stages:
@@ -635,6 +648,10 @@ class Executor:
             else:
                 deliveries[edge] = Delivery(values, ())
         return deliveries
+
+    def _recycle(self, deliveries: Deliveries) -> None:
+        for delivery in deliveries.values():
+            self.transport.recycle(delivery.values)
 
     # -- messages --------------------------------------------------------------------------------------------------------
 
@@ -712,6 +729,8 @@ _EXECUTE: dict[str, Callable[[Executor, Action, Deliveries], Deliveries]] = {
 _BESIDE: dict[str, Callable[[Executor, Action], None]] = {
     "O": Executor._copy_out,
     "L": Executor._copy_in,
+    "OKEPT": Executor._copy_kept_out,
+    "LKEPT": Executor._copy_kept_in,
     "UNSHARD": Executor._gather,
     "REDUCE_GRAD": Executor._reduce,
     "BROADCAST": Executor._broadcast,

@@ -20,7 +20,7 @@ from pipeloom.ops.checksum import checksums
 from pipeloom.ops.layer import KEYWORD
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.exchange import all_gather_json, all_gather_tree
-from pipeloom.parallel.mesh import Axis, Mesh, PipelineMesh, group_of_members
+from pipeloom.parallel.mesh import Mesh, PipelineMesh
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.runtime import replicas
 from pipeloom.runtime.assembly import BuiltParameters, PipelineSpec, assemble, copy_state
@@ -53,7 +53,7 @@ from pipeloom.runtime.overlap import CommStream
 from pipeloom.runtime.p2p.base import InProcessTransport, Mailroom, Transport
 from pipeloom.runtime.p2p.connect import P2PConnections
 from pipeloom.runtime.program import RankProgram, as_executed, require_same_stages
-from pipeloom.runtime.spread_vocabulary import SpreadVocabulary, require_spread
+from pipeloom.runtime.spread_vocabulary import SpreadVocabulary, require_share
 from pipeloom.runtime.stage_modules import LayerSource, carrying
 from pipeloom.runtime.tensor_spec import ShapeCache, is_strided
 from pipeloom.runtime.tied_weights import layer_of
@@ -184,12 +184,11 @@ class Pipeline:
 
     def _spread_vocabulary(self, ranks_here: int) -> SpreadVocabulary:
         """Return this rank's share of the vocabulary, with a process group of its own."""
-        schedule, line, mesh = self._spec.schedule, self._line, self.mesh
-        (share,) = self._assembly.stages[schedule.vocabulary[line.rank]].modules
-        share = require_spread([("tp", mesh.tp.size), ("cp", mesh.cp.size)], ranks_here, share)
-        axis = Axis(line.ranks, line.rank, None if line.group is None else group_of_members(line.ranks))
+        schedule = self._spec.schedule
+        (layer,) = self._assembly.stages[schedule.vocabulary[self.rank]].modules
+        share = require_share(layer, ranks_here)
         fused = not any(action.kind == "REDUCE_SUM" for cell in schedule.programs[0] for action in parts(cell))
-        return SpreadVocabulary(share, axis, schedule.placement[schedule.routes[0][-1]], fused)
+        return SpreadVocabulary.of(share, self.mesh, schedule.placement[schedule.routes[0][-1]], fused)
 
     def _transport(self, program: RankProgram) -> Transport:
         """Return the transport for one run of `program`."""
@@ -349,10 +348,8 @@ class Pipeline:
     def predict(self, inputs: Any, **keywords: Any) -> Any:
         """Return the outputs of the last stage for the whole batch, on the rank that holds it; None on the others.
 
-        Raises UsageError where the vocabulary is spread over the pipeline: no rank has all logits.
+        Where the vocabulary is spread over the ranks, all compute their share of the logits, and that rank gathers them.
         """
-        if self.schedule.vocabulary:
-            raise UsageError("predict: the vocabulary is spread over the pipeline, and no rank has a token's logits")
         with self._status.during("evaluation"):
             count = evaluation_microbatches(self.schedule.microbatches, inputs)
             batch = self._split("predict", inputs, None, keywords, count)
@@ -363,7 +360,11 @@ class Pipeline:
             with self._alarm.reporting():
                 gathered = all_gather_tree(list(outputs.items()), self.group, self.device)
             outputs = {mb: output for part in gathered for mb, output in part} if outputs else {}
-        return join([outputs[mb] for mb in sorted(outputs)]) if len(outputs) == batch.count else None
+        result = join([outputs[mb] for mb in sorted(outputs)]) if len(outputs) == batch.count else None
+        if (spread := self._engines[0].vocabulary) is not None:
+            with self._alarm.waiting("the other ranks' logits"):
+                return spread.logits(result)
+        return result
 
     def _compare_replicas(self) -> None:
         """Compare what several processes hold, before the first step or evaluation after construction or a load."""
@@ -625,7 +626,7 @@ class Pipeline:
         """
         place, sharding = self.mesh.place, self.layouts[name]
         replica = self.mesh.dp.index if sharding.over("ep") is None else place.edp
-        first = replica == 0 and (place.tp == 0 or sharding.over("tp") is not None)
+        first = replica == 0 and (place.tp == 0 or not sharding.whole_over_tp)
         return first and name not in self._assembly.copies
 
     def counts_in_norm(self, name: str) -> bool:
@@ -634,7 +635,7 @@ class Pipeline:
         """
         if not self.options.shard_gradients:
             return self.owns(name)
-        sharded = self.layouts[name].over("tp") is not None
+        sharded = not self.layouts[name].whole_over_tp
         return (sharded or self.mesh.place.tp == 0) and name not in self._assembly.copies
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -87,6 +87,7 @@ class StageProgram:
         recomputed: the micro-batches whose F keeps only what R needs.
         in_blocks: those whose layers, or some of them, are recomputed one by one in their backward.
         offloaded: micro-batch -> the parts that travel of what its backward needs, to host memory and back.
+        kept_on_host: micro-batches of which what R needs travels to host memory and back.
         parts: micro-batch -> the parts of its layers that an R of their own recomputes.
     """
 
@@ -99,6 +100,7 @@ class StageProgram:
     recomputed: frozenset[int] = frozenset()
     in_blocks: frozenset[int] = frozenset()
     offloaded: Mapping[int, Parts] = field(default_factory=dict)
+    kept_on_host: frozenset[int] = frozenset()
     parts: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
     def part_of(self, microbatch: int, at: int, layers: int) -> str | None:
@@ -301,6 +303,7 @@ def _stage_programs(schedule: Schedule, rank: int) -> dict[int, StageProgram]:
             frozenset(microbatches(stage, lambda kind: kind.letter == "R")),
             frozenset(microbatches(stage, lambda kind: bool(kind.fuses))),
             _offloaded(schedule, actions, stage),
+            _kept_on_host(schedule, actions, stage),
             _recomputed_parts(schedule, actions, stage),
         )
         for stage in schedule.stages_of[rank]
@@ -330,7 +333,7 @@ def _offloaded(schedule: Schedule, actions: Sequence[Action], stage: int) -> dic
     travelling: dict[int, Parts] = {}
     for action in actions:
         kind = kind_of(action.kind)
-        if kind.queue != COPY_OUT or action.stage != stage:
+        if kind.queue != COPY_OUT or kind.divides is None or action.stage != stage:
             continue
         part, count = fraction_of(action.kind) or ((1, 1) if not kind.part else (0, 0))
         before = travelling.get(schedule.unit_of(action), Parts(frozenset(), count))
@@ -341,6 +344,20 @@ def _offloaded(schedule: Schedule, actions: Sequence[Action], stage: int) -> dic
             )
         travelling[schedule.unit_of(action)] = Parts(before.numbers | {part}, count)
     return travelling
+
+
+def _kept_on_host(schedule: Schedule, actions: Sequence[Action], stage: int) -> frozenset[int]:
+    """Return `StageProgram.kept_on_host`. Raises ConfigError where no R needs it."""
+    mine = [action for action in actions if action.stage == stage]
+    recomputed = {schedule.unit_of(action) for action in mine if action.kind == "R"}
+    moved = [action for action in mine if action.kind == "OKEPT"]
+    for action in moved:
+        if schedule.unit_of(action) not in recomputed:
+            raise ConfigError(
+                f"{action}: what is kept is copied to host memory for an R of the whole stage, and there is no "
+                f"{stage}R{action.unit}: recompute in an action of its own (recompute=whole)"
+            )
+    return frozenset(map(schedule.unit_of, moved))
 
 
 def _neighbour_edges(schedule: Schedule) -> tuple[list[Edge | None], list[Edge | None]]:

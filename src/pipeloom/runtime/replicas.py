@@ -82,7 +82,7 @@ def replicated(assembly: Assembly, mesh: Mesh) -> dict[str, Replicated]:
         tensors.append(Replicated(name, buffer, sharding, assembly.replicated_layers.get(layer, ())))
     keyed = {}
     for candidate in tensors:
-        expert, cut = candidate.sharding.over("ep") is not None, candidate.sharding.over("tp") is not None
+        expert, cut = candidate.sharding.over("ep") is not None, not candidate.sharding.whole_over_tp
         copies = (mesh.edp if expert else mesh.dp).size * (1 if cut else mesh.tp.size) * max(len(candidate.holders), 1)
         if copies > 1 and candidate.tensor.layout == torch.strided and candidate.tensor.numel():
             parts = [f"{shard.axis} {getattr(mesh.place, shard.axis)}" for shard in candidate.sharding.shards]
@@ -171,7 +171,7 @@ def make_equal(
         if len(held_tensor.holders) > 1:
             ties.send_first(held_tensor.holders, rank, data, group)
         axes = [mesh.edp if held_tensor.sharding.over("ep") is not None else mesh.dp]
-        if held_tensor.sharding.over("tp") is None:
+        if held_tensor.sharding.whole_over_tp:
             axes.insert(0, mesh.tp)
         for axis in axes:
             _broadcast(data, axis)

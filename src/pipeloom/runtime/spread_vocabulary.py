@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,43 +19,28 @@ from torch.nn import functional as F
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.ops.layer import Layer
 from pipeloom.parallel.collectives import carrier_of
-from pipeloom.parallel.mesh import Axis
+from pipeloom.parallel.mesh import Axis, Mesh, group_of_members
 from pipeloom.parallel.tensor import uneven_parts
-from pipeloom.parallel.vocabulary import IGNORED
+from pipeloom.parallel.vocabulary import IGNORED, VocabularyShare
 
 
-class VocabularyShare(nn.Module):
-    """A rank's rows of an output weight [vocabulary, width].
+def vocabulary_share(name: str, weight: Tensor, rank: int, ranks: int, label_smoothing: float = 0.0) -> Layer:
+    """Return the layer `name` with the share of one of `ranks` of the output weight [vocabulary, width].
+
+    It is the last of a model's layers on every rank; the schedule has been through the transform `vocabulary`.
 
     Args:
-        weight: these rows, [rows, width].
-        first: the number of the first of them.
-        vocabulary: the rows of all ranks.
         label_smoothing: ε of the loss in training.
     """
+    parts = uneven_parts(len(weight), ranks)
 
-    def __init__(self, weight: Tensor, first: int, vocabulary: int, label_smoothing: float = 0.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-        self.first, self.vocabulary, self.label_smoothing = first, vocabulary, label_smoothing
+    def share() -> nn.Module:
+        module = VocabularyShare(weight.shape[1], parts, rank, label_smoothing)
+        rows = weight[module.first : module.first + parts[rank]]
+        module.weight = nn.Parameter(rows.clone())
+        return module
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., width] -> the logits of this share, [..., rows]."""
-        return F.linear(hidden, self.weight)
-
-
-def vocabulary_shares(name: str, weight: Tensor, ranks: int, label_smoothing: float = 0.0) -> list[Layer]:
-    """Return the layers `name.0`, `name.1`, … with the shares of `weight` [vocabulary, width], one for each rank.
-
-    They follow a model's other layers; the schedule has been through the transform `vocabulary`.
-    """
-    sizes = uneven_parts(len(weight), ranks)
-
-    def share(rank: int) -> nn.Module:
-        first = sum(sizes[:rank])
-        return VocabularyShare(weight[first : first + sizes[rank]].clone(), first, len(weight), label_smoothing)
-
-    return [Layer(f"{name}.{rank}", partial(share, rank)) for rank in range(ranks)]
+    return Layer(name, share)
 
 
 @dataclass
@@ -92,18 +76,37 @@ class SpreadVocabulary:
 
     Args:
         share: this rank's.
-        axis: the ranks of the pipeline, with a process group that nothing else uses.
-        source: the rank of the last stage of layers.
+        axis: the ranks of a replica, with a process group that nothing else uses.
+        sources: those of them that have the last stage of layers, in order.
         fused: whether one reduction follows S, which computes its part of the input gradient.
     """
 
-    def __init__(self, share: VocabularyShare, axis: Axis, source: int, fused: bool) -> None:
-        self.share, self.axis, self.source, self.fused = share, axis, source, fused
+    def __init__(self, share: VocabularyShare, axis: Axis, sources: Sequence[int], fused: bool) -> None:
+        self.share, self.axis, self.sources, self.fused = share, axis, sources, fused
         self._tokens: dict[int, _Tokens] = {}
+
+    @classmethod
+    def of(cls, share: VocabularyShare, mesh: Mesh, source: int, fused: bool) -> SpreadVocabulary:
+        """Return the share of this process, with a new process group; collective over the ranks of its replica.
+
+        Args:
+            source: the rank of the last stage of layers.
+
+        Raises ConfigError for a share of another number of ranks.
+        """
+        numbers = mesh.shape.group_of(mesh.everyone.index, "pp_tp")
+        ranks = tuple(mesh.everyone.ranks[number] for number in numbers)
+        if len(share.parts) != len(ranks):
+            raise ConfigError(
+                f"the vocabulary is cut into {len(share.parts)} shares, and {len(ranks)} ranks have one each"
+            )
+        sources = [at for at, number in enumerate(numbers) if mesh.shape.place(number).pp == source]
+        axis = Axis(ranks, mesh.place.pp_tp, None if len(ranks) == 1 else group_of_members(ranks))
+        return cls(share, axis, sources, fused)
 
     @property
     def _root(self) -> int:
-        return self.axis.ranks[self.source]
+        return self.axis.ranks[self.sources[0]]
 
     def broadcast(self, microbatch: int, hidden: Tensor | None) -> None:
         """BROADCAST: receive the last stage's output [..., width], or send `hidden`, which only that stage's rank has.
@@ -205,8 +208,25 @@ class SpreadVocabulary:
                 hit += smoothing / share.vocabulary * weight.sum(0)
             rows = (tokens.part * tokens.factor.unsqueeze(-1)).sub_(hit).mul_(tokens.scale.unsqueeze(-1))
             gradient, tokens.part = rows.to(weight.dtype).view(tokens.hidden.shape), None
-        gradient = self._moved(dist.reduce, gradient.contiguous(), self._root)
-        return gradient if self.axis.index == self.source else None
+        if len(self.sources) > 1:  # all of these ranks need the sum
+            gradient = self._moved(dist.all_reduce, gradient.contiguous())
+        else:
+            gradient = self._moved(dist.reduce, gradient.contiguous(), self._root)
+        return gradient if self.axis.index in self.sources else None
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor | None) -> Tensor | None:
+        """Return the logits [..., vocabulary] of the last stage's output `hidden` [..., width], on the ranks that have it."""
+        self.broadcast(-1, hidden)
+        part = self.share(self._tokens.pop(-1).hidden)
+        widest = F.pad(part, (0, max(self.share.parts) - part.shape[-1]))
+        carrier = widest.to(carrier_of(widest.device, self.axis.group))
+        everyone = [torch.empty_like(carrier) for _ in self.share.parts]
+        dist.all_gather(everyone, carrier, group=self.axis.group)
+        if hidden is None:
+            return None
+        rows = [each[..., :size] for each, size in zip(everyone, self.share.parts, strict=True)]
+        return torch.cat(rows, -1).to(part.device)
 
     def gradients(self, microbatch: int) -> None:
         """T: add the gradient of the share's weight; with two reductions compute its part of the input gradient, too."""
@@ -224,25 +244,21 @@ class SpreadVocabulary:
             del self._tokens[microbatch]
 
 
-def require_spread(sizes: Sequence[tuple[str, int]], ranks_here: int, layer: nn.Module) -> VocabularyShare:
+def require_share(layer: nn.Module, ranks_here: int) -> VocabularyShare:
     """Return the layer of this rank's vocabulary stage.
 
     Args:
-        sizes: (axis, its size) of the axes besides pp and dp.
         ranks_here: how many ranks of the pipeline are in this process.
 
-    Raises ConfigError for a mesh or a layer with which a vocabulary cannot be spread over the pipeline.
+    Raises ConfigError for a layer of another type, and where several ranks share a process.
     """
-    for axis, size in sizes:
-        if size > 1:
-            raise ConfigError(f"a vocabulary over the pipeline runs with {axis} 1, and the mesh has {axis} {size}")
     if ranks_here > 1:
         raise ConfigError(
             "a vocabulary over the pipeline needs a process for each rank, whose group entries wait for others"
         )
     if not isinstance(layer, VocabularyShare):
         raise ConfigError(
-            f"the schedule spreads the vocabulary over the pipeline, and the last layers, one for each rank, are to be "
-            f"vocabulary_shares; one is of type {type(layer).__name__}"
+            "the schedule spreads the vocabulary over the pipeline, and the last layer is to be a vocabulary_share; it is of "
+            f"type {type(layer).__name__}"
         )
     return layer

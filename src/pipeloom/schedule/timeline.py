@@ -19,6 +19,7 @@ from pipeloom.schedule.actions import (
     COMPUTE,
     GRADS,
     KEPT,
+    KEPT_ON_HOST,
     ON_HOST,
     OUTPUT,
     PARAMS,
@@ -311,7 +312,9 @@ class Timeline:
         """
         costs, schedule = self.costs, self.schedule
         moving = {whole_of(value) for kind in schedule.kinds for value in (*kind.makes, *kind.frees)} - STAGE_VALUES
-        copied = {HOST_MEMORY: {ON_HOST: costs.saved(schedule.stages)}} if ON_HOST in moving else {}
+        on_host = {ON_HOST: costs.saved(schedule.stages), KEPT_ON_HOST: costs.kept_bytes(schedule.stages)}
+        on_host = {value: sizes for value, sizes in on_host.items() if value in moving}
+        copied = {HOST_MEMORY: on_host} if on_host else {}
         curves = {}
         for pool in sorted({DEVICE, *copied, *dict(costs.pools).values()}) if costs.bytes else ():
             sizes = costs.bytes_in(pool, schedule.stages) | copied.get(pool, {})
@@ -615,6 +618,7 @@ def _measured_costs(
     The time of a block (R;B) counts as that of B, and so R as 0.
     """
     times: dict[tuple[str, int], list[float]] = {}
+    groups: dict[tuple[str, int], float] = {}  # (time of the kind, micro-batch) -> that of the rank that began last
     by_slice: list[float] = [0.0] * schedule.slices
     for rank, program in enumerate(schedule.programs):
         for at, (cell, start, end) in enumerate(zip(program, starts[rank], ends[rank], strict=True)):
@@ -623,9 +627,13 @@ def _measured_costs(
             if len(actions) > 1:
                 moments.insert(1, turns[rank][at] if turns else (start + end) / 2)
             for action, begin, stop in zip(actions, moments, moments[1:], strict=False):
-                fused = kind_of(action.kind).fuses
+                kind = kind_of(action.kind)
+                fused = kind.fuses
                 times.setdefault((fused[-1] if fused else action.kind, action.stage), []).append(stop - begin)
-                if not kind_of(action.kind).of_stage:
+                if kind.group and isinstance(kind.time, str):
+                    group = kind.time, action.microbatch
+                    groups[group] = min(stop - begin, groups.get(group, stop - begin))
+                if not kind.of_stage:
                     by_slice[action.slice or 0] += stop - begin
 
     def mean(kind: str, stage: int) -> float:
@@ -633,6 +641,12 @@ def _measured_costs(
         if samples is None and kind != "F":
             samples = [time / 2 for time in times.get(("B", stage), [0.0])]
         return schedule.slices * fmean(samples or [0.0])
+
+    def of_group(name: str) -> float:
+        return fmean([time for (kind, _), time in groups.items() if kind == name] or [0.0])
+
+    def of_shares(kind: str) -> tuple[float, ...]:
+        return tuple(mean(kind, s) if s in schedule.vocabulary else 0.0 for s in stages)
 
     stages = range(schedule.stages)
     parted = tuple(mean("I", s) + mean("W", s) for s in stages)
@@ -645,6 +659,10 @@ def _measured_costs(
         backward=whole if any(("B", s) in times and ("I", s) in times for s in stages) else None,
         recompute=tuple(mean("R", s) if ("R", s) in times else 0.0 for s in stages) if schedule.remade else None,
         slice_times=tuple(time / whole_step for time in by_slice) if schedule.slices > 1 and whole_step else (),
+        scores=of_shares("S"),
+        scores_grad=of_shares("T"),
+        broadcast=of_group("broadcast"),
+        combine=of_group("combine"),
     )
 
 

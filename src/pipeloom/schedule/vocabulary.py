@@ -93,6 +93,18 @@ def vocabulary(schedule: Schedule, form: str = "fused", costs: Costs | None = No
     return best[1].schedule_of()
 
 
+def layers_alone(schedule: Schedule) -> Schedule:
+    """Return `schedule` without a spread vocabulary: its stages of layers, whose last one puts out what the shares take."""
+    if not schedule.vocabulary:
+        return schedule
+    programs = [
+        [cell for cell in program if not any(kind_of(action.kind).vocabulary for action in parts(cell))]
+        for program in schedule.programs
+    ]
+    placement = schedule.placement[: schedule.vocabulary.start]
+    return replace(schedule, placement=placement, codes=((),) * schedule.ranks).with_programs(programs)
+
+
 def costs_of_all(costs: Costs, schedule: Schedule) -> Costs:
     """Return `costs` for all stages of `schedule`: those given for its stages of layers alone are 0 on the vocabulary's."""
     layers, shares = schedule.vocabulary.start, len(schedule.vocabulary)

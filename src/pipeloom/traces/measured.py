@@ -130,6 +130,10 @@ def costs_of(timelines: Sequence[Timeline]) -> Costs:
         backward=middle("backward") if all(t.costs.backward is not None for t in timelines) else None,
         p2p=max(0.0, median(waited)) if waited else 0.0,
         microbatch=_factors(timelines),
+        scores=middle("scores"),
+        scores_grad=middle("scores_grad"),
+        broadcast=middle("broadcast"),
+        combine=middle("combine"),
     )
 
 

@@ -15,7 +15,7 @@ from pipeloom.config import Config, Layout
 from pipeloom.config.problems import naming_keys
 from pipeloom.limits import expanded
 from pipeloom.models import MoeClasses, cross_entropy, hf, layers, tied, token_loss
-from pipeloom.models.layers import block_name
+from pipeloom.models.layers import VocabularyRanks, block_name
 from pipeloom.models.lora import LoraOptions, with_adapters
 from pipeloom.ops.layer import Layer
 from pipeloom.parallel.context import ContextParallel
@@ -67,14 +67,10 @@ def build_pipeline(
         check_every=config.train.check_every,
         device=device,
     )
+    classes, slices, spread = moe_classes(layout), layout.schedule.slices > 1, _vocabulary_ranks(layout, mesh)
     with naming_keys():
         return Pipeline(
-            compiled(
-                model_layers(
-                    config, kind, device, tensor, mesh, moe_classes(layout), drawn, layout.schedule.slices > 1
-                ),
-                config,
-            ),
+            compiled(model_layers(config, kind, device, tensor, mesh, classes, drawn, slices, spread), config),
             layout.schedule,
             loss=training_loss(config, tensor),
             mesh=mesh,
@@ -93,15 +89,31 @@ def model_layers(
     classes: MoeClasses = MoeClasses(),
     drawn: bool = True,
     slices: bool = False,
+    spread: VocabularyRanks | None = None,
 ) -> list[Layer]:
-    """Return the layers of a configuration's model, with its adapters; `slices`: they can run slices of sequences."""
+    """Return the layers of a configuration's model, with its adapters.
+
+    Args:
+        slices: they can run slices of sequences.
+        spread: the ranks over which the output layer is spread; None: it is one layer.
+    """
     options, context = lora_options(config), context_parallel_of(config, mesh)
     if config.model.source:
         model: list[Layer] = foreign(config.model.source, dtype, context, slices)
     else:
         experts = expert_parallel_of(config, mesh)
-        model = layers(config.model.shape(), config.train.seed, dtype, device, tensor, experts, classes, drawn, context)
+        model = layers(
+            config.model.shape(), config.train.seed, dtype, device, tensor, experts, classes, drawn, context, spread
+        )
     return model if options is None else with_adapters(model, options, config.train.seed)
+
+
+def _vocabulary_ranks(layout: Layout, mesh: Mesh | PipelineMesh | None) -> VocabularyRanks | None:
+    """Return how the layout's output layer is spread over `mesh`; None: it is one layer."""
+    if not layout.schedule.vocabulary:
+        return None
+    shape = layout.mesh
+    return VocabularyRanks(Mesh.resolve(mesh).place.pp_tp, shape.pp * shape.tp, layout.config.train.label_smoothing)
 
 
 def context_parallel_of(config: Config, mesh: Mesh | PipelineMesh | None) -> ContextParallel | None:

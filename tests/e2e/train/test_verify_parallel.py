@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.timeout(280)
 def test_a_sample_of_all_layouts_passes() -> None:
-    """19 layouts on up to 8 processes; `pipeloom verify --matrix tests/data/verify_parallel.toml` runs them all."""
+    """20 layouts on up to 8 processes; `pipeloom verify --matrix tests/data/verify_parallel.toml` runs them all."""
     command = [
         sys.executable,
         "-m",
@@ -43,7 +43,7 @@ def test_a_sample_of_all_layouts_passes() -> None:
     )
     report = json.loads(done.stdout)
     assert done.returncode == 0, report
-    assert len(report["layouts"]) == 19
+    assert len(report["layouts"]) == 20
     assert not report["skipped"]
     assert all(layout["worst_error"] <= 1e-5 for layout in report["layouts"])
 

@@ -128,6 +128,7 @@ def test_the_table_of_workers_follows_the_order() -> None:
         {},
         {"schedule.name": "zbv", "schedule.microbatches": 4},
         {"schedule.name": "dualpipe", "schedule.microbatches": 4},
+        {"parallel.vocabulary": "pp", "model.vocab_size": 1025},
     ],
 )
 def test_ranks_hold_the_whole_model(flags: dict[str, object]) -> None:

@@ -189,6 +189,9 @@ def test_slices_are_cut_where_they_take_the_same_time_or_warn() -> None:
     assert not any(position % 8 for position in spread.cuts.positions)
 
 
+SPREAD = {"parallel.vocabulary": "pp"}
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
@@ -200,13 +203,35 @@ def test_slices_are_cut_where_they_take_the_same_time_or_warn() -> None:
             {"schedule.name": "search", "schedule.slices": 4},
             "schedule.slices = 4: schedules are searched for whole sequences",
         ),
-        ({"schedule.transforms": ["vocabulary"]}, "output layer is one layer"),
+        ({"schedule.transforms": ["vocabulary"]}, 'vocabulary: set parallel.vocabulary = "pp"'),
+        ({**SPREAD, "parallel.pp": 1}, 'parallel.vocabulary = "pp": there is one pipeline rank'),
+        ({**SPREAD, "schedule.slices": 2}, 'parallel.vocabulary = "pp": it takes whole sequences'),
+        ({**SPREAD, "schedule.name": "search"}, 'parallel.vocabulary = "pp": a searched schedule runs as'),
+        ({**SPREAD, "schedule.name": "dualpipe", "schedule.microbatches": 4}, "has two routes"),
+        ({**SPREAD, "model.tie_word_embeddings": True}, "set model.tie_word_embeddings = false"),
+        ({**SPREAD, "model.num_nextn_predict_layers": 1}, "set model.num_nextn_predict_layers = 0"),
+        ({**SPREAD, "train.reproducible": True}, "set train.reproducible = false"),
+        ({**SPREAD, "parallel.tp": 2, "model.vocab_size": 3}, "model.vocab_size 3 is below the number of ranks, 4"),
         ({"schedule.name": "chimera", "schedule.slices": 2}, "would take different routes"),
     ],
 )
 def test_slices_and_vocabulary_that_cannot_be_are_refused(keys: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         load_layout("tiny", {"train.seq_len": 32, "parallel.pp": 2, "schedule.name": "1f1b", **keys})
+
+
+def test_a_spread_output_layer_leaves_the_last_stage_to_blocks() -> None:
+    keys = {**SPREAD, "parallel.pp": 4, "schedule.name": "1f1b", "model.vocab_size": 8192, "model.num_hidden_layers": 8}
+    assert load_layout("tiny", {**keys, "parallel.vocabulary": "last"}).stage_layers == (3, 3, 3, 1)
+    layout = load_layout("tiny", keys)
+    assert layout.stage_layers == (3, 2, 2, 3)
+    assert len(layout.schedule.vocabulary) == 4
+    assert load_layout("tiny", {**keys, "schedule.transforms": ["vocabulary=two"]}).schedule.options == (
+        ("vocabulary", "two"),
+    )
+    sharded = load_layout("tiny", {**keys, "parallel.dp": 2, "parallel.zero": 2, "schedule.microbatches": 4}).schedule
+    assert sharded.vocabulary
+    assert "REDUCE_GRAD" in sharded.stage_actions
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,13 @@ from pipeloom.schedule.transforms import transformed
 CELLS = ("0F0", "0O0", "0F1", "0O1", "0L0", "0B0", "0L1", "0B1")
 
 
+def test_copies_of_what_is_kept_need_a_recomputation() -> None:
+    with pytest.raises(
+        UsageError, match="nothing is recomputed in an action of its own; put the transform recompute=wh"
+    ):
+        transformed(build("1f1b", 2, 4), ["recompute", "offload=kept"])
+
+
 def one(*cells: str, microbatches: int = 1) -> Schedule:
     return Schedule.of([cells], placement=[0], microbatches=microbatches)
 
@@ -49,6 +56,35 @@ def test_times_and_memory_by_hand() -> None:
     }  # fmt: skip
     free = simulate(one(*CELLS, microbatches=2), Costs(activation=3, kept=1 / 3, host_bandwidth=4))
     assert free.ends[0][1] - free.starts[0][1] == 0.5
+
+
+def test_what_is_kept_travels_by_its_own_cells() -> None:
+    """A copy of 2 bytes / 4 each way; R needs what is kept, and while it is in host memory the device holds nothing of it."""
+    schedule = one("0F0", "0OKEPT0", "0F1", "0LKEPT0", "0R0", "0B0", "0R1", "0B1", microbatches=2)
+    check(schedule)
+    assert from_json(to_json(schedule)) == from_csv(to_csv(schedule), "custom") == schedule
+    costs = Costs(2, 1, 1, host_bandwidth=4, bytes={"kept": 2, "saved": 6, "params": 10})
+    timeline = simulate(schedule, costs)
+    assert timeline.starts == ((0, 2, 2, 2.5, 4, 6, 8, 10),)
+    assert timeline.ends == ((2, 2.5, 4, 3, 6, 8, 10, 12),)
+    assert timeline.peak_bytes == {"device": (20,), "host": (2,)}
+    assert simulate(schedule, Costs(activation=4, kept=0.5, host_bandwidth=4)).ends[0][1] == 1.5
+    with pytest.raises(ScheduleError, match=r"0R0 needs what is kept .*; 0F0 or 0LKEPT0 makes it"):
+        check(one("0F0", "0OKEPT0", "0R0", "0B0", "0LKEPT0"))
+
+
+def test_slices_recomputed_from_host_memory_take_no_more_of_the_device_for_longer_sequences() -> None:
+    """At slices of one size, 4 or 16 a sequence; without copies, each slice more is held until its backward."""
+    peaks = {}
+    for slices in (4, 16):
+        costs = Costs(bytes={"kept": slices, "saved": 10 * slices})  # of a micro-batch
+        recomputed = transformed(pl.schedules.seq1f1b(2, 4, slices), ["recompute=whole"])
+        copied = transformed(recomputed, ["offload=kept"], costs)
+        check(copied)
+        peaks[slices] = [simulate(each, costs).peak_bytes for each in (recomputed, copied)]
+    assert peaks[16][1]["device"] == peaks[4][1]["device"]
+    assert peaks[16][0]["device"][0] - peaks[4][0]["device"][0] == 12
+    assert peaks[16][1]["host"][0] > peaks[4][1]["host"][0]
 
 
 def test_slots() -> None:
