@@ -88,10 +88,11 @@ def real(width: int, turns: int) -> None:
         step = median(reports[0]["seconds"][at])
         sizes = [report["bytes"][at] / 1e6 for report in reports]
         peaks = [max(report["bytes"][case] + report["standing"] for report in reports) for case in (at, 0)]
+        share = peaks[0] / peaks[1]
         words = " ".join(f"{size:6.1f}" for size in sizes)
         same = all(report["same"] for report in reports)
         print(
-            f"{name:7}  {1e3 * step:8.1f}  {step / base:8.3f}  {work[at] / work[0]:12.3f}  {words:>21}  {peaks[0] / peaks[1]:33.3f}  {same}"
+            f"{name:7}  {1e3 * step:8.1f}  {step / base:8.3f}  {work[at] / work[0]:12.3f}  {words:>21}  {share:33.3f}  {same}"
         )
 
 
