@@ -301,7 +301,7 @@ class Costs:
         return self.message if name == OUTPUT or not self.tensors else dict(self.tensors).get(name, self.message)
 
     def slowed(self, copies: int) -> float:
-        """How many times as long a copy takes while so many run on its link, itself included."""
+        """Return how many times as long a copy takes while so many run on its link, itself included."""
         return 1 + (self.beside - 1) * max(copies - 1, 0)
 
     def check_links(self, ranks: int) -> None:
