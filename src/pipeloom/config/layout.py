@@ -117,9 +117,8 @@ def examine(
     stage_layers: tuple[int, ...] = ()
     cuts, cut_problems = _cuts(config, schedule)
     problems += cut_problems
-    if schedule is not None and config.train.reproducible:
-        problems += _problems_of_order(config, schedule)
     if schedule is not None:
+        problems += [*_problems_of_order(config, schedule), *_problems_of_replanning(config, schedule)]
         named = () if config.model.source or config.train.compile != "none" else PARTS_OF_BLOCKS
         problems += [
             f"schedule.{key} = {shown(getattr(config.schedule, key))}: it recomputes part {part!r}, and no layer names a part so"
@@ -289,9 +288,11 @@ def _stage_layers(config: Config, schedule: Schedule, wrong: Collection[str]) ->
 
 
 def _problems_of_order(config: Config, schedule: Schedule) -> list[str]:
-    """Return the reason why sums of gradients would depend on the schedule, if there is one."""
+    """Return the reason why sums of gradients would depend on the schedule, where they must not, if there is one."""
+    if not config.train.reproducible:
+        return []
     key, rows = "train.reproducible = true", config.train.global_batch_size // config.parallel.dp
-    if config.schedule.name == SEARCH and rows % schedule.microbatches:
+    if (config.schedule.name == SEARCH or config.schedule.replan) and rows % schedule.microbatches:
         return [
             f"{key}: a search may reorder micro-batches of several sizes; {schedule.microbatches} do not divide {rows} rows"
         ]
@@ -310,6 +311,28 @@ def _problems_of_order(config: Config, schedule: Schedule) -> list[str]:
     return [
         f'{key}: schedule.name = "{config.schedule.name}" does not sum the gradients of each layer in the order of the '
         "micro-batches on one rank; use a schedule with one route that keeps the order"
+    ]
+
+
+def _problems_of_replanning(config: Config, schedule: Schedule) -> list[str]:
+    """Return the reason why the schedule cannot be searched again in mid-run, if there is one."""
+    if not config.schedule.replan:
+        return []
+    cells = [parts(cell) for program in schedule.programs for cell in program]
+    others = {action.kind for cell in cells for action in cell} - {"F", "B", "I", "W"}
+    reasons = {
+        "the schedule has two routes": len(schedule.routes) > 1,
+        "the schedule has pairs": any(len(cell) > 1 for cell in cells),
+        "the schedule has slices": schedule.slices > 1,
+        f"the schedule has {', '.join(sorted(others))}": bool(others),
+        f"train.recompute = {shown(config.train.recompute)} adds R": config.train.recompute != "none",
+        f'train.compile = "{config.train.compile}" leaves W without time': config.train.compile != "none",
+    }
+    if not (words := [reason for reason, holds in reasons.items() if holds]):
+        return []
+    return [
+        f"schedule.replan = {config.schedule.replan}: {' and '.join(words)}, and a search in mid-run orders F, B, I and W of one "
+        "route; nearest: 0, which runs the schedule as it is"
     ]
 
 

@@ -290,6 +290,8 @@ class ScheduleSection(Section):
     receive_depth: Annotated[int, Field(ge=1, le=MOST_CELLS)] | None = None
     shapes: ShapesName
     transforms: Transforms
+    replan: StepsOrNone
+    replan_threshold: Positive
 
 
 class TrainSection(Section):

@@ -38,6 +38,7 @@ from pipeloom.train.hub.generate import generate
 from pipeloom.train.hub.lora_files import base_weights, begin_weights
 from pipeloom.train.observers import ExpertLoads, StepEnd, StepLog, StepObserver, observers, profiled_steps
 from pipeloom.train.optimizer import Optimizer
+from pipeloom.train.replan import Replanner, prepared
 from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report.metrics import memory_history, shared_cores
 from pipeloom.train.report.prediction import compared
@@ -105,7 +106,10 @@ def _train(
             context.log.open(folder)
         layout = resolve_before_start(layout, context, report)
         drawn = start.path is None and not config.model.weights
-        pipeline = build_pipeline(layout, context.device, watchdog=context.watchdog, drawn=drawn)
+        replans = config.schedule.replan > 0
+        pipeline = build_pipeline(
+            prepared(layout) if replans else layout, context.device, watchdog=context.watchdog, drawn=drawn
+        )
         context.close_to_strangers()
         begin_weights(config, pipeline, start.path is not None)
         trainer = Trainer(config, pipeline, context, report, facts, data.unit, claim, observers)
@@ -115,6 +119,10 @@ def _train(
         trainer.chat = data.template is not None
         if layout.search is not None:
             trainer.measuring = MeasureThenSearch(layout, pipeline, context, report)
+        if replans:
+            pipeline.adopt(layout.schedule)
+            trainer.replanner = Replanner(layout, pipeline, context, report)
+            stack.callback(trainer.replanner.close)
         held = what_ranks_hold(pipeline, trainer.optimizer)
         if report is not None and held is not None:
             report.say("\n".join(table(held)))
@@ -157,6 +165,7 @@ class Trainer:
         steps_done: number of steps made, including those that were skipped.
         batch: number of the next batch; larger than `steps_done` after a rollback, which leaves out batches.
         measuring: the search for costs measured in the first steps, which gets each of them; None: no search is left to do.
+        replanner: searches again where measured costs drift; None: `schedule.replan` is 0.
         chat: whether the data are conversations, for those who generate with a checkpoint.
         checkpoints: the checkpoints of this run, once `begin` was called; None: nothing is saved.
         held_out: losses on the held-out text: "before", once it is measured.
@@ -178,6 +187,7 @@ class Trainer:
         self.config = config
         self.pipeline = pipeline
         self.measuring: MeasureThenSearch | None = None
+        self.replanner: Replanner | None = None
         self.steps_done, self.batch = 0, 0
         self.checkpoints: RunCheckpoints | None = None
         self.chat = False
@@ -212,7 +222,11 @@ class Trainer:
         saved = None
         if start.path is not None:
             begun = time.perf_counter()
-            self._adopt(load(start.path, self.pipeline, self.optimizer, self._base))
+            loaded = load(start.path, self.pipeline, self.optimizer, self._base)
+            self._adopt(loaded)
+            if self.replanner is not None and self.measuring is None:
+                facts = RunFacts.of(loaded.extra, loaded.path)
+                self.replanner.restore(facts.replan, facts.config.get("schedule"))
             saved = self.steps_done, self.batch
             self._say(f"resumed after step {self.steps_done} from {start.path} ({_recovery(begun)})")
             if self._report is not None:
@@ -259,6 +273,7 @@ class Trainer:
             "run": str(self._run_folder),
             "config": self.config.model_dump(mode="json"),
             "schedule": to_dict(self.pipeline.schedule),
+            **({} if self.replanner is None else {"replan": self.replanner.state()}),
         }
 
     def train(self, text: Tensor | Rows | Mixture | SortedDocuments, held_out: Sequence[Batch] = ()) -> None:
@@ -333,6 +348,8 @@ class Trainer:
             after["profile"] = lambda end: self._say(*profile.after_step(end.step))
         if (measuring := self.measuring) is not None:
             after["measuring for the search"] = lambda end: self._measure(measuring)
+        if (replanner := self.replanner) is not None:
+            after["replan"] = lambda end: self._replan(replanner, end.step)
         rows = [
             replace(row, before_step=before.get(row.name), after_step=after[row.name])
             for row in observers(self.config, self.steps_done + 1, self.measuring is not None)
@@ -346,6 +363,11 @@ class Trainer:
             self.measuring = None
             self.log.traces.clear()  # they are of other schedules
             self.observers = [row for row in self.observers if row.name != "measuring for the search"]
+
+    def _replan(self, replanner: Replanner, step: int) -> None:
+        """Hand the step to the search that follows the costs, unless the first schedule is still searched for."""
+        if self.measuring is None and replanner.after_step(step):
+            self.log.traces.clear()
 
     def _finish(self) -> None:
         """Save the final state, unless it is saved already."""

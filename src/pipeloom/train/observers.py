@@ -126,6 +126,7 @@ def observers(config: Config, first: int = 1, searches: bool = False) -> list[St
         StepObserver("evaluation", every=train.eval_every, needs=("outcome",)),
         StepObserver("checkpoint", every=config.checkpoint.every, requests=SAVE, needs=("outcome",)),
         StepObserver("measuring for the search", every=int(searches), needs=("outcome", "trace")),
+        StepObserver("replan", every=config.schedule.replan, needs=("outcome", "trace")),
     ]
     return [row for row in rows if row.when()]
 

@@ -202,12 +202,13 @@ def figures_of(request: SearchRequest, outcome: SearchOutcome) -> dict[str, Any]
         "memory": request.memory,
         "source": outcome.source,
         "seconds": outcome.seconds,
-        "costs": {
-            field.name: getattr(outcome.costs, field.name)
-            for field in fields(Costs)
-            if getattr(outcome.costs, field.name) != field.default
-        },
+        "costs": set_fields(outcome.costs),
     }
+
+
+def set_fields(costs: Costs) -> dict[str, Any]:
+    """Return the fields of `costs` that differ from the default."""
+    return {each.name: value for each in fields(Costs) if (value := getattr(costs, each.name)) != each.default}
 
 
 def _time(value: float, request: SearchRequest) -> str:
@@ -300,6 +301,14 @@ class ABTrial:
         return median(first[1:] or first), median(second[1:] or second)
 
 
+def fitted_costs(steps: Sequence[Timeline], rows: Sequence[int]) -> Costs:
+    """Return the costs fitted to `steps`, with the micro-batches' rows as factors, which weigh memory too; measured ones are
+    noisy.
+    """
+    sizes = rows if len(set(rows)) > 1 else ()
+    return replace(costs_of(steps), microbatch=tuple(size * len(sizes) / sum(sizes) for size in sizes))
+
+
 class MeasureThenSearch:
     """The first steps of a run with a search: the measured steps, the search, and the trial of its outcome against the family."""
 
@@ -333,7 +342,7 @@ class MeasureThenSearch:
                 + (f" ({crowded}: CPU cores are oversubscribed, so these include waits for a core)" * bool(crowded))
             )
         outcome = outcome_of_rank_0(
-            self._context, self._request, lambda: search_for(self._request, self._costs(steady), words)
+            self._context, self._request, lambda: search_for(self._request, fitted_costs(steady, self._sizes), words)
         )
         assert outcome is not None
         self._pipeline.adopt(outcome.schedule)
@@ -345,11 +354,6 @@ class MeasureThenSearch:
         self._outcome = outcome
         self._trial = ABTrial((outcome.schedule, family), self._request.trial, outcome.objective)
         return False
-
-    def _costs(self, steady: Sequence[Timeline]) -> Costs:
-        """Return the fitted costs, with the micro-batches' rows as factors, which weigh memory too; measured ones are noisy."""
-        sizes = self._sizes if len(set(self._sizes)) > 1 else ()
-        return replace(costs_of(steady), microbatch=tuple(size * len(sizes) / sum(sizes) for size in sizes))
 
     def _after_trial_step(self, trial: ABTrial) -> bool:
         assert self._outcome is not None

@@ -57,7 +57,12 @@ def test_a_row_says_when_it_is_called(row: StepObserver, words: str) -> None:
 def test_rows_follow_the_configuration() -> None:
     default = ["record, and bad steps", "replica check", "garbage collection", "log", "end", "checkpoint"]
     assert list(rows_of({})) == default
-    everything = SPARSE | {"train.profile_from": 2, "train.profile_steps": 9, "train.eval_every": 2}
+    everything = SPARSE | {
+        "schedule.replan": 4,
+        "train.profile_from": 2,
+        "train.profile_steps": 9,
+        "train.eval_every": 2,
+    }
     rows = rows_of(everything, first=3, searches=True)
     assert list(rows) == [
         "profile",
@@ -66,6 +71,7 @@ def test_rows_follow_the_configuration() -> None:
         "evaluation",
         "checkpoint",
         "measuring for the search",
+        "replan",
     ]
     assert list(rows["profile"].also) == [2, 3, 4, 5]  # not beyond the last step
     assert rows["garbage collection"].due(3)

@@ -60,6 +60,7 @@ class RunFacts(BaseModel):
         config: the configuration, section by section.
         source: the Hugging Face directory that the weights were imported from.
         chat: whether the data are conversations.
+        replan: the schedule in its place, and the costs that it suits, where `schedule.replan` was on.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -73,6 +74,7 @@ class RunFacts(BaseModel):
     config: dict[str, dict[str, Any]] = {}
     source: str | None = None
     chat: bool = False
+    replan: dict[str, Any] = {}
 
     @classmethod
     def of(cls, extra: Any, directory: Path) -> RunFacts:

@@ -121,16 +121,15 @@ def _exposed(timeline: Timeline) -> float:
 
 def _stage_times(prediction: Timeline, measured: Timeline) -> str:
     """Return the cause "times of the stages", which names the stage that is furthest from its prediction."""
-    before, after = (_of_stages(timeline) for timeline in (prediction, measured))
+    before, after = (of_stages(each.costs, each.schedule.stages) for each in (prediction, measured))
     ratios = [other / one if one else 1.0 for one, other in zip(before, after, strict=True)]
     worst = max(range(len(ratios)), key=lambda stage: abs(ratios[stage] - 1))
     longer = "longer" if ratios[worst] > 1 else "less"
     return f"times of the stages (stage {worst} takes {100 * abs(ratios[worst] - 1):.0f} % {longer})"
 
 
-def _of_stages(timeline: Timeline) -> list[float]:
+def of_stages(costs: Costs, stages: int) -> list[float]:
     """Return stage -> seconds of the forward and backward of a mean micro-batch."""
-    costs, stages = timeline.costs, timeline.schedule.stages
     names = ("forward", "input_grad", "weight_grad") if costs.backward is None else ("forward", "backward")
     rows = (costs.per_stage(name, stages) for name in names)
     return [fmean(costs.microbatch or (1.0,)) * sum(each) for each in zip(*rows, strict=True)]
