@@ -195,7 +195,8 @@ def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> Sta
     if not layers:
         return StageMemory(0.0, 0.0, 0.0)
     cells = (action for program in schedule.programs for cell in program for action in parts(cell))
-    blocks = any(action.stage == stage and action.kind in BLOCKS for action in cells)
+    kinds = {action.kind for action in cells if action.stage == stage}
+    blocks = not kinds.isdisjoint(BLOCKS)
     marks = [blocks and mark for mark in _recomputed(layout)[start : start + len(layers)]]
     copies = [
         replace(layer, dropped=frozenset(layer.tensors)) if mark else layer
@@ -214,6 +215,10 @@ def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> Sta
     )
     layer = max(0.0, 0.0, *rises)
     always = layers[0].input * (not first) + held * blocks
+    if schedule.slices > 1:  # keys and values, for later slices
+        again = [mark or "R" in kinds for mark in marks]
+        recomputed = [layer.tensors for layer, mark in zip(layers, again, strict=True) if mark]
+        always += sum(tensors.get(name, 0.0) for tensors in recomputed for name in ("key", "value"))
     return StageMemory(held * (not blocks), memory.pending, max(0.0, memory.extra - layer), always, layer)
 
 

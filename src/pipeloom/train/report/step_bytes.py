@@ -76,7 +76,7 @@ def predicted_costs(layout: Layout, layers: Sequence[LayerBytes], device: str = 
             messages[stages[0]] = most_message_bytes(
                 program, lambda message: sizes[message.microbatch] * shares_of_slices[message.slice or 0]
             )
-        temporary[stages[0]] = max(amounts["temporary"][stage] for stage in stages)
+        temporary[stages[0]] = max(amounts["temporary"][stage] for stage in stages) * max(shares_of_slices)
     per_element = element_bytes(layout.config).items()
     counts = stage_parameters(layout)
     standing = {name: tuple(size * count for count in counts) for name, size in per_element}
