@@ -63,6 +63,11 @@ class RankMemory:
         return float(sum(getattr(self, name) for name in named[: named.index("reserve")]))
 
     @property
+    def standing(self) -> float:
+        """Bytes that stand for the whole step, whatever the schedule."""
+        return self.parameters + self.gradients + self.optimizer + self.gathered + self.buffers
+
+    @property
     def total(self) -> float:
         """Bytes that the device must have."""
         return self.allocated + self.reserve + self.overhead

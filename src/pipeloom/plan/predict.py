@@ -27,6 +27,7 @@ class LayoutCosts(OfRanks):
         step: seconds.
         tokens: per second and device.
         ahead: blocks that predict tokens further ahead, before the output layer.
+        searched: the schedule, where a search found it; None: the family's.
     """
 
     layout: PlannedLayout
@@ -35,6 +36,17 @@ class LayoutCosts(OfRanks):
     step: StepTime
     tokens: float
     ahead: int = 0
+    searched: Schedule | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of a step."""
+        return self.searched or built(self.layout)
+
+    @property
+    def text(self) -> str:
+        """The layout in words."""
+        return self.layout.text() + (" (searched)" if self.searched is not None else "")
 
 
 @dataclass(frozen=True)
@@ -109,16 +121,21 @@ class Planner:
             self._predictions[layout] = self._predicted(layout)
         return self._predictions[layout]
 
-    def _predicted(self, layout: PlannedLayout) -> LayoutCosts:
+    def with_schedule(self, layout: PlannedLayout, schedule: Schedule) -> LayoutCosts:
+        """The costs of `layout` under a schedule on the same placement in place of its family's."""
+        return self._predicted(layout, schedule)
+
+    def _predicted(self, layout: PlannedLayout, searched: Schedule | None = None) -> LayoutCosts:
         if reasons := problems(self.shape, layout):
             raise UsageError("; ".join(reasons))
         schedule, layers, links, stages = self._parts(layout)
+        schedule = searched or schedule
         of_stage = spans(schedule, list(stages))
         times: dict[tuple[int, int], StageSeconds] = {}
         for span in set(of_stage):
             times[span] = self.stage_seconds(layers[slice(*span)], layout, links)
         memory = rank_memory(layers, of_stage, layout, schedule, self.runtime)
-        makespan, busy = _pipeline(layout, self.costs([times[span] for span in of_stage], layout, links))
+        makespan, busy = _pipeline(layout, self.costs([times[span] for span in of_stage], layout, links), searched)
         slowest = (0.0, 0.0)
         for mine in schedule.stages_of:
             held = [layers[at].parameters for stage in mine for at in range(*of_stage[stage])]
@@ -129,7 +146,7 @@ class Planner:
         host = HOST if self.measured_layers is None else 0.0
         step = StepTime(busy * (1 - sent / work), busy * sent / work, max(0.0, makespan - busy), *slowest, host)
         tokens = layout.sequences * layout.seq / step.total / layout.world
-        return LayoutCosts(layout, stages, tuple(memory), step, tokens, self.shape.ahead)
+        return LayoutCosts(layout, stages, tuple(memory), step, tokens, self.shape.ahead, searched)
 
     def _parts(self, layout: PlannedLayout) -> tuple[Schedule, list[LayerOps], AxisRates, tuple[int, ...]]:
         schedule, layers, links = built(layout), self.layers(layout), AxisRates.of(layout, self.device)
@@ -183,8 +200,11 @@ def balanced(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
 SIMULATED_ACTIONS = 30_000
 
 
-def _pipeline(layout: PlannedLayout, costs: Costs) -> tuple[float, float]:
+def _pipeline(layout: PlannedLayout, costs: Costs, searched: Schedule | None) -> tuple[float, float]:
     """(makespan, mean busy time of a rank) in seconds."""
+    if searched is not None:
+        run = simulate(searched, costs)
+        return run.makespan, sum(run.busy) / layout.pp
     sizes, rounds = [layout.m], layout.m // layout.pp
     if layout.m * layout.pp * layout.v > SIMULATED_ACTIONS and rounds > 5:
         sizes = [layout.m - (rounds - few) * layout.pp for few in (3, 4)]

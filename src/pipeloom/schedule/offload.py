@@ -88,14 +88,22 @@ def copies_beside(
 ) -> Schedule:
     """Return the timeline's schedule with the copies of `offload` for some stages, where both ways fit between its times.
 
+    On a link that several ranks share, a copy is given the time that it takes while all of them copy.
+
     Args:
         value: SAVED, or KEPT: that is copied.
     """
-    schedule = timeline.schedule
-    times = _copy_times(schedule, timeline.costs, _LETTERS[value][1])
-    copy_time = {place: time for place, time in times.items() if place[0] in stages}
+    schedule, costs = timeline.schedule, timeline.costs
+    times = {
+        place: time for place, time in _copy_times(schedule, costs, _LETTERS[value][1]).items() if place[0] in stages
+    }
+    links = costs.host_links or range(schedule.ranks)
+    slowed = [costs.slowed(sum(other == link for other in links)) for link in links]
     return schedule.with_programs(
-        [_with_copies(timeline, rank, copy_time, first, parts_of, value) for rank in range(schedule.ranks)]
+        [
+            _with_copies(timeline, rank, {place: slow * time for place, time in times.items()}, first, parts_of, value)
+            for rank, slow in enumerate(slowed)
+        ]
     )
 
 
