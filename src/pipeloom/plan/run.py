@@ -219,7 +219,13 @@ def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> Sta
         again = [mark or "R" in kinds for mark in marks]
         recomputed = [layer.tensors for layer, mark in zip(layers, again, strict=True) if mark]
         always += sum(tensors.get(name, 0.0) for tensors in recomputed for name in ("key", "value"))
-    return StageMemory(held * (not blocks), memory.pending, max(0.0, memory.extra - layer), always, layer)
+    extra = max(0.0, memory.extra - layer) * _largest_slice(layout)
+    return StageMemory(held * (not blocks), memory.pending, extra, always, layer)
+
+
+def _largest_slice(layout: Layout) -> float:
+    """The share of a micro-batch that is on its way, or in work, at a time."""
+    return max(layout.cuts.sizes) if layout.cuts is not None else 1.0
 
 
 def _recomputed(layout: Layout) -> list[bool]:
@@ -237,7 +243,7 @@ def _message_bytes(layout: Layout) -> list[float]:
     section, schedule = layout.config.schedule, layout.schedule
     if layout.config.train.device == "cpu" and section.transport in ("auto", "shared"):
         return [0.0] * schedule.ranks
-    depth, size = section.receive_depth or 2, max(boundary_bytes(layout))
+    depth, size = section.receive_depth or 2, max(boundary_bytes(layout)) * _largest_slice(layout)
     channels = {
         (ends, at)
         for route in schedule.routes
