@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from pipeloom.config import Config, Layout
-from pipeloom.config.standing_bytes import element_bytes, spans
+from pipeloom.config.standing_bytes import element_bytes, spans, summed_over_slices
 from pipeloom.config.volume import boundary_bytes
 from pipeloom.errors import UsageError
 from pipeloom.plan.blocks import RUNTIMES, LayerOps, Runtime
@@ -215,12 +215,18 @@ def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> Sta
     )
     layer = max(0.0, 0.0, *rises)
     always = layers[0].input * (not first) + held * blocks
-    if schedule.slices > 1:  # keys and values, for later slices
-        again = [mark or "R" in kinds for mark in marks]
-        recomputed = [layer.tensors for layer, mark in zip(layers, again, strict=True) if mark]
-        always += sum(tensors.get(name, 0.0) for tensors in recomputed for name in ("key", "value"))
-    extra = max(0.0, memory.extra - layer) * _largest_slice(layout)
+    if schedule.slices > 1:  # for later slices
+        always += sum(
+            _keys_and_values(layer) for layer, mark in zip(layers, marks, strict=True) if mark or "R" in kinds
+        )
+    extra = max(0.0, memory.extra - layer) * _largest_slice(layout) + summed_over_slices(
+        layout, stage, sum(_keys_and_values(layer) for layer in layers)
+    )
     return StageMemory(held * (not blocks), memory.pending, extra, always, layer)
+
+
+def _keys_and_values(layer: LayerOps) -> float:
+    return layer.tensors.get("key", 0.0) + layer.tensors.get("value", 0.0)
 
 
 def _largest_slice(layout: Layout) -> float:

@@ -293,7 +293,10 @@ def test_transforms_behind_slices_keep_them() -> None:
             lambda: schedules.build("1f1b", 4, 8, None, {"slices": 0}),
             "slices is 0; it must be a whole number of at least 1",
         ),
-        (lambda: schedules.by_slices(schedules.one_f_one_b(2, 5), 2), "its 5 micro-batches are no multiple; nearest: 4"),
+        (
+            lambda: schedules.by_slices(schedules.one_f_one_b(2, 5), 2),
+            "its 5 micro-batches are no multiple; nearest: 4",
+        ),
         (lambda: schedules.by_slices(schedules.seq1f1b(2, 2), 2), "it is cut into 4 already"),
         (lambda: schedules.build("zzzzzzzzz", 2, 2), "seq1f1b"),
         (lambda: schedules.cut_sequences(schedules.seq1f1b(2, 2), 2), "is cut into 4 slices already"),
