@@ -103,6 +103,7 @@ def layout_of(layout: Layout) -> PlannedLayout:
         recompute=recompute if isinstance(recompute, str) else "none",
         schedule=layout.schedule.name,
         capacity=config.model.capacity_factor,
+        slices=layout.schedule.slices,
         stages=layout.stage_layers,
     )  # fmt: skip
 
@@ -125,8 +126,11 @@ def predicted(
     layers = planner.layers(replace(planned, recompute="none"))
     links = AxisRates.of(planned, speed)
     groups = [layers[start:end] for start, end in spans(layout)]
-    times = [planner.stage_seconds(stage, planned, links) for stage in groups]
+    timed = planner.timed_layers(replace(planned, recompute="none"))
+    times = [planner.stage_seconds(timed[start:end], planned, links) for start, end in spans(layout)]
     run = replace(planner.costs(times, planned, links), bytes=_bytes(layout, planned, groups, planner.runtime))
+    if layout.cuts is not None:  # which may be even in tokens instead
+        run = layout.cuts.costs(run)
     sizes = layout.microbatch_sizes
     if len(set(sizes)) > 1:
         run = replace(run, microbatch=tuple(size / max(sizes) for size in sizes))
@@ -182,7 +186,8 @@ def _bytes(
     for rank, mine in enumerate(schedule.stages_of):
         sizes["messages"][mine[0]] = messages[rank]
         gradients = sum(activations[stage].gradients for stage in mine)
-        rise = sum(peak(schedule, rank, activations)[:2]) - peak(schedule, rank, flat)[0] - gradients
+        shares = layout.cuts.sizes if layout.cuts is not None else ()
+        rise = sum(peak(schedule, rank, activations, shares)[:2]) - peak(schedule, rank, flat, shares)[0] - gradients
         sizes["temporaries"][mine[0]] = max(0.0, rise)
         for stage in mine if rise < 0 else ():  # not all of them are there at the peak
             sizes["grads"][stage] *= 1 + rise / gradients
