@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from pipeloom.ops.checksum import checksums
 from pipeloom.ops.layer import KEYWORD
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.exchange import all_gather_json, all_gather_tree
-from pipeloom.parallel.mesh import Mesh, PipelineMesh
+from pipeloom.parallel.mesh import Mesh, PipelineMesh, group_of_members
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.runtime import replicas
 from pipeloom.runtime.assembly import BuiltParameters, PipelineSpec, assemble, copy_state
@@ -53,6 +54,7 @@ from pipeloom.runtime.overlap import CommStream
 from pipeloom.runtime.p2p.base import InProcessTransport, Mailroom, Transport
 from pipeloom.runtime.p2p.connect import P2PConnections
 from pipeloom.runtime.program import RankProgram, as_executed, require_same_stages
+from pipeloom.runtime.signals import SignalsBetweenProcesses, SignalsInProcess
 from pipeloom.runtime.spread_vocabulary import SpreadVocabulary, require_share
 from pipeloom.runtime.stage_modules import LayerSource, carrying
 from pipeloom.runtime.tensor_spec import ShapeCache, is_strided
@@ -176,6 +178,7 @@ class Pipeline:
             for rank, status in statuses.items()
         ]
         self._built = BuiltParameters(assembly.modules)
+        self._signals: SignalsBetweenProcesses | None = None  # once a schedule has any
         self._compared = False  # whether replicas are known to hold the same values
         self._batches = replicas.BatchCheck(mesh, options.check_every)
         self._losses = LossBroadcast(mesh, spec.schedule, self.device, self._alarm, spec.terms)
@@ -246,6 +249,8 @@ class Pipeline:
         schedule = as_executed(schedule, self._assembly.segmented)
         for engine in self._engines:
             engine.follow(schedule)
+        if self._signals is None and self.group is not None and self._engines[0].program().has_signals:
+            self._signals = SignalsBetweenProcesses(group_of_members(self._line.ranks, backend="gloo"))
         self.schedule = schedule
         self._parts_unchecked = bool(schedule.recomputed_parts)
         self._result = StepResult()  # of this process, and of each of its ranks
@@ -419,7 +424,7 @@ class Pipeline:
     def _executor(self, forwards: int | None, whole: bool = False) -> Executor:
         """Return the executor of a training step, or of the forwards of so many micro-batches, uncut if `whole`."""
         (engine,) = self._engines
-        return engine.executor(forwards, self.trace, whole)
+        return engine.executor(forwards, self.trace, whole, self._signals)
 
     # -- what it is part of, and the last step ---------------------------------------------------------------------------
 
@@ -729,7 +734,8 @@ class LocalPipeline(Pipeline):
 
     def _executor(self, forwards: int | None, whole: bool = False) -> Any:
         self._mailroom.clear()  # of messages that a failed run has left
-        return _ExecutorOfAllRanks([engine.executor(forwards, self.trace, whole) for engine in self._engines])
+        signals = SignalsInProcess()
+        return _ExecutorOfAllRanks([engine.executor(forwards, self.trace, whole, signals) for engine in self._engines])
 
     @property
     def stats(self) -> tuple[RankStats, ...]:  # type: ignore[override]  # of all ranks
@@ -761,8 +767,12 @@ class _ExecutorOfAllRanks:
                     executor.execute_next()
                     progress = True
             if not progress:
+                underway = [ended for executor in self._executors for ended in executor.underway]
+                if underway:
+                    futures.wait(underway, return_when=futures.FIRST_COMPLETED)
+                    continue
                 awaited = [(rank, each.missing()) for rank, each in enumerate(self._executors) if each.unfinished]
-                stuck = "; ".join(f"rank {rank} waits for {m.words}" for rank, m in awaited if m is not None)
+                stuck = "; ".join(f"rank {rank} waits for {words}" for rank, words in awaited if words is not None)
                 raise ScheduleError(f"the schedule deadlocks: {stuck}")
         self.results = [executor.finish() for executor in self._executors]
         whole = StepResult()
