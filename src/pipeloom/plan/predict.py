@@ -79,7 +79,7 @@ class Planner:
         return self._layers(layout, layout.micro_batch * layout.seq // layout.cp // layout.slices)
 
     def cuts(self, layout: PlannedLayout) -> SequenceCuts | None:
-        """Where sequences are cut into slices of equal time; None: they are whole."""
+        """Cuts of sequences into slices of equal time; None: they are whole."""
         if layout.slices == 1:
             return None
         ops = [op for layer in self.layers(replace(layout, slices=1)) if layer.kind in "tm" for op in layer.ops]
