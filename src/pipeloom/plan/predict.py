@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from pipeloom.config.stages import balance
 from pipeloom.errors import UsageError
-from pipeloom.plan.blocks import LayerOps, Runtime, Split, layers_of
+from pipeloom.plan.blocks import LayerOps, Runtime, Split, layers_of, vocabulary_share
 from pipeloom.plan.layout import PlannedLayout, problems, spans
 from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import OfRanks, RankMemory, rank_memory, stage_memory
@@ -77,6 +77,11 @@ class Planner:
         if layout.slices == 1:
             return self.layers(layout)
         return self._layers(layout, layout.micro_batch * layout.seq // layout.cp // layout.slices)
+
+    def vocabulary_share(self, layout: PlannedLayout) -> LayerOps:
+        """The output layer's share of one rank, where those of pp and tp have one each."""
+        tokens = layout.micro_batch * layout.seq // layout.cp
+        return vocabulary_share(self.shape, Split(self.runtime, tokens, layout.seq), layout.pp * layout.tp)
 
     def cuts(self, layout: PlannedLayout) -> SequenceCuts | None:
         """Cuts of sequences into slices of equal time; None: they are whole."""

@@ -16,9 +16,9 @@ from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import BLOCKS, OfRanks, RankMemory, StageMemory, peak, stage_memory, state_bytes
 from pipeloom.plan.model import ModelShape, load
 from pipeloom.plan.predict import Planner
-from pipeloom.plan.time import AxisRates, Device, StepTime
-from pipeloom.schedule import Costs, Timeline, simulate
-from pipeloom.schedule.actions import KEPT, PENDING, SAVED
+from pipeloom.plan.time import AxisRates, Device, StageSeconds, StepTime
+from pipeloom.schedule import Costs, Schedule, Timeline, simulate
+from pipeloom.schedule.actions import HIDDEN, KEPT, PENDING, SAVED, SCORES
 from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.model import parts
 
@@ -116,8 +116,11 @@ def predicted(
 
     Raises UsageError for a model that cannot be planned, or that its axes do not divide.
     """
-    if layout.schedule.vocabulary:
-        raise UsageError("the planner has no output layer that is spread over the pipeline")
+    spread = layout.schedule.vocabulary
+    if spread and measured_layers is not None:
+        raise UsageError(
+            'the output layer was measured whole, and parallel.vocabulary = "pp" spreads it; nearest: parallel.vocabulary = "last"'
+        )
     planned, shape = layout_of(layout), shape_of(layout.config)
     if reasons := problems(shape, planned):
         raise UsageError("; ".join(reasons))
@@ -125,18 +128,25 @@ def predicted(
     planner = Planner(shape, speed, runtime_of(layout.config, device), measured_layers)
     layers = planner.layers(replace(planned, recompute="none"))
     links = AxisRates.of(planned, speed)
-    groups = [layers[start:end] for start, end in spans(layout)]
     timed = planner.timed_layers(replace(planned, recompute="none"))
+    if spread:  # only the norm is left on the last stage
+        layers[-1] = timed[-1] = replace(layers[-1], ops=layers[-1].ops[:1])
+    groups = [layers[start:end] for start, end in spans(layout)]
     times = [planner.stage_seconds(timed[start:end], planned, links) for start, end in spans(layout)]
-    run = replace(planner.costs(times, planned, links), bytes=_bytes(layout, planned, groups, planner.runtime))
+    run = planner.costs(times, planned, links)
+    if spread:
+        share = planner.vocabulary_share(planned)
+        groups[spread.start :] = [[share]] * len(spread)
+        run = _with_vocabulary(run, layout.schedule, planner.stage_seconds([share], planned, links))
+    run = replace(run, bytes=_bytes(layout, planned, groups, planner.runtime))
     if layout.cuts is not None:  # which may be even in tokens instead
         run = layout.cuts.costs(run)
     sizes = layout.microbatch_sizes
     if len(set(sizes)) > 1:
         run = replace(run, microbatch=tuple(size / max(sizes) for size in sizes))
-    timeline = simulate(
-        layout.schedule, run if device is not None or measured_layers is not None else replace(run, p2p=0.0)
-    )
+    if device is None and measured_layers is None:
+        run = replace(run, p2p=0.0, broadcast=0.0, combine=0.0)
+    timeline = simulate(layout.schedule, run)
     step = None
     if device is not None:
         state = [
@@ -147,6 +157,17 @@ def predicted(
         share = sent / sum(each.total for each in times)
         step = StepTime(busy * (1 - share), busy * share, max(0.0, timeline.makespan - busy), *max(state))
     return RunPrediction(planner, planned, tuple(_ranks(layout, run, planner.runtime, timeline)), timeline, step)
+
+
+def _with_vocabulary(run: Costs, schedule: Schedule, share: StageSeconds) -> Costs:
+    """The costs with S and T of the shares of the output layer; with one reduction S computes the input gradient too.
+
+    A broadcast and a reduction each take as long as a message between stages.
+    """
+    fused = dict(schedule.options).get("vocabulary") != "two"
+    scores, gradients = share.forward + fused * share.input_grad, share.weight_grad + (not fused) * share.input_grad
+    hop = run.p2p + run.message / run.bandwidth if isinstance(run.p2p, float) else 0.0
+    return replace(run, scores=scores, scores_grad=gradients, broadcast=hop, combine=hop)
 
 
 def _parameters(groups: Sequence[Sequence[LayerOps]], stages: Sequence[int]) -> tuple[float, float]:
@@ -170,7 +191,11 @@ def _bytes(
         shards = {"shards": weights} if planned.zero == 3 else {}
         shards |= {"grad_shards": gradients} if planned.zero >= 2 else {}
         state = {"params": whole, "grads": summed, "optimizer": optimizer} | shards
-        values.append({KEPT: memory.kept, SAVED: memory.saved, PENDING: memory.pending, "layer": memory.layer} | state)
+        moving = {KEPT: memory.kept, SAVED: memory.saved, PENDING: memory.pending, "layer": memory.layer}
+        if schedule.vocabulary:
+            tensors = groups[stage][0].tensors if stage in schedule.vocabulary else {}
+            moving |= {name: tensors.get(name, 0.0) for name in (HIDDEN, SCORES)}
+        values.append(moving | state)
     sizes = {name: [value[name] for value in values] for name in values[0]}
     for part in schedule.recomputed_parts:
         sizes[f"{SAVED}:{part}"] = [
@@ -197,7 +222,7 @@ def _bytes(
 def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> StageMemory:
     """Bytes of a micro-batch on a stage, of which blocks (R;B) may recompute the layers one by one in the backward."""
     schedule, start = layout.schedule, spans(layout)[stage][0]
-    if not layers:
+    if not layers or stage in schedule.vocabulary:
         return StageMemory(0.0, 0.0, 0.0)
     cells = (action for program in schedule.programs for cell in program for action in parts(cell))
     kinds = {action.kind for action in cells if action.stage == stage}
