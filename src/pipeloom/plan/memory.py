@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pipeloom.plan.blocks import LayerOps, Runtime, placeholders
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.schedule import Schedule
-from pipeloom.schedule.actions import INPUT_GRADIENT, KEPT, PENDING, SAVED, WEIGHT_GRADIENT, kind_of
+from pipeloom.schedule.actions import INPUT_GRADIENT, KEPT, PENDING, SAVED, SCORES, WEIGHT_GRADIENT, kind_of
 from pipeloom.schedule.model import made_by, parts
 
 BLOCKS = ("RB", "RI")  # kinds that recompute layer by layer
@@ -81,6 +81,7 @@ class StageMemory:
         kept: held from F whether the stage is recomputed or not, besides `saved`.
         layer: of the layer that a block (R;B) recomputes, while it runs; `extra` is above this.
         gradients: of the stage's weights, which are there from its first weight gradient on; 0: they are counted elsewhere.
+        scores: of a share of the vocabulary, from S to T.
     """
 
     saved: float
@@ -89,6 +90,7 @@ class StageMemory:
     kept: float = 0.0
     layer: float = 0.0
     gradients: float = 0.0
+    scores: float = 0.0
 
 
 def stage_memory(layers: Sequence[LayerOps], *, split: bool = False) -> StageMemory:
@@ -117,7 +119,9 @@ def peak(
             stage, kind, values = stages[action.stage], kind_of(action.kind), made_by(schedule, action)
             share = slices[action.slice or 0] if slices else 1.0
             claimed += share * (stage.saved * (SAVED in values) + stage.layer * (action.kind in BLOCKS))
-            for name, size in ((SAVED, stage.saved), (KEPT, stage.kept), (PENDING, stage.pending)):
+            sizes = (SAVED, stage.saved), (KEPT, stage.kept), (PENDING, stage.pending), (SCORES, stage.scores)
+            claimed += stage.scores * (SCORES in values)
+            for name, size in sizes:
                 change += share * size * ((name in values) - (name in kind.frees))
             if WEIGHT_GRADIENT in kind.produces and action.stage not in summed:
                 summed.add(action.stage)

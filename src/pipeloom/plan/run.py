@@ -119,7 +119,7 @@ def predicted(
     spread = layout.schedule.vocabulary
     if spread and measured_layers is not None:
         raise UsageError(
-            'the output layer was measured whole, and parallel.vocabulary = "pp" spreads it; nearest: parallel.vocabulary = "last"'
+            '--costs: the output layer was measured whole, and parallel.vocabulary = "pp" spreads it; nearest: "last"'
         )
     planned, shape = layout_of(layout), shape_of(layout.config)
     if reasons := problems(shape, planned):
@@ -135,9 +135,9 @@ def predicted(
     times = [planner.stage_seconds(timed[start:end], planned, links) for start, end in spans(layout)]
     run = planner.costs(times, planned, links)
     if spread:
-        share = planner.vocabulary_share(planned)
-        groups[spread.start :] = [[share]] * len(spread)
-        run = _with_vocabulary(run, layout.schedule, planner.stage_seconds([share], planned, links))
+        part = planner.vocabulary_share(planned)
+        groups[spread.start :] = [[part]] * len(spread)
+        run = _with_vocabulary(run, layout.schedule, planner.stage_seconds([part], planned, links))
     run = replace(run, bytes=_bytes(layout, planned, groups, planner.runtime))
     if layout.cuts is not None:  # which may be even in tokens instead
         run = layout.cuts.costs(run)
@@ -182,7 +182,12 @@ def _bytes(
     """`Costs.bytes` of the stages: of a micro-batch, and what stands for the whole step, at the first stage of its rank."""
     schedule = layout.schedule
     replicas = planned.dp * planned.cp
-    activations = [_stage_memory(layout, stage, layers) for stage, layers in enumerate(groups)]
+    activations = [
+        StageMemory(0.0, 0.0, 0.0, scores=groups[stage][0].tensors[SCORES])
+        if stage in schedule.vocabulary
+        else _stage_memory(layout, stage, layers)
+        for stage, layers in enumerate(groups)
+    ]
     values = []
     for stage, memory in enumerate(activations):
         held = list(zip(_parameters(groups, (stage,)), (replicas, planned.expert_replicas), strict=True))
@@ -222,7 +227,7 @@ def _bytes(
 def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> StageMemory:
     """Bytes of a micro-batch on a stage, of which blocks (R;B) may recompute the layers one by one in the backward."""
     schedule, start = layout.schedule, spans(layout)[stage][0]
-    if not layers or stage in schedule.vocabulary:
+    if not layers:
         return StageMemory(0.0, 0.0, 0.0)
     cells = (action for program in schedule.programs for cell in program for action in parts(cell))
     kinds = {action.kind for action in cells if action.stage == stage}
