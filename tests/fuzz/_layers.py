@@ -385,7 +385,8 @@ class _Swap:
         return Done((values[0].flip(0), *values[1:]))
 
     def start_backward(self, gradients: Values, saved: Values) -> Pending:
-        return Done((gradients[0].flip(0), *gradients[1:]))
+        first = gradients[0]  # None if what enters the segment does not train
+        return Done((first if first is None else first.flip(0), *gradients[1:]))
 
 
 class Segmented(nn.Module):
