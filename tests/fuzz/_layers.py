@@ -570,7 +570,7 @@ ALIASING = ("open", "twice")  # their further outputs are computed from the firs
 CUTTING = (
     *("stop", "detached output", "constant", "embedding", "integers"),
     "function without input gradient",
-)  # they let no gradient through; a segmented layer before them gets zeros, not None (see ops/segments.Communication)
+)  # they let no gradient through; a segmented layer gets zeros, not None (see ops/segments.Communication)
 DERIVING = ("penalty", "force", "adversarial", "inner step", "inner linear step", "functional gradient", "jvp")
 STATEFUL = (
     "batch norm",
