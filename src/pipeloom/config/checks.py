@@ -353,7 +353,10 @@ def _the_vocabulary_can_be_spread(config: Config) -> Iterator[Problem]:
     for holds, reason in (
         (parallel.pp == 1, 'there is one pipeline rank; set parallel.pp to 2 or more, or use "last"'),
         (bool(model.source), 'it applies to Pipeloom\'s own decoder only, not to model.source; nearest: "last"'),
-        (model.tie_word_embeddings, "set model.tie_word_embeddings = false: the embedding is whole on the first rank"),
+        (
+            model.tie_word_embeddings and parallel.zero == 3,
+            "the shares take rows of an embedding that is whole; set parallel.zero = 2, or model.tie_word_embeddings = false",
+        ),
         (model.num_nextn_predict_layers > 0, "it runs once a micro-batch; set model.num_nextn_predict_layers = 0"),
         (config.lora.r > 0, 'the output layer has no adapter there; nearest: "last"'),
         (config.train.reproducible, "its sums depend on the number of ranks; set train.reproducible = false"),

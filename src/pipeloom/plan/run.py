@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from pipeloom.config import Config, Layout
-from pipeloom.config.standing_bytes import element_bytes, spans
+from pipeloom.config.standing_bytes import element_bytes, spans, summed_over_slices
 from pipeloom.config.volume import boundary_bytes
 from pipeloom.errors import UsageError
 from pipeloom.plan.blocks import RUNTIMES, LayerOps, Runtime
@@ -195,7 +195,8 @@ def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> Sta
     if not layers:
         return StageMemory(0.0, 0.0, 0.0)
     cells = (action for program in schedule.programs for cell in program for action in parts(cell))
-    blocks = any(action.stage == stage and action.kind in BLOCKS for action in cells)
+    kinds = {action.kind for action in cells if action.stage == stage}
+    blocks = not kinds.isdisjoint(BLOCKS)
     marks = [blocks and mark for mark in _recomputed(layout)[start : start + len(layers)]]
     copies = [
         replace(layer, dropped=frozenset(layer.tensors)) if mark else layer
@@ -214,7 +215,23 @@ def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> Sta
     )
     layer = max(0.0, 0.0, *rises)
     always = layers[0].input * (not first) + held * blocks
-    return StageMemory(held * (not blocks), memory.pending, max(0.0, memory.extra - layer), always, layer)
+    if schedule.slices > 1:  # for later slices
+        always += sum(
+            _keys_and_values(layer) for layer, mark in zip(layers, marks, strict=True) if mark or "R" in kinds
+        )
+    extra = max(0.0, memory.extra - layer) * _largest_slice(layout) + summed_over_slices(
+        layout, stage, sum(_keys_and_values(layer) for layer in layers)
+    )
+    return StageMemory(held * (not blocks), memory.pending, extra, always, layer)
+
+
+def _keys_and_values(layer: LayerOps) -> float:
+    return layer.tensors.get("key", 0.0) + layer.tensors.get("value", 0.0)
+
+
+def _largest_slice(layout: Layout) -> float:
+    """The share of a micro-batch that is on its way, or in work, at a time."""
+    return max(layout.cuts.sizes) if layout.cuts is not None else 1.0
 
 
 def _recomputed(layout: Layout) -> list[bool]:
@@ -232,7 +249,7 @@ def _message_bytes(layout: Layout) -> list[float]:
     section, schedule = layout.config.schedule, layout.schedule
     if layout.config.train.device == "cpu" and section.transport in ("auto", "shared"):
         return [0.0] * schedule.ranks
-    depth, size = section.receive_depth or 2, max(boundary_bytes(layout))
+    depth, size = section.receive_depth or 2, max(boundary_bytes(layout)) * _largest_slice(layout)
     channels = {
         (ends, at)
         for route in schedule.routes

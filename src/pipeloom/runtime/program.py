@@ -10,6 +10,7 @@ from functools import cached_property
 from pipeloom.errors import ConfigError
 from pipeloom.runtime.offload import Parts
 from pipeloom.runtime.options import RuntimeOptions
+from pipeloom.runtime.signals import Signal, signals_of
 from pipeloom.schedule.actions import (
     COMPUTE,
     COPY_OUT,
@@ -58,6 +59,8 @@ class Instruction:
         issues: the entries on other queues that are issued when it starts.
         opens: the stages whose gradients it is the first to add to, in the step or since they were taken to be reduced.
         takes: the stages whose gradients are taken when it ends; both only of stages that are reduced by actions.
+        awaits: the ends of entries of other ranks that it waits for.
+        signals: those waits of other ranks that its own end ends.
     """
 
     cell: Cell
@@ -71,6 +74,8 @@ class Instruction:
     issues: tuple[int, ...] = ()
     opens: tuple[int, ...] = ()
     takes: tuple[int, ...] = ()
+    awaits: tuple[Signal, ...] = ()
+    signals: tuple[Signal, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,7 @@ class RankProgram:
         batches: this rank's calls of the batched transport, in order; None with another transport.
         issued_first: the entries on other queues before the first computation.
         slices: into how many the sequences of each micro-batch are cut.
+        has_signals: whether entries of any rank wait for signals.
     """
 
     instructions: tuple[Instruction, ...]
@@ -141,11 +147,12 @@ class RankProgram:
     batches: tuple[MessageBatch, ...] | None = None
     issued_first: tuple[int, ...] = ()
     slices: int = 1
+    has_signals: bool = False
 
     @cached_property
     def has_queues(self) -> bool:
-        """Return whether an instruction runs beside the computation."""
-        return any(instruction.queue != COMPUTE for instruction in self.instructions)
+        """Return whether an instruction runs beside the computation, or waits for more than messages."""
+        return self.has_signals or any(instruction.queue != COMPUTE for instruction in self.instructions)
 
 
 def as_executed(schedule: Schedule, segmented: Collection[int]) -> Schedule:
@@ -217,6 +224,12 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
         completes = tuple(stage for stage in sorted(last) if last[stage] == at)
         instructions.append(Instruction(entry.cell, actions, posts, receives, sends, completes))
     issued_first = _with_queues(schedule, rank, instructions) if schedule.has_queues else ()
+    awaited, signalled = signals_of(schedule)
+    if awaited:
+        instructions = [
+            replace(each, awaits=awaited.get((rank, at), ()), signals=signalled.get((rank, at), ()))
+            for at, each in enumerate(instructions)
+        ]
     _with_reductions(schedule.stage_actions.get("REDUCE_GRAD", frozenset()), instructions)
     channels = sorted({m.channel for entry in entries for m in (*entry.receives, *entry.sends)})
     every = sorted({m.channel for program in programs for entry in program for m in entry.sends})
@@ -231,14 +244,12 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
         batches,
         issued_first,
         schedule.slices,
+        bool(awaited),
     )
 
 
 def _with_queues(schedule: Schedule, rank: int, instructions: list[Instruction]) -> tuple[int, ...]:
-    """Add queues, waits and issues to a rank's instructions; return `RankProgram.issued_first`.
-
-    Raises ConfigError for an action that waits for another rank's without a message.
-    """
+    """Add queues, waits and issues to a rank's instructions; return `RankProgram.issued_first`."""
     ordered = entry_waits(schedule)
     issued: dict[int | None, list[int]] = {None: []}
     computation: int | None = None
@@ -246,13 +257,9 @@ def _with_queues(schedule: Schedule, rank: int, instructions: list[Instruction])
     for at, instruction in enumerate(instructions):
         queue = kind_of(instruction.actions[0].kind).queue
         # A part is waited for where it is saved and used (`SavedTensors`).
-        waits = [wait for wait in ordered.get((rank, at), ()) if wait.share == 1.0 and not wait.late]
-        for other in waits:
-            if other.rank != rank:
-                raise ConfigError(
-                    f"{instruction.cell} of rank {rank} waits for {schedule.programs[other.rank][other.at]} of rank "
-                    f"{other.rank}, and no message tells it of that: such a schedule can be simulated, not run"
-                )
+        waits = [
+            wait for wait in ordered.get((rank, at), ()) if wait.share == 1.0 and not wait.late and wait.rank == rank
+        ]
         if queue == COMPUTE:
             computation, issued[at] = at, []
         else:

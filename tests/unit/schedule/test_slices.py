@@ -280,7 +280,10 @@ def test_transforms_behind_slices_keep_them() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: schedules.build("chimera", 4, 8, None, {"slices": 2}), "would take different routes"),
+        (
+            lambda: schedules.build("chimera", 4, 8, None, {"slices": 2}),
+            "would take different routes; the transform slices=2 cuts it in place",
+        ),
         (
             lambda: schedules.build("v-half", 6, 2, None, {"slices": 4}),
             "would take longer than in place; use the transform",
@@ -290,7 +293,12 @@ def test_transforms_behind_slices_keep_them() -> None:
             lambda: schedules.build("1f1b", 4, 8, None, {"slices": 0}),
             "slices is 0; it must be a whole number of at least 1",
         ),
-        (lambda: schedules.by_slices(schedules.one_f_one_b(2, 5), 2), "its 5 micro-batches are no multiple of 2"),
+        (
+            lambda: schedules.by_slices(schedules.one_f_one_b(2, 5), 2),
+            "its 5 micro-batches are no multiple; nearest: 4",
+        ),
+        (lambda: schedules.by_slices(schedules.seq1f1b(2, 2), 2), "it is cut into 4 already"),
+        (lambda: schedules.build("zzzzzzzzz", 2, 2), "seq1f1b"),
         (lambda: schedules.cut_sequences(schedules.seq1f1b(2, 2), 2), "is cut into 4 slices already"),
         (
             lambda: balanced_cuts(100, 4, 0.5, 16),
