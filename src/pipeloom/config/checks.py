@@ -17,6 +17,7 @@ from pipeloom.errors import divisors, nearest
 from pipeloom.limits import expanded
 
 CLASS_KEYS = ("experts_class", "router_class")
+_SLOTS = 2  # parallel.unshard_slots where nothing sets it
 
 Problem = tuple[str, str] | str
 """A key and the words that follow its value, or a whole sentence."""
@@ -46,6 +47,15 @@ def cross_problems(config: Config, wrong: Collection[str] = ()) -> list[str]:
 def _sentence(config: Config, key: str, words: str) -> str:
     section, _, name = key.partition(".")
     return f"{key} = {shown(getattr(getattr(config, section), name))}: {words}"
+
+
+@_reads("parallel.zero", "parallel.unshard_slots")
+def _slots_are_of_gathers(config: Config) -> Iterator[Problem]:
+    if config.parallel.unshard_slots != _SLOTS and config.parallel.zero != 3:
+        yield (
+            "parallel.unshard_slots",
+            f"parallel.zero is {config.parallel.zero}, and only 3 gathers parameters; set parallel.zero = 3",
+        )
 
 
 @_reads("log.html")

@@ -259,3 +259,8 @@ def test_a_zero_level_is_a_sharded_optimizer_and_a_transform(level, given, trans
     assert layout.config == resolve(load(None, keys)).config
     assert (layout.config.optimizer.zero1, layout.config.schedule.transforms) == (level > 0, transforms)
     assert layout.origins["optimizer.zero1"] == ("parallel.zero" if level else "default")
+
+
+def test_slots_of_gathered_stages():
+    keys = {"parallel.dp": 2, "parallel.zero": 3, "parallel.unshard_slots": 3, "train.global_batch_size": 36}
+    assert load_layout(None, keys).config.schedule.transforms == ("shard=3",)
