@@ -245,7 +245,8 @@ class Executor:
             for message in messages:
                 if not self.transport.arrived(message):
                     return message.words
-        if self._ended and instruction.queue == COMPUTE:
+        # Without signals nothing here waits for another rank, and the order of ranks in one process does not depend on copies.
+        if self.program.has_signals and instruction.queue == COMPUTE:
             for at in instruction.waits:
                 if not self._ended[at].done():
                     return f"the end of {self.program.instructions[at].cell}"
