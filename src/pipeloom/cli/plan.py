@@ -39,7 +39,9 @@ class PlanFlags:
     capacity: float = flag(0.0, "X", "Capacity factor of the experts; 0: rows as routed, evenly.", min=0.0)
     layers: int | None = flag(None, "N", "Cut the model to its first N blocks.", min=1)
     layout: str | None = flag(
-        None, "KEY=N,…", "Predict this layout only: dp, tp, cp, pp, ep, v, m, micro_batch, zero, recompute, schedule."
+        None,
+        "KEY=N,…",
+        "Predict this layout only: dp, tp, cp, pp, ep, v, m, micro_batch, zero, recompute, slices, schedule.",
     )
     fixed: str | None = flag(None, "KEY=N,…", "Search only layouts with these values, such as tp=8,cp=1.")
     stages: str | None = flag(None, "TEXT", "Layers of each stage of --layout, such as 'Et*3|(tt|)*29L'.")
@@ -54,6 +56,11 @@ class PlanFlags:
     )
     costs: Path | None = flag(
         None, "FILE", "Times of the layers from `pipeloom profile --output FILE`, not from the device's data sheet."
+    )
+    svg: Path | None = flag(
+        None,
+        "FILE",
+        "Draw tokens/s of a device over tp and pp, with the links as they are and half as fast; search nothing.",
     )
     as_: Literal["megatron", "torchtitan", "torch-csv"] | None = flag(
         None, "FORM", "Print the best layout for another system: megatron, torchtitan or torch-csv.", "--as"
@@ -88,6 +95,9 @@ def command(options: PlanFlags) -> None:
     if options.measured:
         raise UsageError("--measured scales the prediction of one layout; give it with --layout")
     request = _request(options, device)
+    if options.svg is not None:
+        write(options.svg, lambda: _chart(planner, request))
+        return
     from pipeloom.plan import search
 
     plan = search(planner, request)
@@ -112,6 +122,20 @@ def command(options: PlanFlags) -> None:
             from pipeloom.plan.report import refined_lines
 
             print("\n".join(refined_lines(plan.predictions, refined)))
+
+
+def _chart(planner: Planner, request: PlanRequest) -> str:
+    from math import log2
+
+    from pipeloom.draw.chart import Panel, chart
+    from pipeloom.plan.scaling import scaling
+
+    lines = {
+        name: [(log2(count), tokens) for count, tokens in points] for name, points in scaling(planner, request).items()
+    }
+    title = f"{planner.shape.name} on {request.devices} {planner.device.name}, nodes of {planner.device.per_node}"
+    axis = "log2 of the devices that share one copy of the model"
+    return chart(title, axis, [Panel("tokens/s of a device", lines)])
 
 
 def _refined(
@@ -178,7 +202,7 @@ def _request(options: PlanFlags, device: Device) -> PlanRequest:
         request = replace(request, fixed=values_of(options.fixed, "--fixed"))
     if options.costs is not None:  # layers are measured whole
         request = replace(request, fixed={"tp": 1, "cp": 1, "ep": 1} | dict(request.fixed))
-    return replace(request, recompute=("none", "full")) if ours else request
+    return replace(request, recompute=("none", "full"), slices=(1, 2, 4)) if ours else request
 
 
 def _one(options: PlanFlags, planner: Planner, text: str, device_memory: float) -> LayoutCosts:

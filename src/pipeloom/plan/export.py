@@ -61,6 +61,7 @@ def layers_by_rank(schedule: Schedule, stages: Sequence[int], ahead: int = 0) ->
 def megatron(prediction: LayoutCosts) -> str:
     """The flags of Megatron-LM that lay out the run. Raises UsageError for what it does not have."""
     layout = prediction.layout
+    _require_whole(layout, "megatron")
     if layout.schedule not in ("1f1b", "interleaved"):
         raise UsageError(f"--as megatron: it has no schedule {layout.schedule!r}; nearest: interleaved")
     flags: dict[str, object] = {
@@ -95,9 +96,15 @@ def megatron(prediction: LayoutCosts) -> str:
     return " \\\n".join(words) + "\n"
 
 
+def _require_whole(layout: PlannedLayout, form: str) -> None:
+    if layout.slices > 1:
+        raise UsageError(f"--as {form}: it has no slices={layout.slices} of a sequence; nearest: --fixed slices=1")
+
+
 def torchtitan(prediction: LayoutCosts) -> str:
     """The sections of a torchtitan configuration that lay out the run. Raises UsageError for what it does not have."""
     layout = prediction.layout
+    _require_whole(layout, "torchtitan")
     if prediction.searched is not None:
         raise UsageError("--as torchtitan: it reads a searched schedule from a CSV file; nearest: --as torch-csv")
     if layout.schedule not in _TORCHTITAN:
@@ -125,6 +132,7 @@ def torch_csv(prediction: LayoutCosts) -> str:
     """The schedule in torch's CSV format."""
     from pipeloom.schedule.csv_form import to_csv
 
+    _require_whole(prediction.layout, "torch-csv")
     return to_csv(prediction.schedule)
 
 
@@ -157,7 +165,8 @@ def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None, tab
             "stages": layout_string(prediction.stages, prediction.ahead),
         },
         "schedule": {"name": str(table) if table else layout.schedule, "microbatches": layout.m}
-        | ({"chunks": layout.v} if layout.v > 1 and not table else {}),
+        | ({"chunks": layout.v} if layout.v > 1 and not table else {})
+        | ({"slices": layout.slices} if layout.slices > 1 and not table else {}),
         "train": {
             "seq_len": layout.seq,
             "global_batch_size": layout.sequences,
@@ -182,6 +191,7 @@ _FLAGS = {
     "zero": "parallel.zero",
     "v": "schedule.chunks",
     "m": "schedule.microbatches",
+    "slices": "schedule.slices",
     "schedule": "schedule.name",
     "recompute": "train.recompute",
 }

@@ -49,7 +49,7 @@ class MeasuredLayers:
         sums, again = dict.fromkeys(_KINDS, 0.0), 0.0
         for layer in layers:
             times = self.seconds[kind_of_layer(layer)]
-            seconds = {kind: fixed + each * layout.micro_batch for kind, (fixed, each) in times.items()}
+            seconds = {kind: fixed * layout.slices + each * layout.micro_batch for kind, (fixed, each) in times.items()}
             for kind in _KINDS:
                 sums[kind] += seconds[kind]
             if layer.dropped == layer.tensors.keys():  # recomputed as a whole

@@ -86,6 +86,12 @@ class StageSeconds:
     backward: float | None = None
     recompute: float | None = None
 
+    def times(self, factor: float) -> StageSeconds:
+        """With all seconds multiplied."""
+        values: dict[str, Any] = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        multiplied: dict[str, Any] = {name: None if each is None else factor * each for name, each in values.items()}
+        return StageSeconds(**multiplied)
+
     @property
     def total(self) -> float:
         """Seconds of F, I and W."""

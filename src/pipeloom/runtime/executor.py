@@ -472,7 +472,7 @@ class Executor:
         """Run BROADCAST."""
         edge, mb = self.program.stages[action.stage].takes, action.microbatch
         hidden = None if edge is None else self._local.pop(("activation", edge, mb)).values[0]
-        self._spread.broadcast(mb, hidden)
+        self._spread.broadcast(mb, hidden, self.batch.targets[mb])
 
     def _scores(self, action: Action, received: Deliveries) -> Deliveries:
         """Run S."""

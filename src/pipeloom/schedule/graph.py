@@ -257,12 +257,10 @@ def _slot_waits(schedule: Schedule, program: Sequence[Cell], queue_of: Mapping[i
     waits: dict[int, list[int]] = defaultdict(list)
     for value, slots in schedule.slots:
         claimed = released = 0.0
-        actions = [(at, action) for at, cell in enumerate(program) for action in parts(cell)]
-        freeing = ((at, _amount(schedule, a, value, kind_of(a.kind).frees)) for at, a in actions)
-        releases = iter([release for release in freeing if release[1]])
+        changes = list(_changes_of(schedule, program, value))
+        releases = iter([(at, release) for at, _, release in changes if release])
         last: dict[str, int] = {}  # queue -> the last entry on it that must have freed
-        for at, action in actions:
-            claim = _amount(schedule, action, value, made_by(schedule, action))
+        for at, claim, _ in changes:
             claimed += claim
             while claim and claimed - released > slots + 1e-9:
                 other, amount = next(releases)
@@ -271,6 +269,27 @@ def _slot_waits(schedule: Schedule, program: Sequence[Cell], queue_of: Mapping[i
             if claim:
                 waits[at] += last.values()
     return waits
+
+
+def _changes_of(schedule: Schedule, program: Sequence[Cell], value: str) -> Iterator[tuple[int, float, float]]:
+    """Yield position, how much of `value` its action claims, and how much it frees, of each action of the program.
+
+    Of what several actions add to, the first one claims it, until an action takes it over, which frees it.
+    """
+    actions = [(at, action) for at, cell in enumerate(program) for action in parts(cell)]
+    taken_over = {action.stage for _, action in actions if value in kind_of(action.kind).takes}
+    added: set[int] = set()
+    for at, action in actions:
+        kind = kind_of(action.kind)
+        claim = _amount(schedule, action, value, made_by(schedule, action))
+        release = _amount(schedule, action, value, kind.frees)
+        if value in kind.adds and action.stage in taken_over - added:
+            added.add(action.stage)
+            claim = 1.0
+        if value in kind.takes:
+            added.discard(action.stage)
+            release = 1.0
+        yield at, claim, release
 
 
 def _amount(schedule: Schedule, action: Action, value: str, changed: tuple[str, ...]) -> float:

@@ -45,6 +45,7 @@ REPLICAS: dict[str, dict[str, Any]] = {
     "no barrier": {"parallel.dp": 2, "schedule.microbatches": 2, "optimizer.barrier": False},
     "tp 2": {"parallel.tp": 2, "parallel.sp": True},
     "cp 2": {"parallel.cp": 2},
+    "vocabulary": {"parallel.pp": 2, "parallel.vocabulary": "pp"},
 }
 
 
@@ -88,6 +89,22 @@ def test_every_layout_trains_as_one_process() -> None:
         for name, (steps, _) in found.items():
             assert torch.allclose(torch.tensor(steps), torch.tensor(want), rtol=2e-5), name
         assert found["gathers"] == found["zero1"]  # bitwise
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.timeout(240)
+def test_shares_over_all_ranks_of_a_replica_count_once_in_the_norm(sharded: bool) -> None:
+    keys = {
+        **ONE,
+        "optimizer.zero1": sharded,
+        "parallel.pp": 2,
+        "parallel.tp": 2,
+        "parallel.vocabulary": "pp",
+        "model.tie_word_embeddings": False,
+    }
+    want, _ = train(0, {**ONE, "model.tie_word_embeddings": False})
+    for steps, _ in run_ranks(train, 4, keys, timeout=180.0):
+        assert torch.allclose(torch.tensor(steps), torch.tensor(want), rtol=2e-5)
 
 
 def bfloat(rank: int) -> Any:

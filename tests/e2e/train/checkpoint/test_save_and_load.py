@@ -76,7 +76,7 @@ DENSE_2 = ["pp 2", "pp 2, v", "two routes", "tp 2", "vocabulary", "gathers", "ze
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.pairwise([*DENSE_2, DENSE_2[0]])))
 def test_any_layout_loads_any_others(first: str, second: str, tmp_path: Path) -> None:
-    changes = {"model__tie_word_embeddings": first == "pp 2"}
+    changes = {"model__tie_word_embeddings": first in ("pp 2", "vocabulary")}
     run_ranks(saved_and_loaded, 2, first, second, str(tmp_path), changes)
     same(tmp_path / "first/step-000002", tmp_path / "second/step-000002")
 
@@ -88,6 +88,11 @@ def test_experts_and_router_biases_move_too(first: str, second: str, tmp_path: P
     same(tmp_path / "first/step-000002", tmp_path / "second/step-000002")
     names = read_manifest(tmp_path / "first/step-000002").names("model")
     assert sum(name.endswith("e_score_correction_bias") for name in names) == 4
+
+
+def test_shares_of_the_vocabulary_are_parts_of_one_weight(tmp_path: Path) -> None:
+    run_ranks(saved_and_loaded, 4, "vocabulary, tp 2", "dp fastest", str(tmp_path), {})
+    same(tmp_path / "first/step-000002", tmp_path / "second/step-000002")
 
 
 def test_bf16_with_masters_in_slices(tmp_path: Path) -> None:
