@@ -126,7 +126,7 @@ def test_a_configuration_says_the_key() -> None:
     ("costs", "words"),
     [
         ({"input_grad": -1.0}, "--input-grad is -1.0; a cost is a finite number of at least 0"),
-        ({"held": 2.0}, "--held-until-weight-grad is 2.0; it is a share between 0 and 1"),
+        ({"all_to_all": 2.0}, "--all-to-all is 2.0; it is a share between 0 and 1"),
         ({"bandwidth": 0}, "bandwidth is 0; it must be above 0"),
     ],
 )
