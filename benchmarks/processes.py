@@ -5,12 +5,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from pipeloom.ops.live_bytes import LiveBytes
+from pipeloom.runtime import Pipeline
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -44,3 +49,20 @@ def run_ranks(function: Callable[..., Any], world: int, *arguments: Any) -> list
     for worker in workers:
         worker.join()
     return [found[rank] for rank in range(world)]
+
+
+def step_bytes(pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> int:
+    """Return the most bytes that a step allocates at once, in this thread and in those of the copies."""
+    live, run = LiveBytes(), threading.Thread.run
+
+    def counted(thread: threading.Thread) -> None:
+        with live:
+            run(thread)
+
+    threading.Thread.run = counted  # type: ignore[method-assign, assignment]
+    try:
+        with live:
+            pipeline.step(inputs, targets)
+    finally:
+        threading.Thread.run = run  # type: ignore[method-assign]
+    return live.peak

@@ -288,6 +288,7 @@ def _layers(draw: random.Random, case: Case, positions: int, stateful: bool) -> 
             and not (kind == "changed input" and aliased)  # outside the contract: two inputs of one memory
             and not (kind in COMPLEX and case.shard_gradients)
             and not (kind in CUTTING and any(layout.kind == "segmented" for layout in layers))
+            and not (kind == "segmented" and beside and any(layout.kind in CUTTING for layout in layers))
         ]
         kind = draw.choices(kinds, [KINDS[kind].weight for kind in kinds])[0]
         if usual and draw.random() < 0.7:

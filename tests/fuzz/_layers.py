@@ -385,7 +385,8 @@ class _Swap:
         return Done((values[0].flip(0), *values[1:]))
 
     def start_backward(self, gradients: Values, saved: Values) -> Pending:
-        return Done((gradients[0].flip(0), *gradients[1:]))
+        first = gradients[0]  # None if what enters the segment does not train
+        return Done((first if first is None else first.flip(0), *gradients[1:]))
 
 
 class Segmented(nn.Module):
@@ -569,7 +570,7 @@ ALIASING = ("open", "twice")  # their further outputs are computed from the firs
 CUTTING = (
     *("stop", "detached output", "constant", "embedding", "integers"),
     "function without input gradient",
-)  # they let no gradient through; a segmented layer before them gets zeros, not None (see ops/segments.Communication)
+)  # they let no gradient through; a segmented layer gets zeros, not None (see ops/segments.Communication)
 DERIVING = ("penalty", "force", "adversarial", "inner step", "inner linear step", "functional gradient", "jvp")
 STATEFUL = (
     "batch norm",

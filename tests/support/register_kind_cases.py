@@ -19,7 +19,7 @@ from models import batch, blocks, mse
 from pipeloom.config import MeshShape
 from pipeloom.draw import svg, terminal
 from pipeloom.draw.trace import trace
-from pipeloom.errors import ConfigError, UsageError
+from pipeloom.errors import UsageError
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.schedule.actions import Need
@@ -174,11 +174,61 @@ def run_beside() -> None:
         ends[8] < ends[6] <= starts[9]
     )  # both backwards of stage 0 ran beside its hash; the other hash came behind it
     pipeline.close()
-    apart = pl.Schedule.of([["0F0", "0TELL0", "0B0"], ["1F0", "1B0", "1HASH0"]], placement=[0, 1], microbatches=1)
-    with pytest.raises(
-        ConfigError, match="0TELL0 of rank 0 waits for 1HASH0 of rank 1, and no message tells it of that"
-    ):
-        LocalPipeline(blocks(2), apart, loss=mse).step(*batch(2))
+
+
+BROKEN: list[str] = []
+
+
+def late(modules: tuple[Any, ...], microbatch: int) -> None:
+    time.sleep(0.2)
+    if BROKEN:
+        raise RuntimeError(BROKEN[0])
+
+
+def across() -> pl.Schedule:
+    """Rank 0 waits for what rank 1 makes on another queue: 0THEN0 on a queue, 0STOP1 with its computation."""
+    cells = [
+        ["0F0", "0F1", "0THEN0", "0B0", "0STOP1", "0B1"],
+        ["1F0", "1B0", "1LATE0", "1F1", "1B1", "1LATE1"],
+    ]
+    schedule = pl.Schedule.of(cells, placement=[0, 1], microbatches=2)
+    pl.check(schedule)
+    return schedule
+
+
+def waited(timeline: pl.Timeline) -> bool:
+    """Whether the actions of rank 0 began when those of rank 1 had ended, in whose 0.2 s the clocks may differ little."""
+    starts, ends = timeline.starts[0], timeline.ends[1]
+    return starts[2] > ends[2] - 0.05 and starts[4] > ends[5] - 0.05
+
+
+def wait_in_processes(rank: int) -> list[bool]:
+    pipeline = Pipeline(blocks(2), across(), loss=mse)
+    rows = []
+    for _ in range(2):
+        pipeline.step(*batch(4))
+        rows.append(waited(pipeline.timeline()))
+    pipeline.close()
+    return rows
+
+
+def run_across() -> None:
+    """An action waits for a value that another rank makes, in one process and in several, and fails with its maker."""
+    pl.register_kind(
+        pl.Kind("LATE", "late", (Need("weight gradient"),), ("late",), queue="late", time=2.0), execute=late
+    )
+    pl.register_kind(pl.Kind("THEN", "then", (Need("late", 1),), queue="then", time=1.0))
+    pl.register_kind(pl.Kind("STOP", "stop", (Need("late", 1),), time=1.0))
+    assert waited(pl.simulate(across()))
+    pipeline = LocalPipeline(blocks(2), across(), loss=mse)
+    for _ in range(2):
+        pipeline.step(*batch(4))
+        assert waited(pipeline.timeline())
+    BROKEN.append("no hash today")
+    with pytest.raises(RuntimeError, match="no hash today"):
+        pipeline.step(*batch(4))
+    BROKEN.clear()
+    assert run_ranks(wait_in_processes, 2) == [[True, True]] * 2
 
 
 def main() -> None:
@@ -219,6 +269,7 @@ def main() -> None:
     check_values()
     draw_queues()
     run_beside()
+    run_across()
     local = LocalPipeline(blocks(4), plain, loss=mse).step(*batch(6)).item()
     context = multiprocessing.get_context("spawn")
     results, port = context.Queue(), free_port()

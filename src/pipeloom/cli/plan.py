@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -38,10 +39,15 @@ class PlanFlags:
     capacity: float = flag(0.0, "X", "Capacity factor of the experts; 0: rows as routed, evenly.", min=0.0)
     layers: int | None = flag(None, "N", "Cut the model to its first N blocks.", min=1)
     layout: str | None = flag(
-        None, "KEY=N,…", "Predict this layout only: dp, tp, cp, pp, ep, v, m, micro_batch, zero, recompute, schedule."
+        None,
+        "KEY=N,…",
+        "Predict this layout only: dp, tp, cp, pp, ep, v, m, micro_batch, zero, recompute, slices, schedule.",
     )
     fixed: str | None = flag(None, "KEY=N,…", "Search only layouts with these values, such as tp=8,cp=1.")
     stages: str | None = flag(None, "TEXT", "Layers of each stage of --layout, such as 'Et*3|(tt|)*29L'.")
+    refine: float = flag(
+        0.0, "S", "Search schedules for the three best layouts, or for --layout, in S seconds.", min=0.0, max=86_400.0
+    )
     measured: str | None = flag(None, "m=N:TIME", "A measured step of that layout, such as m=4:843ms; scales its time.")
     as_json: bool = flag(False, None, JSON_HELP, "--json")
     output: Path | None = flag(None, "FILE", "Write the best layout as a configuration for `pipeloom train`.")
@@ -50,6 +56,11 @@ class PlanFlags:
     )
     costs: Path | None = flag(
         None, "FILE", "Times of the layers from `pipeloom profile --output FILE`, not from the device's data sheet."
+    )
+    svg: Path | None = flag(
+        None,
+        "FILE",
+        "Draw tokens/s of a device over tp and pp, with the links as they are and half as fast; search nothing.",
     )
     as_: Literal["megatron", "torchtitan", "torch-csv"] | None = flag(
         None, "FORM", "Print the best layout for another system: megatron, torchtitan or torch-csv.", "--as"
@@ -65,11 +76,13 @@ def command(options: PlanFlags) -> None:
     Predicts the memory of every rank and the time of a step, for every layout of data, tensor, context, pipeline and expert
     parallelism that the model and the devices allow.
     """
+    if options.refine and options.runtime == "megatron":
+        raise UsageError("--refine: megatron runs its own schedules alone; nearest: --runtime pipeloom")
     device = _device(options)
     planner = _planner(options, device)
     shape = planner.shape
     if options.layout is not None:
-        prediction = _one(options, planner, options.layout)
+        prediction = _one(options, planner, options.layout, device.memory)
         fits = prediction.peak <= device.memory
         _write(options, prediction, planner)
         if options.as_json:
@@ -82,6 +95,9 @@ def command(options: PlanFlags) -> None:
     if options.measured:
         raise UsageError("--measured scales the prediction of one layout; give it with --layout")
     request = _request(options, device)
+    if options.svg is not None:
+        write(options.svg, lambda: _chart(planner, request))
+        return
     from pipeloom.plan import search
 
     plan = search(planner, request)
@@ -92,17 +108,44 @@ def command(options: PlanFlags) -> None:
             f"no layout of {shape.name} fits into {request.memory / 2**30:.1f} GiB on {request.devices} devices; the smallest "
             f"needs about {least.memory / 2**30:.1f} GiB, {max(missing, 0):.1f} more: {least.layout.text()}"
         )
-    _write(options, plan.best, planner)
+    refined = _refined(options, planner, plan.predictions, request.memory)
+    _write(options, refined[0], planner)
     if options.as_json:
         from pipeloom.plan.report import as_dict
 
         print(
-            json.dumps(
-                {"best": as_dict(plan.best), "layouts": [as_dict(each) for each in plan.predictions]}, allow_nan=False
-            )
+            json.dumps({"best": as_dict(refined[0]), "layouts": [as_dict(each) for each in refined]}, allow_nan=False)
         )
     elif options.as_ is None:
         print("\n".join(_lines(plan, planner, request)))
+        if options.refine:
+            from pipeloom.plan.report import refined_lines
+
+            print("\n".join(refined_lines(plan.predictions, refined)))
+
+
+def _chart(planner: Planner, request: PlanRequest) -> str:
+    from math import log2
+
+    from pipeloom.draw.chart import Panel, chart
+    from pipeloom.plan.scaling import scaling
+
+    lines = {
+        name: [(log2(count), tokens) for count, tokens in points] for name, points in scaling(planner, request).items()
+    }
+    title = f"{planner.shape.name} on {request.devices} {planner.device.name}, nodes of {planner.device.per_node}"
+    axis = "log2 of the devices that share one copy of the model"
+    return chart(title, axis, [Panel("tokens/s of a device", lines)])
+
+
+def _refined(
+    options: PlanFlags, planner: Planner, predictions: Sequence[LayoutCosts], memory: float
+) -> Sequence[LayoutCosts]:
+    if not options.refine:
+        return predictions
+    from pipeloom.plan.refine import refine
+
+    return refine(planner, predictions, memory, options.refine)
 
 
 def _planner(options: PlanFlags, device: Device) -> Planner:
@@ -159,10 +202,10 @@ def _request(options: PlanFlags, device: Device) -> PlanRequest:
         request = replace(request, fixed=values_of(options.fixed, "--fixed"))
     if options.costs is not None:  # layers are measured whole
         request = replace(request, fixed={"tp": 1, "cp": 1, "ep": 1} | dict(request.fixed))
-    return replace(request, recompute=("none", "full")) if ours else request
+    return replace(request, recompute=("none", "full"), slices=(1, 2, 4)) if ours else request
 
 
-def _one(options: PlanFlags, planner: Planner, text: str) -> LayoutCosts:
+def _one(options: PlanFlags, planner: Planner, text: str, device_memory: float) -> LayoutCosts:
     from pipeloom.plan import PlannedLayout, parse_layout
 
     # Megatron and torchtitan divide the blocks evenly unless they are told; our trainer balances its stages.
@@ -180,7 +223,7 @@ def _one(options: PlanFlags, planner: Planner, text: str) -> LayoutCosts:
         raise UsageError(
             f"--layout uses {layout.world} devices, and --devices is {options.devices}; nearest: --devices {layout.world}"
         )
-    prediction = planner.predict(layout)
+    (prediction,) = _refined(options, planner, [planner.predict(layout)], device_memory)
     if options.measured is None:
         return prediction
     match = re.fullmatch(r"m=(\d{1,6}):(\d+(?:\.\d+)?)(ms|s)", options.measured.strip())
@@ -198,7 +241,10 @@ def _write(options: PlanFlags, prediction: LayoutCosts, planner: Planner) -> Non
         sys.stdout.write(EXPORTS[options.as_](prediction))
     if options.output is not None:
         source = options.model if Path(options.model).is_dir() else None
-        write(options.output, lambda: run_toml(prediction, planner.shape, source))
+        table = options.output.with_suffix(".csv") if prediction.searched is not None else None
+        write(options.output, lambda: run_toml(prediction, planner.shape, source, table))
+        if table is not None:
+            write(table, lambda: EXPORTS["torch-csv"](prediction))
     if options.costs_to is not None:
         from pipeloom.traces.timelines import costs_dict
 
@@ -214,7 +260,7 @@ def _details(prediction: LayoutCosts, device: Device) -> list[str]:
     worst = prediction.ranks[prediction.worst]
     room = (device.memory - prediction.peak) / 2**30
     return [
-        f"{prediction.layout.text()}: {prediction.layout.world} devices, stages {layout_string(*layers)}",
+        f"{prediction.text}: {prediction.layout.world} devices, stages {layout_string(*layers)}",
         *(aligned(layers_by_rank(prediction.layout.built(), *layers)) if prediction.layout.pp > 1 else ()),
         f"step {prediction.step.total:.4g} s ({parts}); {prediction.tokens:,.0f} tokens/s on each device",
         *aligned(memory_rows(prediction.ranks)),

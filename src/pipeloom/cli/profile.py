@@ -56,8 +56,8 @@ def command(
     pipeloom profile tiny --processes 2 --output costs.json
 
     MODEL is as CONFIG of `pipeloom train`, with its flags; or a preset of `pipeloom plan`, or a Hugging Face directory. One layer
-    of each kind runs: F, I, W, B and R of one micro-batch, medians with their spread. The costs in the file are those of the
-    configuration's stages, in seconds.
+    of each kind runs: F, I, W, B and R of one micro-batch and of one sequence, medians with their spread. The costs in the file
+    are those of the configuration's stages, in seconds.
     """
     require_torch("profile")
     layout = _layout(context.args)
@@ -178,6 +178,7 @@ def _form(layout: Layout, profile: DeviceProfile) -> dict[str, Any]:
                 "name": each.name,
                 "layers": each.layers,
                 "seconds": {kind: sample._asdict() for kind, sample in each.seconds.items()},
+                "seconds_of_one_sequence": {kind: sample._asdict() for kind, sample in each.one.items()},
                 "bytes": asdict(profile.bytes[each.layers[0]]),
             }
             for each in profile.layers

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from pipeloom.cli.options import CostFlags, FamilyFlags, Sizes, flag, with_options
+from pipeloom.cli.options import CostFlags, FamilyFlags, Sizes, SliceFlags, flag, with_options
 from pipeloom.cli.output import OutputFlags
 from pipeloom.cli.show import Study
 from pipeloom.cli.workers import be_worker, hand_over, layout_of_workers, require_torch, run_workers, words_of
@@ -57,6 +57,7 @@ def command(
     sizes: Sizes,
     family: FamilyFlags,
     costs: CostFlags,
+    cuts: SliceFlags,
     emulation: Emulation,
     output: OutputFlags,
 ) -> None:
@@ -69,7 +70,7 @@ def command(
     """
     require_torch("rehearse")
     output.require()
-    rehearsal = _rehearsal(*family.schedule(name, sizes, costs), emulation)
+    rehearsal = _rehearsal(*family.schedule(name, sizes, costs, cuts), emulation)
     code, timelines = _run(rehearsal, emulation.device, words_of(context))
     if code or not timelines:
         raise typer.Exit(code)
@@ -152,11 +153,12 @@ def _require_machine(rehearsal: Rehearsal, device: str) -> None:
     require_room(schedule.ranks, "--ranks")
     memory = memory_of_machine()
     size = int(rehearsal.costs.message)
-    need = size * sum(rehearsal.simulated().peak_activations) * 2  # an input and an output per activation
+    activations = sum(rehearsal.simulated().peak_activations) / schedule.slices
+    need = size * activations * 2  # an input and an output per activation
     if need > memory:
         raise CapacityError(
             f"--message {size:,} bytes: the micro-batches in flight take {need / 1e9:,.0f} GB, and this machine has "
-            f"{memory / 1e9:,.0f} GB; at most {size * memory // need:,}"
+            f"{memory / 1e9:,.0f} GB; at most {int(size * memory / need):,}"
         )
     if device == "cuda":
         gpus = cuda_devices()

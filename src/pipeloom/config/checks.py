@@ -17,6 +17,7 @@ from pipeloom.errors import divisors, nearest
 from pipeloom.limits import expanded
 
 CLASS_KEYS = ("experts_class", "router_class")
+_SLOTS = 2  # parallel.unshard_slots where nothing sets it
 
 Problem = tuple[str, str] | str
 """A key and the words that follow its value, or a whole sentence."""
@@ -46,6 +47,15 @@ def cross_problems(config: Config, wrong: Collection[str] = ()) -> list[str]:
 def _sentence(config: Config, key: str, words: str) -> str:
     section, _, name = key.partition(".")
     return f"{key} = {shown(getattr(getattr(config, section), name))}: {words}"
+
+
+@_reads("parallel.zero", "parallel.unshard_slots")
+def _slots_are_of_gathers(config: Config) -> Iterator[Problem]:
+    if config.parallel.unshard_slots != _SLOTS and config.parallel.zero != 3:
+        yield (
+            "parallel.unshard_slots",
+            f"parallel.zero is {config.parallel.zero}, and only 3 gathers parameters; set parallel.zero = 3",
+        )
 
 
 @_reads("log.html")
@@ -343,7 +353,10 @@ def _the_vocabulary_can_be_spread(config: Config) -> Iterator[Problem]:
     for holds, reason in (
         (parallel.pp == 1, 'there is one pipeline rank; set parallel.pp to 2 or more, or use "last"'),
         (bool(model.source), 'it applies to Pipeloom\'s own decoder only, not to model.source; nearest: "last"'),
-        (model.tie_word_embeddings, "set model.tie_word_embeddings = false: the embedding is whole on the first rank"),
+        (
+            model.tie_word_embeddings and parallel.zero == 3,
+            "the shares take rows of an embedding that is whole; set parallel.zero = 2, or model.tie_word_embeddings = false",
+        ),
         (model.num_nextn_predict_layers > 0, "it runs once a micro-batch; set model.num_nextn_predict_layers = 0"),
         (config.lora.r > 0, 'the output layer has no adapter there; nearest: "last"'),
         (config.train.reproducible, "its sums depend on the number of ranks; set train.reproducible = false"),

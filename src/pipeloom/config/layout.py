@@ -198,16 +198,14 @@ def _with_blocks(config: Config, schedule: Schedule, stage_layers: tuple[int, ..
     return recompute_stages(schedule, [s for s, position in enumerate(schedule.position_of) if position in held], part)
 
 
-_ZERO = {2: "reduce-gradients=1", 3: "shard=2"}
-
-
 def _sharded(config: Config) -> Config:
     """Return `config` with what its ZeRO level stands for: a sharded optimizer, and a transform where none says more."""
     level, transforms = config.parallel.zero, config.schedule.transforms
     if level == 0:
         return config
     shards = any(name.startswith(("shard", "reduce-gradients")) for name in transforms)
-    more = () if shards or level not in _ZERO else (_ZERO[level],)
+    implied = {2: ("reduce-gradients=1",), 3: (f"shard={config.parallel.unshard_slots}",)}
+    more = () if shards else implied.get(level, ())
     optimizer = config.optimizer.model_copy(update={"zero1": True})
     schedule = config.schedule.model_copy(update={"transforms": (*transforms, *more)})
     return config.model_copy(update={"optimizer": optimizer, "schedule": schedule})

@@ -266,6 +266,7 @@ class ParallelSection(Section):
     cp: Workers
     cp_exchange: ExchangeName
     zero: Annotated[int, Field(ge=0, le=3)]
+    unshard_slots: Count
     sp: bool
     ep: Workers
     ep_nodes: Workers

@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 
 from pipeloom.config.layout import Layout, stage_sizes
 from pipeloom.config.sections import Config
+from pipeloom.schedule.model import parts
 
 # Bytes of fp32 state per element, besides its value: two moments, or one. For Muon an upper bound: its matrices have one.
 _STATE_BYTES = {"adamw": 8, "sgd": 4, "muon": 8}
@@ -27,6 +28,18 @@ def stage_parameters(layout: Layout) -> list[int]:
         rows = model.vocab_size // len(shares) + (model.vocab_size % len(shares)) * (stage == shares[-1])
         counts[stage] = rows * model.hidden_size
     return counts
+
+
+def summed_over_slices(layout: Layout, stage: int, state: float) -> float:
+    """Return the bytes of the gradients of keys and values, summed over later slices, that a stage holds during a backward.
+
+    Args:
+        state: bytes of the keys and values of one micro-batch's slices.
+    """
+    schedule, sizes = layout.schedule, element_bytes(layout.config)
+    cells = (action for program in schedule.programs for cell in program for action in parts(cell))
+    on_host = any(action.kind == "OKEPT" and action.stage == stage for action in cells)
+    return 0.0 if on_host else state * sizes["grads"] / sizes["params"] * (1 - 1 / schedule.slices)
 
 
 def rank_parameters(layout: Layout) -> list[int]:

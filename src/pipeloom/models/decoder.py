@@ -37,6 +37,14 @@ def _table(length: int, width: int, theta: float, dtype: torch.dtype, device: to
         return rotary_rows(torch.arange(length, device=device), width, theta, dtype)
 
 
+@lru_cache(maxsize=2)  # for the layers of a stage: a table of whole sequences would grow with them
+def _slice_table(
+    start: int, end: int, width: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        return rotary_rows(torch.arange(start, end, device=device), width, theta, dtype)
+
+
 def rotary_rows(position_ids: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """As `rotary_table`, for the given positions [...]: each [..., width / 2]."""
     frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=position_ids.device) / width)
@@ -213,8 +221,8 @@ class Attention(nn.Module):
         if position_ids is None:
             start = 0 if slice_state is None else slice_state.place.start
             end = start + (tokens if context is None else tokens * context.axis.size)
-            cos, sin = rotary_table(end, self.head_width, self.theta, query.dtype, query.device)
-            table = cos[start:], sin[start:]
+            like = self.head_width, self.theta, query.dtype, query.device
+            table = rotary_table(end, *like) if slice_state is None else _slice_table(start, end, *like)
             if context is not None:
                 table = context.part(table[0], 0), context.part(table[1], 0)
         else:

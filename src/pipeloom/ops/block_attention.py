@@ -205,7 +205,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _fused(q: Tensor) -> bool:
     """Return whether torch has a fused kernel for these queries that returns the log-sum-exp: flash attention."""
-    return q.device.type == "cpu" or (q.is_cuda and q.dtype in (torch.float16, torch.bfloat16))
+    return q.device.type in ("cpu", "meta") or (q.is_cuda and q.dtype in (torch.float16, torch.bfloat16))
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

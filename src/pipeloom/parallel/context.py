@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.mesh_shape import mirrored_pieces
-from pipeloom.ops.block_attention import KeyExchange, Keys, Local, block_attention, causal_blocks
+from pipeloom.ops.block_attention import KeyExchange, Keys, Local, Open, block_attention, causal_blocks
 from pipeloom.ops.slices import SliceState
 from pipeloom.parallel.collectives import (
     PendingCollective,
@@ -94,15 +94,16 @@ def attend_in_blocks(
     """
     ranks = 1 if context is None else context.axis.size
     held = torch.stack((key, value))
-    earlier = () if state is None else state.earlier
+    earlier = [] if state is None else [piece for piece in state.held if piece is not None]
     if state is not None:
         state.keep(held) if position_ids is None else state.keep(held, position_ids)
     if position_ids is not None and earlier:
-        position_ids = torch.cat((*(positions for _, positions in earlier), position_ids), 1)
+        position_ids = torch.cat((*(piece.on_device[-1] for piece in earlier), position_ids), 1)
     start, pieces = 0, []
-    for each in (*(piece[0] for piece in earlier), held):
-        pieces.append((each, partial(Local if context is None else context.exchanged, start)))
-        start += ranks * each.shape[-2]
+    for piece in (*earlier, None):
+        opening: Open = partial(Local if context is None else context.exchanged, start)
+        pieces.append((held, opening) if piece is None else piece.opened(0, opening))
+        start += ranks * (held.shape if piece is None else piece.shape(0))[-2]
     length = ranks * query.shape[2]
     ranges = ((0, length),) if context is None else context.pieces(length)
     before = start - length

@@ -105,14 +105,22 @@ class VocabularyShare(nn.Module):
     def __init__(self, width: int, parts: Sequence[int], index: int, label_smoothing: float = 0.0) -> None:
         super().__init__()
         self.parts, self.first, self.label_smoothing = tuple(parts), sum(parts[:index]), label_smoothing
-        self.weight = nn.Parameter(torch.empty(parts[index], width))
+        self.weight: Tensor = nn.Parameter(torch.empty(parts[index], width))
 
     @property
     def vocabulary(self) -> int:
         """The rows of all ranks."""
         return sum(self.parts)
 
+    def follow_another(self) -> None:
+        """Hold a copy of rows that another weight has: a tensor with a gradient, and no parameter."""
+        weight = self.weight.detach()
+        del self.weight
+        self.weight = weight.requires_grad_()
+
     def sharding(self) -> Mapping[str, ParameterSharding]:
+        if not isinstance(self.weight, nn.Parameter):
+            return {}
         return {"weight": ParameterSharding((Shard("pp_tp", 0, self.parts),))}
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -291,6 +291,19 @@ def _output(shape: ModelShape, split: Split) -> LayerOps:
     return LayerOps("L", (_norm(shape, split, "last", "last_norm"), product, loss), 0.0, hidden)
 
 
+def vocabulary_share(shape: ModelShape, split: Split, ranks: int) -> LayerOps:
+    """One of `ranks` shares of the product with the vocabulary and of the loss, where pipeline (and tensor) ranks have one each.
+
+    From the broadcast of the last stage's output until T it keeps that copy, the logits, and their exponentials in fp32.
+    """
+    _, product, loss = _output(shape, replace(split, tp=ranks)).ops
+    logits, wide = product.out, max(4, split.element) / split.element
+    copy = (("hidden", float(split.element * split.tokens * shape.hidden)),)
+    product = replace(product, saves=copy, gradients=0.0, scratch=0.0, tp_bytes=0.0)
+    loss = replace(loss, saves=(("scores", logits * (1 + wide)),), scratch=0.0)
+    return LayerOps("L", (product, loss), 0.0, 0.0)
+
+
 def _norm(shape: ModelShape, split: Split, operand: str, makes: str) -> Op:
     """It keeps its input; where it is not fused the normed values before their weight too, and instead of an input in bf16 an
     fp32 copy of it; and a scale per token."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import groupby, islice
+from pathlib import Path
 
 from pipeloom.errors import UsageError
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.plan.model import ModelShape
-from pipeloom.plan.predict import LayoutCosts, built
+from pipeloom.plan.predict import LayoutCosts
 from pipeloom.schedule import Schedule
 
 _TORCHTITAN = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
@@ -60,6 +61,7 @@ def layers_by_rank(schedule: Schedule, stages: Sequence[int], ahead: int = 0) ->
 def megatron(prediction: LayoutCosts) -> str:
     """The flags of Megatron-LM that lay out the run. Raises UsageError for what it does not have."""
     layout = prediction.layout
+    _require_whole(layout, "megatron")
     if layout.schedule not in ("1f1b", "interleaved"):
         raise UsageError(f"--as megatron: it has no schedule {layout.schedule!r}; nearest: interleaved")
     flags: dict[str, object] = {
@@ -94,9 +96,17 @@ def megatron(prediction: LayoutCosts) -> str:
     return " \\\n".join(words) + "\n"
 
 
+def _require_whole(layout: PlannedLayout, form: str) -> None:
+    if layout.slices > 1:
+        raise UsageError(f"--as {form}: it has no slices={layout.slices} of a sequence; nearest: --fixed slices=1")
+
+
 def torchtitan(prediction: LayoutCosts) -> str:
     """The sections of a torchtitan configuration that lay out the run. Raises UsageError for what it does not have."""
     layout = prediction.layout
+    _require_whole(layout, "torchtitan")
+    if prediction.searched is not None:
+        raise UsageError("--as torchtitan: it reads a searched schedule from a CSV file; nearest: --as torch-csv")
     if layout.schedule not in _TORCHTITAN:
         raise UsageError(f"--as torchtitan: it has no schedule {layout.schedule!r}; nearest: 1f1b")
     mode = {"none": "none", "full": "full"}.get(layout.recompute, "selective")
@@ -122,14 +132,16 @@ def torch_csv(prediction: LayoutCosts) -> str:
     """The schedule in torch's CSV format."""
     from pipeloom.schedule.csv_form import to_csv
 
-    return to_csv(built(prediction.layout))
+    _require_whole(prediction.layout, "torch-csv")
+    return to_csv(prediction.schedule)
 
 
-def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None) -> str:
+def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None, table: Path | None = None) -> str:
     """A configuration for `pipeloom train`. Raises UsageError that names what the trainer does not have.
 
     Args:
         source: the Hugging Face directory that holds the model, or None: its sizes are written.
+        table: the file that holds a searched schedule; None: the schedule is the family's.
     """
     layout = prediction.layout
     refused = {
@@ -152,8 +164,9 @@ def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None) -> 
             "ep": layout.ep,
             "stages": layout_string(prediction.stages, prediction.ahead),
         },
-        "schedule": {"name": layout.schedule, "microbatches": layout.m}
-        | ({"chunks": layout.v} if layout.v > 1 else {}),
+        "schedule": {"name": str(table) if table else layout.schedule, "microbatches": layout.m}
+        | ({"chunks": layout.v} if layout.v > 1 and not table else {})
+        | ({"slices": layout.slices} if layout.slices > 1 and not table else {}),
         "train": {
             "seq_len": layout.seq,
             "global_batch_size": layout.sequences,
@@ -178,6 +191,7 @@ _FLAGS = {
     "zero": "parallel.zero",
     "v": "schedule.chunks",
     "m": "schedule.microbatches",
+    "slices": "schedule.slices",
     "schedule": "schedule.name",
     "recompute": "train.recompute",
 }

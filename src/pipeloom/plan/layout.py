@@ -10,6 +10,7 @@ from pipeloom.plan.blocks import PARTS
 from pipeloom.plan.model import ModelShape
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.families import build
+from pipeloom.schedule.slices import balanced_cuts
 
 RECOMPUTE = ("none", "full", *PARTS)
 CUTS = ("balanced", "even")
@@ -32,6 +33,7 @@ class PlannedLayout:
         schedule: name of a family.
         capacity: capacity factor of the experts; 0: rows as routed, evenly.
         cut: "balanced": the heaviest stage is as light as possible; "even": as many blocks on each stage.
+        slices: of each sequence along its tokens, cut so that they take the same time.
         stages: layers of each stage by position, the embedding and the output layer among them; empty: as `cut` says.
     """
 
@@ -50,6 +52,7 @@ class PlannedLayout:
     capacity: float = 0.0
     etp: int = 0
     cut: str = "balanced"
+    slices: int = 1
     stages: tuple[int, ...] = ()
 
     @property
@@ -72,9 +75,14 @@ class PlannedLayout:
         """Sequences of a step."""
         return self.m * self.micro_batch * self.dp
 
+    @property
+    def slice_multiple(self) -> int:
+        """Tokens of which every slice has a multiple: ranks of cp take mirrored pieces, those of tp equal parts of these."""
+        return 2 * self.cp * self.tp if self.cp * self.tp > 1 else 1
+
     def built(self) -> Schedule:
         """The schedule. Raises UsageError when the family refuses these sizes."""
-        return build(self.schedule, self.pp, self.m, self.v if self.v > 1 else None, {})
+        return build(self.schedule, self.pp, self.m, self.v if self.v > 1 else None, {"slices": self.slices})
 
     def text(self) -> str:
         """The layout as `parse` reads it; keys at their default are left out, but for the axes in use."""
@@ -146,6 +154,13 @@ def problems(shape: ModelShape, layout: PlannedLayout) -> list[str]:
     elif layout.ep > 1:
         divides("ep", layout.ep, shape.experts, "experts")
     divides("cp", 2 * layout.cp if layout.cp > 1 else 1, layout.seq, "tokens of a sequence")
+    if layout.slices > 1 and layout.capacity:
+        reasons.append(f"slices={layout.slices}: a capacity counts whole sequences; nearest: capacity=0")
+    if layout.slices > 1:
+        try:
+            balanced_cuts(layout.seq, layout.slices, multiple=layout.slice_multiple)
+        except UsageError as error:
+            reasons.append(f"slices={layout.slices}: {error}")
     if layout.pp * layout.v > shape.layers:
         nearest = max(1, shape.layers // layout.pp)
         reasons.append(

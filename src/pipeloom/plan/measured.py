@@ -13,7 +13,7 @@ from pipeloom.plan.layout import PlannedLayout
 from pipeloom.plan.model import ModelShape
 from pipeloom.plan.time import StageSeconds
 
-_KINDS = ("F", "I", "W", "B", "R")
+_KINDS = ("F", "I", "W", "B", "RB")
 
 
 @dataclass(frozen=True)
@@ -21,19 +21,19 @@ class MeasuredLayers:
     """Seconds of the kinds of layers of a model on one device, each whole.
 
     Attributes:
-        seconds: (letter of the layer, whether it has experts) -> F, I, W, B and R of one micro-batch.
-        sequences, seq: of that micro-batch.
+        seconds: (letter of the layer, whether it has experts) -> F, I, W, B and RB, the block (R;B): (seconds of a micro-batch of
+            no sequences, which is the cost of an action whatever its size; of each sequence more).
+        seq: tokens of a sequence.
         p2p, bandwidth: of a message between two pipeline ranks; 0 and infinite where no link was measured.
     """
 
-    seconds: Mapping[tuple[str, bool], Mapping[str, float]]
-    sequences: int
+    seconds: Mapping[tuple[str, bool], Mapping[str, tuple[float, float]]]
     seq: int
     p2p: float
     bandwidth: float
 
     def stage(self, layers: Sequence[LayerOps], layout: PlannedLayout) -> StageSeconds:
-        """Sum the layers of a stage; times are in proportion to the sequences of a micro-batch.
+        """Sum the layers of a stage, for the sequences of the layout's micro-batch.
 
         Raises UsageError for a layout that cuts layers, or whose sequences have another length.
         """
@@ -46,13 +46,16 @@ class MeasuredLayers:
             raise UsageError(
                 f"--costs: sequences of {self.seq} tokens were measured, not of {layout.seq}; nearest: --seq {self.seq}"
             )
-        factor, sums = layout.micro_batch / self.sequences, dict.fromkeys(_KINDS, 0.0)
+        sums, again = dict.fromkeys(_KINDS, 0.0), 0.0
         for layer in layers:
-            seconds = self.seconds[kind_of_layer(layer)]
-            again = seconds["R"] if layer.dropped == layer.tensors.keys() else 0.0  # recomputed as a whole
+            times = self.seconds[kind_of_layer(layer)]
+            seconds = {kind: fixed * layout.slices + each * layout.micro_batch for kind, (fixed, each) in times.items()}
             for kind in _KINDS:
-                sums[kind] += factor * (seconds[kind] + again * (kind in ("I", "B")))
-        return StageSeconds(sums["F"], sums["I"], sums["W"], 0.0, 0.0, sums["B"])
+                sums[kind] += seconds[kind]
+            if layer.dropped == layer.tensors.keys():  # recomputed as a whole
+                again += seconds["RB"] - seconds["B"]
+        recompute = max(0.0, sums["RB"] - sums["B"])
+        return StageSeconds(sums["F"], sums["I"] + again, sums["W"], 0.0, 0.0, sums["B"] + again, recompute)
 
 
 def kind_of_layer(layer: LayerOps) -> tuple[str, bool]:
@@ -65,7 +68,8 @@ def read(path: Path, shape: ModelShape) -> MeasuredLayers:
     form = read_json(path, MODEL_CONFIG_BYTES, "a profile")
     letters = ["E", *"t" * shape.layers, *"m" * shape.ahead, "L"]
     try:
-        seconds: dict[tuple[str, bool], dict[str, float]] = {}
+        seconds: dict[tuple[str, bool], dict[str, tuple[float, float]]] = {}
+        (sequences, seq), costs = form["microbatch"], form["costs"]
         count = sum(len(each["layers"]) for each in form["layers"])
         if count != len(letters):
             raise UsageError(
@@ -74,11 +78,24 @@ def read(path: Path, shape: ModelShape) -> MeasuredLayers:
         for each in form["layers"]:
             at = min(each["layers"])
             sparse = letters[at] in "tm" and shape.block_is_sparse(min(at, shape.layers) - 1)
-            seconds[letters[at], sparse] = {kind: float(each["seconds"][kind]["median"]) for kind in _KINDS}
-        (sequences, seq), costs = form["microbatch"], form["costs"]
-        return MeasuredLayers(seconds, sequences, seq, costs.get("p2p", 0.0), costs.get("bandwidth", float("inf")))
+            samples = each["seconds_of_one_sequence"], each["seconds"]
+            seconds[letters[at], sparse] = {
+                kind: _line(sequences, *(float(sample[kind]["median"]) for sample in samples)) for kind in _KINDS
+            }
+        return MeasuredLayers(seconds, seq, costs.get("p2p", 0.0), costs.get("bandwidth", float("inf")))
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(
             f"--costs {echo(str(path))}: it is not a profile ({type(error).__name__}: {error}); `pipeloom profile --output` "
             "writes one"
         ) from None
+
+
+def _line(sequences: int, one: float, largest: float) -> tuple[float, float]:
+    """(seconds of an action whatever its sequences, seconds of each of them), neither negative.
+
+    The line through the times of one sequence and of the largest micro-batch, of `sequences`; in proportion to the latter where
+    that is all that was measured, or where more sequences take more than their share.
+    """
+    slope = max(0.0, (largest - one) / (sequences - 1)) if sequences > 1 else largest
+    fixed = max(0.0, largest - sequences * slope)
+    return fixed, (largest - fixed) / sequences

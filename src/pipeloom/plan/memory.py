@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pipeloom.plan.blocks import LayerOps, Runtime, placeholders
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.schedule import Schedule
-from pipeloom.schedule.actions import INPUT_GRADIENT, KEPT, PENDING, SAVED, WEIGHT_GRADIENT, kind_of
+from pipeloom.schedule.actions import INPUT_GRADIENT, KEPT, PENDING, SAVED, SCORES, WEIGHT_GRADIENT, kind_of
 from pipeloom.schedule.model import made_by, parts
 
 BLOCKS = ("RB", "RI")  # kinds that recompute layer by layer
@@ -63,6 +63,11 @@ class RankMemory:
         return float(sum(getattr(self, name) for name in named[: named.index("reserve")]))
 
     @property
+    def standing(self) -> float:
+        """Bytes that stand for the whole step, whatever the schedule."""
+        return self.parameters + self.gradients + self.optimizer + self.gathered + self.buffers
+
+    @property
     def total(self) -> float:
         """Bytes that the device must have."""
         return self.allocated + self.reserve + self.overhead
@@ -76,6 +81,7 @@ class StageMemory:
         kept: held from F whether the stage is recomputed or not, besides `saved`.
         layer: of the layer that a block (R;B) recomputes, while it runs; `extra` is above this.
         gradients: of the stage's weights, which are there from its first weight gradient on; 0: they are counted elsewhere.
+        scores: of a share of the vocabulary, from S to T.
     """
 
     saved: float
@@ -84,6 +90,7 @@ class StageMemory:
     kept: float = 0.0
     layer: float = 0.0
     gradients: float = 0.0
+    scores: float = 0.0
 
 
 def stage_memory(layers: Sequence[LayerOps], *, split: bool = False) -> StageMemory:
@@ -96,22 +103,31 @@ def stage_memory(layers: Sequence[LayerOps], *, split: bool = False) -> StageMem
     return StageMemory(saved, sum(layer.pending for layer in layers), extra)
 
 
-def peak(schedule: Schedule, rank: int, stages: Sequence[StageMemory]) -> tuple[float, float, str]:
-    """(saved tensors, temporaries, action) at the rank's peak, which depends on the order of its program alone."""
+def peak(
+    schedule: Schedule, rank: int, stages: Sequence[StageMemory], slices: Sequence[float] = ()
+) -> tuple[float, float, str]:
+    """(saved tensors, temporaries, action) at the rank's peak, which depends on the order of its program alone.
+
+    Args:
+        slices: each slice's share of a micro-batch; empty: sequences are whole.
+    """
     held, best = 0.0, (0.0, 0.0, "-")
     summed: set[int] = set()  # stages whose gradients exist
     for cell in schedule.programs[rank]:
         claimed = change = extra = 0.0
         for action in parts(cell):
             stage, kind, values = stages[action.stage], kind_of(action.kind), made_by(schedule, action)
-            claimed += stage.saved * (SAVED in values) + stage.layer * (action.kind in BLOCKS)
-            for name, size in ((SAVED, stage.saved), (KEPT, stage.kept), (PENDING, stage.pending)):
-                change += size * ((name in values) - (name in kind.frees))
+            share = slices[action.slice or 0] if slices else 1.0
+            claimed += share * (stage.saved * (SAVED in values) + stage.layer * (action.kind in BLOCKS))
+            sizes = (SAVED, stage.saved), (KEPT, stage.kept), (PENDING, stage.pending), (SCORES, stage.scores)
+            claimed += stage.scores * (SCORES in values)
+            for name, size in sizes:
+                change += share * size * ((name in values) - (name in kind.frees))
             if WEIGHT_GRADIENT in kind.produces and action.stage not in summed:
                 summed.add(action.stage)
                 change += stage.gradients
             if INPUT_GRADIENT in kind.produces:
-                extra = max(extra, stage.extra)
+                extra = max(extra, share * stage.extra)
         if held + claimed + extra > best[0] + best[1]:
             best = (held + claimed, extra, str(cell))
         held += change
@@ -124,10 +140,12 @@ def rank_memory(
     layout: PlannedLayout,
     schedule: Schedule,
     runtime: Runtime,
+    slices: Sequence[float] = (),
 ) -> list[RankMemory]:
     """Pipeline rank -> its memory.
 
     Args:
+        slices: as for `peak`.
         layers: [embedding, block, …, output layer], as `layers_of` returns them.
         spans: stage -> (its first layer, the layer behind its last).
     """
@@ -141,7 +159,7 @@ def rank_memory(
             (sum(layer.parameters[at] for layer in held), ranks)
             for at, ranks in enumerate((replicas, layout.expert_replicas))
         ]
-        saved, extra, action = peak(schedule, rank, of_stage)
+        saved, extra, action = peak(schedule, rank, of_stage, slices)
         weights, gradients, optimizer, gathered = state_bytes(
             groups, max((sum(layer.parameters) for layer in held), default=0.0), layout, runtime
         )

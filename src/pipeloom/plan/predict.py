@@ -8,13 +8,14 @@ from functools import lru_cache
 
 from pipeloom.config.stages import balance
 from pipeloom.errors import UsageError
-from pipeloom.plan.blocks import LayerOps, Runtime, Split, layers_of
+from pipeloom.plan.blocks import LayerOps, Runtime, Split, layers_of, vocabulary_share
 from pipeloom.plan.layout import PlannedLayout, problems, spans
 from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import OfRanks, RankMemory, rank_memory, stage_memory
 from pipeloom.plan.model import ModelShape
 from pipeloom.plan.time import HOST, AxisRates, Device, StageSeconds, StepTime, costs, stage_times, state_seconds
 from pipeloom.schedule import Costs, Schedule, simulate
+from pipeloom.schedule.slices import SequenceCuts, balanced_cuts
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class LayoutCosts(OfRanks):
         step: seconds.
         tokens: per second and device.
         ahead: blocks that predict tokens further ahead, before the output layer.
+        searched: the schedule, where a search found it; None: the family's.
     """
 
     layout: PlannedLayout
@@ -35,6 +37,17 @@ class LayoutCosts(OfRanks):
     step: StepTime
     tokens: float
     ahead: int = 0
+    searched: Schedule | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of a step."""
+        return self.searched or built(self.layout)
+
+    @property
+    def text(self) -> str:
+        """The layout in words."""
+        return self.layout.text() + (" (searched)" if self.searched is not None else "")
 
 
 @dataclass(frozen=True)
@@ -56,8 +69,29 @@ class Planner:
         return float(self.runtime.element * self.shape.hidden)
 
     def layers(self, layout: PlannedLayout) -> list[LayerOps]:
-        """[embedding, block, …, output layer] of one device under the layout."""
+        """[embedding, block, …, output layer] of one device under the layout, for a whole micro-batch."""
+        return self._layers(layout, layout.micro_batch * layout.seq // layout.cp)
+
+    def timed_layers(self, layout: PlannedLayout) -> list[LayerOps]:
+        """The same for a mean slice of a micro-batch, whose products have fewer rows; `stage_seconds` counts all slices."""
+        if layout.slices == 1:
+            return self.layers(layout)
+        return self._layers(layout, layout.micro_batch * layout.seq // layout.cp // layout.slices)
+
+    def vocabulary_share(self, layout: PlannedLayout) -> LayerOps:
+        """The output layer's share of one rank, where those of pp and tp have one each."""
         tokens = layout.micro_batch * layout.seq // layout.cp
+        return vocabulary_share(self.shape, Split(self.runtime, tokens, layout.seq), layout.pp * layout.tp)
+
+    def cuts(self, layout: PlannedLayout) -> SequenceCuts | None:
+        """Cuts of sequences into slices of equal time; None: they are whole."""
+        if layout.slices == 1:
+            return None
+        ops = [op for layer in self.layers(replace(layout, slices=1)) if layer.kind in "tm" for op in layer.ops]
+        attention = sum(op.flops for op in ops if op.attends) / sum(op.flops for op in ops)
+        return balanced_cuts(layout.seq, layout.slices, attention, layout.slice_multiple)
+
+    def _layers(self, layout: PlannedLayout, tokens: int) -> list[LayerOps]:
         split = Split(
             self.runtime, tokens, layout.seq, layout.tp, layout.ep, layout.cp, layout.capacity, layout.etp or layout.tp
         )
@@ -83,17 +117,19 @@ class Planner:
         return [times[id(layer)] for layer in layers]
 
     def stage_seconds(self, layers: Sequence[LayerOps], layout: PlannedLayout, links: AxisRates) -> StageSeconds:
-        """Seconds of one micro-batch on a stage with these layers."""
+        """Seconds of one micro-batch on a stage with these layers, which are of `timed_layers`."""
         if self.measured_layers is not None:
             return self.measured_layers.stage(layers, layout)
-        return stage_times(layers, layout, self.runtime, self.device, links)
+        times = stage_times(layers, layout, self.runtime, self.device, links)
+        return times if layout.slices == 1 else times.times(layout.slices)
 
     def costs(self, times: Sequence[StageSeconds], layout: PlannedLayout, links: AxisRates) -> Costs:
         """`Costs` in seconds of stages with these times."""
         planned = costs(times, layout, self.row, links)
         if (measured := self.measured_layers) is not None:
             planned = replace(planned, p2p=measured.p2p, bandwidth=measured.bandwidth)
-        return planned
+        cuts = self.cuts(layout)
+        return planned if cuts is None else cuts.costs(planned)
 
     def state_seconds(
         self, shared: float, experts: float, layout: PlannedLayout, links: AxisRates
@@ -109,16 +145,22 @@ class Planner:
             self._predictions[layout] = self._predicted(layout)
         return self._predictions[layout]
 
-    def _predicted(self, layout: PlannedLayout) -> LayoutCosts:
+    def with_schedule(self, layout: PlannedLayout, schedule: Schedule) -> LayoutCosts:
+        """The costs of `layout` under a schedule on the same placement in place of its family's."""
+        return self._predicted(layout, schedule)
+
+    def _predicted(self, layout: PlannedLayout, searched: Schedule | None = None) -> LayoutCosts:
         if reasons := problems(self.shape, layout):
             raise UsageError("; ".join(reasons))
         schedule, layers, links, stages = self._parts(layout)
+        schedule, timed, cuts = searched or schedule, self.timed_layers(layout), self.cuts(layout)
         of_stage = spans(schedule, list(stages))
         times: dict[tuple[int, int], StageSeconds] = {}
         for span in set(of_stage):
-            times[span] = self.stage_seconds(layers[slice(*span)], layout, links)
-        memory = rank_memory(layers, of_stage, layout, schedule, self.runtime)
-        makespan, busy = _pipeline(layout, self.costs([times[span] for span in of_stage], layout, links))
+            times[span] = self.stage_seconds(timed[slice(*span)], layout, links)
+        shares = () if cuts is None else cuts.sizes
+        memory = rank_memory(layers, of_stage, layout, schedule, self.runtime, shares)
+        makespan, busy = _pipeline(layout, self.costs([times[span] for span in of_stage], layout, links), searched)
         slowest = (0.0, 0.0)
         for mine in schedule.stages_of:
             held = [layers[at].parameters for stage in mine for at in range(*of_stage[stage])]
@@ -129,11 +171,11 @@ class Planner:
         host = HOST if self.measured_layers is None else 0.0
         step = StepTime(busy * (1 - sent / work), busy * sent / work, max(0.0, makespan - busy), *slowest, host)
         tokens = layout.sequences * layout.seq / step.total / layout.world
-        return LayoutCosts(layout, stages, tuple(memory), step, tokens, self.shape.ahead)
+        return LayoutCosts(layout, stages, tuple(memory), step, tokens, self.shape.ahead, searched)
 
     def _parts(self, layout: PlannedLayout) -> tuple[Schedule, list[LayerOps], AxisRates, tuple[int, ...]]:
         schedule, layers, links = built(layout), self.layers(layout), AxisRates.of(layout, self.device)
-        stages = self.cut(layout, layers, links, schedule.positions)
+        stages = self.cut(layout, self.timed_layers(layout), links, schedule.positions)
         if sum(stages) != len(layers) or len(stages) != schedule.positions:
             raise UsageError(
                 f"stages={list(stages)}: they must be {schedule.positions} stages of {len(layers)} layers in all"
@@ -148,17 +190,18 @@ class Planner:
         """
         schedule, layers, links, counts = self._parts(layout)
         of_stage = spans(schedule, list(counts))
-        stages = [layers[slice(*span)] for span in of_stage]
-        times = [self.stage_seconds(each, layout, links) for each in stages]
+        stages, timed, cuts = [layers[slice(*span)] for span in of_stage], self.timed_layers(layout), self.cuts(layout)
+        times = [self.stage_seconds(timed[slice(*span)], layout, links) for span in of_stage]
         memory = [stage_memory(each, split=schedule.splits_backward) for each in stages]
-        ranks = rank_memory(layers, of_stage, layout, schedule, self.runtime)
+        shares = () if cuts is None else cuts.sizes
+        ranks = rank_memory(layers, of_stage, layout, schedule, self.runtime, shares)
         standing = {"params": [0.0] * len(stages), "grads": [0.0] * len(stages), "optimizer": [0.0] * len(stages)}
         standing |= {"buffers": [0.0] * len(stages), "temporaries": [0.0] * len(stages)}
         for rank, mine in zip(ranks, schedule.stages_of, strict=True):
             amounts = rank.parameters, rank.gradients, rank.optimizer, rank.gathered + rank.buffers
             for values, amount in zip(standing.values(), amounts, strict=False):
                 values[mine[0]] = amount
-            standing["temporaries"][mine[0]] = max(memory[stage].extra for stage in mine)
+            standing["temporaries"][mine[0]] = max(shares, default=1.0) * max(memory[stage].extra for stage in mine)
         sizes = {
             "saved": tuple(each.saved for each in memory),
             "pending": tuple(each.pending for each in memory),
@@ -183,10 +226,13 @@ def balanced(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
 SIMULATED_ACTIONS = 30_000
 
 
-def _pipeline(layout: PlannedLayout, costs: Costs) -> tuple[float, float]:
+def _pipeline(layout: PlannedLayout, costs: Costs, searched: Schedule | None) -> tuple[float, float]:
     """(makespan, mean busy time of a rank) in seconds."""
+    if searched is not None:
+        run = simulate(searched, costs)
+        return run.makespan, sum(run.busy) / layout.pp
     sizes, rounds = [layout.m], layout.m // layout.pp
-    if layout.m * layout.pp * layout.v > SIMULATED_ACTIONS and rounds > 5:
+    if layout.m * layout.pp * layout.v * layout.slices > SIMULATED_ACTIONS and rounds > 5:
         sizes = [layout.m - (rounds - few) * layout.pp for few in (3, 4)]
     runs = [simulate(built(replace(layout, m=m)), costs) for m in sizes]
     ends = [(run.makespan, sum(run.busy) / layout.pp) for run in runs]
@@ -196,10 +242,10 @@ def _pipeline(layout: PlannedLayout, costs: Costs) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=256)
-def _built(schedule: str, pp: int, m: int, v: int) -> Schedule:
-    return PlannedLayout(schedule=schedule, pp=pp, m=m, v=v).built()
+def _built(schedule: str, pp: int, m: int, v: int, slices: int) -> Schedule:
+    return PlannedLayout(schedule=schedule, pp=pp, m=m, v=v, slices=slices).built()
 
 
 def built(layout: PlannedLayout) -> Schedule:
     """The layout's schedule; layouts that differ elsewhere share it."""
-    return _built(layout.schedule, layout.pp, layout.m, layout.v)
+    return _built(layout.schedule, layout.pp, layout.m, layout.v, layout.slices)

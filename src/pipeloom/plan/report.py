@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from pipeloom.plan.layout import PlannedLayout
@@ -64,6 +65,18 @@ def memory_rows(ranks: tuple[RankMemory, ...]) -> list[list[str]]:
     return rows
 
 
+def refined_lines(before: Sequence[LayoutCosts], after: Sequence[LayoutCosts]) -> list[str]:
+    """Sentences: the layouts for which a search found a faster schedule than the family's."""
+    steps = {each.layout: each.step.total for each in before}
+    lines = [
+        f"  {each.layout.text()}: step {steps[each.layout]:.4g} → {each.step.total:.4g} s, "
+        f"{100 * (steps[each.layout] / each.step.total - 1):.1f} % faster, {gib(each.peak)} GiB"
+        for each in after
+        if each.searched is not None
+    ]
+    return ["", "searched schedules, the best first:", *(lines or ["  none is faster than those of the families"])]
+
+
 def neighbours(planner: Planner, best: LayoutCosts, request: PlanRequest) -> list[Neighbour]:
     """Every layout one step from the best one, with the reason why it is not the best."""
     return [
@@ -105,6 +118,7 @@ def as_dict(prediction: LayoutCosts) -> dict[str, object]:
     """The prediction as JSON."""
     return {
         "layout": prediction.layout.text(),
+        "searched": prediction.searched is not None,
         "world": prediction.layout.world,
         "stages": list(prediction.stages),
         "step_seconds": prediction.step.total,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from pipeloom.config import Config, Layout
-from pipeloom.config.standing_bytes import element_bytes, spans
+from pipeloom.config.standing_bytes import element_bytes, spans, summed_over_slices
 from pipeloom.config.volume import boundary_bytes
 from pipeloom.errors import UsageError
 from pipeloom.plan.blocks import RUNTIMES, LayerOps, Runtime
@@ -16,9 +16,9 @@ from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import BLOCKS, OfRanks, RankMemory, StageMemory, peak, stage_memory, state_bytes
 from pipeloom.plan.model import ModelShape, load
 from pipeloom.plan.predict import Planner
-from pipeloom.plan.time import AxisRates, Device, StepTime
-from pipeloom.schedule import Costs, Timeline, simulate
-from pipeloom.schedule.actions import KEPT, PENDING, SAVED
+from pipeloom.plan.time import AxisRates, Device, StageSeconds, StepTime
+from pipeloom.schedule import Costs, Schedule, Timeline, simulate
+from pipeloom.schedule.actions import HIDDEN, KEPT, PENDING, SAVED, SCORES
 from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.model import parts
 
@@ -103,6 +103,7 @@ def layout_of(layout: Layout) -> PlannedLayout:
         recompute=recompute if isinstance(recompute, str) else "none",
         schedule=layout.schedule.name,
         capacity=config.model.capacity_factor,
+        slices=layout.schedule.slices,
         stages=layout.stage_layers,
     )  # fmt: skip
 
@@ -115,8 +116,11 @@ def predicted(
 
     Raises UsageError for a model that cannot be planned, or that its axes do not divide.
     """
-    if layout.schedule.vocabulary:
-        raise UsageError("the planner has no output layer that is spread over the pipeline")
+    spread = layout.schedule.vocabulary
+    if spread and measured_layers is not None:
+        raise UsageError(
+            '--costs: the output layer was measured whole, and parallel.vocabulary = "pp" spreads it; nearest: "last"'
+        )
     planned, shape = layout_of(layout), shape_of(layout.config)
     if reasons := problems(shape, planned):
         raise UsageError("; ".join(reasons))
@@ -124,15 +128,25 @@ def predicted(
     planner = Planner(shape, speed, runtime_of(layout.config, device), measured_layers)
     layers = planner.layers(replace(planned, recompute="none"))
     links = AxisRates.of(planned, speed)
+    timed = planner.timed_layers(replace(planned, recompute="none"))
+    if spread:  # only the norm is left on the last stage
+        layers[-1] = timed[-1] = replace(layers[-1], ops=layers[-1].ops[:1])
     groups = [layers[start:end] for start, end in spans(layout)]
-    times = [planner.stage_seconds(stage, planned, links) for stage in groups]
-    run = replace(planner.costs(times, planned, links), bytes=_bytes(layout, planned, groups, planner.runtime))
+    times = [planner.stage_seconds(timed[start:end], planned, links) for start, end in spans(layout)]
+    run = planner.costs(times, planned, links)
+    if spread:
+        part = planner.vocabulary_share(planned)
+        groups[spread.start :] = [[part]] * len(spread)
+        run = _with_vocabulary(run, layout.schedule, planner.stage_seconds([part], planned, links))
+    run = replace(run, bytes=_bytes(layout, planned, groups, planner.runtime))
+    if layout.cuts is not None:  # which may be even in tokens instead
+        run = layout.cuts.costs(run)
     sizes = layout.microbatch_sizes
     if len(set(sizes)) > 1:
         run = replace(run, microbatch=tuple(size / max(sizes) for size in sizes))
-    timeline = simulate(
-        layout.schedule, run if device is not None or measured_layers is not None else replace(run, p2p=0.0)
-    )
+    if device is None and measured_layers is None:
+        run = replace(run, p2p=0.0, broadcast=0.0, combine=0.0)
+    timeline = simulate(layout.schedule, run)
     step = None
     if device is not None:
         state = [
@@ -143,6 +157,17 @@ def predicted(
         share = sent / sum(each.total for each in times)
         step = StepTime(busy * (1 - share), busy * share, max(0.0, timeline.makespan - busy), *max(state))
     return RunPrediction(planner, planned, tuple(_ranks(layout, run, planner.runtime, timeline)), timeline, step)
+
+
+def _with_vocabulary(run: Costs, schedule: Schedule, share: StageSeconds) -> Costs:
+    """The costs with S and T of the shares of the output layer; with one reduction S computes the input gradient too.
+
+    A broadcast and a reduction each take as long as a message between stages.
+    """
+    fused = dict(schedule.options).get("vocabulary") != "two"
+    scores, gradients = share.forward + fused * share.input_grad, share.weight_grad + (not fused) * share.input_grad
+    hop = run.p2p + run.message / run.bandwidth if isinstance(run.p2p, float) else 0.0
+    return replace(run, scores=scores, scores_grad=gradients, broadcast=hop, combine=hop)
 
 
 def _parameters(groups: Sequence[Sequence[LayerOps]], stages: Sequence[int]) -> tuple[float, float]:
@@ -157,7 +182,12 @@ def _bytes(
     """`Costs.bytes` of the stages: of a micro-batch, and what stands for the whole step, at the first stage of its rank."""
     schedule = layout.schedule
     replicas = planned.dp * planned.cp
-    activations = [_stage_memory(layout, stage, layers) for stage, layers in enumerate(groups)]
+    activations = [
+        StageMemory(0.0, 0.0, 0.0, scores=groups[stage][0].tensors[SCORES])
+        if stage in schedule.vocabulary
+        else _stage_memory(layout, stage, layers)
+        for stage, layers in enumerate(groups)
+    ]
     values = []
     for stage, memory in enumerate(activations):
         held = list(zip(_parameters(groups, (stage,)), (replicas, planned.expert_replicas), strict=True))
@@ -166,7 +196,11 @@ def _bytes(
         shards = {"shards": weights} if planned.zero == 3 else {}
         shards |= {"grad_shards": gradients} if planned.zero >= 2 else {}
         state = {"params": whole, "grads": summed, "optimizer": optimizer} | shards
-        values.append({KEPT: memory.kept, SAVED: memory.saved, PENDING: memory.pending, "layer": memory.layer} | state)
+        moving = {KEPT: memory.kept, SAVED: memory.saved, PENDING: memory.pending, "layer": memory.layer}
+        if schedule.vocabulary:
+            tensors = groups[stage][0].tensors if stage in schedule.vocabulary else {}
+            moving |= {name: tensors.get(name, 0.0) for name in (HIDDEN, SCORES)}
+        values.append(moving | state)
     sizes = {name: [value[name] for value in values] for name in values[0]}
     for part in schedule.recomputed_parts:
         sizes[f"{SAVED}:{part}"] = [
@@ -182,7 +216,8 @@ def _bytes(
     for rank, mine in enumerate(schedule.stages_of):
         sizes["messages"][mine[0]] = messages[rank]
         gradients = sum(activations[stage].gradients for stage in mine)
-        rise = sum(peak(schedule, rank, activations)[:2]) - peak(schedule, rank, flat)[0] - gradients
+        shares = layout.cuts.sizes if layout.cuts is not None else ()
+        rise = sum(peak(schedule, rank, activations, shares)[:2]) - peak(schedule, rank, flat, shares)[0] - gradients
         sizes["temporaries"][mine[0]] = max(0.0, rise)
         for stage in mine if rise < 0 else ():  # not all of them are there at the peak
             sizes["grads"][stage] *= 1 + rise / gradients
@@ -195,7 +230,8 @@ def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> Sta
     if not layers:
         return StageMemory(0.0, 0.0, 0.0)
     cells = (action for program in schedule.programs for cell in program for action in parts(cell))
-    blocks = any(action.stage == stage and action.kind in BLOCKS for action in cells)
+    kinds = {action.kind for action in cells if action.stage == stage}
+    blocks = not kinds.isdisjoint(BLOCKS)
     marks = [blocks and mark for mark in _recomputed(layout)[start : start + len(layers)]]
     copies = [
         replace(layer, dropped=frozenset(layer.tensors)) if mark else layer
@@ -214,7 +250,23 @@ def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> Sta
     )
     layer = max(0.0, 0.0, *rises)
     always = layers[0].input * (not first) + held * blocks
-    return StageMemory(held * (not blocks), memory.pending, max(0.0, memory.extra - layer), always, layer)
+    if schedule.slices > 1:  # for later slices
+        always += sum(
+            _keys_and_values(layer) for layer, mark in zip(layers, marks, strict=True) if mark or "R" in kinds
+        )
+    extra = max(0.0, memory.extra - layer) * _largest_slice(layout) + summed_over_slices(
+        layout, stage, sum(_keys_and_values(layer) for layer in layers)
+    )
+    return StageMemory(held * (not blocks), memory.pending, extra, always, layer)
+
+
+def _keys_and_values(layer: LayerOps) -> float:
+    return layer.tensors.get("key", 0.0) + layer.tensors.get("value", 0.0)
+
+
+def _largest_slice(layout: Layout) -> float:
+    """The share of a micro-batch that is on its way, or in work, at a time."""
+    return max(layout.cuts.sizes) if layout.cuts is not None else 1.0
 
 
 def _recomputed(layout: Layout) -> list[bool]:
@@ -232,7 +284,7 @@ def _message_bytes(layout: Layout) -> list[float]:
     section, schedule = layout.config.schedule, layout.schedule
     if layout.config.train.device == "cpu" and section.transport in ("auto", "shared"):
         return [0.0] * schedule.ranks
-    depth, size = section.receive_depth or 2, max(boundary_bytes(layout))
+    depth, size = section.receive_depth or 2, max(boundary_bytes(layout)) * _largest_slice(layout)
     channels = {
         (ends, at)
         for route in schedule.routes

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from pipeloom.errors import UsageError, divisors
@@ -28,6 +29,7 @@ OFFERED = {
 }
 _SPREAD = ("dp", "tp", "cp", "pp", "ep", "m", "micro_batch", "recompute")
 EXACT = 24  # most layouts that are predicted exactly
+SLICE_TOKENS = 1024  # fewest of a slice, with which products are still near their rate
 SECONDS = 20.0  # after which no further layout is predicted
 
 
@@ -45,6 +47,7 @@ class PlanRequest:
         capacity: factor of the experts.
         fixed: name of a field of `PlannedLayout` -> the value that it must have.
         recompute: what may be recomputed.
+        slices: numbers of slices of a sequence that may be used, with "1f1b".
     """
 
     devices: int
@@ -56,6 +59,7 @@ class PlanRequest:
     capacity: float = 0.0
     fixed: Mapping[str, Any] = field(default_factory=dict)
     recompute: tuple[str, ...] = RECOMPUTED
+    slices: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True)
@@ -163,13 +167,13 @@ def _better(planner: Planner, request: PlanRequest, best: LayoutCosts, until: fl
 
 def neighbouring(planner: Planner, best: LayoutCosts, request: PlanRequest) -> Iterator[tuple[str, LayoutCosts]]:
     """(what changes, the prediction) of every layout one step from the best one that the model and the families allow."""
-    for change, layout in _steps(best.layout, request.recompute):
+    for change, layout in _steps(best.layout, request):
         if not problems(planner.shape, layout):
             with suppress(UsageError):
                 yield change, planner.predict(layout)
 
 
-def _steps(layout: PlannedLayout, recomputable: Sequence[str]) -> Iterator[tuple[str, PlannedLayout]]:
+def _steps(layout: PlannedLayout, request: PlanRequest) -> Iterator[tuple[str, PlannedLayout]]:
     """(what changes, the layout) of every layout one step away that keeps devices and sequences."""
     for grown in ("tp", "pp", "cp", "dp"):
         for shrunk in ("tp", "pp", "cp", "dp"):
@@ -195,9 +199,12 @@ def _steps(layout: PlannedLayout, recomputable: Sequence[str]) -> Iterator[tuple
             f"micro_batch {2 * layout.micro_batch}",
             replace(layout, micro_batch=2 * layout.micro_batch, m=layout.m // 2),
         )
-    for recompute in recomputable:
+    for recompute in request.recompute:
         if recompute != layout.recompute:
             yield f"recompute {recompute}", replace(layout, recompute=recompute)
+    for slices in request.slices if layout.pp > 1 else ():
+        if slices in (2 * layout.slices, layout.slices // 2):
+            yield f"slices {slices}", replace(layout, slices=slices)
 
 
 def _powers(most: int) -> list[int]:
@@ -245,17 +252,25 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
             for v in CHUNKS[name] if layout.pp > 1 else (1,):
                 if layout.pp * v > planner.shape.layers or (name in WHOLE_ROUNDS and layout.m % layout.pp):
                     continue
-                for zero in request.zero:
-                    candidate = replace(layout, v=v, schedule=name, zero=zero)
+                for zero, slices in product(request.zero, _slices(request, layout, name)):
+                    candidate = replace(layout, v=v, schedule=name, zero=zero, slices=slices)
                     if not all(getattr(candidate, key) == value for key, value in request.fixed.items()):
                         continue
                     gathers = layout.dp if gathers_by_microbatch(candidate, planner.runtime) else 0
-                    if (*key, gathers) not in known:
-                        known[*key, gathers] = _Sums.of(planner, candidate, links)
-                    sums, place = known[*key, gathers], (*key, gathers, layout.pp, v, name == "zbv")
+                    if (*key, gathers, slices) not in known:
+                        known[*key, gathers, slices] = _Sums.of(planner, candidate, links)
+                    sums = known[*key, gathers, slices]
+                    place = (*key, gathers, slices, layout.pp, v, name == "zbv")
                     if place not in cuts:
                         cuts[place] = sums.cut(layout.pp, v, vee=name == "zbv")
                     yield _estimate(planner, candidate, links, cuts[place])
+
+
+def _slices(request: PlanRequest, layout: PlannedLayout, schedule: str) -> tuple[int, ...]:
+    """The numbers of slices to estimate: more than one for 1F1B on a pipeline, where each has tokens enough for fast products."""
+    if layout.pp == 1 or schedule != "1f1b" or layout.capacity:
+        return request.slices[:1]
+    return tuple(count for count in request.slices if count == 1 or layout.seq // count >= SLICE_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -287,7 +302,7 @@ class _Sums:
     @classmethod
     def of(cls, planner: Planner, layout: PlannedLayout, links: AxisRates) -> _Sums:
         layers = planner.layers(layout)
-        return cls(layers, tuple(planner.seconds(layers, layout, links)))
+        return cls(layers, tuple(planner.seconds(planner.timed_layers(layout), layout, links)))
 
     def cut(self, ranks: int, chunks: int, *, vee: bool) -> _Cut:
         """The layers in balanced stages, and these on ranks: in a loop, or back and forth."""
@@ -304,20 +319,30 @@ class _Sums:
         return _Cut(tuple(_Rank(*each) for each in sums), extra, largest)
 
 
+def estimate(planner: Planner, layout: PlannedLayout) -> Estimate:
+    """The estimate of one layout, without its schedule."""
+    links = AxisRates.of(layout, planner.device)
+    cut = _Sums.of(planner, layout, links).cut(layout.pp, layout.v, vee=layout.schedule == "zbv")
+    return _estimate(planner, layout, links, cut)
+
+
 def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _Cut) -> Estimate:
     """1F1B's laws: the heaviest rank works for all micro-batches, and the others pass the first one to it and the last one on.
 
-    Rank r of p keeps p - r micro-batches; interleaved, p + (p - 1 - 2 r) / v - r more; zbv p on every rank.
+    Rank r of p keeps p - r micro-batches, in k slices, whose ramps take 1 / k, 1 + (p - r - 1) / k; interleaved,
+    p + (p - 1 - 2 r) / v - r more; zbv p on every rank.
     """
     p, v, m, runtime = layout.pp, layout.v, layout.m, planner.runtime
     heaviest = max(rank.seconds for rank in cut.ranks)
-    fill = (sum(rank.seconds for rank in cut.ranks) - heaviest) / v
+    fill = (sum(rank.seconds for rank in cut.ranks) - heaviest) / v / layout.slices
     if layout.schedule in ("zbv", "zb-h1"):
         fill /= 3
     memory, state_time = 0.0, (0.0, 0.0)
     replicas = layout.dp * layout.cp
     for at, rank in enumerate(cut.ranks):
-        alive = {"interleaved": p - at + (p - 1 - at) / v, "zbv": p, "zb-h1": p}.get(layout.schedule, p - at)
+        alive = {"interleaved": p - at + (p - 1 - at) / v, "zbv": p, "zb-h1": p}.get(
+            layout.schedule, 1 + (p - at - 1) / layout.slices
+        )
         state = state_bytes(
             [(rank.shared, replicas), (rank.experts, layout.expert_replicas)], cut.largest, layout, runtime
         )

@@ -75,7 +75,7 @@ def device(name: str) -> Device:
 class StageSeconds:
     """Seconds of one micro-batch on one stage; of F and I, `sent_forward` and `sent_backward` are communication.
 
-    `backward` is that of a B where it is not I and W.
+    `backward` is that of a B where it is not I and W, `recompute` that of the R of a block (R;B) where it is not F.
     """
 
     forward: float
@@ -84,6 +84,13 @@ class StageSeconds:
     sent_forward: float
     sent_backward: float
     backward: float | None = None
+    recompute: float | None = None
+
+    def times(self, factor: float) -> StageSeconds:
+        """With all seconds multiplied."""
+        values: dict[str, Any] = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        multiplied: dict[str, Any] = {name: None if each is None else factor * each for name, each in values.items()}
+        return StageSeconds(**multiplied)
 
     @property
     def total(self) -> float:
@@ -202,12 +209,14 @@ def _product_seconds(op: Op, element: int, device: Device) -> float:
 def costs(times: Sequence[StageSeconds], layout: PlannedLayout, row: float, links: AxisRates) -> Costs:
     """`Costs` in seconds; a message is a micro-batch's activations between two stages, divided by tp; `row`: bytes of a token."""
     whole: Any = tuple(each.backward for each in times)
+    again: Any = tuple(each.recompute for each in times)
     message = layout.micro_batch * layout.seq / layout.cp * row / layout.tp
     return Costs(
         forward=tuple(each.forward for each in times),
         input_grad=tuple(each.input_grad for each in times),
         weight_grad=tuple(each.weight_grad for each in times),
         backward=None if None in whole else whole,
+        recompute=None if None in again else again,
         p2p=LATENCY,
         message=message,
         bandwidth=links.pp,

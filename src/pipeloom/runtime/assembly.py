@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.parallel.buckets import BucketParameter
 from pipeloom.parallel.data import AFTER_TIES
 from pipeloom.parallel.sharding import ParameterSharding, shardings_of
+from pipeloom.parallel.vocabulary import VocabularyShare
 from pipeloom.runtime.batch import Weight
 from pipeloom.runtime.loss import Loss, require_weighing
 from pipeloom.runtime.options import RuntimeOptions
@@ -112,6 +113,7 @@ class PipelineSpec:
         names: of the layers.
         ranges: stage position -> its layers.
         terms: keys of the losses that layers declare.
+        followed: the name of the weight of which the shares of the vocabulary hold copies of rows; None: they are parameters.
     """
 
     layers: Sequence[LayerSource]
@@ -138,6 +140,13 @@ class PipelineSpec:
             [position for position, which in enumerate(self.ranges) for _ in which],
         )
         self.terms = declared.terms
+        ahead = f"{self.names[-1]}." if shares else None
+        following = [names for names in self.tied if ahead and any(name.startswith(ahead) for name in names)]
+        self.tied = [names for names in self.tied if names not in following]
+        wholes = [name for names in following for name in names if not name.startswith(str(ahead))]
+        if len(wholes) > 1:
+            raise ConfigError(f"a vocabulary over the pipeline is tied to one weight, and tied names {wholes}")
+        self.followed = wholes[0] if wholes else None
         self.schedule = self.recomputing(carrying(self.schedule, declared.tensors))
         if check_first:
             self.options.require_runnable(self.schedule)
@@ -196,6 +205,9 @@ def assemble(
     numbers = {number: rank for rank in communications for number in schedule.stages_of[rank]}
     built, failure = _build_layers(spec, numbers, shared, device, seed)
     modules = {name: module for each in built.values() for name, module in zip(each.names, each.modules, strict=True)}
+    share = modules.get(spec.names[-1])
+    if spec.followed is not None and isinstance(share, VocabularyShare):
+        share.follow_another()
     declared = make_ties(spec.tied, owners)
     facts = exchange(
         {
@@ -236,6 +248,7 @@ def assemble(
         for number, layers in built.items()
     }
     parameters = unique_parameters(modules)
+    followed = [parameters[spec.followed]] if spec.followed in parameters else []
     elsewhere = {weight for tie, weight in across.items() if tie.holders[0] not in communications}
     return Assembly(
         stages=stages,
@@ -246,7 +259,7 @@ def assemble(
         replicated_layers=replicated,
         copies=frozenset(name for name, parameter in parameters.items() if parameter in elsewhere),
         first_names={name: tie.names[0] for tie in ties for name in tie.names[1:]},
-        held=_held(parameters, modules, stages, across),
+        held=_held(parameters, modules, stages, {*across.values(), *followed}),
         grad_context=grad_context,
         keywords=KnownKeywords.union(fact["keywords"] for fact in facts),
     )
@@ -374,10 +387,10 @@ def _held(
     parameters: Mapping[str, nn.Parameter],
     modules: Mapping[str, nn.Module],
     stages: Mapping[int, Stage],
-    across: Mapping[Tie, nn.Parameter],
+    shared: Collection[nn.Parameter],
 ) -> tuple[BucketParameter, ...]:
-    """Return the properties of each parameter that its reduction needs. The gradient of one that other pipeline ranks hold
-    too is first summed over them.
+    """Return the properties of each parameter that its reduction needs. The gradient of one that is `shared` with other ranks of
+    the pipeline is first summed over them.
     """
     layouts: dict[nn.Parameter, ParameterSharding] = {}
     for module in modules.values():
@@ -389,7 +402,7 @@ def _held(
         for module in stage.modules:
             for parameter in module.parameters():
                 adders.setdefault(parameter, []).append(index)
-    for parameter in across.values():
+    for parameter in shared:
         adders[parameter] = [AFTER_TIES]
     return tuple(
         BucketParameter(name, p, tuple(dict.fromkeys(adders[p])), layouts[p]) for name, p in parameters.items()

@@ -16,6 +16,7 @@ from pipeloom.runtime.executor import Executor, StepHooks, StepResult, clock_for
 from pipeloom.runtime.overlap import CommStream
 from pipeloom.runtime.p2p.base import Transport
 from pipeloom.runtime.program import RankProgram, lower, whole_forwards
+from pipeloom.runtime.signals import Signals
 from pipeloom.runtime.spread_vocabulary import SpreadVocabulary
 from pipeloom.runtime.tensor_spec import ShapeCache
 from pipeloom.schedule.model import Schedule
@@ -117,12 +118,15 @@ class RankEngine:
             self._programs[forwards, whole] = lower(schedule, self.rank, self._spec.options)
         return self._programs[forwards, whole]
 
-    def executor(self, forwards: int | None, traced: bool, whole: bool = False) -> Executor:
+    def executor(
+        self, forwards: int | None, traced: bool, whole: bool = False, signals: Signals | None = None
+    ) -> Executor:
         """Return the executor of a training step, or of the forwards of so many micro-batches.
 
         Args:
             traced: whether actions on a GPU are timed there.
             whole: as of `program`.
+            signals: as of `Executor`.
         """
         program = self.program(forwards, whole)
         self._communications.timed = traced
@@ -137,6 +141,7 @@ class RankEngine:
             clock=clock_for(self._communications.device, traced),
             checksums=self._spec.options.checksum,
             vocabulary=self.vocabulary,
+            signals=signals,
         )
 
     def stats(self, result: StepResult, receive_buffers: int = 0, send_segments: int | None = None) -> RankStats:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from pipeloom.runtime.loss import Loss, LossSum, MicrobatchLoss
 from pipeloom.runtime.overlap import CommStream, Coroutine, interleave
 from pipeloom.runtime.p2p.base import Delivery, Outgoing, Transport
 from pipeloom.runtime.program import Instruction, RankProgram
+from pipeloom.runtime.signals import Signals
 from pipeloom.runtime.spread_vocabulary import SpreadVocabulary
 from pipeloom.runtime.stage import ForwardCall, Stage, StageOutputs
 from pipeloom.runtime.tensor_spec import BoundaryValues, ShapeCache, TensorSpecs, boundary_of
@@ -146,6 +148,7 @@ class Executor:
         clock: times the actions.
         checksums: whether messages carry a checksum that the receiver verifies.
         vocabulary: this rank's share of a vocabulary that is spread over the pipeline.
+        signals: sends and receives those of the program, if it has any.
     """
 
     def __init__(
@@ -161,6 +164,7 @@ class Executor:
         clock: HostClock | DeviceClock,
         checksums: bool = False,
         vocabulary: SpreadVocabulary | None = None,
+        signals: Signals | None = None,
     ) -> None:
         self.program = program
         self.stages = stages
@@ -172,6 +176,7 @@ class Executor:
         self.clock = clock
         self.checksums = checksums
         self.vocabulary = vocabulary
+        self.signals = signals
         self._copy_streams: dict[str, torch.cuda.Stream] = {}
         self._alive_lock = threading.Lock()  # copies in threads change what is held
 
@@ -211,6 +216,7 @@ class Executor:
         self._local: dict[tuple[str, Edge, int], Delivery] = {}
         # (stage, micro-batch) -> messages received by a forward; their buffers are returned to the transport after its backward.
         self._inputs: dict[tuple[int, int], Deliveries] = {}
+        self._copied: deque[Deliveries] = deque()  # inputs that are in host memory, whose buffers are returned
         self.communications.exposed()  # left by an evaluation or a failed step
         self.specs.begin([(self.training, *each) for each in batch.signatures], self.program.slices)
         self.clock.begin()
@@ -224,6 +230,7 @@ class Executor:
         self._ended: list[Future[None]] = (
             [Future() for _ in self.program.instructions] if self.program.has_queues else []
         )
+        self._issued: list[Future[None]] = []
         self._beside: dict[int, tuple[float, float]] = {}
         for number, stage in self.stages.items():
             stage.begin(self.program.stages[number].offloaded)
@@ -231,17 +238,35 @@ class Executor:
         if self.program.instructions:
             self.transport.exchange((), self.program.instructions[0].post_receives)
 
-    def missing(self) -> Message | None:
-        """Return the first message that the next instruction needs and that has not arrived; None: it can run."""
-        for messages in self.program.instructions[self._next].receives:
+    def missing(self) -> str | None:
+        """Return in words what the next instruction needs first that is not there; None: it can run without waiting."""
+        instruction = self.program.instructions[self._next]
+        for messages in instruction.receives:
             for message in messages:
                 if not self.transport.arrived(message):
-                    return message
+                    return message.words
+        if self._ended and instruction.queue == COMPUTE:
+            for at in instruction.waits:
+                if not self._ended[at].done():
+                    return f"the end of {self.program.instructions[at].cell}"
+            for signal in instruction.awaits:
+                if not self._signals.arrived(signal):
+                    return signal.words
         return None
+
+    @property
+    def underway(self) -> list[Future[None]]:
+        """The ends of the entries that were issued on other queues and have not ended. Raises what one of them has raised."""
+        for ended in self._issued:
+            if ended.done():
+                ended.result()
+        return [ended for ended in self._issued if not ended.done()]
 
     def execute_next(self) -> None:
         """Run the next instruction: receive, compute, send the results, and open the receives of the following instruction."""
         instruction = self.program.instructions[self._next]
+        while self._copied:
+            self._recycle(self._copied.popleft())
         is_beside = bool(self._ended) and self._runs_beside(instruction)
         received = [
             self._received(action, messages) if messages else {}
@@ -274,7 +299,7 @@ class Executor:
         for stage in instruction.takes if self.hooks.shards is not None else ():
             self.hooks.shards.take(stage)  # type: ignore[union-attr]
         if self._ended and not is_beside:
-            self._ended[self._next].set_result(None)
+            self._end(self._next)
         self._next += 1
         self.unfinished = self._next < len(self.program.instructions)
         posts = self.program.instructions[self._next].post_receives if self.unfinished else ()
@@ -290,12 +315,27 @@ class Executor:
             return True
         for at in instruction.waits:
             self._ended[at].result()
+        for signal in instruction.awaits:
+            self.hooks.status.wait_between(signal.words)
+            self._signals.wait(signal)
         self._issue(instruction.issues)
         return False
+
+    @property
+    def _signals(self) -> Signals:
+        assert self.signals is not None
+        return self.signals
+
+    def _end(self, at: int) -> None:
+        """Note that an entry has ended, here and for the other ranks that wait for it."""
+        for signal in self.program.instructions[at].signals:
+            self._signals.send(signal)
+        self._ended[at].set_result(None)
 
     def _issue(self, entries: Sequence[int]) -> None:
         """Start entries on other queues than that of computation. Each waits for the one before it on its queue."""
         for at in entries:
+            self._issued.append(self._ended[at])
             threading.Thread(target=self._run_beside, args=(at,), daemon=True).start()
 
     def _run_beside(self, at: int) -> None:
@@ -304,11 +344,13 @@ class Executor:
         try:
             for other in instruction.waits:
                 self._ended[other].result()
+            for signal in instruction.awaits:
+                self._signals.wait(signal)
             start = time.perf_counter()
             for action in instruction.actions:
                 _BESIDE.get(action.kind.partition(":")[0], Executor._execute_kind)(self, action)
             self._beside[at] = start, time.perf_counter()
-            self._ended[at].set_result(None)
+            self._end(at)
         except BaseException as error:
             self._ended[at].set_exception(error)
             for action in instruction.actions:
@@ -429,7 +471,7 @@ class Executor:
         """Run BROADCAST."""
         edge, mb = self.program.stages[action.stage].takes, action.microbatch
         hidden = None if edge is None else self._local.pop(("activation", edge, mb)).values[0]
-        self._spread.broadcast(mb, hidden)
+        self._spread.broadcast(mb, hidden, self.batch.targets[mb])
 
     def _scores(self, action: Action, received: Deliveries) -> Deliveries:
         """Run S."""
@@ -471,6 +513,17 @@ class Executor:
         part, count = _part(action)
         self._hold(1 if part == count else 0)
         self.stages[action.stage].copy_to_device(self._unit(action), part, self._copy_stream(action))
+
+    def _copy_kept_out(self, action: Action) -> None:
+        """Run OKEPT. The buffers of received inputs are returned by the thread that computes."""
+        unit = self._unit(action)
+        self.stages[action.stage].kept_to_host(unit, self._copy_stream(action))
+        if (received := self._inputs.pop((action.stage, unit), None)) is not None:
+            self._copied.append(received)
+
+    def _copy_kept_in(self, action: Action) -> None:
+        """Run LKEPT."""
+        self.stages[action.stage].kept_to_device(self._unit(action), self._copy_stream(action))
 
     def _copy_stream(self, action: Action) -> torch.cuda.Stream | None:
         """Return the stream of the action's queue; None on the CPU."""
@@ -577,8 +630,7 @@ class Executor:
     def _forward_done(self, action: Action, outputs: StageOutputs, received: Deliveries) -> Deliveries:
         """Distribute a forward's outputs to other stages, and add its losses to the sums."""
         if not self.training:
-            for delivery in received.values():
-                self.transport.recycle(delivery.values)
+            self._recycle(received)
         if outputs.loss is not None:
             self.result.loss.add(outputs.loss)
             self._unreached = self._unreached and outputs.unreached and not outputs.terms
@@ -626,8 +678,7 @@ class Executor:
         program = self.program.stages[stage]
         for arrived in (self._inputs.pop((stage, mb), None), received):
             if arrived:
-                for delivery in arrived.values():
-                    self.transport.recycle(delivery.values)
+                self._recycle(arrived)
         deliveries = {}
         for edge, values in zip(program.inputs, gradients[program.takes is None :], strict=True):
             if edge.producer in self.stages:
@@ -635,6 +686,10 @@ class Executor:
             else:
                 deliveries[edge] = Delivery(values, ())
         return deliveries
+
+    def _recycle(self, deliveries: Deliveries) -> None:
+        for delivery in deliveries.values():
+            self.transport.recycle(delivery.values)
 
     # -- messages --------------------------------------------------------------------------------------------------------
 
@@ -712,6 +767,8 @@ _EXECUTE: dict[str, Callable[[Executor, Action, Deliveries], Deliveries]] = {
 _BESIDE: dict[str, Callable[[Executor, Action], None]] = {
     "O": Executor._copy_out,
     "L": Executor._copy_in,
+    "OKEPT": Executor._copy_kept_out,
+    "LKEPT": Executor._copy_kept_in,
     "UNSHARD": Executor._gather,
     "REDUCE_GRAD": Executor._reduce,
     "BROADCAST": Executor._broadcast,

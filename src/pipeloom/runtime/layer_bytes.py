@@ -38,6 +38,7 @@ class LayerBytes:
         pending: what W reads after I.
         forward: the most that the forward holds at once besides its input and what it saves.
         backward: the most that the backward (an I where it is split, or its W) adds at once to what it starts with.
+        state: what the layer keeps of slices for later ones, such as keys and values; part of what is saved, too.
         again: whether the layer is recomputed in its backward.
         parts: name of a part of the layer -> those of `saved` that are not held from F on where an R of the part makes them.
     """
@@ -50,6 +51,7 @@ class LayerBytes:
     pending: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
+    state: float = 0.0
     again: bool = False
     parts: Mapping[str, float] = field(default_factory=dict)
 
@@ -192,7 +194,8 @@ def stage_bytes(schedule: Schedule, spans: Sequence[Sequence[LayerBytes]]) -> di
     actions = [action for program in schedule.programs for cell in program for action in parts(cell)]
     blocks = {action.stage for action in actions if action.kind in ("RB", "RI")}
     first = {route[0] for route in schedule.routes}
-    values = [_values(layers, stage in first, stage in blocks) for stage, layers in enumerate(spans)]
+    whole = {action.stage for action in actions if action.kind == "R"}
+    values = [_values(layers, stage in first, stage in blocks, stage in whole) for stage, layers in enumerate(spans)]
     sizes = {name: tuple(value[name] for value in values) for name in (KEPT, SAVED, PENDING, "layer", "temporary")}
     names = sorted({part for layers in spans for each in layers for part in each.parts})
     return sizes | {
@@ -200,13 +203,14 @@ def stage_bytes(schedule: Schedule, spans: Sequence[Sequence[LayerBytes]]) -> di
     }
 
 
-def _values(layers: Sequence[LayerBytes], first: bool, blocks: bool) -> dict[str, float]:
+def _values(layers: Sequence[LayerBytes], first: bool, blocks: bool, whole: bool = False) -> dict[str, float]:
     """Return name -> bytes of one stage.
 
     Args:
         first: its inputs are views of the batch, which is there for the whole step.
         blocks: its backwards recompute layer by layer, so that F keeps the input of each layer that is recomputed, and all that
             the others save.
+        whole: all its layers are recomputed together.
     """
     levels = [0.0]  # what the layers up to each one hold from F on
     for before, each in zip((None, *layers), layers, strict=False):
@@ -227,8 +231,9 @@ def _values(layers: Sequence[LayerBytes], first: bool, blocks: bool) -> dict[str
         default=0.0,
     )
     entering = 0.0 if first or not layers else layers[0].input
+    state = sum(each.state for each in layers if whole or (blocks and each.again))
     return {
-        KEPT: entering + levels[-1] * blocks,
+        KEPT: entering + levels[-1] * blocks + state,
         SAVED: levels[-1] * (not blocks),
         PENDING: sum(each.pending for each in layers),
         "layer": layer,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from pipeloom.ops.checksum import checksums
 from pipeloom.ops.layer import KEYWORD
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.exchange import all_gather_json, all_gather_tree
-from pipeloom.parallel.mesh import Mesh, PipelineMesh
+from pipeloom.parallel.mesh import Mesh, PipelineMesh, group_of_members
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.runtime import replicas
 from pipeloom.runtime.assembly import BuiltParameters, PipelineSpec, assemble, copy_state
@@ -53,7 +54,8 @@ from pipeloom.runtime.overlap import CommStream
 from pipeloom.runtime.p2p.base import InProcessTransport, Mailroom, Transport
 from pipeloom.runtime.p2p.connect import P2PConnections
 from pipeloom.runtime.program import RankProgram, as_executed, require_same_stages
-from pipeloom.runtime.spread_vocabulary import SpreadVocabulary, require_share
+from pipeloom.runtime.signals import SignalsBetweenProcesses, SignalsInProcess
+from pipeloom.runtime.spread_vocabulary import FollowedRows, SpreadVocabulary, require_share
 from pipeloom.runtime.stage_modules import LayerSource, carrying
 from pipeloom.runtime.tensor_spec import ShapeCache, is_strided
 from pipeloom.runtime.tied_weights import layer_of
@@ -175,7 +177,10 @@ class Pipeline:
             )
             for rank, status in statuses.items()
         ]
+        self._followed = self._follow_rows() if spec.followed is not None else None
+        self._gradients.followed = self._followed
         self._built = BuiltParameters(assembly.modules)
+        self._signals: SignalsBetweenProcesses | None = None  # once a schedule has any
         self._compared = False  # whether replicas are known to hold the same values
         self._batches = replicas.BatchCheck(mesh, options.check_every)
         self._losses = LossBroadcast(mesh, spec.schedule, self.device, self._alarm, spec.terms)
@@ -189,6 +194,34 @@ class Pipeline:
         share = require_share(layer, ranks_here)
         fused = not any(action.kind == "REDUCE_SUM" for cell in schedule.programs[0] for action in parts(cell))
         return SpreadVocabulary.of(share, self.mesh, schedule.placement[schedule.routes[0][-1]], fused)
+
+    def _follow_rows(self) -> FollowedRows:
+        """Return the rows of the weight to which the vocabulary's shares are tied; collective over the replica."""
+        spread, name = self._engines[0].vocabulary, self._spec.followed
+        assert spread is not None
+        assert name is not None
+        weight = self._assembly.parameters.get(name)
+        mine: Any = None
+        if weight is not None:
+            sharding = next(each.sharding for each in self._assembly.held if each.name == name)
+            shard = sharding.over("tp")
+            ((first, rows),) = ((0, len(weight)),) if shard is None else shard.stretches(self.mesh.place.tp)
+            mine = [first, first + rows]
+        with self._alarm.waiting("the other ranks at start-up"):
+            everyone = all_gather_json(mine, spread.axis.group)
+        parts = {rank: (each[0], each[1]) for rank, each in enumerate(everyone) if each is not None}
+        if not parts or max(last for _, last in parts.values()) != spread.share.vocabulary:
+            raise ConfigError(
+                f"tied: {name!r} has not the {spread.share.vocabulary} rows of the vocabulary over the pipeline"
+            )
+        return FollowedRows(spread, parts, weight)
+
+    def _send_followed(self) -> None:
+        """Give the vocabulary's shares the present rows of the weight to which they are tied."""
+        if self._followed is not None:
+            self._gradients.wait_for_weights()
+            with self._alarm.waiting("the rows of tied weights"):
+                self._followed.send()
 
     def _transport(self, program: RankProgram) -> Transport:
         """Return the transport for one run of `program`."""
@@ -246,6 +279,8 @@ class Pipeline:
         schedule = as_executed(schedule, self._assembly.segmented)
         for engine in self._engines:
             engine.follow(schedule)
+        if self._signals is None and self.group is not None and self._engines[0].program().has_signals:
+            self._signals = SignalsBetweenProcesses(group_of_members(self._line.ranks, backend="gloo"))
         self.schedule = schedule
         self._parts_unchecked = bool(schedule.recomputed_parts)
         self._result = StepResult()  # of this process, and of each of its ranks
@@ -287,6 +322,7 @@ class Pipeline:
         self._before_step({"inputs": inputs, "targets": targets, **keywords})
         batch = self._split("forward_backward", inputs, targets, keywords, self.schedule.microbatches)
         buffers = self._checksums_of_replicas() if first else {}
+        self._send_followed()
         self._gradients.begin()
         executor = self._executor(None)
         self._losses.expect()
@@ -338,6 +374,7 @@ class Pipeline:
                 self._compare_replicas()
             count = evaluation_microbatches(self.schedule.microbatches, inputs)
             batch = self._split("evaluate", inputs, targets, keywords, count)
+            self._send_followed()
             executor = self._executor(count)
             self._losses.expect()
             with self._alarm.reporting():
@@ -353,6 +390,7 @@ class Pipeline:
         with self._status.during("evaluation"):
             count = evaluation_microbatches(self.schedule.microbatches, inputs)
             batch = self._split("predict", inputs, None, keywords, count)
+            self._send_followed()
             executor = self._executor(count, whole=True)
             with self._alarm.reporting():
                 outputs = executor.run(batch, keep_outputs=True).outputs
@@ -419,7 +457,7 @@ class Pipeline:
     def _executor(self, forwards: int | None, whole: bool = False) -> Executor:
         """Return the executor of a training step, or of the forwards of so many micro-batches, uncut if `whole`."""
         (engine,) = self._engines
-        return engine.executor(forwards, self.trace, whole)
+        return engine.executor(forwards, self.trace, whole, self._signals)
 
     # -- what it is part of, and the last step ---------------------------------------------------------------------------
 
@@ -729,7 +767,8 @@ class LocalPipeline(Pipeline):
 
     def _executor(self, forwards: int | None, whole: bool = False) -> Any:
         self._mailroom.clear()  # of messages that a failed run has left
-        return _ExecutorOfAllRanks([engine.executor(forwards, self.trace, whole) for engine in self._engines])
+        signals = SignalsInProcess()
+        return _ExecutorOfAllRanks([engine.executor(forwards, self.trace, whole, signals) for engine in self._engines])
 
     @property
     def stats(self) -> tuple[RankStats, ...]:  # type: ignore[override]  # of all ranks
@@ -761,8 +800,12 @@ class _ExecutorOfAllRanks:
                     executor.execute_next()
                     progress = True
             if not progress:
+                underway = [ended for executor in self._executors for ended in executor.underway]
+                if underway:
+                    futures.wait(underway, return_when=futures.FIRST_COMPLETED)
+                    continue
                 awaited = [(rank, each.missing()) for rank, each in enumerate(self._executors) if each.unfinished]
-                stuck = "; ".join(f"rank {rank} waits for {m.words}" for rank, m in awaited if m is not None)
+                stuck = "; ".join(f"rank {rank} waits for {words}" for rank, words in awaited if words is not None)
                 raise ScheduleError(f"the schedule deadlocks: {stuck}")
         self.results = [executor.finish() for executor in self._executors]
         whole = StepResult()

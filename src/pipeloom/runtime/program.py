@@ -10,6 +10,7 @@ from functools import cached_property
 from pipeloom.errors import ConfigError
 from pipeloom.runtime.offload import Parts
 from pipeloom.runtime.options import RuntimeOptions
+from pipeloom.runtime.signals import Signal, signals_of
 from pipeloom.schedule.actions import (
     COMPUTE,
     COPY_OUT,
@@ -58,6 +59,8 @@ class Instruction:
         issues: the entries on other queues that are issued when it starts.
         opens: the stages whose gradients it is the first to add to, in the step or since they were taken to be reduced.
         takes: the stages whose gradients are taken when it ends; both only of stages that are reduced by actions.
+        awaits: the ends of entries of other ranks that it waits for.
+        signals: those waits of other ranks that its own end ends.
     """
 
     cell: Cell
@@ -71,6 +74,8 @@ class Instruction:
     issues: tuple[int, ...] = ()
     opens: tuple[int, ...] = ()
     takes: tuple[int, ...] = ()
+    awaits: tuple[Signal, ...] = ()
+    signals: tuple[Signal, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ class StageProgram:
         recomputed: the micro-batches whose F keeps only what R needs.
         in_blocks: those whose layers, or some of them, are recomputed one by one in their backward.
         offloaded: micro-batch -> the parts that travel of what its backward needs, to host memory and back.
+        kept_on_host: micro-batches of which what R needs travels to host memory and back.
         parts: micro-batch -> the parts of its layers that an R of their own recomputes.
     """
 
@@ -99,6 +105,7 @@ class StageProgram:
     recomputed: frozenset[int] = frozenset()
     in_blocks: frozenset[int] = frozenset()
     offloaded: Mapping[int, Parts] = field(default_factory=dict)
+    kept_on_host: frozenset[int] = frozenset()
     parts: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
     def part_of(self, microbatch: int, at: int, layers: int) -> str | None:
@@ -129,6 +136,7 @@ class RankProgram:
         batches: this rank's calls of the batched transport, in order; None with another transport.
         issued_first: the entries on other queues before the first computation.
         slices: into how many the sequences of each micro-batch are cut.
+        has_signals: whether entries of any rank wait for signals.
     """
 
     instructions: tuple[Instruction, ...]
@@ -139,11 +147,12 @@ class RankProgram:
     batches: tuple[MessageBatch, ...] | None = None
     issued_first: tuple[int, ...] = ()
     slices: int = 1
+    has_signals: bool = False
 
     @cached_property
     def has_queues(self) -> bool:
-        """Return whether an instruction runs beside the computation."""
-        return any(instruction.queue != COMPUTE for instruction in self.instructions)
+        """Return whether an instruction runs beside the computation, or waits for more than messages."""
+        return self.has_signals or any(instruction.queue != COMPUTE for instruction in self.instructions)
 
 
 def as_executed(schedule: Schedule, segmented: Collection[int]) -> Schedule:
@@ -215,6 +224,12 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
         completes = tuple(stage for stage in sorted(last) if last[stage] == at)
         instructions.append(Instruction(entry.cell, actions, posts, receives, sends, completes))
     issued_first = _with_queues(schedule, rank, instructions) if schedule.has_queues else ()
+    awaited, signalled = signals_of(schedule)
+    if awaited:
+        instructions = [
+            replace(each, awaits=awaited.get((rank, at), ()), signals=signalled.get((rank, at), ()))
+            for at, each in enumerate(instructions)
+        ]
     _with_reductions(schedule.stage_actions.get("REDUCE_GRAD", frozenset()), instructions)
     channels = sorted({m.channel for entry in entries for m in (*entry.receives, *entry.sends)})
     every = sorted({m.channel for program in programs for entry in program for m in entry.sends})
@@ -229,14 +244,12 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
         batches,
         issued_first,
         schedule.slices,
+        bool(awaited),
     )
 
 
 def _with_queues(schedule: Schedule, rank: int, instructions: list[Instruction]) -> tuple[int, ...]:
-    """Add queues, waits and issues to a rank's instructions; return `RankProgram.issued_first`.
-
-    Raises ConfigError for an action that waits for another rank's without a message.
-    """
+    """Add queues, waits and issues to a rank's instructions; return `RankProgram.issued_first`."""
     ordered = entry_waits(schedule)
     issued: dict[int | None, list[int]] = {None: []}
     computation: int | None = None
@@ -244,13 +257,9 @@ def _with_queues(schedule: Schedule, rank: int, instructions: list[Instruction])
     for at, instruction in enumerate(instructions):
         queue = kind_of(instruction.actions[0].kind).queue
         # A part is waited for where it is saved and used (`SavedTensors`).
-        waits = [wait for wait in ordered.get((rank, at), ()) if wait.share == 1.0 and not wait.late]
-        for other in waits:
-            if other.rank != rank:
-                raise ConfigError(
-                    f"{instruction.cell} of rank {rank} waits for {schedule.programs[other.rank][other.at]} of rank "
-                    f"{other.rank}, and no message tells it of that: such a schedule can be simulated, not run"
-                )
+        waits = [
+            wait for wait in ordered.get((rank, at), ()) if wait.share == 1.0 and not wait.late and wait.rank == rank
+        ]
         if queue == COMPUTE:
             computation, issued[at] = at, []
         else:
@@ -301,6 +310,7 @@ def _stage_programs(schedule: Schedule, rank: int) -> dict[int, StageProgram]:
             frozenset(microbatches(stage, lambda kind: kind.letter == "R")),
             frozenset(microbatches(stage, lambda kind: bool(kind.fuses))),
             _offloaded(schedule, actions, stage),
+            _kept_on_host(schedule, actions, stage),
             _recomputed_parts(schedule, actions, stage),
         )
         for stage in schedule.stages_of[rank]
@@ -330,7 +340,7 @@ def _offloaded(schedule: Schedule, actions: Sequence[Action], stage: int) -> dic
     travelling: dict[int, Parts] = {}
     for action in actions:
         kind = kind_of(action.kind)
-        if kind.queue != COPY_OUT or action.stage != stage:
+        if kind.queue != COPY_OUT or kind.divides is None or action.stage != stage:
             continue
         part, count = fraction_of(action.kind) or ((1, 1) if not kind.part else (0, 0))
         before = travelling.get(schedule.unit_of(action), Parts(frozenset(), count))
@@ -341,6 +351,20 @@ def _offloaded(schedule: Schedule, actions: Sequence[Action], stage: int) -> dic
             )
         travelling[schedule.unit_of(action)] = Parts(before.numbers | {part}, count)
     return travelling
+
+
+def _kept_on_host(schedule: Schedule, actions: Sequence[Action], stage: int) -> frozenset[int]:
+    """Return `StageProgram.kept_on_host`. Raises ConfigError where no R needs it."""
+    mine = [action for action in actions if action.stage == stage]
+    recomputed = {schedule.unit_of(action) for action in mine if action.kind == "R"}
+    moved = [action for action in mine if action.kind == "OKEPT"]
+    for action in moved:
+        if schedule.unit_of(action) not in recomputed:
+            raise ConfigError(
+                f"{action}: what is kept is copied to host memory for an R of the whole stage, and there is no "
+                f"{stage}R{action.unit}: recompute in an action of its own (recompute=whole)"
+            )
+    return frozenset(map(schedule.unit_of, moved))
 
 
 def _neighbour_edges(schedule: Schedule) -> tuple[list[Edge | None], list[Edge | None]]:

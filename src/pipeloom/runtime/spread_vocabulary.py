@@ -7,8 +7,9 @@ exp(y - l) · exp(l - L) / Z - q, where q is 1 - ε at the target plus ε / V (a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -108,27 +109,25 @@ class SpreadVocabulary:
     def _root(self) -> int:
         return self.axis.ranks[self.sources[0]]
 
-    def broadcast(self, microbatch: int, hidden: Tensor | None) -> None:
+    def broadcast(self, microbatch: int, hidden: Tensor | None, targets: Tensor) -> None:
         """BROADCAST: receive the last stage's output [..., width], or send `hidden`, which only that stage's rank has.
 
-        Raises UsageError for an output of another width or dtype than the weight's, or with more than 7 dimensions.
+        Raises UsageError for an output that has not the weight's width and dtype, and a row for each target.
         """
+        self._tokens[microbatch] = _Tokens(self._copy_of(hidden, shape_of(targets)))
+
+    def _copy_of(self, hidden: Tensor | None, shape: Sequence[int]) -> Tensor:
+        """Return the last stage's output [*shape, width] on every rank."""
         weight = self.share.weight
-        sizes = torch.zeros(8, dtype=torch.int64)
+        values = torch.empty((*shape, weight.shape[1]), dtype=weight.dtype, device=weight.device)
         if hidden is not None:
-            if hidden.shape[-1] != weight.shape[1] or hidden.dtype != weight.dtype or hidden.ndim > 7:
+            if hidden.shape != values.shape or hidden.dtype != weight.dtype:
                 raise UsageError(
-                    f"the last stage returned {hidden.dtype}{list(hidden.shape)}, and the vocabulary's weight is "
-                    f"{weight.dtype}[{self.share.vocabulary}, {weight.shape[1]}]"
+                    f"the last stage returned {hidden.dtype}{list(hidden.shape)}, the vocabulary's weight is "
+                    f"{weight.dtype}[{self.share.vocabulary}, {weight.shape[1]}], and the targets are {list(shape)}"
                 )
-            sizes[: hidden.ndim + 1] = torch.tensor([hidden.ndim, *hidden.shape])
-        sizes = sizes.to(weight.device)
-        sizes = self._moved(dist.broadcast, sizes, self._root)
-        count, *shape = sizes.tolist()
-        values = torch.empty(shape[:count], dtype=weight.dtype, device=weight.device)
-        if hidden is not None:
             values.copy_(hidden.detach())
-        self._tokens[microbatch] = _Tokens(self._moved(dist.broadcast, values, self._root))
+        return self._moved(dist.broadcast, values, self._root)
 
     def _moved(self, collective: Callable[..., Any], tensor: Tensor, *arguments: Any) -> Tensor:
         """Return `tensor`, or a copy of it, after a collective of the ranks, on the host where the group moves no others."""
@@ -139,10 +138,10 @@ class SpreadVocabulary:
     def scores(self, microbatch: int, targets: Tensor, training: bool) -> None:
         """S: compute the logits of the share, and with one reduction its part of the input gradient.
 
-        Raises UsageError for targets that are not on this rank, of another shape, or outside the vocabulary.
+        Raises UsageError for targets outside the vocabulary.
         """
         tokens, share = self._tokens[microbatch], self.share
-        flat = self._flat(targets, tokens.hidden)
+        flat = self._flat(targets)
         with torch.set_grad_enabled(training):
             tokens.hidden = tokens.hidden.requires_grad_(training and not self.fused)
             tokens.logits = share(tokens.hidden)
@@ -160,12 +159,7 @@ class SpreadVocabulary:
             if training and self.fused:
                 tokens.part = tokens.powers.to(share.weight.dtype) @ share.weight
 
-    def _flat(self, targets: Tensor, hidden: Tensor) -> Tensor:
-        if not isinstance(targets, Tensor) or targets.device.type == "meta" or targets.shape != hidden.shape[:-1]:
-            shape = list(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
-            raise UsageError(
-                f"the targets are {shape}; a vocabulary over the pipeline needs {list(hidden.shape[:-1])} of them on every rank"
-            )
+    def _flat(self, targets: Tensor) -> Tensor:
         flat = targets.flatten()
         known = flat[flat != IGNORED]
         if known.numel() and not (int(known.min()) >= 0 and int(known.max()) < self.share.vocabulary):
@@ -181,11 +175,11 @@ class SpreadVocabulary:
         """
         tokens, share = self._tokens[microbatch], self.share
         smoothing = share.label_smoothing if training else 0.0
-        largest = self._moved(dist.all_reduce, tokens.facts[0].clone(), dist.ReduceOp.MAX)
-        shift = (tokens.facts[0] - largest).exp_()
-        sums = torch.stack([tokens.facts[1], tokens.facts[2] * shift, tokens.facts[3]])
-        hit, powers, total = self._moved(dist.all_reduce, sums)
-        tokens.factor = shift / powers
+        everyone = self._facts_of_all(tokens.facts)  # [ranks, 4, tokens]
+        largest = everyone[:, 0].amax(0)
+        shifts = (everyone[:, 0] - largest).exp_()
+        hit, powers, total = everyone[:, 1].sum(0), (everyone[:, 2] * shifts).sum(0), everyone[:, 3].sum(0)
+        tokens.factor = shifts[self.axis.index] / powers
         tokens.scale = tokens.counts * (weight / tokens.counts.sum().clamp(min=1))
         losses = powers.log() + largest - (1 - smoothing) * hit - smoothing / share.vocabulary * total
         if not training:
@@ -208,17 +202,40 @@ class SpreadVocabulary:
                 hit += smoothing / share.vocabulary * weight.sum(0)
             rows = (tokens.part * tokens.factor.unsqueeze(-1)).sub_(hit).mul_(tokens.scale.unsqueeze(-1))
             gradient, tokens.part = rows.to(weight.dtype).view(tokens.hidden.shape), None
-        if len(self.sources) > 1:  # all of these ranks need the sum
-            gradient = self._moved(dist.all_reduce, gradient.contiguous())
-        else:
-            gradient = self._moved(dist.reduce, gradient.contiguous(), self._root)
+        gradient = self._sum_at_sources(gradient.contiguous())
         return gradient if self.axis.index in self.sources else None
+
+    def _facts_of_all(self, facts: Tensor) -> Tensor:
+        """Return the facts of all ranks, in their order: by one all-to-all, which on gloo takes a third of its all-gather."""
+        carrier = carrier_of(facts.device, self.axis.group)
+        copies = facts.to(carrier).expand(self.axis.size, *facts.shape).contiguous()
+        received = torch.empty_like(copies)
+        dist.all_to_all_single(received, copies, group=self.axis.group)
+        return received.to(facts.device)
+
+    def _sum_at_sources(self, part: Tensor) -> Tensor:
+        """Return the sum of the ranks' parts, on the ranks of the last stage of layers."""
+        carrier = carrier_of(part.device, self.axis.group)
+        if carrier.type != "cpu":
+            several = len(self.sources) > 1  # all of these need the sum
+            return self._moved(dist.all_reduce, part) if several else self._moved(dist.reduce, part, self._root)
+        # gloo's sums poll, which takes milliseconds where processes share a core: here each rank sends its part
+        rows = part.to(carrier).view(1, -1)
+        sent = [int(rank in self.sources) for rank in range(self.axis.size)]
+        received = rows.new_empty(self.axis.size * sent[self.axis.index], rows.shape[1])
+        copies = rows.expand(sum(sent), -1).contiguous()
+        counts = [sent[self.axis.index]] * self.axis.size
+        dist.all_to_all_single(received, copies, counts, sent, group=self.axis.group)
+        return received.sum(0).view(part.shape).to(part.device)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor | None) -> Tensor | None:
         """Return the logits [..., vocabulary] of the last stage's output `hidden` [..., width], on the ranks that have it."""
-        self.broadcast(-1, hidden)
-        part = self.share(self._tokens.pop(-1).hidden)
+        sizes = torch.zeros(9, dtype=torch.int64)  # the number of dimensions, and them
+        if hidden is not None:
+            sizes[: hidden.ndim] = torch.tensor([hidden.ndim, *hidden.shape[:-1]])
+        count, *shape = self._moved(dist.broadcast, sizes.to(self.share.weight.device), self._root).tolist()
+        part = self.share(self._copy_of(hidden, shape[: count - 1]))
         widest = F.pad(part, (0, max(self.share.parts) - part.shape[-1]))
         carrier = widest.to(carrier_of(widest.device, self.axis.group))
         everyone = [torch.empty_like(carrier) for _ in self.share.parts]
@@ -242,6 +259,85 @@ class SpreadVocabulary:
         torch.autograd.backward([logits], [rows.view(logits.shape).to(logits.dtype)])
         if self.fused:
             del self._tokens[microbatch]
+
+
+def shape_of(targets: Any) -> torch.Size:
+    """Return the shape of a micro-batch's targets. Raises UsageError for others than a tensor with values, which S needs."""
+    if not isinstance(targets, Tensor) or targets.is_meta:
+        what = "on the meta device" if isinstance(targets, Tensor) else f"of type {type(targets).__name__}"
+        raise UsageError(f"the targets are {what}; a vocabulary over the pipeline needs a tensor of them on every rank")
+    return targets.shape
+
+
+class FollowedRows:
+    """Rows of one weight of which the shares hold copies: sent to them before a step, and their gradients back behind it.
+
+    The weight is a parameter, whole on a rank or in parts by tensor parallelism; the copies are not. Collective over the ranks
+    of a replica.
+
+    Args:
+        spread: this rank's share.
+        parts: rank on `spread.axis` -> (first row, row behind the last) of the weight there, for the ranks that hold it.
+        weight: the weight here; None: other ranks hold it.
+    """
+
+    def __init__(
+        self, spread: SpreadVocabulary, parts: Mapping[int, tuple[int, int]], weight: nn.Parameter | None
+    ) -> None:
+        self.weight = weight
+        self._axis, self._copy = spread.axis, spread.share.weight
+        wide = torch.promote_types(self._copy.dtype, torch.float32)
+        self._total = torch.zeros_like(self._copy, dtype=wide, requires_grad=False)
+        self._copy.register_post_accumulate_grad_hook(self._collect)  # type: ignore[no-untyped-call]
+        starts = list(accumulate(spread.share.parts, initial=0))
+        # (holder, rank of the share, first row, row behind the last) of all common rows
+        self._common = [
+            (holder, rank, max(first, begin), min(last, end))
+            for holder, (first, last) in sorted(parts.items())
+            for rank, (begin, end) in enumerate(pairwise(starts))
+            if max(first, begin) < min(last, end)
+        ]
+        self._first = {False: parts.get(spread.axis.index, (0, 0))[0], True: spread.share.first}
+
+    def _collect(self, copy: Tensor) -> None:
+        assert copy.grad is not None
+        self._total += copy.grad
+        copy.grad = None
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Give every share the present values of its rows."""
+        self._exchange(self.weight, self._copy, lambda here, rows: here.copy_(rows))
+
+    @torch.no_grad()
+    def add_gradients(self, gradient: Tensor | None) -> None:
+        """Add the shares' gradients of their rows to `gradient`, that of the weight here, in order of the ranks."""
+        self._exchange(self._total, gradient, lambda here, rows: here.add_(rows), back=True)
+        self._total.zero_()
+
+    def _exchange(
+        self, source: Tensor | None, target: Tensor | None, take: Callable[[Tensor, Tensor], Tensor], back: bool = False
+    ) -> None:
+        calls, received = [], []
+        me, carrier = self._axis.index, carrier_of(self._copy.device, self._axis.group)
+        for holder, rank, first, last in self._common:
+            sender, receiver = (rank, holder) if back else (holder, rank)
+            if sender == me:
+                assert source is not None
+                rows = source.detach()[first - self._first[back] : last - self._first[back]].to(carrier).contiguous()
+                if receiver != me:
+                    calls.append(dist.P2POp(dist.isend, rows, self._axis.ranks[receiver], self._axis.group))
+            if receiver == me:
+                assert target is not None
+                here = target[first - self._first[not back] : last - self._first[not back]]
+                if sender != me:
+                    rows = torch.empty_like(here, dtype=self._total.dtype if back else here.dtype, device=carrier)
+                    calls.append(dist.P2POp(dist.irecv, rows, self._axis.ranks[sender], self._axis.group))
+                received.append((here, rows))
+        for work in dist.batch_isend_irecv(calls) if calls else ():
+            work.wait()
+        for here, rows in received:
+            take(here, rows.to(here.device))
 
 
 def require_share(layer: nn.Module, ranks_here: int) -> VocabularyShare:

@@ -22,13 +22,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.ops.checksum import version_of
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients, run_backward
+from pipeloom.ops.host_memory import HostBuffers, HostCopy
 from pipeloom.ops.parts import RecomputedParts, run_part
 from pipeloom.ops.recompute import recomputed
 from pipeloom.ops.segments import Communication, carries, saved_of
 from pipeloom.ops.slices import STATE, PieceRoot, SequenceHistory, SliceState
 from pipeloom.ops.stage_state import StageState, batch_statistics
 from pipeloom.runtime.loss import MicrobatchLoss
-from pipeloom.runtime.offload import HostBuffers, SavedTensors
+from pipeloom.runtime.offload import SavedTensors
 from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
 from pipeloom.runtime.program import StageProgram
 from pipeloom.runtime.stage_modules import StageModules
@@ -116,12 +117,16 @@ class ForwardRecord(NamedTuple):
         versions: of the tensors among its inputs.
         state: of the layers before it, and of the generators that are not torch's.
         random: the states of torch's generators before it, of the CPU and of the stage's GPU.
+        done: its end on a GPU, where its inputs travel.
+        on_host: its inputs while they are in host memory; the call has none then.
     """
 
     call: ForwardCall
     versions: tuple[int, ...]
     state: StageState
     random: tuple[Tensor, Tensor | None]
+    done: torch.cuda.Event | None = None
+    on_host: tuple[HostCopy | None, ...] = ()
 
 
 @dataclass(slots=True)
@@ -204,6 +209,7 @@ class Stage:
         self._histories: dict[int, list[SequenceHistory]] = {}  # micro-batch -> of each layer, where sequences are cut
         self._travelling: dict[int, Future[SavedTensors]] = {}
         self._host_buffers = HostBuffers(communications.device)
+        self._computing: torch.cuda.Stream | None = None  # of the latest forward whose inputs travel
         self._saved_bytes = 0  # in the latest forward
         self._inputs = ChangeableInputs()
         self._foreign = foreign  # None once a graph has been checked
@@ -269,12 +275,9 @@ class Stage:
 
         It leaves no trace in the layers: what counts or averages in a forward does so once.
         """
-        call, versions, state, (random, on_device) = self._records.pop(microbatch)
-        if versions != _versions(call.values):
-            raise UsageError(
-                f"{self.words} is recomputed, and a layer changes the stage's input in place: work on a copy there "
-                "(inplace=False), or use a schedule without R of this stage"
-            )
+        record = self._records.pop(microbatch)
+        call, state, (random, on_device) = record.call, record.state, record.random
+        self._require_unchanged(record)
         state.swap_in()
         try:
             with torch.random.fork_rng([] if on_device is None else [self._communications.device]):
@@ -284,6 +287,13 @@ class Stage:
                 self.forward(call, before_layer, again=True)
         finally:
             state.swap_out()
+
+    def _require_unchanged(self, record: ForwardRecord) -> None:
+        if record.versions != _versions(record.call.values):
+            raise UsageError(
+                f"{self.words} is recomputed, and a layer changes the stage's input in place: work on a copy there "
+                "(inplace=False), or use a schedule without R of this stage"
+            )
 
     def recompute_part(self, microbatch: int, part: str) -> None:
         """R of a part: run what the layers call by this name again, and save what the backward needs of it."""
@@ -338,7 +348,8 @@ class Stage:
         travels = None
         if record is None and call.microbatch in call.program.offloaded:
             tensors = (each for module in self.modules for each in (*module.parameters(), *module.buffers()))
-            earlier = (leaf for state in states for piece in state.earlier for leaf in piece)
+            pieces = (piece for state in states for piece in state.held if piece is not None)
+            earlier = (leaf for piece in pieces for leaf in piece.on_device)
             travels = SavedTensors(
                 (*tensors, *call.values, *earlier),
                 self._communications.device,
@@ -420,7 +431,11 @@ class Stage:
                 self._foreign = None
             if flight.record is not None:
                 flight.record.state.forget_unchanged()
-                self._records[microbatch] = flight.record
+                done = None
+                if microbatch in program.kept_on_host and self._communications.device.type == "cuda":
+                    self._computing = torch.cuda.current_stream(self._communications.device)
+                    done = self._computing.record_event()
+                self._records[microbatch] = flight.record._replace(done=done)
                 outputs, tensors = _off_graph(outputs), {name: _off_graph((v,))[0] for name, v in tensors.items()}
             else:
                 flight.groups.append(SavedGroup(inputs, roots, losses, pieces=flight.pieces()))
@@ -451,9 +466,46 @@ class Stage:
         """L: move it back."""
         self._travelling[microbatch].result().to_device(part, stream)
 
+    def kept_to_host(self, microbatch: int, stream: torch.cuda.Stream | None) -> None:
+        """OKEPT: move the inputs that R needs, and what layers keep of a slice for later ones, to host memory.
+
+        Inputs of the user stay where they are. Raises UsageError for an input that was changed in place.
+        """
+        record, buffers = self._records[microbatch], self._host_buffers
+        self._require_unchanged(record)
+        wait: Callable[[], None] = (lambda: None) if stream is None else stream.synchronize
+        call, place = record.call, record.call.keywords.get(STATE)
+        with torch.no_grad(), torch.cuda.stream(stream):
+            if stream is not None and record.done is not None:
+                stream.wait_event(record.done)
+            if place is not None:
+                pieces = (each.pieces.get(place.index) for each in self._histories[microbatch // place.count])
+                for piece in [piece for piece in pieces if piece is not None]:
+                    piece.to_host(buffers, wait)
+            if call.specs is not None:
+                copies = tuple([None if value is None else HostCopy(value, buffers) for value in call.values])
+                wait()
+                self._records[microbatch] = record._replace(call=call._replace(values=()), on_host=copies)
+
+    def kept_to_device(self, microbatch: int, stream: torch.cuda.Stream | None) -> None:
+        """LKEPT: move the inputs back. What layers keep of a slice stays, and is read from the host where it is needed."""
+        record = self._records[microbatch]
+        if record.call.specs is None:
+            return
+        with torch.cuda.stream(stream):
+            values = tuple([None if copy is None else copy.read() for copy in record.on_host])
+            for copy, value in zip(record.on_host, values, strict=True):
+                if copy is not None and value is not None:
+                    copy.free()  # waits for the copy
+                    if stream is not None and self._computing is not None:
+                        value.record_stream(self._computing)
+        call = record.call._replace(values=values)
+        self._records[microbatch] = record._replace(call=call, versions=_versions(values), on_host=())
+
     def fail_copy(self, microbatch: int, error: BaseException) -> None:
         """Let the micro-batch's backward raise `error` instead of waiting for a copy."""
-        self._travelling[microbatch].result().fail(error)
+        if microbatch in self._travelling:
+            self._travelling[microbatch].result().fail(error)
 
     # -- buffers that a forward changes ----------------------------------------------------------------------------------
 

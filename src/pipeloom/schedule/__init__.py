@@ -1,6 +1,6 @@
 """Schedules as data: actions, the Schedule, its text forms, check, costs, simulation and bounds. Needs no torch."""
 
-from pipeloom.schedule.actions import Action, Kind, Pair, register_kind
+from pipeloom.schedule.actions import Action, Kind, Need, Pair, register_kind
 from pipeloom.schedule.bounds import lower_bound
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import Costs
@@ -13,6 +13,7 @@ __all__ = [
     "Costs",
     "Kind",
     "NamedTensor",
+    "Need",
     "Pair",
     "Schedule",
     "Timeline",

@@ -8,8 +8,9 @@ The text of a cell is the one that `torch.distributed.pipelining` reads and writ
 block in a pair, `(0F5;2R0;2B0)OVERLAP_F_B`.
 An action of a part of a value names the part behind its micro-batch: `2R0:norms`, or `2R0:1/4` for the first of four equal parts.
 An action of one slice of the sequences names the slice behind the micro-batch: `2F0.1`, `(2R0.1;2B0.1)`, `2R0.1:norms`.
-`2O0` copies what is saved to host memory, `2L0` back. `8S3` and `8T3` are those of a rank's share of the vocabulary, and
-`8BROADCAST3`, `8REDUCE3`, `8REDUCE_SUM3` and `8REDUCE_INPUT3` entries of a group: all ranks run them together.
+`2O0` copies what is saved to host memory, `2L0` back; `2OKEPT0` and `2LKEPT0` do so with what is kept. `8S3` and `8T3` are
+those of a rank's share of the vocabulary, and `8BROADCAST3`, `8REDUCE3`, `8REDUCE_SUM3` and `8REDUCE_INPUT3` entries of a
+group: all ranks run them together.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ it, and what W needs after I."""
 
 ON_HOST = "saved on the host"
 """The copy in host memory of what is saved."""
+
+KEPT_ON_HOST = "kept on the host"
+"""The copy in host memory of what is kept: the inputs, and of a slice its keys and values."""
 
 HIDDEN, SCORES, SUMS = "hidden", "scores", "sums"
 """Values of a vocabulary stage for a micro-batch: its copy of the output of the last stage of layers; the exponentials of its
@@ -378,6 +382,26 @@ _KINDS = _Kinds(
             vocabulary=True,
             group=True,
         ),
+        Kind(
+            "OKEPT",
+            "copy of what is kept to the host",
+            (Need(KEPT),),
+            (KEPT_ON_HOST,),
+            (KEPT,),
+            COPY_OUT,
+            "copy_kept",
+            (150.0, 0.05, -0.02),
+        ),
+        Kind(
+            "LKEPT",
+            "copy of what is kept from the host",
+            (Need(KEPT_ON_HOST),),
+            (KEPT,),
+            (KEPT_ON_HOST,),
+            COPY_IN,
+            "copy_kept",
+            (150.0, 0.05, 0.10),
+        ),
     )
 )
 BASIC_KINDS = 4
@@ -413,6 +437,7 @@ TIMES = (
     "recompute_backward",
     "recompute_input_grad",
     "copy",
+    "copy_kept",
     "gather",
     "reduce",
     "scores",

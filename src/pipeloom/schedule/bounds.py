@@ -118,7 +118,7 @@ def memory_bound(
       starts, only the forwards that fit the memory can run. With one stage per rank and k places:
       span >= work + max(0, (p-1)(b+2c) + (p-k) f).
     * steady state: a micro-batch takes memory in stage s from its F until its I and, for the share held, until its W; the sum of
-      these areas is at most memory * span.
+      these areas is at most memory * span. A share above 1 counts as 1, because I and W in one B never hold it.
 
     Makespan adds the least time before the rank can start. Where micro-batches differ, the smallest stands for the one that is
     waited for, and of the forwards before the first backward parts may fit. docs/bounds.md.
@@ -140,7 +140,7 @@ def memory_bound(
         loads = [(spread.forward[s], activation[s]) for s in stages_of_rank]
         filled = _forwards_that_fit(loads, whole, memory + ROUNDING, even=smallest == 1 == max(factors))
         area = sum(
-            factor * activation[s] * (chains[factor][s] + factor * held[s] * spread.weight_grad[s])
+            factor * activation[s] * (chains[factor][s] + factor * min(1.0, held[s]) * spread.weight_grad[s])
             for factor in factors
             for s in stages_of_rank
         )

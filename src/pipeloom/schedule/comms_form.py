@@ -126,7 +126,7 @@ def _known_to_torch(program: Sequence[Cell], omitted: dict[str, None]) -> Iterat
         actions = [action._replace(kind=_LETTERS.get(action.kind, action.kind)) for action in parts(cell)]
         omitted |= dict.fromkeys("R" for action in parts(cell) if action.kind in _LETTERS)
         letter = actions[0].kind.partition(":")[0]
-        if letter in ("R", "O", "L"):
+        if letter in ("R", "O", "L", "OKEPT", "LKEPT"):
             omitted[letter] = None
         else:
             yield type(cell)(*actions) if len(actions) > 1 else actions[0]  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
-from operator import add
+from operator import add, mul
 from typing import Any
 
 from pipeloom.errors import ArgumentError, CapacityError, UsageError
@@ -41,7 +41,8 @@ class Costs:
         bandwidth: of a link; a message takes p2p + message / bandwidth.
         activation: memory that one micro-batch's F allocates on the stage. A pair whose halves run in turns frees memory segment
             by segment while it allocates, and needs no more than before or after it (`PairTimes.overlaps`).
-        held: the share of `activation` that is kept from I until W (B frees all of it).
+        held: what is kept from I until W, as a share of `activation` (B frees all of it); above 1 where the gradients that W
+            needs are larger than what I frees.
         kept: the share of `activation` that is held from F until R where a stage is recomputed: its input.
         all_to_all: the share of F and of I that is communication (expert all-to-all); a pair overlaps it with computation.
         pair: time of a pair F|B: a number, one per stage of the forward, or `pair[stage of forward][stage of backward]`; None:
@@ -69,8 +70,12 @@ class Costs:
             gathered if it gathers them, and `"grads"` until they are reduced if a REDUCE_GRAD of it says when.
         pools: {name: pool} of the bytes that are not in the pool "device".
         host_bandwidth: of the copies O and L to host memory and back, each way: a copy takes bytes["saved"] / host_bandwidth, or
-            without bytes the part of `activation` beyond `kept` / host_bandwidth.
+            without bytes the part of `activation` beyond `kept` / host_bandwidth; OKEPT and LKEPT the same of what is kept.
         collective_bandwidth: of gathers and sums over the replicas, in bytes of the whole parameters or gradients of a stage.
+        host_links: rank -> the number of its link to the host, such as (0, 0, 1, 1) for two switches; empty: each has its own.
+            Copies on one link at the same time, in the same direction, slow each other down.
+        beside: how many times as long a copy takes beside another one on its link: each further one adds beside - 1. 2: they
+            divide the link's bandwidth; 1: they do not notice each other.
 
     Raises:
         UsageError: a value that is negative, not finite, or of a shape that its field does not accept.
@@ -105,6 +110,8 @@ class Costs:
     pools: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
     host_bandwidth: float = math.inf
     collective_bandwidth: float = math.inf
+    host_links: tuple[float, ...] = ()
+    beside: float = 2.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _sizes("tensors", self.tensors, (0,)))
@@ -130,6 +137,8 @@ class Costs:
         for name in _BANDWIDTHS:
             if getattr(self, name) == 0:
                 raise ArgumentError(name, " is 0; it must be above 0")
+        if self.beside < 1:
+            raise ArgumentError("beside", f" is {self.beside:g}; a copy beside another takes at least 1 times as long")
         self._require_shares()
 
     def _require_shares(self) -> None:
@@ -137,7 +146,7 @@ class Costs:
             shares = getattr(self, name)
             if shares and abs(sum(shares) - 1) > 1e-6:
                 raise ArgumentError(name, f" is {shares!r:.200}; shares add up to 1")
-        for name in ("held", "kept", "all_to_all"):
+        for name in ("kept", "all_to_all"):
             if any(share > 1 for share in _numbers(getattr(self, name))):
                 raise ArgumentError(name, f" is {getattr(self, name)}; it is a share between 0 and 1")
 
@@ -186,6 +195,13 @@ class Costs:
             return self._spread(f"bytes[{SAVED!r}]", amounts[SAVED], stages)
         sizes = zip(*(self.per_stage(name, stages) for name in ("kept", "activation")), strict=True)
         return tuple((1 - share) * size for share, size in sizes)
+
+    def kept_bytes(self, stages: int) -> tuple[float, ...]:
+        """Return the bytes that R of one micro-batch needs on each stage; without bytes, the share `kept` of `activation`."""
+        amounts = dict(self.bytes)
+        if KEPT in amounts:
+            return self._spread(f"bytes[{KEPT!r}]", amounts[KEPT], stages)
+        return tuple(map(mul, self.per_stage("kept", stages), self.per_stage("activation", stages)))
 
     def layer_share(self, stages: int) -> tuple[float, ...]:
         """stage -> the most that one layer saves, as a share of an activation; 1 without such bytes."""
@@ -284,8 +300,16 @@ class Costs:
         """Return the size of a message of a micro-batch of factor 1 that carries this tensor, or its gradient."""
         return self.message if name == OUTPUT or not self.tensors else dict(self.tensors).get(name, self.message)
 
+    def slowed(self, copies: int) -> float:
+        """Return how many times as long a copy takes while so many run on its link, itself included."""
+        return 1 + (self.beside - 1) * max(copies - 1, 0)
+
     def check_links(self, ranks: int) -> None:
-        """Raise UsageError where `p2p` is a matrix of another size."""
+        """Raise UsageError where `p2p` is a matrix of another size, or `host_links` has another number of ranks."""
+        if self.host_links and len(self.host_links) != ranks:
+            raise ArgumentError(
+                "host_links", f" has {len(self.host_links)} numbers, and the schedule has {ranks} ranks"
+            )
         if isinstance(self.p2p, tuple) and (len(self.p2p) != ranks or any(len(row) != ranks for row in self.p2p)):
             raise ArgumentError("p2p", f" is not a {ranks} x {ranks} matrix, and the schedule has {ranks} ranks")
 
@@ -302,6 +326,7 @@ class StageCosts:
     recompute_backward: tuple[float, ...]
     recompute_input_grad: tuple[float, ...]
     copy: tuple[float, ...]
+    copy_kept: tuple[float, ...]
     gather: tuple[float, ...]
     reduce: tuple[float, ...]
     scores: tuple[float, ...]
@@ -332,7 +357,10 @@ class StageCosts:
         blocks = total(again, backward), total(again, input_grad)
         scores, gradients = costs.per_stage("scores", stages), costs.per_stage("scores_grad", stages)
         groups = costs.per_stage("broadcast", stages), costs.per_stage("combine", stages)
-        copy = tuple(size / costs.host_bandwidth for size in costs.saved(stages))
+        copy, copy_kept = (
+            tuple(size / costs.host_bandwidth for size in sizes)
+            for sizes in (costs.saved(stages), costs.kept_bytes(stages))
+        )
         gather = spread("gather", costs.collective(PARAMS, stages))
         reduce = spread("reduce", costs.collective(GRADS, stages))
         parts = {part: costs._spread(f"parts[{part!r}]", time, stages) for part, time in dict(costs.parts).items()}
@@ -344,6 +372,7 @@ class StageCosts:
             again,
             *blocks,
             copy,
+            copy_kept,
             gather,
             reduce,
             scores,
@@ -471,6 +500,8 @@ _SHAPES = {
     "pair": f"{_PER_STAGE}, or a matrix pair[stage of forward][stage of backward]",
     "pair_split": f"{_PER_STAGE}, or a matrix pair_split[stage of forward][stage of backward]",
     "microbatch": "a tuple with one number for each micro-batch",
+    "host_links": "a tuple with one number for each rank",
+    "beside": "a number",
     "slice_times": "a tuple with one number for each slice",
     "slice_sizes": "a tuple with one number for each slice",
 }
@@ -484,6 +515,8 @@ _DEPTHS = {
     "pair": (0, 1, 2),
     "pair_split": (0, 1, 2),
     "microbatch": (1,),
+    "host_links": (1,),
+    "beside": (0,),
     "slice_times": (1,),
     "slice_sizes": (1,),
 }
@@ -566,7 +599,7 @@ def activation_limit(
     sizes = costs.bytes_in(DEVICE, count)
     saved = tuple(map(sum, zip(sizes[SAVED], sizes.get(KEPT, (0.0,) * count), strict=True)))
     pending = sizes.get(PENDING, saved)
-    held = tuple(min(1.0, late / whole) if whole else 0.0 for late, whole in zip(pending, saved, strict=True))
+    held = tuple(late / whole if whole else 0.0 for late, whole in zip(pending, saved, strict=True))
     alike = len(set(saved)) == len(set(held)) == 1
     shares = tuple(k / whole if whole else 0.0 for k, whole in zip(sizes.get(KEPT, (0.0,) * count), saved, strict=True))
     if not alike:

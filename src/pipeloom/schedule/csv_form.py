@@ -1,9 +1,8 @@
 """The CSV form: one row per rank, one action or pair a cell, as `torch.distributed.pipelining` reads and writes it.
 
 A row gives neither the number of micro-batches nor the rank of a stage, so both are derived: m is
-the number of micro-batches that most stages have, and a stage's rank is the one that holds most of its actions. There are as
-many slices as the largest one that a cell names (`0F0.3`), which torch cannot read. A cell that disagrees
-with the majority is then refused, here or by `check`, in a message that names it.
+the number of micro-batches that most stages have, and a stage's rank is the one that holds most of its actions. A cell that
+disagrees with the majority is then refused, here or by `check`, in a message that names it.
 """
 
 from __future__ import annotations
@@ -31,9 +30,13 @@ class _Place(NamedTuple):
 def to_csv(schedule: Schedule) -> str:
     """One line per rank, its cells in program order, without idle cells; `from_csv` and torch read it.
 
-    Raises ScheduleError for a schedule with two routes, with tensors that stages pass by name or with slots: this form cannot
-    express them.
+    Raises ScheduleError for a schedule with two routes, with slices, with tensors that stages pass by name or with slots: this
+    form cannot express them.
     """
+    if schedule.slices > 1:
+        raise ScheduleError(
+            f"{schedule.name} cuts sequences into {schedule.slices} slices, which the CSV form cannot say; write it as JSON"
+        )
     if len(schedule.routes) > 1:
         raise ScheduleError(
             f"{schedule.name} has {len(schedule.routes)} routes, and the CSV form cannot say which micro-batch takes "
@@ -82,8 +85,11 @@ def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedul
     stages = len({action.stage for action, _ in every})
     shares = {action.stage for action, _ in every if kind_of(action.kind).vocabulary}
     microbatches = _microbatches([action for action, _ in every])
-    slices = 1 + max((action.slice for action, _ in every if action.slice is not None), default=0)
     for action, place in every:
+        if action.slice is not None:
+            raise ScheduleError(
+                f"{where}:{place.line}:{place.column}: {action} names a slice, which the CSV form cannot say; write it as JSON"
+            )
         for what, value, count in (
             ("stage", action.stage, stages),
             ("micro-batch", action.microbatch, microbatches),
@@ -101,7 +107,6 @@ def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedul
             name=name,
             routes=[[stage for stage in range(stages) if stage not in shares]],
             route_of=[0] * microbatches,
-            slices=slices,
         )
     except ScheduleError as error:
         raise ScheduleError(f"{where}: {error}") from None

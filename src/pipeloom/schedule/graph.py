@@ -257,12 +257,10 @@ def _slot_waits(schedule: Schedule, program: Sequence[Cell], queue_of: Mapping[i
     waits: dict[int, list[int]] = defaultdict(list)
     for value, slots in schedule.slots:
         claimed = released = 0.0
-        actions = [(at, action) for at, cell in enumerate(program) for action in parts(cell)]
-        freeing = ((at, _amount(schedule, a, value, kind_of(a.kind).frees)) for at, a in actions)
-        releases = iter([release for release in freeing if release[1]])
+        changes = list(_changes_of(schedule, program, value))
+        releases = iter([(at, release) for at, _, release in changes if release])
         last: dict[str, int] = {}  # queue -> the last entry on it that must have freed
-        for at, action in actions:
-            claim = _amount(schedule, action, value, made_by(schedule, action))
+        for at, claim, _ in changes:
             claimed += claim
             while claim and claimed - released > slots + 1e-9:
                 other, amount = next(releases)
@@ -271,6 +269,27 @@ def _slot_waits(schedule: Schedule, program: Sequence[Cell], queue_of: Mapping[i
             if claim:
                 waits[at] += last.values()
     return waits
+
+
+def _changes_of(schedule: Schedule, program: Sequence[Cell], value: str) -> Iterator[tuple[int, float, float]]:
+    """Yield position, how much of `value` its action claims, and how much it frees, of each action of the program.
+
+    Of what several actions add to, the first one claims it, until an action takes it over, which frees it.
+    """
+    actions = [(at, action) for at, cell in enumerate(program) for action in parts(cell)]
+    taken_over = {action.stage for _, action in actions if value in kind_of(action.kind).takes}
+    added: set[int] = set()
+    for at, action in actions:
+        kind = kind_of(action.kind)
+        claim = _amount(schedule, action, value, made_by(schedule, action))
+        release = _amount(schedule, action, value, kind.frees)
+        if value in kind.adds and action.stage in taken_over - added:
+            added.add(action.stage)
+            claim = 1.0
+        if value in kind.takes:
+            added.discard(action.stage)
+            release = 1.0
+        yield at, claim, release
 
 
 def _amount(schedule: Schedule, action: Action, value: str, changed: tuple[str, ...]) -> float:
@@ -287,6 +306,8 @@ class WalkCosts:
 
     `hop` is None when all hops are free. `named`: code -> (event, hop) of each message that it waits for by name; None where
     these are free or there are none. `link`: (source rank, destination rank) -> hop of a value that only `entry_waits` tells of.
+    `shared`: (rank, queue) -> the link that the queue shares with others, where it does; `slowed`: number of entries that run on
+    a link at once -> how many times as long each takes.
     """
 
     duration: Sequence[float]
@@ -294,6 +315,8 @@ class WalkCosts:
     pair: dict[int, float]
     named: dict[int, list[tuple[int, float]]] | None = None
     link: Callable[[int, int], float] = lambda source, destination: 0.0
+    shared: Mapping[tuple[int, str], object] | None = None
+    slowed: Callable[[int], float] = lambda entries: 1.0
 
 
 @dataclass(frozen=True)
@@ -433,7 +456,12 @@ def _walk_queues(
 
     feeds = [iter([entry for at in positions for entry in entries(rank, at)]) for rank, positions in lanes]
     lane_run = WalkResult([[] for _ in lanes], [[] for _ in lanes], [])
-    _walk_generally(_ReadyQueues(feeds), end_of, lane_run, [clocks[rank] for rank, _ in lanes], overlap_p2p)
+    begun = [clocks[rank] for rank, _ in lanes]
+    if weights.shared:
+        links = [weights.shared.get((rank, queue)) for rank, queues in enumerate(schedule.queues) for queue in queues]
+        _walk_in_time(feeds, end_of, lane_run, begun, overlap_p2p, links, weights.slowed)
+    else:
+        _walk_generally(_ReadyQueues(feeds), end_of, lane_run, begun, overlap_p2p)
     for rank, program in enumerate(schedule.codes):
         run.starts[rank] += [NEVER] * len(program)
         run.ends[rank] += [NEVER] * len(program)
@@ -553,3 +581,61 @@ def _walk_generally(
                     if turns.more:
                         ready += turns.more.pop(event, ())
         clocks[rank] = clock
+
+
+def _walk_in_time(
+    feeds: Sequence[Iterator[Any]],
+    end_of: list[float],
+    run: WalkResult,
+    clocks: list[float],
+    overlap_p2p: bool,
+    links: Sequence[object],
+    slowed: Callable[[int], float],
+) -> None:
+    """As `_walk_generally`, one moment after the other: entries of queues that share a link slow each other down.
+
+    When an entry starts or ends, what is left of the others on its link is stretched to the new number of entries there.
+    """
+    entries = [next(feed, None) for feed in feeds]
+    finish: list[float | None] = [None] * len(feeds)  # of the entry that a queue runs
+
+    def beside(lane: int) -> list[int]:
+        return [
+            at
+            for at, end in enumerate(finish)
+            if end is not None and links[at] is not None and links[at] == links[lane]
+        ]
+
+    def stretch(lanes: Sequence[int], before: int, after: int, now: float) -> None:
+        for at in lanes:
+            finish[at] = now + (finish[at] - now) * slowed(after) / slowed(before)  # type: ignore[operator]
+
+    while True:
+        moments: list[tuple[float, bool, int]] = []
+        for lane, entry in enumerate(entries):
+            end = finish[lane]
+            if end is not None:
+                moments.append((end, False, lane))
+            elif entry is not None:
+                free = start = clocks[lane]
+                for event, hop in entry[2]:
+                    arrived = end_of[event]
+                    start = max(start, (arrived if overlap_p2p or arrived > free else free) + hop)
+                if start < NEVER:
+                    moments.append((start, True, lane))
+        if not moments:
+            return
+        now, starts, lane = min(moments)
+        duration, events, _ = entries[lane]  # type: ignore[misc]
+        if starts:
+            others = beside(lane)
+            stretch(others, len(others), len(others) + 1, now)
+            finish[lane] = now + duration * slowed(len(others) + 1)
+            run.starts[lane].append(now)
+            continue
+        finish[lane], clocks[lane], entries[lane] = None, now, next(feeds[lane], None)
+        others = beside(lane)
+        stretch(others, len(others) + 1, len(others), now)
+        run.ends[lane].append(now)
+        for event in events:
+            end_of[event] = now

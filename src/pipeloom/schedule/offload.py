@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 from pipeloom.errors import ScheduleError, UsageError
-from pipeloom.schedule.actions import SAVED, Cell, kind_of
+from pipeloom.schedule.actions import KEPT, SAVED, Cell, kind_of
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
 from pipeloom.schedule.model import Schedule, made_by, of_schedule, parts
@@ -15,6 +15,7 @@ from pipeloom.schedule.timeline import Timeline
 
 _STEP = 1.01
 """How much longer than with unlimited memory the step may become by waiting for slots: fewer slots beyond it save little."""
+_LETTERS = {SAVED: ("O", "L"), KEPT: ("OKEPT", "LKEPT")}
 _UNIT = Costs(host_bandwidth=1.0)  # copies take as long as forwards
 
 
@@ -56,6 +57,24 @@ def offload(schedule: Schedule, costs: Costs | None = None, first: int = 1, part
     return copied
 
 
+def offload_kept(schedule: Schedule, costs: Costs | None = None) -> Schedule:
+    """Return `schedule` with what recomputation needs copied to host memory (OKEPT), and back (LKEPT) in time for each R.
+
+    These are the inputs of a stage, and of a slice its keys and values, which later slices then read from the host piece by
+    piece. Memory: with slices of a given length and every one of them recomputed, the same for sequences of any length.
+
+    Raises UsageError for a schedule in which nothing is recomputed in an action of its own.
+    """
+    cells = [action for program in schedule.programs for cell in program for action in parts(cell)]
+    if not any(action.kind == "R" for action in cells):
+        raise UsageError(
+            "offload=kept copies what recomputation needs, and nothing is recomputed in an action of its own; put the transform "
+            "recompute=whole before it"
+        )
+    plain = simulate(schedule, costs if costs is not None else _UNIT)
+    return copies_beside(plain, range(schedule.stages), value=KEPT)
+
+
 def with_copies(
     schedule: Schedule, costs: Costs | None, stages: Collection[int], first: int = 1, parts_of: int = 1
 ) -> Schedule:
@@ -64,29 +83,47 @@ def with_copies(
     return copies_beside(plain, stages, first, parts_of)
 
 
-def copies_beside(timeline: Timeline, stages: Collection[int], first: int = 1, parts_of: int = 1) -> Schedule:
-    """Return the timeline's schedule with the copies of `offload` for some stages, where both ways fit between its times."""
-    schedule = timeline.schedule
-    copy_time = {place: time for place, time in _copy_times(schedule, timeline.costs).items() if place[0] in stages}
+def copies_beside(
+    timeline: Timeline, stages: Collection[int], first: int = 1, parts_of: int = 1, value: str = SAVED
+) -> Schedule:
+    """Return the timeline's schedule with the copies of `offload` for some stages, where both ways fit between its times.
+
+    On a link that several ranks share, a copy is given the time that it takes while all of them copy.
+
+    Args:
+        value: SAVED, or KEPT: that is copied.
+    """
+    schedule, costs = timeline.schedule, timeline.costs
+    times = {
+        place: time for place, time in _copy_times(schedule, costs, _LETTERS[value][1]).items() if place[0] in stages
+    }
+    links = costs.host_links or range(schedule.ranks)
+    slowed = [costs.slowed(sum(other == link for other in links)) for link in links]
     return schedule.with_programs(
-        [_with_copies(timeline, rank, copy_time, first, parts_of) for rank in range(schedule.ranks)]
+        [
+            _with_copies(timeline, rank, {place: slow * time for place, time in times.items()}, first, parts_of, value)
+            for rank, slow in enumerate(slowed)
+        ]
     )
 
 
 def offload_share(schedule: Schedule, share: str | None, costs: Costs | None) -> Schedule:
-    """Return `offload` of a share written `3/4`: the first three of four equal parts; None: of the whole."""
+    """Return `offload` of a share written `3/4`: the first three of four equal parts; None: of the whole; or `offload_kept`."""
+    if share == KEPT:
+        return offload_kept(schedule, costs)
     first, slash, count = (share or "1/1").partition("/")
     if not slash:
         raise UsageError(
-            f"offload: {share!r:.200} is no share; give 1/2 for the first of two equal parts, or 2/2 for both"
+            f"offload: {share!r:.200} is no share; give 1/2 for the first of two equal parts, 2/2 for both, or kept for what "
+            "recomputation needs"
         )
     return offload(schedule, costs, int(first), int(count))
 
 
-def _copy_times(schedule: Schedule, costs: Costs) -> Mapping[tuple[int, int], float]:
-    """(stage, unit) -> the time of a copy of all that it saves."""
+def _copy_times(schedule: Schedule, costs: Costs, letter: str = "L") -> Mapping[tuple[int, int], float]:
+    """(stage, unit) -> the time of a whole copy back."""
     probe = schedule.with_programs(
-        [[f"0L{schedule.unit_names[0]}"], *([] for _ in range(schedule.ranks - 1))]
+        [[f"0{letter}{schedule.unit_names[0]}"], *([] for _ in range(schedule.ranks - 1))]
     )  # has the tables of all kinds
     times, start = durations(probe, costs), probe.codes[0][0]
     return {
@@ -97,12 +134,13 @@ def _copy_times(schedule: Schedule, costs: Costs) -> Mapping[tuple[int, int], fl
 
 
 def _with_copies(
-    plain: Timeline, rank: int, copy_time: Mapping[tuple[int, int], float], first: int, count: int
+    plain: Timeline, rank: int, copy_time: Mapping[tuple[int, int], float], first: int, count: int, value: str
 ) -> list[Cell]:
     """The rank's program with copies out behind each forward, and each copy back where it ends just before it is needed."""
     schedule, starts, ends = plain.schedule, plain.starts[rank], plain.ends[rank]
     program = schedule.programs[rank]
-    makes, uses = _ends_of_use(schedule, program)
+    makes, uses = _ends_of_use(schedule, program, value)
+    letter_out, letter_in = _LETTERS[value]
     actions = [action for cell in program for action in parts(cell)]
     forward_of = {(a.stage, schedule.unit_of(a)): a for a in actions if kind_of(a.kind).is_forward}
     # Copies out follow each other, part by part; `arrived`: when each part is on the host.
@@ -133,30 +171,30 @@ def _with_copies(
         for part in range(first, 0, -1):
             moment = latest[place][part - 1] + TIME_TOLERANCE
             issued = next(at for at in range(uses[place] - 1, -1, -1) if starts[at] <= moment or at == makes[place])
-            issues[issued].append(forward_of[place]._replace(kind=_letter("L", part, count)))
+            issues[issued].append(forward_of[place]._replace(kind=_letter(letter_in, part, count)))
     out_of = {makes[place]: place for place in latest}
     cells: list[Cell] = []
     for at, cell in enumerate(program):
         cells.append(cell)
         if at in out_of:
             forward = forward_of[out_of[at]]
-            cells += [forward._replace(kind=_letter("O", part, count)) for part in range(1, first + 1)]
+            cells += [forward._replace(kind=_letter(letter_out, part, count)) for part in range(1, first + 1)]
         cells += issues[at]
     return cells
 
 
 def _ends_of_use(
-    schedule: Schedule, program: Sequence[Cell]
+    schedule: Schedule, program: Sequence[Cell], value: str
 ) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
-    """(stage, unit) -> the entry with the forward that saves for the backward; the entry that needs it."""
+    """(stage, unit) -> the entry with the forward that makes the value; the entry that needs it."""
     makes: dict[tuple[int, int], int] = {}
     uses: dict[tuple[int, int], int] = {}
     for at, cell in enumerate(program):
         for action in parts(cell):
             place = action.stage, schedule.unit_of(action)
-            if kind_of(action.kind).is_forward and SAVED in made_by(schedule, action):
+            if kind_of(action.kind).is_forward and value in made_by(schedule, action):
                 makes[place] = at
-            elif any(need.value == SAVED and not need.step for need in kind_of(action.kind).needs):
+            elif any(need.value == value and not need.step for need in kind_of(action.kind).needs):
                 uses[place] = at
     return makes, uses
 

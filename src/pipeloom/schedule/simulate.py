@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from pipeloom.errors import ScheduleError
-from pipeloom.schedule.actions import WEIGHT_GRADIENT
+from pipeloom.schedule.actions import COPY_IN, COPY_OUT, WEIGHT_GRADIENT
 from pipeloom.schedule.channels import Edge, neighbours
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import Costs, PairTimes, durations
@@ -86,7 +86,11 @@ def weights_of(schedule: Schedule, costs: Costs) -> WalkCosts:
                     if key not in table:
                         table[key] = times.time(*key)
                     pairs[code] = table[key]
-    return WalkCosts(duration, _hops(schedule, costs), pairs, _named_hops(schedule, costs), costs.hop)
+    shared = {
+        (rank, queue): (link, queue) for rank, link in enumerate(costs.host_links) for queue in (COPY_OUT, COPY_IN)
+    }
+    named = _named_hops(schedule, costs)
+    return WalkCosts(duration, _hops(schedule, costs), pairs, named, costs.hop, shared, costs.slowed)
 
 
 def _named_hops(schedule: Schedule, costs: Costs) -> dict[int, list[tuple[int, float]]] | None:

@@ -168,13 +168,15 @@ def by_slices(schedule: Schedule, slices: int) -> Schedule:
     require_slices(slices)
     count, rest = divmod(schedule.microbatches, slices)
     route_of = schedule.route_of[::slices]
-    problem = ""
-    if rest:
-        problem = f"its {schedule.microbatches} micro-batches are no multiple of {slices}"
+    problem, in_place = "", f"; the transform slices={slices} cuts it in place"
+    if schedule.slices > 1:
+        problem = f"it is cut into {schedule.slices} already"
+    elif rest:
+        problem = f"its {schedule.microbatches} micro-batches are no multiple; nearest: {max(1, count) * slices}"
     elif any(route != route_of[unit // slices] for unit, route in enumerate(schedule.route_of)):
-        problem = "slices of one micro-batch would take different routes"
-    elif schedule.slices > 1 or schedule.has_queues or schedule.stage_actions:
-        problem = "it has slices, or actions beside the computation"
+        problem = f"slices of one micro-batch would take different routes{in_place}"
+    elif schedule.has_queues or schedule.stage_actions:
+        problem = f"it has actions beside the computation{in_place}"
     if problem:
         raise UsageError(f"schedule {schedule.name} cannot run in the order of {slices} slices: {problem}")
     cut = replace(schedule, microbatches=count, slices=slices, route_of=route_of, codes=((),) * schedule.ranks)
@@ -191,10 +193,7 @@ def by_slices(schedule: Schedule, slices: int) -> Schedule:
     fewest, more = slices - 1, slices - 1
     while not _runs(later(more)):
         if more >= most:
-            raise UsageError(
-                f"schedule {schedule.name} cannot run in the order of {slices} slices; "
-                f"the transform slices={slices} cuts it in place"
-            )
+            raise UsageError(f"schedule {schedule.name} cannot run in the order of {slices} slices{in_place}")
         fewest, more = more + 1, min(2 * more, most)
     while fewest < more:
         middle = (fewest + more) // 2

@@ -19,6 +19,7 @@ from pipeloom.schedule.actions import (
     COMPUTE,
     GRADS,
     KEPT,
+    KEPT_ON_HOST,
     ON_HOST,
     OUTPUT,
     PARAMS,
@@ -311,7 +312,9 @@ class Timeline:
         """
         costs, schedule = self.costs, self.schedule
         moving = {whole_of(value) for kind in schedule.kinds for value in (*kind.makes, *kind.frees)} - STAGE_VALUES
-        copied = {HOST_MEMORY: {ON_HOST: costs.saved(schedule.stages)}} if ON_HOST in moving else {}
+        on_host = {ON_HOST: costs.saved(schedule.stages), KEPT_ON_HOST: costs.kept_bytes(schedule.stages)}
+        on_host = {value: sizes for value, sizes in on_host.items() if value in moving}
+        copied = {HOST_MEMORY: on_host} if on_host else {}
         curves = {}
         for pool in sorted({DEVICE, *copied, *dict(costs.pools).values()}) if costs.bytes else ():
             sizes = costs.bytes_in(pool, schedule.stages) | copied.get(pool, {})

@@ -496,7 +496,7 @@ TRANSFORMS: dict[str, NamedTransform] = {
     "offload": NamedTransform(
         "what forwards save copied to host memory, and back in time for their backwards: all, or the first parts of several",
         lambda schedule, share, costs: offload_share(schedule, share, costs),
-        "a share such as 3/4",
+        "a share such as 3/4, or kept: what recomputation needs",
         takes_word=True,
     ),
     "shard": NamedTransform(

@@ -101,8 +101,7 @@ def merge_stage_costs(costs: Costs, stages: int, run: int) -> Costs:
     held_bytes = [a * h for a, h in zip(activation, held, strict=True)]
     whole = summed("activation")
     shares = tuple(
-        min(1.0, sum(held_bytes[at : at + run]) / whole[at // run]) if whole[at // run] else 1.0
-        for at in range(0, stages, run)
+        sum(held_bytes[at : at + run]) / whole[at // run] if whole[at // run] else 1.0 for at in range(0, stages, run)
     )
     return replace(
         costs,

@@ -132,7 +132,8 @@ def cut_costs(costs: Costs, cut: Sequence[int]) -> Costs:
     for name in ("held", "kept"):
         amounts = tuple(a * s for a, s in zip(activation, costs.per_stage(name, layers), strict=True))
         totals = zip(merged(name, amounts), values["activation"], strict=True)
-        values[name] = tuple(min(1.0, part / whole) if whole else 1.0 for part, whole in totals)
+        shares = (part / whole if whole else 1.0 for part, whole in totals)
+        values[name] = tuple(min(1.0, share) if name == "kept" else share for share in shares)  # sums are rounded
     values["bytes"] = {
         name: merged(name, value, max if name == "layer" else sum) for name, value in dict(costs.bytes).items()
     }

@@ -42,12 +42,13 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, targets
 
 
-def on_one_rank(rank: int, name: str, ranks: int, chunks: int | None, form: str, smoothing: float) -> Any:
+def on_one_rank(rank: int, name: str, ranks: int, chunks: int | None, form: str, smoothing: float, tied: bool) -> Any:
     schedule = transformed(build(name, ranks, ROWS // 2, chunks), [f"vocabulary={form}"], COSTS)
     layers, weight = model(schedule.positions - 1)
+    names = [("layer0.weight", "head.weight")] if tied else []
     trunk = [Layer(f"layer{at}", lambda layer=layer: layer) for at, layer in enumerate(layers)]
     share = vocabulary_share("head", weight, rank, ranks, smoothing)
-    pipeline = Pipeline([*trunk, share], schedule, loss=nn.functional.cross_entropy)
+    pipeline = Pipeline([*trunk, share], schedule, loss=nn.functional.cross_entropy, tied=names)
     tokens, targets = batch()
     losses = [pipeline.step(tokens, targets).item() for _ in range(2)]
     gradients = {key: parameter.grad.tolist() for key, parameter in pipeline.named_parameters()}
@@ -58,17 +59,18 @@ def on_one_rank(rank: int, name: str, ranks: int, chunks: int | None, form: str,
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "chunks", "form", "smoothing"),
+    ("name", "ranks", "chunks", "form", "smoothing", "tied"),
     [
-        ("1f1b", 2, None, "fused", 0.0),
-        ("1f1b", 4, None, "two", 0.1),
-        ("interleaved", 2, 2, "two", 0.0),
-        ("zbv", 4, 2, "fused", 0.1),
+        ("1f1b", 2, None, "fused", 0.0, True),
+        ("1f1b", 4, None, "two", 0.1, False),
+        ("interleaved", 2, 2, "two", 0.0, False),
+        ("zbv", 4, 2, "fused", 0.1, True),
     ],
 )
-def test_loss_and_gradients(name: str, ranks: int, chunks: int | None, form: str, smoothing: float) -> None:
+def test_loss_and_gradients(name: str, ranks: int, chunks: int | None, form: str, smoothing: float, tied: bool) -> None:
+    """A tied share follows the embedding, and its first values are that one's, whatever it was built with."""
     layers, weight = model(ranks * (chunks or 1) - 1)
-    head = weight.requires_grad_()
+    head: Any = layers[0].weight if tied else weight.requires_grad_()
     tokens, targets = batch()
 
     def loss(epsilon: float) -> torch.Tensor:
@@ -78,11 +80,12 @@ def test_loss_and_gradients(name: str, ranks: int, chunks: int | None, form: str
     for _ in range(2):
         loss(smoothing).backward()
     expected = {f"layer{at}.{key}": p.grad for at, layer in enumerate(layers) for key, p in layer.named_parameters()}
-    results = run_ranks(on_one_rank, ranks, name, ranks, chunks, form, smoothing)
+    results = run_ranks(on_one_rank, ranks, name, ranks, chunks, form, smoothing, tied)
     gradients = {key: torch.tensor(value) for _, part, _ in results for key, value in part.items()}
-    rows = [torch.tensor(part["head.weight"]) for _, part, _ in results]
-    del gradients["head.weight"]
-    torch.testing.assert_close(torch.cat(rows), head.grad, rtol=1e-5, atol=1e-6)
+    if not tied:
+        rows = [torch.tensor(part["head.weight"]) for _, part, _ in results]
+        del gradients["head.weight"]
+        torch.testing.assert_close(torch.cat(rows), head.grad, rtol=1e-5, atol=1e-6)
     assert gradients.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(gradients[key], value, rtol=1e-5, atol=1e-6)

@@ -45,6 +45,7 @@ REPLICAS: dict[str, dict[str, Any]] = {
     "no barrier": {"parallel.dp": 2, "schedule.microbatches": 2, "optimizer.barrier": False},
     "tp 2": {"parallel.tp": 2, "parallel.sp": True},
     "cp 2": {"parallel.cp": 2},
+    "vocabulary": {"parallel.pp": 2, "parallel.vocabulary": "pp"},
 }
 
 

@@ -208,7 +208,16 @@ SPREAD = {"parallel.vocabulary": "pp"}
         ({**SPREAD, "schedule.slices": 2}, 'parallel.vocabulary = "pp": it takes whole sequences'),
         ({**SPREAD, "schedule.name": "search"}, 'parallel.vocabulary = "pp": a searched schedule runs as'),
         ({**SPREAD, "schedule.name": "dualpipe", "schedule.microbatches": 4}, "has two routes"),
-        ({**SPREAD, "model.tie_word_embeddings": True}, "set model.tie_word_embeddings = false"),
+        (
+            {
+                **SPREAD,
+                "model.tie_word_embeddings": True,
+                "parallel.dp": 2,
+                "parallel.zero": 3,
+                "schedule.microbatches": 4,
+            },
+            "set parallel.zero = 2, or model.tie_word_embeddings = false",
+        ),
         ({**SPREAD, "model.num_nextn_predict_layers": 1}, "set model.num_nextn_predict_layers = 0"),
         ({**SPREAD, "train.reproducible": True}, "set train.reproducible = false"),
         ({**SPREAD, "parallel.tp": 2, "model.vocab_size": 3}, "model.vocab_size 3 is below the number of ranks, 4"),
@@ -250,3 +259,8 @@ def test_a_zero_level_is_a_sharded_optimizer_and_a_transform(level, given, trans
     assert layout.config == resolve(load(None, keys)).config
     assert (layout.config.optimizer.zero1, layout.config.schedule.transforms) == (level > 0, transforms)
     assert layout.origins["optimizer.zero1"] == ("parallel.zero" if level else "default")
+
+
+def test_slots_of_gathered_stages():
+    keys = {"parallel.dp": 2, "parallel.zero": 3, "parallel.unshard_slots": 3, "train.global_batch_size": 36}
+    assert load_layout(None, keys).config.schedule.transforms == ("shard=3",)

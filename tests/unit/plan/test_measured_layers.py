@@ -16,17 +16,22 @@ from pipeloom.plan.run import shape_of
 from pipeloom.schedule import Costs, simulate
 
 SHAPE = shape_of(load("tiny", {"model.num_hidden_layers": 6}))
-# F, I, W, B, R of the embedding, of a block, and of the output layer
-TIMES = {"E": (1, 2, 3, 4, 1), "t": (10, 12, 8, 19, 10), "L": (5, 4, 3, 6, 5)}
+# F, I, W, B, (R;B) of the embedding, of a block, and of the output layer
+KINDS = ("F", "I", "W", "B", "RB")
+TIMES = {"E": (1, 2, 3, 4, 5), "t": (10, 12, 8, 19, 29), "L": (5, 4, 3, 6, 11)}
 LAYOUT = PlannedLayout(pp=2, m=4, micro_batch=2, seq=16, stages=(4, 4))
 
 
 def profile(**changes):
-    """A profile of micro-batches of 2 sequences of 16 tokens."""
+    """A profile of micro-batches of 2 sequences of 16 tokens, and of one, which takes three quarters of their time."""
     numbers = {"E": [0], "t": [1, 2, 3, 4, 5, 6], "L": [7]}
+
+    def seconds(name, factor):
+        return {kind: {"median": factor * each} for kind, each in zip(KINDS, TIMES[name], strict=True)}
+
     layers = [
-        {"layers": numbers[name], "seconds": {kind: {"median": each} for kind, each in zip("FIWBR", row, strict=True)}}
-        for name, row in TIMES.items()
+        {"layers": numbers[name], "seconds": seconds(name, 1), "seconds_of_one_sequence": seconds(name, 0.75)}
+        for name in TIMES
     ]
     costs = {"p2p": 0.5, "bandwidth": 1e6}
     return {"layers": layers, "microbatch": [2, 16], "costs": costs} | changes
@@ -56,17 +61,43 @@ def test_recomputed_blocks_run_their_forward_again(planner):
     assert step.total == pytest.approx(pipeline(**times, backward=(91, 93)))
 
 
+def test_a_block_that_recomputes_takes_what_was_measured(planner):
+    costs = planner.stage_costs(LAYOUT)
+    assert costs.recompute == pytest.approx((31, 35))  # (R;B) less B
+    assert costs.backward == pytest.approx((61, 63))
+
+
 def test_so_does_a_backward_that_is_split(planner):
     layout = replace(LAYOUT, recompute="full", schedule="zb-h1")
     costs = Costs(forward=(31, 35), input_grad=(68, 70), weight_grad=(27, 27), p2p=0.5, bandwidth=1e6, message=2048)
     assert planner.predict(layout).step.total == pytest.approx(simulate(layout.built(), costs).makespan, rel=1e-3)
 
 
-def test_times_are_in_proportion_to_the_sequences(planner):
+def test_times_of_other_micro_batches_are_on_the_line_through_both(planner):
     layout = replace(LAYOUT, pp=1, stages=(8,))
-    whole, half = (planner.predict(replace(layout, micro_batch=size)).step.total for size in (2, 1))
-    assert whole == pytest.approx(4 * (66 + 124))
-    assert half == pytest.approx(whole / 2)
+    four, two, one = (planner.predict(replace(layout, micro_batch=size)).step.total for size in (4, 2, 1))
+    assert two == pytest.approx(4 * (66 + 124))
+    assert (four, one) == (pytest.approx(1.5 * two), pytest.approx(0.75 * two))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "one", "two"),
+    [
+        (1, 1.0, 2.0),  # only one was measured
+        (2, 0.3, 2.0),  # two take more than twice as long as one
+        (2, 1.5, 1.0),  # two take less than one, which cannot be
+    ],
+)
+def test_no_time_is_below_zero(tmp_path, sequences, one, two):
+    form = profile(microbatch=[sequences, 16])
+    for layer in form["layers"]:
+        layer["seconds"] = {kind: {"median": two * sequences / 2} for kind in KINDS}
+        layer["seconds_of_one_sequence"] = {kind: {"median": one} for kind in KINDS}
+    (tmp_path / "costs.json").write_text(json.dumps(form))
+    fixed, each = read(tmp_path / "costs.json", SHAPE).seconds["t", False]["F"]
+    assert fixed >= 0
+    assert each >= 0
+    assert fixed + sequences * each == pytest.approx(two * sequences / 2)
 
 
 @pytest.mark.parametrize(

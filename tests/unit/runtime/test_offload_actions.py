@@ -13,9 +13,10 @@ from torch import Tensor, nn
 import pipeloom as pl
 from models import WIDTH, Block, batch, mse
 from pipeloom.errors import ConfigError, UsageError
+from pipeloom.ops.host_memory import HostBuffers
 from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.runtime import LocalPipeline
-from pipeloom.runtime.offload import HostBuffers, SavedTensors
+from pipeloom.runtime.offload import SavedTensors
 from pipeloom.schedule import Costs, Schedule, simulate
 from pipeloom.schedule.transforms import recompute
 from segmented import Experts

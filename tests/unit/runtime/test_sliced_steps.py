@@ -15,10 +15,14 @@ from models import gradients, worst
 from pipeloom.errors import ConfigError, UsageError, VerifyError
 from pipeloom.models import DecoderShape, layers
 from pipeloom.models.layers import cross_entropy
-from pipeloom.ops.slices import SliceState
+from pipeloom.ops.host_memory import HostBuffers
+from pipeloom.ops.layer import SlicePlace
+from pipeloom.ops.live_bytes import LiveBytes
+from pipeloom.ops.slices import SequenceHistory, SliceState
+from pipeloom.parallel.context import attend_in_blocks
 from pipeloom.runtime import Layer, LocalPipeline, RuntimeOptions
 from pipeloom.runtime.batch import SequenceSlices
-from pipeloom.schedule import transforms
+from pipeloom.schedule import Schedule, transforms
 from pipeloom.schedules import balanced_cuts, build, cut_sequences
 
 pytestmark = pytest.mark.core
@@ -107,6 +111,51 @@ def test_a_step_in_the_order_of_the_slices_equals_the_unsliced_one(name: str, ch
     assert worst(gradients(cut), gradients(one)) <= 1e-12
 
 
+IN_HOST_MEMORY = ("recompute=whole", "offload=kept")
+
+
+@pytest.mark.parametrize(
+    ("name", "packed", "steps"), [("1f1b", False, 2), ("interleaved", True, 1), ("zb-h1", True, 1)]
+)
+def test_a_step_from_inputs_keys_and_values_in_host_memory_equals_the_unsliced_one(
+    name: str, packed: bool, steps: int
+) -> None:
+    """A second step uses the buffers of the first again."""
+    schedule = transforms.transformed(cut_sequences(SCHEDULES[name], 4), IN_HOST_MEMORY)
+    assert sum("OKEPT" in str(cell) for program in schedule.programs for cell in program) >= 14
+    one, cut = local(decoder(3), SCHEDULES[name]), local(decoder(3), schedule)
+    for pipeline in (one, cut):
+        for _ in range(steps):
+            pipeline.step(*rows(), **({"position_ids": POSITIONS} if packed else {}))
+    assert worst(gradients(cut), gradients(one)) <= 1e-12
+
+
+def test_keys_and_values_in_host_memory_are_on_the_device_one_piece_at_a_time() -> None:
+    """Of seven pieces of 8 kB, one is there with its gradient; where they stay on the device, all seven gradients."""
+    buffers, generator = HostBuffers(torch.device("cpu")), torch.Generator().manual_seed(1)
+    query, *pieces = (torch.randn(2, 1, 1, 64, 16, generator=generator, requires_grad=True) for _ in range(8))
+
+    def attend(on_host: bool) -> tuple[int, list[Tensor | None]]:
+        history = SequenceHistory()
+        states = [SliceState(history, SlicePlace(at, 8, 64 * at, 64 * at + 64, 512)) for at in range(8)]
+        with LiveBytes() as held:
+            for state, piece in zip(states, pieces, strict=False):
+                state.keep(piece.clone())
+                if on_host:
+                    history.pieces[state.place.index].to_host(buffers, lambda: None)
+        assert held.now == (0 if on_host else 7 * 8192)
+        leaves = [each.detach().clone().requires_grad_() for each in (query[0], *query)]
+        with LiveBytes() as live:
+            attend_in_blocks(*leaves, state=states[7]).square().sum().backward()
+        assert all(torch.equal(a[0], b) for a, b in zip(states[7].earlier, pieces, strict=True))
+        sums = [history.pieces[at].gradient(0) for at in range(7)]
+        return live.peak, [*(leaf.grad for leaf in leaves), *sums]
+
+    (resident, wanted), (streamed, values) = attend(False), attend(True)
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(values, wanted, strict=True))
+    assert resident - streamed >= 5 * 8192
+
+
 @pytest.mark.parametrize("kind", ["R", "R:attention", "O", "parts of O"])
 def test_slices_are_recomputed_whole_or_travel(kind: str) -> None:
     plain = build("1f1b", 2, 2)
@@ -127,6 +176,62 @@ def test_slices_are_recomputed_whole_or_travel(kind: str) -> None:
     for pipeline in (one, cut):
         pipeline.step(*rows())
     assert worst(gradients(cut), gradients(one)) <= 1e-12
+
+
+class Holds(nn.Module):
+    """Passes on its input, of which it saves a copy for the backward; counts the bytes of these copies that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.now = self.peak = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        copy = x.detach().clone()
+        self.now += copy.nbytes
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(copy.untyped_storage(), self.freed, copy.nbytes)
+        return x + self.weight * copy  # the product saves it
+
+    def freed(self, size: int) -> None:
+        self.now -= size
+
+
+@pytest.mark.parametrize(("slices", "peak"), [(2, 4.64), (4, 3.03), (8, 2.16)])
+def test_bytes_of_the_first_rank_at_balanced_cuts_are_the_simulated_ones(slices: int, peak: float) -> None:
+    """8 ranks, attention 60 % of a sequence's time: in micro-batches, of whole sequences 8 would be held."""
+    cuts = balanced_cuts(1000, slices, 0.6)
+    tokens = tuple(end - start for start, end in pairwise(cuts.positions))
+    schedule = build("1f1b", 8, 8, options={"slices": slices})
+    stages = [Holds() for _ in range(8)]
+    pipeline = LocalPipeline(
+        [Layer(f"l{at}", lambda at=at: stages[at]) for at in range(8)],
+        schedule,
+        loss=mean_square,
+        options=RuntimeOptions(slice_tokens=tokens),
+    )
+    pipeline.step(*torch.ones(2, 8, 1000))
+    assert stages[0].peak / 4000 == pytest.approx(peak, abs=0.005)
+    assert [each.peak / 4000 for each in stages] == pytest.approx(pl.simulate(schedule, cuts.costs()).peak_memory)
+    assert all(each.now == 0 for each in stages)
+
+
+def test_what_is_kept_is_copied_for_an_action_that_recomputes_alone() -> None:
+    schedule = Schedule.of([["0F0", "0OKEPT0", "0LKEPT0", "(0R0;0B0)"]], placement=[0], microbatches=1)
+    pl.check(schedule)
+    with pytest.raises(ConfigError, match=r"0OKEPT0: what is kept .* there is no 0R0: .* \(recompute=whole\)"):
+        local(decoder(), schedule)
+
+
+def test_an_input_that_a_layer_changes_in_place_is_refused_before_it_is_copied() -> None:
+    class Changes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(2))
+
+    schedule = transforms.transformed(build("1f1b", 2, 4), IN_HOST_MEMORY)
+    pipeline = LocalPipeline([lambda: nn.Linear(4, 4), lambda: Changes(4, 4)], schedule, loss=mean_square)
+    with pytest.raises(UsageError, match="a layer changes the stage's input in place"):
+        pipeline.step(torch.ones(4, 4), torch.ones(4, 4))
 
 
 def test_evaluation_and_prediction_equal_the_unsliced_ones() -> None:
@@ -180,6 +285,7 @@ def verified(declared: bool, schedule: pl.Schedule) -> pl.Verified:
 def test_verify_accepts_a_layer_that_declares_its_state_and_names_one_that_does_not() -> None:
     schedule = cut_sequences(build("zb-h1", 2, 2), 3)
     assert max(verified(True, schedule).errors.values()) <= 1e-6
+    assert max(verified(True, transforms.transformed(schedule, IN_HOST_MEMORY)).errors.values()) <= 1e-6
     words = r"the output of layer 'l1' of stage 0, micro-batch 0 slice 1, differs .*own_model.md, 'slices'"
     with pytest.raises(VerifyError, match=words):
         verified(False, schedule)
@@ -200,12 +306,12 @@ class Broadcast(nn.Module):
         return x * 0
 
 
-def test_gradients_of_a_piece_are_summed_in_fp32() -> None:
+@pytest.mark.parametrize("words", [(), IN_HOST_MEMORY], ids=["device", "host"])
+def test_gradients_of_a_piece_are_summed_in_fp32(words: tuple[str, ...]) -> None:
     """256 + 1 + 1 + 1 + 1 = 260 in bf16 only if it is rounded once."""
+    schedule = transforms.transformed(cut_sequences(build("1f1b", 1, 1), 6), words)
     x = torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0, 256.0]], dtype=torch.bfloat16)
-    pipeline = LocalPipeline(
-        [Layer("l", Broadcast)], cut_sequences(build("1f1b", 1, 1), 6), loss=lambda out, _: out.sum() * 6, weight=len
-    )
+    pipeline = LocalPipeline([Layer("l", Broadcast)], schedule, loss=lambda out, _: out.sum() * 6, weight=len)
     pipeline.step(x, x)
     (parameter,) = pipeline.parameters()
     assert parameter.grad is not None

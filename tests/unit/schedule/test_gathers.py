@@ -52,6 +52,31 @@ def test_check_sweeps_over_values_of_stages(cells: str, reason: str | None) -> N
             check(schedule)
 
 
+def test_slots_of_parameters_and_of_buffers_for_gradients() -> None:
+    """A gather waits for the release that makes room for it; so does the first backward that adds to a stage's gradients."""
+
+    def starts(cells: str, **slots: int) -> dict[str, float]:
+        schedule = Schedule.of([cells.split()], placement=[0, 0], microbatches=1).with_slots(slots)
+        check(schedule)
+        timeline = simulate(schedule, Costs(gather=1, reduce=3))
+        return dict(zip(map(str, schedule.programs[0]), timeline.starts[0], strict=True))
+
+    reduced = "0F0 1F0 1I0 1W0 1REDUCE_GRAD 0I0 0W0 0REDUCE_GRAD"  # 1I0 from 2, 1W0 until 4
+    assert starts(reduced)["0I0"] == starts(reduced, grads=2)["0I0"] == 4
+    assert starts(reduced, grads=1)["0I0"] == 7
+    early = "0F0 1F0 1B0 0B0 1REDUCE_GRAD 0REDUCE_GRAD"
+    assert starts(early, grads=2)["0B0"] == 4
+    with pytest.raises(pl.ScheduleError, match=r"deadlocks(.|\n)*waits for REDUCE_GRAD of stage 1"):
+        starts(early, grads=1)
+    assert starts("0F0 1F0 1B0 1REDUCE_GRAD 0B0", grads=1)["0B0"] == 4  # those of stage 0 stay, in no slot
+    twice = one_stage("0F0", "0F1", "0B0", "0REDUCE_GRAD", "0B1", "0REDUCE_GRAD", microbatches=2)
+    assert [simulate(twice.with_slots({"grads": n}), Costs(reduce=3)).starts[0][4] for n in (2, 1)] == [4, 7]
+    gathered = "0UNSHARD 1UNSHARD 0F0 0RESHARD 1F0 1B0 1RESHARD 0UNSHARD 0B0 0RESHARD"
+    programs = Schedule.of([gathered.split()], placement=[0, 0], microbatches=1)
+    ahead, behind = (simulate(programs.with_slots({"params": n}), Costs(gather=1)).starts[0][1] for n in (2, 1))
+    assert (ahead, behind) == (1, 2)  # behind the release at 2
+
+
 def test_a_gather_on_the_wrong_rank_is_refused() -> None:
     schedule = Schedule.of([["1UNSHARD", "0F0", "0B0"], ["1F0", "1B0"]], placement=[0, 1], microbatches=1)
     with pytest.raises(pl.ScheduleError, match="1UNSHARD is on the wrong rank; stage 1 is placed on rank 1"):

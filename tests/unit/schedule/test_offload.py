@@ -11,9 +11,17 @@ from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.json_form import from_json, to_json
 from pipeloom.schedule.model import parts
+from pipeloom.schedule.offload import with_copies
 from pipeloom.schedule.transforms import transformed
 
 CELLS = ("0F0", "0O0", "0F1", "0O1", "0L0", "0B0", "0L1", "0B1")
+
+
+def test_copies_of_what_is_kept_need_a_recomputation() -> None:
+    with pytest.raises(
+        UsageError, match="nothing is recomputed in an action of its own; put the transform recompute=wh"
+    ):
+        transformed(build("1f1b", 2, 4), ["recompute", "offload=kept"])
 
 
 def one(*cells: str, microbatches: int = 1) -> Schedule:
@@ -48,6 +56,35 @@ def test_times_and_memory_by_hand() -> None:
     }  # fmt: skip
     free = simulate(one(*CELLS, microbatches=2), Costs(activation=3, kept=1 / 3, host_bandwidth=4))
     assert free.ends[0][1] - free.starts[0][1] == 0.5
+
+
+def test_what_is_kept_travels_by_its_own_cells() -> None:
+    """A copy of 2 bytes / 4 each way; R needs what is kept, and while it is in host memory the device holds nothing of it."""
+    schedule = one("0F0", "0OKEPT0", "0F1", "0LKEPT0", "0R0", "0B0", "0R1", "0B1", microbatches=2)
+    check(schedule)
+    assert from_json(to_json(schedule)) == from_csv(to_csv(schedule), "custom") == schedule
+    costs = Costs(2, 1, 1, host_bandwidth=4, bytes={"kept": 2, "saved": 6, "params": 10})
+    timeline = simulate(schedule, costs)
+    assert timeline.starts == ((0, 2, 2, 2.5, 4, 6, 8, 10),)
+    assert timeline.ends == ((2, 2.5, 4, 3, 6, 8, 10, 12),)
+    assert timeline.peak_bytes == {"device": (20,), "host": (2,)}
+    assert simulate(schedule, Costs(activation=4, kept=0.5, host_bandwidth=4)).ends[0][1] == 1.5
+    with pytest.raises(ScheduleError, match=r"0R0 needs what is kept .*; 0F0 or 0LKEPT0 makes it"):
+        check(one("0F0", "0OKEPT0", "0R0", "0B0", "0LKEPT0"))
+
+
+def test_slices_recomputed_from_host_memory_take_no_more_of_the_device_for_longer_sequences() -> None:
+    """At slices of one size, 4 or 16 a sequence; without copies, each slice more is held until its backward."""
+    peaks = {}
+    for slices in (4, 16):
+        costs = Costs(bytes={"kept": slices, "saved": 10 * slices})  # of a micro-batch
+        recomputed = transformed(pl.schedules.seq1f1b(2, 4, slices), ["recompute=whole"])
+        copied = transformed(recomputed, ["offload=kept"], costs)
+        check(copied)
+        peaks[slices] = [simulate(each, costs).peak_bytes for each in (recomputed, copied)]
+    assert peaks[16][1]["device"] == peaks[4][1]["device"]
+    assert peaks[16][0]["device"][0] - peaks[4][0]["device"][0] == 12
+    assert peaks[16][1]["host"][0] > peaks[4][1]["host"][0]
 
 
 def test_slots() -> None:
@@ -151,3 +188,59 @@ def test_a_part_that_is_recomputed_does_not_travel(cells: tuple[str, ...]) -> No
     assert (max(level for _, level in device), device[-1][1]) == (104, 0)
     assert max(level for _, level in host) == 70
     assert 34 in [level for _, level in device]  # while the copy is on the host
+
+
+SHARED = [["0F0", "0O0", "0L0", "0B0"], ["1F0", "1O0", "1L0", "1B0"]]
+
+
+@pytest.mark.parametrize(
+    ("beside", "links", "first", "second"),
+    [
+        (2.0, (), ((1, 3), (3, 5)), ((2, 4), (4, 6))),  # a link for each rank
+        (2.0, (7, 8), ((1, 3), (3, 5)), ((2, 4), (4, 6))),
+        (1.0, (7, 7), ((1, 3), (3, 5)), ((2, 4), (4, 6))),
+        (2.0, (7, 7), ((1, 4), (4, 7)), ((2, 5), (5, 8))),  # half alone, half beside the other; each way apart
+        (1.5, (7, 7), ((1, 3.5), (3.5, 6)), ((2, 4.5), (4.5, 7))),
+    ],
+)
+def test_copies_of_two_ranks_on_one_link(
+    beside: float, links: tuple[int, ...], first: tuple[object, ...], second: tuple[object, ...]
+) -> None:
+    schedule = Schedule.of(SHARED, placement=[0, 1], microbatches=1)
+    timeline = simulate(schedule, Costs(host_bandwidth=0.5, host_links=links, beside=beside))
+    for rank, expected in enumerate((first, second)):
+        times = list(zip(timeline.starts[rank], timeline.ends[rank], strict=True))
+        assert tuple(times[1:3]) == expected
+
+
+def test_three_copies_on_one_link() -> None:
+    """Each of three that begin and end together takes 1 + 2 (beside - 1) times as long; a fourth rank's own link is free."""
+    programs = [["0F0", "0O0", "0L0", "0B0"]] + [[f"{s}F0", f"{s}O0", f"{s}L0", f"{s}B0"] for s in (1, 2, 3)]
+    schedule = Schedule.of(programs, placement=[0, 1, 2, 3], microbatches=1)
+    costs = Costs((1, 0, 0, 0), host_bandwidth=0.5, host_links=(0, 0, 0, 1), beside=1.5)
+    timeline = simulate(schedule, costs)
+    assert [(timeline.starts[rank][1], timeline.ends[rank][1]) for rank in range(4)] == [(1, 5)] * 3 + [(1, 3)]
+
+
+def test_links_of_their_own_change_no_time() -> None:
+    plain = build("interleaved", 4, 4)
+    for share in ((1, 1), (3, 4)):
+        copied = with_copies(plain, Costs(host_bandwidth=1), range(plain.stages), *share)
+        alone, apart = Costs(p2p=0.3, host_bandwidth=0.7), Costs(p2p=0.3, host_bandwidth=0.7, host_links=(0, 1, 2, 3))
+        assert simulate(copied, apart).ends == simulate(copied, alone).ends
+
+
+def test_offload_on_a_shared_link_takes_no_longer() -> None:
+    """Two copies of 1.8 every 3 do not fit on one link: with the links known fewer travel, and no forward waits for them."""
+    plain = pl.schedules.one_f_one_b(4, 8)
+    costs = Costs(host_bandwidth=1 / 1.8, host_links=(0, 0, 1, 1))
+    unaware = pl.schedules.offload(plain, Costs(host_bandwidth=1 / 1.8))
+    assert simulate(unaware, costs).makespan > 1.05 * simulate(plain, costs).makespan
+    assert simulate(pl.schedules.offload(plain, costs), costs).makespan <= 1.01 * simulate(plain, costs).makespan
+
+
+def test_links_that_do_not_fit() -> None:
+    with pytest.raises(UsageError, match="host_links has 2 numbers, and the schedule has 4 ranks"):
+        simulate(pl.schedules.one_f_one_b(4, 4), Costs(host_links=(0, 0)))
+    with pytest.raises(UsageError, match=r"beside is 0\.5; a copy beside another takes at least 1 times as long"):
+        Costs(beside=0.5)

@@ -39,6 +39,7 @@ def test_peaks_and_held_share() -> None:
     assert timeline.peak_memory == (20,)
     levels = [level for _, level in timeline.memory_curve[0]]
     assert levels == [10, 20, 12.5, 5, 15, 12.5, 10, 0]
+    assert simulate(schedule, Costs(activation=10, held=2)).peak_memory == (50,)  # both I, and F2
 
 
 def test_a_pair_holds_both_micro_batches() -> None:
@@ -127,7 +128,7 @@ def test_a_schedule_that_cannot_run() -> None:
         (lambda: Costs(forward=-1), "forward is -1"),
         (lambda: Costs(input_grad=math.nan), "^input_grad is nan"),
         (lambda: Costs(weight_grad=(1.0, math.inf)), "weight_grad is inf"),
-        (lambda: Costs(held=1.5), "held is 1.5; it is a share"),
+        (lambda: Costs(kept=1.5), "kept is 1.5; it is a share"),
         (lambda: Costs(all_to_all=(0.5, 2)), "all_to_all"),
         (lambda: Costs(pair=-2), "pair is -2"),
         (lambda: Costs(bandwidth=0), "bandwidth is 0"),

@@ -37,7 +37,14 @@ def test_cells_survive_every_form_and_the_schedule_is_sound() -> None:
     pl.check(schedule, transport="batched")
     assert [[str(cell) for cell in program] for program in schedule.programs] == TWO
     assert from_json(to_json(schedule)) == schedule
-    assert from_csv(to_csv(schedule), name="custom") == schedule
+    with pytest.raises(
+        ScheduleError, match="cuts sequences into 2 slices, which the CSV form cannot say; write it as J"
+    ):
+        to_csv(schedule)
+    with pytest.raises(
+        ScheduleError, match=r"x:1:5: 0F0.1 names a slice, which the CSV form cannot say; write it as J"
+    ):
+        from_csv("0B0,0F0.1", source="x")
     assert (schedule.units, schedule.unit_names) == (4, ("0.0", "0.1", "1.0", "1.1"))
 
 
@@ -273,7 +280,10 @@ def test_transforms_behind_slices_keep_them() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: schedules.build("chimera", 4, 8, None, {"slices": 2}), "would take different routes"),
+        (
+            lambda: schedules.build("chimera", 4, 8, None, {"slices": 2}),
+            "would take different routes; the transform slices=2 cuts it in place",
+        ),
         (
             lambda: schedules.build("v-half", 6, 2, None, {"slices": 4}),
             "would take longer than in place; use the transform",
@@ -283,7 +293,12 @@ def test_transforms_behind_slices_keep_them() -> None:
             lambda: schedules.build("1f1b", 4, 8, None, {"slices": 0}),
             "slices is 0; it must be a whole number of at least 1",
         ),
-        (lambda: schedules.by_slices(schedules.one_f_one_b(2, 5), 2), "its 5 micro-batches are no multiple of 2"),
+        (
+            lambda: schedules.by_slices(schedules.one_f_one_b(2, 5), 2),
+            "its 5 micro-batches are no multiple; nearest: 4",
+        ),
+        (lambda: schedules.by_slices(schedules.seq1f1b(2, 2), 2), "it is cut into 4 already"),
+        (lambda: schedules.build("zzzzzzzzz", 2, 2), "seq1f1b"),
         (lambda: schedules.cut_sequences(schedules.seq1f1b(2, 2), 2), "is cut into 4 slices already"),
         (
             lambda: balanced_cuts(100, 4, 0.5, 16),

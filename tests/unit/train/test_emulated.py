@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pipeloom as pl
-from pipeloom.runtime import LocalPipeline
+from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.schedule import Costs, Schedule
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes
 from pipeloom.train.report import rehearse
@@ -140,3 +140,19 @@ def test_two_levels_in_chunks_hide_more_than_a_flat_exchange(hands: Hands) -> No
         whole = exposed(0.75 * 0.015, 0.015 / 8, 1, blocks, microbatches)
         assert levels < 0.52 * flat
         assert levels < 0.52 * whole
+
+
+def test_slices_take_their_shares_of_the_times_and_of_the_messages(hands: Hands) -> None:
+    costs = Costs(2, 1, 3, message=400, slice_times=(0.25, 0.75), slice_sizes=(0.6, 0.4))
+    rehearsal = Rehearsal(pl.schedules.cut_sequences(pl.schedules.one_f_one_b(1, 1), 2), costs, unit=0.01)
+    clock = Clock()
+    pipeline = LocalPipeline(
+        rehearsal.layers(0, clock),
+        rehearsal.schedule,
+        loss=lambda out, _: out.mean(),
+        options=RuntimeOptions(slice_tokens=rehearsal.slice_tokens),
+    )
+    pipeline.step(torch.ones(1, 100), torch.ones(1, 100))
+    assert rehearsal.slice_tokens == (60, 40)
+    assert clock.seconds["attention", "F"] == pytest.approx([0.005, 0.015])
+    assert clock.seconds["attention", "W"] == pytest.approx([0.0225, 0.0075])

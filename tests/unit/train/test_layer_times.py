@@ -19,7 +19,7 @@ from pipeloom.train.report.layer_times import LayerTimes, Sample, SegmentTimes, 
 from pipeloom.train.report.link_times import LinkTimes
 from pipeloom.train.report.rehearse import Clock, EmulatedLayer
 
-KINDS = ("F", "I", "W", "B", "R")
+KINDS = ("F", "I", "W", "B", "R", "RB")
 
 
 def test_one_layer_of_each_kind_runs_every_action():
@@ -27,8 +27,9 @@ def test_one_layer_of_each_kind_runs_every_action():
     measured = layer_times(load_layout("tiny", keys, world_size=0), torch.device("cpu"), 2, ("norms",))
     assert [each.layers for each in measured] == [(0,), (1, 4), (2, 3), (5,)]
     for each in measured:
-        assert set(each.seconds) == {*KINDS, "R:norms"}
-        assert all(sample.median > 0 for sample in each.seconds.values())
+        for times in (each.seconds, each.one):
+            assert set(times) == {*KINDS, "R:norms"}
+            assert all(sample.median > 0 for sample in times.values())
     embedding, block = (sum(sample.median for sample in each.seconds.values()) for each in measured[:2])
     assert block > embedding  # which is a look-up
     embedding, block = (each.seconds["R:norms"].median for each in measured[:2])
@@ -100,7 +101,7 @@ def test_a_link_has_a_latency_and_a_bandwidth():
 def profile_of(links):
     seconds = [{kind: Sample(10.0**at * (1 + n), 0) for n, kind in enumerate(KINDS)} for at in range(3)]
     layers = [
-        LayerTimes(name, numbers, times)
+        LayerTimes(name, numbers, times, {kind: Sample(each.median / 2, 0) for kind, each in times.items()})
         for name, numbers, times in zip(("first", "block", "last"), ((0,), (1, 2, 3, 4), (5,)), seconds, strict=True)
     ]
     three = (Sample(1, 0), Sample(2, 0), Sample(3, 0))
@@ -161,7 +162,7 @@ def test_the_costs_of_parts_are_the_sums_over_a_stages_layers():
     names = ("E", "block", "head")
     seconds = {kind: Sample(1.0, 0.0) for kind in KINDS}
     layers = [
-        LayerTimes(name, numbers, seconds | {"R:norms": Sample(time, 0.0)})
+        LayerTimes(name, numbers, seconds | {"R:norms": Sample(time, 0.0)}, seconds)
         for name, numbers, time in zip(names, ((0,), (1, 2), (3,)), (0.0, 2.0, 1.0), strict=True)
     ]
     sizes = [LayerBytes(0.0), *[LayerBytes(10.0, parts={"norms": 4.0})] * 2, LayerBytes(5.0, parts={"norms": 3.0})]

@@ -847,6 +847,7 @@ class Schedule {
   /** The part of this schedule that the CSV form cannot express; empty if it can express all of it. */
   beyondCsv() {
     if (this.routes.length > 1) return "which micro-batch takes which route";
+    if (this.document.slices > 1) return "slices of sequences";
     return this.tensors.length ? "which tensors stages pass by name" : "";
   }
 

@@ -94,7 +94,7 @@ def _unknown_name(name: str) -> UsageError:
     plain = _plain(name).removeprefix("schedule")
     near = (_CANONICAL[word] for word in difflib.get_close_matches(plain, _CANONICAL, n=6, cutoff=0.55))
     nearest = " or ".join(map(repr, list(dict.fromkeys(near))[:3]))
-    hint = f"; did you mean {nearest}?" if nearest else did_you_mean(name, FAMILIES)
+    hint = f"; did you mean {nearest}?" if nearest else did_you_mean(name, (*FAMILIES, *SLICED))
     return UsageError(f"there is no schedule {name!r:.200}{hint}")
 
 

@@ -182,8 +182,8 @@ def printable(text: str) -> str:
 
 
 def _whole(pipeline: Pipeline | LocalPipeline, logits: Tensor) -> Tensor:
-    """Return the logits [vocabulary] of one position, from each tensor-parallel rank's part."""
-    if pipeline.mesh.tp.size == 1:
+    """Return the logits [vocabulary] of one position, from each tensor-parallel rank's part where these have parts."""
+    if pipeline.mesh.tp.size == 1 or pipeline.schedule.vocabulary:
         return logits
     shard = next(pipeline.layouts[name].over("tp") for name in VOCABULARY_WEIGHTS if name in pipeline.layouts)
     assert shard is not None

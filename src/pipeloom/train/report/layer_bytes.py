@@ -16,7 +16,8 @@ from pipeloom.config import Layout
 from pipeloom.config.stages import layer_sizes
 from pipeloom.errors import ConfigError, PipeloomError, UsageError
 from pipeloom.models import ahead
-from pipeloom.ops.layer import KEYWORD, Layer, MicrobatchContext
+from pipeloom.ops.layer import KEYWORD, Layer, MicrobatchContext, SlicePlace
+from pipeloom.ops.slices import STATE, SequenceHistory, SliceState
 from pipeloom.runtime.layer_bytes import LayerBytes, measured_layer
 from pipeloom.runtime.stage_modules import LayerNames
 from pipeloom.train.build import PARAMETER_DTYPES, model_layers, moe_classes, recomputed, training_loss
@@ -101,9 +102,14 @@ def measured_in(layout: Layout, layer: Layer, x: Tensor, last: bool) -> tuple[La
     accepted, names = signature(module.forward).parameters, LayerNames.of(layer, layer.name)
     keywords = {name: value for name, value in keywords.items() if name in accepted}
     keywords |= {name: torch.zeros_like(x, requires_grad=True) for name in names.reads}
+    history = SequenceHistory()
+    if layout.schedule.slices > 1 and STATE in accepted:
+        keywords[STATE] = SliceState(history, SlicePlace(0, 1, 0, x.shape[1], x.shape[1]))
     loss = partial(_loss, layout, targets, names) if last else None
     with _Shapes():
         measured, output = measured_layer(module, (x,), keywords, loss, layout.schedule.splits_backward)
+    state = sum(each.nbytes for piece in history.pieces.values() for each in piece.on_device)
+    measured = replace(measured, state=float(state))
     if last:
         return measured, x
     return measured, torch.empty_like(_single(names.taken_from(output, {})[0])).requires_grad_()

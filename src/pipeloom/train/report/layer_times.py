@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -40,17 +41,20 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Times of the layers of one kind, for the largest micro-batch.
+    """Times of the layers of one kind, for the largest micro-batch and for one sequence.
 
     Attributes:
         name: the first of them.
         layers: the numbers of all of them in the model; the embedding is 0.
-        seconds: kind of action (F, I, W, B, R, R:norms and other parts) -> its time. That of the last layer includes the loss.
+        seconds: kind of action (F, I, W, B, R, R:norms and other parts, and RB, the block (R;B)) -> its time. That of the last
+            layer includes the loss. F is that of a micro-batch that is not recomputed.
+        one: the same for a micro-batch of one sequence; equal to `seconds` where the largest has one.
     """
 
     name: str
     layers: tuple[int, ...]
     seconds: Mapping[str, Sample]
+    one: Mapping[str, Sample]
 
 
 def kinds_of_layers(layout: Layout) -> list[tuple[int, ...]]:
@@ -66,8 +70,9 @@ def layer_times(
 ) -> tuple[LayerTimes, ...]:
     """Run one layer of each kind as a stage of its own, `repeats` steps after one that warms up, and return the times.
 
-    A step has these micro-batches, one after the other: F, I, W; F, R, I, W; F, B; and for each of `parts`, which are names of
-    parts of the layers, F, R of the part, B.
+    A step has these micro-batches, one after the other: F, I, W; F, R, I, W; F, B; F, (R;B); and for each of `parts`, which are
+    names of parts of the layers, F, R of the part, B. Steps of the largest micro-batches and of single sequences take turns, so
+    that a change of the machine's speed meets both.
     """
     kinds, model = kinds_of_layers(layout), _model(layout, device)
     layers = compiled([model[numbers[0]] for numbers in kinds], layout.config)
@@ -85,33 +90,38 @@ def layer_times(
             trace=device.type == "cuda",
         ),
     )
-    tokens, targets = _tokens(layout, schedule.microbatches, device)
     depth = layout.config.model.num_nextn_predict_layers
-    keywords = ahead(tokens, targets, depth) if depth else {}
-    seconds: list[dict[str, list[float]]] = [defaultdict(list) for _ in kinds]
-    for step in range(repeats + 1):
-        pipeline.step(tokens, targets, **keywords)
+    batches = {
+        sequences: _tokens(layout, sequences * schedule.microbatches, device)
+        for sequences in sorted({1, max(layout.microbatch_sizes)})
+    }
+    seconds: dict[tuple[int, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for step, (sequences, (tokens, targets)) in product(range(repeats + 1), batches.items()):
+        pipeline.step(tokens, targets, **(ahead(tokens, targets, depth) if depth else {}))
         (stats,) = pipeline.stats
         for cell, start, end in zip(schedule.programs[0], stats.starts, stats.ends, strict=True):
             assert isinstance(cell, Action)
-            if step:
-                seconds[cell.stage][cell.kind].append(end - start)
+            if step and not (cell.kind == "F" and cell.microbatch not in _PLAIN):
+                seconds[sequences, cell.stage][cell.kind].append(end - start)
+    samples = {key: {kind: Sample.of(each) for kind, each in times.items()} for key, times in seconds.items()}
     return tuple(
-        LayerTimes(layer.name, numbers, {kind: Sample.of(each) for kind, each in times.items()})
-        for layer, numbers, times in zip(layers, kinds, seconds, strict=True)
+        LayerTimes(layer.name, numbers, samples[max(batches), stage], samples[1, stage])
+        for stage, (layer, numbers) in enumerate(zip(layers, kinds, strict=True))
     )
 
 
+_BACKWARDS = ("{0}I{1}", "{0}W{1}"), ("{0}R{1}", "{0}I{1}", "{0}W{1}"), ("{0}B{1}",), ("({0}R{1};{0}B{1})",)
+_PLAIN = 0, 2  # micro-batches of which nothing is recomputed
+
+
 def _one_by_one(stages: int, parts: Sequence[str]) -> Schedule:
-    """Return a schedule of one rank: micro-batches with a split backward, one with R, a whole one, and R of each part."""
-    backwards = [("I", "W"), ("R", "I", "W"), ("B",), *((f"R:{part}", "B") for part in parts)]
+    """Return a schedule of one rank: micro-batches with I and W, with R, B, a block, and R of each part."""
+    backwards = [*_BACKWARDS, *(("{0}R{1}:" + part, "{0}B{1}") for part in parts)]
 
     def cells() -> Iterator[str]:
         for microbatch, backward in enumerate(backwards):
             yield from (f"{stage}F{microbatch}" for stage in range(stages))
-            for stage in reversed(range(stages)):
-                for kind, colon, part in (each.partition(":") for each in backward):
-                    yield f"{stage}{kind}{microbatch}{colon}{part}"
+            yield from (cell.format(stage, microbatch) for stage in reversed(range(stages)) for cell in backward)
 
     return Schedule.of([cells()], placement=(0,) * stages, microbatches=len(backwards), name="profile")
 
@@ -121,9 +131,9 @@ def _model(layout: Layout, device: torch.device) -> list[Layer]:
     return model_layers(config, PARAMETER_DTYPES[config.train.dtype], device, classes=moe_classes(layout))
 
 
-def _tokens(layout: Layout, microbatches: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return random tokens and targets [rows, seq_len] of micro-batches of the largest size."""
-    config, rows = layout.config, max(layout.microbatch_sizes) * microbatches
+def _tokens(layout: Layout, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return random tokens and targets [rows, seq_len]."""
+    config = layout.config
     generator = torch.Generator().manual_seed(stable_seed("profile", config.train.seed))
     shape = (2, rows, config.train.seq_len)
     tokens, targets = torch.randint(0, config.model.vocab_size, shape, generator=generator).to(device)

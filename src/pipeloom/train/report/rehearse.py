@@ -5,7 +5,6 @@ Emulated layers take given times instead of computing: they sleep, or spin on a 
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -123,7 +122,7 @@ class EmulatedLayer(nn.Module):
 
     Args:
         times: times of one micro-batch, in seconds.
-        factors: factor on the times of each micro-batch; empty: 1 for all.
+        factors: factor on the times of each micro-batch, or of each of its slices; empty: 1 for all.
         inside: time of each hop inside a node, on a link of its own, which each all-to-all takes too (two levels).
         chunks: runs of the tokens, whose all-to-alls overlap with the other runs' experts and all-to-alls.
     """
@@ -219,7 +218,10 @@ class _Timed:
 
 
 def _factor(factors: Sequence[float], microbatch: MicrobatchContext | None) -> float:
-    return factors[microbatch.index] if factors and microbatch is not None else 1.0
+    if not factors or microbatch is None:
+        return 1.0
+    place = microbatch.place
+    return factors[microbatch.index if place is None else microbatch.index * place.count + place.index]
 
 
 def _times(times: PhaseTimes, factor: float) -> PhaseTimes:
@@ -257,7 +259,8 @@ class Rehearsal:
         costs = replace(self.costs.scaled(self.unit), activation=self.costs.activation)
         if not self.communicates:
             return costs
-        others = {name: getattr(costs, name) for name in ("activation", "held", "microbatch", "message")}
+        names = ("activation", "held", "microbatch", "message", "slice_times", "slice_sizes")
+        others = {name: getattr(costs, name) for name in names}
         return SegmentCosts(tuple((layer,) for layer in self._segments())).costs(**others)
 
     def simulated(self) -> Timeline:
@@ -270,16 +273,25 @@ class Rehearsal:
         rows = [self.costs.per_stage(name, stages) for name in ("forward", "input_grad", "weight_grad")]
         return [self.unit * sum(column) for column in zip(*rows, strict=True)]
 
+    @property
+    def slice_tokens(self) -> tuple[int, ...]:
+        """The tokens of each slice, of 4 bytes each: together a message, but at least one each."""
+        count = self.schedule.slices
+        shares = self.costs.slice_sizes or (1 / count,) * count
+        return tuple(max(1, round(self.costs.message / 4 * share)) for share in shares)
+
     def layers(self, rank: int, clock: Clock) -> list[Layer]:
         """Return the layer of each stage position, as `Pipeline` takes them on this rank."""
         stages = {self.schedule.position_of[stage]: stage for stage in reversed(self.schedule.stages_of[rank])}
         segments = self._segments()
+        even = self.schedule.slices == 1 and not self.costs.microbatch
+        factors = () if even else self.costs.time_factors(self.schedule)
 
         def build(position: int) -> nn.Module:
             stage = stages[position]
             factor, part = self.slow.get(stage, 1.0), segments[stage]
             slowed = replace(part, attention=_times(part.attention, factor), experts=_times(part.experts, factor))
-            return EmulatedLayer(clock, slowed, self.costs.microbatch)
+            return EmulatedLayer(clock, slowed, factors)
 
         return [Layer(f"stage.{position}", partial(build, position)) for position in range(self.schedule.positions)]
 
@@ -308,11 +320,12 @@ def run(rehearsal: Rehearsal, context: WorkerContext) -> tuple[Timeline, ...]:
         timeout=patience(rehearsal),
         watchdog=context.watchdog,
         trace=device.type == "cuda",
+        slice_tokens=rehearsal.slice_tokens if schedule.slices > 1 else None,
     )
     clock = Clock(device)
     pipeline = Pipeline(rehearsal.layers(context.rank, clock), schedule, loss=_loss, options=options)
     context.close_to_strangers()
-    batch = torch.ones(schedule.microbatches, max(1, math.ceil(rehearsal.costs.message / 4)), device=device)
+    batch = torch.ones(schedule.microbatches, sum(rehearsal.slice_tokens), device=device)
     recorded = []
     for step in range(rehearsal.steps + 1):
         if dist.is_initialized():

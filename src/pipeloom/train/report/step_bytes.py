@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeloom.config import Layout
-from pipeloom.config.standing_bytes import element_bytes, spans, stage_parameters
+from pipeloom.config.standing_bytes import element_bytes, spans, stage_parameters, summed_over_slices
 from pipeloom.config.volume import boundary_bytes
 from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.runtime import Pipeline
@@ -69,6 +69,7 @@ def predicted_costs(layout: Layout, layers: Sequence[LayerBytes], device: str = 
     )
     shares = (device or layout.config.train.device) == "cpu" and section.transport in ("auto", "shared")
     shares_of_slices = layout.cuts.sizes if layout.cuts is not None else (1.0,)
+    states = [sum(layer.state for layer in layers[start:end]) for start, end in spans(layout)]
     messages, temporary = [0.0] * schedule.stages, [0.0] * schedule.stages
     for rank, stages in enumerate(schedule.stages_of):
         if not shares:
@@ -76,7 +77,10 @@ def predicted_costs(layout: Layout, layers: Sequence[LayerBytes], device: str = 
             messages[stages[0]] = most_message_bytes(
                 program, lambda message: sizes[message.microbatch] * shares_of_slices[message.slice or 0]
             )
-        temporary[stages[0]] = max(amounts["temporary"][stage] for stage in stages)
+        temporary[stages[0]] = max(
+            amounts["temporary"][stage] * max(shares_of_slices) + summed_over_slices(layout, stage, states[stage])
+            for stage in stages
+        )
     per_element = element_bytes(layout.config).items()
     counts = stage_parameters(layout)
     standing = {name: tuple(size * count for count in counts) for name, size in per_element}

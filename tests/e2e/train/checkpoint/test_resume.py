@@ -52,6 +52,37 @@ def test_four_and_four_steps_are_eight(flags: tuple[str, ...], tmp_path: Path) -
     assert [step for step, _ in steps_of(folder)] == [*range(1, 7), *range(5, 9)]
 
 
+LEVELS = {
+    0: (),
+    1: ("--parallel.zero", "1"),
+    2: ("--parallel.zero", "2", "--schedule.transforms", '["reduce-gradients"]'),
+    3: ("--parallel.zero", "3"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("killed_at", "resumed_at"), [(3, 1), (1, 3), (3, 2)])
+def test_a_killed_run_resumes_at_another_zero_level(killed_at: int, resumed_at: int, tmp_path: Path) -> None:
+    """A process of one level is killed, and a run of another level goes on, bitwise as a run without ZeRO."""
+    base = (
+        *("--parallel.dp", "2", "--parallel.pp", "1", "--schedule.name", "interleaved", "--schedule.chunks", "2"),
+        *("--schedule.microbatches", "2", "--optimizer.clip_norm", "0.5"),
+        *("--train.steps", "4", "--checkpoint.every", "2"),
+    )
+    straight = command(tmp_path, "straight", *base)
+    assert straight.returncode == 0, straight.stderr
+    killed = command(tmp_path, "again", *base, *LEVELS[killed_at], "--debug.fault", "kill:0:3")
+    assert killed.returncode == 6, killed.stderr
+    (folder,) = runs(tmp_path / "again")
+    assert [step for step, _ in complete(folder)] == [2]
+    resumed = command(tmp_path, "again", *base, *LEVELS[resumed_at], "--checkpoint.resume", "auto")
+    assert resumed.returncode == 0, resumed.stderr
+    (other,), folder = runs(tmp_path / "straight"), runs(tmp_path / "again")[-1]
+    wanted, resulting = contents(other / "step-000004"), contents(folder / "step-000004")
+    assert wanted.keys() == resulting.keys()
+    assert [key for key, value in wanted.items() if not torch.equal(value, resulting[key])] == []
+
+
 @pytest.mark.core
 def test_sigterm_saves_and_the_next_run_goes_on_with_the_next_batch(tmp_path: Path) -> None:
     run = subprocess.Popen(

@@ -1,0 +1,91 @@
+"""Slices of sequences in the planner: time, memory, the search, and what refuses them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipeloom.errors import UsageError
+from pipeloom.plan import OFFERED, RUNTIMES, PlannedLayout, Planner, PlanRequest, load_device, load_model, search
+from pipeloom.plan.export import megatron, run_toml, torch_csv
+from pipeloom.plan.layout import problems
+from pipeloom.plan.memory import peak
+from pipeloom.plan.predict import built
+from pipeloom.schedule import simulate
+
+LAYOUT = PlannedLayout(pp=4, tp=2, m=4, seq=32768)
+
+
+@pytest.fixture(scope="module")
+def planner():
+    return Planner(load_model("llama3-8b"), load_device("h100"), RUNTIMES["pipeloom"])
+
+
+def sliced(count):
+    return replace(LAYOUT, slices=count)
+
+
+def test_the_ramps_and_the_activations_of_the_first_rank_shrink(planner):
+    whole, four = planner.predict(LAYOUT), planner.predict(sliced(4))
+    assert four.step.idle < 0.5 * whole.step.idle
+    assert four.ranks[0].activations < 0.6 * whole.ranks[0].activations
+    assert four.step.compute == pytest.approx(whole.step.compute, rel=0.03)
+    assert four.step.compute > whole.step.compute  # products of fewer rows are slower
+    assert four.ranks[0].standing == whole.ranks[0].standing
+
+
+def test_cuts_give_every_slice_the_same_time(planner):
+    cuts = planner.cuts(sliced(4))
+    assert cuts.times == pytest.approx((0.25,) * 4, rel=0.01)
+    assert cuts.sizes[0] > 1.3 * cuts.sizes[3]  # later tokens attend to more
+    assert all(end % 4 == 0 for end in cuts.positions)  # 2 cp tp
+    assert planner.cuts(LAYOUT) is None
+
+
+def test_memory_along_the_program_is_that_of_the_simulation(planner):
+    """Saved bytes of each rank, of `peak` and of `simulate`, which know nothing of each other."""
+    layout = replace(sliced(4), stages=(9, 8, 8, 9))
+    costs, schedule = planner.stage_costs(layout), built(layout)
+    kept = replace(costs, bytes={"saved": costs.bytes_in("device", 4)["saved"]})
+    peaks = simulate(schedule, kept).peak_bytes["device"]
+    assert [rank.activations for rank in planner.predict(layout).ranks] == pytest.approx(peaks, rel=0.02)
+
+
+def test_temporaries_are_of_one_slice(planner):
+    from pipeloom.plan.memory import StageMemory
+
+    schedule = PlannedLayout(schedule="gpipe", m=2, slices=2).built()
+    saved, extra, action = peak(schedule, 0, [StageMemory(8.0, 0.0, 4.0)], (0.75, 0.25))
+    assert (saved, extra) == (16.0, 1.0)
+    assert action.startswith("0B")
+    assert peak(schedule, 0, [StageMemory(8.0, 0.0, 4.0)], (0.25, 0.75))[:2] == (16.0, 3.0)
+
+
+def test_the_search_slices_long_sequences_and_only_if_it_may(planner):
+    request = PlanRequest(
+        16, 3e11, 8, 32768, OFFERED["pipeloom"], recompute=("none",), fixed={"tp": 2, "cp": 1, "pp": 8}
+    )
+    assert search(planner, request).best.layout.slices == 1
+    best = search(planner, replace(request, slices=(1, 2, 4))).best
+    assert best.layout.slices == 4
+    assert best.tokens > search(planner, request).best.tokens
+
+
+def test_short_slices_and_capacities_are_not_searched(planner):
+    request = PlanRequest(8, 80e9, 8, 2048, ("1f1b",), slices=(1, 2, 4), fixed={"pp": 4, "dp": 2})
+    assert {each.layout.slices for each in search(planner, request).estimates} == {1, 2}
+    assert (
+        "a capacity counts whole sequences; nearest: capacity=0"
+        in problems(load_model("mixtral-8x7b"), replace(sliced(2), capacity=1.0))[0]
+    )
+    with pytest.raises(UsageError, match="slices=4: 30 tokens cannot be cut into 4 slices of multiples of 4"):
+        planner.predict(replace(sliced(4), seq=30))
+
+
+def test_only_our_trainer_runs_them(planner):
+    prediction = planner.predict(sliced(2))
+    assert "slices = 2\n" in run_toml(prediction, planner.shape, None)
+    for export in (megatron, torch_csv):
+        with pytest.raises(UsageError, match="it has no slices=2 of a sequence; nearest: --fixed slices=1"):
+            export(prediction)
