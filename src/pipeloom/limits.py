@@ -81,10 +81,15 @@ def usable_cores() -> int:
 
 def newest_run(folder: Path) -> Path | None:
     """Return the newest run in a folder of runs, by its `config.toml`; None: there is none, or `folder` is itself a run."""
+    return next(iter(runs_in(folder)), None)
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the runs in a folder of runs, newest first; [] where `folder` is itself a run."""
     if (folder / "config.toml").is_file():
-        return None
+        return []
     runs = [(path.stat().st_mtime, path.parent) for path in folder.glob("*/config.toml")]
-    return max(runs)[1] if runs else None
+    return [run for _, run in sorted(runs, reverse=True)]
 
 
 def expanded(path: str | Path) -> Path:

@@ -28,6 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two routes": {"parallel.pp": 2, "schedule.name": "dualpipe", "schedule.microbatches": 4},
     "tp 2": {"parallel.tp": 2, "parallel.sp": True},
     "vocabulary": {"parallel.pp": 2, "parallel.vocabulary": "pp"},
+    "vocabulary, tp 2": {"parallel.pp": 2, "parallel.tp": 2, "parallel.vocabulary": "pp"},
     "zero": {"parallel.dp": 2, "optimizer.zero1": True},
     "gathers": {"parallel.dp": 2, "optimizer.zero1": True, "schedule.transforms": ["shard=1"]},
     "dp 2": {"parallel.dp": 2},

@@ -5,6 +5,7 @@ Reads `config.json` and `adapter_config.json`, and needs neither `transformers` 
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
@@ -234,7 +235,7 @@ def _content(source: str, key: str) -> dict[str, Any]:
             require_counts(content)
     except (OSError, UsageError) as error:
         raise ConfigError(
-            f'model.{key} = "{source}": {download(source) or f"{path} cannot be read: {error}"}'
+            f'model.{key} = "{source}": {download(source) or f"{path} cannot be read: {error}{_nearest_folder(source)}"}'
         ) from None
     if not isinstance(content, dict):
         raise ConfigError(f'model.{key} = "{source}": {path} is not a JSON object')
@@ -244,10 +245,18 @@ def _content(source: str, key: str) -> dict[str, Any]:
 
 def download(source: str) -> str:
     """Return how to get a model that `source` names as the Hugging Face Hub does (org/name); "" for any other name."""
-    name = re.fullmatch(r"[\w.-]+/([\w.-]+)", source)
+    name = re.fullmatch(r"\w[\w.-]*/([\w.-]+)", source)
     if name is None or expanded(source).exists():
         return ""
     return f"there is no such directory, and nothing is downloaded; first: hf download {source} --local-dir {name[1]}"
+
+
+def _nearest_folder(source: str) -> str:
+    """Return the folders with a `config.json` whose names are like that of `source`, where there is none, as a question."""
+    folder = expanded(source)
+    names = [path.parent.name for path in folder.parent.glob("*/config.json")] if not folder.exists() else []
+    near = difflib.get_close_matches(folder.name, names, n=3, cutoff=0.55)
+    return f"; did you mean {' or '.join(repr(str(Path(source).parent / name)) for name in near)}?" if near else ""
 
 
 def _require(values: Mapping[str, Any], where: str) -> None:

@@ -235,3 +235,4 @@ class Tag(enum.IntEnum):
     LOSS = 16
     GRADIENT_HEADER = 18
     ROWS = 19
+    SIGNAL = 1000  # and those above, one for each signal of a schedule

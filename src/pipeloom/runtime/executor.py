@@ -28,7 +28,7 @@ from pipeloom.runtime.loss import Loss, LossSum, MicrobatchLoss
 from pipeloom.runtime.overlap import CommStream, Coroutine, interleave
 from pipeloom.runtime.p2p.base import Delivery, Outgoing, Transport
 from pipeloom.runtime.program import Instruction, RankProgram
-from pipeloom.runtime.signals import Signals
+from pipeloom.runtime.signals import Signal, Signals
 from pipeloom.runtime.spread_vocabulary import SpreadVocabulary
 from pipeloom.runtime.stage import ForwardCall, Stage, StageOutputs
 from pipeloom.runtime.tensor_spec import BoundaryValues, ShapeCache, TensorSpecs, boundary_of
@@ -238,20 +238,20 @@ class Executor:
         if self.program.instructions:
             self.transport.exchange((), self.program.instructions[0].post_receives)
 
-    def missing(self) -> str | None:
-        """Return in words what the next instruction needs first that is not there; None: it can run without waiting."""
+    def missing(self) -> Message | Signal | None:
+        """Return what the next instruction needs first that is not there; None: it can run without waiting."""
         instruction = self.program.instructions[self._next]
         for messages in instruction.receives:
             for message in messages:
                 if not self.transport.arrived(message):
-                    return message.words
+                    return message
         if self._ended and instruction.queue == COMPUTE:
             for at in instruction.waits:
                 if not self._ended[at].done():
-                    return f"the end of {self.program.instructions[at].cell}"
+                    return Signal(-1, 0, 0, f"the end of {self.program.instructions[at].cell}")
             for signal in instruction.awaits:
                 if not self._signals.arrived(signal):
-                    return signal.words
+                    return signal
         return None
 
     @property
@@ -289,7 +289,7 @@ class Executor:
                     self._await_weights(action)
                 try:
                     self.hooks.faults.before(action)
-                    execute = _EXECUTE.get(action.kind.partition(":")[0], Executor._registered_kind)
+                    execute = _EXECUTE.get(action.kind) or _execute_of(action.kind)
                     output = execute(self, action, received[at])
                 except Exception as error:
                     add_note(error, f"({self.hooks.status.name}, {action.words})")
@@ -400,7 +400,8 @@ class Executor:
         """
         keeps_weights = self._begin_backward(action)
         gradients = self._output_gradients(action, received)
-        inputs = self.stages[action.stage].backward(self._unit(action), gradients, keeps_weights)
+        mb = action.microbatch if action.slice is None else self._unit(action)
+        inputs = self.stages[action.stage].backward(mb, gradients, keeps_weights)
         if not keeps_weights:
             self._hold(-1)
         return self._backward_done(action, inputs, received)
@@ -590,7 +591,7 @@ class Executor:
 
     def _forward_call(self, action: Action, received: Deliveries) -> ForwardCall:
         """Return the arguments of a forward."""
-        stage, mb = action.stage, self._unit(action)
+        stage, mb = action.stage, action.microbatch if action.slice is None else self._unit(action)
         program = self.program.stages[stage]
         if self.training and mb not in program.recomputed and mb not in program.in_blocks:
             self._hold()
@@ -637,7 +638,10 @@ class Executor:
             self._has_loss = True
         for key, share, weight in outputs.terms:
             self.result.loss.add_term(key, share, weight)
-        program, mb = self.program.stages[action.stage], self._unit(action)
+        program, mb = (
+            self.program.stages[action.stage],
+            action.microbatch if action.slice is None else self._unit(action),
+        )
         deliveries: dict[Edge, Delivery] = {}
         if program.gives is None:
             if self.keep_outputs:
@@ -662,7 +666,10 @@ class Executor:
         """Return the gradients from which a backward starts, besides losses: those of the outputs, then those of tensors that
         other stages read by name.
         """
-        program, mb = self.program.stages[action.stage], self._unit(action)
+        program, mb = (
+            self.program.stages[action.stage],
+            action.microbatch if action.slice is None else self._unit(action),
+        )
         gradients = () if program.gives is None else self._gradients_of(program.gives, mb, received)
         for edges in program.writes.values():
             # One gradient per reader, None where the reader has none; no entry for a tensor that carries no gradient.
@@ -674,7 +681,7 @@ class Executor:
 
     def _backward_done(self, action: Action, gradients: Sequence[BoundaryValues], received: Deliveries) -> Deliveries:
         """Distribute a backward's input gradients to the stages before; return receive buffers to the transport."""
-        stage, mb = action.stage, self._unit(action)
+        stage, mb = action.stage, action.microbatch if action.slice is None else self._unit(action)
         program = self.program.stages[stage]
         for arrived in (self._inputs.pop((stage, mb), None), received):
             if arrived:
@@ -776,6 +783,11 @@ _BESIDE: dict[str, Callable[[Executor, Action], None]] = {
     "REDUCE_SUM": Executor._sum_scores,
     "REDUCE_INPUT": Executor._reduce_input,
 }
+
+
+def _execute_of(kind: str) -> Callable[[Executor, Action, Deliveries], Deliveries]:
+    """Return what executes a kind of a part, or a registered one."""
+    return _EXECUTE.get(kind.partition(":")[0], Executor._registered_kind)
 
 
 def _part(action: Action) -> tuple[int, int]:

@@ -805,7 +805,7 @@ class _ExecutorOfAllRanks:
                     futures.wait(underway, return_when=futures.FIRST_COMPLETED)
                     continue
                 awaited = [(rank, each.missing()) for rank, each in enumerate(self._executors) if each.unfinished]
-                stuck = "; ".join(f"rank {rank} waits for {words}" for rank, words in awaited if words is not None)
+                stuck = "; ".join(f"rank {rank} waits for {each.words}" for rank, each in awaited if each is not None)
                 raise ScheduleError(f"the schedule deadlocks: {stuck}")
         self.results = [executor.finish() for executor in self._executors]
         whole = StepResult()

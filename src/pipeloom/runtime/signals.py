@@ -13,11 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
+from pipeloom.parallel.collectives import Tag
 from pipeloom.schedule.actions import kind_of
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.model import Schedule, made_by, parts
-
-_FIRST_TAG = 1000  # above those of `Tag`, whose messages go through other groups anyway
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,10 @@ class Signal:
     source: int
     destination: int
     words: str = field(compare=False)
+
+    @property
+    def tag(self) -> int:
+        return Tag.SIGNAL + self.number
 
 
 EntrySignals = Mapping[tuple[int, int], tuple[Signal, ...]]
@@ -114,10 +117,10 @@ class SignalsBetweenProcesses:
         if (earlier := self._unfinished.pop(signal, None)) is not None:  # of the step before
             earlier[0].wait()
         empty = torch.zeros(1, dtype=torch.uint8)
-        self._unfinished[signal] = self._group.send([empty], signal.destination, _FIRST_TAG + signal.number), empty
+        self._unfinished[signal] = self._group.send([empty], signal.destination, signal.tag), empty
 
     def wait(self, signal: Signal) -> None:
-        self._group.recv([torch.zeros(1, dtype=torch.uint8)], signal.source, _FIRST_TAG + signal.number).wait()
+        self._group.recv([torch.zeros(1, dtype=torch.uint8)], signal.source, signal.tag).wait()
 
     def arrived(self, signal: Signal) -> bool:
         raise NotImplementedError("a rank in a process of its own waits")

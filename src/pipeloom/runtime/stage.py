@@ -166,7 +166,7 @@ class InFlight:
 
     def pieces(self) -> tuple[PieceRoot, ...]:
         """Return the roots of what layers have kept of this slice since the last call."""
-        return tuple([root for state in self.states for root in state.take_roots()])
+        return tuple([root for state in self.states for root in state.take_roots()]) if self.states else ()
 
 
 class Stage:
@@ -237,7 +237,7 @@ class Stage:
         microbatch, _, _, keywords, program, loss = call
         layers = self.layers
         record = None if again or microbatch not in program.recomputed else self._record_of(call)
-        states = self._slice_states(call)
+        states = self._slice_states(call) if STATE in keywords else ()
         if states:
             keywords = {**keywords, STATE: states}
         flight, inputs = self._begin_forward(call, microbatch in program.split, record, states)
@@ -245,6 +245,7 @@ class Stage:
         by_position = inputs if not flight.read else inputs[: len(inputs) - flight.read]
         names = None if self.declares_nothing else NamedInForward(layers, program, inputs[len(by_position) :], loss)
         result: Any = self._inputs.changeable(by_position)
+        has_parts = microbatch in program.parts
         with flight.saving():
             for at, (name, module) in enumerate(zip(layers.names, layers.modules, strict=True)):
                 arguments = self._arguments(at, result)
@@ -260,7 +261,7 @@ class Stage:
                         module,
                         self._inputs.on_change(name) if alone else None,
                     )
-                elif (part := program.part_of(microbatch, at, len(layers.modules))) is not None:
+                elif has_parts and (part := program.part_of(microbatch, at, len(layers.modules))) is not None:
                     result = run_part(part, module, module, arguments, accepted | read)
                 else:
                     result = module(*arguments, **accepted, **read)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from pipeloom.errors import UsageError, printable, shortened
@@ -14,8 +15,10 @@ SUFFIXES = (".csv", ".json")
 
 
 def names_a_file(name: str) -> bool:
-    """Return whether `name` is that of a schedule's file: it ends in .csv or .json, or has a directory in it and no function."""
-    return name.lower().endswith(SUFFIXES) or (".py:" not in name and ("/" in name or Path(name).name != name))
+    """Return whether `name` is that of a schedule's file: it ends in .csv or .json, or has a dot or a directory in it and no
+    function.
+    """
+    return name.lower().endswith(SUFFIXES) or (":" not in name and "." in name) or (".py:" not in name and "/" in name)
 
 
 def load(path: str | Path) -> Schedule:
@@ -26,6 +29,10 @@ def load(path: str | Path) -> Schedule:
         ScheduleError: a cell or number that no schedule can have, with file:line:column.
     """
     where = Path(path)
+    if where.suffix == ".py":
+        functions = re.findall(r"^def ([a-z]\w*)\(", read_text(path, SCHEDULE_BYTES, "a schedule"), re.MULTILINE)
+        names = [f"{path}:{function}" for function in functions] or [f"{path}:function"]
+        raise UsageError(f"{path}: a schedule in Python is a function of a file; give {' or '.join(names)[:300]}")
     text = read_text(path, SCHEDULE_BYTES, "a schedule")
     if text.lstrip("\ufeff \t\r\n").startswith("{") or where.suffix.lower() == ".json":
         return from_json(text, source=str(path))

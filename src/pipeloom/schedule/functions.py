@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeloom.errors import PipeloomError, ScheduleError, UsageError
+from pipeloom.errors import PipeloomError, ScheduleError, UsageError, did_you_mean
 
 Result = TypeVar("Result")
 
@@ -75,7 +75,8 @@ def user_object(name: str, folder: Path, what: str) -> Any:
     try:
         value = getattr(module, attribute)
     except AttributeError as error:
-        raise UsageError(f"{what} {name!r:.200}: {error}") from None
+        names = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        raise UsageError(f"{what} {name!r:.200}: {error}{did_you_mean(attribute, names)}") from None
     if not callable(value):
         raise UsageError(f"{what} {name!r:.200} is not a {'class' if what == 'class' else 'function'}")
     return value

@@ -642,13 +642,12 @@ def _measured_costs(
             samples = [time / 2 for time in times.get(("B", stage), [0.0])]
         return schedule.slices * fmean(samples or [0.0])
 
-    def of_group(name: str) -> float:
-        return fmean([time for (kind, _), time in groups.items() if kind == name] or [0.0])
-
-    def of_shares(kind: str) -> tuple[float, ...]:
-        return tuple(mean(kind, s) if s in schedule.vocabulary else 0.0 for s in stages)
-
     stages = range(schedule.stages)
+    spread: dict[str, Any] = {}
+    for name, letter in (("scores", "S"), ("scores_grad", "T")) if schedule.vocabulary else ():
+        spread[name] = tuple(mean(letter, s) if s in schedule.vocabulary else 0.0 for s in stages)
+    for name in {name for name, _ in groups}:
+        spread[name] = fmean(time for (group, _), time in groups.items() if group == name)
     parted = tuple(mean("I", s) + mean("W", s) for s in stages)
     whole = tuple(mean("B", s) if ("B", s) in times else parted[s] for s in stages)
     whole_step = sum(by_slice)
@@ -659,10 +658,7 @@ def _measured_costs(
         backward=whole if any(("B", s) in times and ("I", s) in times for s in stages) else None,
         recompute=tuple(mean("R", s) if ("R", s) in times else 0.0 for s in stages) if schedule.remade else None,
         slice_times=tuple(time / whole_step for time in by_slice) if schedule.slices > 1 and whole_step else (),
-        scores=of_shares("S"),
-        scores_grad=of_shares("T"),
-        broadcast=of_group("broadcast"),
-        combine=of_group("combine"),
+        **spread,
     )
 
 

@@ -122,6 +122,7 @@ def costs_of(timelines: Sequence[Timeline]) -> Costs:
         rows = [timeline.costs.per_stage(name, stages) for timeline in timelines]
         return tuple(median(column) for column in zip(*rows, strict=True))
 
+    spread: dict[str, Any] = {name: middle(name) for name in _OF_SHARES if timelines[0].schedule.vocabulary}
     waited = [seconds for t in timelines for seconds in hops(t.schedule, t.starts, t.ends)]
     return Costs(
         forward=middle("forward"),
@@ -130,11 +131,11 @@ def costs_of(timelines: Sequence[Timeline]) -> Costs:
         backward=middle("backward") if all(t.costs.backward is not None for t in timelines) else None,
         p2p=max(0.0, median(waited)) if waited else 0.0,
         microbatch=_factors(timelines),
-        scores=middle("scores"),
-        scores_grad=middle("scores_grad"),
-        broadcast=middle("broadcast"),
-        combine=middle("combine"),
+        **spread,
     )
+
+
+_OF_SHARES = ("scores", "scores_grad", "broadcast", "combine")
 
 
 def _factors(timelines: Sequence[Timeline]) -> tuple[float, ...]:

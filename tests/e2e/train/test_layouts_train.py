@@ -91,6 +91,22 @@ def test_every_layout_trains_as_one_process() -> None:
         assert found["gathers"] == found["zero1"]  # bitwise
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.timeout(240)
+def test_shares_over_all_ranks_of_a_replica_count_once_in_the_norm(sharded: bool) -> None:
+    keys = {
+        **ONE,
+        "optimizer.zero1": sharded,
+        "parallel.pp": 2,
+        "parallel.tp": 2,
+        "parallel.vocabulary": "pp",
+        "model.tie_word_embeddings": False,
+    }
+    want, _ = train(0, {**ONE, "model.tie_word_embeddings": False})
+    for steps, _ in run_ranks(train, 4, keys, timeout=180.0):
+        assert torch.allclose(torch.tensor(steps), torch.tensor(want), rtol=2e-5)
+
+
 def bfloat(rank: int) -> Any:
     keys = {**ONE, "parallel.dp": 2, "schedule.microbatches": 2, "train.dtype": "bfloat16"}
     return [train(rank, {**keys, "optimizer.zero1": sharded}) for sharded in (False, True)]

@@ -221,6 +221,9 @@ def test_two_routes_are_refused_and_json_is_named() -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text("def late(ranks): ...\ndef eager(ranks): ...\n")
+    with pytest.raises(UsageError, match=r"is a function of a file; give .*my\.py:late or .*my\.py:eager"):
+        load(tmp_path / "my.py")
     with pytest.raises(UsageError, match=r"cannot read .*none\.csv: No such file"):
         load(tmp_path / "none.csv")
     with pytest.raises(UsageError, match="cannot read"):
@@ -232,7 +235,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "is_file"),
-    [("a.csv", True), ("dir/a", True), ("A.JSON", True), ("1f1b", False), ("module.sub:function", False)],
+    [
+        *[(name, True) for name in ("a.csv", "dir/a", "A.JSON", "my.txt", "my.py")],
+        *[(name, False) for name in ("1f1b", "module.sub:function", "my.py:function")],
+    ],
 )
 def test_what_names_a_file(name: str, is_file: bool) -> None:
     assert names_a_file(name) is is_file

@@ -7,14 +7,18 @@ import itertools
 import pytest
 
 from pipeloom.errors import ScheduleError, UsageError
-from pipeloom.schedule import Costs, Schedule, check, simulate
+from pipeloom.schedule import Costs, Schedule, Timeline, check, simulate
+from pipeloom.schedule.actions import Action
 from pipeloom.schedule.bounds import lower_bound
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.families import build
 from pipeloom.schedule.json_form import from_json, to_json
 from pipeloom.schedule.transforms import transformed
+from pipeloom.schedule.vocabulary import layers_alone
+from pipeloom.traces.measured import costs_of
 
 COSTS = Costs(scores=0.5, scores_grad=0.5, combine=0.1)
+MEASURED = Costs(1.0, 1.0, 1.0, scores=0.6, scores_grad=0.3, broadcast=0.2, combine=0.1)
 FIRST = "0F0 2BROADCAST0 2S0 2REDUCE0 2T0 0B0"
 SECOND = "1F0 3BROADCAST0 3S0 3REDUCE0 1B0 3T0"
 
@@ -93,6 +97,33 @@ def test_the_transform_against_cp_sat(microbatches: int, form: str) -> None:
     timeline = simulate(schedule, COSTS)
     assert max(timeline.peak_activations) <= 4 + reductions
     assert timeline.makespan * 10 == optimum(4, microbatches, reductions, 4 + reductions)
+
+
+def test_a_measured_step_shows_what_its_shares_and_groups_took() -> None:
+    """A group's entry ends at once on all ranks: the one that begins last shows its time, and one that waits more."""
+    schedule = transformed(build("1f1b", 2, 4), ["vocabulary"], MEASURED)
+    timeline = simulate(schedule, MEASURED)
+    starts = [list(row) for row in timeline.starts]
+    for at, cell in enumerate(schedule.programs[0]):
+        if isinstance(cell, Action) and cell.kind in ("BROADCAST", "REDUCE"):
+            starts[0][at] -= 0.5
+    measured = Timeline.measured(schedule, starts, timeline.ends)
+    costs = costs_of([measured])
+    assert costs.scores == pytest.approx((0, 0, 0.6, 0.6))
+    assert costs.scores_grad == pytest.approx((0, 0, 0.3, 0.3))
+    assert costs.broadcast == pytest.approx((0.2,) * 4)
+    assert costs.combine == pytest.approx((0.1,) * 4)
+    assert simulate(schedule, costs).makespan == pytest.approx(timeline.makespan)
+
+
+def test_the_layers_alone_are_those_of_the_schedule_without_shares() -> None:
+    plain = build("zbv", 2, 4)
+    assert layers_alone(plain) is plain
+    alone = layers_alone(transformed(plain, ["vocabulary"], COSTS))
+    assert (alone.placement, alone.vocabulary) == (plain.placement, range(4, 4))
+    assert [sorted(map(str, program)) for program in alone.programs] == [
+        sorted(map(str, program)) for program in plain.programs
+    ]
 
 
 def optimum(ranks: int, m: int, reductions: int, memory: int) -> int:

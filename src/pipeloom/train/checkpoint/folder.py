@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
-from pipeloom.limits import CONFIG_BYTES, expanded, newest_run, read_file
+from pipeloom.limits import CONFIG_BYTES, expanded, read_file, runs_in
 from pipeloom.train.checkpoint.manifest import MANIFEST, StoredFile
 
 # Bytes hashed and then written at a time: few enough that a piece is still in the processor's cache when it is written.
@@ -172,7 +172,7 @@ def newest_checkpoint(path: Path) -> Path:
     """Return the checkpoint at `path`, or the newest complete one in a folder.
 
     In the folder of a run that saved elsewhere it is the newest one in the `checkpoint.dir` of its `config.toml`; in a folder of
-    runs, that of the newest run.
+    runs, that of the newest run that has one.
 
     Raises CheckpointError if there is none.
     """
@@ -181,8 +181,9 @@ def newest_checkpoint(path: Path) -> Path:
     elsewhere = _folder_in_config(path)
     for _, newest in complete(path) or (complete(elsewhere) if elsewhere is not None else []):
         return newest
-    if (run := newest_run(path)) is not None:
-        return newest_checkpoint(run)
+    for run in runs_in(path):
+        with contextlib.suppress(CheckpointError):
+            return newest_checkpoint(run)
     raise CheckpointError(
         f"{path} holds no complete checkpoint"
         + (f", nor does {elsewhere}, the checkpoint.dir of that run" if elsewhere is not None else "")

@@ -90,6 +90,11 @@ def test_experts_and_router_biases_move_too(first: str, second: str, tmp_path: P
     assert sum(name.endswith("e_score_correction_bias") for name in names) == 4
 
 
+def test_shares_of_the_vocabulary_are_parts_of_one_weight(tmp_path: Path) -> None:
+    run_ranks(saved_and_loaded, 4, "vocabulary, tp 2", "dp fastest", str(tmp_path), {})
+    same(tmp_path / "first/step-000002", tmp_path / "second/step-000002")
+
+
 def test_bf16_with_masters_in_slices(tmp_path: Path) -> None:
     changes = {"train__dtype": "bfloat16"}
     run_ranks(saved_and_loaded, 4, "dp 2, tp 2, zero", "dp fastest", str(tmp_path), changes)
