@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,6 +32,7 @@ class ImproveFlags:
         None, "X", "Most stage-micro-batches alive on a rank; default: as many as in the measured step.", min=1.0
     )
     time_limit: float = flag(10.0, "S", "Longest search, in seconds.", min=0.1)
+    whole: bool = flag(False, None, "Leave backwards whole: no I and W in schedules without them in the trace.")
     csv: Path | None = flag(None, "FILE", "Write the best schedule in torch's CSV format.")
     as_json: bool = flag(False, None, JSON_HELP, "--json")
 
@@ -76,7 +77,7 @@ def command(
     trace = newest_run(trace) or trace
     steps, memory, notes = steps_of(trace)
     study = Study(steps, predict(steps), (), layers_of(trace, steps), memory, notes)
-    now, changes = compare(study, options.memory, options.time_limit)
+    now, changes = compare(study, options.memory, options.time_limit, options.whole)
     best = min(changes, key=lambda each: each.makespan)
     if now in changes and best.makespan > now.makespan * (1 - _LEAST):
         best = now
@@ -92,18 +93,27 @@ def command(
     print("\n".join(_lines(study, now, changes, best, simple)))
 
 
-def compare(study: Study, memory: float | None, seconds: float) -> tuple[Change, list[Change]]:
-    """Return (the measured schedule simulated with its costs, all schedules within the memory, simple ones first)."""
+def compare(study: Study, memory: float | None, seconds: float, whole: bool = False) -> tuple[Change, list[Change]]:
+    """Return (the measured schedule simulated with its costs, all schedules within the memory, simple ones first).
+
+    Args:
+        whole: whether backwards stay whole, unless the measured schedule splits some.
+    """
     from pipeloom.schedule import simulate
     from pipeloom.schedule.check import check
+    from pipeloom.schedule.transforms import merge_backward
     from pipeloom.solver import search
 
-    schedule, costs = study.typical.schedule, study.prediction.costs
+    # Micro-batches count as alike: how long each of the next step's takes is not known, and torch's runtime keeps their order.
+    schedule, costs = study.typical.schedule, replace(study.prediction.costs, microbatch=())
     timeline = simulate(schedule, costs)
     now = Change("as measured", schedule, timeline.makespan, max(timeline.peak_memory))
     limit = now.peak if memory is None else memory
     changes = [now] if now.peak <= limit + 1e-9 else []
+    whole = whole and not schedule.splits_backward
     for words, other in _others(schedule, costs):
+        if whole and other.splits_backward:
+            continue
         try:
             check(other)
             run = simulate(other, costs)
@@ -111,10 +121,20 @@ def compare(study: Study, memory: float | None, seconds: float) -> tuple[Change,
             continue
         if max(run.peak_memory) <= limit + 1e-9:
             changes.append(Change(words, other, run.makespan, max(run.peak_memory)))
-    result = search(
-        schedule.ranks, schedule.microbatches, costs, limit, placement=list(schedule.placement), time_limit=seconds
-    )
-    return now, [*changes, Change("searched", result.schedule, result.value, max(result.timeline.peak_memory))]
+    searched_for = with_whole_backwards(costs, schedule.stages) if whole else costs
+    place = list(schedule.placement)
+    best = search(
+        schedule.ranks, schedule.microbatches, searched_for, limit, placement=place, time_limit=seconds
+    ).schedule
+    best = merge_backward(best) if whole else best
+    timeline = simulate(best, costs)
+    return now, [*changes, Change("searched", best, timeline.makespan, max(timeline.peak_memory))]
+
+
+def with_whole_backwards(costs: Costs, stages: int) -> Costs:
+    """Return costs whose I takes as long as a B and frees as much, and whose W takes no time."""
+    parts = zip(costs.per_stage("input_grad", stages), costs.per_stage("weight_grad", stages), strict=True)
+    return replace(costs, input_grad=tuple(map(sum, parts)), weight_grad=0.0, backward=None, held=0.0)
 
 
 def _others(schedule: Schedule, costs: Costs) -> Iterator[tuple[str, Schedule]]:

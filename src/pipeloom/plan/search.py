@@ -30,7 +30,7 @@ OFFERED = {
 _SPREAD = ("dp", "tp", "cp", "pp", "ep", "m", "micro_batch", "recompute")
 EXACT = 24  # most layouts that are predicted exactly
 SLICE_TOKENS = 1024  # fewest of a slice, with which products are still near their rate
-SECONDS = 20.0  # after which no further layout is predicted
+SECONDS = 7.0  # after which no further layout is predicted; a plan searches three times (what if), within 30 s in all
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import gzip
 import json
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from io import BytesIO
 from itertools import pairwise
@@ -185,6 +186,9 @@ def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list
     host: list[_NamedEvent] = []
     device: list[_NamedEvent] = []
     steps: list[tuple[float, float]] = []
+    events = list(events)
+    operators = _operators(events, path)
+    sharded = any(str(event.get("name", "")).startswith("FSDP::") for event in events)
     for event in events:
         name = str(event.get("name", ""))
         on_device = event.get("cat") == "gpu_user_annotation"
@@ -193,11 +197,16 @@ def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list
                 steps.append(_interval(event, name, path))
             continue
         cell = _cell_of(name, rank)
-        if cell is not None:
+        # torch's runtime names the gathers and reductions of stages that are not sharded, too: they do nothing.
+        idle = cell is not None and not sharded and name.startswith("PP:") and kind_of(parts(cell)[0].kind).of_stage
+        if cell is not None and not idle:
             arguments = event.get("args")
             entry = arguments.get("entry") if isinstance(arguments, dict) else None
             entry = entry if isinstance(entry, int) and entry >= 0 else math.inf
-            (device if on_device else host).append(_NamedEvent(*_interval(event, name, path), cell, entry))
+            start, end = _interval(event, name, path)
+            if not on_device:
+                start, end = _computing(start, end, operators.get(event.get("tid"), []))
+            (device if on_device else host).append(_NamedEvent(start, end, cell, entry))
     outermost = _outermost(sorted(device or host, key=lambda event: (event.start, -event.end)))
     if len(steps) > 1 and not device:  # on a device the work of a step runs on into the host's next one
         groups = [[action for action in outermost if low <= action.start < high] for low, high in sorted(steps)]
@@ -212,6 +221,24 @@ def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list
                 groups.append([])
             groups[number - 1].append(action)
     return [group for group in groups if group]
+
+
+def _operators(events: Iterable[dict[str, Any]], path: Path) -> dict[Any, list[tuple[float, float]]]:
+    """thread -> (start, end) of its operators, by start; sends, receives and collectives are none."""
+    rows: dict[Any, list[tuple[float, float]]] = {}
+    for event in events:
+        name = str(event.get("name", ""))
+        if event.get("cat") == "cpu_op" and not name.startswith("c10d::"):
+            rows.setdefault(event.get("tid"), []).append(_interval(event, name, path))
+    return {thread: sorted(row) for thread, row in rows.items()}
+
+
+def _computing(start: float, end: float, operators: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the start of the first operator of an action and the end of the last: torch's runtime waits for messages inside the
+    action's own event. An action without operators is left as it is.
+    """
+    inside = operators[bisect_left(operators, (start,)) : bisect_left(operators, (end,))]
+    return (inside[0][0], min(end, max(stop for _, stop in inside))) if inside else (start, end)
 
 
 def _outermost(events: Sequence[_NamedEvent]) -> list[_NamedEvent]:

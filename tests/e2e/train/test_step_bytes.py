@@ -244,8 +244,8 @@ def test_the_planner_predicts_what_measured_layers_do(name: str) -> None:
 PLANNER_EXCESS = {
     "zbv, uneven, gloo": 0.06,
     "dualpipev, R blocks": 0.10,
-    "1f1b, slices": 0.07,
-    "1f1b, slices, R whole": 0.08,
+    "1f1b, slices": 0.08,
+    "1f1b, slices, R whole": 0.10,
 }
 
 

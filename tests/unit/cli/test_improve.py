@@ -66,3 +66,30 @@ def test_the_text_says_what_to_change_and_what_is_assumed(tmp_path):
     assert "of the step" in text
     assert "half of B each" in text
     assert max(map(len, text.splitlines())) <= 130
+
+
+def test_whole_backwards_stay_whole(tmp_path):
+    uneven = pl.Costs(*[(0.02, 0.01, 0.01, 0.02)] * 3)
+    path = trace(tmp_path, pl.schedules.build("looped-bfs", 2, 4, 2), uneven)
+    found = json.loads(improve(path, "--json", "--whole", "--csv", str(tmp_path / "better.csv")))
+    written = from_csv((tmp_path / "better.csv").read_text())
+    assert not written.splits_backward
+    assert pl.simulate(written, uneven).makespan == pytest.approx(found["best"]["makespan"])
+    assert found["now"]["makespan"] == pytest.approx(0.51)
+    assert found["best"]["makespan"] == pytest.approx(0.45)
+
+
+def test_a_split_that_was_measured_may_move(tmp_path):
+    path = trace(tmp_path, pl.schedules.zb_h1(ranks=4, microbatches=8), COSTS)
+    found = [json.loads(improve(path, "--json", *words))["changes"] for words in ((), ("--whole",))]
+    assert [each["change"] for each in found[0]] == [each["change"] for each in found[1]]
+
+
+def test_micro_batches_count_as_alike(tmp_path):
+    """What was longer in one step need not be in the next."""
+    path = trace(
+        tmp_path, pl.schedules.one_f_one_b(ranks=2, microbatches=4), dataclasses.replace(COSTS, microbatch=(1, 1, 1, 9))
+    )
+    improve(path, "--csv", str(tmp_path / "better.csv"))
+    written = from_csv((tmp_path / "better.csv").read_text())
+    assert [action.microbatch for action in written.programs[1] if action.kind == "F"] == [0, 1, 2, 3]

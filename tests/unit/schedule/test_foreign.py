@@ -166,7 +166,7 @@ def test_a_damaged_chrome_trace_is_refused(trace: dict[str, Any], words: str, tm
 def kineto(rank: int, cells: list[tuple[str, float, float]], **more: Any) -> dict[str, Any]:
     """A trace of one rank as torch's profiler writes it; (name, start, duration) in µs."""
     events = [
-        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 40 + rank, "tid": 1, "ts": 3.5, "dur": 1.0},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 40 + rank, "tid": 2, "ts": 3.5, "dur": 1.0},
         {"ph": "X", "cat": "user_annotation", "name": "PP:0SEND_F0", "pid": 40 + rank, "tid": 1, "ts": 4.0, "dur": 9.0},
         {"ph": "i", "name": "Iteration Start: PyTorch Profiler", "ts": 1.0},
     ]
@@ -299,3 +299,53 @@ def test_without_arguments_the_converter_says_how_to_call_it(monkeypatch: pytest
     monkeypatch.setattr("sys.argv", ["timer_dumps.py"])
     with pytest.raises(SystemExit, match=r"timer_dumps.py DUMP_FOLDER trace.json"):
         runpy.run_path(str(ROOT / "examples" / "timer_dumps.py"), run_name="__main__")
+
+
+def waiting(folder: Path, timeline: pl.Timeline, shards: bool = False) -> Path:
+    """A folder of traces as torch's runtime writes them: an action's event begins with the wait for its message."""
+    for rank, program in enumerate(timeline.schedule.programs):
+        events: list[dict[str, Any]] = []
+
+        def add(category: str, name: str, start: float, end: float, tid: int = 1, rank: int = rank) -> None:
+            times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+            events.append({"ph": "X", "cat": category, "name": name, "pid": rank, "tid": tid, **times})  # noqa: B023
+
+        for step in range(2):
+            before = origin = 100.0 * step
+            add("user_annotation", f"PP:{rank}UNSHARD", before - 2e-5, before - 1e-5)
+            if shards:  # FSDP's own events are beside them
+                add("user_annotation", "FSDP::all_gather", before, before + 1e-5)
+            for action, begin, stop in zip(program, timeline.starts[rank], timeline.ends[rank], strict=True):
+                start, end = origin + begin, origin + stop
+                add("user_annotation", f"PP:{action}", before, end)
+                add("cpu_op", "c10d::recv_", before, before + 1e-5)
+                add("cpu_op", "aten::record_of_another_thread", before, before + 2e-5, tid=2)
+                add("cpu_op", "aten::mm", start + 1e-6, (start + end) / 2)
+                add("cpu_op", "aten::add", (start + end) / 2, end)
+                before = end
+            add("user_annotation", f"PP:{rank}RESHARD", before, before + 1e-5)
+        folder.mkdir(exist_ok=True)
+        (folder / f"rank{rank}.json").write_text(json.dumps({"traceEvents": events}))
+    return folder
+
+
+def test_a_wait_for_a_message_is_no_part_of_an_action_of_torch(tmp_path: Path) -> None:
+    timeline = _simulated("1f1b", 3, 4)
+    (read, _) = load(waiting(tmp_path / "trace", timeline)).timelines
+    assert read.schedule.programs == timeline.schedule.programs  # without gathers that do nothing
+    for rank in range(3):
+        for at in range(8):
+            took = read.ends[rank][at] - read.starts[rank][at]
+            assert took == pytest.approx(timeline.ends[rank][at] - timeline.starts[rank][at], abs=5e-6)
+    assert read.makespan == pytest.approx(timeline.makespan, abs=1e-5)
+
+
+def test_gathers_of_sharded_stages_are_read(tmp_path: Path) -> None:
+    timeline = _simulated("1f1b", 2, 2)
+    folder = waiting(tmp_path / "trace", timeline, shards=True)
+    for path in folder.iterdir():  # one step: the ends of the next are ambiguous without ProfilerStep
+        trace = json.loads(path.read_text())
+        trace["traceEvents"] = [event for event in trace["traceEvents"] if event["ts"] < 50e6]
+        path.write_text(json.dumps(trace))
+    (read,) = load(folder).timelines
+    assert [str(program[0]) for program in read.schedule.programs] == ["0UNSHARD", "1UNSHARD"]
