@@ -161,7 +161,7 @@ class CostFlags:
     held: str = flag(
         "1",
         "SHARE",
-        "Share of a micro-batch's activation memory that is kept from I until W, 0 to 1.",
+        "Memory kept from I until W, as a share of a micro-batch's activations; above 1 is possible.",
         "--held-until-weight-grad",
     )
     all_to_all: str = flag(

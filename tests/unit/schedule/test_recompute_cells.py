@@ -67,7 +67,10 @@ def test_cells() -> None:
 @pytest.mark.parametrize(
     ("cells", "words"),
     [
-        (["0R0", "0F0", "0B0"], "action 0: 0R0 needs what is kept of stage 0 micro-batch 0, .*; 0F0 or 0LKEPT0 makes it"),
+        (
+            ["0R0", "0F0", "0B0"],
+            "action 0: 0R0 needs what is kept of stage 0 micro-batch 0, .*; 0F0 or 0LKEPT0 makes it",
+        ),
         (["0F0", "0R0", "(0R0;0B0)"], r"action 2: \(0R0;0B0\) makes what is saved a second time; 0R0 has made it"),
         (["0F0", "0B0", "0R0"], "action 1: 0B0 needs what is saved .*; 0F0 or 0R0 or 0L0 makes it"),
         (["0F0", "0I0", "0R0", "0W0"], "action 1: 0I0 needs what is saved"),
