@@ -228,12 +228,22 @@ def merge(path: str | Path | None, *overrides: Mapping[str, Any]) -> Merged:
         schedule = read_schedule(name)
         merged.adopt({"parallel.pp": schedule.ranks, "schedule.microbatches": schedule.microbatches}, name)
     _adopt_described(merged)
+    _fit_microbatches(merged)
     for key in _PATH_KEYS:
         file = expanded(merged.text(key))
         if merged.text(key) not in ("", "auto", "bytes") and os.path.exists(file):
             section, _, name = key.partition(".")
             merged.values[section][name] = str(file.absolute())
     return merged
+
+
+def _fit_microbatches(merged: Merged) -> None:
+    """Cut a batch that is too small for the default number of micro-batches into single sequences."""
+    sections = [merged.values.get(section) for section in ("train", "parallel", "schedule")]
+    train, parallel, schedule = [section if isinstance(section, dict) else {} for section in sections]
+    sizes = train.get("global_batch_size"), parallel.get("dp"), schedule.get("microbatches")
+    if all(type(size) is int and size > 0 for size in sizes) and 0 < sizes[0] // sizes[1] < sizes[2]:
+        merged.adopt({"schedule.microbatches": sizes[0] // sizes[1]}, "train.global_batch_size")
 
 
 def _adopt_described(merged: Merged) -> None:

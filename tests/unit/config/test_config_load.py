@@ -41,6 +41,17 @@ def test_a_file_sets_what_it_names_and_leaves_the_rest(tmp_path: Path) -> None:
     assert config.train.seq_len == load().train.seq_len
 
 
+def test_a_small_batch_has_as_many_microbatches_as_a_replica_has_sequences(tmp_path: Path) -> None:
+    default = load().schedule.microbatches
+    for batch, dp, microbatches in ((8, 1, 8), (12, 2, 6), (2 * default + 2, 2, default)):
+        sizes = {"train.global_batch_size": batch, "parallel.dp": dp}
+        assert load(None, sizes).schedule.microbatches == microbatches
+        assert (
+            load(write(tmp_path / "m.toml", f"[schedule]\nmicrobatches = {default}\n"), sizes).schedule.microbatches
+            == default
+        )
+
+
 def test_extends_is_relative_to_the_file_that_says_it(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     write(tmp_path / "base.toml", "[train]\nsteps = 3\nseed = 7\n")
