@@ -239,11 +239,12 @@ def merge(path: str | Path | None, *overrides: Mapping[str, Any]) -> Merged:
 
 def _fit_microbatches(merged: Merged) -> None:
     """Cut a batch that is too small for the default number of micro-batches into single sequences."""
-    sections = [merged.values.get(section) for section in ("train", "parallel", "schedule")]
-    train, parallel, schedule = [section if isinstance(section, dict) else {} for section in sections]
-    sizes = train.get("global_batch_size"), parallel.get("dp"), schedule.get("microbatches")
-    if all(type(size) is int and size > 0 for size in sizes) and 0 < sizes[0] // sizes[1] < sizes[2]:
-        merged.adopt({"schedule.microbatches": sizes[0] // sizes[1]}, "train.global_batch_size")
+    config, _, _ = _validate(merged)
+    if (
+        config is not None
+        and 0 < (rows := config.train.global_batch_size // config.parallel.dp) < config.schedule.microbatches
+    ):
+        merged.adopt({"schedule.microbatches": rows}, "train.global_batch_size")
 
 
 def _adopt_described(merged: Merged) -> None:
