@@ -105,10 +105,10 @@ def stepping(
     loss = nn.functional.mse_loss
     untyped: Any = _PipelineScheduleRuntime
     if csv:
-        runtime = untyped(stages, m, loss_fn=loss)
-        runtime._load_csv(csv, format="compute_only")
+        torch_runtime = untyped(stages, m, loss_fn=loss)
+        torch_runtime._load_csv(csv, format="compute_only")
     else:
-        runtime = getattr(pipelining, name)(stages if chunks > 1 else stages[0], m, loss_fn=loss)
+        torch_runtime = getattr(pipelining, name)(stages if chunks > 1 else stages[0], m, loss_fn=loss)
     x, y = torch.randn(2, ROWS * m, WIDTH if layer is products else 1)
 
     def step() -> float:
@@ -117,7 +117,7 @@ def stepping(
         dist.barrier()
         begun = time.perf_counter()
         arguments = {"target": y, "losses": []} if rank == ranks - 1 else {}
-        runtime.step(*([x] if rank == 0 else []), **arguments)
+        torch_runtime.step(*([x] if rank == 0 else []), **arguments)
         dist.barrier()
         return time.perf_counter() - begun
 
