@@ -7,6 +7,7 @@ Bytes and operations are those of one rank and one micro-batch. Runtimes keep di
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import ceil
 
 from pipeloom.plan.model import ModelShape
@@ -181,29 +182,29 @@ class LayerOps:
             names = {name for each in part.split("+") for name in PARTS[each]}
         return replace(self, dropped=frozenset(names))
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, float]:
         """Name -> bytes of every tensor that the backward reads."""
         return {name: size for op in self.ops for name, size in op.saves}
 
-    @property
+    @cached_property
     def saved(self) -> float:
         """Bytes that one micro-batch holds from the forward to the backward."""
         size = sum(size for name, size in self.tensors.items() if name not in self.dropped)
         return size or self.input
 
-    @property
+    @cached_property
     def pending(self) -> float:
         """Bytes that a deferred weight gradient holds: the products' inputs and the gradients of their outputs."""
         products = [op for op in self.ops if op.deferred]
         return sum(size for op in products for _, size in op.saves[:1]) + sum(op.out for op in products)
 
-    @property
+    @cached_property
     def rebuilt(self) -> float:
         """Bytes that the backward rebuilds first; the input is there."""
         return sum(size for name, size in self.tensors.items() if name in self.dropped and name != "input")
 
-    @property
+    @cached_property
     def backward_peak(self) -> float:
         """The most bytes during this layer's backward over those that the micro-batch held before; what is used up is freed."""
         return self.peak_of(split=False)
@@ -223,7 +224,7 @@ class LayerOps:
             held += op.out * (split and op.deferred)
         return peak
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[float, float]:
         """(parameters that all ranks of an ep group hold, parameters of experts), on this rank."""
         shared = sum(size * count for op in self.ops if not op.expert for size, count in op.weights)
