@@ -28,31 +28,8 @@ from pipeloom.config import load_layout
 from pipeloom.plan.measured import read
 from pipeloom.plan.run import predicted, shape_of
 from pipeloom.schedule.channels import size_words
+from small_run import small_run
 
-CONFIG = """
-[model]
-num_hidden_layers = 8
-hidden_size = 256
-num_attention_heads = 4
-num_key_value_heads = 2
-intermediate_size = 768
-vocab_size = 512
-[parallel]
-pp = 2
-[schedule]
-name = "1f1b"
-microbatches = 8
-[train]
-steps = 9
-seq_len = 128
-global_batch_size = 16
-device = "cpu"
-threads = 1
-[log]
-every = 1
-[sample]
-tokens = 0
-"""
 BYTES, SECONDS, TAU = 0.05, 0.10, 0.8
 ROUNDS = 2
 FLAT = {"parallel.pp": 1, "schedule.name": "gpipe"}
@@ -104,7 +81,7 @@ def events(folder: Path, keys: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def prepared(folder: str) -> Path:
     path = Path(folder)
-    (path / "run.toml").write_text(CONFIG)
+    (path / "run.toml").write_text(small_run(microbatches=8, batch=16, steps=9))
     (path / "text.txt").write_text("the loom weaves thread over thread and back again\n" * 4000)
     return path
 

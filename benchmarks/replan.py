@@ -44,6 +44,7 @@ from pipeloom.solver.replan import better
 from pipeloom.train.replan import Replanner
 from pipeloom.train.report.rehearse import Clock, EmulatedLayer, Rehearsal
 from processes import run_ranks
+from small_run import small_run
 
 SLOWDOWN, LEAST = 1.5, 0.60
 HEALTHY, WITHIN = 8, 20
@@ -134,29 +135,6 @@ def rehearsed() -> None:
 
 # -- real ------------------------------------------------------------------------------------------------------------------
 
-CONFIG = """
-[model]
-num_hidden_layers = 8
-hidden_size = 256
-num_attention_heads = 4
-num_key_value_heads = 2
-intermediate_size = 768
-vocab_size = 512
-[parallel]
-pp = 2
-[schedule]
-name = "1f1b"
-microbatches = 4
-[train]
-seq_len = 128
-global_batch_size = 8
-device = "cpu"
-threads = 1
-[log]
-every = 1
-[sample]
-tokens = 0
-"""
 ON, OFF = 0.004, 0.002  # seconds in which the slowed worker runs, and is stopped
 
 
@@ -190,7 +168,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
 def training(folder: Path, name: str, words: list[str]) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     log = folder / name
     command = [sys.executable, "-m", "pipeloom", "train", str(folder / "run.toml"), "--log.dir", str(log)]
-    command += ["--data.source", str(folder / "text.txt"), "--train.steps", str(STEPS + 1), *words]
+    command += ["--data.source", str(folder / "text.txt"), *words]
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -233,7 +211,7 @@ def real() -> None:
     )
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
-        (folder / "run.toml").write_text(CONFIG)
+        (folder / "run.toml").write_text(small_run(microbatches=4, batch=8, steps=STEPS + 1))
         (folder / "text.txt").write_text("".join(f"line {number} of a text to learn\n" for number in range(20_000)))
         old = train(folder, "old", [])
         now = train(folder, "now", ["--schedule.replan", "2"])

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.parallel.tensor import uneven_parts
+from pipeloom.mesh_shape import uneven_parts
 from pipeloom.parallel.vocabulary import VocabularyShare
 from pipeloom.runtime import Layer, Pipeline
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes
