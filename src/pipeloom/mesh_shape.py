@@ -20,6 +20,12 @@ ORDER = "tp-ep-dp-pp"  # Megatron-LM's spelling: the axis whose index changes fr
 _PARTS = {"pp": ("pp",), "dp": ("edp", "ep"), "edp": ("edp",), "ep": ("ep",), "tp": ("tp",)}
 
 
+def uneven_parts(count: int, ranks: int) -> tuple[int, ...]:
+    """Return parts of count // ranks, the last with the remainder."""
+    base = count // ranks
+    return (*(base,) * (ranks - 1), count - base * (ranks - 1))
+
+
 class Place(NamedTuple):
     """Position of a rank: its index on each axis. dp and cp number the ranks of edp and ep together, cp fastest.
 

@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 
 from pipeloom.config.layout import Layout, stage_sizes
 from pipeloom.config.sections import Config
+from pipeloom.mesh_shape import uneven_parts
 from pipeloom.schedule.model import parts
 
 # Bytes of fp32 state per element, besides its value: two moments, or one. For Muon an upper bound: its matrices have one.
@@ -24,9 +25,8 @@ def stage_parameters(layout: Layout) -> list[int]:
     sizes = [size.parameters for size in stage_sizes(layout.config)]
     counts = [sum(sizes[start:end]) for start, end in spans(layout)]
     model, shares = layout.config.model, layout.schedule.vocabulary
-    for stage in shares:  # the last one has the remainder
-        rows = model.vocab_size // len(shares) + (model.vocab_size % len(shares)) * (stage == shares[-1])
-        counts[stage] = rows * model.hidden_size
+    if shares:
+        counts[shares.start :] = [rows * model.hidden_size for rows in uneven_parts(model.vocab_size, len(shares))]
     return counts
 
 

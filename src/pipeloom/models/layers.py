@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeloom.decoder_shape import DecoderShape
+from pipeloom.mesh_shape import uneven_parts
 from pipeloom.models import mtp
 from pipeloom.models.decoder import Block, FinalNorm, Head
 from pipeloom.models.gate import TopKGate
@@ -24,7 +25,7 @@ from pipeloom.parallel import vocabulary
 from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.sharding import ParameterSharding, shard_of, shardings_of
-from pipeloom.parallel.tensor import TensorParallel, if_parallel, uneven_parts
+from pipeloom.parallel.tensor import TensorParallel, if_parallel
 from pipeloom.parallel.vocabulary import VocabularyEmbedding, VocabularyShare
 
 EMBEDDING = "model.embed_tokens"

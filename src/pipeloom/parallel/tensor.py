@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pipeloom.errors import ArgumentError, divisors, nearest
+from pipeloom.mesh_shape import uneven_parts
 from pipeloom.ops.deferred import (
     DeferringLayer,
     WeightGradContext,
@@ -76,12 +77,6 @@ class TensorParallel:
         if count < self.size:
             raise ArgumentError("tp", f"={self.size} is more than a vocabulary of {count}; nearest: {count}")
         return uneven_parts(count, self.size)
-
-
-def uneven_parts(count: int, ranks: int) -> tuple[int, ...]:
-    """Return parts of count // ranks, the last with the remainder."""
-    base = count // ranks
-    return (*(base,) * (ranks - 1), count - base * (ranks - 1))
 
 
 def if_parallel(tensor: TensorParallel | None) -> TensorParallel | None:

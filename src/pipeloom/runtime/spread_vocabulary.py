@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeloom.errors import ConfigError, UsageError
+from pipeloom.mesh_shape import uneven_parts
 from pipeloom.ops.layer import Layer
 from pipeloom.parallel.collectives import carrier_of
 from pipeloom.parallel.mesh import Axis, Mesh, group_of_members
-from pipeloom.parallel.tensor import uneven_parts
 from pipeloom.parallel.vocabulary import IGNORED, VocabularyShare
 
 
