@@ -118,15 +118,8 @@ def examine(
     cuts, cut_problems = _cuts(config, schedule)
     problems += cut_problems
     if schedule is not None:
-        problems += [*_problems_of_order(config, schedule), *_problems_of_replanning(config, schedule)]
-        named = () if config.model.source or config.train.compile != "none" else PARTS_OF_BLOCKS
-        problems += [
-            f"schedule.{key} = {shown(getattr(config.schedule, key))}: it recomputes part {part!r}, and no layer names a part so"
-            f"{did_you_mean(part, named)}"
-            for part in sorted(schedule.recomputed_parts.difference(named))
-            for key in ["transforms" if f"recompute={part}" in config.schedule.transforms else "name"]
-        ]
-    if schedule is not None:
+        for find in (_problems_of_order, _problems_of_replanning, _problems_of_parts):
+            problems += find(config, schedule)
         stage_problems, stage_layers = _stage_layers(config, schedule, wrong)
         problems += stage_problems
     if schedule is not None and broken is None and "debug.fault" not in wrong:
@@ -310,6 +303,19 @@ def _problems_of_order(config: Config, schedule: Schedule) -> list[str]:
         f'{key}: schedule.name = "{config.schedule.name}" does not sum the gradients of each layer in the order of the '
         "micro-batches on one rank; use a schedule with one route that keeps the order"
     ]
+
+
+def _problems_of_parts(config: Config, schedule: Schedule) -> list[str]:
+    """Return a sentence for each part that the schedule recomputes and that no layer names."""
+    named = () if config.model.source or config.train.compile != "none" else PARTS_OF_BLOCKS
+    problems = []
+    for part in sorted(schedule.recomputed_parts.difference(named)):
+        key = "transforms" if f"recompute={part}" in config.schedule.transforms else "name"
+        problems.append(
+            f"schedule.{key} = {shown(getattr(config.schedule, key))}: it recomputes part {part!r}, and no layer names a part so"
+            f"{did_you_mean(part, named)}"
+        )
+    return problems
 
 
 def _problems_of_replanning(config: Config, schedule: Schedule) -> list[str]:

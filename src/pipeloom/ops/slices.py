@@ -45,13 +45,13 @@ class HeldPiece:
 
     @property
     def leaves(self) -> StatePiece:
-        """The tensors on the device, as leaves; those in host memory are read."""
+        """Return its tensors as leaves on the device; those in host memory are read."""
         with self._lock:
             return tuple([self._read(at) if at in self._on_host else leaf for at, leaf in enumerate(self._tensors)])
 
     @property
     def on_device(self) -> StatePiece:
-        """Those of its tensors that are on the device."""
+        """Return those of its tensors that are on the device."""
         return tuple([leaf for at, leaf in enumerate(self._tensors) if at not in self._on_host])
 
     def shape(self, at: int) -> torch.Size:

@@ -238,7 +238,7 @@ class Executor:
         if self.program.instructions:
             self.transport.exchange((), self.program.instructions[0].post_receives)
 
-    def missing(self) -> Message | Signal | None:
+    def missing(self) -> Message | Signal | Instruction | None:
         """Return what the next instruction needs first that is not there; None: it can run without waiting."""
         instruction = self.program.instructions[self._next]
         for messages in instruction.receives:
@@ -249,7 +249,7 @@ class Executor:
         if self.program.has_signals and instruction.queue == COMPUTE:
             for at in instruction.waits:
                 if not self._ended[at].done():
-                    return Signal(-1, 0, 0, f"the end of {self.program.instructions[at].cell}")
+                    return self.program.instructions[at]
             for signal in instruction.awaits:
                 if not self._signals.arrived(signal):
                     return signal

@@ -57,8 +57,8 @@ class LayerBytes:
 
     def scaled(self, factor: float) -> LayerBytes:
         """Return these bytes times `factor`."""
-        values = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name not in ("parts", "again")}
-        scaled = {name: value if isinstance(value, bool) else value * factor for name, value in values.items()}
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        scaled = {name: value * factor for name, value in values.items() if not isinstance(value, (bool, Mapping))}
         return replace(self, **scaled, parts={name: size * factor for name, size in self.parts.items()})
 
 

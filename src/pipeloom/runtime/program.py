@@ -77,6 +77,11 @@ class Instruction:
     awaits: tuple[Signal, ...] = ()
     signals: tuple[Signal, ...] = ()
 
+    @property
+    def words(self) -> str:
+        """Name it as something that is waited for, as `Message.words` and `Signal.words` do."""
+        return f"the end of {self.cell}"
+
 
 @dataclass(frozen=True)
 class StageProgram:

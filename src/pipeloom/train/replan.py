@@ -37,10 +37,8 @@ DRIFT_STEPS = 3
 """Measured steps of which the costs are medians: one stall among them changes nothing."""
 
 _LEAST_GAIN = 0.01  # share of the simulated step from which schedules are swapped; a simulation is no more accurate
-_SHORTEST, _LONGEST = (
-    1.0,
-    30.0,
-)  # seconds of a search, which otherwise takes as long as the steps to the next measured one
+# Seconds of a search, which otherwise takes as long as the steps to the next measured one.
+_SHORTEST, _LONGEST = 1.0, 30.0
 
 
 def prepared(layout: Layout) -> Layout:
