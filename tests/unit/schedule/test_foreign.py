@@ -302,7 +302,8 @@ def test_without_arguments_the_converter_says_how_to_call_it(monkeypatch: pytest
 
 
 def waiting(folder: Path, timeline: pl.Timeline, shards: bool = False) -> Path:
-    """A folder of traces as torch's runtime writes them: an action's event begins with the wait for its message."""
+    """A folder of traces as torch's runtime writes them: an action's event begins with the wait for its message, and the last
+    one ends with the wait for its send."""
     for rank, program in enumerate(timeline.schedule.programs):
         events: list[dict[str, Any]] = []
 
@@ -317,12 +318,13 @@ def waiting(folder: Path, timeline: pl.Timeline, shards: bool = False) -> Path:
                 add("user_annotation", "FSDP::all_gather", before, before + 1e-5)
             for action, begin, stop in zip(program, timeline.starts[rank], timeline.ends[rank], strict=True):
                 start, end = origin + begin, origin + stop
-                add("user_annotation", f"PP:{action}", before, end)
+                sent = end + 1e-3 * (stop == timeline.ends[rank][-1])
+                add("user_annotation", f"PP:{action}", before, sent)
                 add("cpu_op", "c10d::recv_", before, before + 1e-5)
                 add("cpu_op", "aten::record_of_another_thread", before, before + 2e-5, tid=2)
                 add("cpu_op", "aten::mm", start + 1e-6, (start + end) / 2)
                 add("cpu_op", "aten::add", (start + end) / 2, end)
-                before = end
+                before = sent
             add("user_annotation", f"PP:{rank}RESHARD", before, before + 1e-5)
         folder.mkdir(exist_ok=True)
         (folder / f"rank{rank}.json").write_text(json.dumps({"traceEvents": events}))
