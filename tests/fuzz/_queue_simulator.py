@@ -58,7 +58,8 @@ class QueueTimes(Times):
     def duration(self, cell: Action | Pair) -> float:
         letter = letter_of(cell)
         if letter in ("O", "L") and isinstance(cell, Action):
-            size = self.factor(cell.microbatch) * fraction(cell) * self.saved(cell.stage)
+            again = self.bytes.get("saved:norms", 0.0) if cell[1:3] in self.norms else 0.0
+            size = self.factor(cell.microbatch) * fraction(cell) * (self.saved(cell.stage) - again)
             return size / self.costs.host_bandwidth
         if letter in ("UNSHARD", "RESHARD", "REDUCE_GRAD"):
             name = {"UNSHARD": "params", "REDUCE_GRAD": "grads"}.get(letter, "")

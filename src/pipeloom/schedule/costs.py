@@ -487,7 +487,22 @@ def durations(schedule: Schedule, costs: Costs) -> list[float]:
         even = kind.of_stage or alike
         for value in values:
             times.extend([value] * len(factors) if even else [value * factor for factor in factors])
+    for code, share in copied_shares(schedule, costs).items():
+        times[code] *= share
     return times
+
+
+def copied_shares(schedule: Schedule, costs: Costs) -> dict[int, float]:
+    """code of a copy of what a forward saves -> the share that travels, where a computation makes a part of it again."""
+    copies = [number for number, kind in enumerate(schedule.kinds) if kind.queue != COMPUTE and kind.divides == SAVED]
+    remade = frozenset().union(*schedule.remade.values()) if copies else frozenset()
+    sizes = {value: costs.share_of(value, schedule.stages) for value in remade if value != whole_of(value)}
+    shares = {}
+    for (stage, unit), values in schedule.remade.items() if sizes else ():
+        again = sum(sizes[value][stage] for value in values if value in sizes)
+        for number in copies if again else ():
+            shares[number * schedule.kind_stride + stage * schedule.units + unit] = 1 - again
+    return shares
 
 
 _PER_STAGE = "a number, or a tuple with one number for each stage"

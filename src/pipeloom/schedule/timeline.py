@@ -30,7 +30,7 @@ from pipeloom.schedule.actions import (
     kind_of,
     whole_of,
 )
-from pipeloom.schedule.costs import DEVICE, HOST_MEMORY, Costs, PairTimes
+from pipeloom.schedule.costs import DEVICE, HOST_MEMORY, Costs, PairTimes, copied_shares
 from pipeloom.schedule.graph import EntryWait, Graph, entry_waits
 from pipeloom.schedule.model import Schedule, parts
 
@@ -589,15 +589,11 @@ def _changes(
             if brief:
                 passing |= {len(changes) + unit: held * factor for unit, factor in enumerate(factors)}
             changes += [change * factor for factor in factors]
-    copies = [number for number, kind in enumerate(schedule.kinds) if kind.queue != COMPUTE and kind.divides == SAVED]
-    remade = frozenset().union(*schedule.remade.values())
-    shares = {value: costs.share_of(value, schedule.stages) for value in remade if copies and value != whole_of(value)}
     for (stage, unit), values in schedule.remade.items():
         place = stage * schedule.units + unit
         changes[place] -= factors[unit] * sum(sizes[v][stage] for v in values if v in sizes)
-        again = sum(shares[value][stage] for value in values if value in shares)
-        for number in copies if again else ():  # what is recomputed does not travel
-            changes[number * schedule.kind_stride + place] *= 1 - again
+    for code, share in copied_shares(schedule, costs).items():
+        changes[code] *= share
     return changes, passing
 
 

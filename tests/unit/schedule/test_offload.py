@@ -188,6 +188,10 @@ def test_a_part_that_is_recomputed_does_not_travel(cells: tuple[str, ...]) -> No
     assert (max(level for _, level in device), device[-1][1]) == (104, 0)
     assert max(level for _, level in host) == 70
     assert 34 in [level for _, level in device]  # while the copy is on the host
+    ends = zip(schedule.programs[0], timeline.starts[0], timeline.ends[0], strict=True)
+    assert {str(cell): end - start for cell, start, end in ends if str(cell) in ("0O0", "0L0")} == pytest.approx(
+        {"0O0": 0.07, "0L0": 0.07}
+    )
 
 
 SHARED = [["0F0", "0O0", "0L0", "0B0"], ["1F0", "1O0", "1L0", "1B0"]]
