@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from pipeloom.config.layout import Layout, stage_sizes
 from pipeloom.config.sections import Config
 from pipeloom.mesh_shape import uneven_parts
-from pipeloom.schedule.model import parts
+from pipeloom.schedule.model import Schedule, parts
 
 # Bytes of fp32 state per element, besides its value: two moments, or one. For Muon an upper bound: its matrices have one.
 _STATE_BYTES = {"adamw": 8, "sgd": 4, "muon": 8}
@@ -21,17 +21,32 @@ def spans(layout: Layout) -> list[tuple[int, int]]:
 
 
 def stage_parameters(layout: Layout) -> list[int]:
-    """Return stage -> parameters of its layers, before tensor or expert parallelism divides them."""
+    """Return stage -> parameters of its layers, before tensor or expert parallelism divides them.
+
+    A tied output layer has none on a rank that holds the embedding.
+    """
     sizes = [size.parameters for size in stage_sizes(layout.config)]
     counts = [sum(sizes[start:end]) for start, end in spans(layout)]
     model, shares = layout.config.model, layout.schedule.vocabulary
     if shares:
         counts[shares.start :] = [rows * model.hidden_size for rows in uneven_parts(model.vocab_size, len(shares))]
+    for stage in with_embedding(layout.schedule) if model.tie_word_embeddings and not shares else ():
+        counts[stage] -= model.vocab_size * model.hidden_size
     return counts
 
 
+def with_embedding(schedule: Schedule) -> list[int]:
+    """Return the stages with the output layer on ranks that hold the embedding too."""
+    routes = schedule.routes
+    return [
+        last
+        for *_, last in routes
+        if any(first in schedule.stages_of[schedule.placement[last]] for first, *_ in routes)
+    ]
+
+
 def summed_over_slices(layout: Layout, stage: int, state: float) -> float:
-    """Return the bytes of the gradients of keys and values, summed over later slices, that a stage holds during a backward.
+    """Return the bytes of the gradients of keys and values that later slices add to, while they are summed on the device.
 
     Args:
         state: bytes of the keys and values of one micro-batch's slices.
@@ -39,7 +54,7 @@ def summed_over_slices(layout: Layout, stage: int, state: float) -> float:
     schedule, sizes = layout.schedule, element_bytes(layout.config)
     cells = (action for program in schedule.programs for cell in program for action in parts(cell))
     on_host = any(action.kind == "OKEPT" and action.stage == stage for action in cells)
-    return 0.0 if on_host else state * sizes["grads"] / sizes["params"] * (1 - 1 / schedule.slices)
+    return 0.0 if on_host or schedule.slices == 1 else state * sizes["grads"] / sizes["params"]
 
 
 def rank_parameters(layout: Layout) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -20,17 +21,24 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         meta: count tensors on the meta device by their sizes; otherwise they have no memory.
+        held: tensors from before, which count as long as they live.
+        resized: tensors from before whose storages have another size from time to time, which counts.
 
     Attributes:
-        now: bytes alive that were allocated since it was entered.
+        now: bytes alive that were allocated since it was entered, and those of `held`.
         peak: the most of them at once.
     """
 
-    def __init__(self, meta: bool = False) -> None:
+    def __init__(
+        self, meta: bool = False, held: Iterable[torch.Tensor] = (), resized: Sequence[torch.Tensor] = ()
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._meta = meta
-        self._known: dict[int, int] = {}
+        self._resized = resized
+        self._known: dict[int, int] = dict.fromkeys(map(storage_key, resized), 0)
+        for tensor in held:
+            self._count(tensor)
 
     def __enter__(self) -> LiveBytes:
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
@@ -49,16 +57,19 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = function(*arguments, **(keywords or {}))
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor) and value.is_meta == self._meta:
-                storage = value.untyped_storage()
-                if not storage.resizable():
+                if not value.untyped_storage().resizable():
                     continue  # a view of a mapped file: pages that the kernel can drop
-                key = storage_key(value)
-                if key not in given and key not in self._known and storage.nbytes():
-                    self._known[key] = storage.nbytes()
-                    self.now += storage.nbytes()
-                    weakref.finalize(storage, self._freed, key)
-        self.peak = max(self.peak, self.now)
+                if storage_key(value) not in given:
+                    self._count(value)
+        self.peak = max(self.peak, self.now + sum(each.untyped_storage().nbytes() for each in self._resized))
         return result
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        if key not in self._known and storage.nbytes():
+            self._known[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._freed, key)
 
     def _freed(self, key: int) -> None:
         self.now -= self._known.pop(key)

@@ -256,6 +256,17 @@ class GradientSync:
                 node.register_hook(partial(self._reached, at, parameter))
                 self._hooks.append(node)
 
+    @property
+    def held(self) -> list[Tensor]:
+        """The gradients' buffers, and this rank's shares of parameters that are gathered."""
+        shares = [] if self.shards is None else [flat.share for flat in self.shards.parameters.values()]
+        return [*(each for bucket in self.buckets for each in (bucket.flat, bucket.part)), *shares]
+
+    @property
+    def gathered(self) -> list[Tensor]:
+        """The buffers whose storages have a size only while the parameters in them are gathered."""
+        return [] if self.shards is None else [flat.flat for flat in self.shards.parameters.values()]
+
     def begin(self) -> None:
         """Prepare the buckets for a step; call it before the first forward."""
         self._stream.begin()

@@ -6,6 +6,7 @@ Bytes and operations are those of one rank and one micro-batch. Runtimes keep di
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
@@ -31,6 +32,12 @@ class Runtime:
         element: bytes of an element of activations and weights; 2: bf16.
         optimizer: bytes of the optimizer's state per parameter.
         copies_mixed: attention's output is copied into the order of its heads for the next product (on a CPU).
+        sequence: tp divides activations by tokens where it does not divide the products (sequence parallelism).
+        sums_inside: a product adds a weight's gradient to its sum; otherwise the gradient is there beside the sum.
+        segments: a layer whose experts are on several ranks runs in segments: the rows that arrive stay beside those in the
+            experts' order, and weights' gradients are computed once the next exchange has started.
+        packed: rows hold several documents, so that each block has the cosines and sines of its tokens' positions, and on a GPU
+            a mask of which tokens see which.
         sharded: parameters, gradients and optimizer state are fp32 and sharded over dp by layer (fully_shard).
     """
 
@@ -49,6 +56,10 @@ class Runtime:
     element: int = 2
     optimizer: float = 12.0
     copies_mixed: bool = False
+    sequence: bool = True
+    sums_inside: bool = True
+    segments: bool = False
+    packed: bool = False
 
     def on_cpu(self) -> Runtime:
         """This runtime without what an accelerator's allocator and libraries hold."""
@@ -71,7 +82,7 @@ RUNTIMES = {
             keeps_outputs=True,
             sharded=True,
         ),
-        Runtime("pipeloom", False, (4, 8), False, False, repeats_keys=False, keeps_outputs=True),
+        Runtime("pipeloom", False, (4, 8), False, False, repeats_keys=False, keeps_outputs=True, segments=True),
     )
 }
 
@@ -99,9 +110,14 @@ class Split:
         """Bytes of an element of an activation."""
         return self.runtime.element
 
+    @property
+    def parts(self) -> int:
+        """The ranks of tp that divide the tokens outside of products."""
+        return self.tp if self.runtime.sequence else 1
+
     def part(self, elements: float) -> float:
-        """Bytes of an activation of so many elements that tensor (with sequence) parallelism divides."""
-        return elements * self.element / self.tp
+        """Bytes of an activation of so many elements, of which a rank has its tokens."""
+        return elements * self.element / self.parts
 
 
 @dataclass(frozen=True)
@@ -120,6 +136,7 @@ class Op:
         tp_bytes: bytes that the forward exchanges with the tp group; ep_bytes: with the ep group.
         attends: fused attention.
         makes: the tensor that it has to compute again where that is recomputed.
+        joins: a product whose output is added to the residual stream, so that both have one gradient.
     """
 
     name: str
@@ -135,6 +152,7 @@ class Op:
     ep_bytes: float = 0.0
     attends: bool = False
     makes: str = ""
+    joins: bool = False
 
     @property
     def deferred(self) -> bool:
@@ -164,6 +182,8 @@ class LayerOps:
         residual: bytes of gradient that are alive beside each operation of the backward.
         input: bytes of the input, which a wholly recomputed layer keeps.
         dropped: names of tensors that the backward computes again.
+        waits: weights' gradients wait until the end of the backward.
+        tied: parameters that are the embedding's too, of which a rank that has both layers holds one copy.
     """
 
     kind: str
@@ -171,6 +191,8 @@ class LayerOps:
     residual: float
     input: float = 0.0
     dropped: frozenset[str] = field(default=frozenset())
+    waits: bool = False
+    tied: float = 0.0
 
     def recomputed(self, part: str) -> LayerOps:
         """This layer with a part recomputed: "none", "full", or parts of PARTS joined by "+"."""
@@ -207,21 +229,27 @@ class LayerOps:
     @cached_property
     def backward_peak(self) -> float:
         """The most bytes during this layer's backward over those that the micro-batch held before; what is used up is freed."""
-        return self.peak_of(split=False)
+        return self._peak(split=self.waits)
 
-    def peak_of(self, *, split: bool) -> float:
-        """As `backward_peak`; of an I where the backward is `split`: the operands of weight gradients stay."""
+    @cached_property
+    def input_peak(self) -> float:
+        """As `backward_peak`, of an I: the operands of weight gradients stay."""
+        return self._peak(split=True)
+
+    def _peak(self, *, split: bool) -> float:
         first: dict[str, int] = {}
         for at, op in enumerate(self.ops):
             for name, _ in op.saves:
                 first.setdefault(name, at)
         waiting = {op.saves[0][0] for op in self.ops if split and op.deferred}
-        tensors, held, peak = self.tensors, self.rebuilt, 0.0
+        tensors, held, peak, residual = self.tensors, self.rebuilt, 0.0, self.residual
         for at in range(len(self.ops) - 1, -1, -1):
             op = self.ops[at]
-            peak = max(peak, held + op.gradients + op.scratch + self.residual)
+            peak = max(peak, held + op.gradients + op.scratch + residual)
             held -= sum((tensors[name] for name, _ in op.saves if first[name] == at and name not in waiting), 0.0)
             held += op.out * (split and op.deferred)
+            if split and op.joins:
+                residual = 0.0  # it is what this product's weight gradient waits with
         return peak
 
     @cached_property
@@ -230,6 +258,18 @@ class LayerOps:
         shared = sum(size * count for op in self.ops if not op.expert for size, count in op.weights)
         experts = sum(size * count for op in self.ops if op.expert for size, count in op.weights)
         return shared, experts
+
+
+def parameters_of(layers: Sequence[LayerOps], *, has_embedding: bool = False) -> tuple[float, float]:
+    """(parameters that every rank of an ep group has, those of experts) of layers on one rank.
+
+    Args:
+        has_embedding: the rank has the embedding in another stage.
+    """
+    shared, experts = (sum(layer.parameters[at] for layer in layers) for at in (0, 1))
+    if has_embedding or any(layer.kind == "E" for layer in layers):
+        shared -= sum(layer.tied for layer in layers)
+    return shared, experts
 
 
 def placeholders(layers: list[LayerOps], element: int) -> float:
@@ -266,7 +306,7 @@ def _prediction(shape: ModelShape, split: Split, block: LayerOps) -> LayerOps:
     hidden = split.part(split.tokens * shape.hidden)
     norms = (_norm(shape, split, "embedding", "embedding_norm"), _norm(shape, split, "states", "states_norm"))
     weight = (shape.hidden, 2 * shape.hidden)
-    joint = _linear(split, "joint", ("joined", 2 * hidden), weight, split.tokens / split.tp)
+    joint = _linear(split, "joint", ("joined", 2 * hidden), weight, split.tokens / split.parts)
     return replace(block, kind="m", ops=(*norms, joint, *block.ops))
 
 
@@ -274,7 +314,7 @@ def _output(shape: ModelShape, split: Split) -> LayerOps:
     """The last norm, the product with the vocabulary, and the loss; also of the states of blocks that predict further ahead."""
     split = replace(split, tokens=split.tokens * (1 + shape.ahead))
     elements, hidden = split.tokens * shape.hidden, split.part(split.tokens * shape.hidden)
-    logits, weight = split.part(split.tokens * shape.vocabulary), shape.vocabulary * shape.hidden / split.tp
+    logits, weight = (each * shape.vocabulary / split.tp for each in (split.tokens * split.element, shape.hidden))
     saved, scratch = (logits / split.element * each for each in split.runtime.loss_bytes)
     scratch /= 1 + shape.ahead  # one loss after the other
     placeholder = weight * split.element if split.runtime.gradient_placeholders else 0.0
@@ -282,14 +322,15 @@ def _output(shape: ModelShape, split: Split) -> LayerOps:
         "logits",
         (("last_norm", hidden),),
         logits + max(elements * split.element, hidden),
-        placeholder + elements * split.element * (split.tp > 1) + hidden,
+        placeholder + _beside(split, weight) + elements * split.element * (split.parts > 1) + hidden,
         out=logits,
         weights=((weight, 1),),
         flops=2 * split.tokens * weight,
         tp_bytes=_exchanged(split, elements),
     )
     loss = Op("loss", (("logits", saved),), scratch=scratch, traffic=3 * logits)
-    return LayerOps("L", (_norm(shape, split, "last", "last_norm"), product, loss), 0.0, hidden)
+    norm = _norm(shape, split, "last", "last_norm")
+    return LayerOps("L", (norm, product, loss), 0.0, hidden, tied=weight * shape.tied)
 
 
 def vocabulary_share(shape: ModelShape, split: Split, ranks: int) -> LayerOps:
@@ -301,7 +342,9 @@ def vocabulary_share(shape: ModelShape, split: Split, ranks: int) -> LayerOps:
     logits, wide = product.out, max(4, split.element) / split.element
     copy = (("hidden", float(split.element * split.tokens * shape.hidden)),)
     product = replace(product, saves=copy, gradients=0.0, scratch=0.0, tp_bytes=0.0)
-    loss = replace(loss, saves=(("scores", logits * (1 + wide)),), scratch=0.0)
+    # T computes the weight's gradient beside its sum.
+    gradient = sum(size * count for size, count in product.weights) * split.element
+    loss = replace(loss, saves=(("scores", logits * (1 + wide)),), scratch=gradient)
     return LayerOps("L", (product, loss), 0.0, 0.0)
 
 
@@ -310,7 +353,7 @@ def _norm(shape: ModelShape, split: Split, operand: str, makes: str) -> Op:
     fp32 copy of it; and a scale per token."""
     hidden, wide = split.part(split.tokens * shape.hidden), max(split.element, 4) // split.element
     source = (f"{operand}_wide" if wide > 1 else operand, wide * hidden)
-    unfused = (source, (f"{operand}_unit", hidden), (f"{operand}_scale", 4.0 * split.tokens / split.tp))
+    unfused = (source, (f"{operand}_unit", hidden), (f"{operand}_scale", 4.0 * split.tokens / split.parts))
     saves = ((operand, hidden),) if split.runtime.fused_norm else unfused
     return Op(makes, saves, 2 * hidden, weights=((shape.hidden, 1),), traffic=2 * hidden, makes=makes)
 
@@ -328,7 +371,8 @@ def _block(shape: ModelShape, split: Split, *, sparse: bool) -> LayerOps:
         width = shape.feed_forward / split.tp
         feed_forward = _mlp(shape, split, ("norm_2", hidden), tokens, width, exchanged=tokens * shape.hidden)
     ops = (_norm(shape, split, "input", "norm_1"), *attention, _norm(shape, split, "middle", "norm_2"), *feed_forward)
-    return LayerOps("t", ops, hidden, hidden)
+    waits = sparse and split.ep > 1 and split.runtime.segments
+    return LayerOps("t", ops, hidden, hidden, waits=waits)
 
 
 def _linear(
@@ -342,25 +386,34 @@ def _linear(
     count: int = 1,
     expert: bool = False,
     makes: str = "",
+    joins: bool = False,
+    largest: float = 0.0,
 ) -> Op:
     """A product of `rows` rows with this rank's part of a weight (out, in), or of `count` experts.
 
+    `largest`: outputs of the largest of the weights that it stands for; 0: it is one.
     `exchanged`: elements that tp gathers for it, or reduces behind it; a gathered input is gathered again for the backward.
     """
     out, inner = shape
-    gathers = exchanged if split.tp > 1 and exchanged == rows * inner else 0.0
+    gathers = exchanged if split.parts > 1 and exchanged == rows * inner else 0.0
     return Op(
         name,
         (operand,),
         (out + inner) * rows * split.element,
-        gathers * split.element,
+        gathers * split.element + _beside(split, (largest or out) * inner * count),
         out * rows * split.element,
         ((out * inner, count),),
         expert,
         flops=2 * rows * out * inner,
         tp_bytes=_exchanged(split, exchanged),
         makes=makes,
+        joins=joins and split.parts == 1,
     )
+
+
+def _beside(split: Split, elements: float) -> float:
+    """Bytes of the gradient of a weight of so many elements that is there beside its sum."""
+    return 0.0 if split.runtime.sums_inside else elements * split.element
 
 
 def _core(shape: ModelShape, split: Split, query: float, key: float, value: float, out: float, width: float) -> Op:
@@ -386,10 +439,17 @@ def _attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
     expanded = queries if split.runtime.repeats_keys else keys
     query, key = (tokens * width * split.element for width in (queries, expanded))
     exchanged = tokens * shape.hidden
+    core = _core(shape, split, query, key, key, query, 2 * queries)
+    if split.runtime.packed:
+        positions = ("positions", float(tokens * shape.head_width * split.element))
+        masks = () if split.runtime.copies_mixed else (("mask", float(tokens * split.context * split.element)),)
+        core = replace(core, saves=(*core.saves, positions, *masks))
     return (
-        _linear(split, "qkv", ("norm_1", hidden), (queries + 2 * keys, shape.hidden), tokens, exchanged),
-        _core(shape, split, query, key, key, query, 2 * queries),
-        _linear(split, "o", ("mixed", query), (shape.hidden, queries), tokens, exchanged),
+        _linear(
+            split, "qkv", ("norm_1", hidden), (queries + 2 * keys, shape.hidden), tokens, exchanged, largest=queries
+        ),
+        core,
+        _linear(split, "o", ("mixed", query), (shape.hidden, queries), tokens, exchanged, joins=True),
     )
 
 
@@ -426,7 +486,15 @@ def _latent_attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
         _small_norm("latent_norm", "latent", shared, split, rank),
         linear("latent_up", "latent_norm", heads * (latent.nope + latent.value), rank, "key"),
         _core(shape, split, query, query, value, value, heads * (query_width + latent.value)),
-        _linear(split, "o", ("mixed", value), (shape.hidden, heads * latent.value), tokens, tokens * shape.hidden),
+        _linear(
+            split,
+            "o",
+            ("mixed", value),
+            (shape.hidden, heads * latent.value),
+            tokens,
+            tokens * shape.hidden,
+            joins=True,
+        ),
     )
 
 
@@ -447,9 +515,13 @@ def _mlp(
     unfused = ((silu, out),) if shape.gated and not split.runtime.fused_gate else ()
     up, down = (wide, shape.hidden), (shape.hidden, width)
     return (
-        _linear(split, f"{prefix}up", operand, up, rows, exchanged, count=count, expert=expert, makes=inner),
+        _linear(
+            split, f"{prefix}up", operand, up, rows, exchanged, count=count, expert=expert, makes=inner, largest=width
+        ),
         Op(f"{prefix}activation", ((inner, tall), *unfused), tall + out, traffic=tall + out, makes=gated),
-        _linear(split, f"{prefix}down", (gated, out), down, rows, exchanged, count=count, expert=expert),
+        _linear(
+            split, f"{prefix}down", (gated, out), down, rows, exchanged, count=count, expert=expert, joins=not expert
+        ),
     )
 
 
@@ -460,11 +532,11 @@ def _experts(shape: ModelShape, split: Split) -> tuple[Op, ...]:
     Where the ranks of tp divide each expert's inner width (etp = tp), they gather what their experts receive.
     """
     hidden = split.part(split.tokens * shape.hidden)
-    rows = split.tokens * shape.experts_per_token * split.etp / split.tp
+    rows = split.tokens * shape.experts_per_token * split.etp / split.parts
     if split.capacity:
         rows = shape.experts * ceil(split.capacity * rows / shape.experts)
     local, moved = shape.experts // split.ep, rows * shape.hidden * split.element
-    routing = split.tokens / split.tp * shape.experts
+    routing = split.tokens / split.parts * shape.experts
     operand = ("norm_2", hidden)
     shared: tuple[Op, ...] = ()
     if width := shape.shared_width / split.tp:
@@ -486,10 +558,11 @@ def _experts(shape: ModelShape, split: Split) -> tuple[Op, ...]:
         ep_bytes=moved / split.etp * (split.ep - 1) / split.ep,
     )
     outputs = (("expert_outputs", moved),) if split.runtime.keeps_outputs else ()
+    arrived = (("received", moved),) if split.runtime.segments and split.ep > 1 and local > 1 else ()
     return (
         router,
         *shared,
-        replace(exchange, name="dispatch"),
+        replace(exchange, name="dispatch", saves=arrived),
         *_mlp(shape, split, ("dispatched", moved), rows, shape.expert_width / split.etp, "expert_", count=local),
         replace(exchange, saves=outputs),
     )

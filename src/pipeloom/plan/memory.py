@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from pipeloom.plan.blocks import LayerOps, Runtime, placeholders
+from pipeloom.plan.blocks import LayerOps, Runtime, parameters_of, placeholders
 from pipeloom.plan.layout import PlannedLayout
-from pipeloom.schedule import Schedule
-from pipeloom.schedule.actions import INPUT_GRADIENT, KEPT, PENDING, SAVED, SCORES, WEIGHT_GRADIENT, kind_of
+from pipeloom.plan.messages import MessageBytes
+from pipeloom.schedule import Schedule, Timeline
+from pipeloom.schedule.actions import INPUT_GRADIENT, PENDING, SAVED, SCORES, WEIGHT_GRADIENT, Kind, kind_of
+from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.model import made_by, parts
 
-BLOCKS = ("RB", "RI")  # kinds that recompute layer by layer
+_FORWARDS = {SAVED, SCORES}  # what a forward leaves for its backward
 
 
 class OfRanks:
@@ -75,13 +78,13 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one micro-batch on one stage: held from F, still held between I and W, and above that at the backward's peak.
+    """Bytes of one micro-batch on one stage: held from F, still held between I and W, and above that at the peak of a B.
 
     Attributes:
         kept: held from F whether the stage is recomputed or not, besides `saved`.
         layer: of the layer that a block (R;B) recomputes, while it runs; `extra` is above this.
-        gradients: of the stage's weights, which are there from its first weight gradient on; 0: they are counted elsewhere.
-        scores: of a share of the vocabulary, from S to T.
+        extra_input: as `extra`, of an I.
+        summed: of the gradients of all slices' keys and values; a slice's backward adds to those of the slices before it.
     """
 
     saved: float
@@ -89,18 +92,25 @@ class StageMemory:
     extra: float
     kept: float = 0.0
     layer: float = 0.0
-    gradients: float = 0.0
-    scores: float = 0.0
+    extra_input: float = 0.0
+    summed: float = 0.0
 
 
-def stage_memory(layers: Sequence[LayerOps], *, split: bool = False) -> StageMemory:
-    """Sum the layers of a stage; the backward (I where it is `split`) runs from the last to the first and frees what it used."""
-    freed, extra = 0.0, 0.0
+def stage_memory(layers: Sequence[LayerOps]) -> StageMemory:
+    """Sum the layers of a stage; a backward runs from the last to the first and frees what it used."""
+    freed = pending = extra = extra_input = 0.0
     for layer in reversed(layers):
-        extra = max(extra, layer.peak_of(split=split) - freed)
-        freed += layer.saved - layer.pending * split
-    saved = sum(layer.saved for layer in layers)
-    return StageMemory(saved, sum(layer.pending for layer in layers), extra)
+        extra = max(extra, layer.backward_peak - freed)
+        extra_input = max(extra_input, layer.input_peak - freed + pending)
+        freed, pending = freed + layer.saved, pending + layer.pending
+    return StageMemory(freed, pending, extra, extra_input=extra_input)
+
+
+def _extra(stage: StageMemory, kind: Kind) -> float:
+    """Bytes of a whole micro-batch that an action needs above what it starts with, the values that it makes included."""
+    if not kind.is_backward or _FORWARDS.isdisjoint(kind.frees):
+        return 0.0
+    return stage.extra_input if PENDING in kind.makes else stage.extra
 
 
 def peak(
@@ -112,26 +122,69 @@ def peak(
         slices: each slice's share of a micro-batch; empty: sequences are whole.
     """
     held, best = 0.0, (0.0, 0.0, "-")
-    summed: set[int] = set()  # stages whose gradients exist
     for cell in schedule.programs[rank]:
         claimed = change = extra = 0.0
         for action in parts(cell):
             stage, kind, values = stages[action.stage], kind_of(action.kind), made_by(schedule, action)
             share = slices[action.slice or 0] if slices else 1.0
-            claimed += share * (stage.saved * (SAVED in values) + stage.layer * (action.kind in BLOCKS))
-            sizes = (SAVED, stage.saved), (KEPT, stage.kept), (PENDING, stage.pending), (SCORES, stage.scores)
-            claimed += stage.scores * (SCORES in values)
-            for name, size in sizes:
+            claimed += share * stage.saved * (SAVED in values)
+            for name, size in ((SAVED, stage.saved), (PENDING, stage.pending)):
                 change += share * size * ((name in values) - (name in kind.frees))
-            if WEIGHT_GRADIENT in kind.produces and action.stage not in summed:
-                summed.add(action.stage)
-                change += stage.gradients
-            if INPUT_GRADIENT in kind.produces:
-                extra = max(extra, share * stage.extra)
+            extra = max(extra, share * _extra(stage, kind))
         if held + claimed + extra > best[0] + best[1]:
             best = (held + claimed, extra, str(cell))
         held += change
     return best
+
+
+def at_peaks(
+    timeline: Timeline,
+    stages: Sequence[StageMemory],
+    gradients: Sequence[float],
+    messages: Sequence[MessageBytes],
+    slices: Sequence[float] = (),
+    *,
+    from_first: bool = False,
+) -> dict[str, tuple[float, ...]]:
+    """Return what is there at each rank's peak: temporaries and messages, at its first stage, and each stage's gradients.
+
+    Args:
+        timeline: with bytes of everything but temporaries and messages.
+        gradients: bytes of each stage's.
+        messages: each rank's.
+        slices: as for `peak`.
+        from_first: a stage's gradients exist from its first weight gradient on, and not from the step's start.
+    """
+    schedule, factors = timeline.schedule, timeline.costs.factors(timeline.schedule.microbatches)
+    temporaries, moved, present = [0.0] * len(stages), [0.0] * len(stages), list(gradients)
+    for rank, mine in enumerate(schedule.stages_of):
+        curve, entries = timeline.bytes_curves[DEVICE][rank], messages[rank]
+        times, levels = [time for time, _ in curve], [level for _, level in curve]
+        absent = {stage: gradients[stage] * from_first for stage in mine}
+        summed, best = 0.0, (0.0, 0.0)  # gradients of keys and values; (all bytes, those of messages)
+        for position, cell in enumerate(schedule.programs[rank]):
+            start, end = timeline.starts[rank][position], timeline.ends[rank][position]
+            before, extra = bisect_right(times, start), 0.0
+            level = max(levels[max(before - 1, 0) : max(bisect_left(times, end), before)], default=0.0)
+            late = sum(absent.values())
+            for action in parts(cell):
+                stage, kind, at = stages[action.stage], kind_of(action.kind), action.slice or 0
+                factor = factors[action.microbatch]
+                share = factor * slices[at] if slices else factor
+                extra = max(extra, share * _extra(stage, kind))
+                if WEIGHT_GRADIENT in kind.makes:
+                    absent.pop(action.stage, None)
+                if INPUT_GRADIENT in kind.makes and stage.summed:
+                    is_last = at + 1 == len(slices)
+                    summed += factor * stage.summed * sum(slices[:at]) if is_last else -share * stage.summed
+            message = entries.buffers - entries.used[position] + entries.sent[position]
+            best = max(best, (level + extra + summed - late + message, message))
+        most, moved[mine[0]] = best
+        rise, there = most - best[1] - max(levels, default=0.0), sum(gradients[stage] for stage in mine)
+        temporaries[mine[0]] = max(0.0, rise)
+        for stage in mine if rise < 0 and there else ():
+            present[stage] *= 1 + rise / there
+    return {"temporaries": tuple(temporaries), "messages": tuple(moved), "grads": tuple(present)}
 
 
 def rank_memory(
@@ -149,15 +202,14 @@ def rank_memory(
         layers: [embedding, block, …, output layer], as `layers_of` returns them.
         spans: stage -> (its first layer, the layer behind its last).
     """
-    of_stage = [stage_memory([layers[at] for at in range(*span)], split=schedule.splits_backward) for span in spans]
+    of_stage = [stage_memory([layers[at] for at in range(*span)]) for span in spans]
     replicas = layout.dp * layout.cp
     result = []
     for rank, stages in enumerate(schedule.stages_of):
         held = [layers[at] for stage in stages for at in range(*spans[stage])]
         # (parameters, ranks that hold the same ones)
         groups = [
-            (sum(layer.parameters[at] for layer in held), ranks)
-            for at, ranks in enumerate((replicas, layout.expert_replicas))
+            (count, ranks) for count, ranks in zip(parameters_of(held), (replicas, layout.expert_replicas), strict=True)
         ]
         saved, extra, action = peak(schedule, rank, of_stage, slices)
         weights, gradients, optimizer, gathered = state_bytes(

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from pipeloom.config.stages import balance
 from pipeloom.errors import UsageError
-from pipeloom.plan.blocks import LayerOps, Runtime, Split, layers_of, vocabulary_share
+from pipeloom.plan.blocks import LayerOps, Runtime, Split, layers_of, parameters_of, vocabulary_share
 from pipeloom.plan.layout import PlannedLayout, problems, spans
 from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import OfRanks, RankMemory, rank_memory, stage_memory
@@ -163,8 +163,7 @@ class Planner:
         makespan, busy = _pipeline(layout, self.costs([times[span] for span in of_stage], layout, links), searched)
         slowest = (0.0, 0.0)
         for mine in schedule.stages_of:
-            held = [layers[at].parameters for stage in mine for at in range(*of_stage[stage])]
-            shared, experts = (sum(each[at] for each in held) for at in (0, 1))
+            shared, experts = parameters_of([layers[at] for stage in mine for at in range(*of_stage[stage])])
             slowest = max(slowest, self.state_seconds(shared, experts, layout, links))
         work = sum(times[span].total for span in of_stage)
         sent = sum(times[span].sent_forward + times[span].sent_backward for span in of_stage)
@@ -192,7 +191,7 @@ class Planner:
         of_stage = spans(schedule, list(counts))
         stages, timed, cuts = [layers[slice(*span)] for span in of_stage], self.timed_layers(layout), self.cuts(layout)
         times = [self.stage_seconds(timed[slice(*span)], layout, links) for span in of_stage]
-        memory = [stage_memory(each, split=schedule.splits_backward) for each in stages]
+        memory = [stage_memory(each) for each in stages]
         shares = () if cuts is None else cuts.sizes
         ranks = rank_memory(layers, of_stage, layout, schedule, self.runtime, shares)
         standing = {"params": [0.0] * len(stages), "grads": [0.0] * len(stages), "optimizer": [0.0] * len(stages)}
@@ -201,7 +200,9 @@ class Planner:
             amounts = rank.parameters, rank.gradients, rank.optimizer, rank.gathered + rank.buffers
             for values, amount in zip(standing.values(), amounts, strict=False):
                 values[mine[0]] = amount
-            standing["temporaries"][mine[0]] = max(shares, default=1.0) * max(memory[stage].extra for stage in mine)
+            standing["temporaries"][mine[0]] = max(shares, default=1.0) * max(
+                memory[stage].extra_input if schedule.splits_backward else memory[stage].extra for stage in mine
+            )
         sizes = {
             "saved": tuple(each.saved for each in memory),
             "pending": tuple(each.pending for each in memory),

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from pipeloom.config import Config, Layout
-from pipeloom.config.standing_bytes import element_bytes, spans, summed_over_slices
+from pipeloom.config.standing_bytes import element_bytes, spans, summed_over_slices, with_embedding
 from pipeloom.config.volume import boundary_bytes
 from pipeloom.errors import UsageError
-from pipeloom.plan.blocks import RUNTIMES, LayerOps, Runtime
+from pipeloom.plan.blocks import RUNTIMES, LayerOps, Runtime, parameters_of
 from pipeloom.plan.layout import PlannedLayout, problems
 from pipeloom.plan.measured import MeasuredLayers
-from pipeloom.plan.memory import BLOCKS, OfRanks, RankMemory, StageMemory, peak, stage_memory, state_bytes
+from pipeloom.plan.memory import OfRanks, RankMemory, StageMemory, at_peaks, stage_memory, state_bytes
+from pipeloom.plan.messages import MessageBytes, message_bytes
 from pipeloom.plan.model import ModelShape, load
 from pipeloom.plan.predict import Planner
 from pipeloom.plan.time import AxisRates, Device, StageSeconds, StepTime
@@ -28,7 +29,7 @@ _OF_PARTS = {
         *("input_unit", "input_scale", "norm_1", "middle_unit", "middle_scale", "norm_2"),
         *("query_norm", "last_unit", "last_scale", "last_norm"),
     ),
-    "attention": ("query", "key", "value", "heads", "statistics", "mixed", "query_norm"),
+    "attention": ("query", "key", "value", "heads", "statistics", "mixed", "query_norm", "positions", "mask"),
     "activation": ("silu", "gated", "expert_silu", "expert_gated", "shared_gated"),
     "mlp": (
         *("inner", "silu", "gated", "expert_inner", "expert_silu", "expert_gated", "expert_outputs"),
@@ -89,6 +90,12 @@ def runtime_of(config: Config, device: Device | None) -> Runtime:
     return runtime if device is not None else runtime.on_cpu()
 
 
+def has_sums(layout: Layout) -> bool:
+    """Return whether gradients have buffers: those that other ranks sum too, their shares, and fp32 sums of bf16 gradients."""
+    config = layout.config
+    return layout.mesh.world > layout.mesh.pp or config.optimizer.zero1 or element_bytes(config)["params"] < 4
+
+
 def layout_of(layout: Layout) -> PlannedLayout:
     """The layout as the planner has it. Its schedule is named, and need not be a family."""
     config, mesh = layout.config, layout.mesh
@@ -125,12 +132,18 @@ def predicted(
     if reasons := problems(shape, planned):
         raise UsageError("; ".join(reasons))
     speed = device or Device("cpu", 1.0, 0.0, 1e30, 1e30, 1e30, layout.world_size, 1.0)
-    planner = Planner(shape, speed, runtime_of(layout.config, device), measured_layers)
+    runtime = replace(
+        runtime_of(layout.config, device),
+        sequence=layout.config.parallel.sp,
+        packed=layout.config.data.documents == "pack",
+        sums_inside=layout.schedule.splits_backward or has_sums(layout),
+    )
+    planner = Planner(shape, speed, runtime, measured_layers)
     layers = planner.layers(replace(planned, recompute="none"))
     links = AxisRates.of(planned, speed)
     timed = planner.timed_layers(replace(planned, recompute="none"))
     if spread:  # only the norm is left on the last stage
-        layers[-1] = timed[-1] = replace(layers[-1], ops=layers[-1].ops[:1])
+        layers[-1] = timed[-1] = replace(layers[-1], ops=layers[-1].ops[:1], tied=0.0)
     groups = [layers[start:end] for start, end in spans(layout)]
     times = [planner.stage_seconds(timed[start:end], planned, links) for start, end in spans(layout)]
     run = planner.costs(times, planned, links)
@@ -138,25 +151,27 @@ def predicted(
         part = planner.vocabulary_share(planned)
         groups[spread.start :] = [[part]] * len(spread)
         run = _with_vocabulary(run, layout.schedule, planner.stage_seconds([part], planned, links))
-    run = replace(run, bytes=_bytes(layout, planned, groups, planner.runtime))
+    sizes, activations = _bytes(layout, planned, groups, planner.runtime)
+    run = replace(run, bytes=sizes)
     if layout.cuts is not None:  # which may be even in tokens instead
         run = layout.cuts.costs(run)
-    sizes = layout.microbatch_sizes
-    if len(set(sizes)) > 1:
-        run = replace(run, microbatch=tuple(size / max(sizes) for size in sizes))
+    rows = layout.microbatch_sizes
+    if len(set(rows)) > 1:
+        run = replace(run, microbatch=tuple(each / max(rows) for each in rows))
     if device is None and measured_layers is None:
         run = replace(run, p2p=0.0, broadcast=0.0, combine=0.0)
-    timeline = simulate(layout.schedule, run)
+    timeline = with_temporaries(layout, simulate(layout.schedule, run), activations)
     step = None
     if device is not None:
         state = [
-            planner.state_seconds(*_parameters(groups, mine), planned, links) for mine in layout.schedule.stages_of
+            planner.state_seconds(*parameters_of([layer for at in mine for layer in groups[at]]), planned, links)
+            for mine in layout.schedule.stages_of
         ]
         busy = sum(timeline.busy) / planned.pp
         sent = sum(each.sent_forward + each.sent_backward for each in times)
         share = sent / sum(each.total for each in times)
         step = StepTime(busy * (1 - share), busy * share, max(0.0, timeline.makespan - busy), *max(state))
-    return RunPrediction(planner, planned, tuple(_ranks(layout, run, planner.runtime, timeline)), timeline, step)
+    return RunPrediction(planner, planned, tuple(_ranks(layout, planner.runtime, timeline)), timeline, step)
 
 
 def _with_vocabulary(run: Costs, schedule: Schedule, share: StageSeconds) -> Costs:
@@ -170,27 +185,23 @@ def _with_vocabulary(run: Costs, schedule: Schedule, share: StageSeconds) -> Cos
     return replace(run, scores=scores, scores_grad=gradients, broadcast=hop, combine=hop)
 
 
-def _parameters(groups: Sequence[Sequence[LayerOps]], stages: Sequence[int]) -> tuple[float, float]:
-    """(parameters that every rank of ep has, those of experts) of these stages."""
-    counts = [layer.parameters for stage in stages for layer in groups[stage]]
-    return sum(shared for shared, _ in counts), sum(experts for _, experts in counts)
-
-
 def _bytes(
     layout: Layout, planned: PlannedLayout, groups: Sequence[Sequence[LayerOps]], runtime: Runtime
-) -> dict[str, tuple[float, ...]]:
-    """`Costs.bytes` of the stages: of a micro-batch, and what stands for the whole step, at the first stage of its rank."""
+) -> tuple[dict[str, tuple[float, ...]], list[StageMemory]]:
+    """`Costs.bytes` of the stages: of a micro-batch, and what stands for the whole step, at the first stage of its rank; and the
+    same of a micro-batch with the temporaries, which are left out."""
     schedule = layout.schedule
     replicas = planned.dp * planned.cp
     activations = [
-        StageMemory(0.0, 0.0, 0.0, scores=groups[stage][0].tensors[SCORES])
+        StageMemory(0.0, 0.0, groups[stage][0].backward_peak)
         if stage in schedule.vocabulary
         else _stage_memory(layout, stage, layers)
         for stage, layers in enumerate(groups)
     ]
-    values = []
+    ties, values = with_embedding(schedule), []
     for stage, memory in enumerate(activations):
-        held = list(zip(_parameters(groups, (stage,)), (replicas, planned.expert_replicas), strict=True))
+        counts = parameters_of(groups[stage], has_embedding=stage in ties)
+        held = list(zip(counts, (replicas, planned.expert_replicas), strict=True))
         weights, gradients, optimizer, _ = state_bytes(held, 0.0, planned, runtime)
         whole, summed, _, _ = state_bytes(held, 0.0, replace(planned, zero=0), runtime)
         shards = {"shards": weights} if planned.zero == 3 else {}
@@ -206,22 +217,32 @@ def _bytes(
         sizes[f"{SAVED}:{part}"] = [
             sum(layer.tensors.get(name, 0.0) for layer in layers for name in _OF_PARTS[part]) for layers in groups
         ]
-    flat, messages = [replace(each, extra=0.0) for each in activations], _message_bytes(layout)
-    for name in ("messages", "temporaries"):
-        sizes[name] = [0.0] * len(groups)
-    # Without other ranks to sum with, or fp32 sums of bf16 gradients, there are no buffers: gradients exist from the first
-    # backward on.
-    if planned.world == planned.pp and runtime.element >= 4:
-        activations = [replace(each, gradients=size) for each, size in zip(activations, sizes["grads"], strict=True)]
-    for rank, mine in enumerate(schedule.stages_of):
-        sizes["messages"][mine[0]] = messages[rank]
-        gradients = sum(activations[stage].gradients for stage in mine)
-        shares = layout.cuts.sizes if layout.cuts is not None else ()
-        rise = sum(peak(schedule, rank, activations, shares)[:2]) - peak(schedule, rank, flat, shares)[0] - gradients
-        sizes["temporaries"][mine[0]] = max(0.0, rise)
-        for stage in mine if rise < 0 else ():  # not all of them are there at the peak
-            sizes["grads"][stage] *= 1 + rise / gradients
-    return {name: tuple(each) for name, each in sizes.items()}
+    return {name: tuple(each) for name, each in sizes.items()}, activations
+
+
+def with_temporaries(layout: Layout, timeline: Timeline, stages: Sequence[StageMemory]) -> Timeline:
+    """Return the timeline with what is there at each rank's peak besides its bytes: temporaries, messages, gradients."""
+    sizes = timeline.costs.bytes_in(DEVICE, layout.schedule.stages)
+    shares = layout.cuts.sizes if layout.cuts is not None else ()
+    there = at_peaks(timeline, stages, sizes["grads"], layout_messages(layout), shares, from_first=not has_sums(layout))
+    return replace(timeline, costs=replace(timeline.costs, bytes=sizes | there))
+
+
+def layout_messages(layout: Layout, device: str = "") -> list[MessageBytes]:
+    """Return each rank's bytes of messages.
+
+    Args:
+        device: type of the stages' device; default: as configured.
+    """
+    section, sizes = layout.config.schedule, boundary_bytes(layout)
+    shares = layout.cuts.sizes if layout.cuts is not None else (1.0,)
+    return message_bytes(
+        layout.schedule,
+        lambda message: sizes[message.microbatch] * shares[message.slice or 0],
+        depth=section.receive_depth or 2,
+        ahead=section.overlap_p2p is not False,
+        shared=(device or layout.config.train.device) == "cpu" and section.transport in ("auto", "shared"),
+    )
 
 
 def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> StageMemory:
@@ -231,13 +252,13 @@ def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> Sta
         return StageMemory(0.0, 0.0, 0.0)
     cells = (action for program in schedule.programs for cell in program for action in parts(cell))
     kinds = {action.kind for action in cells if action.stage == stage}
-    blocks = not kinds.isdisjoint(BLOCKS)
+    blocks = not kinds.isdisjoint(("RB", "RI"))
     marks = [blocks and mark for mark in _recomputed(layout)[start : start + len(layers)]]
     copies = [
         replace(layer, dropped=frozenset(layer.tensors)) if mark else layer
         for layer, mark in zip(layers, marks, strict=True)
     ]
-    memory = stage_memory(copies, split=schedule.splits_backward)
+    memory = stage_memory(copies)
     inputs = [layer.input * (mark or "input" in layer.tensors) for layer, mark in zip(layers, marks, strict=True)]
     first = stage in {route[0] for route in schedule.routes}  # its inputs are views of the batch
     held = memory.saved - inputs[0]
@@ -254,19 +275,19 @@ def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> Sta
         always += sum(
             _keys_and_values(layer) for layer, mark in zip(layers, marks, strict=True) if mark or "R" in kinds
         )
-    extra = max(0.0, memory.extra - layer) * _largest_slice(layout) + summed_over_slices(
-        layout, stage, sum(_keys_and_values(layer) for layer in layers)
+    return StageMemory(
+        held * (not blocks),
+        memory.pending,
+        max(0.0, memory.extra - layer),
+        always,
+        layer,
+        extra_input=max(0.0, memory.extra_input - layer),
+        summed=summed_over_slices(layout, stage, sum(_keys_and_values(layer) for layer in layers)),
     )
-    return StageMemory(held * (not blocks), memory.pending, extra, always, layer)
 
 
 def _keys_and_values(layer: LayerOps) -> float:
     return layer.tensors.get("key", 0.0) + layer.tensors.get("value", 0.0)
-
-
-def _largest_slice(layout: Layout) -> float:
-    """The share of a micro-batch that is on its way, or in work, at a time."""
-    return max(layout.cuts.sizes) if layout.cuts is not None else 1.0
 
 
 def _recomputed(layout: Layout) -> list[bool]:
@@ -278,25 +299,8 @@ def _recomputed(layout: Layout) -> list[bool]:
     return [at - 1 in numbers for at in range(count)]
 
 
-def _message_bytes(layout: Layout) -> list[float]:
-    """Rank -> bytes of the receives that it keeps open and of as many sends; 0 in memory that the ranks of a CPU share, which is
-    not torch's."""
-    section, schedule = layout.config.schedule, layout.schedule
-    if layout.config.train.device == "cpu" and section.transport in ("auto", "shared"):
-        return [0.0] * schedule.ranks
-    depth, size = section.receive_depth or 2, max(boundary_bytes(layout)) * _largest_slice(layout)
-    channels = {
-        (ends, at)
-        for route in schedule.routes
-        for ends in pairwise(schedule.placement[stage] for stage in route)
-        for at in set(ends)
-        if len(set(ends)) > 1
-    }
-    return [float(2 * depth * size * sum(at == rank for _, at in channels)) for rank in range(schedule.ranks)]
-
-
-def _ranks(layout: Layout, run: Costs, runtime: Runtime, timeline: Timeline) -> list[RankMemory]:
-    sizes, schedule = run.bytes_in(DEVICE, layout.schedule.stages), layout.schedule
+def _ranks(layout: Layout, runtime: Runtime, timeline: Timeline) -> list[RankMemory]:
+    sizes, schedule = timeline.costs.bytes_in(DEVICE, layout.schedule.stages), layout.schedule
     rows = []
     for most, mine in zip(timeline.peak_bytes[DEVICE], schedule.stages_of, strict=True):
         held = {name: sum(sizes[name][stage] for stage in mine) if name in sizes else 0.0 for name in _STANDING}

@@ -35,7 +35,7 @@ class RankStats:
         schedule: the executed schedule, of all ranks.
         rank: the rank's number in the pipeline.
         messages_sent, messages_received: number of messages in a training step.
-        receive_buffers: buffers created since the start; they are reused.
+        receive_buffers, receive_bytes: number and bytes of the buffers created since the start; they are reused.
         send_segments: shared-memory segments created for sending; None: messages do not go through shared memory.
         peak_activations: the most stage-micro-batches alive at once in the last step.
         exposed: kind of communication ("tp", "dp", "all-to-all") -> seconds for which computation waited for it inside
@@ -49,6 +49,7 @@ class RankStats:
     messages_sent: int
     messages_received: int
     receive_buffers: int
+    receive_bytes: int
     send_segments: int | None
     peak_activations: int
     exposed: Mapping[str, float] | None
@@ -144,15 +145,21 @@ class RankEngine:
             signals=signals,
         )
 
-    def stats(self, result: StepResult, receive_buffers: int = 0, send_segments: int | None = None) -> RankStats:
-        """Return the figures of the step that had this result."""
+    def stats(
+        self, result: StepResult, received: tuple[int, int] = (0, 0), send_segments: int | None = None
+    ) -> RankStats:
+        """Return the figures of the step that had this result.
+
+        Args:
+            received: number and bytes of the receive buffers.
+        """
         program = self.program()
         return RankStats(
             self.schedule,
             self.rank,
             sum(len(messages) for instruction in program.instructions for messages in instruction.sends),
             sum(len(messages) for instruction in program.instructions for messages in instruction.receives),
-            receive_buffers,
+            *received,
             send_segments,
             result.peak_alive,
             result.exposed,

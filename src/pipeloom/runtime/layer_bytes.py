@@ -20,10 +20,8 @@ from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weig
 from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.ops.parts import observing
 from pipeloom.ops.segments import carries
-from pipeloom.runtime.program import RankProgram
 from pipeloom.runtime.tensor_spec import tensors_in
 from pipeloom.schedule.actions import KEPT, PENDING, SAVED
-from pipeloom.schedule.channels import Message
 from pipeloom.schedule.model import Schedule, parts
 
 
@@ -239,23 +237,3 @@ def _values(layers: Sequence[LayerBytes], first: bool, blocks: bool, whole: bool
         "layer": layer,
         "temporary": max(rises, default=layer) - layer,
     }
-
-
-def most_message_bytes(program: RankProgram, size: Callable[[Message], float]) -> float:
-    """Return the most bytes of messages that a rank holds at once: receives that are posted or arrived, and sends that may not
-    have arrived. The input of a forward counts until the forward: from then on it is among what its stage keeps.
-    """
-    posted = most = 0.0
-    sent: dict[Message, float] = {}
-    for instruction in program.instructions:
-        posted += sum(map(size, instruction.post_receives))
-        used = [message for messages in instruction.receives for message in messages]
-        for message in used:
-            for released in program.releases_sends.get(message, ()):
-                sent.pop(released, None)
-        posted -= sum(size(message) for message in used if message.channel.kind == "activation")
-        most = max(most, posted + sum(sent.values()))
-        posted -= sum(size(message) for message in used if message.channel.kind != "activation")
-        sent |= {message: size(message) for messages in instruction.sends for message in messages}
-        most = max(most, posted + sum(sent.values()))
-    return most

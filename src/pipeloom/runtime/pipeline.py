@@ -528,10 +528,10 @@ class Pipeline:
     def stats(self) -> RankStats:
         """Return this rank's executed schedule and buffers, and figures of its last step."""
         (engine,), (result,) = self._engines, self._results
-        shared = self._connections.shared
+        shared, pool = self._connections.shared, self._connections.pool
         return engine.stats(
             result,
-            receive_buffers=self._connections.pool.made,
+            received=(pool.made, pool.nbytes),
             send_segments=None if shared is None else sum(len(box.segments) for box in shared.outboxes.values()),
         )
 

@@ -30,12 +30,12 @@ from pipeloom.schedule.batched_p2p import MessageBatch, batches_of
 from pipeloom.schedule.channels import (
     Channel,
     Edge,
-    EntryTraffic,
     Message,
     NamedEdges,
     message_kind,
     neighbours,
     posting_plan,
+    released_sends,
     traffic,
 )
 from pipeloom.schedule.graph import entry_waits
@@ -245,7 +245,7 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
         _stage_programs(schedule, rank),
         tuple(channels),
         tuple(every),
-        _released_sends(apart, rank),
+        released_sends(apart, rank),
         batches,
         issued_first,
         schedule.slices,
@@ -384,28 +384,3 @@ def _messages_of(action: Action, messages: tuple[Message, ...], end: str) -> tup
     """Return the messages that `action` waits for ("consumer"), or those with its results ("producer")."""
     wanted = message_kind(action), action.stage, action.microbatch, action.slice
     return tuple(m for m in messages if (m.channel.kind, getattr(m, end), m.microbatch, m.slice) == wanted)
-
-
-def _released_sends(programs: tuple[tuple[EntryTraffic, ...], ...], rank: int) -> dict[Message, tuple[Message, ...]]:
-    """Return `RankProgram.releases_sends`, from programs without pairs."""
-    peers = {m.channel.destination for entry in programs[rank] for m in entry.sends}
-    used_at: dict[int, list[tuple[int, Message]]] = {}
-    made_at: dict[Message, int] = {}
-    for peer in peers:
-        entries = enumerate(programs[peer])
-        used_at[peer] = [(at, m) for at, entry in entries for m in entry.receives if m.channel.source == rank]
-        made_at |= {
-            m: at for at, entry in enumerate(programs[peer]) for m in entry.sends if m.channel.destination == rank
-        }
-    next_use = dict.fromkeys(peers, 0)
-    result: dict[Message, tuple[Message, ...]] = {}
-    for entry in programs[rank]:
-        for message in entry.receives:
-            peer = message.channel.source
-            released = []
-            uses = used_at.get(peer, [])
-            while next_use.get(peer, 0) < len(uses) and uses[next_use[peer]][0] <= made_at[message]:
-                released.append(uses[next_use[peer]][1])
-                next_use[peer] += 1
-            result[message] = tuple(released)
-    return result

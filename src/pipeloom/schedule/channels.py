@@ -239,6 +239,31 @@ def posting_plan(program: tuple[EntryTraffic, ...], depth: int, ahead: bool) -> 
     return tuple(plan)
 
 
+def released_sends(programs: tuple[tuple[EntryTraffic, ...], ...], rank: int) -> dict[Message, tuple[Message, ...]]:
+    """Return `RankProgram.releases_sends`, from programs without pairs."""
+    peers = {m.channel.destination for entry in programs[rank] for m in entry.sends}
+    used_at: dict[int, list[tuple[int, Message]]] = {}
+    made_at: dict[Message, int] = {}
+    for peer in peers:
+        entries = enumerate(programs[peer])
+        used_at[peer] = [(at, m) for at, entry in entries for m in entry.receives if m.channel.source == rank]
+        made_at |= {
+            m: at for at, entry in enumerate(programs[peer]) for m in entry.sends if m.channel.destination == rank
+        }
+    next_use = dict.fromkeys(peers, 0)
+    result: dict[Message, tuple[Message, ...]] = {}
+    for entry in programs[rank]:
+        for message in entry.receives:
+            peer = message.channel.source
+            released = []
+            uses = used_at.get(peer, [])
+            while next_use.get(peer, 0) < len(uses) and uses[next_use[peer]][0] <= made_at[message]:
+                released.append(uses[next_use[peer]][1])
+                next_use[peer] += 1
+            result[message] = tuple(released)
+    return result
+
+
 # -- how many, and how large ----------------------------------------------------------------------------------------------
 
 

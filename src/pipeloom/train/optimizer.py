@@ -214,6 +214,13 @@ class Optimizer:
         shared = {parameter.untyped_storage().data_ptr() for parameter in self._trained}
         return moments + sum(p.nbytes for p in self._tensors if p.untyped_storage().data_ptr() not in shared)
 
+    @property
+    def held(self) -> list[Tensor]:
+        """The masters, and the moments that exist."""
+        states = [state for each in self.optimizers for state in each.state.values()]
+        moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return [*self._tensors, *moments]
+
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return global name -> `shape` of this process's part of the parameter, `start` and `stop` (range of its elements,
         counted row by row), `step`, and flat views, not copies, of these elements: `master` and the `moments`.

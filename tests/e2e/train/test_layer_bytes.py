@@ -37,6 +37,7 @@ def written(folder: Path, kind: str) -> Path:
         {},
         {"train.dtype": "bfloat16"},
         {"model.num_key_value_heads": 2},
+        {"data.documents": "pack"},
         {"model.source": "Llama"},
         {"model.source": "GPT2"},
     ],

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from pipeloom.config import load_layout
-from pipeloom.config.standing_bytes import summed_over_slices
+from pipeloom.config.standing_bytes import stage_parameters, summed_over_slices, with_embedding
+from pipeloom.plan.run import predicted
 
 
-def test_gradients_of_keys_and_values_are_summed_for_all_slices_but_the_last() -> None:
+def test_gradients_of_keys_and_values_are_summed_in_their_dtype() -> None:
     run = {"parallel.pp": 2, "schedule.name": "1f1b", "schedule.slices": 4}
-    assert summed_over_slices(load_layout("tiny", run), 0, 100.0) == 75.0
-    assert summed_over_slices(load_layout("tiny", run | {"train.dtype": "bfloat16"}), 0, 100.0) == 150.0  # in float32
+    assert summed_over_slices(load_layout("tiny", run), 0, 100.0) == 100.0
+    assert summed_over_slices(load_layout("tiny", run | {"train.dtype": "bfloat16"}), 0, 100.0) == 200.0  # in float32
     on_host = {"schedule.transforms": ["recompute=whole", "offload=kept"]}
     assert summed_over_slices(load_layout("tiny", run | on_host), 0, 100.0) == 0.0
+
+
+def test_a_tied_output_layer_has_no_weight_of_its_own_beside_the_embedding() -> None:
+    run = {"parallel.pp": 2, "schedule.name": "zbv", "model.tie_word_embeddings": True}
+    vee, line = load_layout("tiny", run), load_layout("tiny", run | {"schedule.name": "1f1b"})
+    table = vee.config.model.vocab_size * vee.config.model.hidden_size
+    assert with_embedding(vee.schedule) == [3]
+    assert with_embedding(line.schedule) == []
+    assert sum(stage_parameters(line)) - sum(stage_parameters(vee)) == table
+    apart = load_layout("tiny", run | {"model.tie_word_embeddings": False})
+    assert stage_parameters(apart)[3] - stage_parameters(vee)[3] == table
+    planned = [sum(each.parameters for each in predicted(layout).ranks) for layout in (apart, vee)]
+    assert planned[0] - planned[1] == 4 * table

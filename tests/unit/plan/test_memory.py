@@ -10,14 +10,15 @@ from statistics import mean
 import pytest
 
 from paths import ROOT
-from pipeloom.config import load
+from pipeloom.config import load, load_layout
 from pipeloom.config.hub import presets
 from pipeloom.errors import ConfigError
 from pipeloom.plan import RUNTIMES, PlannedLayout, Planner, load_device, load_model
-from pipeloom.plan.blocks import LayerOps, Op, Split, layers_of
-from pipeloom.plan.memory import StageMemory, peak, stage_memory, state_bytes
+from pipeloom.plan.blocks import LayerOps, Op, Split, layers_of, parameters_of
+from pipeloom.plan.memory import StageMemory, at_peaks, peak, stage_memory, state_bytes
+from pipeloom.plan.messages import MessageBytes
 from pipeloom.plan.model import from_config
-from pipeloom.plan.run import shape_of
+from pipeloom.plan.run import predicted, shape_of
 from pipeloom.plan.time import AxisRates, stage_times
 from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.families import build
@@ -86,11 +87,109 @@ def test_presets_have_the_parameters_of_their_cards(name):
     assert total / 1e9 == pytest.approx(CARDS[name], rel=0.005)
 
 
+def at_peak(schedule, stages, gradients=0.0, messages=None, slices=(), **options):
+    """Each rank's bytes at its peak: those of the simulation, and what `at_peaks` adds."""
+    names = {"saved": [each.saved for each in stages], "pending": [each.pending for each in stages]}
+    costs = Costs(bytes={name: tuple(sizes) for name, sizes in names.items()} | {"grads": gradients})
+    if slices:
+        costs = replace(costs, slice_times=slices, slice_sizes=slices)
+    timeline = simulate(schedule, costs)
+    nothing = [MessageBytes(0.0, (0.0,) * len(program), (0.0,) * len(program)) for program in schedule.programs]
+    there = at_peaks(timeline, stages, [gradients] * len(stages), messages or nothing, slices, **options)
+    changed = [sum(there[name][stage] for name in there) - gradients for stage in range(len(stages))]
+    own = [sum(changed[stage] for stage in mine) for mine in schedule.stages_of]
+    return [level + more for level, more in zip(timeline.peak_bytes["device"], own, strict=True)]
+
+
 def test_gradients_count_from_a_stages_first_weight_gradient():
-    """Under gpipe none is there while all micro-batches are alive; under 1f1b that of the stage is."""
-    stages = [StageMemory(10.0, 0.0, 3.0, gradients=100.0)]
-    assert peak(build("gpipe", 1, 4, None, {}), 0, stages) == (130.0, 3.0, "0B1")
-    assert peak(build("gpipe", 1, 4, None, {}), 0, [replace(stages[0], gradients=9.0)]) == (40.0, 3.0, "0B0")
+    """Under gpipe none is there while all micro-batches are alive."""
+    schedule, stages = build("gpipe", 1, 4), [StageMemory(10.0, 0.0, 3.0)]
+    assert at_peak(schedule, stages, 100.0, from_first=True) == pytest.approx([133.0])  # at 0B1
+    assert at_peak(schedule, stages, 9.0, from_first=True) == pytest.approx([43.0])  # at 0B0
+    assert at_peak(schedule, stages, 9.0) == pytest.approx([52.0])
+
+
+@pytest.mark.parametrize(("name", "temporary"), [("1f1b", 3.0), ("zb-h1", 50.0)])
+def test_an_i_has_temporaries_of_its_own(name, temporary):
+    stages = [StageMemory(10.0, 4.0, 3.0, extra_input=50.0)]
+    assert at_peak(build(name, 1, 4), stages) == pytest.approx([10.0 + temporary])
+
+
+def test_smaller_micro_batches_have_smaller_temporaries():
+    schedule, stages = build("gpipe", 1, 2), [StageMemory(0.0, 0.0, 30.0)]
+    timeline = simulate(schedule, Costs(microbatch=(0.5, 0.5), bytes={"saved": 0.0, "grads": 0.0}))
+    entries = MessageBytes(0.0, (0.0,) * 4, (0.0,) * 4)
+    assert at_peaks(timeline, stages, [0.0], [entries])["temporaries"] == (15.0,)
+
+
+def test_summed_gradients_of_keys_and_values_shrink_slice_by_slice():
+    """3 slices of one stage: 2/3 are summed when the last one's backward ends, and 1/3 when the second's does."""
+    schedule, thirds = build("seq1f1b", 1, 1, None, {"slices": 3}), (1 / 3,) * 3
+    stages = [StageMemory(30.0, 0.0, 0.0, summed=12.0)]
+    assert at_peak(schedule, stages, slices=thirds) == pytest.approx([30.0 + 8.0])
+    late = [StageMemory(0.0, 0.0, 0.0, summed=12.0)]
+    assert at_peak(schedule, late, slices=thirds) == pytest.approx([8.0])
+
+
+def test_receive_buffers_hold_inputs_that_are_counted_as_kept():
+    schedule, stages = build("gpipe", 1, 1), [StageMemory(10.0, 0.0, 0.0)]
+    assert at_peak(schedule, stages, messages=[MessageBytes(7.0, (5.0, 3.0), (0.0, 0.0))]) == pytest.approx([14.0])
+    assert at_peak(schedule, stages, messages=[MessageBytes(7.0, (5.0, 7.0), (0.0, 4.0))]) == pytest.approx([14.0])
+
+
+def test_a_tied_weight_is_there_once_on_a_rank_with_both_layers():
+    shape = replace(load_model("llama3-8b"), tied=True, layers=2)
+    layers, table = layers_of(shape, Split(RUNTIMES["megatron"], 1, 1, tp=2)), shape.vocabulary * shape.hidden / 2
+    total = sum(sum(layer.parameters) for layer in layers)
+    assert sum(parameters_of(layers)) == total - table
+    assert sum(parameters_of(layers[1:])) == total - table
+    assert sum(parameters_of(layers[1:], has_embedding=True)) == total - 2 * table
+
+
+def test_without_sequence_parallelism_a_rank_of_tp_has_every_token_outside_products():
+    shape, runtime = load_model("llama3-8b"), RUNTIMES["pipeloom"]
+    one, split, whole = (
+        layers_of(shape, Split(each, 64, 64, tp=tp))[1].tensors
+        for each, tp in ((runtime, 1), (runtime, 2), (replace(runtime, sequence=False), 2))
+    )
+    assert {name for name, size in whole.items() if size == one[name]} == {
+        *("input_wide", "input_unit", "input_scale", "norm_1", "middle_wide", "middle_unit", "middle_scale", "norm_2")
+    }
+    assert split == {name: size / 2 for name, size in one.items()}
+
+
+def test_a_weights_gradient_beside_its_sum_is_scratch_of_its_product():
+    runtime = replace(RUNTIMES["pipeloom"], sums_inside=False)
+    block = layers_of(load_model("llama3-8b"), Split(runtime, 64, 64))[1]
+    assert {op.name: op.scratch / 2**20 for op in block.ops if op.deferred} == {
+        "qkv": 32.0,
+        "o": 32.0,
+        "up": 112.0,
+        "down": 112.0,
+    }
+
+
+def test_packed_rows_keep_their_positions_and_on_a_gpu_a_mask():
+    shape, runtime = load_model("llama3-8b"), replace(RUNTIMES["pipeloom"], packed=True)
+    gpu, cpu = (layers_of(shape, Split(each, 64, 64))[1].tensors for each in (runtime, runtime.on_cpu()))
+    assert gpu["positions"] == cpu["positions"] == 64 * 128 * 2
+    assert gpu["mask"] == 64 * 64 * 2
+    assert "mask" not in cpu
+
+
+def test_a_dry_run_of_packed_documents_counts_what_they_keep():
+    keys = {"parallel.pp": 2, "train.device": "cpu", "data.documents": "pack"}
+    rows, packed = (predicted(load_layout("tiny", each)).ranks[0] for each in (keys | {"data.documents": "auto"}, keys))
+    assert packed.activations > rows.activations
+
+
+def test_rows_that_arrive_stay_beside_those_in_the_experts_order():
+    shape = load_model("mixtral-8x7b")
+    home, away, alone = (layers_of(shape, Split(RUNTIMES["pipeloom"], 64, 64, ep=ep))[1] for ep in (1, 2, 8))
+    assert away.tensors["received"] == away.tensors["dispatched"]
+    assert "received" not in home.tensors.keys() | alone.tensors.keys()
+    assert away.backward_peak == away.input_peak
+    assert home.backward_peak < home.input_peak
 
 
 def hand_made():

@@ -139,11 +139,14 @@ class BufferPool:
     """Buffers by shape and dtype. A buffer is returned after its micro-batch's backward.
 
     It is reused only if no other tensor shares its storage: a module that keeps its input keeps it intact.
+
+    Attributes:
+        made, nbytes: number and size of all buffers since the start.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.made = 0
+        self.made = self.nbytes = 0
         self._free: dict[tuple[torch.dtype, tuple[int, ...]], list[Tensor]] = defaultdict(list)
 
     def take(self, spec: TensorSpec) -> Tensor:
@@ -153,7 +156,9 @@ class BufferPool:
             if _holders(buffer) == 1:
                 return free.pop(at)
         self.made += 1
-        return spec.empty(self.device)
+        buffer = spec.empty(self.device)
+        self.nbytes += buffer.nbytes
+        return buffer
 
     def give(self, buffer: Tensor) -> None:
         """Return a buffer to the pool."""

@@ -99,6 +99,8 @@ def measured_in(layout: Layout, layer: Layer, x: Tensor, last: bool) -> tuple[La
     keywords: dict[str, Any] = {KEYWORD: MicrobatchContext(samples=rows)}
     if model.num_nextn_predict_layers:
         keywords |= ahead(targets, targets, model.num_nextn_predict_layers)
+    if layout.config.data.documents == "pack":
+        keywords["position_ids"] = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
     accepted, names = signature(module.forward).parameters, LayerNames.of(layer, layer.name)
     keywords = {name: value for name, value in keywords.items() if name in accepted}
     keywords |= {name: torch.zeros_like(x, requires_grad=True) for name in names.reads}

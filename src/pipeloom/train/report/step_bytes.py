@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from pipeloom.config import Layout
 from pipeloom.config.standing_bytes import element_bytes, spans, stage_parameters, summed_over_slices
-from pipeloom.config.volume import boundary_bytes
 from pipeloom.ops.live_bytes import LiveBytes
+from pipeloom.plan.memory import StageMemory
+from pipeloom.plan.run import layout_messages, with_temporaries
+from pipeloom.plan.run import predicted as planned
 from pipeloom.runtime import Pipeline
-from pipeloom.runtime.layer_bytes import LayerBytes, most_message_bytes, stage_bytes
-from pipeloom.runtime.options import RuntimeOptions
-from pipeloom.runtime.program import lower
-from pipeloom.schedule import Costs, simulate
+from pipeloom.runtime.layer_bytes import LayerBytes, stage_bytes
+from pipeloom.schedule import Costs, Timeline, simulate
+from pipeloom.schedule.actions import PENDING, SAVED
 from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.costs import DEVICE
 from pipeloom.train.collect import gather
@@ -59,27 +60,14 @@ def predicted_costs(layout: Layout, layers: Sequence[LayerBytes], device: str = 
     Args:
         device: type of the stages' device; default: as configured.
     """
-    schedule, sizes = layout.schedule, boundary_bytes(layout)
-    amounts = stage_bytes(schedule, [layers[start:end] for start, end in spans(layout)])
-    section = layout.config.schedule
-    options = RuntimeOptions(
-        transport="batched" if section.transport == "batched" else "individual",
-        overlap_p2p=section.overlap_p2p,
-        receive_depth=section.receive_depth or RuntimeOptions.receive_depth,
-    )
-    shares = (device or layout.config.train.device) == "cpu" and section.transport in ("auto", "shared")
-    shares_of_slices = layout.cuts.sizes if layout.cuts is not None else (1.0,)
-    states = [sum(layer.state for layer in layers[start:end]) for start, end in spans(layout)]
+    schedule = layout.schedule
+    amounts, states = _amounts(layout, layers)
+    largest_slice = max(layout.cuts.sizes) if layout.cuts is not None else 1.0
     messages, temporary = [0.0] * schedule.stages, [0.0] * schedule.stages
-    for rank, stages in enumerate(schedule.stages_of):
-        if not shares:
-            program = lower(schedule, rank, options)
-            messages[stages[0]] = most_message_bytes(
-                program, lambda message: sizes[message.microbatch] * shares_of_slices[message.slice or 0]
-            )
+    for stages, sizes in zip(schedule.stages_of, layout_messages(layout, device), strict=True):
+        messages[stages[0]] = sizes.most
         temporary[stages[0]] = max(
-            amounts["temporary"][stage] * max(shares_of_slices) + summed_over_slices(layout, stage, states[stage])
-            for stage in stages
+            amounts["temporary"][stage] * largest_slice + states[stage] * (1 - 1 / schedule.slices) for stage in stages
         )
     per_element = element_bytes(layout.config).items()
     counts = stage_parameters(layout)
@@ -92,24 +80,53 @@ def predicted_costs(layout: Layout, layers: Sequence[LayerBytes], device: str = 
     return costs if layout.cuts is None else layout.cuts.costs(costs)
 
 
-def predicted_ranks(layout: Layout, costs: Costs) -> list[RankBytes]:
+def predicted_ranks(layout: Layout, timeline: Timeline) -> list[RankBytes]:
     """Return the bytes of each pipeline rank, before tensor or expert parallelism divides them."""
-    peaks = simulate(layout.schedule, costs).peak_bytes[DEVICE]
-    sizes = costs.bytes_in(DEVICE, layout.schedule.stages)
+    peaks, sizes = timeline.peak_bytes[DEVICE], timeline.costs.bytes_in(DEVICE, layout.schedule.stages)
     rows = []
     for peak, stages in zip(peaks, layout.schedule.stages_of, strict=True):
         standing, messages, temporary = (
             sum(sizes[name][stage] for name in names for stage in stages)
-            for names in (("params", "grads", "optimizer"), ("messages",), ("temporary",))
+            for names in (("params", "grads", "optimizer"), ("messages",), ("temporaries",))
         )
         rows.append(RankBytes(standing, messages, peak - standing - messages - temporary, temporary))
     return rows
 
 
 def predicted(layout: Layout, device: str = "") -> tuple[Costs, list[RankBytes]]:
-    """Return `predicted_costs` and `predicted_ranks` from one layer of each kind. Raises as `layer_bytes`."""
-    costs = predicted_costs(layout, layer_bytes(layout), device)
-    return costs, predicted_ranks(layout, costs)
+    """Return the costs and the bytes of each pipeline rank: of whole layers, from one layer of each kind; of layers that ranks
+    divide, and of gathered ones, as a dry run.
+
+    Raises as `layer_bytes`, and UsageError for divided layers that cannot be planned.
+    """
+    mesh = layout.mesh
+    if mesh.tp * mesh.cp * mesh.ep > 1 or layout.schedule.vocabulary or layout.schedule.stage_actions:
+        run = planned(layout)
+        return run.timeline.costs, [
+            RankBytes(row.standing - row.buffers, row.buffers, row.activations, row.temporaries) for row in run.ranks
+        ]
+    layers = layer_bytes(layout)
+    costs = predicted_costs(layout, layers, device)
+    flat = {name: sizes for name, sizes in dict(costs.bytes).items() if name not in ("temporary", "messages")}
+    timeline = simulate(layout.schedule, replace(costs, bytes=flat))
+    timeline = with_temporaries(layout, timeline, _stage_memories(layout, layers))
+    return timeline.costs, predicted_ranks(layout, timeline)
+
+
+def _amounts(layout: Layout, layers: Sequence[LayerBytes]) -> tuple[dict[str, tuple[float, ...]], list[float]]:
+    """Return `stage_bytes`, and of each stage the bytes of the gradients of keys and values that slices sum."""
+    groups = [layers[start:end] for start, end in spans(layout)]
+    states = [summed_over_slices(layout, at, sum(layer.state for layer in group)) for at, group in enumerate(groups)]
+    return stage_bytes(layout.schedule, groups), states
+
+
+def _stage_memories(layout: Layout, layers: Sequence[LayerBytes]) -> list[StageMemory]:
+    amounts, states = _amounts(layout, layers)
+    names = (SAVED, PENDING, "temporary")
+    return [
+        StageMemory(*(amounts[name][at] for name in names), extra_input=amounts["temporary"][at], summed=state)
+        for at, state in enumerate(states)
+    ]
 
 
 class BytesCheck:
@@ -144,14 +161,11 @@ class BytesCheck:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return
-        parameters = list(self._pipeline.parameters())
-        summed = self._pipeline.sync is not None  # into buffers that stay
-        gradients = sum(
-            p.numel() * max(4, p.itemsize) if summed else 0 if p.grad is None else p.grad.nbytes for p in parameters
-        )
-        buffers = self._pipeline.stats.receive_buffers * max(boundary_bytes(self._layout))
-        self._standing = sum(p.nbytes for p in parameters) + gradients + self._optimizer.state_bytes + buffers
-        self._live = LiveBytes()
+        sync, parameters = self._pipeline.sync, list(self._pipeline.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        summed, gathered = ([], []) if sync is None else (sync.held, sync.gathered)
+        held = [*parameters, *gradients, *summed, *self._optimizer.held]
+        self._live = LiveBytes(held=held, resized=gathered)
         self._live.__enter__()
 
     def _after_step(self, end: StepEnd) -> None:
@@ -159,19 +173,18 @@ class BytesCheck:
             return
         if self._live is not None:
             self._live.__exit__(None, None, None)
-            peak = self._standing + self._live.peak
+            peak = self._live.peak + self._pipeline.stats.receive_bytes
         else:
             peak = torch.cuda.max_memory_allocated(self._pipeline.device)
         measured = [row[0] for row in gather(self._pipeline, [float(peak)])]
         if self._report is None:
             return
         mesh, ranks = self._layout.mesh, []
-        if mesh.tp * mesh.cp * mesh.ep == 1:  # the prediction is of undivided layers
-            try:
-                with torch.random.fork_rng([]):
-                    ranks = predicted(self._layout, self._pipeline.device.type)[1]
-            except Exception as error:  # such as a user's class that needs more than shapes: it must not end a run
-                self._report.say(f"bytes at the peak: not predicted: {error}")
+        try:
+            with torch.random.fork_rng([]):
+                ranks = predicted(self._layout, self._pipeline.device.type)[1]
+        except Exception as error:  # such as a user's class that needs more than shapes: it must not end a run
+            self._report.say(f"bytes at the peak: not predicted: {error}")
         expected = [ranks[mesh.place(at).pp].total for at in range(mesh.world)] if ranks else []
         rows = [
             f"rank {at} {size_words(size)}" + (f" (predicted {size_words(expected[at])})" if expected else "")
