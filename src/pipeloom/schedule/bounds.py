@@ -118,7 +118,7 @@ def memory_bound(
       starts, only the forwards that fit the memory can run. With one stage per rank and k places:
       span >= work + max(0, (p-1)(b+2c) + (p-k) f).
     * after the last input gradient, for the makespan: of the rank's first stage s. The input gradients of stages s-1 .. 0 and one
-      W still follow, and until then the rank has at most the W whose memory fits. With room for k of them:
+      W still follow, if there are any, and until then the rank has at most the W whose memory fits. With room for k of them:
       makespan >= head + work + max(0, s (b+c) + w - k w).
     * steady state: a micro-batch takes memory in stage s from its F until its I and, for the share held, until its W; the sum of
       these areas is at most memory * span. A share above 1 counts as 1, because I and W in one B never hold it.
@@ -161,17 +161,17 @@ def memory_bound(
 
 
 def _ways(placement: Sequence[int], costs: Costs, factor: float) -> tuple[list[float], list[float], list[float]]:
-    """stage -> time from the step's start to its F, from F's start through the last stage to the end of its I, and from there to
-    the end of W of the first stage.
+    """stage -> time from the step's start to its F, from F's start through the last stage to the end of its I (or B), and from
+    there to the end of the first stage's W.
     """
     count = len(placement)
     spread = StageCosts.of(costs, count)
-    chain, head = [0.0] * count, [0.0] * count
-    tail = [factor * weight for weight in spread.weight_grad[:1] * count]
+    chain, head, tail = [0.0] * count, [0.0] * count, [0.0] * count
     for s in range(1, count):
         here, there = placement[s - 1], placement[s]
         head[s] = head[s - 1] + factor * spread.forward[s - 1] + costs.hop(here, there, factor)
-        tail[s] = costs.hop(there, here, factor) + factor * spread.input_grad[s - 1] + tail[s - 1]
+        after = spread.input_grad[s - 1] if s > 1 else spread.input_grad[0] + spread.weight_grad[0]
+        tail[s] = costs.hop(there, here, factor) + factor * after + tail[s - 1]
     for s in reversed(range(count)):
         chain[s] = factor * (spread.forward[s] + spread.input_grad[s])
         if s + 1 < count:

@@ -27,6 +27,7 @@ def test_after_the_last_input_gradient(k: float, idle: float) -> None:
     costs = Costs(f, b, w, c, activation=0.01, held=100)
     assert memory_bound(range(p), m, costs, k) == (p - 1) * (f + c) + m * (f + b + w) + idle
     assert memory_bound(range(p), m, costs, k, "span") <= m * (f + b + w)
+    assert memory_bound((0,), m, Costs(activation=0.01, held=200), 1) == 3 * m  # nothing follows a B of the first stage
 
 
 def test_steady_state() -> None:
