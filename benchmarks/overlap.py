@@ -135,7 +135,7 @@ def hidden() -> None:
 
 
 def require_equal_gradients(rank: int) -> None:
-    """Assert that pairs with two levels in 4 chunks have the gradients of a flat exchange in 4 chunks that sums in the same order."""
+    """Assert that two levels in 4 chunks have the gradients of a flat exchange in 4 chunks that sums in the same order."""
     mesh = Mesh.of(MeshShape(dp=4, ep=4, ep_nodes=2))
     assert mesh is not None
     sizes = {"num_hidden_layers": 2, "num_experts": 8, "moe_intermediate_size": 64}
