@@ -90,7 +90,9 @@ class Sizes:
 class FamilyFlags:
     """Options of a family, and transforms."""
 
-    option: list[str] | None = flag(None, "KEY=VALUE", "An option of the family, such as rounds=tail; repeatable.")
+    option: list[str] | None = flag(
+        None, "KEY=VALUE", "An option of the family, such as rounds=tail; repeatable. The same: NAME:rounds=tail."
+    )
     transform: list[str] | None = flag(
         None,
         "NAME",
@@ -102,6 +104,7 @@ class FamilyFlags:
     ) -> tuple[Schedule, Costs]:
         """Return the schedule called `name`, as `schedule_of` does, and its costs. Unknown transforms are refused first.
 
+        `name` may end in options, as of `parse_spec`.
         Where slices of equally many tokens take longer than whole sequences, a warning is printed.
         """
         from pipeloom.schedule.files import names_a_file
@@ -110,7 +113,9 @@ class FamilyFlags:
 
         for word in self.transform or ():
             parsed_transform(word)
-        values, options, words = costs.values(), options_of(self.option or ()), self.transform or ()
+        name, options = parse_spec(name, self.option or ())
+        sizes = replace(sizes, chunks=options.pop("chunks", sizes.chunks))
+        values, words = costs.values(), self.transform or ()
         schedule = schedule_of(name, sizes, options, values, words)
         if cuts is None or cuts == SliceFlags():
             return schedule, values
@@ -289,7 +294,19 @@ def _costs_in(path: Path) -> Costs:
     return costs_of_dict(form.get("costs", form) if isinstance(form, dict) else form, f"--costs {path}")
 
 
-def options_of(words: Sequence[str]) -> dict[str, Any]:
+def parse_spec(spec: str, words: Iterable[str] = ()) -> tuple[str, dict[str, Any]]:
+    """Split `name:key=value,key=value` into name and options; a colon without `=` after it belongs to the name.
+
+    Args:
+        words: further options.
+    """
+    name, _, options = spec.rpartition(":")
+    if name and "=" in options:
+        return name, options_of([*options.split(","), *words])
+    return spec, options_of(words)
+
+
+def options_of(words: Iterable[str]) -> dict[str, Any]:
     """Parse `key=value` words as a family's options; a value is a number, true, false, none, or otherwise text.
 
     Raises UsageError for a word of another form, and for a key that is given twice.

@@ -482,7 +482,7 @@ def durations(schedule: Schedule, costs: Costs) -> list[float]:
     for kind in schedule.kinds:
         time = kind.time
         values = spread.time_of(time) if isinstance(time, str) else (time,) * schedule.stages
-        factors = by_time if kind.queue == COMPUTE else by_size
+        factors = by_time if kind.queue == COMPUTE and not kind.vocabulary else by_size
         even = kind.of_stage or alike
         for value in values:
             times.extend([value] * len(factors) if even else [value * factor for factor in factors])

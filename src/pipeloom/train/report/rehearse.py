@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 _BACK_TO_BACK = 0.002
-"""Seconds between two computations within which the second makes up for the oversleeping of the first. The executor needs
-about 0.3 ms from one action to the next; after a longer gap the rank waited for a message, and has nothing to make up for."""
+"""Seconds after a sleep within which the next one makes up for its oversleeping. The executor needs about 0.3 ms from one
+action to the next; after a longer gap the rank waited for a message, and has nothing to make up for."""
 
 _CALIBRATION_CYCLES = 50_000_000
 
@@ -42,22 +42,22 @@ _CALIBRATION_CYCLES = 50_000_000
 class Clock:
     """The device of one process, as its emulated layers use it.
 
-    On a CPU a computation sleeps until a deadline. The deadline of a computation that follows another at once is counted from
-    the other's deadline, not from its end, so that the errors of sleeps do not add up. On a GPU a computation is a spinning
-    kernel.
+    On a CPU it sleeps until a deadline. What follows a sleep at once is counted from that deadline, not from the sleep's end, so
+    that the errors of sleeps do not add up. On a GPU a computation is a spinning kernel.
 
     Args:
         device: device that the computations occupy; None: the CPU.
 
     Attributes:
         seconds: (part of a layer, "F", "I" or "W") -> durations of its computations on a CPU.
-        free: link -> time (`perf_counter`) at which the last communication started on it so far ends.
+        free: link -> time at which the last communication started on it so far ends.
+        exposed: seconds for which the device has waited for communication, without the errors of sleeps.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
         self.free: dict[str, float] = defaultdict(float)
-        self._due = self._woken = 0.0
+        self.exposed = self._due = self._woken = 0.0
         self._cycles = cycles_per_second(device) if device is not None and device.type == "cuda" else 0.0
 
     def compute(self, name: str, kind: str, seconds: float) -> None:
@@ -67,11 +67,29 @@ class Clock:
             torch.cuda._sleep(round(seconds * self._cycles))  # type: ignore[no-untyped-call]
             return
         begun = time.perf_counter()
-        overslept = self._woken - self._due if begun - self._woken < _BACK_TO_BACK else 0.0
-        self._due = begun + seconds - overslept
-        time.sleep(max(0.0, self._due - begun))
-        self._woken = time.perf_counter()
+        self._sleep(self._now() + seconds)
         self.seconds[name, kind].append(self._woken - begun)
+
+    def communicate(self, link: str, seconds: float) -> float:
+        """Start a communication behind those on its link; return the time at which it ends."""
+        end = self.free[link] = max(self._now(), self.free[link]) + seconds
+        return end
+
+    def wait(self, end: float) -> None:
+        """Wait for a communication that ends at `end`."""
+        left = end - self._now()
+        if left > 0:
+            self.exposed += left
+            self._sleep(end)
+
+    def _now(self) -> float:
+        """Return the time, or how far the device was due to be if it has just slept too long."""
+        now = time.perf_counter()
+        return now - (self._woken - self._due if now - self._woken < _BACK_TO_BACK else 0.0)
+
+    def _sleep(self, due: float) -> None:
+        time.sleep(max(0.0, due - time.perf_counter()))
+        self._due, self._woken = due, time.perf_counter()
 
 
 def cycles_per_second(device: torch.device) -> float:
@@ -205,11 +223,12 @@ class EmulatedLayer(nn.Module):
 class _Timer:
     """An all-to-all whose end is known from its start."""
 
+    clock: Clock
     values: Values
     end: float
 
     def wait(self) -> Values:
-        time.sleep(max(self.end - time.perf_counter(), 0.0))
+        self.clock.wait(self.end)
         return self.values
 
 
@@ -229,14 +248,10 @@ class _Timed:
         return self.link == "inside"
 
     def start(self, values: Values) -> Pending:
-        return self._start(values, self.seconds)
+        return _Timer(self.clock, values, self.clock.communicate(self.link, self.seconds))
 
     def start_backward(self, gradients: Values, saved: Values) -> Pending:
-        return self._start(gradients, self.backward_seconds)
-
-    def _start(self, values: Values, seconds: float) -> Pending:
-        end = self.clock.free[self.link] = max(time.perf_counter(), self.clock.free[self.link]) + seconds
-        return _Timer(values, end)
+        return _Timer(self.clock, gradients, self.clock.communicate(self.link, self.backward_seconds))
 
 
 def _factor(factors: Sequence[float], microbatch: MicrobatchContext | None) -> float:
