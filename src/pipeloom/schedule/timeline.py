@@ -651,8 +651,9 @@ def _measured_costs(
     parted = tuple(mean("I", s) + mean("W", s) for s in stages)
     whole = tuple(mean("B", s) if ("B", s) in times else parted[s] for s in stages)
 
-    def shares(times_of: list[float]) -> tuple[float, ...]:
-        return tuple(time / sum(times_of) for time in times_of) if schedule.slices > 1 and sum(times_of) else ()
+    def shares(spent: list[float]) -> tuple[float, ...]:
+        whole_step = sum(spent)
+        return tuple(time / whole_step for time in spent) if schedule.slices > 1 and whole_step else ()
 
     return Costs(
         forward=tuple(mean("F", s) for s in stages),
