@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from pipeloom.errors import ArgumentError, PipeloomError, UsageError
+from pipeloom.limits import BYTE_UNITS, memory_amount
 
 if TYPE_CHECKING:
     from pipeloom.schedule import Costs, Schedule
 
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _MOST_MESSAGE = 2**34
 _LONG = 2**20  # tokens of the sequence whose cuts stand for any: so many that a cut is exact
 
@@ -266,7 +266,7 @@ def message_with_flags(error: PipeloomError) -> str:
 def bytes_of(text: str) -> int:
     """Return the bytes of a size such as 65536, 64KiB or 4MiB, for `--message`. Raises UsageError for anything else."""
     match = re.fullmatch(r"(\d{1,15})\s*([A-Za-z]*)", text.strip())
-    size = int(match[1]) * _UNITS.get(match[2].lower(), 0) if match is not None else 0
+    size = int(match[1]) * BYTE_UNITS.get(match[2].lower(), 0) if match is not None else 0
     if not 1 <= size <= _MOST_MESSAGE:
         raise UsageError(f"--message is {text!r:.60}; give bytes, up to 16GiB, such as 65536, 64KiB or 4MiB")
     return size
@@ -276,10 +276,10 @@ def memory_of(text: str | None) -> tuple[float | None, bool]:
     """Return (amount, whether it is in bytes) of a limit such as 6, 20GiB or 512MiB. Raises UsageError for anything else."""
     if text is None:
         return None, False
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?(?:e[+-]?\d{1,3})?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2].lower() not in _UNITS:
+    amount = memory_amount(text)
+    if amount is None:
         raise UsageError(f"--memory is {text!r:.60}; give stage-micro-batches, such as 6, or bytes, such as 20GiB")
-    return float(match[1]) * _UNITS[match[2].lower()], bool(match[2])
+    return amount
 
 
 def _costs_in(path: Path) -> Costs:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, repeat
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +20,12 @@ from torch import Tensor, nn
 
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.ops.layer import MicrobatchContext
+from pipeloom.ops.parts import in_part
 from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_order, in_turns
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.check import TransportName
+from pipeloom.schedule.costs import StageCosts
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts
 
 if TYPE_CHECKING:
@@ -143,12 +147,20 @@ class EmulatedLayer(nn.Module):
         factors: factor on the times of each micro-batch, or of each of its slices; empty: 1 for all.
         inside: time of each hop inside a node, on a link of its own, which each all-to-all takes too (two levels).
         chunks: runs of the tokens, whose all-to-alls overlap with the other runs' experts and all-to-alls.
+        parts: name of a part -> time of its R; in the forward it is a share of the layer's.
     """
 
     def __init__(
-        self, clock: Clock, times: LayerSegments, factors: Sequence[float] = (), inside: float = 0.0, chunks: int = 1
+        self,
+        clock: Clock,
+        times: LayerSegments,
+        factors: Sequence[float] = (),
+        inside: float = 0.0,
+        chunks: int = 1,
+        parts: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__()
+        self.parts = parts or {}
         self.clock, self.times, self.factors, self.inside, self.chunks = clock, times, factors, inside, chunks
         self.weight = nn.Parameter(torch.zeros(()))
         self.grad_context = WeightGradContext()
@@ -158,7 +170,8 @@ class EmulatedLayer(nn.Module):
 
     def segments(self, microbatch: MicrobatchContext | None = None) -> Sequence[Segment]:
         times, factor, n = self.times, _factor(self.factors, microbatch), self.chunks
-        attention = self._part("attention", _times(times.attention, factor))
+        parts = {name: factor * seconds for name, seconds in self.parts.items()}
+        attention = self._part("attention", _times(times.attention, factor), parts=parts)
         if not any(times.experts):
             return (attention,)
         combine_backward, dispatch_backward = times.backward_talk
@@ -184,10 +197,14 @@ class EmulatedLayer(nn.Module):
             return [across]
         return [across, Compute(name, lambda values: values), _Timed(name, self.clock, inside, inside, "inside", at)]
 
-    def _part(self, name: str, times: PhaseTimes, at: int = 0) -> Compute:
+    def _part(
+        self, name: str, times: PhaseTimes, at: int = 0, parts: Mapping[str, float] = MappingProxyType({})
+    ) -> Compute:
         def run(values: Values) -> Values:
             queue = self.grad_context.queue  # of the micro-batch whose forward runs now
             out = _Emulated.apply(values[at], self.weight, _Work(self.clock, name, times, queue))  # type: ignore[no-untyped-call]
+            for part, seconds in parts.items():  # they take no time of their own in F, and this in R
+                out = in_part(part, partial(self._run_part, part, chain((0.0,), repeat(seconds))), out)
             return (*values[:at], out, *values[at + 1 :])
 
         return Compute(name, run)
@@ -195,6 +212,11 @@ class EmulatedLayer(nn.Module):
     def forward(self, x: Tensor, microbatch: MicrobatchContext | None = None) -> Tensor:
         (out,) = in_order(self.segments(microbatch), (x,))
         return out  # type: ignore[no-any-return]
+
+    def _run_part(self, name: str, calls: Iterator[float], x: Tensor) -> Tensor:
+        if seconds := next(calls):
+            self.clock.compute(name, "R", seconds)
+        return x.clone()
 
 
 @dataclass(frozen=True)
@@ -300,13 +322,15 @@ class Rehearsal:
         stages = {self.schedule.position_of[stage]: stage for stage in reversed(self.schedule.stages_of[rank])}
         segments = self._segments()
         even = self.schedule.slices == 1 and not self.costs.microbatch
+        names, again = sorted(self.schedule.recomputed_parts), StageCosts.of(self.costs, self.schedule.stages)
         factors = () if even else self.costs.time_factors(self.schedule)
 
         def build(position: int) -> nn.Module:
             stage = stages[position]
             factor, part = self.slow.get(stage, 1.0), segments[stage]
             slowed = replace(part, attention=_times(part.attention, factor), experts=_times(part.experts, factor))
-            return EmulatedLayer(clock, slowed, factors)
+            parts = {name: self.unit * factor * again.time_of(f"recompute:{name}")[stage] for name in names}
+            return EmulatedLayer(clock, slowed, factors, parts=parts)
 
         return [Layer(f"stage.{position}", partial(build, position)) for position in range(self.schedule.positions)]
 
