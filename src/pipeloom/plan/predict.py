@@ -246,16 +246,16 @@ def balanced(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
     return tuple(balance([round(1e9 * each) for each in seconds], stages))
 
 
-ROUNDS = (4, 5)  # of micro-batches, after which time is linear in them: in each round every rank gets one
+SHORT_ROUNDS = (4, 5)  # of micro-batches, after which time is linear in them: in each round every rank gets one
 
 
 def extrapolated_from(layout: PlannedLayout) -> list[PlannedLayout]:
     """The layouts with fewer micro-batches from which that of a long step is extrapolated; the layout itself if it is short."""
     round_size = -(-layout.pp // layout.slices)
     rounds = layout.m // round_size
-    if rounds <= ROUNDS[-1]:
+    if rounds <= SHORT_ROUNDS[-1]:
         return [layout]
-    return [replace(layout, m=layout.m - (rounds - few) * round_size) for few in ROUNDS]
+    return [replace(layout, m=layout.m - (rounds - few) * round_size) for few in SHORT_ROUNDS]
 
 
 def _pipeline(layout: PlannedLayout, costs: Costs, searched: Schedule | None) -> tuple[float, float]:

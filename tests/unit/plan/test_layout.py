@@ -208,7 +208,7 @@ def test_long_steps_are_extrapolated_exactly(name, v, slices, monkeypatch):
     layout = PlannedLayout(pp=4, v=v, m=44, schedule=name, seq=2048, slices=slices)
     quick = planner().predict(layout)
     assert extrapolated_from(layout)[-1].m < 44
-    monkeypatch.setattr(prediction_module, "ROUNDS", (44, 44))
+    monkeypatch.setattr(prediction_module, "SHORT_ROUNDS", (44, 44))
     whole = planner().predict(layout)
     assert extrapolated_from(layout) == [layout]
     assert quick.step.total == pytest.approx(whole.step.total, rel=1e-3)
