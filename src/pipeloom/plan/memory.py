@@ -161,12 +161,13 @@ def at_peaks(
         curve, entries = timeline.bytes_curves[DEVICE][rank], messages[rank]
         times, levels = [time for time, _ in curve], [level for _, level in curve]
         absent = {stage: gradients[stage] * from_first for stage in mine}
-        summed, best = 0.0, (0.0, 0.0)  # gradients of keys and values; (all bytes, those of messages)
+        summed = most = message = 0.0  # gradients of keys and values; all bytes at the peak, and those of messages
+        missing = dict(absent)
         for position, cell in enumerate(schedule.programs[rank]):
             start, end = timeline.starts[rank][position], timeline.ends[rank][position]
             before, extra = bisect_right(times, start), 0.0
             level = max(levels[max(before - 1, 0) : max(bisect_left(times, end), before)], default=0.0)
-            late = sum(absent.values())
+            there = dict(absent)
             for action in parts(cell):
                 stage, kind, at = stages[action.stage], kind_of(action.kind), action.slice or 0
                 factor = factors[action.microbatch]
@@ -177,13 +178,17 @@ def at_peaks(
                 if INPUT_GRADIENT in kind.makes and stage.summed:
                     is_last = at + 1 == len(slices)
                     summed += factor * stage.summed * sum(slices[:at]) if is_last else -share * stage.summed
-            message = entries.buffers - entries.used[position] + entries.sent[position]
-            best = max(best, (level + extra + summed - late + message, message))
-        most, moved[mine[0]] = best
-        rise, there = most - best[1] - max(levels, default=0.0), sum(gradients[stage] for stage in mine)
+            sent = entries.buffers - entries.used[position] + entries.sent[position]
+            total = level + extra + summed - sum(there.values()) + sent
+            if total > most:
+                most, message, missing = total, sent, there
+        for stage in missing:
+            present[stage] -= missing[stage]
+        moved[mine[0]], left = message, sum(present[stage] for stage in mine)
+        rise = most - message - max(levels, default=0.0) + sum(missing.values())
         temporaries[mine[0]] = max(0.0, rise)
-        for stage in mine if rise < 0 and there else ():
-            present[stage] *= 1 + rise / there
+        for stage in mine if rise < 0 and left else ():  # the most is saved at another action
+            present[stage] *= 1 + rise / left
     return {"temporaries": tuple(temporaries), "messages": tuple(moved), "grads": tuple(present)}
 
 

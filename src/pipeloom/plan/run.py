@@ -140,7 +140,7 @@ def predicted(
     )
     planner = Planner(shape, speed, runtime, measured_layers)
     layers = planner.layers(replace(planned, recompute="none"))
-    links = AxisRates.of(planned, speed)
+    links = AxisRates.of(planned, speed, shape)
     timed = planner.timed_layers(replace(planned, recompute="none"))
     if spread:  # only the norm is left on the last stage
         layers[-1] = timed[-1] = replace(layers[-1], ops=layers[-1].ops[:1], tied=0.0)
@@ -262,6 +262,8 @@ def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> Sta
     inputs = [layer.input * (mark or "input" in layer.tensors) for layer, mark in zip(layers, marks, strict=True)]
     first = stage in {route[0] for route in schedule.routes}  # its inputs are views of the batch
     held = memory.saved - inputs[0]
+    plain = stage_memory(layers)
+    rest = max(0.0, plain.saved - layers[0].input * ("input" in layers[0].tensors) - held)  # of those not in blocks
     # While a layer is recomputed, what those behind it held is gone.
     behind = [memory.saved - level for level in accumulate(copy.saved for copy in copies)]
     rises = (
@@ -275,13 +277,14 @@ def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> Sta
         always += sum(
             _keys_and_values(layer) for layer, mark in zip(layers, marks, strict=True) if mark or "R" in kinds
         )
+    mixed = not kinds.isdisjoint("BI")
     return StageMemory(
-        held * (not blocks),
+        rest if blocks else held,
         memory.pending,
-        max(0.0, memory.extra - layer),
+        max(0.0, memory.extra - layer, plain.extra * mixed),
         always,
         layer,
-        extra_input=max(0.0, memory.extra_input - layer),
+        extra_input=max(0.0, memory.extra_input - layer, plain.extra_input * mixed),
         summed=summed_over_slices(layout, stage, sum(_keys_and_values(layer) for layer in layers)),
     )
 
