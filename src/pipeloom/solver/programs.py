@@ -54,14 +54,14 @@ class ProgramEntry(NamedTuple):
     part: int = 0
 
 
-Row = tuple[ProgramEntry, ...]
+ProgramRow = tuple[ProgramEntry, ...]
 
 
 @dataclass(frozen=True)
 class ProgramState:
     """Attributes: rows: rank -> its program. ways: by node. slots: of what forwards save, as `Schedule.slots`."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ProgramRow, ...]
     ways: tuple[Way, ...]
     slots: float = math.inf
 
