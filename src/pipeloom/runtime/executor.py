@@ -540,6 +540,7 @@ class Executor:
         self._await_weights(second.action)
         forward = self._watched(first.action, self._forward_in_segments(first, for_first))
         backward = self._watched(second.action, self._backward_in_segments(second, for_second))
+        gradients: list[Outgoing]
         if self.stages[second.action.stage].communicates_in_backward(second.unit):
             (gradients, outputs), (backward_seconds, forward_seconds) = interleave((backward, forward))
         else:
