@@ -727,7 +727,7 @@ def _handed_over(edge: Edge, values: BoundaryValues) -> BoundaryValues:
 
 
 class _Executions(dict[str, Callable[[Executor, Task, Deliveries], list[Outgoing]]]):
-    """What executes an action of each kind; those of a part and registered ones are added where they are first run."""
+    """The methods that run actions, by kind; those of a part and registered ones are added where they are first run."""
 
     def __missing__(self, kind: str) -> Callable[[Executor, Task, Deliveries], list[Outgoing]]:
         self[kind] = self.get(kind.partition(":")[0], Executor._registered_kind)
