@@ -32,6 +32,7 @@ from pipeloom.schedule.batched_p2p import MessageBatch, batches_of
 from pipeloom.schedule.channels import (
     Channel,
     Edge,
+    EntryTraffic,
     Message,
     NamedEdges,
     message_kind,
