@@ -198,7 +198,8 @@ def _bytes(
         else _stage_memory(layout, stage, layers)
         for stage, layers in enumerate(groups)
     ]
-    ties, values = with_embedding(schedule), []
+    ties = with_embedding(schedule)
+    values = []
     for stage, memory in enumerate(activations):
         counts = parameters_of(groups[stage], has_embedding=stage in ties)
         held = list(zip(counts, (replicas, planned.expert_replicas), strict=True))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from pipeloom.config import Layout
 from pipeloom.config.standing_bytes import element_bytes, spans, stage_parameters, summed_over_slices
@@ -163,9 +164,10 @@ class BytesCheck:
             return
         sync, parameters = self._pipeline.sync, list(self._pipeline.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        summed, gathered = ([], []) if sync is None else (sync.held, sync.gathered)
-        held = [*parameters, *gradients, *summed, *self._optimizer.held]
-        self._live = LiveBytes(held=held, resized=gathered)
+        held: list[Tensor] = [*parameters, *gradients, *self._optimizer.held]
+        if sync is not None:
+            held += sync.held
+        self._live = LiveBytes(held=held, resized=() if sync is None else sync.gathered)
         self._live.__enter__()
 
     def _after_step(self, end: StepEnd) -> None:
