@@ -160,7 +160,7 @@ def at_peaks(
     for rank, mine in enumerate(schedule.stages_of):
         curve, entries = timeline.bytes_curves[DEVICE][rank], messages[rank]
         times, levels = [time for time, _ in curve], [level for _, level in curve]
-        absent = {stage: gradients[stage] * from_first for stage in mine}
+        absent = {number: gradients[number] * from_first for number in mine}
         summed = most = message = 0.0  # gradients of keys and values; all bytes at the peak, and those of messages
         missing = dict(absent)
         for position, cell in enumerate(schedule.programs[rank]):
@@ -182,13 +182,13 @@ def at_peaks(
             total = level + extra + summed - sum(there.values()) + sent
             if total > most:
                 most, message, missing = total, sent, there
-        for stage in missing:
-            present[stage] -= missing[stage]
-        moved[mine[0]], left = message, sum(present[stage] for stage in mine)
+        for number in missing:
+            present[number] -= missing[number]
+        moved[mine[0]], left = message, sum(present[number] for number in mine)
         rise = most - message - max(levels, default=0.0) + sum(missing.values())
         temporaries[mine[0]] = max(0.0, rise)
-        for stage in mine if rise < 0 and left else ():  # the most is saved at another action
-            present[stage] *= 1 + rise / left
+        for number in mine if rise < 0 and left else ():  # the most is saved at another action
+            present[number] *= 1 + rise / left
     return {"temporaries": tuple(temporaries), "messages": tuple(moved), "grads": tuple(present)}
 
 

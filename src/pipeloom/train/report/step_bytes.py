@@ -123,9 +123,9 @@ def _amounts(layout: Layout, layers: Sequence[LayerBytes]) -> tuple[dict[str, tu
 
 def _stage_memories(layout: Layout, layers: Sequence[LayerBytes]) -> list[StageMemory]:
     amounts, states = _amounts(layout, layers)
-    names = (SAVED, PENDING, "temporary")
+    extras = amounts["temporary"]
     return [
-        StageMemory(*(amounts[name][at] for name in names), extra_input=amounts["temporary"][at], summed=state)
+        StageMemory(amounts[SAVED][at], amounts[PENDING][at], extras[at], extra_input=extras[at], summed=state)
         for at, state in enumerate(states)
     ]
 
