@@ -851,6 +851,12 @@ def call_before_layers(pipeline: Pipeline, call: Callable[[str, Action], None]) 
         engine.hooks = replace(engine.hooks, before_layer=partial(before, engine.hooks.status))
 
 
+def run_beside(pipeline: Pipeline, call: Callable[[Action, Callable[[], None]], None]) -> None:
+    """Let `call` run each action on another queue than that of computation: it gets the action and what executes it."""
+    for engine in pipeline._engines:
+        engine.hooks = replace(engine.hooks, beside=call)
+
+
 def _require_processes(wanted: int, processes: int) -> None:
     """Raise ConfigError where the schedule has another number of ranks than the pipeline has processes."""
     if wanted == processes:
