@@ -7,7 +7,8 @@ band:   one block's pair with emulated times (computations that sleep, an all-to
         one after the other on its link; the real engine), unit computation 10 ms, all-to-all from half of it to two and a half:
         measured pair against the model, with and without the weight gradients split from the backward.
 hidden: a step of 16 micro-batches without a pipeline: exposed all-to-all with pairs over that of one action after the other.
-levels: the same for two levels of all-to-all in chunks, against a flat exchange.
+levels: the same for two levels of all-to-all in chunks, against a flat exchange; before that it asserts that experts over 4
+        processes have bitwise equal gradients either way.
 steps:  pipelines of 4 processes: step over the makespan simulated with segment times and hop of the same run, and the exposed
         all-to-all with pairs over that without.
 real:   blocks with experts over gloo, real computation, 2 processes: step with pairs over step without, and exposed
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -31,7 +33,7 @@ import pipeloom as pl
 from layers import mse, total
 from parts import run_parts
 from pipeloom.config import MeshShape, load
-from pipeloom.models import layers
+from pipeloom.models import layers, token_loss
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
 from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Mesh
@@ -84,10 +86,11 @@ def run_alone(microbatches: int, talk: float, split: bool, pairs: bool, blocks: 
     stood, took = [], []
     x = torch.ones(microbatches, 1)
     for at in range(4):
+        clock.exposed = 0.0
         pipeline.step(x, x)
         (result,) = pipeline.stats
         if at:
-            stood.append((result.exposed or {}).get("all-to-all", 0.0))
+            stood.append(clock.exposed)
             spans = zip(run.programs[0], result.starts, result.ends, strict=True)
             took += [end - start for cell, start, end in spans if isinstance(cell, Pair)]
     return Alone(stood, took, fmean([*times_of(clock, "attention"), *times_of(clock, "experts")]))
@@ -131,7 +134,26 @@ def hidden() -> None:
         print(text)
 
 
+def require_equal_gradients(rank: int) -> None:
+    """Assert that two levels in 4 chunks have the gradients of a flat exchange in 4 chunks that sums in the same order."""
+    mesh = Mesh.of(MeshShape(dp=4, ep=4, ep_nodes=2))
+    assert mesh is not None
+    sizes = {"num_hidden_layers": 2, "num_experts": 8, "moe_intermediate_size": 64}
+    shape = load("tiny", {f"model.{key}": value for key, value in sizes.items()}).model.shape()
+    flat = ExpertParallel(mesh.ep, 2, chunks=4)
+    both = []
+    for expert in (flat, replace(flat, inside=mesh.inside, across=mesh.across)):
+        schedule = pl.schedules.build("1f1b-overlap", 1, 4)
+        pipeline = LocalPipeline(layers(shape, 1, expert=expert), schedule, loss=token_loss(shape))
+        tokens = torch.randint(0, 256, (8, 33), generator=torch.Generator().manual_seed(rank))
+        pipeline.step(tokens[:, :-1], tokens[:, 1:])
+        both.append([parameter.grad for parameter in pipeline.parameters()])
+    assert all(map(torch.equal, *both))
+
+
 def levels() -> None:
+    run_ranks(require_equal_gradients, 4)
+    print("4 processes, ep 4: the gradients with two levels are bitwise those of the flat exchange, both in 4 chunks")
     print(
         "ep 4 as 2 x 2, links between nodes 1/8 as fast as inside, top 2, flat all-to-all 1.5: no pipeline, two blocks, units of "
         f"computation ({UNIT * 1e3:.0f} ms): exposed all-to-all of a step, and over the flat one's"

@@ -63,6 +63,9 @@ MOST_NESTED = 20
 # Values in a list, and words on a command line.
 MOST_VALUES = 100_000
 
+# Suffix of a size, in lower case -> bytes.
+BYTE_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
 _COUNTS = re.compile(
     r"(?:^|_)(?:(?P<parts>layers?|blocks?|depth|experts?|heads?|groups?|types)|size|dim|rank|embeddings|positions|model|embd|inner|ctx)$"
 )
@@ -167,6 +170,14 @@ def read_json(path: str | Path, most: int, what: str, most_nested: int = MOST_NE
     if depth(value, most_nested) > most_nested:
         raise UsageError(f"{shortened(str(path))} is nested too deeply; {what} has at most {most_nested} levels")
     return value
+
+
+def memory_amount(text: str) -> tuple[float, bool] | None:
+    """Return (amount, whether it is in bytes) of a limit such as 6, 20GiB or 512MiB; None for anything else."""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?(?:e[+-]?\d{1,3})?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].lower() not in BYTE_UNITS:
+        return None
+    return float(match[1]) * BYTE_UNITS[match[2].lower()], bool(match[2])
 
 
 def require_at_most(name: str, value: float, most: float, why: str = "") -> None:

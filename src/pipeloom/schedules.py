@@ -26,6 +26,12 @@ from pipeloom.schedule.transforms import transformed as transformed
 from pipeloom.schedule.transforms import unpair as unpair
 
 globals().update({family.__name__: family for family in (*FAMILIES.values(), *SLICED.values())})
+__all__ = [name for name in globals() if not name.startswith("_") and name not in ("Family", "TYPE_CHECKING")]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 if TYPE_CHECKING:
 

@@ -17,7 +17,7 @@ from pipeloom.errors import UsageError
 GPIPE = pl.schedules.gpipe(2, 2)
 
 
-@pytest.mark.parametrize("module", [pl, pipeloom.runtime])
+@pytest.mark.parametrize("module", [pl, pipeloom.runtime, pl.draw, pl.schedules])
 def test_a_module_lists_its_public_names(module: Any) -> None:
     assert dir(module) == sorted(module.__all__)
     assert all(hasattr(module, name) for name in dir(module))
@@ -39,6 +39,11 @@ def test_a_name_is_no_schedule(function: Callable[..., Any]) -> None:
         function("zbv")
     with pytest.raises(UsageError, match="schedule is of type Timeline; give a "):
         function(pl.simulate(GPIPE))
+
+
+def test_a_number_is_no_costs() -> None:
+    with pytest.raises(UsageError, match=r"^costs is of type int; give a pipeloom\.Costs$"):
+        pl.simulate(GPIPE, 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("draw", [pl.draw.figures, pl.draw.html, pl.draw.svg, pl.draw.terminal, pl.draw.trace])

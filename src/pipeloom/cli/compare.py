@@ -19,7 +19,7 @@ from pipeloom.cli.options import (
     SliceFlags,
     flag,
     message_with_flags,
-    options_of,
+    parse_spec,
     require_schedule,
     schedule_of,
     share,
@@ -202,14 +202,6 @@ def _sweep(sweep: Sweep, names: Sequence[str], work: Work, output: OutputFlags) 
     output.draw_as(lambda width: sweeps.drawing(sweep, series, fixed, width))
     swept = {"size": sweep.size, "values": list(sweep.values)}
     _print(output, {"sweep": swept, "series": series}, lambda: sweeps.table(sweep, series, costs))
-
-
-def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """Split `name:key=value,key=value` into name and options; a colon without `=` after it belongs to the name."""
-    name, colon, options = spec.rpartition(":")
-    if not colon or "=" not in options:
-        return spec, {}
-    return name, options_of(options.split(","))
 
 
 def _as_dict(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs) -> dict[str, Any]:

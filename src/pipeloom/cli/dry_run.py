@@ -181,7 +181,7 @@ def _observer_lines(layout: Layout) -> list[str]:
     """Return lines with the rows that the training loop calls around its steps, in order."""
     from pipeloom.train.observers import observers
 
-    measures = layout.search is not None and layout.search.costs is None
+    measures = layout.search is not None and not layout.search.before_start
     rows = observers(layout.config, searches=measures)
     width = max(len(row.name) for row in rows)
     return ["around the steps, in this order:", *(f"  {row.name:<{width}}  {row.when()}" for row in rows)]

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from pipeloom.errors import ArgumentError, PipeloomError, UsageError
+from pipeloom.limits import BYTE_UNITS, memory_amount
 
 if TYPE_CHECKING:
     from pipeloom.schedule import Costs, Schedule
 
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _MOST_MESSAGE = 2**34
 _LONG = 2**20  # tokens of the sequence whose cuts stand for any: so many that a cut is exact
 
@@ -90,7 +90,9 @@ class Sizes:
 class FamilyFlags:
     """Options of a family, and transforms."""
 
-    option: list[str] | None = flag(None, "KEY=VALUE", "An option of the family, such as rounds=tail; repeatable.")
+    option: list[str] | None = flag(
+        None, "KEY=VALUE", "An option of the family, such as rounds=tail; repeatable. The same: NAME:rounds=tail."
+    )
     transform: list[str] | None = flag(
         None,
         "NAME",
@@ -102,6 +104,7 @@ class FamilyFlags:
     ) -> tuple[Schedule, Costs]:
         """Return the schedule called `name`, as `schedule_of` does, and its costs. Unknown transforms are refused first.
 
+        `name` may end in options, as of `parse_spec`.
         Where slices of equally many tokens take longer than whole sequences, a warning is printed.
         """
         from pipeloom.schedule.files import names_a_file
@@ -110,7 +113,9 @@ class FamilyFlags:
 
         for word in self.transform or ():
             parsed_transform(word)
-        values, options, words = costs.values(), options_of(self.option or ()), self.transform or ()
+        name, options = parse_spec(name, self.option or ())
+        sizes = replace(sizes, chunks=options.pop("chunks", sizes.chunks))
+        values, words = costs.values(), self.transform or ()
         schedule = schedule_of(name, sizes, options, values, words)
         if cuts is None or cuts == SliceFlags():
             return schedule, values
@@ -261,7 +266,7 @@ def message_with_flags(error: PipeloomError) -> str:
 def bytes_of(text: str) -> int:
     """Return the bytes of a size such as 65536, 64KiB or 4MiB, for `--message`. Raises UsageError for anything else."""
     match = re.fullmatch(r"(\d{1,15})\s*([A-Za-z]*)", text.strip())
-    size = int(match[1]) * _UNITS.get(match[2].lower(), 0) if match is not None else 0
+    size = int(match[1]) * BYTE_UNITS.get(match[2].lower(), 0) if match is not None else 0
     if not 1 <= size <= _MOST_MESSAGE:
         raise UsageError(f"--message is {text!r:.60}; give bytes, up to 16GiB, such as 65536, 64KiB or 4MiB")
     return size
@@ -271,10 +276,10 @@ def memory_of(text: str | None) -> tuple[float | None, bool]:
     """Return (amount, whether it is in bytes) of a limit such as 6, 20GiB or 512MiB. Raises UsageError for anything else."""
     if text is None:
         return None, False
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?(?:e[+-]?\d{1,3})?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2].lower() not in _UNITS:
+    amount = memory_amount(text)
+    if amount is None:
         raise UsageError(f"--memory is {text!r:.60}; give stage-micro-batches, such as 6, or bytes, such as 20GiB")
-    return float(match[1]) * _UNITS[match[2].lower()], bool(match[2])
+    return amount
 
 
 def _costs_in(path: Path) -> Costs:
@@ -289,7 +294,19 @@ def _costs_in(path: Path) -> Costs:
     return costs_of_dict(form.get("costs", form) if isinstance(form, dict) else form, f"--costs {path}")
 
 
-def options_of(words: Sequence[str]) -> dict[str, Any]:
+def parse_spec(spec: str, words: Iterable[str] = ()) -> tuple[str, dict[str, Any]]:
+    """Split `name:key=value,key=value` into name and options; a colon without `=` after it belongs to the name.
+
+    Args:
+        words: further options.
+    """
+    name, _, options = spec.rpartition(":")
+    if name and "=" in options:
+        return name, options_of([*options.split(","), *words])
+    return spec, options_of(words)
+
+
+def options_of(words: Iterable[str]) -> dict[str, Any]:
     """Parse `key=value` words as a family's options; a value is a number, true, false, none, or otherwise text.
 
     Raises UsageError for a word of another form, and for a key that is given twice.

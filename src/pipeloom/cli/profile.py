@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,25 +16,10 @@ from pipeloom.errors import CapacityError
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
-    from pipeloom.runtime.layer_bytes import LayerBytes
-    from pipeloom.schedule import Costs
-    from pipeloom.train.report.layer_times import LayerTimes, SegmentTimes
-    from pipeloom.train.report.link_times import LinkTimes
+    from pipeloom.train.report.device_profile import DeviceProfile
 
-_KINDS = {"forward": "F", "input_grad": "I", "weight_grad": "W", "backward": "B", "recompute": "R"}
 _EXPERT_LINKS = {("all-to-all", axis) for axis in ("ep", "world")}
 _TIMEOUT = 600.0  # seconds that ranks wait for one that measures
-
-
-@dataclass(frozen=True)
-class DeviceProfile:
-    """Everything measured: each kind's times, each layer's bytes, a block's segments (None: no experts), links and copies."""
-
-    device: str
-    layers: Sequence[LayerTimes]
-    bytes: Sequence[LayerBytes]
-    segments: SegmentTimes | None
-    links: Sequence[LinkTimes]
 
 
 def command(
@@ -101,8 +86,13 @@ def _measure(layout: Layout, processes: int, repeats: int, words: Sequence[str])
     result = ""
 
     def body(context: Any) -> None:
+        from pipeloom.train.report.device_profile import profiled
+        from pipeloom.train.tuning import tune_process
+
         nonlocal result
-        result = json.dumps(_form(layout, _profiled(layout, context, repeats)), allow_nan=False)
+        if layout.config.train.tune_cpu:
+            tune_process()
+        result = json.dumps(_form(layout, profiled(layout, context, repeats)), allow_nan=False)
 
     code = be_worker(layout_of_workers(processes, layout.config.train.device, _TIMEOUT), body)
     return code, result if hand_over(lambda: result) else ""
@@ -123,54 +113,17 @@ def _require_memory(layout: Layout, processes: int) -> None:
         )
 
 
-def _profiled(layout: Layout, context: Any, repeats: int) -> DeviceProfile:
-    """Measure on this worker; all workers measure at once, as they would train."""
-    import torch
-
-    from pipeloom.parallel.mesh import Mesh
-    from pipeloom.schedule.transforms import half_split
-    from pipeloom.train.report.layer_bytes import layer_bytes
-    from pipeloom.train.report.layer_times import layer_times, segment_times
-    from pipeloom.train.report.link_times import copy_times, link_times
-    from pipeloom.train.tuning import tune_process
-
-    if layout.config.train.tune_cpu:
-        tune_process()
-    device = context.device
-    links = copy_times(device, repeats)
-    if context.world_size > 1:
-        with context.waiting("the other processes to measure links", "evaluation"):
-            mesh = Mesh.of(layout.mesh) if layout.world_size == context.world_size else None
-            links += link_times(mesh, device, repeats)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    with context.waiting("the other processes to measure layers", "evaluation"):
-        sizes = layer_bytes(
-            replace(layout, schedule=half_split(layout.schedule))
-        )  # so that what W reads is measured too
-        return DeviceProfile(
-            name,
-            layer_times(layout, device, repeats, () if layout.config.train.compile != "none" else _parts(sizes)),
-            sizes,
-            segment_times(layout, device, repeats),
-            links,
-        )
-
-
-def _parts(sizes: Sequence[LayerBytes]) -> list[str]:
-    """Return the names of the parts of the layers, in the order of their first calls."""
-    return list(dict.fromkeys(part for each in sizes for part in each.parts))
-
-
 def _form(layout: Layout, profile: DeviceProfile) -> dict[str, Any]:
     """Return the JSON form: the costs of the layout's stages, and everything measured."""
     from pipeloom.traces.timelines import costs_dict
+    from pipeloom.train.report.device_profile import measured_costs
 
     segments = profile.segments
     exchanges = (link for link in profile.links if (link.operation, link.axis) in _EXPERT_LINKS)
     exchange = next(exchanges, None)
     talk = exchange.time(segments.rows) if segments is not None and exchange is not None else 0.0
     return {
-        "costs": {"of": "a stage", **costs_dict(_stage_costs(layout, profile))},
+        "costs": {"of": "a stage", **costs_dict(replace(measured_costs(layout, profile), microbatch=()))},
         "device": profile.device,
         "microbatch": [max(layout.microbatch_sizes), layout.config.train.seq_len],
         "layers": [
@@ -196,41 +149,18 @@ def _form(layout: Layout, profile: DeviceProfile) -> dict[str, Any]:
     }
 
 
-def _stage_costs(layout: Layout, profile: DeviceProfile) -> Costs:
-    """Return `Costs` of the layout's stages, in seconds and bytes: sums over their layers; a hop is the slowest message."""
-    from pipeloom.config.standing_bytes import spans
-    from pipeloom.config.volume import boundary_bytes
-    from pipeloom.train.report.step_bytes import predicted_costs
-
-    of_layer = {number: each.seconds for each in profile.layers for number in each.layers}
-
-    def of_stages(kind: str) -> tuple[float, ...]:
-        return tuple(sum(of_layer[at][kind].median for at in range(*span)) for span in spans(layout))
-
-    times: dict[str, Any] = {name: of_stages(kind) for name, kind in _KINDS.items()}
-    letters = sorted({kind for seconds in of_layer.values() for kind in seconds if kind.startswith("R:")})
-    times["parts"] = {letter.removeprefix("R:"): of_stages(letter) for letter in letters}
-    sends = [link for link in profile.links if link.operation == "send"]
-    if sends:
-        times |= {
-            "p2p": max(link.latency for link in sends),
-            "bandwidth": min(link.bandwidth for link in sends),
-        }
-    sizes = predicted_costs(layout, profile.bytes)
-    return replace(sizes, **times, microbatch=(), message=float(max(boundary_bytes(layout))))
-
-
 def _lines(form: dict[str, Any]) -> list[str]:
     """Return the tables: layers, segments, and links at three sizes."""
     from pipeloom.schedule.channels import size_words
+    from pipeloom.train.report.device_profile import KINDS
 
     def ms(sample: dict[str, float]) -> str:
         return f"{1e3 * sample['median']:.3g} ±{sample['spread'] / (sample['median'] or 1.0):.0%}"
 
     samples, tokens = form["microbatch"]
-    rows = [["layer, ms", *_KINDS.values()]]
+    rows = [["layer, ms", *KINDS.values()]]
     for each in form["layers"]:
-        times = [ms(each["seconds"][kind]) for kind in _KINDS.values()]
+        times = [ms(each["seconds"][kind]) for kind in KINDS.values()]
         number = f" x{len(each['layers'])}" if len(each["layers"]) > 1 else ""
         rows.append([each["name"][-18:] + number, *times])
     lines = [

@@ -53,16 +53,13 @@ def command(sizes: Sizes, options: SearchFlags, costs: CostFlags, output: Output
     if sizes.ranks is None or sizes.microbatches is None:
         raise UsageError(f"search needs {sizes.missing}")
     from pipeloom.solver import search
+    from pipeloom.solver.in_bytes import search_in_bytes
 
-    placement, values = _placement(options.placement), costs.values()
-    memory, in_bytes = memory_of(options.memory)
-    if memory is not None and in_bytes:
-        from pipeloom.schedule.costs import activation_limit
-
-        values, memory = activation_limit(values, memory, sizes.ranks, sizes.chunks, placement)
+    values, (memory, in_bytes) = costs.values(), memory_of(options.memory)
+    run: Any = search_in_bytes if in_bytes else search
     with _display() as progress:
-        limits: dict[str, Any] = vars(options) | {"placement": placement, "memory": memory}
-        result = search(
+        limits: dict[str, Any] = vars(options) | {"placement": _placement(options.placement), "memory": memory}
+        result = run(
             sizes.ranks,
             sizes.microbatches,
             values,
@@ -72,8 +69,7 @@ def command(sizes: Sizes, options: SearchFlags, costs: CostFlags, output: Output
             **limits,
         )
     bound = result.lower_bound if result.objective == "makespan" else None
-    drawn, _ = memory_of(options.memory) if in_bytes or not values.bytes else (None, False)
-    output.draw([result.timeline], bound=bound, limit=drawn)
+    output.draw([result.timeline], bound=bound, limit=memory if in_bytes or not values.bytes else None)
     if output.csv:
         from pipeloom.schedule.csv_form import to_csv
 

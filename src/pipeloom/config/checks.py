@@ -341,7 +341,7 @@ def _a_searched_schedule_is_not_transformed(config: Config) -> Iterator[Problem]
         yield "schedule.slices", "schedules are searched for whole sequences; name a family, such as 1f1b"
 
 
-@_reads("schedule", "parallel", "model", "lora.r", "train.reproducible")
+@_reads("schedule", "parallel", "model", "train.reproducible")
 def _the_vocabulary_can_be_spread(config: Config) -> Iterator[Problem]:
     parallel, model, schedule = config.parallel, config.model, config.schedule
     words = [word.partition("=")[0] for word in schedule.transforms]
@@ -352,16 +352,13 @@ def _the_vocabulary_can_be_spread(config: Config) -> Iterator[Problem]:
     ranks = parallel.pp * parallel.tp
     for holds, reason in (
         (parallel.pp == 1, 'there is one pipeline rank; set parallel.pp to 2 or more, or use "last"'),
-        (bool(model.source), 'it applies to Pipeloom\'s own decoder only, not to model.source; nearest: "last"'),
         (
             model.tie_word_embeddings and parallel.zero == 3,
             "the shares take rows of an embedding that is whole; set parallel.zero = 2, or model.tie_word_embeddings = false",
         ),
         (model.num_nextn_predict_layers > 0, "it runs once a micro-batch; set model.num_nextn_predict_layers = 0"),
-        (config.lora.r > 0, 'the output layer has no adapter there; nearest: "last"'),
         (config.train.reproducible, "its sums depend on the number of ranks; set train.reproducible = false"),
         (schedule.name == "search", "a searched schedule runs as the search found it; name a family, such as 1f1b"),
-        ((schedule.slices or 1) > 1 or "slices" in words, "it takes whole sequences; leave schedule.slices out"),
         (model.vocab_size < ranks, f"model.vocab_size {model.vocab_size} is below the number of ranks, {ranks}"),
     ):
         if holds:

@@ -398,7 +398,9 @@ def make_schedule(config: Config, folder: Path | None = None) -> Schedule:
         if problems:
             raise ConfigError(problems)
         costs = flop_costs(config, schedule, stage_layers)
-        spread = not any(word.startswith("vocabulary") for word in words) and schedule.slices == 1
+        if (cuts := _cuts(config, schedule)[0]) is not None:
+            costs = cuts.costs(costs)
+        spread = not any(word.startswith("vocabulary") for word in words)
     beside = next((at for at, word in enumerate(words) if word.startswith(_BESIDE)), len(words))
     try:
         schedule = transformed(schedule, words[:beside], costs)

@@ -1,6 +1,8 @@
 """`[schedule] name = "search"`: its options, and the schedule that runs until the search is done.
 
-    memory        the most stage-micro-batches per rank; not given: as many as the family of the placement needs
+    memory        the most stage-micro-batches per rank; not given: as many as the family of the placement needs. Or bytes of a
+                  device, such as "20GiB": before the first step, for the bytes and times (unless these are given) of one layer of
+                  each kind, the search then decides too what is recomputed and what is copied to host memory
     placement     "loop" (default), "linear", "vee", or the rank of every stage; costs but no placement given: any of these three
     costs         forward, input_grad, weight_grad, backward, p2p, held; if given, the search runs before the first step
     measure       without costs: how many steps run a family first, and are measured
@@ -14,6 +16,8 @@ The trainer runs the search: this package does not import the solver.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -22,8 +26,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pipeloom.config.problems import option_sentences
 from pipeloom.config.sections import Config, Positive
 from pipeloom.errors import ArgumentError, ConfigError
-from pipeloom.limits import MOST_SEARCHED_CELLS, MOST_SEED, MOST_STEPS
+from pipeloom.limits import MOST_SEARCHED_CELLS, MOST_SEED, MOST_STEPS, memory_amount
 from pipeloom.schedule import Costs, Schedule
+from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.families import baseline, baseline_memory
 from pipeloom.schedule.families.construct.layout import require_sizes
 from pipeloom.schedule.placement import NAMED, named, require_placement
@@ -41,14 +46,16 @@ class SearchRequest:
     Attributes:
         ranks, microbatches, chunks: p, m, v.
         placement: stage -> rank; None: any of the named ones.
-        memory: the most stage-micro-batches of a rank, in units of the costs' activation.
+        memory: the most stage-micro-batches of a rank, in units of the costs' activation; or bytes of its device.
+        in_bytes: whether they are bytes.
         memory_of: the family that `memory` is taken from; "" where it was given.
-        costs: of the stages; None: measured in the first steps.
+        costs: of the stages; None: measured in the first steps, or before them where the memory is in bytes.
         measure: the number of steps in which they are measured.
         trial: the steps of each schedule in the trial after the search; 0: no trial, as in a run with too few steps.
         objective, time_limit, iterations, seed: of the search.
         reuse: whether to run the schedule that an earlier run saved.
-        family: the schedule that the result is compared with: the placement's first family that fits, else a list schedule.
+        family: the schedule that the result is compared with: the placement's first family that fits, else a list schedule; the
+            first family where the memory is in bytes.
         first: the schedule that runs until then: `family` with every other backward split, so that B, I and W are all measured.
     """
 
@@ -57,6 +64,7 @@ class SearchRequest:
     chunks: int
     placement: tuple[int, ...] | None
     memory: float
+    in_bytes: bool
     memory_of: str
     costs: Costs | None
     measure: int
@@ -70,8 +78,18 @@ class SearchRequest:
     first: Schedule
 
     @property
+    def before_start(self) -> bool:
+        """Return whether the schedule is searched before the first step."""
+        return self.costs is not None or self.in_bytes
+
+    @property
     def note(self) -> str:
         """Describe the search in words."""
+        if self.in_bytes:
+            return (
+                f"the schedule is searched before the first step, within {size_words(self.memory)} per device, with "
+                "recomputation and copies to host memory"
+            )
         room = f"{self.memory:g} stage-micro-batches per rank" + (f", as {self.memory_of} needs" * bool(self.memory_of))
         if self.costs is not None:
             return f"the schedule is searched before the first step, for the costs given and {room}"
@@ -90,6 +108,14 @@ def _per_stage(value: Any) -> Any:
     if not items:
         raise ValueError("it must not be empty")
     return tuple(map(float, items)) if isinstance(value, list | tuple) else float(value)
+
+
+def _amount(value: Any) -> Any:
+    """(amount, whether it is in bytes) of a number above 0, or of a size in words."""
+    amount = memory_amount(value) if isinstance(value, str) else (value, False)
+    if amount is None or type(amount[0]) not in (int, float) or not 0 < amount[0] < float("inf"):
+        raise ValueError('it must be stage-micro-batches above 0, such as 6, or bytes, such as "20GiB"')
+    return float(amount[0]), amount[1]
 
 
 def _place(value: Any) -> Any:
@@ -121,7 +147,7 @@ class CostOptions(_Options):
 class SearchOptions(_Options):
     """`[schedule.options]` of a search."""
 
-    memory: Positive | None = None
+    memory: Annotated[Any, BeforeValidator(_amount)] = None
     placement: Annotated[Any, BeforeValidator(_place)] = None
     costs: CostOptions | None = None
     measure: Annotated[int, Field(ge=3, le=MOST_STEPS)] = 3
@@ -145,12 +171,15 @@ def search_request(config: Config) -> SearchRequest:
     costs, more = _costs(options.costs, len(placement))
     problems += more
     least = max(placement.count(rank) for rank in range(ranks)) if not problems else 0
-    if options.memory is not None and options.memory < least:
+    memory, in_bytes = options.memory or (None, False)
+    if in_bytes:
+        problems += _problems_within_bytes(config)
+    if memory is not None and memory < least:
         problems.append(
-            f"schedule.options.memory = {options.memory:g}: one micro-batch in each of a rank's stages takes {least}; "
+            f"schedule.options.memory = {memory:g}: one micro-batch in each of a rank's stages takes {least}; "
             f"nearest: {least}"
         )
-    if options.costs is None and config.train.steps <= options.measure:
+    if options.costs is None and not in_bytes and config.train.steps <= options.measure:
         problems.append(
             f"schedule.options.measure = {options.measure}: the run has {config.train.steps} steps, and the schedule is "
             f"searched after the measured ones; use train.steps = {options.measure + 1} or more, or give schedule.options.costs"
@@ -163,11 +192,11 @@ def search_request(config: Config) -> SearchRequest:
         )
     if problems:
         raise ConfigError(problems)
-    memory, memory_of = options.memory, ""
+    memory_of = ""
     if memory is None:
         memory, memory_of = baseline_memory(placement, ranks, m)
     try:
-        family = baseline(placement, ranks, m, memory, costs)
+        family = baseline(placement, ranks, m, math.inf if in_bytes else memory, costs)
     except ArgumentError as error:
         raise ConfigError(f"schedule.options.{error.argument}{error.words}") from None
     default_objective: Literal["makespan", "span"] = "makespan" if config.optimizer.barrier else "span"
@@ -175,8 +204,9 @@ def search_request(config: Config) -> SearchRequest:
         ranks=ranks,
         microbatches=m,
         chunks=least,
-        placement=None if options.placement is None and costs is not None else placement,
+        placement=None if options.placement is None and (costs is not None or in_bytes) else placement,
         memory=memory,
+        in_bytes=in_bytes,
         memory_of=memory_of,
         costs=costs,
         measure=options.measure,
@@ -189,6 +219,18 @@ def search_request(config: Config) -> SearchRequest:
         family=family,
         first=half_split(family),
     )
+
+
+def _problems_within_bytes(config: Config) -> Iterator[str]:
+    """Yield a sentence for each setting that a search for a limit in bytes does not allow."""
+    key = f'schedule.options.memory = "{config.schedule.options["memory"]}"'
+    for axis in ("tp", "cp", "ep"):
+        if (size := getattr(config.parallel, axis)) != 1:
+            yield f"{key}: parallel.{axis} = {size} divides layers, which are measured whole; give stage-micro-batches, such as 6"
+    if config.train.recompute != "none":
+        yield f"{key}: the search decides what is recomputed; leave out train.recompute"
+    if config.schedule.replan:
+        yield f"{key}: a search in mid-run does not recompute or copy; nearest: schedule.replan = 0"
 
 
 def _placement(

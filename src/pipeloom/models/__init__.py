@@ -2,7 +2,7 @@
 
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.models.gate import GateShape, TopKGate
-from pipeloom.models.layers import cross_entropy, hub_name, layers, tied, token_loss
+from pipeloom.models.layers import VocabularyRanks, cross_entropy, hub_name, layers, tied, token_loss
 from pipeloom.models.moe import MoeClasses, MoELayer
 from pipeloom.models.mtp import ahead
 
@@ -12,6 +12,7 @@ __all__ = [
     "MoELayer",
     "MoeClasses",
     "TopKGate",
+    "VocabularyRanks",
     "ahead",
     "cross_entropy",
     "hub_name",

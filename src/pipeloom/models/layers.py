@@ -150,10 +150,9 @@ class VocabularyRanks:
     size: int
     label_smoothing: float = 0.0
 
-    def share(self, shape: DecoderShape) -> nn.Module:
-        """Return the share of this rank, not drawn."""
-        parts = uneven_parts(shape.vocab_size, self.size)
-        return VocabularyShare(shape.hidden_size, parts, self.index, self.label_smoothing)
+    def share(self, vocabulary: int, width: int) -> VocabularyShare:
+        """Return the share of this rank of a weight [vocabulary, width], not drawn."""
+        return VocabularyShare(width, uneven_parts(vocabulary, self.size), self.index, self.label_smoothing)
 
 
 def layers(
@@ -245,7 +244,8 @@ def layers(
         )
     ]
     if spread is not None:
-        head = [layer(HEAD, partial(FinalNorm, shape, cut)), layer(f"{HEAD}.lm_head", partial(spread.share, shape))]
+        share = partial(spread.share, shape.vocab_size, shape.hidden_size)
+        head = [layer(HEAD, partial(FinalNorm, shape, cut)), layer(f"{HEAD}.lm_head", share)]
     return [
         layer(EMBEDDING, partial(_embedding, shape, cut), writes=tuple(map(mtp.embedding_name, depths))),
         *(layer(block_name(index), block) for index, block in enumerate(blocks)),

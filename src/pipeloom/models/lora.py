@@ -26,6 +26,7 @@ from pipeloom.ops.random_state import stable_seed
 from pipeloom.parallel.expert import PartialSumLinear
 from pipeloom.parallel.sharding import WHOLE, HasSharding, ParameterSharding, Shard, shard_of, shardings_of
 from pipeloom.parallel.tensor import Adapted, ColumnLinear, RowLinear, TensorParallel, enter, project, sum_over_ranks
+from pipeloom.parallel.vocabulary import VocabularyShare
 
 ALL_LINEAR = "all-linear"
 
@@ -94,6 +95,12 @@ def is_adapter(name: str) -> bool:
 
 def _adapted(layer: str, build: Callable[[], nn.Module], options: LoraOptions, seed: int) -> nn.Module:
     module = build()
+    if isinstance(module, VocabularyShare) and options.chooses(hub_name(layer)):
+        raise ArgumentError(
+            "target_modules",
+            f" chooses {hub_name(layer)}, and an output layer that is spread over the pipeline takes no adapter; nearest: "
+            f'"{ALL_LINEAR}"',
+        )
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     for path, linear in [each for each in module.named_modules() if is_linear(each[1])]:

@@ -113,10 +113,10 @@ class VocabularyShare(nn.Module):
         return sum(self.parts)
 
     def follow_another(self) -> None:
-        """Hold a copy of rows that another weight has: a tensor with a gradient, and no parameter."""
-        weight = self.weight.detach()
+        """Hold a copy of rows that another weight has: a tensor, with a gradient unless it is frozen, and no parameter."""
+        weight = self.weight.detach().requires_grad_(self.weight.requires_grad)
         del self.weight
-        self.weight = weight.requires_grad_()
+        self.weight = weight
 
     def sharding(self) -> Mapping[str, ParameterSharding]:
         if not isinstance(self.weight, nn.Parameter):

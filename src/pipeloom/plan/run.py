@@ -241,6 +241,8 @@ def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> Sta
     inputs = [layer.input * (mark or "input" in layer.tensors) for layer, mark in zip(layers, marks, strict=True)]
     first = stage in {route[0] for route in schedule.routes}  # its inputs are views of the batch
     held = memory.saved - inputs[0]
+    plain = stage_memory(layers, split=schedule.splits_backward)
+    rest = max(0.0, plain.saved - layers[0].input * ("input" in layers[0].tensors) - held)  # of those not in blocks
     # While a layer is recomputed, what those behind it held is gone.
     behind = [memory.saved - level for level in accumulate(copy.saved for copy in copies)]
     rises = (
@@ -254,10 +256,10 @@ def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> Sta
         always += sum(
             _keys_and_values(layer) for layer, mark in zip(layers, marks, strict=True) if mark or "R" in kinds
         )
-    extra = max(0.0, memory.extra - layer) * _largest_slice(layout) + summed_over_slices(
-        layout, stage, sum(_keys_and_values(layer) for layer in layers)
-    )
-    return StageMemory(held * (not blocks), memory.pending, extra, always, layer)
+    extra = max(0.0, memory.extra - layer, plain.extra * (not kinds.isdisjoint("BI"))) * _largest_slice(
+        layout
+    ) + summed_over_slices(layout, stage, sum(_keys_and_values(layer) for layer in layers))
+    return StageMemory(rest if blocks else held, memory.pending, extra, always, layer)
 
 
 def _keys_and_values(layer: LayerOps) -> float:

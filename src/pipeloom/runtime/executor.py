@@ -475,18 +475,19 @@ class Executor:
 
     def _broadcast(self, action: Action) -> None:
         """Run BROADCAST."""
-        edge, mb = self.program.stages[action.stage].takes, action.microbatch
+        edge, mb = self.program.stages[action.stage].takes, self._unit(action)
         hidden = None if edge is None else self._local.pop(("activation", edge, mb)).values[0]
         self._spread.broadcast(mb, hidden, self.batch.targets[mb])
 
     def _scores(self, action: Action, received: Deliveries) -> Deliveries:
         """Run S."""
-        self._spread.scores(action.microbatch, self.batch.targets[action.microbatch], self.training)
+        mb = self._unit(action)
+        self._spread.scores(mb, self.batch.targets[mb], self.training)
         return {}
 
     def _sum_scores(self, action: Action) -> None:
         """Run REDUCE_SUM; the rank of the last stage of layers adds the loss to its sum."""
-        mb = action.microbatch
+        mb = self._unit(action)
         loss = self._spread.sum_scores(mb, self.batch.shares[mb], self.training)
         if self.program.stages[action.stage].takes is not None:
             self.result.loss.add(loss)
@@ -499,13 +500,14 @@ class Executor:
 
     def _reduce_input(self, action: Action) -> None:
         """Run REDUCE_INPUT; the rank of the last stage of layers keeps the gradient for its backward."""
-        gradient, edge = self._spread.sum_input_gradient(action.microbatch), self.program.stages[action.stage].takes
+        mb, edge = self._unit(action), self.program.stages[action.stage].takes
+        gradient = self._spread.sum_input_gradient(mb)
         if edge is not None:
-            self._local["gradient", edge, action.microbatch] = Delivery((gradient,), ())
+            self._local["gradient", edge, mb] = Delivery((gradient,), ())
 
     def _share_gradients(self, action: Action, received: Deliveries) -> Deliveries:
         """Run T."""
-        self._spread.gradients(action.microbatch)
+        self._spread.gradients(self._unit(action))
         return {}
 
     def _copy_out(self, action: Action) -> None:

@@ -193,9 +193,16 @@ def stage_bytes(schedule: Schedule, spans: Sequence[Sequence[LayerBytes]]) -> di
     """
     actions = [action for program in schedule.programs for cell in program for action in parts(cell)]
     blocks = {action.stage for action in actions if action.kind in ("RB", "RI")}
+    plain = {action.stage for action in actions if action.kind in ("B", "I")} | ({*range(schedule.stages)} - blocks)
     first = {route[0] for route in schedule.routes}
     whole = {action.stage for action in actions if action.kind == "R"}
-    values = [_values(layers, stage in first, stage in blocks, stage in whole) for stage, layers in enumerate(spans)]
+    values = []
+    for stage, layers in enumerate(spans):
+        saved = _values(layers, stage in first, False, stage in whole)
+        again = _values(layers, stage in first, True, stage in whole) if stage in blocks else saved
+        rest = saved[KEPT] + saved[SAVED] - again[KEPT]
+        ways = [way for way, stages in ((saved, plain), (again, blocks)) if stage in stages]
+        values.append(again | {SAVED: max(0.0, rest), "temporary": max(way["temporary"] for way in ways)})
     sizes = {name: tuple(value[name] for value in values) for name in (KEPT, SAVED, PENDING, "layer", "temporary")}
     names = sorted({part for layers in spans for each in layers for part in each.parts})
     return sizes | {

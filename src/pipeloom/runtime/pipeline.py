@@ -179,7 +179,7 @@ class Pipeline:
             for rank, status in statuses.items()
         ]
         self._followed = self._follow_rows() if spec.followed is not None else None
-        self._gradients.followed = self._followed
+        self._gradients.followed = self._followed if self._followed is not None and self._followed.trains else None
         self._built = BuiltParameters(assembly.modules)
         self._signals: SignalsBetweenProcesses | None = None  # once a schedule has any
         self._compared = False  # whether replicas are known to hold the same values

@@ -180,7 +180,7 @@ class SpreadVocabulary:
         shifts = (everyone[:, 0] - largest).exp_()
         hit, powers, total = everyone[:, 1].sum(0), (everyone[:, 2] * shifts).sum(0), everyone[:, 3].sum(0)
         tokens.factor = shifts[self.axis.index] / powers
-        tokens.scale = tokens.counts * (weight / tokens.counts.sum().clamp(min=1))
+        tokens.scale = tokens.counts * (weight / tokens.counts.sum().clamp(min=1).to(powers.dtype))
         losses = powers.log() + largest - (1 - smoothing) * hit - smoothing / share.vocabulary * total
         if not training:
             del self._tokens[microbatch]
@@ -256,7 +256,8 @@ class SpreadVocabulary:
             hit = (tokens.scale * (smoothing - 1)).masked_fill(tokens.outside, 0)
             rows.scatter_add_(-1, tokens.row, hit.unsqueeze(-1))
         logits = tokens.logits
-        torch.autograd.backward([logits], [rows.view(logits.shape).to(logits.dtype)])
+        if logits.requires_grad:  # else the weight is frozen, and S computed the input gradient
+            torch.autograd.backward([logits], [rows.view(logits.shape).to(logits.dtype)])
         if self.fused:
             del self._tokens[microbatch]
 
@@ -279,6 +280,9 @@ class FollowedRows:
         spread: this rank's share.
         parts: rank on `spread.axis` -> (first row, row behind the last) of the weight there, for the ranks that hold it.
         weight: the weight here; None: other ranks hold it.
+
+    Attributes:
+        trains: whether the copies have gradients; False: the weight is frozen.
     """
 
     def __init__(
@@ -288,7 +292,9 @@ class FollowedRows:
         self._axis, self._copy = spread.axis, spread.share.weight
         wide = torch.promote_types(self._copy.dtype, torch.float32)
         self._total = torch.zeros_like(self._copy, dtype=wide, requires_grad=False)
-        self._copy.register_post_accumulate_grad_hook(self._collect)  # type: ignore[no-untyped-call]
+        self.trains = self._copy.requires_grad
+        if self.trains:
+            self._copy.register_post_accumulate_grad_hook(self._collect)  # type: ignore[no-untyped-call]
         starts = list(accumulate(spread.share.parts, initial=0))
         # (holder, rank of the share, first row, row behind the last) of all common rows
         self._common = [

@@ -117,6 +117,9 @@ def memory_bound(
     * before the first backward: no I of stage s ends sooner than chain(s) after its F, and until the rank's first I
       starts, only the forwards that fit the memory can run. With one stage per rank and k places:
       span >= work + max(0, (p-1)(b+2c) + (p-k) f).
+    * after the last input gradient, for the makespan: of the rank's first stage s. The input gradients of stages s-1 .. 0 and one
+      W still follow, if there are any, and until then the rank has at most the W whose memory fits. With room for k of them:
+      makespan >= head + work + max(0, s (b+c) + w - k w).
     * steady state: a micro-batch takes memory in stage s from its F until its I and, for the share held, until its W; the sum of
       these areas is at most memory * span. A share above 1 counts as 1, because I and W in one B never hold it.
 
@@ -131,14 +134,14 @@ def memory_bound(
     activation, held = costs.per_stage("activation", count), costs.per_stage("held", count)
     factors = costs.factors(microbatches)
     smallest, whole = min(factors), sum(factors)
-    head, chain = _ways(placement, costs, smallest)
+    head, chain, tail = _ways(placement, costs, smallest)
     chains = {factor: _ways(placement, costs, factor)[1] for factor in set(factors)}
     best = 0.0
     for rank in range(max(placement) + 1):
         stages_of_rank = [s for s in range(count) if placement[s] == rank]
         work = whole * sum(spread.forward[s] + spread.backward[s] for s in stages_of_rank)
         loads = [(spread.forward[s], activation[s]) for s in stages_of_rank]
-        filled = _forwards_that_fit(loads, whole, memory + ROUNDING, even=smallest == 1 == max(factors))
+        filled = _most_that_fits(loads, whole, memory + ROUNDING, even=smallest == 1 == max(factors))
         area = sum(
             factor * activation[s] * (chains[factor][s] + factor * min(1.0, held[s]) * spread.weight_grad[s])
             for factor in factors
@@ -147,39 +150,47 @@ def memory_bound(
         first = min(head[s] for s in stages_of_rank)
         if objective == "makespan":
             wait = min(head[s] + chain[s] - smallest * spread.input_grad[s] for s in stages_of_rank)
-            best = max(best, wait + work - filled, first + area / memory)
+            pending = [(spread.weight_grad[s], held[s] * activation[s]) for s in stages_of_rank]
+            last = _most_that_fits(pending, whole, memory + ROUNDING, even=smallest == 1 == max(factors))
+            idle = max(0.0, tail[stages_of_rank[0]] - last)
+            best = max(best, max(wait - filled, first) + work + idle, first + area / memory)
         else:
             wait = min(chain[s] - smallest * spread.input_grad[s] for s in stages_of_rank)
             best = max(best, wait + work - filled, area / memory)
     return round(best, 9)
 
 
-def _ways(placement: Sequence[int], costs: Costs, factor: float) -> tuple[list[float], list[float]]:
-    """stage -> time from the step's start to its F, and from F's start through the last stage to the end of its I."""
+def _ways(placement: Sequence[int], costs: Costs, factor: float) -> tuple[list[float], list[float], list[float]]:
+    """stage -> time from the step's start to its F, from F's start through the last stage to the end of its I (or B), and from
+    there to the end of the first stage's W.
+    """
     count = len(placement)
     spread = StageCosts.of(costs, count)
-    chain, head = [0.0] * count, [0.0] * count
+    chain, head, tail = [0.0] * count, [0.0] * count, [0.0] * count
     for s in range(1, count):
-        head[s] = head[s - 1] + factor * spread.forward[s - 1] + costs.hop(placement[s - 1], placement[s], factor)
+        here, there = placement[s - 1], placement[s]
+        head[s] = head[s - 1] + factor * spread.forward[s - 1] + costs.hop(here, there, factor)
+        after = spread.input_grad[s - 1] if s > 1 else spread.input_grad[0] + spread.weight_grad[0]
+        tail[s] = costs.hop(there, here, factor) + factor * after + tail[s - 1]
     for s in reversed(range(count)):
         chain[s] = factor * (spread.forward[s] + spread.input_grad[s])
         if s + 1 < count:
             here, there = placement[s], placement[s + 1]
             chain[s] += costs.hop(here, there, factor) + chain[s + 1] + costs.hop(there, here, factor)
-    return head, chain
+    return head, chain, tail
 
 
-def _forwards_that_fit(stages: list[tuple[float, float]], microbatches: float, memory: float, even: bool) -> float:
-    """The most forward time whose activations fit: of stages (forward, activation), `microbatches` each, parts allowed.
+def _most_that_fits(stages: list[tuple[float, float]], microbatches: float, memory: float, even: bool) -> float:
+    """The most time of F, or of W, whose memory fits: of stages (time, memory), `microbatches` each, parts allowed.
 
-    `even`: micro-batches of factor 1 only, so that where the stages' activations are alike, whole ones fit.
+    `even`: micro-batches of factor 1 only, so that where the stages' memory is alike, whole ones fit.
     """
     total, left = 0.0, memory
-    alike = even and len({activation for _, activation in stages}) == 1
-    for forward, activation in sorted(stages, key=lambda stage: stage[1] / stage[0] if stage[0] else math.inf):
-        fitting = min(microbatches, left / activation) if activation else microbatches
+    alike = even and len({size for _, size in stages}) == 1
+    for time, size in sorted(stages, key=lambda stage: stage[1] / stage[0] if stage[0] else math.inf):
+        fitting = min(microbatches, left / size) if size else microbatches
         if alike:
             fitting = math.floor(fitting + ROUNDING)
-        total += fitting * forward
-        left -= fitting * activation if activation else 0.0
+        total += fitting * time
+        left -= fitting * size if size else 0.0
     return total

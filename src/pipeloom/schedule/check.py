@@ -31,7 +31,7 @@ from pipeloom.schedule.actions import (
 from pipeloom.schedule.batched_p2p import check_batches
 from pipeloom.schedule.channels import neighbours, smallest_depths, traffic
 from pipeloom.schedule.graph import NEVER, Graph, WalkCosts, entry_waits, groups_of, runnable_prefix, walk
-from pipeloom.schedule.model import Schedule, ValueKey, made_by, of_schedule, parts, value_key
+from pipeloom.schedule.model import Schedule, ValueKey, made_by, of_schedule, parts, unit_action, value_key
 
 CheckedTransport = Literal["individual", "batched"]
 TransportName = Literal["auto", "individual", "batched", "shared"]
@@ -138,10 +138,10 @@ def _diagnose(schedule: Schedule) -> None:
                         f"rank {rank}, action {at}: {action}, but micro-batch {action.microbatch} takes route "
                         f"{schedule.route_of[action.microbatch]}, which does not pass through stage {action.stage}"
                     )
-    for (letter, microbatch), rows in groups_of(schedule).items():
+    for (letter, unit), rows in groups_of(schedule).items():
         missing = {*range(schedule.ranks)} - {rank for rank, _ in rows}
         if missing:
-            cell = Action(letter, schedule.vocabulary[min(missing)], microbatch)
+            cell = unit_action(schedule, letter, schedule.vocabulary[min(missing)], unit)
             raise ScheduleError(
                 f"{cell} is missing on rank {min(missing)}: all ranks run {letter} of a micro-batch together, and "
                 f"{len(rows)} of {schedule.ranks} have it"

@@ -12,7 +12,6 @@ from typing import Any
 from pipeloom.errors import ArgumentError, CapacityError, UsageError
 from pipeloom.schedule.actions import COMPUTE, GRADS, KEPT, OUTPUT, PARAMS, PENDING, SAVED, whole_of
 from pipeloom.schedule.model import Schedule
-from pipeloom.schedule.placement import named
 
 LARGEST_COST = (
     1e100  # the sums and products of larger numbers would overflow, and every schedule would seem to deadlock
@@ -483,7 +482,7 @@ def durations(schedule: Schedule, costs: Costs) -> list[float]:
     for kind in schedule.kinds:
         time = kind.time
         values = spread.time_of(time) if isinstance(time, str) else (time,) * schedule.stages
-        factors = by_time if kind.queue == COMPUTE else by_size
+        factors = by_time if kind.queue == COMPUTE and not kind.vocabulary else by_size
         even = kind.of_stage or alike
         for value in values:
             times.extend([value] * len(factors) if even else [value * factor for factor in factors])
@@ -565,43 +564,30 @@ def _numbers(value: Any) -> Iterator[float]:
 _MOVING = (SAVED, KEPT, PENDING, "layer")
 
 
-def activation_limit(
-    costs: Costs, memory: float, ranks: int, chunks: int | None, placement: str | Sequence[int] | None
-) -> tuple[Costs, float]:
-    """Return (costs whose activations are bytes, the most of them on a rank) for a limit of `memory` bytes on each device.
+def activation_limit(costs: Costs, memory: float, placement: Sequence[int]) -> tuple[Costs, tuple[float, ...]]:
+    """Return (costs whose activations are bytes, rank -> the most of them) for a limit of `memory` bytes on each device.
 
-    What stands for the whole step is counted as on the fullest rank of the placements in question.
-
-    Raises UsageError for costs without the bytes of what is saved, CapacityError where what stands does not fit.
+    Raises UsageError for costs without the bytes of what is saved, CapacityError where what stands for the whole step exceeds it.
     """
-    amounts = dict(costs.bytes)
-    if SAVED not in amounts:
+    if SAVED not in dict(costs.bytes):
         raise UsageError("a limit in bytes needs costs with bytes of what a stage saves: costs.bytes has no 'saved'")
-    if isinstance(placement, str) or placement is None:
-        names = [placement] if placement is not None else ["linear", "loop", "vee"] if (chunks or 1) > 1 else ["linear"]
-        places = [named(name, ranks, chunks or (2 if name == "vee" else 1)) for name in names]
-    else:
-        places = [tuple(placement)]
-    standing = 0.0
-    for place in places:
-        sizes = costs.bytes_in(DEVICE, len(place))
-        stages = [
-            sum(size[stage] for name, size in sizes.items() if whole_of(name) not in _MOVING)
-            for stage in range(len(place))
-        ]
-        standing = max(standing, *(sum(stages[s] for s, rank in enumerate(place) if rank == r) for r in range(ranks)))
-    if standing >= memory:
-        raise CapacityError(
-            f"weights, gradients and all else that stands for the whole step take {standing / 2**30:.3g} GiB on the fullest "
-            f"rank, and there are {memory / 2**30:.3g} GiB"
-        )
-    count = len(places[0])
+    count = len(placement)
     sizes = costs.bytes_in(DEVICE, count)
+    standing = [0.0] * (max(placement) + 1)
+    for name, size in sizes.items():
+        for stage, rank in enumerate(placement if whole_of(name) not in _MOVING else ()):
+            standing[rank] += size[stage]
+    if max(standing) >= memory:
+        raise CapacityError(
+            f"weights, gradients and all else that stands for the whole step take {max(standing) / 2**30:.3g} GiB on the "
+            f"fullest rank, and there are {memory / 2**30:.3g} GiB"
+        )
+    limits = tuple(memory - each for each in standing)
     saved = tuple(map(sum, zip(sizes[SAVED], sizes.get(KEPT, (0.0,) * count), strict=True)))
     pending = sizes.get(PENDING, saved)
     held = tuple(late / whole if whole else 0.0 for late, whole in zip(pending, saved, strict=True))
     alike = len(set(saved)) == len(set(held)) == 1
     shares = tuple(k / whole if whole else 0.0 for k, whole in zip(sizes.get(KEPT, (0.0,) * count), saved, strict=True))
     if not alike:
-        return replace(costs, activation=saved, held=held, kept=shares), memory - standing
-    return replace(costs, activation=saved[0], held=held[0], kept=shares), memory - standing
+        return replace(costs, activation=saved, held=held, kept=shares), limits
+    return replace(costs, activation=saved[0], held=held[0], kept=shares), limits

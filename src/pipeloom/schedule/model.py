@@ -365,9 +365,7 @@ class Schedule:
         rest, unit = divmod(code, self.units)
         number, stage = divmod(rest, self.stages)
         kind = kinds()[number]
-        if self.slices == 1 or kind.of_stage:
-            return Action(kind.letter, stage, unit)
-        return Action(kind.letter, stage, *divmod(unit, self.slices))
+        return Action(kind.letter, stage, unit) if kind.of_stage else unit_action(self, kind.letter, stage, unit)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields, and the letters of the kinds: their numbers are those of this process."""
@@ -452,6 +450,13 @@ def of_schedule(function: PublicFunction) -> PublicFunction:
         return function(schedule, *arguments, **keywords)
 
     return cast(PublicFunction, checked)
+
+
+def unit_action(schedule: Schedule, letter: str, stage: int, unit: int) -> Action:
+    """Return the action of this kind of a stage and a unit: a micro-batch, or a slice of one."""
+    return (
+        Action(letter, stage, unit) if schedule.slices == 1 else Action(letter, stage, *divmod(unit, schedule.slices))
+    )
 
 
 def parts(cell: Cell) -> tuple[Action, ...]:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
 
-from pipeloom.errors import ScheduleError
+from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule.actions import COMPUTE, COPY_IN, COPY_OUT, WEIGHT_GRADIENT
 from pipeloom.schedule.channels import Edge, neighbours
 from pipeloom.schedule.check import check
@@ -26,9 +26,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, overlap_p2p: boo
 
     Raises:
         ScheduleError: the schedule cannot run to its end.
-        UsageError: the costs do not have one value for each stage.
+        UsageError: the costs are no `Costs`, or do not have one value for each stage.
     """
     cost_model = costs if costs is not None else Costs()
+    if not isinstance(cost_model, Costs):
+        raise UsageError(f"costs is of type {type(costs).__name__}; give a pipeloom.Costs")
     run = run_once(schedule, cost_model, overlap_p2p=overlap_p2p)
     if run.stuck:
         check(schedule)

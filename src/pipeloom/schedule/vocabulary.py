@@ -19,7 +19,7 @@ from pipeloom.errors import UsageError
 from pipeloom.schedule.actions import Action, Cell, kind_number, kind_of
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
 from pipeloom.schedule.graph import NEVER, Graph
-from pipeloom.schedule.model import Schedule, of_schedule, parts
+from pipeloom.schedule.model import Schedule, of_schedule, parts, unit_action
 from pipeloom.schedule.simulate import weights_of
 
 _ONE, _TWO = ("REDUCE",), ("REDUCE_SUM", "REDUCE_INPUT")
@@ -32,7 +32,7 @@ class _Policy(NamedTuple):
         ahead: how many forwards of stages more than before come ahead of each backward.
         scores_first: whether S comes before what the schedule has next.
         waiting: the most T that wait while other work is there, those of the last micro-batches not counted.
-        late: of how many of the last micro-batches T waits until there is no other work.
+        late: of how many of the last units T waits until there is no other work.
         fit: the share of a T that must fit into a wait for it to be computed there.
     """
 
@@ -49,7 +49,8 @@ def vocabulary(schedule: Schedule, form: str = "fused", costs: Costs | None = No
 
     The order of the schedule's own actions on a rank stays, but forwards move ahead of backwards, which wait for the reductions.
     S, T and the forwards' lead are those of the shortest of several placements. Memory: with one reduction at most one
-    micro-batch per rank more than before, with two at most two.
+    micro-batch per rank more than before, with two at most two; of sequences in slices, so many slices. There each slice has
+    group entries, S and T of its own.
 
     Args:
         form: `"fused"`: S computes the input gradient of its share, too, and one reduction follows it; `"two"`: T does.
@@ -66,7 +67,6 @@ def vocabulary(schedule: Schedule, form: str = "fused", costs: Costs | None = No
         "has overlapped pairs (the transform unpair takes them apart)": schedule.has_pairs,
         "has entries beside the computation, which are added afterwards": schedule.has_queues or schedule.stage_actions,
         "passes tensors by name": schedule.tensors,
-        "is cut into slices": schedule.slices > 1,
     }
     for words, holds in problems.items():
         if holds:
@@ -139,8 +139,8 @@ class _PlacedRank:
         rest: the entries of the schedule that have not run, next one first.
         cells: (start, entry) of those that have, S and T included, in order.
         free: when the last one ends.
-        scores: the micro-batch of its next S.
-        grads: the micro-batches whose T can run.
+        scores: the unit of its next S.
+        grads: the units whose T can run.
     """
 
     rest: deque[Action]
@@ -158,7 +158,8 @@ class _Placing:
     ) -> None:
         self.schedule, self.groups, self.policy = spread, groups, policy
         first = spread.vocabulary.start
-        probe = spread.with_programs([(Action("REDUCE_INPUT", first), *schedule.programs[0]), *schedule.programs[1:]])
+        some = unit_action(spread, "REDUCE_INPUT", first, 0)
+        probe = spread.with_programs([(some, *schedule.programs[0]), *schedule.programs[1:]])
         weights = weights_of(probe, costs)
         self.graph, self.duration, self.hop = Graph.of(probe, full=True), weights.duration, weights.hop
         self.end_of = [NEVER] * self.graph.always + [0.0, 0.0]
@@ -166,8 +167,8 @@ class _Placing:
         self.started: list[tuple[float, str, int]] = []  # the group entries, in order
         self.due: list[tuple[float, str, int]] = []  # those that are known to start, by the moment at which they could
         self.collective_free = 0.0
-        self.shared: dict[tuple[str, int], list[float]] = {}  # (kind, micro-batch) -> ends of what its group waits for
-        self.there: dict[tuple[str, int], float] = {}  # (kind, micro-batch) of a group -> its end
+        self.shared: dict[tuple[str, int], list[float]] = {}  # (kind, unit) -> ends of what its group waits for
+        self.there: dict[tuple[str, int], float] = {}  # (kind, unit) of a group -> its end
         self.moments = [0.0]
 
     def run(self) -> float:
@@ -181,8 +182,8 @@ class _Placing:
             for rank in range(len(self.ranks)):
                 while self.ranks[rank].free <= now and self._start_next(rank, now):
                     pass
-        m = self.schedule.microbatches
-        if any(rank.rest or rank.grads or rank.scores < m for rank in self.ranks):
+        units = self.schedule.units
+        if any(rank.rest or rank.grads or rank.scores < units for rank in self.ranks):
             return NEVER
         return max(self.collective_free, *(rank.free for rank in self.ranks))
 
@@ -192,7 +193,11 @@ class _Placing:
 
     def _code(self, action: Action) -> int:
         schedule = self.schedule
-        return (kind_number(action.kind) * schedule.stages + action.stage) * schedule.microbatches + action.microbatch
+        return (kind_number(action.kind) * schedule.stages + action.stage) * schedule.units + schedule.unit_of(action)
+
+    def _of_share(self, letter: str, rank: int, unit: int) -> Action:
+        """Return the entry of this kind of a rank's share."""
+        return unit_action(self.schedule, letter, self.schedule.vocabulary[rank], unit)
 
     def _ready(self, action: Action) -> float:
         """Return when what an entry of the schedule waits for is there; NEVER if that is not known yet."""
@@ -203,15 +208,14 @@ class _Placing:
         """Start what the policy says on a rank that is free; return whether there is something."""
         each, policy, two = self.ranks[rank], self.policy, len(self.groups) > 1
         ready = self._ready(each.rest[0]) if each.rest else NEVER
-        share = self.schedule.vocabulary[rank]
-        waiting = [mb for mb in each.grads if self.there[self.groups[0], mb] <= now]
-        grads = Action("T", share, waiting[0]) if waiting else None
+        waiting = [unit for unit in each.grads if self.there[self.groups[0], unit] <= now]
+        grads = self._of_share("T", rank, waiting[0]) if waiting else None
         scores = self.there.get(("BROADCAST", each.scores), NEVER)
-        early = sum(mb < self.schedule.microbatches - policy.late for mb in waiting)
+        early = sum(unit < self.schedule.units - policy.late for unit in waiting)
         urgent = two or early > policy.waiting
         options: list[Action | None] = [
             grads if two else None,
-            Action("S", share, each.scores) if scores <= now else None,
+            self._of_share("S", rank, each.scores) if scores <= now else None,
             grads if urgent else None,
         ]
         following = each.rest[0] if ready <= now else None
@@ -229,57 +233,57 @@ class _Placing:
         return True
 
     def _start(self, rank: int, action: Action, now: float) -> None:
-        each, code = self.ranks[rank], self._code(action)
+        each, code, unit = self.ranks[rank], self._code(action), self.schedule.unit_of(action)
         each.free = end = now + self.duration[code]
         each.cells.append((now, action))
         self.end_of[self.graph.event[code] if self.graph.event is not None else code] = end
         heapq.heappush(self.moments, end)
         if action.kind == "S":
             each.scores += 1
-            self._arrive(self.groups[0], action.microbatch, end, self.schedule.ranks)
+            self._arrive(self.groups[0], unit, end, self.schedule.ranks)
         elif action.kind == "T":
             each.grads.popleft()
             if len(self.groups) > 1:
-                self._arrive(self.groups[1], action.microbatch, end, self.schedule.ranks)
+                self._arrive(self.groups[1], unit, end, self.schedule.ranks)
         else:
             each.rest.popleft()
             if kind_of(action.kind).is_forward and action.stage == self.schedule.routes[0][-1]:
-                self._arrive("BROADCAST", action.microbatch, end, 1)
+                self._arrive("BROADCAST", unit, end, 1)
 
-    def _arrive(self, letter: str, microbatch: int, end: float, count: int) -> None:
+    def _arrive(self, letter: str, unit: int, end: float, count: int) -> None:
         """Note that one of `count` entries for which a group waits ends then."""
-        ends = self.shared.setdefault((letter, microbatch), [])
+        ends = self.shared.setdefault((letter, unit), [])
         ends.append(end)
         if len(ends) == count:
-            heapq.heappush(self.due, (max(ends), letter, microbatch))
+            heapq.heappush(self.due, (max(ends), letter, unit))
 
-    def _start_group(self, ready: float, letter: str, microbatch: int) -> None:
+    def _start_group(self, ready: float, letter: str, unit: int) -> None:
         start = max(ready, self.collective_free)
-        self.started.append((start, letter, microbatch))
+        self.started.append((start, letter, unit))
         end = 0.0
-        for share in self.schedule.vocabulary:
-            code = self._code(Action(letter, share, microbatch))
+        for rank in range(self.schedule.ranks):
+            code = self._code(self._of_share(letter, rank, unit))
             end = start + self.duration[code]
             if self.graph.event is not None:
                 self.end_of[self.graph.event[code]] = end
-        self.collective_free = self.there[letter, microbatch] = end
+        self.collective_free = self.there[letter, unit] = end
         heapq.heappush(self.moments, end)
         if letter == self.groups[0]:
             for each in self.ranks:
-                each.grads.append(microbatch)
+                each.grads.append(unit)
 
     def _program(self, rank: int) -> list[Cell]:
         """Return a rank's program: each group entry stands behind the computation that runs when it starts."""
-        share, cells = self.schedule.vocabulary[rank], self.ranks[rank].cells
+        cells = self.ranks[rank].cells
         place = {action: at for at, (_, action) in enumerate(cells)}
         needed = {"REDUCE": "S", "REDUCE_SUM": "S", "REDUCE_INPUT": "T"}
         behind: dict[int, list[Cell]] = defaultdict(list)
         at, starts = -1, [start for start, _ in cells]
-        for start, letter, microbatch in self.started:
+        for start, letter, unit in self.started:
             at = max(at, bisect_right(starts, start - TIME_TOLERANCE) - 1)
             if letter in needed:
-                at = max(at, place[Action(needed[letter], share, microbatch)])
-            behind[at].append(Action(letter, share, microbatch))
+                at = max(at, place[self._of_share(needed[letter], rank, unit)])
+            behind[at].append(self._of_share(letter, rank, unit))
         return [*behind[-1], *(each for at, (_, cell) in enumerate(cells) for each in (cell, *behind[at]))]
 
 

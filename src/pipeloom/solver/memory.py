@@ -32,7 +32,8 @@ def per_rank_limits(placement: Sequence[int], costs: Costs, limits: Sequence[flo
         raise ArgumentError(
             "memory", f" has {len(limits)} values and the schedule {ranks} ranks: give one number or {ranks}"
         )
-    factors = [max(limits) / limits[rank] for rank in placement]
+    # Less by a trifle, so that rounding excludes nothing that fits exactly.
+    factors = [max(limits) / limits[rank] * (1 - 1e-12) for rank in placement]
     activation = costs.per_stage("activation", stages)
     sizes = dict(costs.bytes)
     sizes.setdefault(SAVED, costs.saved(stages))

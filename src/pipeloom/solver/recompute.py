@@ -65,7 +65,7 @@ def bound_with_recomputation(instance: Instance) -> float:
     """Return a lower bound on schedules that may recompute: every micro-batch holds only what R needs, and R takes no time."""
     costs, stages = instance.costs, instance.stages
     activation, inputs, held = (costs.per_stage(name, stages) for name in ("activation", "kept", "held"))
-    pending = tuple(min(1.0, late / share) if share else 1.0 for late, share in zip(held, inputs, strict=True))
+    pending = tuple(late / share if share else 1.0 for late, share in zip(held, inputs, strict=True))
     least = replace(costs, activation=tuple(a * k for a, k in zip(activation, inputs, strict=True)), held=pending)
     sizes = instance.placement, instance.microbatches
     return max(

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeloom.errors import ScheduleError, UsageError, shortened
+from pipeloom.errors import PipeloomError, ScheduleError, UsageError, shortened
 from pipeloom.limits import SCHEDULE_BYTES, read_file
 from pipeloom.schedule.actions import Action, Cell, Pair, kind_of, parse_cell
 from pipeloom.schedule.check import check
@@ -73,6 +73,19 @@ def _trace_files(folder: Path) -> list[Path]:
 
 def read(path: Path) -> MeasuredSteps:
     """Return the steps of a trace or of a folder of traces. Raises as `TraceReader.read`."""
+    try:
+        return _steps_in(path)
+    except PipeloomError:
+        files = _trace_files(path) if path.is_dir() else [path]
+        world = max((_info(_read(file)).get("world_size", 1) for file in files), default=1)
+        if world <= len(files):
+            raise
+        raise UsageError(
+            f"{path} holds the traces of {len(files)} of {world} processes; give a folder with those of all, a file for each"
+        ) from None
+
+
+def _steps_in(path: Path) -> MeasuredSteps:
     ranks = _ranks_of_folder(path) if path.is_dir() else _ranks_of_file(path)
     rows = [row for rank, events in ranks if (row := _row(events, rank, path)).steps]
     if rows:
@@ -114,10 +127,15 @@ def _without_replicas(rows: Sequence[_Row]) -> tuple[list[_Row], list[str]]:
     return best_rows, notes
 
 
+def _info(trace: Any) -> dict[str, Any]:
+    """Return what a trace of torch says about its process."""
+    info = trace.get("distributedInfo") if isinstance(trace, dict) else None
+    return info if isinstance(info, dict) else {}
+
+
 def _rank_of(trace: Any, path: Path, default: int) -> int:
     """Return the rank given in a trace, else in the name of its file, else `default`."""
-    info = trace.get("distributedInfo") if isinstance(trace, dict) else None
-    rank = info.get("rank") if isinstance(info, dict) else None
+    rank = _info(trace).get("rank")
     if isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0:
         return rank
     number = _NUMBER.search(path.name)

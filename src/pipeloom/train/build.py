@@ -99,7 +99,7 @@ def model_layers(
     """
     options, context = lora_options(config), context_parallel_of(config, mesh)
     if config.model.source:
-        model: list[Layer] = foreign(config.model.source, dtype, context, slices)
+        model: list[Layer] = foreign(config.model.source, dtype, context, slices, spread)
     else:
         experts = expert_parallel_of(config, mesh)
         model = layers(
@@ -176,10 +176,14 @@ def ties(config: Config) -> tuple[tuple[str, ...], ...]:
 
 @cache
 def foreign(
-    source: str, dtype: torch.dtype, context: ContextParallel | None = None, slices: bool = False
+    source: str,
+    dtype: torch.dtype,
+    context: ContextParallel | None = None,
+    slices: bool = False,
+    spread: VocabularyRanks | None = None,
 ) -> hf.ModelLayers:
     """Return the layers of the model in a Hugging Face directory."""
-    return hf.layers(expanded(source), dtype=dtype, context=context, slices=slices)
+    return hf.layers(expanded(source), dtype=dtype, context=context, slices=slices, spread=spread)
 
 
 def _tensor_parallel(mesh: Mesh, config: Config, device: torch.device) -> TensorParallel:

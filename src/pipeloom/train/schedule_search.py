@@ -24,10 +24,13 @@ from pipeloom.limits import expanded
 from pipeloom.parallel.exchange import broadcast_json
 from pipeloom.runtime import Pipeline
 from pipeloom.schedule import Costs, Schedule, Timeline, check, simulate
-from pipeloom.schedule.costs import TIME_TOLERANCE
+from pipeloom.schedule.channels import size_words
+from pipeloom.schedule.costs import DEVICE, TIME_TOLERANCE
 from pipeloom.schedule.json_form import from_json, to_dict
+from pipeloom.schedule.model import parts
 from pipeloom.schedule.transforms import half_split
 from pipeloom.traces.measured import costs_of
+from pipeloom.train.report.device_profile import measured_costs, profiled, searched_bytes, split_layer_bytes
 from pipeloom.train.report.metrics import shared_cores
 from pipeloom.train.report.report import Report
 
@@ -84,17 +87,18 @@ def search_for(request: SearchRequest, costs: Costs, source: str) -> SearchOutco
     Raises UsageError for costs of another number of stages, CapacityError if no schedule fits into the memory.
     """
     from pipeloom.solver import search
+    from pipeloom.solver.in_bytes import search_in_bytes
     from pipeloom.solver.merge_backward import merge_backwards
 
     family, objective = request.family, request.objective
     baseline = value_of(family, costs, objective)
-    memory = memory_limit(request, costs)
+    run: Any = search_in_bytes if request.in_bytes else search
     try:
-        result = search(
+        result = run(
             request.ranks,
             request.microbatches,
             costs,
-            memory,
+            request.memory if request.in_bytes else memory_limit(request, costs),
             placement=request.placement,
             chunks=request.chunks,
             objective=objective,
@@ -103,12 +107,13 @@ def search_for(request: SearchRequest, costs: Costs, source: str) -> SearchOutco
             seed=request.seed,
         )
     except CapacityError:
-        if max(simulate(family, costs).peak_memory) > memory + TIME_TOLERANCE:
+        if not fits(request, family, costs):
             raise
         return SearchOutcome(family, costs, objective, baseline, baseline, 0.0, source)
     if result.interrupted:
         raise KeyboardInterrupt
-    candidates = [family, merge_backwards(family, costs, objective), result.schedule]
+    named = [family, merge_backwards(family, costs, objective)]
+    candidates = [*(schedule for schedule in named if fits(request, schedule, costs)), result.schedule]
     best = min(candidates, key=lambda schedule: value_of(schedule, costs, objective))
     value = value_of(best, costs, objective)
     return SearchOutcome(
@@ -119,6 +124,14 @@ def search_for(request: SearchRequest, costs: Costs, source: str) -> SearchOutco
 def memory_limit(request: SearchRequest, costs: Costs) -> float:
     """Return the limit of a request for micro-batches of these sizes: as many of the largest ones."""
     return request.memory * max(costs.microbatch, default=1.0)
+
+
+def fits(request: SearchRequest, schedule: Schedule, costs: Costs) -> bool:
+    """Return whether a schedule fits the memory of a request on every rank."""
+    timeline = simulate(schedule, costs)
+    if request.in_bytes:
+        return max(timeline.peak_bytes[DEVICE]) <= request.memory
+    return max(timeline.peak_memory) <= memory_limit(request, costs) + TIME_TOLERANCE
 
 
 def value_of(schedule: Schedule, costs: Costs, objective: str) -> float:
@@ -157,10 +170,10 @@ def earlier_outcome(config: Config, request: SearchRequest, device: torch.device
             if saved["searched"]["fingerprint"] != key:
                 continue
             outcome = from_plain(saved)
-            schedule, limit = outcome.schedule, memory_limit(request, outcome.costs)
+            schedule = outcome.schedule
             check(schedule)
-            fits = max(simulate(schedule, outcome.costs).peak_memory) <= limit + TIME_TOLERANCE
-            if fits and schedule.ranks == request.ranks and schedule.microbatches == request.microbatches:
+            same_sizes = schedule.ranks == request.ranks and schedule.microbatches == request.microbatches
+            if same_sizes and fits(request, schedule, outcome.costs):
                 source = f"and schedule of {path}, as schedule.options.reuse allows"
                 return replace(outcome, source=source, seconds=0.0)
         except (OSError, ValueError, KeyError, TypeError, PipeloomError):  # not written by a search, or damaged
@@ -178,6 +191,8 @@ def report_outcome(report: Report, key: str, request: SearchRequest, outcome: Se
         f"{request.family.name}, bound {_time(outcome.lower_bound, request)}, gap {100 * outcome.gap:.1f} % "
         f"(costs {outcome.source}" + (f"; searched for {outcome.seconds:.1f} s" if outcome.seconds else "") + ")"
     )
+    if request.in_bytes:
+        report.say(f"  {_bytes_words(request, outcome)}")
     report.say(f"  saved to {path}; reuse it with --schedule.name {path}")
 
 
@@ -211,33 +226,79 @@ def set_fields(costs: Costs) -> dict[str, Any]:
     return {each.name: value for each in fields(Costs) if (value := getattr(costs, each.name)) != each.default}
 
 
+def _bytes_words(request: SearchRequest, outcome: SearchOutcome) -> str:
+    """Return the bytes of the fullest rank under both schedules, and how much is recomputed and copied, in words."""
+    schedule = outcome.schedule
+    peak, of_family = (max(simulate(each, outcome.costs).peak_bytes[DEVICE]) for each in (schedule, request.family))
+    units = {
+        (action.stage, action.microbatch): None
+        for program in schedule.programs
+        for cell in program
+        for action in parts(cell)
+        if action.kind.partition(":")[0] == "O"
+    }
+    return (
+        f"at most {size_words(peak)} of {size_words(request.memory)} per device ({request.family.name}: "
+        f"{size_words(of_family)}); of {schedule.stages * schedule.microbatches} stage-micro-batches {len(schedule.remade)} "
+        f"are recomputed, {len(units)} copied to host memory"
+    )
+
+
 def _time(value: float, request: SearchRequest) -> str:
     return f"{value:.6g}" if request.costs is not None else f"{value * 1e3:.1f} ms"
 
 
 def resolve_before_start(layout: Layout, context: WorkerContext, report: Report | None) -> Layout:
-    """Return `layout` with its searched schedule, if that can be found before the first step: for given costs, or in a saved run.
+    """Return `layout` with its searched schedule, if that can be found before the first step: for given costs, within bytes, or
+    in a saved run.
 
-    Collective; `report` is rank 0's. Return the layout as it is if nothing is searched, or if the costs are to be measured.
+    Collective; `report` is rank 0's. Return the layout as it is if nothing is searched, or if the costs are measured in steps.
     """
     request = layout.search
     if request is None:
         return layout
+    outcome = None
+    if request.reuse:
+        outcome = outcome_of_rank_0(context, request, lambda: earlier_outcome(layout.config, request, context.device))
+    if outcome is None and request.before_start:
+        costs, source = _costs_before_start(layout, request, context, report)
 
-    def find() -> SearchOutcome | None:
-        known = earlier_outcome(layout.config, request, context.device) if request.reuse else None
-        if known is not None or request.costs is None:
-            return known
-        if report is not None:
-            report.say("searching for a schedule for the costs given")
-        return search_for(request, request.costs, "as given")
+        def find() -> SearchOutcome:
+            if report is not None:
+                report.say(f"searching for a schedule for the costs {source}")
+            return search_for(request, costs, source)
 
-    outcome = outcome_of_rank_0(context, request, find)
+        outcome = outcome_of_rank_0(context, request, find)
     if outcome is None:
         return layout
     if report is not None:
         report_outcome(report, fingerprint(layout.config, context.device), request, outcome)
     return replace(layout, schedule=outcome.schedule, search=None)
+
+
+PROFILE_REPEATS = 5
+"""Steps of the layers that are measured before a search within bytes: medians of fewer are unsteady, more take longer."""
+
+
+def _costs_before_start(
+    layout: Layout, request: SearchRequest, context: WorkerContext, report: Report | None
+) -> tuple[Costs, str]:
+    """Return the costs of a search before the first step, given or measured, with bytes where they limit it; and their source."""
+    if not request.in_bytes:
+        assert request.costs is not None
+        return request.costs, "as given"
+    if request.costs is not None:
+        return with_bytes(layout, request.costs, context.device), "as given"
+    if report is not None:
+        report.say("measuring a layer of each kind, to search for a schedule")
+    with torch.random.fork_rng([]):
+        return measured_costs(layout, profiled(layout, context, PROFILE_REPEATS)), "measured in a layer of each kind"
+
+
+def with_bytes(layout: Layout, costs: Costs, device: torch.device) -> Costs:
+    """Return `costs` with the bytes of the layout's stages, and with R of the time of F."""
+    sizes = searched_bytes(layout, split_layer_bytes(layout), device.type)
+    return replace(costs, recompute=costs.forward, bytes=sizes.bytes, microbatch=sizes.microbatch)
 
 
 def estimated(layout: Layout, context: WorkerContext) -> Layout:
@@ -250,6 +311,8 @@ def estimated(layout: Layout, context: WorkerContext) -> Layout:
         return layout
     stage_times = tuple(float(flops) / 3 for flops in stage_costs(layout.config, layout.stage_layers))
     costs = request.costs or Costs(stage_times, stage_times, stage_times)
+    if request.in_bytes:
+        costs = with_bytes(layout, costs, context.device)
     outcome = outcome_of_rank_0(context, request, lambda: search_for(request, costs, ""))
     assert outcome is not None
     return replace(layout, schedule=outcome.schedule, search=None)

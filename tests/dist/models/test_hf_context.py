@@ -1,54 +1,74 @@
-"""Hugging Face models whose sequences are spread over ranks, against one process."""
+"""Hugging Face models whose sequences or vocabularies are spread over ranks, against one process."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+import transformers
 
 from hf_families import MODEL_FAMILIES, make_batch
 from pipeloom import schedules
 from pipeloom.decoder_shape import context_problem
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.mesh_shape import MeshShape
-from pipeloom.models import cross_entropy, hf
-from pipeloom.parallel.context import ContextParallel, Exchange
+from pipeloom.models import VocabularyRanks, cross_entropy, hf
+from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.mesh import ALONE, Mesh
+from pipeloom.parallel.sharding import shard_of
 from pipeloom.runtime import LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.runtime.verify import relative_error
 from processes import run_ranks
 
 
-def spread(rank: int, family: str, exchange: Exchange, packed: bool) -> list[float]:
+def weighted(family: str) -> Any:
+    """The family's model, with the same weights in every process."""
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(MODEL_FAMILIES[family].build())
+
+
+def spread(rank: int, family: str, how: Literal["gather", "ring", "vocabulary"], packed: bool) -> list[float]:
     """The relative errors of the loss and of every gradient."""
-    batch, tiny, options = make_batch(family, packed), MODEL_FAMILIES[family], RuntimeOptions(seed=0)
-    whole = hf.layers(tiny.build())
+    batch, options = make_batch(family, packed), RuntimeOptions(seed=0)
+    whole = hf.layers(weighted(family))
     schedule = schedules.one_f_one_b(1, 4)
     one = LocalPipeline(whole, schedule, loss=cross_entropy, tied=whole.tied, options=options)
     wanted = one.step(batch.tokens, batch.targets, **batch.keywords).item()
-    mesh = Mesh.of(MeshShape(cp=2))
+    mesh = Mesh.of(MeshShape(pp=2) if how == "vocabulary" else MeshShape(cp=2))
     assert mesh is not None
-    context = ContextParallel(mesh.cp, exchange)
-    model = hf.layers(tiny.build(), context=context)
+    if how == "vocabulary":
+        context, shares = ContextParallel(ALONE), VocabularyRanks(rank, 2)
+        model = hf.layers(weighted(family), spread=shares)
+        schedule = schedules.transformed(schedules.one_f_one_b(2, 4), ["vocabulary"])
+    else:
+        context = ContextParallel(mesh.cp, how)
+        model = hf.layers(weighted(family), context=context)
     pipeline = Pipeline(model, schedule, loss=cross_entropy, mesh=mesh, tied=model.tied, options=options)
     loss = pipeline.step(context.part(batch.tokens), context.part(batch.targets), **batch.keywords).item()
     errors = [abs(loss - wanted) / wanted]
     right = dict(one.named_parameters())
     for name, parameter in pipeline.named_parameters():
-        want = right[name].grad
         assert parameter.grad is not None
-        assert want is not None
+        assert right[name].grad is not None
+        want = shard_of(right[name].grad, pipeline.layouts[name], {"pp_tp": rank})
         errors.append(float((parameter.grad - want).abs().max() / want.abs().max().clamp_min(1e-6)))
     return errors
 
 
 @pytest.mark.parametrize(
-    ("family", "exchange", "packed"),
-    [("llama-tied", "gather", True), ("qwen3", "ring", True), ("mixtral", "gather", False)],
+    ("family", "how", "packed"),
+    [
+        ("llama-tied", "gather", True),
+        ("qwen3", "ring", True),
+        ("mixtral", "gather", False),
+        ("llama-tied", "vocabulary", True),
+        ("qwen3", "vocabulary", False),
+        ("mixtral", "vocabulary", False),
+    ],
 )
-def test_loss_and_gradients_equal_one_process(family: str, exchange: Exchange, packed: bool) -> None:
-    for errors in run_ranks(spread, 2, family, exchange, packed):
+def test_loss_and_gradients_equal_one_process(family: str, how: str, packed: bool) -> None:
+    for errors in run_ranks(spread, 2, family, how, packed):
         assert max(errors) < 1e-5, errors
 
 
@@ -67,6 +87,12 @@ def test_slices_have_loss_and_gradients_of_whole_sequences(family: str, packed: 
     unready = LocalPipeline(hf.layers(tiny.build()), schedule, loss=cross_entropy, options=options)
     with pytest.raises(UsageError, match="slices=True"):
         unready.step(batch.tokens, batch.targets)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gptj"])  # its logits go through a tanh; its output layer has a bias
+def test_other_output_layers_are_not_spread(family: str) -> None:
+    with pytest.raises(ConfigError, match="not the output of one linear layer without bias"):
+        hf.layers(MODEL_FAMILIES[family].build(), spread=VocabularyRanks(0, 2))
 
 
 def test_an_attention_mask_is_refused() -> None:

@@ -42,8 +42,11 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, targets
 
 
-def on_one_rank(rank: int, name: str, ranks: int, chunks: int | None, form: str, smoothing: float, tied: bool) -> Any:
-    schedule = transformed(build(name, ranks, ROWS // 2, chunks), [f"vocabulary={form}"], COSTS)
+def on_one_rank(
+    rank: int, name: str, ranks: int, chunks: int | None, slices: int, form: str, smoothing: float, tied: bool
+) -> Any:
+    plain = build(name, ranks, ROWS // 2, chunks, {"slices": slices})
+    schedule = transformed(plain, [f"vocabulary={form}"], COSTS)
     layers, weight = model(schedule.positions - 1)
     names = [("layer0.weight", "head.weight")] if tied else []
     trunk = [Layer(f"layer{at}", lambda layer=layer: layer) for at, layer in enumerate(layers)]
@@ -59,15 +62,19 @@ def on_one_rank(rank: int, name: str, ranks: int, chunks: int | None, form: str,
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "chunks", "form", "smoothing", "tied"),
+    ("name", "ranks", "chunks", "slices", "form", "smoothing", "tied"),
     [
-        ("1f1b", 2, None, "fused", 0.0, True),
-        ("1f1b", 4, None, "two", 0.1, False),
-        ("interleaved", 2, 2, "two", 0.0, False),
-        ("zbv", 4, 2, "fused", 0.1, True),
+        ("1f1b", 2, None, 1, "fused", 0.0, True),
+        ("1f1b", 4, None, 1, "two", 0.1, False),
+        ("interleaved", 2, 2, 1, "two", 0.0, False),
+        ("zbv", 4, 2, 1, "fused", 0.1, True),
+        ("1f1b", 2, None, 3, "fused", 0.1, True),
+        ("interleaved", 2, 2, 2, "two", 0.0, False),
     ],
 )
-def test_loss_and_gradients(name: str, ranks: int, chunks: int | None, form: str, smoothing: float, tied: bool) -> None:
+def test_loss_and_gradients(
+    name: str, ranks: int, chunks: int | None, slices: int, form: str, smoothing: float, tied: bool
+) -> None:
     """A tied share follows the embedding, and its first values are that one's, whatever it was built with."""
     layers, weight = model(ranks * (chunks or 1) - 1)
     head: Any = layers[0].weight if tied else weight.requires_grad_()
@@ -80,7 +87,7 @@ def test_loss_and_gradients(name: str, ranks: int, chunks: int | None, form: str
     for _ in range(2):
         loss(smoothing).backward()
     expected = {f"layer{at}.{key}": p.grad for at, layer in enumerate(layers) for key, p in layer.named_parameters()}
-    results = run_ranks(on_one_rank, ranks, name, ranks, chunks, form, smoothing, tied)
+    results = run_ranks(on_one_rank, ranks, name, ranks, chunks, slices, form, smoothing, tied)
     gradients = {key: torch.tensor(value) for _, part, _ in results for key, value in part.items()}
     if not tied:
         rows = [torch.tensor(part["head.weight"]) for _, part, _ in results]

@@ -486,6 +486,17 @@ def test_a_suspended_process_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> N
     assert run.dogs[0].state().seconds < 10.0
 
 
+def test_a_search_is_no_stall(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(watching, "NOTICE_SECONDS", 0.5)
+    run = Run(3, timeout=60.0)
+    run.start(0, 2)
+    for rank in (0, 2):
+        run.dogs[rank].status.phase = "search"
+        run.dogs[rank].status.wait_between("the schedule that rank 0 searches")
+    time.sleep(3.0)
+    assert "no progress" not in capsys.readouterr().err
+
+
 def test_a_stall_is_reported_while_it_lasts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,10 @@ def test_the_schedule_of_torch_s_1f1b_is_found(tmp_path: Path) -> None:
         assert 0 < timeline.makespan < 10
         assert all(0 < busy < timeline.makespan for busy in timeline.busy)
     assert "inferred from sends, receives" in found.notes[0]
+    (tmp_path / "rank0.json").unlink()
+    for path, count in ((tmp_path / "rank1.json", 1), (tmp_path, 2)):
+        with pytest.raises(UsageError, match=f"{path} holds the traces of {count} of 3 processes; give a folder"):
+            chrome.read(path)
 
 
 def test_a_schedule_with_several_stages_per_rank_is_refused_with_the_line_to_add(tmp_path: Path) -> None:

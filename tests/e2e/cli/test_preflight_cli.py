@@ -81,14 +81,6 @@ def test_a_text_of_one_window_more_than_needed_starts(pipeloom: Run, tmp_path: P
     assert pipeloom("train tiny --train.seq_len 128 --data.source enough.txt").code == 99
 
 
-def test_too_few_windows_for_a_batch(pipeloom: Run, tmp_path: Path) -> None:
-    (tmp_path / "few.txt").write_text("a" * 4000)
-    words = "--train.seq_len 128 --train.global_batch_size 64 --data.sampling shuffle-then-split --data.remainder drop"
-    ended = pipeloom(f"train tiny --data.source few.txt {words}")
-    assert (ended.code, ended.out) == (2, "")
-    assert 'data.remainder = "drop": 29 windows do not fill one batch of 64' in ended.err
-
-
 @pytest.mark.parametrize("folder", ["/proc/nope", "/dev/null/x", "x" * 300])
 def test_a_folder_that_cannot_be_made(pipeloom: Run, folder: str) -> None:
     ended = pipeloom(f"train tiny --log.dir {folder}")

@@ -13,7 +13,7 @@ import pipeloom as pl
 from hf_families import MODEL_FAMILIES, make_batch
 from pipeloom.config import MeshShape, ModelSection, load
 from pipeloom.errors import ArgumentError
-from pipeloom.models import cross_entropy, hf, hub_name, layers, tied, token_loss
+from pipeloom.models import VocabularyRanks, cross_entropy, hf, hub_name, layers, tied, token_loss
 from pipeloom.models.hf.library import transformers
 from pipeloom.models.lora import AdaptedLinear, LoraOptions, is_adapter, is_linear, with_adapters
 from pipeloom.ops.random_state import stable_seed
@@ -108,6 +108,7 @@ class Case(NamedTuple):
     schedule: str
     sequence: bool
     shape: ModelSection
+    transforms: tuple[str, ...] = ()
 
 
 CASES = [
@@ -115,6 +116,8 @@ CASES = [
     Case(MeshShape(pp=2, tp=2), "zb-h1", True, SPARSE),
     Case(MeshShape(pp=2, dp=2), "interleaved", False, SPARSE),
     Case(MeshShape(dp=2, tp=2), "1f1b", True, DENSE),
+    Case(MeshShape(pp=4), "1f1b", False, DENSE, ("vocabulary",)),
+    Case(MeshShape(pp=2, dp=2), "1f1b", False, SPARSE, ("vocabulary=two",)),
 ]
 
 
@@ -124,10 +127,12 @@ def on_a_mesh(rank: int) -> list[tuple[float, dict[str, tuple[Any, Any]]]]:
         mesh = Mesh.of(case.mesh)
         assert mesh is not None
         tensor = TensorParallel(mesh.tp, case.sequence) if case.mesh.tp > 1 else None
-        shape = case.shape.shape()
+        shape, pp = case.shape.shape(), case.mesh.pp
+        spread = VocabularyRanks(mesh.place.pp_tp, pp * case.mesh.tp) if case.transforms else None
+        schedule = pl.schedules.build(case.schedule, pp, MICROBATCHES // case.mesh.dp)
         pipeline = Pipeline(
-            with_adapters(layers(shape, 5, torch.float64, tensor=tensor), OPTIONS, 0),
-            pl.schedules.build(case.schedule, case.mesh.pp, MICROBATCHES // case.mesh.dp),
+            with_adapters(layers(shape, 5, torch.float64, tensor=tensor, spread=spread), OPTIONS, 0),
+            pl.schedules.transformed(schedule, case.transforms),
             loss=token_loss(shape, 0.0, tensor),
             mesh=mesh,
             tied=tied(shape),
@@ -249,6 +254,13 @@ def test_dropout_on_a_layer_that_is_cut_is_refused() -> None:
         ArgumentError, match=r"dropout=0.1 on a layer that is cut over tensor-parallel ranks; nearest: 0"
     ):
         AdaptedLinear(cut, torch.zeros(2, 8), torch.zeros(4, 2), 1.0, dropout=0.1)
+
+
+def test_a_share_of_an_output_layer_takes_no_adapter() -> None:
+    options = LoraOptions(r=3, lora_alpha=5.0, target_modules=("q_proj", "lm_head"))
+    share = with_adapters(layers(DENSE.shape(), 5, spread=VocabularyRanks(0, 2)), options, 0)[-1]
+    with pytest.raises(ArgumentError, match="target_modules chooses lm_head, and an output layer that is spread"):
+        share()
 
 
 def test_dropout_is_of_the_adapter_alone_and_of_training_alone() -> None:

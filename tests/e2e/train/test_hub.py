@@ -214,18 +214,19 @@ def test_a_round_trip_over_parts_is_bit_equal(name: str, flags: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    ("key", "name", "schedule"),
-    [("source", "gpt2", "zbv"), ("weights", "qwen2", "interleaved")],
-    ids=["foreign", "own"],
+    ("key", "name", "schedule", "output"),
+    [("source", "gpt2", "zbv", "last"), ("weights", "qwen2", "interleaved", "last"), ("source", "qwen3", "1f1b", "pp")],
+    ids=["foreign", "own", "foreign, vocabulary"],
 )
-def test_a_directory_trains_and_comes_out(key: str, name: str, schedule: str, tmp_path: Path) -> None:
-    """Five steps from a directory on two ranks, and out, with tied embeddings: `transformers` has the loss before the steps,
-    and the logits of the trained checkpoint."""
+def test_a_directory_trains_and_comes_out(key: str, name: str, schedule: str, output: str, tmp_path: Path) -> None:
+    """Five steps from a directory on two ranks, and out, with embeddings that are tied where one rank has the output layer:
+    `transformers` has the loss before the steps, and the logits of the trained checkpoint."""
     model = written(name, tmp_path / "hub")
-    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == (output == "last")
     (tmp_path / "hub/special_tokens_map.json").write_text("{}")
     (tmp_path / "text.txt").write_text("the loom weaves " * 4000)
     keys = {f"model.{key}": "hub", "parallel.pp": 2, "schedule.name": schedule, "schedule.microbatches": 4}
+    keys |= {"parallel.vocabulary": output}
     keys |= {"train.steps": 5, "train.seq_len": 24, "train.global_batch_size": 8, "train.device": "cpu"}
     keys |= {"data.source": "text.txt", "log.dir": "runs", "train.recompute": "[1]", "data.tokenizer": "bytes"}
     words = [sys.executable, "-P", "-m", "pipeloom", "train", *(f"--{key}={value}" for key, value in keys.items())]

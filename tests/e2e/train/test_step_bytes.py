@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ from pipeloom.plan.run import predicted as planned_run
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.stage import Stage
+from pipeloom.schedule.transforms import recompute
 from pipeloom.train.build import (
     PARAMETER_DTYPES,
     build_pipeline,
@@ -52,6 +54,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "1f1b, gloo": ("1f1b", 4, {"schedule.transport": "individual"}),
     "1f1b, experts": ("1f1b", 4, EXPERTS),
     "1f1b, R blocks": ("1f1b", 4, BLOCK),
+    "1f1b, R blocks of some": ("1f1b", 4, GLOO),
     "1f1b, R whole": ("1f1b", 4, WHOLE),
     "1f1b, R of norms": ("1f1b", 4, GLOO | {"schedule.transforms": ["recompute=norms"]}),
     "1f1b, R of attention": ("1f1b", 4, GLOO | {"schedule.transforms": ["recompute=attention"]}),
@@ -85,7 +88,10 @@ def layout_of(name: str) -> Layout:
         "train.global_batch_size": 8,
     }
     flags["train.device"] = "cpu"
-    return load_layout("tiny", flags | {"schedule.name": schedule, "schedule.microbatches": count} | keys)
+    layout = load_layout("tiny", flags | {"schedule.name": schedule, "schedule.microbatches": count} | keys)
+    if not name.endswith("of some"):
+        return layout
+    return replace(layout, schedule=recompute(layout.schedule, actions=[(0, 1), (0, 2), (1, 3)]))
 
 
 class Live(TorchDispatchMode):

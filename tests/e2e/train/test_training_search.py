@@ -122,6 +122,35 @@ def test_a_measured_search_trains_as_its_schedule_does_from_the_start(tmp_path: 
     assert again["losses"] == pytest.approx(first["losses"], rel=1e-6)
 
 
+def within_bytes(rank: int, folder: Path) -> list[dict[str, Any]]:
+    """A search within bytes; a run with its schedule, and the search again."""
+    more = {**SEARCH, "schedule.options.memory": "760KiB", "train.steps": 3}
+    first = trained(rank, folder, more)
+    named = trained(rank, folder / "b", {"schedule.name": str(folder / "run" / FILE), "train.steps": 3})
+    return [first, named, trained(rank, folder, more)]
+
+
+def test_a_search_within_bytes_recomputes_and_trains_as_its_schedule_does(tmp_path: Path) -> None:
+    (first, named, again), _ = run_ranks(within_bytes, 2, tmp_path)
+    assert not first["changed"]  # searched before the first step
+    schedule = load(tmp_path / "run" / FILE)
+    assert schedule.remade
+    (event,) = first["search"]
+    costs = pl.Costs(**event["costs"])
+    assert max(pl.simulate(schedule, costs).peak_bytes["device"]) <= 760 * 2**10
+    family = load_layout("tiny", SEARCH).search.family  # type: ignore[union-attr]
+    assert max(pl.simulate(family, costs).peak_bytes["device"]) > 760 * 2**10
+    assert costs.host_bandwidth < float("inf")
+    assert event["value"] == pytest.approx(pl.simulate(schedule, costs).makespan)
+    assert event["source"] == "measured in a layer of each kind"
+    assert (event["memory"], again["codes"], named["codes"]) == (760 * 2**10, first["codes"], first["codes"])
+    said = "\n".join(first["said"])
+    assert "of 760 KiB per device (interleaved: " in said
+    assert f"of 20 stage-micro-batches {len(schedule.remade)} are recomputed" in said
+    assert first["losses"] == pytest.approx(named["losses"], rel=1e-6)
+    assert first["losses"] == pytest.approx(again["losses"], rel=1e-6)
+
+
 def tried(rank: int, folder: Path, medians: tuple[float, float]) -> list[dict[str, Any]]:
     """A run whose trial shows these times, and the same run again."""
     ABTrial.medians = lambda self: medians  # type: ignore[method-assign]  # of this process only

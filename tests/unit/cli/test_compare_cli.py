@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import pipeloom as pl
-from pipeloom.cli.compare import parse_spec, share
+from pipeloom.cli.compare import share
+from pipeloom.cli.options import parse_spec
 from pipeloom.errors import UsageError
 from pipeloom.schedule.families import FAMILIES
 

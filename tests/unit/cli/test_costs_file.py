@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from pipeloom.cli import app
 from pipeloom.cli.options import memory_of
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.schedule.costs import activation_limit
+from pipeloom.solver.in_bytes import search_in_bytes
 from pipeloom.traces.timelines import costs_dict, costs_of_dict
 
 GIB = 2**30
@@ -57,15 +59,30 @@ def test_a_limit_is_in_activations_or_in_bytes(text, amount):
 
 
 def test_what_stands_is_taken_off_a_limit_in_bytes():
-    costs, limit = activation_limit(COSTS, 14.5 * GIB, 4, None, None)
-    assert limit == 9 * GIB  # 5.5 stand on each rank
+    costs, limit = activation_limit(COSTS, 14.5 * GIB, (0, 1, 2, 3))
+    assert limit == (9 * GIB,) * 4  # 5.5 stand on each rank
     assert (costs.activation, costs.held) == (3 * GIB, 1 / 3)
-    costs, limit = activation_limit(COSTS, 20 * GIB, 4, 2, "vee")
-    assert limit == 9 * GIB  # and twice as many with two stages
+    costs, limit = activation_limit(COSTS, 20 * GIB, (0, 1, 1, 0))
+    assert limit == (9 * GIB,) * 2  # and twice as many with two stages
+    uneven = replace(COSTS, bytes={"saved": GIB, "params": (1.0 * GIB, 2.0 * GIB, 3.0 * GIB, 5.0 * GIB)})
+    assert activation_limit(uneven, 10 * GIB, (0, 1, 0, 1))[1] == (6 * GIB, 3 * GIB)
+    assert activation_limit(uneven, 10 * GIB, (0, 1, 1, 0))[1] == (4 * GIB, 5 * GIB)
     with pytest.raises(CapacityError, match="take 11 GiB on the fullest rank, and there are 10 GiB"):
-        activation_limit(COSTS, 10 * GIB, 4, 2, "loop")
+        activation_limit(COSTS, 10 * GIB, (0, 1, 0, 1))
     with pytest.raises(UsageError, match="no 'saved'"):
-        activation_limit(pl.Costs(), GIB, 4, None, None)
+        activation_limit(pl.Costs(), GIB, (0, 1))
+
+
+def test_each_placement_has_the_limit_of_its_own_ranks():
+    """In a V, rank 0 would hold the embedding and the head, which exceed the limit together."""
+    costs = replace(COSTS, bytes={"saved": GIB, "params": (6.0 * GIB, GIB, GIB, 6.0 * GIB)})
+    found = search_in_bytes(2, 4, costs, 10 * GIB, chunks=2, iterations=20)
+    assert found.schedule.placement == (0, 1, 0, 1)
+    assert max(found.timeline.peak_bytes["device"]) <= 10 * GIB
+    loop = search_in_bytes(2, 4, costs, 10 * GIB, placement="loop", iterations=20)
+    assert (found.value, found.lower_bound) == (loop.value, loop.lower_bound)
+    with pytest.raises(CapacityError, match="take 12 GiB on the fullest rank"):
+        search_in_bytes(2, 4, costs, 10 * GIB, placement="vee", iterations=20)
 
 
 def test_a_search_stays_below_a_limit_in_bytes(capsys, costs_file):

@@ -81,10 +81,16 @@ def test_a_shell_completes_names_options_and_keys(line: str, words: list[str]) -
     assert CliRunner(env=variables).invoke(app, [], prog_name="pipeloom").stdout.split() == words
 
 
-def test_options_reach_the_family(pipeloom: Run) -> None:
-    found = json.loads(
-        pipeloom("schedule interleaved --ranks 4 --microbatches 9 --option group-size=5 --chunks 3 --json").out
-    )
+@pytest.mark.parametrize(
+    "words",
+    [
+        "interleaved --option group-size=5 --chunks 3",
+        "interleaved:group_size=5 --option chunks=3",
+        "interleaved:chunks=3,group-size=5 --chunks 2",
+    ],
+)
+def test_options_reach_the_family(pipeloom: Run, words: str) -> None:
+    found = json.loads(pipeloom(f"schedule {words} --ranks 4 --microbatches 9 --json").out)
     assert found["options"] == {"chunks": 3, "group_size": 5}
 
 

@@ -205,7 +205,6 @@ SPREAD = {"parallel.vocabulary": "pp"}
         ),
         ({"schedule.transforms": ["vocabulary"]}, 'vocabulary: set parallel.vocabulary = "pp"'),
         ({**SPREAD, "parallel.pp": 1}, 'parallel.vocabulary = "pp": there is one pipeline rank'),
-        ({**SPREAD, "schedule.slices": 2}, 'parallel.vocabulary = "pp": it takes whole sequences'),
         ({**SPREAD, "schedule.name": "search"}, 'parallel.vocabulary = "pp": a searched schedule runs as'),
         ({**SPREAD, "schedule.name": "dualpipe", "schedule.microbatches": 4}, "has two routes"),
         (

@@ -58,6 +58,16 @@ def test_costs_given_leave_the_placement_open() -> None:
     assert layout(schedule__options__costs=costs, schedule__options__placement="loop").search.placement == (0, 1, 2, 3)
 
 
+def test_a_limit_in_bytes_is_searched_before_the_first_step() -> None:
+    resolved = layout(schedule__options__memory="1.5MiB", schedule__chunks=2, train__steps=1)
+    request = resolved.search
+    assert (request.memory, request.in_bytes, request.before_start) == (1.5 * 2**20, True, True)
+    assert (request.family.name, request.placement) == ("interleaved", None)  # whatever it needs
+    assert "within 1.5 MiB per device, with recomputation and copies" in resolved.notes[-1]
+    assert not layout(schedule__options__memory="6").search.before_start
+    assert layout(schedule__options__memory="6").search.memory == 6
+
+
 def test_the_objective_follows_the_barrier() -> None:
     assert layout().search.objective == "makespan"
     assert layout(optimizer__barrier=False).search.objective == "span"

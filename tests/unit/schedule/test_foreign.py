@@ -233,13 +233,13 @@ def test_steps_of_the_profiler_and_times_of_the_device(tmp_path: Path) -> None:
     assert [timeline.makespan for timeline in found.timelines] == pytest.approx([270e-6])
 
 
-def test_a_missing_rank_of_a_folder_is_named_by_its_stage(tmp_path: Path) -> None:
-    with pytest.raises(PipeloomError, match="stage 0"):
+def test_folders_that_hold_no_step_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PipeloomError, match="half holds the traces of 1 of 2 processes"):
         load(folder_of(tmp_path / "half", {"rank1.json": kineto(1, SECOND)}))
     with pytest.raises(PipeloomError, match="two files are of rank 1"):
         load(folder_of(tmp_path / "twice", {"a.json": kineto(1, SECOND), "b.json": kineto(1, SECOND)}))
     with pytest.raises(PipeloomError, match="no event has the name of an action"):
-        load(folder_of(tmp_path / "none", {"a.json": kineto(0, [])}))
+        load(folder_of(tmp_path / "none", {"a.json": kineto(0, []), "b.json": kineto(1, [])}))
     overlapping = [*FIRST[:1], ("PP:0F1", 5, 10), *FIRST[2:]]
     with pytest.raises(PipeloomError, match=r"rank 0 begins 0F1 0\.005 ms before 0F0 ends"):
         load(folder_of(tmp_path / "both", {"a.json": kineto(0, overlapping), "b.json": kineto(1, SECOND)}))

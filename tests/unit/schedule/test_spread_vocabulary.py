@@ -13,6 +13,7 @@ from pipeloom.schedule.bounds import lower_bound
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.families import build
 from pipeloom.schedule.json_form import from_json, to_json
+from pipeloom.schedule.slices import balanced_cuts
 from pipeloom.schedule.transforms import transformed
 from pipeloom.schedule.vocabulary import layers_alone
 from pipeloom.traces.measured import costs_of
@@ -168,23 +169,38 @@ def optimum(ranks: int, m: int, reductions: int, memory: int) -> int:
 
 
 @pytest.mark.parametrize("form", ["fused", "two"])
-@pytest.mark.parametrize(("name", "chunks"), [("1f1b", None), ("interleaved", 2), ("zbv", 2)])
-def test_a_micro_batch_more_takes_its_work(name: str, chunks: int | None, form: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "chunks", "slices"), [("1f1b", None, 1), ("1f1b", None, 4), ("interleaved", 2, 1), ("zbv", 2, 1)]
+)
+def test_a_micro_batch_more_takes_its_work(name: str, chunks: int | None, slices: int, form: str) -> None:
     """S and T of every rank included; the work of the route's own actions stays, and memory grows by the form's allowance."""
     ends = []
-    for m in (12, 16):
-        plain = build(name, 4, m, chunks)
+    counts = (12 // slices, 16 // slices)
+    for m in counts:
+        plain = build(name, 4, m, chunks, {"slices": slices})
         schedule = transformed(plain, [f"vocabulary={form}"], COSTS)
         timeline = simulate(schedule, COSTS)
         ends.append(timeline.makespan)
         assert lower_bound(schedule, COSTS, split_backward=True) <= timeline.makespan
-        allowed = (1 if form == "fused" else 2) * plain.chunks
-        assert max(timeline.peak_activations) <= max(simulate(plain, COSTS).peak_activations) + allowed
+        allowed = (1 if form == "fused" else 2) * plain.chunks / slices
+        assert max(timeline.peak_memory) <= max(simulate(plain, COSTS).peak_memory) + allowed
     check(schedule, transport="batched")
     work = 3 * plain.chunks + 1
-    assert work - 0.2 <= (ends[1] - ends[0]) / 4 <= 1.04 * work
+    assert work - 0.2 <= (ends[1] - ends[0]) / (counts[1] - counts[0]) <= 1.04 * work
     kinds = [action.kind for program in schedule.programs for action in program if action.stage in schedule.vocabulary]
-    assert {kind: kinds.count(kind) for kind in "ST"} == {"S": 4 * m, "T": 4 * m}
+    assert {kind: kinds.count(kind) for kind in "ST"} == dict.fromkeys("ST", 4 * m * slices)
+
+
+def test_a_slice_takes_its_share_of_the_tokens() -> None:
+    """Attention makes the second slice as long as the longer first one, and no word costs more for it."""
+    cuts = balanced_cuts(100, 2, 0.6)
+    schedule = transformed(build("1f1b", 2, 2, None, {"slices": 2}), ["vocabulary"], cuts.costs(COSTS))
+    timeline = simulate(schedule, cuts.costs(COSTS))
+    cells = zip(schedule.programs[0], timeline.starts[0], timeline.ends[0], strict=True)
+    lengths = {str(cell): end - start for cell, start, end in cells}
+    assert lengths["2S0.0"] == pytest.approx(0.5 * cuts.sizes[0]) != pytest.approx(lengths["2S0.1"])
+    assert lengths["2T0.1"] == pytest.approx(0.5 * cuts.sizes[1])
+    assert lengths["0F0.1"] == pytest.approx(cuts.times[1])
 
 
 @pytest.mark.parametrize(

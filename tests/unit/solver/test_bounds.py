@@ -20,6 +20,16 @@ def test_before_the_first_backward(p: int, k: int) -> None:
     assert memory_bound(range(p), m, Costs(f, b, w, c), k, "span") == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("k", "idle"), [(2, 3.5), (3.5, 2.5), (20, 0)])
+def test_after_the_last_input_gradient(k: float, idle: float) -> None:
+    """head + work + max(0, (p-1)(b+c) + w - k w): only what W of k whole micro-batches need fits, whatever F needs."""
+    f, b, w, c, p, m = 2.0, 1.0, 1.0, 0.5, 4, 30
+    costs = Costs(f, b, w, c, activation=0.01, held=100)
+    assert memory_bound(range(p), m, costs, k) == (p - 1) * (f + c) + m * (f + b + w) + idle
+    assert memory_bound(range(p), m, costs, k, "span") <= m * (f + b + w)
+    assert memory_bound((0,), m, Costs(activation=0.01, held=200), 1) == 3 * m  # nothing follows a B of the first stage
+
+
 def test_steady_state() -> None:
     """m times life / room on the first rank: life = p (f+b) + w + 2 c (p-1)."""
     assert memory_bound(range(4), 100, Costs(2, 3, 1, 0.5), 2) == 100 * (4 * 5 + 1 + 2 * 0.5 * 3) / 2

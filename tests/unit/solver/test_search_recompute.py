@@ -25,7 +25,7 @@ COSTS = Costs((1, 2, 1, 2), 1.5, 1, recompute=(0.5, 2, 1, 1), parts={"norms": 0.
 @pytest.mark.parametrize(("name", "limit"), [("1f1b", 400), ("zb-h1", 560)])
 def test_tables_say_what_simulation_says(name: str, limit: float) -> None:
     """Makespan and memory of each way to recompute, also of micro-batches of two lengths; each is needed to fit."""
-    costs, memory = activation_limit(replace(COSTS, microbatch=(1.0, 2.0) * 3), limit, 4, 1, None)
+    costs, (memory, *_) = activation_limit(replace(COSTS, microbatch=(1.0, 2.0) * 3), limit, range(4))
     plain = Instance((0, 1, 2, 3), 6, costs, memory)
     sequences = sequences_of(plain, build(name, 4, 6))
     values = set()
@@ -78,7 +78,7 @@ def test_small_cases_are_as_short_as_exact_ones(ranks: int, microbatches: int, c
 
 def test_never_longer_than_named_schedules_that_fit() -> None:
     """At half of the memory of 1F1B, with the layer's bytes, where none fits without recomputation."""
-    costs, memory = activation_limit(COSTS, 200.0, 4, 1, None)
+    costs, (memory, *_) = activation_limit(COSTS, 200.0, range(4))
     result = pl.search(4, 4, costs, memory=memory, iterations=20)
     names = ("1f1b", "zb-h1", "gpipe")
     parts = [recompute(recompute(build(name, 4, 4), part="mlp"), part="norms") for name in names]

@@ -70,6 +70,15 @@ def test_an_error_longer_than_the_next_computation_is_carried_on(hands: Hands) -
     assert hands.now - 100.0 == pytest.approx(0.05)
 
 
+def test_a_communication_that_has_ended_takes_no_time(hands: Hands) -> None:
+    clock = Clock()
+    end = clock.communicate("across", 0.010)
+    clock.compute("layer", "F", 0.020)
+    clock.wait(end)
+    clock.compute("layer", "F", 0.010)
+    assert (hands.now - 100.0, clock.exposed) == pytest.approx((0.03, 0.0))
+
+
 def _run(rehearsal: Rehearsal, hands: Hands) -> dict[tuple[str, str], list[float]]:
     """(part, kind) -> the times of a step of one rank."""
     clock = Clock()
@@ -138,9 +147,11 @@ def test_two_levels_in_chunks_hide_more_than_a_flat_exchange(hands: Hands) -> No
         pipeline = LocalPipeline([block] * blocks, schedule, loss=lambda out, _: out.mean())
         begun, x = hands.now, torch.ones(microbatches, 1)
         pipeline.step(x, x)
-        return hands.now - begun - 0.06 * blocks * microbatches
+        assert clock.exposed == pytest.approx(hands.now - begun - 0.06 * blocks * microbatches, abs=hands.late + 1e-9)
+        return clock.exposed
 
-    for blocks, microbatches in ((1, 1), (1, 8), (2, 4), (2, 16)):
+    for blocks, microbatches, late in ((1, 1, 0.0), (1, 8, 0.0), (2, 4, 0.0), (2, 16, 0.0), (2, 4, 0.0003)):
+        hands.late = late  # sleeps that end late change nothing
         flat = exposed(0.015, 0.0, 1, blocks, microbatches)
         levels = exposed(0.75 * 0.015, 0.015 / 8, 4, blocks, microbatches)
         whole = exposed(0.75 * 0.015, 0.015 / 8, 1, blocks, microbatches)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from pipeloom.cli.profile import DeviceProfile, _form
+from pipeloom.cli.profile import _form
 from pipeloom.config import load_layout
 from pipeloom.ops.deferred import WeightGradContext
 from pipeloom.runtime import in_part
@@ -15,6 +15,7 @@ from pipeloom.runtime.layer_bytes import LayerBytes, measured_layer
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes
 from pipeloom.train.report import layer_times as module
 from pipeloom.train.report import link_times as links
+from pipeloom.train.report.device_profile import DeviceProfile
 from pipeloom.train.report.layer_times import LayerTimes, Sample, SegmentTimes, layer_times
 from pipeloom.train.report.link_times import LinkTimes
 from pipeloom.train.report.rehearse import Clock, EmulatedLayer

@@ -89,13 +89,14 @@ def test_membership_changes_by_epoch_or_stays() -> None:
     assert not torch.equal(first, second)
 
 
-def test_a_data_set_smaller_than_the_world() -> None:
-    sampler = Sampler(3, 8, 8, 0, "shuffle-then-split", "pad")
+@pytest.mark.parametrize("remainder", ["pad", "drop"])
+def test_a_data_set_smaller_than_the_world(remainder: Any) -> None:
+    sampler = Sampler(3, 8, 8, 0, "shuffle-then-split", remainder)
     parts = [sampler.part(0, replica).tolist() for replica in range(8)]
     assert [len(part) for part in parts] == [1] * 8
     assert Counter(item for part in parts for item in part) in (Counter(a * 3 + b * 3 + c * 2) for a, b, c in _orders())
-    with pytest.raises(ConfigError, match=r"3 windows do not fill one batch of 8; .*at most 3, or data.remainder"):
-        Sampler(3, 8, 8, 0, "shuffle-then-split", "drop")
+    with pytest.raises(ConfigError, match="no text is left to train on"):
+        Sampler(0, 8, 8, 0, "shuffle-then-split", "drop")
     with pytest.raises(ConfigError, match="3 windows cannot be split over 8 replicas"):
         Sampler(3, 8, 8, 0, "split-then-shuffle", "pad")
 

@@ -8,7 +8,7 @@ from typing import Any
 from pipeloom.models.hf.cut import Cut, cut
 from pipeloom.models.hf.library import RANGE, causal_model, read_config, transformers
 from pipeloom.models.hf.parts import separate_share
-from pipeloom.models.layers import hub_name
+from pipeloom.models.layers import VocabularyRanks, hub_name
 from pipeloom.ops.layer import Layer
 from pipeloom.parallel.context import ContextParallel
 
@@ -43,7 +43,12 @@ class ModelLayers(list[Layer]):
 
 
 def layers(
-    source: Any, *, dtype: Any = None, context: ContextParallel | None = None, slices: bool = False
+    source: Any,
+    *,
+    dtype: Any = None,
+    context: ContextParallel | None = None,
+    slices: bool = False,
+    spread: VocabularyRanks | None = None,
 ) -> ModelLayers:
     """Cut a causal language model into layers, one per decoder layer and one for each end.
 
@@ -59,12 +64,14 @@ def layers(
         context: spreads the tokens of sequences over these ranks: tokens and logits are this rank's part of them, `position_ids`
             those of whole sequences.
         slices: whether schedules may cut the sequences into slices.
+        spread: the ranks over which the output layer is spread. It is then a layer of its own behind the last one, of which each
+            rank builds its share, and the schedule has been through the transform `vocabulary`.
 
     Raises:
         ConfigError: a model that cannot be cut, with the reason; a missing or unsupported `transformers`.
     """
     if isinstance(source, (str, Path)):
-        return ModelLayers(cut(causal_model(read_config(source), dtype), Path(source), context, slices))
+        return ModelLayers(cut(causal_model(read_config(source), dtype), Path(source), context, slices, spread))
     if isinstance(source, transformers().PreTrainedModel):
-        return ModelLayers(cut(source, context=context, slices=slices))
-    return ModelLayers(cut(causal_model(source, dtype), context=context, slices=slices))
+        return ModelLayers(cut(source, context=context, slices=slices, spread=spread))
+    return ModelLayers(cut(causal_model(source, dtype), context=context, slices=slices, spread=spread))

@@ -29,7 +29,7 @@ from pipeloom.models.hf.parts import (
     with_separate_weight_gradients,
 )
 from pipeloom.models.hf.weights import PretrainedWeights, initialize
-from pipeloom.models.layers import shared_names
+from pipeloom.models.layers import VocabularyRanks, shared_names
 from pipeloom.parallel.context import ContextParallel
 
 FIRST, LAST = "first", "last"
@@ -38,14 +38,18 @@ _PROBE_ROWS, _LENGTH = 1, 4  # sizes of the trial run that determines the cut of
 
 
 def cut(
-    model: nn.Module, folder: Path | None = None, context: ContextParallel | None = None, slices: bool = False
+    model: nn.Module,
+    folder: Path | None = None,
+    context: ContextParallel | None = None,
+    slices: bool = False,
+    spread: VocabularyRanks | None = None,
 ) -> Cut:
     """Cut `model`, on the meta device or with weights. Raises ConfigError with the reason if it cannot be cut."""
     name = type(model).__name__
     if context is not None or slices:
         spread_attention(model, "slices" if context is None else "context parallelism")
     try:
-        return Cut(model, folder, context, slices)
+        return Cut(model, folder, context, slices, spread)
     except ConfigError as error:
         raise ConfigError(f"{name} cannot be cut into layers: {error}") from error
     except Exception as error:
@@ -64,6 +68,8 @@ class Cut:
         before: names of the parameters outside of the decoder layers that the part before them uses.
         context: the ranks that share the tokens of sequences; None: every rank has whole ones.
         slices: whether sequences may be cut into slices.
+        spread: the ranks over which the output layer is spread; None: it is in the part after the decoder layers.
+        head: the name of an output layer that can be spread: one linear layer without bias that puts out the logits; else "".
     """
 
     def __init__(
@@ -72,8 +78,11 @@ class Cut:
         folder: Path | None = None,
         context: ContextParallel | None = None,
         slices: bool = False,
+        spread: VocabularyRanks | None = None,
     ) -> None:
         self.model: Any = model
+        self.spread = spread
+        self.head = ""
         self.context = context
         self.slices = slices
         self.folder = folder
@@ -86,6 +95,11 @@ class Cut:
         self.extra: int | None = None
         self.before = self._before()
         self.extra = self._extra()
+        if spread is not None and not self.head:
+            raise ConfigError(
+                "its logits are not the output of one linear layer without bias, which alone can be spread over the pipeline; "
+                'nearest: parallel.vocabulary = "last"'
+            )
         self._replay: Replay | None = None
         self._weights: PretrainedWeights | None = None
 
@@ -94,7 +108,8 @@ class Cut:
     @property
     def layer_names(self) -> list[str]:
         """The names of all layers, in order."""
-        return [FIRST, *(f"{self.path_dot}{index}" for index in range(len(self.trunk))), LAST]
+        names = [FIRST, *(f"{self.path_dot}{index}" for index in range(len(self.trunk))), LAST]
+        return names if self.spread is None else [*names, f"{LAST}.{self.head}"]
 
     def global_name(self, name: str) -> str:
         """Return the name in a pipeline of the parameter or buffer called `name` in the model."""
@@ -119,28 +134,53 @@ class Cut:
     def _layer(self, name: str) -> nn.Module:
         if name in (FIRST, LAST):
             shell, tape = self._shell()
-            held = {each for each in self._shell_parameters() if (each in self.before) == (name == FIRST)}
-            stubs = Stubs(shell, [each for each in self._shell_parameters() if each not in held])
+            outside = self._shell_parameters()
+            if self.spread is not None:
+                shell.set_submodule(self.head, nn.Identity())
+                outside = [each for each in outside if each != f"{self.head}.weight"]
+            held = {each for each in outside if (each in self.before) == (name == FIRST)}
+            stubs = Stubs(shell, [each for each in outside if each not in held])
             self._fill(shell, "")
             if name == FIRST:
                 return FirstPart(shell, tape, stubs)
             return LastPart(shell, tape, stubs, self._embedding_width, self._dtype)
+        if self.spread is not None and name == f"{LAST}.{self.head}":
+            return self._share(self.spread)
         index = int(name.removeprefix(self.path_dot))
         layer = copy.deepcopy(self.trunk[index], self._shared())
         self._fill(layer, f"{name}.")
         with_separate_weight_gradients(layer)
         return TrunkLayer(layer, index, self.replay, self.context, self.slices)
 
+    @torch.no_grad()
+    def _share(self, spread: VocabularyRanks) -> nn.Module:
+        """Return this rank's share of the output layer; of a directory's it reads no other rows."""
+        name, head = f"{self.head}.weight", self.model.get_submodule(self.head)
+        share = spread.share(*head.weight.shape).to(head.weight.dtype)
+        if self._stored is not None:
+            self._stored.load_part(name, share.weight, (share.first, 0), head.weight.shape)
+            return share
+        whole = copy.deepcopy(head, self._shared())
+        self._fill(whole, f"{self.head}.")
+        share.weight.copy_(whole.weight[share.first : share.first + len(share.weight)])
+        return share
+
     def _fill(self, module: nn.Module, prefix: str) -> None:
         """Fill parameters and buffers on the meta device with their first values."""
         if not self.meta:
             return
-        if self.folder is not None:
-            self._weights = self._weights or PretrainedWeights(self.folder, self.model)
-            self._weights.require(module, prefix)
+        if self._stored is not None:
+            self._stored.require(module, prefix)
         initialize(module, prefix, self.model, draw=self.folder is None)
-        if self._weights is not None:
-            self._weights.load(module, prefix)
+        if self._stored is not None:
+            self._stored.load(module, prefix)
+
+    @property
+    def _stored(self) -> PretrainedWeights | None:
+        """The weights of the directory; None: the model is from none."""
+        if self.folder is not None and self._weights is None:
+            self._weights = PretrainedWeights(self.folder, self.model)
+        return self._weights
 
     @property
     def bytes_read(self) -> int:
@@ -279,8 +319,14 @@ class Cut:
         except Stop:
             width = tape.entered.shape[-1]
         tape.run(stop_at=-1, inject=torch.zeros(_PROBE_ROWS, _LENGTH, width, dtype=tape.entered.dtype, device="meta"))
+        head: Any = shell.get_output_embeddings()
+        put_out: list[Tensor] = []
+        if type(head) is nn.Linear and head.bias is None:
+            head.register_forward_hook(lambda *call: put_out.append(call[2]))
         with torch.no_grad():
             logits: Tensor = shell(inputs_embeds=embedded).logits
+        if any(each is logits for each in put_out):
+            self.head = next(name for name, part in shell.named_modules() if part is head)
         return tuple(logits.shape[:-1])
 
 

@@ -402,6 +402,7 @@ class Watchdog:
         elif (
             elapsed > NOTICE_SECONDS
             and limit > NOTICE_SECONDS
+            and status.phase != "search"  # announced by a line of its own, and takes up to half a minute
             and self._noticed != status.since
             and now - self._heard_notice > NOTICE_SECONDS
         ):

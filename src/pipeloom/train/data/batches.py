@@ -32,15 +32,15 @@ class Sampler:
     not depend on the number of replicas, and a replica sees other items in each epoch. `split-then-shuffle`: a replica has
     the same items in all epochs (every `replicas`-th one), and shuffles those: for data that is stored where it is used.
 
-    The last batch of an epoch is filled up with items from the epoch's start (`pad`, which also serves data sets smaller
-    than a batch), or left out (`drop`). The length of an epoch does not depend on the number of replicas.
+    The last batch of an epoch is filled up with items from the epoch's start (`pad`, and wherever it is the only one), or left
+    out (`drop`). The length of an epoch does not depend on the number of replicas.
 
     Args:
         items: number of items.
         rows: rows of a batch over all replicas; `replicas` must divide it.
 
     Raises:
-        ConfigError: `replicas` does not divide `rows`, `drop` leaves no batch, or `split-then-shuffle` leaves a replica without
+        ConfigError: `replicas` does not divide `rows`, there are no items, or `split-then-shuffle` leaves a replica without
             items.
     """
 
@@ -48,15 +48,11 @@ class Sampler:
         self.items, self.rows, self.replicas = items, rows, replicas
         self._seed, self._order, self._remainder = seed, order, remainder
         self._known: tuple[int, list[Tensor]] | None = None
-        share = items // rows if remainder == "drop" else -(-items // rows)
-        self.steps_per_epoch = share
+        self.steps_per_epoch = max(1, items // rows) if remainder == "drop" else -(-items // rows)
         if rows % replicas:
             raise ConfigError(f"a batch of {rows} sequences cannot be split evenly over {replicas} replicas")
-        if items < 1 or share == 0:
-            raise ConfigError(
-                f'data.remainder = "drop": {items} windows do not fill one batch of {rows}; set train.global_batch_size to '
-                f'at most {max(items, 1)}, or data.remainder = "pad"'
-            )
+        if items < 1:
+            raise ConfigError("data.source: no text is left to train on")
         if order == "split-then-shuffle" and items < replicas:
             raise ConfigError(
                 f'data.sampling = "split-then-shuffle": {items} windows cannot be split over {replicas} replicas; '
@@ -266,7 +262,7 @@ class SortedDocuments:
         rows, length: shape of a batch of the longest documents.
         multiple: the length of each batch is a multiple of it, as `length` must be.
         remainder: `pad`: the last batch, that of the shortest documents, is filled up by repeating its documents; `drop`: up to
-            `rows - 1` of the shortest documents are left out.
+            `rows - 1` of the shortest documents are left out, unless there is no other batch.
 
     Attributes:
         fill: the share of the places that hold a token of a document.
@@ -383,12 +379,6 @@ class Batches:
             order = "shuffle-then-split" if whole else "anywhere"
         self._samplers: list[Sampler] = []
         if isinstance(text, SortedDocuments):
-            if not text.count:
-                raise ConfigError(
-                    f'data.remainder = "drop": {text.documents} documents do not fill one batch of '
-                    f"{train.global_batch_size}; set train.global_batch_size to at most {max(1, text.documents)}, or "
-                    'data.remainder = "pad"'
-                )
             self._samplers = [Sampler(text.count, 1, 1, train.seed, "shuffle-then-split", "drop")]
         elif isinstance(text, Mixture):
             if order == "split-then-shuffle":

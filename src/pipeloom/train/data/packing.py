@@ -137,7 +137,8 @@ def cut_sorted(
         sizes: lengths of the documents, in descending order; each is at most `length`.
         rows: number of rows in a batch of the longest documents.
         remainder: treatment of the last documents, where they do not fill a multiple of `rows`: `pad` rounds the number of rows
-            up, beyond the documents left, `drop` leaves out fewer than `rows` documents, `keep` makes a smaller batch.
+            up, beyond the documents left, `drop` leaves out fewer than `rows` documents unless they are all, `keep` makes a
+            smaller batch.
     """
     batches: list[tuple[int, int]] = []
     at = 0
@@ -145,7 +146,8 @@ def cut_sorted(
         left = len(sizes) - at
         count = rows * (length // int(sizes[at]))
         if count > left:
-            count = {"pad": -(-left // rows) * rows, "drop": left // rows * rows, "keep": left}[remainder]
+            full = left // rows * rows
+            count = {"pad": -(-left // rows) * rows, "drop": full or (0 if batches else rows), "keep": left}[remainder]
             if not count:
                 break
         batches.append((at, count))

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, repeat
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +20,14 @@ from torch import Tensor, nn
 
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.ops.layer import MicrobatchContext
+from pipeloom.ops.parts import in_part
 from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_order, in_turns
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.runtime.pipeline import run_beside
 from pipeloom.schedule import Action, Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.actions import COPY_IN, COPY_OUT, fraction_of, kind_of
 from pipeloom.schedule.check import TransportName
-from pipeloom.schedule.costs import durations
+from pipeloom.schedule.costs import StageCosts, durations
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts
 
@@ -33,8 +36,8 @@ if TYPE_CHECKING:
 
 
 _BACK_TO_BACK = 0.002
-"""Seconds between two computations within which the second makes up for the oversleeping of the first. The executor needs
-about 0.3 ms from one action to the next; after a longer gap the rank waited for a message, and has nothing to make up for."""
+"""Seconds after a sleep within which the next one makes up for its oversleeping. The executor needs about 0.3 ms from one
+action to the next; after a longer gap the rank waited for a message, and has nothing to make up for."""
 
 _CALIBRATION_CYCLES = 50_000_000
 
@@ -42,22 +45,22 @@ _CALIBRATION_CYCLES = 50_000_000
 class Clock:
     """The device of one process, as its emulated layers use it.
 
-    On a CPU a computation sleeps until a deadline. The deadline of a computation that follows another at once is counted from
-    the other's deadline, not from its end, so that the errors of sleeps do not add up. On a GPU a computation is a spinning
-    kernel.
+    On a CPU it sleeps until a deadline. What follows a sleep at once is counted from that deadline, not from the sleep's end, so
+    that the errors of sleeps do not add up. On a GPU a computation is a spinning kernel.
 
     Args:
         device: device that the computations occupy; None: the CPU.
 
     Attributes:
         seconds: (part of a layer, "F", "I" or "W") -> durations of its computations on a CPU.
-        free: link -> time (`perf_counter`) at which the last communication started on it so far ends.
+        free: link -> time at which the last communication started on it so far ends.
+        exposed: seconds for which the device has waited for communication, without the errors of sleeps.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
         self.free: dict[str, float] = defaultdict(float)
-        self._due = self._woken = 0.0
+        self.exposed = self._due = self._woken = 0.0
         self._cycles = cycles_per_second(device) if device is not None and device.type == "cuda" else 0.0
 
     def compute(self, name: str, kind: str, seconds: float) -> None:
@@ -67,11 +70,29 @@ class Clock:
             torch.cuda._sleep(round(seconds * self._cycles))  # type: ignore[no-untyped-call]
             return
         begun = time.perf_counter()
-        overslept = self._woken - self._due if begun - self._woken < _BACK_TO_BACK else 0.0
-        self._due = begun + seconds - overslept
-        time.sleep(max(0.0, self._due - begun))
-        self._woken = time.perf_counter()
+        self._sleep(self._now() + seconds)
         self.seconds[name, kind].append(self._woken - begun)
+
+    def communicate(self, link: str, seconds: float) -> float:
+        """Start a communication behind those on its link; return the time at which it ends."""
+        end = self.free[link] = max(self._now(), self.free[link]) + seconds
+        return end
+
+    def wait(self, end: float) -> None:
+        """Wait for a communication that ends at `end`."""
+        left = end - self._now()
+        if left > 0:
+            self.exposed += left
+            self._sleep(end)
+
+    def _now(self) -> float:
+        """Return the time, or how far the device was due to be if it has just slept too long."""
+        now = time.perf_counter()
+        return now - (self._woken - self._due if now - self._woken < _BACK_TO_BACK else 0.0)
+
+    def _sleep(self, due: float) -> None:
+        time.sleep(max(0.0, due - time.perf_counter()))
+        self._due, self._woken = due, time.perf_counter()
 
 
 def cycles_per_second(device: torch.device) -> float:
@@ -133,6 +154,7 @@ class EmulatedLayer(nn.Module):
         inside: time of each hop inside a node, on a link of its own, which each all-to-all takes too (two levels).
         chunks: runs of the tokens, whose all-to-alls overlap with the other runs' experts and all-to-alls.
         saves: number of tensors of one size that a part of the layer saves, one after the other in equal shares of its time.
+        parts: name of a part -> time of its R; in the forward it is a share of the layer's.
     """
 
     def __init__(
@@ -143,8 +165,10 @@ class EmulatedLayer(nn.Module):
         inside: float = 0.0,
         chunks: int = 1,
         saves: int = 0,
+        parts: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__()
+        self.parts = parts or {}
         self.clock, self.times, self.factors, self.inside, self.chunks = clock, times, factors, inside, chunks
         self.saves = saves
         self.weight = nn.Parameter(torch.zeros(()))
@@ -155,7 +179,8 @@ class EmulatedLayer(nn.Module):
 
     def segments(self, microbatch: MicrobatchContext | None = None) -> Sequence[Segment]:
         times, factor, n = self.times, _factor(self.factors, microbatch), self.chunks
-        attention = self._part("attention", _times(times.attention, factor))
+        parts = {name: factor * seconds for name, seconds in self.parts.items()}
+        attention = self._part("attention", _times(times.attention, factor), parts=parts)
         if not any(times.experts):
             return (attention,)
         combine_backward, dispatch_backward = times.backward_talk
@@ -181,7 +206,9 @@ class EmulatedLayer(nn.Module):
             return [across]
         return [across, Compute(name, lambda values: values), _Timed(name, self.clock, inside, inside, "inside", at)]
 
-    def _part(self, name: str, times: PhaseTimes, at: int = 0) -> Compute:
+    def _part(
+        self, name: str, times: PhaseTimes, at: int = 0, parts: Mapping[str, float] = MappingProxyType({})
+    ) -> Compute:
         def run(values: Values) -> Values:
             queue = self.grad_context.queue  # of the micro-batch whose forward runs now
             out, count = values[at], max(1, self.saves)
@@ -191,6 +218,8 @@ class EmulatedLayer(nn.Module):
                 if saved is not None:
                     out = out + self.weight * saved  # saves it before the time of this share begins
                 out = _Emulated.apply(out, self.weight, work, saved)  # type: ignore[no-untyped-call]
+            for part, seconds in parts.items():  # they take no time of their own in F, and this in R
+                out = in_part(part, partial(self._run_part, part, chain((0.0,), repeat(seconds))), out)
             return (*values[:at], out, *values[at + 1 :])
 
         return Compute(name, run)
@@ -199,16 +228,22 @@ class EmulatedLayer(nn.Module):
         (out,) = in_order(self.segments(microbatch), (x,))
         return out  # type: ignore[no-any-return]
 
+    def _run_part(self, name: str, calls: Iterator[float], x: Tensor) -> Tensor:
+        if seconds := next(calls):
+            self.clock.compute(name, "R", seconds)
+        return x.clone()
+
 
 @dataclass(frozen=True)
 class _Timer:
     """An all-to-all whose end is known from its start."""
 
+    clock: Clock
     values: Values
     end: float
 
     def wait(self) -> Values:
-        time.sleep(max(self.end - time.perf_counter(), 0.0))
+        self.clock.wait(self.end)
         return self.values
 
 
@@ -228,14 +263,10 @@ class _Timed:
         return self.link == "inside"
 
     def start(self, values: Values) -> Pending:
-        return self._start(values, self.seconds)
+        return _Timer(self.clock, values, self.clock.communicate(self.link, self.seconds))
 
     def start_backward(self, gradients: Values, saved: Values) -> Pending:
-        return self._start(gradients, self.backward_seconds)
-
-    def _start(self, values: Values, seconds: float) -> Pending:
-        end = self.clock.free[self.link] = max(time.perf_counter(), self.clock.free[self.link]) + seconds
-        return _Timer(values, end)
+        return _Timer(self.clock, gradients, self.clock.communicate(self.link, self.backward_seconds))
 
 
 def _factor(factors: Sequence[float], microbatch: MicrobatchContext | None) -> float:
@@ -320,6 +351,7 @@ class Rehearsal:
         stages = {self.schedule.position_of[stage]: stage for stage in reversed(self.schedule.stages_of[rank])}
         segments = self._segments()
         even = self.schedule.slices == 1 and not self.costs.microbatch
+        names, again = sorted(self.schedule.recomputed_parts), StageCosts.of(self.costs, self.schedule.stages)
         factors = () if even else self.costs.time_factors(self.schedule)
         actions = {action for cell in self.schedule.programs[rank] for action in parts(cell)}
         copies = {action.kind for action in actions if kind_of(action.kind).queue == COPY_OUT}
@@ -329,7 +361,8 @@ class Rehearsal:
             stage = stages[position]
             factor, part = self.slow.get(stage, 1.0), segments[stage]
             slowed = replace(part, attention=_times(part.attention, factor), experts=_times(part.experts, factor))
-            return EmulatedLayer(clock, slowed, factors, saves=saves)
+            named = {name: self.unit * factor * again.time_of(f"recompute:{name}")[stage] for name in names}
+            return EmulatedLayer(clock, slowed, factors, saves=saves, parts=named)
 
         return [Layer(f"stage.{position}", partial(build, position)) for position in range(self.schedule.positions)]
 

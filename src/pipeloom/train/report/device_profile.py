@@ -1,0 +1,92 @@
+"""A model's layers and the links between processes, measured on this device, and the costs of a layout's stages from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipeloom.config import Layout
+from pipeloom.config.standing_bytes import spans
+from pipeloom.config.volume import boundary_bytes
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.runtime.layer_bytes import LayerBytes
+from pipeloom.schedule import Costs
+from pipeloom.schedule.transforms import half_split, recompute
+from pipeloom.train.report.layer_bytes import layer_bytes
+from pipeloom.train.report.layer_times import LayerTimes, SegmentTimes, layer_times, segment_times
+from pipeloom.train.report.link_times import LinkTimes, copy_times, link_times
+from pipeloom.train.report.step_bytes import predicted_costs
+
+if TYPE_CHECKING:
+    from pipeloom.train.workers.context import WorkerContext
+
+KINDS = {"forward": "F", "input_grad": "I", "weight_grad": "W", "backward": "B", "recompute": "R"}
+"""Time in `Costs` -> the action that takes it."""
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """Everything measured: each kind's times, each layer's bytes, a block's segments (None: no experts), links and copies."""
+
+    device: str
+    layers: Sequence[LayerTimes]
+    bytes: Sequence[LayerBytes]
+    segments: SegmentTimes | None
+    links: Sequence[LinkTimes]
+
+
+def profiled(layout: Layout, context: WorkerContext, repeats: int) -> DeviceProfile:
+    """Measure on this worker; collective, since all workers measure at once, as they would train."""
+    device = context.device
+    links = copy_times(device, repeats)
+    if context.world_size > 1:
+        with context.waiting("the other processes to measure links", "evaluation"):
+            mesh = Mesh.of(layout.mesh) if layout.world_size == context.world_size else None
+            links += link_times(mesh, device, repeats)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    with context.waiting("the other processes to measure layers", "evaluation"):
+        sizes = split_layer_bytes(layout)
+        names = list(dict.fromkeys(part for each in sizes for part in each.parts))  # in the order of their first calls
+        times = layer_times(layout, device, repeats, names if layout.config.train.compile == "none" else ())
+        return DeviceProfile(name, times, sizes, segment_times(layout, device, repeats), links)
+
+
+def split_layer_bytes(layout: Layout) -> Sequence[LayerBytes]:
+    """Return `layer_bytes` with what W reads, whether or not the layout's schedule splits backwards."""
+    return layer_bytes(replace(layout, schedule=half_split(layout.schedule)))
+
+
+def searched_bytes(layout: Layout, layers: Sequence[LayerBytes], device: str) -> Costs:
+    """Return `predicted_costs` for schedules on the layout's stages that may recompute: whole stages, their parts, or in blocks.
+
+    A micro-batch in blocks holds the input of each layer, so that counts as what is held in any case.
+
+    Args:
+        device: type of the stages' device.
+    """
+    schedule = half_split(layout.schedule)
+    some = recompute(schedule, actions=[(stage, 0) for stage in range(schedule.stages)])
+    return predicted_costs(replace(layout, schedule=some), layers, device)
+
+
+def measured_costs(layout: Layout, profile: DeviceProfile) -> Costs:
+    """Return `Costs` of the layout's stages, in seconds and bytes: sums over their layers; a hop is the slowest message, and a
+    copy to host memory or back takes as long as the slower of both.
+    """
+    of_layer = {number: each.seconds for each in profile.layers for number in each.layers}
+
+    def of_stages(kind: str) -> tuple[float, ...]:
+        return tuple(sum(of_layer[at][kind].median for at in range(*span)) for span in spans(layout))
+
+    times: dict[str, Any] = {name: of_stages(kind) for name, kind in KINDS.items()}
+    letters = sorted({kind for seconds in of_layer.values() for kind in seconds if kind.startswith("R:")})
+    times["parts"] = {letter.removeprefix("R:"): of_stages(letter) for letter in letters}
+    if sends := [link for link in profile.links if link.operation == "send"]:
+        times |= {"p2p": max(link.latency for link in sends), "bandwidth": min(link.bandwidth for link in sends)}
+    if copies := [link.bandwidth for link in profile.links if link.axis == "host"]:
+        times["host_bandwidth"] = min(copies)
+    sizes = searched_bytes(layout, profile.bytes, "cpu" if profile.device.startswith("cpu") else "cuda")
+    return replace(sizes, **times, message=float(max(boundary_bytes(layout))))
