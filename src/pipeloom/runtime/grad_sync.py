@@ -112,13 +112,14 @@ class StepGradients:
             ties.start_equal(holders, self._line.rank, weights, group)
 
     def shards(self) -> dict[str, Master]:
-        """Return name -> the elements that this process steps. From the first call on, steps fill their `.grad`, and whatever
-        reads weights takes their values over.
+        """Return name -> the elements that this process steps: those of an optimizer that was built on `sync`, or else such that
+        steps fill their `.grad` from now on, and whatever reads weights takes their values over.
         """
-        if self._masters is None:
-            self._masters = Masters(list(self._by_name.items()), self.sync)
+        masters = self.sync.stepped_by if self.sync is not None else None
+        if not isinstance(masters, Masters):
+            masters = self._masters = Masters(list(self._by_name.items()), self.sync)
             self._published = self._values()
-        return {master.name: master for master in self._masters.all}
+        return {master.name: master for master in masters.all}
 
     @property
     def _stepped(self) -> Masters | None:
