@@ -122,6 +122,11 @@ def costs_of(timelines: Sequence[Timeline]) -> Costs:
         rows = [timeline.costs.per_stage(name, stages) for timeline in timelines]
         return tuple(median(column) for column in zip(*rows, strict=True))
 
+    def shares(name: str) -> tuple[float, ...]:
+        rows = [getattr(timeline.costs, name) for timeline in timelines]
+        middles = [median(column) for column in zip(*rows, strict=True)]
+        return tuple(each / sum(middles) for each in middles)
+
     spread: dict[str, Any] = {name: middle(name) for name in _OF_SHARES if timelines[0].schedule.vocabulary}
     waited = [seconds for t in timelines for seconds in hops(t.schedule, t.starts, t.ends)]
     return Costs(
@@ -131,6 +136,8 @@ def costs_of(timelines: Sequence[Timeline]) -> Costs:
         backward=middle("backward") if all(t.costs.backward is not None for t in timelines) else None,
         p2p=max(0.0, median(waited)) if waited else 0.0,
         microbatch=_factors(timelines),
+        slice_times=shares("slice_times"),
+        slice_sizes=shares("slice_sizes"),
         **spread,
     )
 
