@@ -174,9 +174,11 @@ def test_reading_parameters_takes_nothing_from_an_optimizer_on_the_buckets() -> 
     section = load("tiny").optimizer
     optimizer = Optimizer(list(pipeline.named_parameters()), section, pipeline.sync, pipeline.counts_in_norm)
     (share,) = pipeline.parameters()
+    before = pipeline.state_dict()["a.weight"].clone()
     pipeline.step(ONES * 1.3, ONES * 0)
     optimizer.step(None, 0.1)
     after = pipeline.state_dict()["a.weight"].clone()
+    assert not torch.equal(after, before)
     assert torch.equal(after.flatten(), share.bfloat16())
     pipeline.step(ONES * 1.3, ONES * 0)
     assert torch.equal(pipeline.state_dict()["a.weight"], after)
