@@ -64,8 +64,8 @@ def period(schedule: Schedule, costs: Costs | None = None, limit: int = 64, *, o
 def worst_peaks(schedule: Schedule) -> tuple[int, ...]:
     """rank -> the most stage-micro-batches alive there at once (`Timeline.peak_activations`), whatever the actions' times.
 
-    The most are alive where what frees beside the computation, copies to the host among it, takes longer than all else together,
-    and everything else on such queues no time: then nothing is freed before something has to wait for it.
+    The most are alive on a rank where what frees beside its computation, copies to the host among it, takes longer than all else
+    together, and other entries of such queues no time: then nothing is freed there before something has to wait for it.
     """
     peaks = list(simulate(schedule).peak_activations)
     rank_of = [schedule.placement[stage] for stage in range(schedule.stages) for _ in range(schedule.units)]

@@ -123,6 +123,12 @@ def test_the_most_that_is_alive_at_any_times(name: str, parts_of: int, peaks: tu
     assert worst_peaks(slotted) == simulate(slotted).peak_activations < peaks
 
 
+def test_the_most_on_one_rank_is_with_quick_copies_on_the_others() -> None:
+    """With slow ones everywhere rank 0 would hold 6."""
+    schedule = pl.schedules.offload(build("dualpipev", 3, 6), Costs(host_bandwidth=1))
+    assert worst_peaks(schedule) == (7, 6, 7)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_offloaded(name: str) -> None:
     """It passes `check`, does the same work in the same order, keeps its text, takes hardly longer and holds no more."""
