@@ -123,7 +123,7 @@ class StepGradients:
 
     @property
     def _stepped(self) -> Masters | None:
-        """What the caller's optimizer steps; None where `Optimizer` was built later, which publishes what it steps itself."""
+        """The shares that the caller's optimizer steps; None where `Optimizer` was built later, which publishes its own."""
         return self._masters if self.sync is not None and self.sync.stepped_by is self._masters else None
 
     def publish(self) -> None:
