@@ -219,9 +219,10 @@ def with_overhead(costs: Costs, timelines: Sequence[Timeline]) -> Costs:
     """
     more, stages = median(overhead(timeline) for timeline in timelines), timelines[0].schedule.stages
     times = {name: costs.per_stage(name, stages) for name in ("forward", "input_grad", "weight_grad")}
-    whole = [sum(each) for each in zip(times["input_grad"], times["weight_grad"], strict=True)]
+    whole = tuple(map(sum, zip(times["input_grad"], times["weight_grad"], strict=True)))
     times["backward"] = whole if costs.backward is None else costs.per_stage("backward", stages)
-    longer = {name: tuple(seconds + more for seconds in row) for name, row in times.items()}
+    longer: dict[str, Any] = {name: tuple(seconds + more for seconds in row) for name, row in times.items()}
+    assert not isinstance(costs.p2p, tuple)  # fitted costs have one hop
     return replace(costs, **longer, p2p=max(0.0, costs.p2p - more))
 
 
