@@ -162,7 +162,7 @@ class BytesCheck:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return
-        sync, parameters = self._pipeline.sync, list(self._pipeline.parameters())
+        sync, parameters = self._pipeline.sync, [parameter for _, parameter in self._pipeline.named_parameters()]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         held: list[Tensor] = [*parameters, *gradients, *self._optimizer.held]
         if sync is not None:
