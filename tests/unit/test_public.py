@@ -30,6 +30,7 @@ def test_a_module_lists_its_public_names(module: Any) -> None:
         *(pl.schedules.forward_only, pl.schedules.half_split, pl.schedules.merge_backward),
         *(pl.schedules.split_cooldown, pl.schedules.transformed, pl.schedules.unpair),
         lambda schedule: pipeloom.runtime.LocalPipeline([], schedule, loss=print),
+        lambda schedule: pl.verify([], schedule, (), (), loss=print),
     ],
 )
 def test_a_name_is_no_schedule(function: Callable[..., Any]) -> None:

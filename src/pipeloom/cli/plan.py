@@ -286,4 +286,4 @@ def _lines(plan: LayoutPlan, planner: Planner, request: PlanRequest) -> list[str
         "one step away from the best layout:",
     ]
     lines += [f"  {each.change}: {each.reason}" for each in neighbours(planner, best, request)]
-    return [*lines, "", *what_if(planner, request, best)]
+    return [*lines, "", *what_if(planner, request, plan)]

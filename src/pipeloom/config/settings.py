@@ -403,10 +403,11 @@ def read_toml(path: Path, text: str | None = None) -> dict[str, Any]:
     name = shortened(str(path))
     try:
         if text is None:
-            text = read_file(path, CONFIG_BYTES, "a configuration").decode("utf-8")
+            text = read_file(path, CONFIG_BYTES, "a configuration").decode("utf-8-sig")
         tables = tomllib.loads(text)
     except FileNotFoundError:
-        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
+        files = [file.name for file in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        near = did_you_mean(path.name, [*files, *BUILT_IN])
         raise ConfigError(f"there is no file {name}{near}") from None
     except UsageError as error:
         raise ConfigError(str(error)) from None

@@ -7,6 +7,7 @@ L the final norm and output layer; `|` separates stages; `x*3` repeats a letter 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
@@ -130,13 +131,16 @@ def balance(costs: Sequence[int], stages: int) -> list[int]:
         return _of_equal_blocks(costs, stages)
     limit = _smallest_largest(before, stages)
     never = sum(costs) ** 2 + 1
+    # furthest[k]: the most layers that the first k stages hold; those from nearest[k] on fit into the last k
+    furthest = _ends(before, stages, limit)
+    nearest = [count - end for end in _ends([before[-1] - each for each in reversed(before)], stages, limit)]
     # least[k][i]: the least sum of squares of the layers from i on, in k stages, none above the limit
     least = [[never] * (count + 1) for _ in range(stages + 1)]
     cut = [[0] * (count + 1) for _ in range(stages + 1)]
     least[0][count] = 0
     for k in range(1, stages + 1):
-        for i in range(count - k + 1):
-            for j in range(i + 1, count - k + 2):
+        for i in range(max(nearest[k], stages - k), min(furthest[stages - k], count - k) + 1):
+            for j in range(max(i + 1, nearest[k - 1]), count - k + 2):
                 cost = before[j] - before[i]
                 if cost > limit:
                     break
@@ -169,20 +173,19 @@ def _of_equal_blocks(costs: Sequence[int], stages: int) -> list[int]:
 
 def _smallest_largest(before: Sequence[int], stages: int) -> int:
     """Return the least possible cost of the largest stage; `before[i]` is the cost of the first i layers."""
-    count = len(before) - 1
     low, high = max(b - a for a, b in pairwise(before)), before[-1]
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if _fits(before, stages, middle, count) else (middle + 1, high)
+        low, high = (low, middle) if _ends(before, stages, middle)[-1] == len(before) - 1 else (middle + 1, high)
     return low
 
 
-def _fits(before: Sequence[int], stages: int, limit: int, count: int) -> bool:
-    used, start = 1, 0
-    for end in range(1, count + 1):
-        if before[end] - before[start] > limit:
-            used, start = used + 1, end - 1
-    return used <= stages
+def _ends(before: Sequence[int], stages: int, limit: int) -> list[int]:
+    """Return number of stages, from 0 on -> the most layers that so many first stages hold, none of them above the limit."""
+    ends = [0]
+    for _ in range(stages):
+        ends.append(bisect_right(before, before[ends[-1]] + limit) - 1)
+    return ends
 
 
 def parse_stages(text: str, blocks: int, stages: int, depths: int = 0) -> list[int]:

@@ -78,6 +78,8 @@ def megatron(prediction: LayoutCosts) -> str:
         words.append("--sequence-parallel")
     if layout.zero:
         words.append("--use-distributed-optimizer")
+    if prediction.ep_nodes > 1:  # a token is sent once to each node
+        words.append("--moe-token-dispatcher-type flex --moe-enable-deepep")
     if layout.recompute == "full":
         words.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     elif layout.recompute != "none":
@@ -162,6 +164,7 @@ def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None, tab
             "zero": layout.zero,
             "sp": layout.tp > 1,
             "ep": layout.ep,
+            "ep_nodes": prediction.ep_nodes,
             "stages": layout_string(prediction.stages, prediction.ahead),
         },
         "schedule": {"name": str(table) if table else layout.schedule, "microbatches": layout.m}

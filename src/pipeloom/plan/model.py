@@ -44,6 +44,7 @@ class ModelShape:
         sparse: block -> whether it has experts; empty: none has.
         latent: multi-head latent attention, or None.
         ahead: blocks behind the last one that predict tokens further ahead (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+        routed_share: of the groups of experts, those that a token may choose from (the same, section 2.1.2).
     """
 
     name: str
@@ -65,6 +66,7 @@ class ModelShape:
     sparse: tuple[bool, ...] = ()
     latent: Latent | None = None
     ahead: int = 0
+    routed_share: float = 1.0
 
     def block_is_sparse(self, block: int) -> bool:
         """Return whether block number `block` has experts."""
@@ -122,6 +124,7 @@ def from_config(values: Mapping[str, Any], name: str = "model") -> ModelShape:
     expert_width = number("expert_width", default=feed_forward) if experts else 0
     shared = number("shared_width", default=number("shared_count", default=0) * expert_width) if experts else 0
     step = number("decoder_sparse_step", default=1, least=1)
+    groups = number("n_group", default=1, least=1)
     latent = None
     if rank := number("kv_lora_rank", default=0):
         rope = number("qk_rope_head_dim", default=number("qk_pos_emb_head_dim", default=64))
@@ -147,6 +150,7 @@ def from_config(values: Mapping[str, Any], name: str = "model") -> ModelShape:
         sparse=_sparse(values, layers, number("dense_first", default=0), step) if experts else (),
         latent=latent,
         ahead=number("ahead", default=0),
+        routed_share=min(1.0, number("topk_group", default=groups, least=1) / groups),
     )
 
 

@@ -13,7 +13,17 @@ from pipeloom.plan.layout import PlannedLayout, problems, spans
 from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import OfRanks, RankMemory, rank_memory, stage_memory
 from pipeloom.plan.model import ModelShape
-from pipeloom.plan.time import HOST, AxisRates, Device, StageSeconds, StepTime, costs, stage_times, state_seconds
+from pipeloom.plan.time import (
+    HOST,
+    AxisRates,
+    Device,
+    StageSeconds,
+    StepTime,
+    costs,
+    expert_nodes,
+    stage_times,
+    state_seconds,
+)
 from pipeloom.schedule import Costs, Schedule, simulate
 from pipeloom.schedule.slices import SequenceCuts, balanced_cuts
 
@@ -28,6 +38,7 @@ class LayoutCosts(OfRanks):
         step: seconds.
         tokens: per second and device.
         ahead: blocks that predict tokens further ahead, before the output layer.
+        ep_nodes: nodes that the ranks of an ep group are on.
         searched: the schedule, where a search found it; None: the family's.
     """
 
@@ -37,6 +48,7 @@ class LayoutCosts(OfRanks):
     step: StepTime
     tokens: float
     ahead: int = 0
+    ep_nodes: int = 1
     searched: Schedule | None = None
 
     @property
@@ -95,10 +107,7 @@ class Planner:
         split = Split(
             self.runtime, tokens, layout.seq, layout.tp, layout.ep, layout.cp, layout.capacity, layout.etp or layout.tp
         )
-        # blocks of the same kind are one object
-        whole = layers_of(self.shape, split)
-        copies = {id(layer): layer.recomputed(layout.recompute) for layer in whole}
-        return [copies[id(layer)] for layer in whole]
+        return list(_recomputed(self.shape, split, layout.recompute))
 
     def cut(self, layout: PlannedLayout, layers: list[LayerOps], links: AxisRates, positions: int) -> tuple[int, ...]:
         """The layers of each stage."""
@@ -112,8 +121,7 @@ class Planner:
 
     def seconds(self, layers: list[LayerOps], layout: PlannedLayout, links: AxisRates) -> list[float]:
         """Layer -> seconds of one micro-batch; those of the same object are computed once."""
-        distinct = {id(layer): layer for layer in layers}
-        times = {key: self.stage_seconds([layer], layout, links).total for key, layer in distinct.items()}
+        times = {key: self.stage_seconds([layer], layout, links).total for key, layer in distinct(layers).items()}
         return [times[id(layer)] for layer in layers]
 
     def stage_seconds(self, layers: Sequence[LayerOps], layout: PlannedLayout, links: AxisRates) -> StageSeconds:
@@ -171,10 +179,13 @@ class Planner:
         host = HOST if self.measured_layers is None else 0.0
         step = StepTime(busy * (1 - sent / work), busy * sent / work, max(0.0, makespan - busy), *slowest, host)
         tokens = layout.sequences * layout.seq / step.total / layout.world
-        return LayoutCosts(layout, stages, tuple(memory), step, tokens, self.shape.ahead, searched)
+        nodes = expert_nodes(layout, self.device)
+        return LayoutCosts(layout, stages, tuple(memory), step, tokens, self.shape.ahead, nodes, searched)
 
     def _parts(self, layout: PlannedLayout) -> tuple[Schedule, list[LayerOps], AxisRates, tuple[int, ...]]:
-        schedule, layers, links = built(layout), self.layers(layout), AxisRates.of(layout, self.device)
+        # the stages and the peaks of the shorter step from which a long one is extrapolated are those of the long one
+        schedule, layers = built(extrapolated_from(layout)[0]), self.layers(layout)
+        links = AxisRates.of(layout, self.device, self.shape)
         stages = self.cut(layout, self.timed_layers(layout), links, schedule.positions)
         if sum(stages) != len(layers) or len(stages) != schedule.positions:
             raise UsageError(
@@ -217,28 +228,44 @@ class Planner:
         return replace(prediction, step=prediction.step.scaled(factor), tokens=prediction.tokens / factor)
 
 
+@lru_cache(maxsize=4096)
+def _recomputed(shape: ModelShape, split: Split, part: str) -> tuple[LayerOps, ...]:
+    """The model's layers with a part recomputed; those of one kind are one object."""
+    layers = layers_of(shape, split)
+    copies = {key: layer.recomputed(part) for key, layer in distinct(layers).items()}
+    return tuple(copies[id(layer)] for layer in layers)
+
+
+def distinct(layers: Sequence[LayerOps]) -> dict[int, LayerOps]:
+    """Identity -> layer; blocks of one kind are one object."""
+    return {id(layer): layer for layer in layers}
+
+
 def balanced(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
     """The number of layers of each stage, with the longest stage as short as possible."""
     return tuple(balance([round(1e9 * each) for each in seconds], stages))
 
 
-# Actions from which a step is extrapolated: in the steady state its time is linear in the micro-batches.
-SIMULATED_ACTIONS = 30_000
+SHORT_ROUNDS = (4, 5)  # of micro-batches, after which time is linear in them: in each round every rank gets one
+
+
+def extrapolated_from(layout: PlannedLayout) -> list[PlannedLayout]:
+    """The layouts with fewer micro-batches from which that of a long step is extrapolated; the layout itself if it is short."""
+    round_size = -(-layout.pp // layout.slices)
+    rounds = layout.m // round_size
+    if rounds <= SHORT_ROUNDS[-1]:
+        return [layout]
+    return [replace(layout, m=layout.m - (rounds - few) * round_size) for few in SHORT_ROUNDS]
 
 
 def _pipeline(layout: PlannedLayout, costs: Costs, searched: Schedule | None) -> tuple[float, float]:
     """(makespan, mean busy time of a rank) in seconds."""
-    if searched is not None:
-        run = simulate(searched, costs)
-        return run.makespan, sum(run.busy) / layout.pp
-    sizes, rounds = [layout.m], layout.m // layout.pp
-    if layout.m * layout.pp * layout.v * layout.slices > SIMULATED_ACTIONS and rounds > 5:
-        sizes = [layout.m - (rounds - few) * layout.pp for few in (3, 4)]
-    runs = [simulate(built(replace(layout, m=m)), costs) for m in sizes]
-    ends = [(run.makespan, sum(run.busy) / layout.pp) for run in runs]
-    more = (layout.m - sizes[-1]) / layout.pp
-    makespan, busy = (last + more * (last - first) for first, last in zip(ends[0], ends[-1], strict=True))
-    return makespan, busy
+    layouts = [layout] if searched is not None else extrapolated_from(layout)
+    runs = [simulate(searched or built(each), costs) for each in layouts]
+    (first, last), work = (runs[0].makespan, runs[-1].makespan), sum(runs[-1].busy) / layout.pp
+    step = max(1, layouts[-1].m - layouts[0].m)
+    more = layout.m - layouts[-1].m
+    return last + more * (last - first) / step, work * layout.m / layouts[-1].m
 
 
 @lru_cache(maxsize=256)

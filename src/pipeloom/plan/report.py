@@ -139,20 +139,19 @@ def as_dict(prediction: LayoutCosts) -> dict[str, object]:
     }
 
 
-def what_if(planner: Planner, request: PlanRequest, best: LayoutCosts) -> list[str]:
+def what_if(planner: Planner, request: PlanRequest, plan: LayoutPlan) -> list[str]:
     """Sentences: the best layout where links are half as fast, and where a tenth of the memory is missing."""
-    device = planner.device
+    device, best = planner.device, plan.best
     slower = replace(planner, device=replace(device, link=device.link / 2, network=device.network / 2))
     lines = []
-    for words, each, asked in (
-        ("links half as fast", slower, request),
-        ("a tenth less memory", planner, replace(request, memory=0.9 * request.memory)),
+    for words, other in (
+        ("links half as fast", search(slower, request)),
+        ("a tenth less memory", search(planner, replace(request, memory=0.9 * request.memory), plan.estimates)),
     ):
-        plan = search(each, asked)
-        if not plan.predictions:
+        if not other.predictions:
             lines.append(f"with {words}: nothing fits")
             continue
-        change = plan.best.tokens / best.tokens - 1
-        same = "the same layout" if plan.best.layout == best.layout else plan.best.layout.text()
+        change = other.best.tokens / best.tokens - 1
+        same = "the same layout" if other.best.layout == best.layout else other.best.layout.text()
         lines.append(f"with {words}: {same}, {100 * change:+.1f} % tokens/s")
     return lines

@@ -127,7 +127,7 @@ def predicted(
     speed = device or Device("cpu", 1.0, 0.0, 1e30, 1e30, 1e30, layout.world_size, 1.0)
     planner = Planner(shape, speed, runtime_of(layout.config, device), measured_layers)
     layers = planner.layers(replace(planned, recompute="none"))
-    links = AxisRates.of(planned, speed)
+    links = AxisRates.of(planned, speed, shape)
     timed = planner.timed_layers(replace(planned, recompute="none"))
     if spread:  # only the norm is left on the last stage
         layers[-1] = timed[-1] = replace(layers[-1], ops=layers[-1].ops[:1])

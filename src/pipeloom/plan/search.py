@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -14,7 +13,7 @@ from pipeloom.errors import UsageError, divisors
 from pipeloom.plan.blocks import LayerOps
 from pipeloom.plan.layout import PlannedLayout, problems
 from pipeloom.plan.memory import state_bytes
-from pipeloom.plan.predict import LayoutCosts, Planner, balanced
+from pipeloom.plan.predict import LayoutCosts, Planner, balanced, distinct
 from pipeloom.plan.time import HOST, AxisRates, gathers_by_microbatch
 from pipeloom.schedule.placement import named
 
@@ -28,9 +27,9 @@ OFFERED = {
     "pipeloom": ("1f1b", "interleaved", "zb-h1", "zbv"),
 }
 _SPREAD = ("dp", "tp", "cp", "pp", "ep", "m", "micro_batch", "recompute")
-EXACT = 24  # most layouts that are predicted exactly
+EXACT = 16  # most layouts that are predicted from their schedules before the search climbs
+CLIMBS = 8  # most steps to a faster neighbour; after three or four none has been seen
 SLICE_TOKENS = 1024  # fewest of a slice, with which products are still near their rate
-SECONDS = 7.0  # after which no further layout is predicted; a plan searches three times (what if), within 30 s in all
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,13 @@ class LayoutPlan:
         return frontier
 
 
-def search(planner: Planner, request: PlanRequest) -> LayoutPlan:
-    """The layouts of `request`, ranked. Raises UsageError where no layout exists for so many devices."""
-    estimates = sorted(_estimates(planner, request), key=lambda each: each.seconds)
+def search(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate] = ()) -> LayoutPlan:
+    """The layouts of `request`, ranked. Raises UsageError where no layout exists for so many devices.
+
+    Args:
+        estimates: of an earlier search, which differed in `request.memory` at most.
+    """
+    estimates = estimates or sorted(_estimates(planner, request), key=lambda each: each.seconds)
     if not estimates:
         raise UsageError(
             f"--devices {request.devices}: no layout of {planner.shape.name} uses them with {request.sequences} sequences "
@@ -113,20 +116,25 @@ def search(planner: Planner, request: PlanRequest) -> LayoutPlan:
     candidates = list({(each.layout.pp, each.layout.recompute): each for each in reversed(fitting)}.values())
     candidates = sorted(candidates, key=lambda each: each.seconds)[: EXACT // 2]
     candidates += [each for each in fitting[:EXACT] if each not in candidates][: EXACT - len(candidates)]
-    predictions, until = [], time.monotonic() + SECONDS
-    for each in sorted(candidates, key=lambda each: each.seconds):
-        try:
-            prediction = planner.predict(each.layout)
-        except UsageError:  # a family that refuses these sizes
-            continue
-        if prediction.peak <= request.memory:
-            predictions.append(prediction)
-        if time.monotonic() > until:
+    predictions, smallest = list(_fitting(planner, request, candidates)), min(estimates, key=lambda each: each.memory)
+    if not predictions:  # estimates are not exact
+        predictions = list(_fitting(planner, request, sorted(estimates, key=lambda each: each.memory)[:EXACT]))
+    for _ in range(CLIMBS if predictions else 0):
+        better = _better(planner, request, max(predictions, key=lambda each: each.tokens))
+        if better is None:
             break
-    while predictions and (better := _better(planner, request, max(predictions, key=lambda each: each.tokens), until)):
         predictions.append(better)
     predictions.sort(key=lambda each: -each.tokens)
-    return LayoutPlan(tuple(predictions), tuple(estimates), min(estimates, key=lambda each: each.memory))
+    return LayoutPlan(tuple(predictions), tuple(estimates), smallest)
+
+
+def _fitting(planner: Planner, request: PlanRequest, candidates: Sequence[Estimate]) -> Iterator[LayoutCosts]:
+    """The predictions of the candidates that fit."""
+    for each in candidates:
+        with suppress(UsageError):  # a family that refuses these sizes
+            prediction = planner.predict(each.layout)
+            if prediction.peak <= request.memory:
+                yield prediction
 
 
 _AXES = ("dp", "tp", "cp", "pp", "ep", "v", "micro_batch")
@@ -145,20 +153,14 @@ def closest(planner: Planner, request: PlanRequest, layout: PlannedLayout) -> La
         )
 
     fitting = [each for each in _estimates(planner, request) if each.memory <= request.memory]
-    for each in sorted(fitting, key=lambda each: (changes(each.layout), each.seconds))[:EXACT]:
-        with suppress(UsageError):  # a family that refuses these sizes
-            prediction = planner.predict(each.layout)
-            if prediction.peak <= request.memory:
-                return prediction
-    return None
+    near = sorted(fitting, key=lambda each: (changes(each.layout), each.seconds))
+    return next(_fitting(planner, request, near[:EXACT]), None)
 
 
-def _better(planner: Planner, request: PlanRequest, best: LayoutCosts, until: float) -> LayoutCosts | None:
+def _better(planner: Planner, request: PlanRequest, best: LayoutCosts) -> LayoutCosts | None:
     """Return the fastest layout one step from the best one that fits and is predicted to be faster; None: there is none."""
     better: LayoutCosts | None = None
     for _, prediction in neighbouring(planner, best, request):
-        if time.monotonic() > until:
-            break
         allowed = all(getattr(prediction.layout, name) == value for name, value in request.fixed.items())
         if allowed and prediction.peak <= request.memory and prediction.tokens > (better or best).tokens * 1.001:
             better = prediction
@@ -246,7 +248,7 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
     known: dict[tuple[object, ...], _Sums] = {}
     cuts: dict[tuple[object, ...], _Cut] = {}
     for layout in _spreads(planner, request):
-        links = AxisRates.of(layout, planner.device)
+        links = AxisRates.of(layout, planner.device, planner.shape)
         key = (layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.recompute, links)
         for name in request.schedules if layout.pp > 1 else request.schedules[:1]:
             for v in CHUNKS[name] if layout.pp > 1 else (1,):
@@ -314,14 +316,14 @@ class _Sums:
                 for field_, value in enumerate((self.seconds[at], layer.saved, *layer.parameters)):
                     sums[rank][field_] += value
             start += count
-        distinct = {id(layer): layer for layer in self.layers}.values()
-        extra, largest = max(each.backward_peak for each in distinct), max(sum(each.parameters) for each in distinct)
+        kinds = distinct(self.layers).values()
+        extra, largest = max(each.backward_peak for each in kinds), max(sum(each.parameters) for each in kinds)
         return _Cut(tuple(_Rank(*each) for each in sums), extra, largest)
 
 
 def estimate(planner: Planner, layout: PlannedLayout) -> Estimate:
     """The estimate of one layout, without its schedule."""
-    links = AxisRates.of(layout, planner.device)
+    links = AxisRates.of(layout, planner.device, planner.shape)
     cut = _Sums.of(planner, layout, links).cut(layout.pp, layout.v, vee=layout.schedule == "zbv")
     return _estimate(planner, layout, links, cut)
 
@@ -338,16 +340,15 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
     if layout.schedule in ("zbv", "zb-h1"):
         fill /= 3
     memory, state_time = 0.0, (0.0, 0.0)
-    replicas = layout.dp * layout.cp
+    replicas, states = layout.dp * layout.cp, {}
+    for rank in set(cut.ranks):
+        groups = [(rank.shared, replicas), (rank.experts, layout.expert_replicas)]
+        states[rank] = sum(state_bytes(groups, cut.largest, layout, runtime))
+        state_time = max(state_time, planner.state_seconds(rank.shared, rank.experts, layout, links))
     for at, rank in enumerate(cut.ranks):
         alive = {"interleaved": p - at + (p - 1 - at) / v, "zbv": p, "zb-h1": p}.get(
             layout.schedule, 1 + (p - at - 1) / layout.slices
         )
-        state = state_bytes(
-            [(rank.shared, replicas), (rank.experts, layout.expert_replicas)], cut.largest, layout, runtime
-        )
-        memory = max(memory, sum(state) + (1 + runtime.margin) * rank.saved * min(m, alive))
-        spent = planner.state_seconds(rank.shared, rank.experts, layout, links)
-        state_time = max(state_time, spent)
+        memory = max(memory, states[rank] + (1 + runtime.margin) * rank.saved * min(m, alive))
     memory += runtime.workspace + runtime.overhead + (1 + runtime.margin) * cut.extra
     return Estimate(layout, memory, heaviest * m + fill + sum(state_time) + HOST)

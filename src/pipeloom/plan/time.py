@@ -12,11 +12,13 @@ from typing import Any
 from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.plan.blocks import LayerOps, Op, Runtime
 from pipeloom.plan.layout import PlannedLayout
+from pipeloom.plan.model import ModelShape
 from pipeloom.schedule import Costs
 
-# Share of a link's rate that a collective reaches, of memory's rate that an elementwise operation reaches, and of a product's
+# Share of the rate that a collective reaches of a link within a node and of the network (DeepEP's README: 45 and 46 of 50 GB/s
+# over 2 and 4 nodes, NCCL somewhat less), of memory's rate that an elementwise operation reaches, and of a product's
 # rate that fused attention and grouped products reach.
-LINK_SHARE, MEMORY_SHARE, ATTENTION_SHARE, GROUPED_SHARE = 0.45, 0.8, 0.6, 0.85
+LINK_SHARE, NETWORK_SHARE, MEMORY_SHARE, ATTENTION_SHARE, GROUPED_SHARE = 0.45, 0.8, 0.8, 0.6, 0.85
 # A product of which one side is this long runs at half of the rate of a large one.
 HALF_RATE_SIDE = 192
 LATENCY = 15e-6  # seconds of a collective, whatever its size
@@ -109,22 +111,42 @@ class AxisRates:
     dp: float
 
     @classmethod
-    def of(cls, layout: PlannedLayout, device: Device) -> AxisRates:
+    def of(cls, layout: PlannedLayout, device: Device, shape: ModelShape) -> AxisRates:
         """tp is the fastest axis, then cp and ep, dp, pp."""
 
         def rate(reach: int) -> float:
-            return LINK_SHARE * (device.link if reach <= device.per_node else device.network)
+            return LINK_SHARE * device.link if reach <= device.per_node else NETWORK_SHARE * device.network
 
         inner = layout.tp * layout.cp
         return cls(
             rate(layout.tp),
-            rate(layout.ep * (1 if layout.etp == 1 else layout.tp)),
+            _expert_rate(layout, device, shape),
             rate(inner),
             rate(layout.world)
             if layout.pp > 1 and inner * layout.dp >= device.per_node
             else rate(inner * layout.dp * 2),
             rate(inner * layout.dp),
         )
+
+
+def expert_nodes(layout: PlannedLayout, device: Device) -> int:
+    """The number of nodes that the ranks of an ep group are on; of one node they stand `tp` apart unless experts are whole."""
+    return -(-layout.ep // max(1, device.per_node // (1 if layout.etp == 1 else layout.tp)))
+
+
+def _expert_rate(layout: PlannedLayout, device: Device, shape: ModelShape) -> float:
+    """Bytes of rows sent to experts on other ranks per second.
+
+    Between nodes a token is sent once to each that holds one of its experts (of k experts spread over n nodes
+    n (1 - (1 - 1/n)^k)), and from there to the ranks; node-limited routing lets fewer nodes hold them.
+    """
+    ep, nodes, experts = layout.ep, expert_nodes(layout, device), shape.experts_per_token
+    inside, within = ep / nodes, LINK_SHARE * device.link
+    if nodes == 1 or not experts:
+        return within
+    reached = max(1.0, nodes * shape.routed_share)
+    across = reached * (1 - (1 - 1 / reached) ** experts) / experts * (nodes - 1) / nodes
+    return (ep - 1) / ep / (across / (NETWORK_SHARE * device.network) + (inside - 1) / inside / within)
 
 
 def gathers_by_microbatch(layout: PlannedLayout, runtime: Runtime) -> bool:

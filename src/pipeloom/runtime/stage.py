@@ -245,6 +245,8 @@ class Stage:
         by_position = inputs if not flight.read else inputs[: len(inputs) - flight.read]
         names = None if self.declares_nothing else NamedInForward(layers, program, inputs[len(by_position) :], loss)
         result: Any = self._inputs.changeable(by_position)
+        if not layers.modules and len(result) == 1:  # the loss gets what the layers before it returned
+            (result,) = result
         has_parts = microbatch in program.parts
         with flight.saving():
             for at, (name, module) in enumerate(zip(layers.names, layers.modules, strict=True)):

@@ -36,7 +36,7 @@ from pipeloom.runtime.batch import (
 from pipeloom.runtime.loss import Loss
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.pipeline import LocalPipeline, call_before_layers, layers_of_ranks
-from pipeloom.runtime.stage_modules import LayerSource, build_stage, layer_name
+from pipeloom.runtime.stage_modules import LayerSource, build_stage, layer_name, require_arguments
 from pipeloom.runtime.tensor_spec import tensors_in
 from pipeloom.runtime.tied_weights import Tie, layer_of, share
 from pipeloom.schedule.actions import Action, unit_words
@@ -123,6 +123,7 @@ def verify(
         VerifyError: the first difference: its stage, layer and parameter, how large it is, and the rule of the stage contract.
         UsageError: layers that cannot be copied; and what a pipeline refuses.
     """
+    require_arguments(layers, schedule, loss)
     report = Verified()
     with seeded(0):
         for recompute in ("none", "full"):

@@ -618,8 +618,8 @@ def _measured_costs(
     The time of a block (R;B) counts as that of B, and so R as 0.
     """
     times: dict[tuple[str, int], list[float]] = {}
-    groups: dict[tuple[str, int], float] = {}  # (time of the kind, micro-batch) -> that of the rank that began last
-    by_slice: list[float] = [0.0] * schedule.slices
+    groups: dict[tuple[str, int], float] = {}  # (time of the kind, unit) -> that of the rank that began last
+    by_slice, by_size = [0.0] * schedule.slices, [0.0] * schedule.slices
     for rank, program in enumerate(schedule.programs):
         for at, (cell, start, end) in enumerate(zip(program, starts[rank], ends[rank], strict=True)):
             actions = parts(cell)
@@ -631,10 +631,10 @@ def _measured_costs(
                 fused = kind.fuses
                 times.setdefault((fused[-1] if fused else action.kind, action.stage), []).append(stop - begin)
                 if kind.group and isinstance(kind.time, str):
-                    group = kind.time, action.microbatch
+                    group = kind.time, schedule.unit_of(action)
                     groups[group] = min(stop - begin, groups.get(group, stop - begin))
-                if not kind.of_stage:
-                    by_slice[action.slice or 0] += stop - begin
+                if not kind.of_stage and kind.queue == COMPUTE:
+                    (by_size if kind.vocabulary else by_slice)[action.slice or 0] += stop - begin
 
     def mean(kind: str, stage: int) -> float:
         samples = times.get((kind, stage))
@@ -647,7 +647,7 @@ def _measured_costs(
     for name, letter in (("scores", "S"), ("scores_grad", "T")) if schedule.vocabulary else ():
         spread[name] = tuple(mean(letter, s) if s in schedule.vocabulary else 0.0 for s in stages)
     for name in {name for name, _ in groups}:
-        spread[name] = fmean(time for (group, _), time in groups.items() if group == name)
+        spread[name] = schedule.slices * fmean(time for (group, _), time in groups.items() if group == name)
     letters = sorted({kind for kind, _ in times if kind.startswith("R:")})
     again = {
         letter: tuple(mean(letter, s) if (letter, s) in times else 0.0 for s in stages)
@@ -655,7 +655,11 @@ def _measured_costs(
     }
     parted = tuple(mean("I", s) + mean("W", s) for s in stages)
     whole = tuple(mean("B", s) if ("B", s) in times else parted[s] for s in stages)
-    whole_step = sum(by_slice)
+
+    def shares(spent: list[float]) -> tuple[float, ...]:
+        whole_step = sum(spent)
+        return tuple(time / whole_step for time in spent) if schedule.slices > 1 and whole_step else ()
+
     return Costs(
         forward=tuple(mean("F", s) for s in stages),
         input_grad=tuple(mean("I", s) for s in stages),
@@ -663,7 +667,8 @@ def _measured_costs(
         backward=whole if any(("B", s) in times and ("I", s) in times for s in stages) else None,
         recompute=again.get("R"),
         parts={letter.partition(":")[2]: again[letter] for letter in letters},
-        slice_times=tuple(time / whole_step for time in by_slice) if schedule.slices > 1 and whole_step else (),
+        slice_times=shares(by_slice),
+        slice_sizes=shares(by_size),
         **spread,
     )
 

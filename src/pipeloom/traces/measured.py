@@ -124,6 +124,10 @@ def costs_of(timelines: Sequence[Timeline]) -> Costs:
     def middle(name: str) -> tuple[float, ...]:
         return medians(timeline.costs.per_stage(name, stages) for timeline in timelines)
 
+    def shares(name: str) -> tuple[float, ...]:
+        middles = medians(getattr(timeline.costs, name) for timeline in timelines)
+        return tuple(each / sum(middles) for each in middles)
+
     spread: dict[str, Any] = {name: middle(name) for name in _OF_SHARES if timelines[0].schedule.vocabulary}
     waited = [seconds for t in timelines for seconds in hops(t.schedule, t.starts, t.ends)]
     return Costs(
@@ -138,6 +142,8 @@ def costs_of(timelines: Sequence[Timeline]) -> Costs:
         },
         p2p=max(0.0, median(waited)) if waited else 0.0,
         microbatch=_factors(timelines),
+        slice_times=shares("slice_times"),
+        slice_sizes=shares("slice_sizes"),
         **spread,
     )
 

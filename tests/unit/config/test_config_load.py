@@ -85,6 +85,10 @@ def test_missing_unreadable_and_undecodable_files(tmp_path: Path) -> None:
     write(tmp_path / "train.toml", "")
     with pytest.raises(ConfigError, match=r"there is no file .*trian\.toml; did you mean 'train\.toml'"):
         load(tmp_path / "trian.toml")
+    with pytest.raises(ConfigError, match="there is no file tinny; did you mean 'tiny'"):
+        load("tinny")
+    (tmp_path / "windows.toml").write_bytes(b"\xef\xbb\xbf[train]\r\nsteps = 3\r\n")
+    assert load(tmp_path / "windows.toml").train.steps == 3
     with pytest.raises(ConfigError, match="cannot be read"):
         read_toml(tmp_path)
     (tmp_path / "latin.toml").write_bytes(b"# \xff\n")

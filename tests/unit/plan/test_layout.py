@@ -27,6 +27,7 @@ from pipeloom.plan import predict as prediction_module
 from pipeloom.plan.export import layers_by_rank, layout_string, megatron, run_toml, torch_csv, torchtitan
 from pipeloom.plan.layout import problems
 from pipeloom.plan.model import from_config
+from pipeloom.plan.predict import extrapolated_from
 from pipeloom.plan.report import advice, neighbours, reason, what_if
 from pipeloom.plan.search import _Sums
 from pipeloom.plan.time import AxisRates
@@ -200,12 +201,19 @@ def test_nothing_fits_a_small_device():
     assert not search(planner("llama3-405b"), request_of(8, 8)).predictions
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv", "interleaved"])
-def test_long_steps_are_extrapolated_exactly(name, monkeypatch):
-    layout = PlannedLayout(pp=4, v=2 if name in ("zbv", "interleaved") else 1, m=42, schedule=name, seq=2048)
+@pytest.mark.parametrize(
+    ("name", "v", "slices"), [("1f1b", 1, 1), ("zb-h1", 1, 1), ("zbv", 2, 1), ("interleaved", 2, 1), ("1f1b", 1, 2)]
+)
+def test_long_steps_are_extrapolated_exactly(name, v, slices, monkeypatch):
+    layout = PlannedLayout(pp=4, v=v, m=44, schedule=name, seq=2048, slices=slices)
+    quick = planner().predict(layout)
+    assert extrapolated_from(layout)[-1].m < 44
+    monkeypatch.setattr(prediction_module, "SHORT_ROUNDS", (44, 44))
     whole = planner().predict(layout)
-    monkeypatch.setattr(prediction_module, "SIMULATED_ACTIONS", 10)
-    assert planner().predict(layout).step.total == pytest.approx(whole.step.total, rel=1e-3)
+    assert extrapolated_from(layout) == [layout]
+    assert quick.step.total == pytest.approx(whole.step.total, rel=1e-3)
+    assert quick.step.idle == pytest.approx(whole.step.idle, rel=1e-2)
+    assert [rank.total for rank in quick.ranks] == pytest.approx([rank.total for rank in whole.ranks])
 
 
 def test_slower_links_make_exchanges_longer():
@@ -246,7 +254,7 @@ def test_small_models_need_no_pipeline_and_large_ones_do():
 
 def test_what_if_predicts_the_loss():
     asked = request_of(8)
-    links, memory = what_if(planner(), replace(asked, fixed={"micro_batch": 1}), flat_plan().best)
+    links, memory = what_if(planner(), replace(asked, fixed={"micro_batch": 1}), flat_plan())
     assert links.startswith("with links half as fast: ")
     assert memory.startswith("with a tenth less memory: ")
 
@@ -290,7 +298,7 @@ def test_other_systems_read_the_same_layout():
 def test_an_estimate_places_stages_as_the_schedule_does():
     """Under zbv the first rank holds the first and the last stage, so both ends of the model are on it."""
     layout = PlannedLayout(pp=4, v=2, m=16, schedule="zbv", seq=2048)
-    links = AxisRates.of(layout, H100)
+    links = AxisRates.of(layout, H100, load_model("llama3-8b"))
     sums = _Sums.of(planner(runtime="pipeloom"), layout, links)
     vee, loop = (sums.cut(4, 2, vee=each) for each in (True, False))
     ends = 2 * 128256 * 4096
@@ -307,3 +315,36 @@ def test_the_search_climbs_from_the_best_estimate_to_faster_neighbours(monkeypat
     plan = search(planned, asked)
     assert len(plan.predictions) > 1
     assert not [each for each in neighbours(planned, plan.best, asked) if "was not searched" in each.reason]
+
+
+def test_experts_on_several_nodes_receive_a_token_once_each():
+    shape = load_model("deepseek-v3")
+    layout, nodes = PlannedLayout(dp=64, ep=64, etp=1, m=1), 8
+    across = 4 * (1 - 0.75**8) / 8 * (nodes - 1) / nodes  # routing reaches half of the nodes, 8 experts a token
+    seconds = across / (0.8 * H100.network) + 7 / 8 / (0.45 * H100.link)
+    assert AxisRates.of(layout, H100, shape).ep == pytest.approx(63 / 64 / seconds)
+    assert AxisRates.of(layout, H100, replace(shape, routed_share=1.0)).ep < 0.8 * 63 / 64 / seconds
+    assert AxisRates.of(replace(layout, ep=8), H100, shape).ep == 0.45 * H100.link
+    assert AxisRates.of(replace(layout, ep=8, tp=2, etp=0), H100, shape).ep < 0.45 * H100.link  # 16 ranks apart
+
+
+def test_the_nodes_of_experts_are_written_for_the_runtime_that_uses_them():
+    base = PlannedLayout(dp=16, ep=16, m=1, seq=2048)
+    spread = planner("mixtral-8x22b").predict(replace(base, ep=8, tp=2, etp=0))
+    assert spread.ep_nodes == 2
+    assert "--moe-enable-deepep" in megatron(spread)
+    assert tomllib.loads(run_toml(spread, load_model("mixtral-8x22b"), None))["parallel"]["ep_nodes"] == 2
+    inside = planner("mixtral-8x22b").predict(replace(base, ep=8))
+    assert inside.ep_nodes == 1
+    assert "deepep" not in megatron(inside)
+
+
+def test_a_search_whose_estimates_are_too_low_still_finds_what_fits(monkeypatch):
+    """Where no layout of the fastest that should fit does, those with the least memory are predicted."""
+    module = importlib.import_module("pipeloom.plan.search")
+    monkeypatch.setattr(module, "EXACT", 1)
+    small = min(deep_plan().estimates, key=lambda each: each.memory).layout
+    tight = planner("llama3-70b").predict(small).peak * 1.001
+    estimates = tuple(replace(each, memory=1.0 if each.layout != small else 0.5) for each in deep_plan().estimates)
+    plan = search(planner("llama3-70b"), replace(request_of(32, 32, seq=4096), memory=tight), estimates)
+    assert plan.best.layout == small

@@ -210,7 +210,7 @@ def test_sharded_weights_are_gathered_twice_and_their_gradients_sent_once():
     slow = Planner(shape, replace(device, link=1e7, network=1e7), RUNTIMES["megatron"])
     layout = PlannedLayout(dp=2, m=2, seq=128, zero=3)
     layers = slow.layers(layout)
-    links = AxisRates.of(layout, slow.device)
+    links = AxisRates.of(layout, slow.device, shape)
     times = stage_times(layers[1:2], layout, slow.runtime, slow.device, links)
     gather = 2 * sum(layers[1].parameters) / 2 / links.dp
     assert times.forward == pytest.approx(gather, rel=1e-3)

@@ -24,7 +24,7 @@ SCHEDULES = [
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
 def test_uneven_stages_and_microbatches(schedule: pl.Schedule) -> None:
     """A step, then evaluations and predictions of one row, of a row per micro-batch, and of more than the step's."""
-    m, stages = schedule.microbatches, [1 + stage % 3 for stage in range(schedule.stages)]
+    m, stages = schedule.microbatches, [stage % 3 for stage in reversed(range(schedule.stages))]
     sizes = [1 + mb % 4 for mb in range(m)]
     options = RuntimeOptions(microbatch_sizes=sizes)
     pipeline = LocalPipeline(blocks(sum(stages)), schedule, loss=mse, stages=stages, options=options)

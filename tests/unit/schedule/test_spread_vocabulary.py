@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -100,10 +101,12 @@ def test_the_transform_against_cp_sat(microbatches: int, form: str) -> None:
     assert timeline.makespan * 10 == optimum(4, microbatches, reductions, 4 + reductions)
 
 
-def test_a_measured_step_shows_what_its_shares_and_groups_took() -> None:
+@pytest.mark.parametrize("shares", [{}, {"slice_times": (0.3, 0.7), "slice_sizes": (0.6, 0.4)}])
+def test_a_measured_step_shows_what_its_shares_and_groups_took(shares: dict[str, tuple[float, ...]]) -> None:
     """A group's entry ends at once on all ranks: the one that begins last shows its time, and one that waits more."""
-    schedule = transformed(build("1f1b", 2, 4), ["vocabulary"], MEASURED)
-    timeline = simulate(schedule, MEASURED)
+    given = replace(MEASURED, **shares)
+    schedule = transformed(build("1f1b", 2, 4, None, {"slices": 2 if shares else 1}), ["vocabulary"], given)
+    timeline = simulate(schedule, given)
     starts = [list(row) for row in timeline.starts]
     for at, cell in enumerate(schedule.programs[0]):
         if isinstance(cell, Action) and cell.kind in ("BROADCAST", "REDUCE"):
@@ -114,6 +117,7 @@ def test_a_measured_step_shows_what_its_shares_and_groups_took() -> None:
     assert costs.scores_grad == pytest.approx((0, 0, 0.3, 0.3))
     assert costs.broadcast == pytest.approx((0.2,) * 4)
     assert costs.combine == pytest.approx((0.1,) * 4)
+    assert {name: pytest.approx(getattr(costs, name)) for name in shares} == shares
     assert simulate(schedule, costs).makespan == pytest.approx(timeline.makespan)
 
 
