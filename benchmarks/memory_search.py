@@ -5,6 +5,8 @@ tenth of F to recompute; its inputs are 6, and W needs 70. Copies take so many F
 (of half the costs), the shorter counts; the bound is the smaller of both. Named: v-min with its norms recomputed, 1F1B recomputed
 whole, 1F1B under `offload=4/4`, and PipeOffload's orders with one of two chunks or both copied; `-` exceeds the memory. Seconds
 are those of the processor: the search is limited by the clock, and ends earlier on a machine with other work.
+
+With `--exact 100`, so many small cases (up to 3 ranks) are compared with constraint programming (the extra `opt`) instead.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import replace
 from itertools import product
 
 import pipeloom as pl
+from exact_programs import least_makespan, small_case
 from pipeloom.schedule import Costs, Schedule, simulate
 from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.families import build
@@ -66,11 +69,30 @@ def row(setting: tuple[float, float, float], copy: float, seconds: float) -> str
     )
 
 
+def compare(cases: int, moves: int, seconds: float) -> None:
+    """Print the small cases in which the search and the least differ, and how many are equal."""
+    outcomes = dict.fromkeys(("equal", "longer", "shorter", "not proved"), 0)
+    for seed in range(cases):
+        ranks, microbatches, costs, memory = small_case(seed)
+        value = pl.search(ranks, microbatches, costs, memory, iterations=moves).value
+        least, bound = least_makespan(ranks, microbatches, costs, memory, seconds)
+        outcome = "equal" if abs(value - least) < 0.01 else "longer" if value > least else "shorter"
+        outcome = outcome if outcome == "longer" or value < bound + 0.01 else "not proved"
+        outcomes[outcome] += 1
+        if outcome != "equal":
+            print(f"case {seed}: p {ranks}, m {microbatches}: searched {value:g}, least {least:g}, its bound {bound:g}")
+    print(", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=55.0, help="for each row")
     parser.add_argument("--copies", type=float, nargs="*", default=COPIES, help="times of a copy, in units of F")
+    parser.add_argument("--exact", type=int, metavar="CASES", help="compare so many small cases with the least instead")
     options = parser.parse_args()
+    if options.exact:
+        compare(options.exact, 20_000, options.seconds)
+        return 0
     heads = "F:I:W", "copy ÷ F", *named(replace(costs_of(1, 1, 1), host_bandwidth=94.0))
     print(f"| {' | '.join(heads)} | searched | ÷ named | ÷ bound | from | seconds |")
     print("| --- " * (len(heads) + 5) + "|")

@@ -34,6 +34,8 @@ _FORWARD = nn.Linear.forward
 _NO_TASK = -2  # autograd's graph task outside a backward is -1
 # The number of the pass that runs the calling node. torch has no public name for it, and no other way to tell passes apart.
 _current_task = torch._C._current_graph_task_id
+# The function that torch.autograd.backward calls after its checks: an internal name, which a new torch may remove.
+_engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 class Fetched(Protocol):
@@ -332,9 +334,7 @@ def run_backward(
         gradients: one for each root.
         trusted: whether the gradients are certain to have the shapes and dtypes of the outputs.
     """
-    # The function that torch.autograd.backward calls after its checks: an internal name, which a new torch may remove.
-    engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
-    if not trusted or engine is None:
+    if not trusted or _engine is None:
         torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
         return
-    engine(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _engine(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -133,7 +133,7 @@ class RankEngine:
         return Executor(
             program,
             {number: self.stages[number] for number in program.stages},
-            self._transport(program),
+            self.hooks.faults.over(self._transport(program)),
             self.hooks,
             loss=self._spec.loss,
             specs=self._specs,
@@ -150,8 +150,8 @@ class RankEngine:
         return RankStats(
             self.schedule,
             self.rank,
-            sum(len(messages) for instruction in program.instructions for messages in instruction.sends),
-            sum(len(messages) for instruction in program.instructions for messages in instruction.receives),
+            sum(len(instruction.sends) for instruction in program.instructions),
+            sum(len(instruction.receives) for instruction in program.instructions),
             receive_buffers,
             send_segments,
             result.peak_alive,

@@ -10,9 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,12 +28,12 @@ from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.loss import Loss, LossSum, MicrobatchLoss
 from pipeloom.runtime.overlap import CommStream, Coroutine, interleave
 from pipeloom.runtime.p2p.base import Delivery, Outgoing, Transport
-from pipeloom.runtime.program import Instruction, RankProgram
+from pipeloom.runtime.program import Instruction, RankProgram, StageProgram, Task
 from pipeloom.runtime.signals import Signal, Signals
 from pipeloom.runtime.spread_vocabulary import SpreadVocabulary
-from pipeloom.runtime.stage import ForwardCall, Stage, StageOutputs
+from pipeloom.runtime.stage import ForwardCall, InputGradients, Stage, StageOutputs
 from pipeloom.runtime.tensor_spec import BoundaryValues, ShapeCache, TensorSpecs, boundary_of
-from pipeloom.schedule.actions import COMPUTE, COPY_IN, OUTPUT, PENDING, Action, fraction_of, kind_of
+from pipeloom.schedule.actions import COMPUTE, COPY_IN, OUTPUT, Action, fraction_of, kind_of
 from pipeloom.schedule.channels import Edge, Message
 
 
@@ -130,8 +131,8 @@ class StepResult:
     end: float = 0.0
 
 
-Deliveries = Mapping[Edge, Delivery]
-"""An action's inputs from other ranks, or its outputs, by what they cross (a gradient by what it is the gradient of)."""
+Deliveries = Sequence[Delivery]
+"""An action's inputs from other ranks, in their order."""
 
 
 class Executor:
@@ -178,7 +179,6 @@ class Executor:
         self.vocabulary = vocabulary
         self.signals = signals
         self._copy_streams: dict[str, torch.cuda.Stream] = {}
-        self._alive_lock = threading.Lock()  # copies in threads change what is held
 
     # -- a run, instruction by instruction -------------------------------------------------------------------------------
 
@@ -189,9 +189,14 @@ class Executor:
             keep_outputs: return the outputs of the last stages, and compute no loss.
         """
         self.begin(batch, keep_outputs)
-        while self.unfinished:
+        while self._next is not None:
             self.execute_next()
         return self.finish()
+
+    @property
+    def unfinished(self) -> bool:
+        """Return whether an instruction is left to run."""
+        return self._next is not None
 
     @property
     def results(self) -> list[StepResult]:
@@ -208,12 +213,19 @@ class Executor:
         self.keep_outputs = keep_outputs
         self.training = torch.is_grad_enabled()
         self.result = StepResult()
-        self._next = 0
-        self.unfinished = bool(self.program.instructions)
-        self._alive = 0
+        self._instructions = iter(self.program.instructions)
+        self._next = next(self._instructions, None)
+        self._held: list[
+            int
+        ] = []  # 1 for each micro-batch whose activations are held from then on, -1 where they are freed
         self._has_loss, self._unreached = False, self.training  # whether no loss so far carries a gradient
-        # Between stages of this rank: (kind of message, edge, micro-batch) -> values for the other stage.
-        self._local: dict[tuple[str, Edge, int], Delivery] = {}
+        self._losses: Sequence[MicrobatchLoss | None] = (None,) * batch.count
+        if not keep_outputs:
+            self._losses = [MicrobatchLoss(self.loss, *each) for each in zip(batch.targets, batch.shares, strict=True)]
+        self._given = self.hooks.faults.inputs(batch.inputs)
+        # Between stages of this rank: (edge, micro-batch) -> the values for the other stage, and their gradients.
+        self._activations: dict[tuple[Edge, int], Delivery] = {}
+        self._gradients: dict[tuple[Edge, int], BoundaryValues] = {}
         # (stage, micro-batch) -> messages received by a forward; their buffers are returned to the transport after its backward.
         self._inputs: dict[tuple[int, int], Deliveries] = {}
         self._copied: deque[Deliveries] = deque()  # inputs that are in host memory, whose buffers are returned
@@ -224,7 +236,6 @@ class Executor:
         # Of program entries: marks of the clock, and for an interleaved pair the forward's share of its time.
         self._starts: list[Any] = []
         self._ends: list[Any] = []
-        self._turns: dict[int, Any] = {}
         self._forward_shares: dict[int, float] = {}
         # Of a program with several queues: the ends of its entries, and the times of those beside the computation.
         self._ended: list[Future[None]] = (
@@ -235,14 +246,15 @@ class Executor:
         for number, stage in self.stages.items():
             stage.begin(self.program.stages[number].offloaded)
         self._issue(self.program.issued_first)
-        if self.program.instructions:
-            self.transport.exchange((), self.program.instructions[0].post_receives)
+        if self._next is not None:
+            self.transport.exchange((), self._next.post_receives)
 
     def missing(self) -> Message | Signal | Instruction | None:
         """Return what the next instruction needs first that is not there; None: it can run without waiting."""
-        instruction = self.program.instructions[self._next]
-        for messages in instruction.receives:
-            for message in messages:
+        instruction = self._next
+        assert instruction is not None
+        for task in instruction.tasks:
+            for message in task.receives:
                 if not self.transport.arrived(message):
                     return message
         # Without signals nothing here waits for another rank, and the order of ranks in one process does not depend on copies.
@@ -265,62 +277,61 @@ class Executor:
 
     def execute_next(self) -> None:
         """Run the next instruction: receive, compute, send the results, and open the receives of the following instruction."""
-        instruction = self.program.instructions[self._next]
-        while self._copied:
-            self._recycle(self._copied.popleft())
-        is_beside = bool(self._ended) and self._runs_beside(instruction)
-        received = [
-            self._received(action, messages) if messages else {}
-            for action, messages in zip(instruction.actions, instruction.receives, strict=True)
-        ]
+        instruction, hooks = self._next, self.hooks
+        assert instruction is not None
+        if self._ended:
+            self._await_queues(instruction)
+        task, second = instruction.tasks[0], instruction.second
+        received = self._received(task) if task.receives else ()
+        for_second = () if second is None else self._received(second)
         if instruction.completes_stages:
             self._announce_last_backwards(instruction.completes_stages)
-        for stage in instruction.opens if self.hooks.shards is not None else ():
-            self.hooks.shards.open(stage)  # type: ignore[union-attr]
+        if instruction.opens and hooks.shards is not None:
+            for stage in instruction.opens:
+                hooks.shards.open(stage)
+        outgoing: Sequence[Outgoing] = ()
         self._starts.append(self.clock.now())
-        if len(instruction.actions) > 1 and any(self.stages[action.stage].segmented for action in instruction.actions):
-            outgoing = self._overlapped_pair(instruction, received)
-        else:
-            outgoing = []
-            for at, action in enumerate(() if is_beside else instruction.actions):
-                if at:
-                    self._turn(outgoing)
-                self.hooks.status.enter(action)
-                if self.hooks.before_layer is not None and (action.kind != "F" or self.stages[action.stage].segmented):
-                    self._await_weights(action)
-                try:
-                    self.hooks.faults.before(action)
-                    execute = _EXECUTE.get(action.kind) or _execute_of(action.kind)
-                    output = execute(self, action, received[at])
-                except Exception as error:
-                    add_note(error, f"({self.hooks.status.name}, {action.words})")
-                    raise
-                outgoing = self._outgoing(instruction.sends[at], output) if instruction.sends[at] else []
+        if second is not None:
+            outgoing = self._overlapped_pair(task, second, received, for_second)
+        elif instruction.queue == COMPUTE:
+            hooks.status.enter(task.action)
+            if hooks.before_layer is not None and (task.action.kind != "F" or self.stages[task.action.stage].segmented):
+                self._await_weights(task.action)
+            try:
+                hooks.faults.before(task.action)
+                outgoing = _EXECUTE[task.action.kind](self, task, received)
+            except Exception as error:
+                add_note(error, f"({hooks.status.name}, {task.action.words})")
+                raise
         self._ends.append(self.clock.now())
-        for stage in instruction.takes if self.hooks.shards is not None else ():
-            self.hooks.shards.take(stage)  # type: ignore[union-attr]
-        if self._ended and not is_beside:
-            self._end(self._next)
-        self._next += 1
-        self.unfinished = self._next < len(self.program.instructions)
-        posts = self.program.instructions[self._next].post_receives if self.unfinished else ()
-        self.transport.exchange(outgoing, posts)
-        self.hooks.status.done += 1
-        if self.hooks.stage_done is not None:
+        if self._ended:
+            self._leave_queues(instruction)
+        self._next = following = next(self._instructions, None)
+        self.transport.exchange(outgoing, () if following is None else following.post_receives)
+        hooks.status.done += 1
+        if instruction.completes_stages and hooks.stage_done is not None:
             for stage in instruction.completes_stages:
-                self.hooks.stage_done(stage)
+                hooks.stage_done(stage)
 
-    def _runs_beside(self, instruction: Instruction) -> bool:
-        """Return whether the instruction runs on another queue; else wait for what it needs from there, and issue entries."""
-        if instruction.queue != COMPUTE:
-            return True
+    def _await_queues(self, instruction: Instruction) -> None:
+        """Wait for what an instruction needs from other queues, and issue the entries that start with it."""
+        while self._copied:
+            self._recycle(self._copied.popleft())
+        if instruction.queue != COMPUTE:  # its thread waits
+            return
         for at in instruction.waits:
             self._ended[at].result()
         for signal in instruction.awaits:
             self.hooks.status.wait_between(signal.words)
             self._signals.wait(signal)
         self._issue(instruction.issues)
-        return False
+
+    def _leave_queues(self, instruction: Instruction) -> None:
+        """Note that an instruction of the computation has ended."""
+        for stage in instruction.takes if self.hooks.shards is not None else ():
+            self.hooks.shards.take(stage)  # type: ignore[union-attr]
+        if instruction.queue == COMPUTE:
+            self._end(len(self._ends) - 1)
 
     @property
     def _signals(self) -> Signals:
@@ -348,15 +359,15 @@ class Executor:
             for signal in instruction.awaits:
                 self._signals.wait(signal)
             start = time.perf_counter()
-            for action in instruction.actions:
-                _BESIDE.get(action.kind.partition(":")[0], Executor._execute_kind)(self, action)
+            for task in instruction.tasks:
+                _BESIDE.get(task.action.kind.partition(":")[0], Executor._execute_kind)(self, task)
             self._beside[at] = start, time.perf_counter()
             self._end(at)
         except BaseException as error:
             self._ended[at].set_exception(error)
-            for action in instruction.actions:
-                if kind_of(action.kind).queue == COPY_IN:
-                    self.stages[action.stage].fail_copy(self._unit(action), error)
+            for task in instruction.tasks:
+                if kind_of(task.action.kind).queue == COPY_IN:
+                    self.stages[task.action.stage].fail_copy(task.unit, error)
 
     def finish(self) -> StepResult:
         """End the run once every send and the entries on other queues have completed, and return its result."""
@@ -373,6 +384,7 @@ class Executor:
         with self.hooks.status.during("device"):
             self.hooks.status.wait_between("its GPU")  # the host's clock needs no conversion
             self.result.exposed = self.communications.exposed()
+            self.result.peak_alive = max(accumulate(self._held), default=0)
             self._read_clock()
             self.hooks.status.leave()
         return self.result
@@ -383,151 +395,132 @@ class Executor:
         result.starts, result.ends = seconds(self._starts), seconds(self._ends)
         for at, (start, end) in self._beside.items():
             result.starts[at], result.ends[at] = start, end
-        result.turns = dict(zip(self._turns, seconds(self._turns.values()), strict=True))
         for at, share in self._forward_shares.items():
             result.turns[at] = result.starts[at] + share * (result.ends[at] - result.starts[at])
 
     # -- the kinds of actions --------------------------------------------------------------------------------------------
 
-    def _forward(self, action: Action, received: Deliveries) -> Deliveries:
+    def _forward(self, task: Task, received: Deliveries) -> list[Outgoing]:
         """Run F; on a route's last stage, with the loss."""
-        outputs = self.stages[action.stage].forward(self._forward_call(action, received), self.hooks.before_layer)
-        return self._forward_done(action, outputs, received)
+        call = self._forward_call(task, received)
+        outputs = self.stages[task.action.stage].forward(call, self.hooks.before_layer)
+        return self._forward_done(task, call.program, outputs, received)
 
-    def _backward(self, action: Action, received: Deliveries) -> Deliveries:
+    def _backward(self, task: Task, received: Deliveries) -> list[Outgoing]:
         """Run B: input and weight gradients of one micro-batch; or I, after which it stays alive until its W.
 
         A layer that is recomputed in a block with it runs forward again within.
         """
-        keeps_weights = self._begin_backward(action)
-        gradients = self._output_gradients(action, received)
-        mb = action.microbatch if action.slice is None else self._unit(action)
-        inputs = self.stages[action.stage].backward(mb, gradients, keeps_weights)
-        if not keeps_weights:
-            self._hold(-1)
-        return self._backward_done(action, inputs, received)
+        stage = task.action.stage
+        program = self.program.stages[stage]
+        gradients = self._output_gradients(task, program, received)
+        inputs = self.stages[stage].backward(task.unit, gradients, task.defers)
+        return self._backward_done(task, program, inputs, received)
 
-    def _begin_backward(self, action: Action) -> bool:
-        """Return whether weight gradients are left to W."""
-        if action.kind in ("B", "I"):
-            return action.kind == "I"
-        self._hold()
-        return PENDING in kind_of(action.kind).makes
-
-    def _recompute(self, action: Action, received: Deliveries) -> Deliveries:
+    def _recompute(self, task: Task, received: Deliveries) -> list[Outgoing]:
         """Run R: the forward again, or a part of it, which saves what the backward needs."""
-        if part := kind_of(action.kind).part:
-            self.stages[action.stage].recompute_part(self._unit(action), part)
+        stage = self.stages[task.action.stage]
+        if part := kind_of(task.action.kind).part:
+            stage.recompute_part(task.unit, part)
         else:
-            self._hold()
-            self.stages[action.stage].recompute(self._unit(action), self.hooks.before_layer)
-        return {}
+            self._held.append(1)
+            stage.recompute(task.unit, self.hooks.before_layer)
+        return []
 
-    def _hold(self, change: int = 1) -> None:
-        """Count one more micro-batch whose activations are held, or one less (-1)."""
-        with self._alive_lock:
-            self._alive += change
-            if self._alive > self.result.peak_alive:
-                self.result.peak_alive = self._alive
-
-    def _weight_grad(self, action: Action, received: Deliveries) -> Deliveries:
+    def _weight_grad(self, task: Task, received: Deliveries) -> list[Outgoing]:
         """Run W: the weight gradients of one micro-batch."""
-        self.stages[action.stage].weight_grad(self._unit(action))
-        self._hold(-1)
-        return {}
+        self.stages[task.action.stage].weight_grad(task.unit)
+        self._held.append(-1)
+        return []
 
-    def _registered_kind(self, action: Action, received: Deliveries) -> Deliveries:
+    def _registered_kind(self, task: Task, received: Deliveries) -> list[Outgoing]:
         """Run an action of a registered kind."""
-        if self.hooks.before_kind is not None and kind_of(action.kind).execute is not None:
-            self.hooks.before_kind(action.stage)
-        self._execute_kind(action)
-        return {}
+        if self.hooks.before_kind is not None and kind_of(task.action.kind).execute is not None:
+            self.hooks.before_kind(task.action.stage)
+        self._execute_kind(task)
+        return []
 
-    def _execute_kind(self, action: Action) -> None:
-        execute = kind_of(action.kind).execute
+    def _execute_kind(self, task: Task) -> None:
+        execute = kind_of(task.action.kind).execute
         if execute is not None:
-            execute(self.stages[action.stage].modules, action.microbatch)
+            execute(self.stages[task.action.stage].modules, task.action.microbatch)
 
-    def _gather(self, action: Action) -> None:
+    def _gather(self, task: Task) -> None:
         """Run UNSHARD."""
         if self.hooks.shards is not None:
-            self.hooks.shards.gather(action.stage)
+            self.hooks.shards.gather(task.action.stage)
 
-    def _release(self, action: Action, received: Deliveries) -> Deliveries:
+    def _release(self, task: Task, received: Deliveries) -> list[Outgoing]:
         """Run RESHARD."""
         if self.hooks.shards is not None:
-            self.hooks.shards.release(action.stage)
-        return {}
+            self.hooks.shards.release(task.action.stage)
+        return []
 
-    def _reduce(self, action: Action) -> None:
+    def _reduce(self, task: Task) -> None:
         """Run REDUCE_GRAD."""
         if self.hooks.shards is not None:
-            self.hooks.shards.reduce(action.stage)
+            self.hooks.shards.reduce(task.action.stage)
 
     @property
     def _spread(self) -> SpreadVocabulary:
         assert self.vocabulary is not None
         return self.vocabulary
 
-    def _broadcast(self, action: Action) -> None:
+    def _broadcast(self, task: Task) -> None:
         """Run BROADCAST."""
-        edge, mb = self.program.stages[action.stage].takes, self._unit(action)
-        hidden = None if edge is None else self._local.pop(("activation", edge, mb)).values[0]
+        edge, mb = self.program.stages[task.action.stage].takes, task.unit
+        hidden = None if edge is None else self._activations.pop((edge, mb)).values[0]
         self._spread.broadcast(mb, hidden, self.batch.targets[mb])
 
-    def _scores(self, action: Action, received: Deliveries) -> Deliveries:
+    def _scores(self, task: Task, received: Deliveries) -> list[Outgoing]:
         """Run S."""
-        mb = self._unit(action)
-        self._spread.scores(mb, self.batch.targets[mb], self.training)
-        return {}
+        self._spread.scores(task.unit, self.batch.targets[task.unit], self.training)
+        return []
 
-    def _sum_scores(self, action: Action) -> None:
+    def _sum_scores(self, task: Task) -> None:
         """Run REDUCE_SUM; the rank of the last stage of layers adds the loss to its sum."""
-        mb = self._unit(action)
-        loss = self._spread.sum_scores(mb, self.batch.shares[mb], self.training)
-        if self.program.stages[action.stage].takes is not None:
+        loss = self._spread.sum_scores(task.unit, self.batch.shares[task.unit], self.training)
+        if self.program.stages[task.action.stage].takes is not None:
             self.result.loss.add(loss)
 
-    def _reduce_scores(self, action: Action) -> None:
+    def _reduce_scores(self, task: Task) -> None:
         """Run REDUCE."""
-        self._sum_scores(action)
+        self._sum_scores(task)
         if self.training:
-            self._reduce_input(action)
+            self._reduce_input(task)
 
-    def _reduce_input(self, action: Action) -> None:
+    def _reduce_input(self, task: Task) -> None:
         """Run REDUCE_INPUT; the rank of the last stage of layers keeps the gradient for its backward."""
-        mb, edge = self._unit(action), self.program.stages[action.stage].takes
-        gradient = self._spread.sum_input_gradient(mb)
+        gradient, edge = self._spread.sum_input_gradient(task.unit), self.program.stages[task.action.stage].takes
         if edge is not None:
-            self._local["gradient", edge, mb] = Delivery((gradient,), ())
+            self._gradients[edge, task.unit] = (gradient,)
 
-    def _share_gradients(self, action: Action, received: Deliveries) -> Deliveries:
+    def _share_gradients(self, task: Task, received: Deliveries) -> list[Outgoing]:
         """Run T."""
-        self._spread.gradients(self._unit(action))
-        return {}
+        self._spread.gradients(task.unit)
+        return []
 
-    def _copy_out(self, action: Action) -> None:
+    def _copy_out(self, task: Task) -> None:
         """Run O."""
-        part, count = _part(action)
-        self.stages[action.stage].copy_to_host(self._unit(action), part, self._copy_stream(action))
-        self._hold(-1 if part == count else 0)
+        part, count = _part(task.action)
+        self.stages[task.action.stage].copy_to_host(task.unit, part, self._copy_stream(task.action))
+        self._held.append(-1 if part == count else 0)
 
-    def _copy_in(self, action: Action) -> None:
+    def _copy_in(self, task: Task) -> None:
         """Run L."""
-        part, count = _part(action)
-        self._hold(1 if part == count else 0)
-        self.stages[action.stage].copy_to_device(self._unit(action), part, self._copy_stream(action))
+        part, count = _part(task.action)
+        self._held.append(1 if part == count else 0)
+        self.stages[task.action.stage].copy_to_device(task.unit, part, self._copy_stream(task.action))
 
-    def _copy_kept_out(self, action: Action) -> None:
+    def _copy_kept_out(self, task: Task) -> None:
         """Run OKEPT. The buffers of received inputs are returned by the thread that computes."""
-        unit = self._unit(action)
-        self.stages[action.stage].kept_to_host(unit, self._copy_stream(action))
-        if (received := self._inputs.pop((action.stage, unit), None)) is not None:
+        self.stages[task.action.stage].kept_to_host(task.unit, self._copy_stream(task.action))
+        if (received := self._inputs.pop((task.action.stage, task.unit), None)) is not None:
             self._copied.append(received)
 
-    def _copy_kept_in(self, action: Action) -> None:
+    def _copy_kept_in(self, task: Task) -> None:
         """Run LKEPT."""
-        self.stages[action.stage].kept_to_device(self._unit(action), self._copy_stream(action))
+        self.stages[task.action.stage].kept_to_device(task.unit, self._copy_stream(task.action))
 
     def _copy_stream(self, action: Action) -> torch.cuda.Stream | None:
         """Return the stream of the action's queue; None on the CPU."""
@@ -536,23 +529,26 @@ class Executor:
             self._copy_streams[queue] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._copy_streams.get(queue)
 
-    def _overlapped_pair(self, instruction: Instruction, received: Sequence[Deliveries]) -> list[Outgoing]:
+    def _overlapped_pair(
+        self, first: Task, second: Task, for_first: Deliveries, for_second: Deliveries
+    ) -> list[Outgoing]:
         """Run a forward and a backward interleaved. Send the forward's output at once; return the backward's.
 
         The backward begins, unless it has no communication that the forward could hide.
         """
-        first, second = instruction.actions
-        self._await_weights(first)
-        self._await_weights(second)
-        forward = self._watched(first, self._forward_in_segments(first, received[0]))
-        backward = self._watched(second, self._backward_in_segments(second, received[1]))
-        if self.stages[second.stage].communicates_in_backward(self._unit(second)):
+        self._await_weights(first.action)
+        self._await_weights(second.action)
+        forward = self._watched(first.action, self._forward_in_segments(first, for_first))
+        backward = self._watched(second.action, self._backward_in_segments(second, for_second))
+        gradients: list[Outgoing]
+        if self.stages[second.action.stage].communicates_in_backward(second.unit):
             (gradients, outputs), (backward_seconds, forward_seconds) = interleave((backward, forward))
         else:
             (outputs, gradients), (forward_seconds, backward_seconds) = interleave((forward, backward))
-        self._forward_shares[self._next] = forward_seconds / (forward_seconds + backward_seconds)
-        self._turn(self._outgoing(instruction.sends[0], outputs))
-        return self._outgoing(instruction.sends[1], gradients)
+        self._forward_shares[len(self._ends)] = forward_seconds / (forward_seconds + backward_seconds)
+        if outputs:
+            self.transport.exchange(outputs, ())
+        return gradients
 
     def _await_weights(self, action: Action) -> None:
         """Wait for the weights of the action's whole stage; a plain forward waits layer by layer."""
@@ -560,22 +556,21 @@ class Executor:
             for layer in self.stages[action.stage].layers.names:
                 self.hooks.before_layer(layer)
 
-    def _forward_in_segments(self, action: Action, received: Deliveries) -> Coroutine[Deliveries]:
+    def _forward_in_segments(self, task: Task, received: Deliveries) -> Coroutine[list[Outgoing]]:
         """As `_forward` in a training step, yielding where it would wait for a communication."""
-        call = self._forward_call(action, received)
-        outputs = yield from self.stages[action.stage].forward_in_segments(call)
-        return self._forward_done(action, outputs, received)
+        call = self._forward_call(task, received)
+        outputs = yield from self.stages[task.action.stage].forward_in_segments(call)
+        return self._forward_done(task, call.program, outputs, received)
 
-    def _backward_in_segments(self, action: Action, received: Deliveries) -> Coroutine[Deliveries]:
+    def _backward_in_segments(self, task: Task, received: Deliveries) -> Coroutine[list[Outgoing]]:
         """As `_backward`, yielding where it would wait for a communication."""
-        keeps_weights = self._begin_backward(action)
-        gradients = self._output_gradients(action, received)
-        inputs = yield from self.stages[action.stage].backward_in_segments(self._unit(action), gradients, keeps_weights)
-        if not keeps_weights:
-            self._hold(-1)
-        return self._backward_done(action, inputs, received)
+        stage = task.action.stage
+        program = self.program.stages[stage]
+        gradients = self._output_gradients(task, program, received)
+        inputs = yield from self.stages[stage].backward_in_segments(task.unit, gradients, task.defers)
+        return self._backward_done(task, program, inputs, received)
 
-    def _watched(self, action: Action, coroutine: Coroutine[Deliveries]) -> Coroutine[Deliveries]:
+    def _watched(self, action: Action, coroutine: Coroutine[list[Outgoing]]) -> Coroutine[list[Outgoing]]:
         """Run `coroutine`; the status names its action whenever it is resumed, and an error in it is given that action."""
         try:
             self.hooks.faults.before(action)
@@ -592,47 +587,30 @@ class Executor:
 
     # -- inputs and outputs of actions -----------------------------------------------------------------------------------
 
-    def _forward_call(self, action: Action, received: Deliveries) -> ForwardCall:
+    def _forward_call(self, task: Task, received: Deliveries) -> ForwardCall:
         """Return the arguments of a forward."""
-        stage, mb = action.stage, action.microbatch if action.slice is None else self._unit(action)
+        stage, unit = task.action.stage, task.unit
         program = self.program.stages[stage]
-        if self.training and mb not in program.recomputed and mb not in program.in_blocks:
-            self._hold()
-        keywords, loss = self.batch.keywords[mb], self._loss_of(mb)
+        if self.training and unit not in program.unsaved:
+            self._held.append(1)
+        keywords, loss = self.batch.keywords[unit], self._losses[unit]
         if program.takes is None:
-            return ForwardCall(mb, self.batch.inputs[self.hooks.faults.input_of(mb)], None, keywords, program, loss)
+            return ForwardCall(unit, self._given[unit], None, keywords, program, loss)
         if self.training and received:
-            self._inputs[stage, mb] = received
+            self._inputs[stage, unit] = received
+        arrived = iter(received)
         values: BoundaryValues = ()
         specs: TensorSpecs = ()
         for edge in program.inputs:
-            if edge in received:
-                delivery = received[edge]
-                self.specs.remember(edge, mb, delivery.boundary)
-            else:
-                delivery = self._local.pop(("activation", edge, mb))
+            here = edge.producer in self.stages
+            delivery = self._activations.pop((edge, unit)) if here else next(arrived)
             values, specs = values + delivery.values, specs + delivery.boundary
-        return ForwardCall(mb, values, specs, keywords, program, loss)
+        return ForwardCall(unit, values, specs, keywords, program, loss)
 
-    def _unit(self, action: Action) -> int:
-        """Return the number of the action's micro-batch, or of its slice where sequences are cut: both are called so here."""
-        if action.slice is None:
-            return action.microbatch
-        return action.microbatch * self.program.slices + action.slice
-
-    def _gradients_of(self, edge: Edge, microbatch: int, received: Deliveries) -> BoundaryValues:
-        """Return the gradients of the values sent along an edge, from another rank or from another stage here."""
-        delivery = received[edge] if edge in received else self._local.pop(("gradient", edge, microbatch))
-        return delivery.values
-
-    def _loss_of(self, microbatch: int) -> MicrobatchLoss | None:
-        """Return the loss of a micro-batch, for the stages that compute one; None: outputs only."""
-        if self.keep_outputs:
-            return None
-        return MicrobatchLoss(self.loss, self.batch.targets[microbatch], self.batch.shares[microbatch])
-
-    def _forward_done(self, action: Action, outputs: StageOutputs, received: Deliveries) -> Deliveries:
-        """Distribute a forward's outputs to other stages, and add its losses to the sums."""
+    def _forward_done(
+        self, task: Task, program: StageProgram, outputs: StageOutputs, received: Deliveries
+    ) -> list[Outgoing]:
+        """Distribute a forward's outputs: to stages here, and as the returned messages; add its losses to the sums."""
         if not self.training:
             self._recycle(received)
         if outputs.loss is not None:
@@ -641,95 +619,81 @@ class Executor:
             self._has_loss = True
         for key, share, weight in outputs.terms:
             self.result.loss.add_term(key, share, weight)
-        program, mb = (
-            self.program.stages[action.stage],
-            action.microbatch if action.slice is None else self._unit(action),
-        )
-        deliveries: dict[Edge, Delivery] = {}
-        if program.gives is None:
-            if self.keep_outputs:
-                self.result.outputs[mb] = outputs.result
-        else:
-            self._give(program.gives, mb, outputs.values, deliveries)
+        outgoing: list[Outgoing] = []
+        if program.gives is not None:
+            self._give(task, program.gives, outputs.values, outgoing)
+        elif self.keep_outputs:
+            self.result.outputs[task.unit] = outputs.result
         for name, edges in program.writes.items():
             for edge in edges:
-                self._give(edge, mb, (outputs.tensors[name],), deliveries)
-        return deliveries
+                self._give(task, edge, (outputs.tensors[name],), outgoing)
+        return outgoing
 
-    def _give(self, edge: Edge, microbatch: int, values: BoundaryValues, deliveries: dict[Edge, Delivery]) -> None:
-        """Pass a forward's `values` to the consumer of `edge`: to a stage here, or into `deliveries`."""
+    def _give(self, task: Task, edge: Edge, values: BoundaryValues, outgoing: list[Outgoing]) -> None:
+        """Pass a forward's `values` to the consumer of `edge`: to a stage here, or in the next one of the task's messages."""
         specs = boundary_of(values)
-        self.specs.remember(edge, microbatch, specs)
+        self.specs.remember(edge, task.unit, specs)
         if edge.consumer in self.stages:
-            self._local["activation", edge, microbatch] = Delivery(_handed_over(edge, values), specs)
+            self._activations[edge, task.unit] = Delivery(_handed_over(edge, values), specs)
         else:
-            deliveries[edge] = Delivery(values, specs)
+            outgoing.append(self._outgoing(task.sends[len(outgoing)], values, specs))
 
-    def _output_gradients(self, action: Action, received: Deliveries) -> BoundaryValues:
+    def _output_gradients(self, task: Task, program: StageProgram, received: Deliveries) -> BoundaryValues:
         """Return the gradients from which a backward starts, besides losses: those of the outputs, then those of tensors that
         other stages read by name.
         """
-        program, mb = (
-            self.program.stages[action.stage],
-            action.microbatch if action.slice is None else self._unit(action),
-        )
-        gradients = () if program.gives is None else self._gradients_of(program.gives, mb, received)
+        if task.unit in program.in_blocks:  # from here on
+            self._held.append(1)
+        arrived = iter(received)
+        gradients = () if program.gives is None else self._gradients_of(program.gives, task.unit, arrived)
         for edges in program.writes.values():
             # One gradient per reader, None where the reader has none; no entry for a tensor that carries no gradient.
-            parts = [value for edge in edges for value in self._gradients_of(edge, mb, received)]
+            parts = [value for edge in edges for value in self._gradients_of(edge, task.unit, arrived)]
             reached = [value for value in parts if value is not None]
             if parts:
                 gradients = (*gradients, sum(reached[1:], start=reached[0]) if reached else None)
         return gradients
 
-    def _backward_done(self, action: Action, gradients: Sequence[BoundaryValues], received: Deliveries) -> Deliveries:
-        """Distribute a backward's input gradients to the stages before; return receive buffers to the transport."""
-        stage, mb = action.stage, action.microbatch if action.slice is None else self._unit(action)
-        program = self.program.stages[stage]
-        for arrived in (self._inputs.pop((stage, mb), None), received):
-            if arrived:
-                self._recycle(arrived)
-        deliveries = {}
-        for edge, values in zip(program.inputs, gradients[program.takes is None :], strict=True):
+    def _gradients_of(self, edge: Edge, unit: int, arrived: Iterator[Delivery]) -> BoundaryValues:
+        """Return the gradients of the values sent along an edge, from another stage here, or from the next message."""
+        return self._gradients.pop((edge, unit)) if edge.consumer in self.stages else next(arrived).values
+
+    def _backward_done(
+        self, task: Task, program: StageProgram, gradients: InputGradients, received: Deliveries
+    ) -> list[Outgoing]:
+        """Distribute a backward's input gradients: to stages here, and as the returned messages. Return receive buffers to the
+        transport.
+        """
+        if not task.defers:
+            self._held.append(-1)
+        self._recycle((*self._inputs.pop((task.action.stage, task.unit), ()), *received))
+        outgoing: list[Outgoing] = []
+        for edge, values in zip(program.inputs, gradients, strict=True):
             if edge.producer in self.stages:
-                self._local["gradient", edge, mb] = Delivery(values, ())
+                self._gradients[edge, task.unit] = values
             else:
-                deliveries[edge] = Delivery(values, ())
-        return deliveries
+                outgoing.append(self._outgoing(task.sends[len(outgoing)], values, ()))
+        return outgoing
 
     def _recycle(self, deliveries: Deliveries) -> None:
-        for delivery in deliveries.values():
+        for delivery in deliveries:
             self.transport.recycle(delivery.values)
 
     # -- messages --------------------------------------------------------------------------------------------------------
 
-    def _received(self, action: Action, messages: Sequence[Message]) -> Deliveries:
+    def _received(self, task: Task) -> Deliveries:
         """Return the deliveries of the messages that an action needs, once all have arrived."""
-        deliveries = {}
-        for message in messages:
-            self.hooks.status.wait_for(action, message)
-            delivery = deliveries[message.edge] = self.transport.take(message)
+        deliveries = []
+        for message in task.receives:
+            self.hooks.status.wait_for(task.action, message)
+            delivery = self.transport.take(message)
             if self.checksums:
                 self._verify(message, delivery)
+            deliveries.append(delivery)
         return deliveries
 
-    def _outgoing(self, messages: Sequence[Message], outputs: Deliveries) -> list[Outgoing]:
-        """Return `outputs` as outgoing messages."""
-        outgoing = []
-        for message in messages:
-            delivery = outputs[message.edge]
-            checksum = message_checksum(delivery.values) if self.checksums else None
-            values = self.hooks.faults.sent(delivery.values)
-            if values is not None:
-                outgoing.append(Outgoing(message, values, delivery.boundary, checksum))
-        return outgoing
-
-    def _turn(self, outgoing: list[Outgoing]) -> None:
-        """Between the two actions of a pair: send the results of the first one at once."""
-        if self._next not in self._forward_shares:
-            self._turns.setdefault(self._next, self.clock.now())
-        if outgoing:
-            self.transport.exchange(outgoing, ())
+    def _outgoing(self, message: Message, values: BoundaryValues, specs: TensorSpecs) -> Outgoing:
+        return Outgoing(message, values, specs, message_checksum(values) if self.checksums else None)
 
     def _announce_last_backwards(self, stages: Sequence[int]) -> None:
         if self.hooks.before_last_backward is not None:
@@ -762,19 +726,27 @@ def _handed_over(edge: Edge, values: BoundaryValues) -> BoundaryValues:
     return tuple([None if value is None else value.detach().clone() for value in values])
 
 
-_EXECUTE: dict[str, Callable[[Executor, Action, Deliveries], Deliveries]] = {
-    "F": Executor._forward,
-    "B": Executor._backward,
-    "I": Executor._backward,
-    "W": Executor._weight_grad,
-    "R": Executor._recompute,
-    "RB": Executor._backward,
-    "RI": Executor._backward,
-    "RESHARD": Executor._release,
-    "S": Executor._scores,
-    "T": Executor._share_gradients,
-}
-_BESIDE: dict[str, Callable[[Executor, Action], None]] = {
+class _Executions(dict[str, Callable[[Executor, Task, Deliveries], list[Outgoing]]]):
+    """The methods that run actions, by kind; those of a part and registered ones are added where they are first run."""
+
+    def __missing__(self, kind: str) -> Callable[[Executor, Task, Deliveries], list[Outgoing]]:
+        self[kind] = self.get(kind.partition(":")[0], Executor._registered_kind)
+        return self[kind]
+
+
+_EXECUTE = _Executions(
+    F=Executor._forward,
+    B=Executor._backward,
+    I=Executor._backward,
+    W=Executor._weight_grad,
+    R=Executor._recompute,
+    RB=Executor._backward,
+    RI=Executor._backward,
+    RESHARD=Executor._release,
+    S=Executor._scores,
+    T=Executor._share_gradients,
+)
+_BESIDE: dict[str, Callable[[Executor, Task], None]] = {
     "O": Executor._copy_out,
     "L": Executor._copy_in,
     "OKEPT": Executor._copy_kept_out,
@@ -786,11 +758,6 @@ _BESIDE: dict[str, Callable[[Executor, Action], None]] = {
     "REDUCE_SUM": Executor._sum_scores,
     "REDUCE_INPUT": Executor._reduce_input,
 }
-
-
-def _execute_of(kind: str) -> Callable[[Executor, Action, Deliveries], Deliveries]:
-    """Return what executes a kind of a part, or a registered one."""
-    return _EXECUTE.get(kind.partition(":")[0], Executor._registered_kind)
 
 
 def _part(action: Action) -> tuple[int, int]:

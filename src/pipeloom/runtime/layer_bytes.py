@@ -256,13 +256,13 @@ def most_message_bytes(program: RankProgram, size: Callable[[Message], float]) -
     sent: dict[Message, float] = {}
     for instruction in program.instructions:
         posted += sum(map(size, instruction.post_receives))
-        used = [message for messages in instruction.receives for message in messages]
+        used = instruction.receives
         for message in used:
             for released in program.releases_sends.get(message, ()):
                 sent.pop(released, None)
         posted -= sum(size(message) for message in used if message.channel.kind == "activation")
         most = max(most, posted + sum(sent.values()))
         posted -= sum(size(message) for message in used if message.channel.kind != "activation")
-        sent |= {message: size(message) for messages in instruction.sends for message in messages}
+        sent |= {message: size(message) for message in instruction.sends}
         most = max(most, posted + sum(sent.values()))
     return most

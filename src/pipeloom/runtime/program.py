@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from pipeloom.errors import ConfigError
 from pipeloom.runtime.offload import Parts
@@ -18,6 +19,7 @@ from pipeloom.schedule.actions import (
     INPUT_GRADIENT,
     KEPT,
     OUTPUT,
+    PENDING,
     SAVED,
     WEIGHT_GRADIENT,
     Action,
@@ -43,16 +45,31 @@ from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.transforms import unpair
 
 
+class Task(NamedTuple):
+    """One action of an instruction.
+
+    Attributes:
+        unit: the number of its micro-batch, or of its slice where sequences are cut: both are called a micro-batch at run time.
+        receives: the messages that it waits for, in the order of its inputs; all other inputs are on this rank.
+        sends: the messages with its results, in their order; all other results stay on this rank.
+        defers: whether it leaves weight gradients to W.
+    """
+
+    action: Action
+    unit: int
+    receives: tuple[Message, ...]
+    sends: tuple[Message, ...]
+    defers: bool
+
+
 @dataclass(frozen=True)
 class Instruction:
     """One entry of a rank's program.
 
     Attributes:
         cell: the action or pair, as the schedule has it.
-        actions: its parts, in order.
+        tasks: its actions, in order.
         post_receives: the receives to open before it.
-        receives: for each of its actions, the messages that it waits for; all other inputs are on this rank.
-        sends: for each of its actions, the messages with its results; all other results stay on this rank.
         completes_stages: the stages whose gradients are complete after it.
         queue: where it runs: COMPUTE, or beside the computation.
         waits: the entries of this program, by their positions, whose ends it waits for besides those before it on COMPUTE.
@@ -64,10 +81,8 @@ class Instruction:
     """
 
     cell: Cell
-    actions: tuple[Action, ...]
+    tasks: tuple[Task, ...]
     post_receives: tuple[Message, ...]
-    receives: tuple[tuple[Message, ...], ...]
-    sends: tuple[tuple[Message, ...], ...]
     completes_stages: tuple[int, ...] = ()
     queue: str = COMPUTE
     waits: tuple[int, ...] = ()
@@ -76,6 +91,25 @@ class Instruction:
     takes: tuple[int, ...] = ()
     awaits: tuple[Signal, ...] = ()
     signals: tuple[Signal, ...] = ()
+
+    @cached_property
+    def second(self) -> Task | None:
+        """Return the backward of a pair."""
+        return self.tasks[1] if len(self.tasks) > 1 else None
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        return tuple(task.action for task in self.tasks)
+
+    @property
+    def receives(self) -> tuple[Message, ...]:
+        """Return the messages that its actions wait for."""
+        return tuple(message for task in self.tasks for message in task.receives)
+
+    @property
+    def sends(self) -> tuple[Message, ...]:
+        """Return the messages with the results of its actions."""
+        return tuple(message for task in self.tasks for message in task.sends)
 
     @property
     def words(self) -> str:
@@ -120,6 +154,11 @@ class StageProgram:
             if fraction is not None and at * fraction[1] // layers + 1 == fraction[0]:
                 return part
         return None
+
+    @cached_property
+    def unsaved(self) -> frozenset[int]:
+        """The micro-batches whose F keeps only what a recomputation needs."""
+        return self.recomputed | self.in_blocks
 
     @cached_property
     def inputs(self) -> tuple[Edge, ...]:
@@ -223,11 +262,9 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
     }
     instructions = []
     for at, (entry, posts) in enumerate(zip(entries, plan, strict=True)):
-        actions = parts(entry.cell)
-        receives = tuple(_messages_of(action, entry.receives, "consumer") for action in actions)
-        sends = tuple(_messages_of(action, entry.sends, "producer") for action in actions)
         completes = tuple(stage for stage in sorted(last) if last[stage] == at)
-        instructions.append(Instruction(entry.cell, actions, posts, receives, sends, completes))
+        tasks = tuple(_task(schedule, action, entry) for action in parts(entry.cell))
+        instructions.append(Instruction(entry.cell, tasks, posts, completes))
     issued_first = _with_queues(schedule, rank, instructions) if schedule.has_queues else ()
     awaited, signalled = signals_of(schedule)
     if awaited:
@@ -378,6 +415,12 @@ def _neighbour_edges(schedule: Schedule) -> tuple[list[Edge | None], list[Edge |
     takes = [None if other is None else Edge(other, stage, OUTPUT) for stage, other in enumerate(before)]
     gives = [None if other is None else Edge(stage, other, OUTPUT) for stage, other in enumerate(after)]
     return takes, gives
+
+
+def _task(schedule: Schedule, action: Action, entry: EntryTraffic) -> Task:
+    receives = _messages_of(action, entry.receives, "consumer")
+    sends = _messages_of(action, entry.sends, "producer")
+    return Task(action, schedule.unit_of(action), receives, sends, PENDING in kind_of(action.kind).makes)
 
 
 def _messages_of(action: Action, messages: tuple[Message, ...], end: str) -> tuple[Message, ...]:

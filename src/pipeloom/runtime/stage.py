@@ -60,7 +60,7 @@ class StageOutputs(NamedTuple):
 
 InputGradients = tuple[BoundaryValues, ...]
 """The gradients of a stage's inputs that carry one: of those by position, then of each tensor that it reads by name (one or
-none). None where nothing used the input.
+none). None where nothing used the input. Empty for inputs of the user.
 """
 
 
@@ -166,7 +166,7 @@ class InFlight:
 
     def pieces(self) -> tuple[PieceRoot, ...]:
         """Return the roots of what layers have kept of this slice since the last call."""
-        return tuple([root for state in self.states for root in state.take_roots()]) if self.states else ()
+        return tuple([root for state in self.states for root in state.take_roots()])
 
 
 class Stage:
@@ -197,6 +197,7 @@ class Stage:
         self.words = f"stage {index}"
         self.layers = layers
         self.declares_nothing = layers.declares_nothing
+        self._numbered = tuple((at, *each) for at, each in enumerate(zip(layers.names, layers.modules, strict=True)))
         self.segmented = layers.segmented
         self.parts: set[str] = set()  # the names by which its layers have called parts, where any is recomputed
         self.writes_weight_gradients = writes_weight_gradients
@@ -237,8 +238,9 @@ class Stage:
         microbatch, _, _, keywords, program, loss = call
         layers = self.layers
         record = None if again or microbatch not in program.recomputed else self._record_of(call)
-        states = self._slice_states(call) if STATE in keywords else ()
-        if states:
+        states: Sequence[SliceState] = ()
+        if STATE in keywords:
+            states = self._slice_states(call)
             keywords = {**keywords, STATE: states}
         flight, inputs = self._begin_forward(call, microbatch in program.split, record, states)
         self._grad_context.queue = flight.queue
@@ -249,9 +251,10 @@ class Stage:
             (result,) = result
         has_parts = microbatch in program.parts
         with flight.saving():
-            for at, (name, module) in enumerate(zip(layers.names, layers.modules, strict=True)):
-                arguments = self._arguments(at, result)
-                accepted, read = layers.accepted(at, keywords), {} if names is None else names.read(at)
+            for at, name, module in self._numbered:
+                arguments = (result,) if isinstance(result, Tensor) else self._arguments(at, result)
+                accepted = layers.accepted(at, keywords) if keywords else {}
+                read = {} if names is None else names.read(at)
                 if before_layer is not None:
                     before_layer(name)
                 if microbatch in program.in_blocks and name in layers.recomputed:
@@ -270,7 +273,8 @@ class Stage:
                 del arguments, read  # a layer's output is freed as soon as autograd does not need it
                 if names is not None:
                     result = names.written(at, result)
-        self._inputs.note_changes(by_position)
+        if self._inputs.watched:
+            self._inputs.note_changes(by_position)
         return self._finish_forward(call, flight, inputs, result, names)
 
     def recompute(self, microbatch: int, before_layer: Callable[[str], None] | None = None) -> None:
@@ -315,8 +319,6 @@ class Stage:
 
     def _arguments(self, at: int, result: Any) -> BoundaryValues:
         """Return the arguments of layer `at`, from the result of the layer before it or from the stage's inputs."""
-        if isinstance(result, Tensor):
-            return (result,)
         return as_values(result, f"layer {self.layers.names[at - 1]!r}") if at else result
 
     def forward_in_segments(self, call: ForwardCall, *, again: bool = False) -> Coroutine[StageOutputs]:
@@ -344,25 +346,26 @@ class Stage:
         Args:
             queues: whether weight gradients wait for W.
         """
-        read, specs = len(call.program.reads), call.specs
+        microbatch, values, specs, _, program, _ = call
+        read = len(program.reads)
         if not torch.is_grad_enabled():
-            return InFlight(None, read=read), call.values
-        leaves = call.values if specs is None else _leaves(call.values, specs)
-        travels = None
-        if record is None and call.microbatch in call.program.offloaded:
+            return InFlight(None, read=read), values
+        leaves = values if specs is None else _leaves(values, specs)
+        travels, parts = None, None
+        if microbatch in program.offloaded and record is None:
             tensors = (each for module in self.modules for each in (*module.parameters(), *module.buffers()))
             pieces = (piece for state in states for piece in state.held if piece is not None)
             earlier = (leaf for piece in pieces for leaf in piece.on_device)
             travels = SavedTensors(
-                (*tensors, *call.values, *earlier),
+                (*tensors, *values, *earlier),
                 self._communications.device,
                 self._host_buffers,
-                call.program.offloaded[call.microbatch],
+                program.offloaded[microbatch],
                 self._saved_bytes,
             )
-            self._travelling[call.microbatch].set_result(travels)
-        names = call.program.parts.get(call.microbatch)
-        parts = None if names is None else RecomputedParts(names, self._communications.device, travels, self.parts)
+            self._travelling[microbatch].set_result(travels)
+        if microbatch in program.parts:
+            parts = RecomputedParts(program.parts[microbatch], self._communications.device, travels, self.parts)
         queue = WeightGradQueue() if queues else None
         return InFlight(queue, [], (), specs, read, record, travels, parts, states), leaves
 
@@ -411,6 +414,8 @@ class Stage:
         """Return the forward's outputs, and save what the backward needs, or R."""
         microbatch, _, _, _, program, loss = call
         outputs: BoundaryValues = ()
+        tensors: dict[str, Tensor | None] = {}
+        terms: Sequence[tuple[str, Tensor, float]] = ()
         mean: Tensor | None = None
         if program.gives is not None:
             outputs = as_values(result, self.words)
@@ -418,15 +423,15 @@ class Stage:
         elif loss is not None:
             with flight.saving():
                 mean = loss.mean(result)
-        tensors, terms = ({}, []) if names is None else (names.sent(), names.terms)
-        for name, value in tensors.items():
-            require_plain([value], f"{self.words}, as tensor {name!r},")
+        if names is not None:
+            tensors, terms = names.sent(), names.terms
+            for name, value in tensors.items():
+                require_plain([value], f"{self.words}, as tensor {name!r},")
         if torch.is_grad_enabled():
-            shares = [(weight * each, 1.0) for _, each, weight in terms]
-            if mean is not None and loss is not None:
+            losses = [(weight * each, 1.0) for _, each, weight in terms if each.requires_grad] if terms else []
+            if mean is not None and loss is not None and mean.requires_grad:
                 # The backward starts with the share as the mean's gradient, so the graph needs no product of them.
-                shares.append((mean, loss.share))
-            losses = tuple([each for each in shares if each[0].requires_grad])
+                losses.append((mean, loss.share))
             results = (*outputs, *tensors.values()) if tensors else outputs
             roots = _roots(results)
             if self._foreign:
@@ -441,14 +446,15 @@ class Stage:
                 self._records[microbatch] = flight.record._replace(done=done)
                 outputs, tensors = _off_graph(outputs), {name: _off_graph((v,))[0] for name, v in tensors.items()}
             else:
-                flight.groups.append(SavedGroup(inputs, roots, losses, pieces=flight.pieces()))
+                pieces = flight.pieces() if flight.states else ()
+                flight.groups.append(SavedGroup(inputs, roots, tuple(losses), pieces=pieces))
                 if not self._deallocate:
                     flight.outputs = results
                 if flight.travels is not None:
                     flight.travels.complete()
                     self._saved_bytes = flight.travels.total
                 self._alive[microbatch] = flight
-        detached = tuple([(key, each.detach(), weight) for key, each, weight in terms])
+        detached = tuple([(key, each.detach(), weight) for key, each, weight in terms]) if terms else ()
         if mean is None or loss is None:
             return StageOutputs(outputs, tensors, result if program.gives is None else None, None, detached)
         unreached = not mean.requires_grad and _all_carry(result)
@@ -601,11 +607,13 @@ class Stage:
         for state in flight.states:
             state.release()
         if flight.specs is None:
-            return ((),)
-        pairs = zip(group.inputs, flight.specs, strict=True)
-        leaf_gradients = [(leaf.grad,) if spec is not None and spec.carries else () for leaf, spec in pairs]
-        cut = len(leaf_gradients) - flight.read
-        return tuple([gradient for each in leaf_gradients[:cut] for gradient in each]), *leaf_gradients[cut:]
+            return ()
+        if not flight.read:
+            return (_leaf_gradients(group.inputs, flight.specs),)
+        cut = len(group.inputs) - flight.read
+        by_position = _leaf_gradients(group.inputs[:cut], flight.specs[:cut])
+        by_name = zip(group.inputs[cut:], flight.specs[cut:], strict=True)
+        return by_position, *[_leaf_gradients((leaf,), (spec,)) for leaf, spec in by_name]
 
     def _run_autograd(self, flight: InFlight, group: SavedGroup, seeds: Sequence[Tensor | None]) -> None:
         """Run autograd's backward of a group, from its outputs and losses. A root with the gradient None is left out."""
@@ -646,24 +654,27 @@ class ChangeableInputs:
 
     That takes one more operation per input, so it ends after the first forwards unless a layer has changed an input in one of
     them. A recomputed layer works on a copy of its input meanwhile, and goes on with it if it has changed one.
+
+    Attributes:
+        watched: versions of the inputs of the forward under way, if a change of one of them is to be noted.
     """
 
     def __init__(self) -> None:
         self._left: float = _FIRST
         self._changing: set[str] = set()  # names of recomputed layers
-        self._versions: tuple[int, ...] = ()
+        self.watched: tuple[int, ...] = ()
 
     def changeable(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the inputs, those that carry a gradient as views that are no leaves."""
         if self._left <= 0 or not torch.is_grad_enabled():
             return inputs
         self._left -= 1
-        self._versions = tuple(version_of(value) for value in inputs if carries(value))
+        self.watched = tuple(version_of(value) for value in inputs if carries(value))
         return tuple(_Given.apply(v) if carries(v) else v for v in inputs)  # type: ignore[no-untyped-call]
 
     def note_changes(self, inputs: tuple[Any, ...]) -> None:
         """Keep inputs changeable in all later forwards if a layer has changed one of these since `changeable`."""
-        versions, self._versions = self._versions, ()
+        versions, self.watched = self.watched, ()
         if versions and versions != tuple(version_of(value) for value in inputs if carries(value)):
             self._left = math.inf
 
@@ -774,6 +785,12 @@ def _leaves(values: BoundaryValues, specs: TensorSpecs) -> BoundaryValues:
     return tuple(
         [v.detach().requires_grad_() if v is not None and s is not None and s.carries else v for v, s in pairs]
     )
+
+
+def _leaf_gradients(leaves: tuple[Any, ...], specs: TensorSpecs) -> BoundaryValues:
+    """Return the gradients of those leaves that carry one."""
+    pairs = zip(leaves, specs, strict=True)
+    return tuple([leaf.grad for leaf, spec in pairs if spec is not None and spec.carries])
 
 
 def _gradient(leaf: Tensor) -> Tensor:

@@ -43,6 +43,8 @@ TensorSpecs = tuple[TensorSpec | None, ...]
 
 def as_values(result: Any, where: str) -> BoundaryValues:
     """Return a layer's result as a tuple of tensors and None. Raises UsageError that names `where` for anything else."""
+    if isinstance(result, Tensor):
+        return (result,)
     values = tuple(result) if isinstance(result, (tuple, list)) else (result,)
     for value in values:
         if value is not None and not isinstance(value, Tensor):

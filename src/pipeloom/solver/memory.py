@@ -1,4 +1,4 @@
-"""The search within a limit of memory: the order alone, then with recomputation, then with copies to host memory.
+"""The search within a limit of memory: the order alone, with copies to host memory, with recomputation, then small ones with all.
 
 Each search starts from the best schedule so far and has a share of the budget. Their bound holds for all of them: a micro-batch
 holds at least what recomputation needs of it, and neither recomputation nor copies take time.
@@ -18,6 +18,7 @@ from pipeloom.solver.copies import search_with_copies
 from pipeloom.solver.driver import SearchDriver
 from pipeloom.solver.incumbent import value_of
 from pipeloom.solver.instance import Instance
+from pipeloom.solver.programs import LARGEST_ANNEALED, search_programs
 from pipeloom.solver.recompute import bound_with_recomputation, search_with_recomputation
 
 
@@ -75,6 +76,8 @@ def search_within_memory(
         phases.append((2, lambda: search_with_copies(instances, incumbent, budget, Random(seed), driver.given)))
     if recomputes:
         phases.append((1, lambda: search_with_recomputation(instances, incumbent, budget, Random(seed))))
+    if instances[0].nodes <= LARGEST_ANNEALED:
+        phases.append((6, lambda: search_programs(instances, incumbent, budget, Random(seed), recomputes, copies)))
     done, whole = 0, sum(weight for weight, _ in phases)
     for weight, phase in phases:
         done += weight

@@ -24,7 +24,7 @@ def ahead(schedule: pl.Schedule, rank: int, **options: Any) -> int:
     count, posted = 0, set()
     for step in lower(schedule, rank, RuntimeOptions(**options)).instructions:
         posted |= set(step.post_receives)
-        waited = {message for messages in step.receives for message in messages}
+        waited = set(step.receives)
         assert waited <= posted  # each is posted in time
         count += len(posted - waited)
         posted -= waited

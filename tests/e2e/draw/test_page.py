@@ -124,6 +124,11 @@ def test_memory_of_all_panes_has_one_scale(running: Any, tmp_path: Path) -> None
     assert page.run("() => pipeloom.panes.map((pane) => pane.options({}).most)") == [8, 8]
     assert "memory, 0 to 8 stage micro-batches in all rows" in page.page.inner_text("#legend")
     page.close()
+    in_bytes = pl.simulate(pl.schedules.one_f_one_b(2, 8), pl.Costs(bytes={"saved": 512.0}))  # as a run's prediction
+    page = Opened(running, tmp_path, [*timelines, in_bytes])
+    assert page.run("() => pipeloom.panes.map((pane) => pane.options({}).most)") == [8, 8, 1024]
+    assert "0 to 8 stage micro-batches or 1 KiB in device in all rows" in page.page.inner_text("#legend")
+    page.close()
 
 
 def test_rows_grow_to_the_window_and_no_number_vanishes_for_its_length(running: Any, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -54,11 +53,11 @@ def test_a_message_acknowledges_what_its_maker_has_used_and_nothing_else(schedul
     }
     for rank in range(schedule.ranks):
         program = lower(schedule, rank, RuntimeOptions())
-        sent = [m for step in program.instructions for messages in step.sends for m in messages]
+        sent = [m for step in program.instructions for m in step.sends]
         acknowledged: dict[int, set[Message]] = {}
         latest = [-1] * schedule.ranks  # how far each peer's program must have come
         for step in program.instructions:
-            for message in chain(*step.receives):
+            for message in step.receives:
                 peer = message.channel.source
                 mine = acknowledged.setdefault(peer, set())
                 mine.update(program.releases_sends[message])
@@ -122,12 +121,12 @@ def test_a_sent_tensor_lives_until_its_acknowledgement() -> None:
     seen = 0
     for step in program.instructions:
         transport.exchange((), step.post_receives)
-        for message in chain(*step.receives):
+        for message in step.receives:
             transport.take(message)
             for sent in program.releases_sends[message]:
                 assert all(work.waited for work in waiting.pop(sent))
                 seen += 1
-        for message in chain(*step.sends):
+        for message in step.sends:
             value = torch.ones(3, requires_grad=True) * message.microbatch
             book.remember(message.edge, message.microbatch, boundary_of((value,)))
             before = len(group.sends)

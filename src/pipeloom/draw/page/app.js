@@ -21,6 +21,9 @@ const state = {
 };
 const memoryUnit = (schedule) => (schedule.inBytes ? `in ${schedule.pools[0].pool}` : schedule.document.costs.activation.every((size) => size === 1) ? "stage micro-batches" : "units of activation memory");
 
+/** The top of the memory rows of a schedule: one for all timelines in bytes, and one for those that count micro-batches. */
+const mostBeside = (schedule) => Math.max(...panes.filter((pane) => pane.schedule.inBytes === schedule.inBytes).map((pane) => pane.schedule.most), data.limit || 0);
+
 const STILL = "Actions cannot be moved: the page does not simulate bytes, recomputed blocks, or queues beside computation";
 
 // ---- panes ----
@@ -88,7 +91,7 @@ class Pane {
   /** What a drawing of this pane shows. */
   options(theme) {
     const { selected } = state, phases = selected && selected.pane === this ? selected.rank : 0;
-    const most = Math.max(...panes.map((pane) => pane.schedule.most), data.limit || 0);
+    const most = mostBeside(this.schedule);
     return { view, theme, follow: state.follow, critical: state.critical, unit, most, limit: data.limit, phases, deviation: state.deviation && !this.schedule.edited && this.deviates };
   }
 
@@ -342,7 +345,11 @@ function legend() {
   if (most && most.schedule.chunks > 1) notes.push("chunk 0 is the darkest");
   if (panes.some((pane) => pane.schedule.hasPairs)) notes.push("a pair: forward above, backward below");
   if (panes.some((pane) => pane.schedule.talks)) notes.push("foot of a box: its all-to-all");
-  if (most && state.memory) notes.push(`below a row: memory, 0 to ${most.schedule.amount(Math.max(...panes.map((pane) => pane.schedule.most), data.limit || 0))} ${memoryUnit(most.schedule)} in all rows, peak at the right${data.limit ? `, dashed: the limit ${most.schedule.amount(data.limit)}` : ""}`);
+  if (most && state.memory) {
+    const others = panes.find((pane) => pane.schedule.inBytes !== most.schedule.inBytes);
+    const tops = [most, others].filter(Boolean).map(({ schedule }) => `${schedule.amount(mostBeside(schedule))} ${memoryUnit(schedule)}`);
+    notes.push(`below a row: memory, 0 to ${tops.join(" or ")} in all rows, peak at the right${data.limit ? `, dashed: the limit ${most.schedule.amount(data.limit)}` : ""}`);
+  }
   if (state.deviation) notes.push("edge of a box: longer (red) or shorter (green) than simulated");
   if (panes.length) nodes.push(make("span", { textContent: notes.join(" · ") }));
   element("legend").replaceChildren(...nodes);

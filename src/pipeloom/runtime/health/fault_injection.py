@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipeloom.runtime.tensor_spec import BoundaryValues
 from pipeloom.schedule.actions import Action
+from pipeloom.schedule.channels import Message
+
+if TYPE_CHECKING:
+    from pipeloom.runtime.p2p.base import Outgoing, Transport
 
 
 class InjectedFault(RuntimeError):
@@ -31,17 +36,24 @@ class Faults:
         self._mine = getattr(fault, "rank", None) == rank
         self._sent = 0
 
-    def input_of(self, microbatch: int) -> int:
-        """Return the micro-batch whose inputs this one gets."""
+    def inputs(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Return micro-batch -> its inputs."""
         if self._kind != "swap-microbatches":
-            return microbatch
+            return inputs
         swapped: dict[int, int] = {self._fault.a: self._fault.b, self._fault.b: self._fault.a}
-        return swapped.get(microbatch, microbatch)
+        return [inputs[swapped.get(at, at)] for at in range(len(inputs))]
+
+    def over(self, transport: Transport) -> Transport:
+        """Return the transport that loses or damages a send, if that is the fault."""
+        if self._kind not in ("drop-send", "flip-bit") or not self._mine:
+            return transport
+        faulty: Any = _FaultyTransport(transport, self.sent)
+        return faulty  # type: ignore[no-any-return]
 
     def sent(self, values: BoundaryValues) -> BoundaryValues | None:
         """Return the values of the next send, with a flipped bit if that is the fault; None if the send is lost."""
         number, self._sent = self._sent, self._sent + 1
-        if self._kind not in ("drop-send", "flip-bit") or not self._mine or number != self._fault.number:
+        if number != self._fault.number:
             return values
         return None if self._kind == "drop-send" else self._with_a_bit_flipped(values)
 
@@ -63,3 +75,19 @@ class Faults:
     def at_step(self, step: int) -> None:
         if self._kind == "kill" and self._mine and step == self._fault.step:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _FaultyTransport:
+    """A transport whose sends `sent` changes or, where it returns None, loses."""
+
+    def __init__(self, transport: Transport, sent: Callable[[BoundaryValues], BoundaryValues | None]) -> None:
+        self._transport = transport
+        self._sent = sent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def exchange(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> None:
+        values = [self._sent(outgoing.values) for outgoing in sends]
+        passed = zip(sends, values, strict=True)
+        self._transport.exchange([each._replace(values=sent) for each, sent in passed if sent is not None], posts)

@@ -17,7 +17,7 @@ import select
 import socket
 import struct
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -71,14 +71,14 @@ class _Outbox:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.segments: list[_SharedSegment] = []
-        self.free: dict[int, deque[int]] = {}
+        self.free: dict[int, deque[int]] = defaultdict(deque)
         self.boundaries: dict[TensorSpecs, int] = {}
 
     def segment(self, size: int) -> tuple[int, _SharedSegment, int | None]:
         """Return (number, segment, descriptor to send if it is new) of a segment with enough bytes."""
         # Powers of two from a page on, so that messages of several lengths share segments.
         size = 1 << max(size - 1, 4095).bit_length()
-        waiting = self.free.setdefault(size, deque())
+        waiting = self.free[size]
         if waiting and self.segments[waiting[0]].map[0] == 0:
             number = waiting.popleft()
             waiting.append(number)
@@ -107,7 +107,7 @@ class SharedLinks:
         self, store: RunStore, prefix: str, rank: int, channels: Sequence[Channel], timeout: float, spin: bool
     ) -> None:
         self.spin = _SPIN_SECONDS if spin else 0.0
-        self.arrived: dict[tuple[int, str, int], deque[tuple[list[int], int, int]]] = {}
+        self.arrived: dict[tuple[int, str, int], deque[tuple[list[int], int, int]]] = defaultdict(deque)
         peers = {end for channel in channels if rank in channel[:2] for end in channel[:2]} - {rank}
         # A socket per peer, with whole notices: one read never returns a part of a notice, or parts of two.
         self._connections = connect(
@@ -126,17 +126,17 @@ class SharedLinks:
         """Send a notice; read from all peers while this peer's socket is full."""
         connection = self.outboxes[peer].connection
         if not descriptors:
-            self._push(peer, partial(connection.send, notice))
+            self._push(peer, connection.send, notice)
             return
-        self._push(peer, partial(connection.send, _DESCRIPTORS_NEXT))
-        self._push(peer, partial(socket.send_fds, connection, [notice], descriptors))
+        self._push(peer, connection.send, _DESCRIPTORS_NEXT)
+        self._push(peer, partial(socket.send_fds, connection, fds=descriptors), [notice])
         for descriptor in descriptors:
             os.close(descriptor)
 
-    def _push(self, peer: int, send: Callable[[], int]) -> None:
+    def _push(self, peer: int, send: Callable[[Any], int], notice: Any) -> None:
         while True:
             try:
-                send()
+                send(notice)
                 return
             except BlockingIOError:
                 self.read_all(0.001)
@@ -186,11 +186,7 @@ class SharedLinks:
                     inbox.boundaries.append(from_numbers(rest[new:]))
         except (struct.error, IndexError, ValueError) as error:
             raise DistributedError(f"rank {peer} sent {length} bytes that are not a message notice: {error}") from None
-        key = peer, _MESSAGE_KINDS[flags & _GRADIENT], index
-        queue = self.arrived.get(key)
-        if queue is None:
-            queue = self.arrived[key] = deque()
-        queue.append((numbers, boundary, checksum))
+        self.arrived[peer, _MESSAGE_KINDS[flags & _GRADIENT], index].append((numbers, boundary, checksum))
         return True
 
     def read_all(self, timeout: float | None) -> None:
@@ -206,8 +202,7 @@ class SharedLinks:
         a sender may be in the next step already.
         """
         source = message.channel.source
-        key = (source, message.channel.kind, message.number)
-        queue = self.arrived.setdefault(key, deque())
+        queue = self.arrived[source, message.channel.kind, message.number]
         if not queue and self.spin:
             until = time.perf_counter() + self.spin
             while not queue and time.perf_counter() < until:
@@ -235,24 +230,26 @@ class SharedMemoryTransport:
             self._send(outgoing)
 
     def _send(self, outgoing: Outgoing) -> None:
-        channel = outgoing.message.channel
+        message, values, boundary, checksum = outgoing
+        channel = message.channel
         outbox = self._links.outboxes[channel.destination]
         numbers: list[int] = []
         descriptors: list[int] = []
         sizes: list[int] = []
-        for value in outgoing.values:
+        for value in values:
             if value is None:
                 continue
             number, segment, descriptor = outbox.segment(value.numel() * value.element_size())
-            segment.tensor(value).copy_(value.detach())
+            segment.tensor(value).copy_(value.detach() if value.requires_grad else value)
             segment.map[0] = 1  # before the notice, whose system call makes both visible to the receiver
             numbers.append(number)
             if descriptor is not None:
                 descriptors.append(descriptor)
                 sizes.append(segment.size)
-        boundary = outgoing.boundary if channel.kind == "activation" else boundary_of(outgoing.values)
+        flags, rest = 0, sizes
+        if channel.kind == "gradient":
+            flags, boundary = _GRADIENT, boundary_of(values)
         known = outbox.boundaries.get(boundary)
-        flags, rest = (_GRADIENT if channel.kind == "gradient" else 0), sizes
         if known is None:
             known = outbox.boundaries[boundary] = len(outbox.boundaries)
             flags |= _NEW_BOUNDARY
@@ -262,7 +259,7 @@ class SharedMemoryTransport:
                 f"{len(numbers)} tensors would be sent between two stages through shared memory, which allows {_MOST_TENSORS}; "
                 "pass fewer between two stages"
             )
-        head = flags, len(numbers), len(sizes), outgoing.message.number, known, outgoing.checksum or 0
+        head = flags, len(numbers), len(sizes), message.number, known, checksum or 0
         notice = _NOTICES[len(numbers)].pack(*head, *numbers)
         if rest:
             notice += struct.pack(f"<{len(rest)}q", *rest)
