@@ -124,9 +124,9 @@ def search_cuts_in_bytes(
     now, result = best
     left = seconds - (time.monotonic() - begun)
     if left > 0 and not (result.proved or result.interrupted):
-        own = options | {"placement": result.schedule.placement, "chunks": None}
+        settings = options | {"placement": result.schedule.placement, "chunks": None}
         longer = search_in_bytes(
-            ranks, microbatches, costs_of(now), memory, start=result.schedule, time_limit=left, **own
+            ranks, microbatches, costs_of(now), memory, start=result.schedule, time_limit=left, **settings
         )
         result = min(result, longer, key=lambda each: each.value)
     return now, replace(result, seconds=time.monotonic() - begun)
