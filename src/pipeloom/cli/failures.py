@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -145,9 +145,24 @@ def _usage(error: Any, as_json: bool) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         print(text)
         return int(error.exit_code)
+    if problems := getattr(error.__cause__ or error.__context__, "errors", None):  # pydantic's, without the value
+        (problem, *_) = problems()
+        text = text.replace(problem["msg"], _refused(problem))
     context = getattr(error, "ctx", None)
     where = f" ({context.command_path} --help shows the options)" if context is not None else ""
     return _report(error, f"{text}{where}", int(error.exit_code), as_json)
+
+
+def _refused(problem: Mapping[str, Any]) -> str:
+    """Return a sentence that names the value that pydantic refused, and the nearest valid one."""
+    value, limits = f"{problem['input']!r:.100}", problem.get("ctx", {})
+    if "error" in limits:
+        return str(limits["error"]).rstrip(".")
+    for name, side in (("ge", "at least"), ("le", "at most")):
+        if name in limits:
+            return f"{value} is not {side} {limits[name]}; nearest: {limits[name]}"
+    words = {"int_parsing": "a whole number", "float_parsing": "a number"}.get(problem["type"])
+    return f"{value} is not {words}" if words else str(problem["msg"])
 
 
 def _report(error: Exception, message: str, code: int, as_json: bool, hint: bool = False) -> int:

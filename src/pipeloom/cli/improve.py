@@ -103,9 +103,11 @@ def compare(study: Study, memory: float | None, seconds: float, whole: bool = Fa
     from pipeloom.schedule.check import check
     from pipeloom.schedule.transforms import merge_backward
     from pipeloom.solver import search
+    from pipeloom.traces.measured import settled, with_overhead
 
     # Micro-batches count as alike: how long each of the next step's takes is not known, and torch's runtime keeps their order.
-    schedule, costs = study.typical.schedule, replace(study.prediction.costs, microbatch=())
+    schedule = study.typical.schedule
+    costs = with_overhead(replace(study.prediction.costs, microbatch=()), settled(study.steps))
     timeline = simulate(schedule, costs)
     now = Change("as measured", schedule, timeline.makespan, max(timeline.peak_memory))
     limit = now.peak if memory is None else memory
@@ -133,8 +135,9 @@ def compare(study: Study, memory: float | None, seconds: float, whole: bool = Fa
 
 def with_whole_backwards(costs: Costs, stages: int) -> Costs:
     """Return costs whose I takes as long as a B and frees as much, and whose W takes no time."""
-    parts = zip(costs.per_stage("input_grad", stages), costs.per_stage("weight_grad", stages), strict=True)
-    return replace(costs, input_grad=tuple(map(sum, parts)), weight_grad=0.0, backward=None, held=0.0)
+    return replace(
+        costs, input_grad=tuple(costs.per_stage("backward", stages)), weight_grad=0.0, backward=None, held=0.0
+    )
 
 
 def _others(schedule: Schedule, costs: Costs) -> Iterator[tuple[str, Schedule]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pipeloom.cli.options import flag, with_options
 from pipeloom.cli.output import JSON_HELP, aligned, write
-from pipeloom.errors import CapacityError, UsageError
+from pipeloom.errors import CapacityError, UsageError, divisors, nearest
 
 if TYPE_CHECKING:
     from pipeloom.plan import Device, LayoutCosts, LayoutPlan, Planner, PlanRequest
@@ -94,6 +94,8 @@ def command(options: PlanFlags) -> None:
         return
     if options.measured:
         raise UsageError("--measured scales the prediction of one layout; give it with --layout")
+    if options.stages is not None:
+        raise UsageError("--stages divides the layers of one layout; give it with --layout")
     request = _request(options, device)
     if options.svg is not None:
         write(options.svg, lambda: _chart(planner, request))
@@ -162,6 +164,8 @@ def _planner(options: PlanFlags, device: Device) -> Planner:
     else:
         shape = load_model(options.model)
     if options.layers is not None:
+        if options.layers > shape.layers:
+            raise UsageError(f"--layers {options.layers}: {shape.name} has {shape.layers}; nearest: {shape.layers}")
         shape = shape.with_layers(options.layers)
     if options.costs is None:
         return Planner(shape, device, runtime)
@@ -176,7 +180,10 @@ def _device(options: PlanFlags) -> Device:
     device = load_device(options.device)
     if options.nodes is not None:
         if options.devices is None or options.devices % options.nodes:
-            raise UsageError(f"--nodes {options.nodes} does not divide --devices {options.devices}; nearest: --nodes 1")
+            sizes = divisors(options.devices) if options.devices else [1]
+            raise UsageError(
+                f"--nodes {options.nodes} does not divide --devices {options.devices}; {nearest(options.nodes, sizes)}"
+            )
         device = replace(device, per_node=options.devices // options.nodes)
     return device if options.memory is None else replace(device, memory=options.memory * 2**30)
 

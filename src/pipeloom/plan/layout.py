@@ -107,6 +107,8 @@ def values_of(text: str, option: str) -> dict[str, int | float | str]:
             raise UsageError(f"{option}: there is no key {key!r:.100}{did_you_mean(key, kinds)}")
         if not equals or not value:
             raise UsageError(f"{option}: {key} has no value; write {key}=…")
+        if key in values:
+            raise UsageError(f"{option}: {key} is given twice, as {values[key]} and {value:.100}; give it once")
         values[key] = value if kinds[key] == "str" else _number(key, value, kinds[key] == "float", option)
     choices = (("cut", CUTS), ("recompute", RECOMPUTE))
     for key, known in choices:
@@ -123,7 +125,7 @@ def _number(key: str, text: str, real: bool, option: str) -> int | float:
         raise UsageError(f"{option}: {key}={text!r:.100} is not a number; nearest: {key}=1") from None
     least, most = 0 if key in ("zero", "capacity", "etp") else 1, 3 if key == "zero" else 10**6
     if not least <= number <= most:
-        nearest = min(max(number, least), most)
+        nearest = most if number > most else least
         raise UsageError(f"{option}: {key}={text:.100} is outside {least} to {most}; nearest: {key}={nearest:g}")
     return number
 

@@ -65,7 +65,10 @@ def kind_of_layer(layer: LayerOps) -> tuple[str, bool]:
 
 def read(path: Path, shape: ModelShape) -> MeasuredLayers:
     """The profile in a file. Raises UsageError for one that is none, or of another model."""
-    form = read_json(path, MODEL_CONFIG_BYTES, "a profile")
+    try:
+        form = read_json(path, MODEL_CONFIG_BYTES, "a profile")
+    except OSError as error:
+        raise UsageError(f"--costs {echo(str(path))} cannot be read: {error.strerror}") from None
     letters = ["E", *"t" * shape.layers, *"m" * shape.ahead, "L"]
     try:
         seconds: dict[tuple[str, bool], dict[str, tuple[float, float]]] = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.config.hub import presets
-from pipeloom.errors import UsageError, did_you_mean
+from pipeloom.errors import UsageError, did_you_mean, echo
 from pipeloom.limits import MODEL_CONFIG_BYTES, MOST_LAYERS, MOST_WIDTH, read_json
 
 
@@ -99,6 +99,8 @@ _UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "ph
 
 def from_config(values: Mapping[str, Any], name: str = "model") -> ModelShape:
     """The shape in a Hugging Face configuration. Raises UsageError, which names the key, for one that cannot be planned."""
+    if not isinstance(values, Mapping):
+        raise UsageError(f"{name}: a model's configuration is an object, and this is {echo(values)}")
     values = {**values, **values.get("text_config", {})} if isinstance(values.get("text_config"), dict) else values
 
     def number(key: str, *, least: int = 0, default: int | None = None) -> int:
@@ -181,7 +183,5 @@ def load(model: str) -> ModelShape:
         path = path / "config.json"
     if not path.is_file():
         nearest = did_you_mean(model.lower(), known)
-        raise UsageError(
-            f"{model!r:.200} is neither a preset, a config.json, nor a directory with one{nearest}; presets: {', '.join(known)}"
-        )
+        raise UsageError(f"{model!r:.200} is neither a preset, a config.json, nor a directory with one{nearest}")
     return from_config(read_json(path, MODEL_CONFIG_BYTES, "a model's configuration"), path.parent.name or path.stem)

@@ -107,10 +107,7 @@ def search(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate]
     """
     estimates = estimates or sorted(_estimates(planner, request), key=lambda each: each.seconds)
     if not estimates:
-        raise UsageError(
-            f"--devices {request.devices}: no layout of {planner.shape.name} uses them with {request.sequences} sequences "
-            f"a step; nearest: a number that divides by few primes, such as {1 << (request.devices.bit_length() - 1)}"
-        )
+        raise UsageError(_no_layout(planner, request))
     fitting = [each for each in estimates if each.memory <= request.memory]
     # besides the fastest, the fastest of each depth, so that the table shows what the pipeline costs
     candidates = list({(each.layout.pp, each.layout.recompute): each for each in reversed(fitting)}.values())
@@ -126,6 +123,27 @@ def search(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate]
         predictions.append(better)
     predictions.sort(key=lambda each: -each.tokens)
     return LayoutPlan(tuple(predictions), tuple(estimates), smallest)
+
+
+def _no_layout(planner: Planner, request: PlanRequest) -> str:
+    """Return a sentence that says why there is no layout, with the nearest one of those that `request.fixed` excludes."""
+
+    def likeness(layout: PlannedLayout) -> tuple[int, float]:
+        pairs = [(getattr(layout, key), value) for key, value in request.fixed.items()]
+        numbers = [(has, value) for has, value in pairs if not isinstance(value, str)]
+        return sum(has == value for has, value in pairs), -sum(abs(has - value) for has, value in numbers)
+
+    words = f"{planner.shape.name} on {request.devices} devices with {request.sequences} sequences a step"
+    layouts = [each.layout for each in _estimates(planner, replace(request, fixed={}))] if request.fixed else []
+    if not layouts:
+        fewer = 1 << (request.devices.bit_length() - 1)
+        return f"--devices {request.devices}: there is no layout of {words}; nearest: a power of two, such as {fewer}"
+    near = max(layouts, key=likeness)
+    fixed, other = (
+        ",".join(f"{key}={value}" for key, value in values.items())
+        for values in (request.fixed, {key: getattr(near, key) for key in request.fixed})
+    )
+    return f"--fixed {fixed}: there is no such layout of {words}; nearest: {other}"
 
 
 def _fitting(planner: Planner, request: PlanRequest, candidates: Sequence[Estimate]) -> Iterator[LayoutCosts]:

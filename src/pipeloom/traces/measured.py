@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
+from math import inf
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -204,6 +205,31 @@ def hops(schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[S
         for (rank, at), (end, source) in last.items()
         if at and source != rank and end > ends[rank][at - 1]
     ]
+
+
+def overhead(timeline: Timeline) -> float:
+    """Mean time from the end of an action to the start of the next on its rank, where no message was missing; 0 without any."""
+    schedule, starts, ends = timeline.schedule, timeline.starts, timeline.ends
+    arrived = {(rank, at): -inf for rank, row in enumerate(starts) for at in range(1, len(row))}
+    for source, at_source, rank, at in needs(schedule):
+        if source != rank and at:
+            arrived[rank, at] = max(arrived[rank, at], ends[source][at_source])
+    gaps = [starts[rank][at] - ends[rank][at - 1] for (rank, at), end in arrived.items() if end <= ends[rank][at - 1]]
+    return max(0.0, fmean(gaps)) if gaps else 0.0
+
+
+def with_overhead(costs: Costs, timelines: Sequence[Timeline]) -> Costs:
+    """`costs` in which every action includes the host's time before it, so that I and W have it twice for B's once.
+
+    A hop, measured to the start of the action that waited for it, has it already.
+    """
+    more, stages = median(overhead(timeline) for timeline in timelines), timelines[0].schedule.stages
+    times = {name: costs.per_stage(name, stages) for name in ("forward", "input_grad", "weight_grad")}
+    whole = tuple(map(sum, zip(times["input_grad"], times["weight_grad"], strict=True)))
+    times["backward"] = whole if costs.backward is None else costs.per_stage("backward", stages)
+    longer: dict[str, Any] = {name: tuple(seconds + more for seconds in row) for name, row in times.items()}
+    assert not isinstance(costs.p2p, tuple)  # fitted costs have one hop
+    return replace(costs, **longer, p2p=max(0.0, costs.p2p - more))
 
 
 @dataclass(frozen=True)

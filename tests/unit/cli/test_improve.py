@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import pipeloom as pl
 from pipeloom.cli import app
 from pipeloom.schedule.csv_form import from_csv
+from pipeloom.schedule.timeline import Timeline
 from pipeloom.traces import timelines as timeline_files
 
 
@@ -93,3 +94,20 @@ def test_micro_batches_count_as_alike(tmp_path):
     improve(path, "--csv", str(tmp_path / "better.csv"))
     written = from_csv((tmp_path / "better.csv").read_text())
     assert [action.microbatch for action in written.programs[1] if action.kind == "F"] == [0, 1, 2, 3]
+
+
+def test_the_hosts_time_before_an_action_is_counted_once_for_each_action(tmp_path):
+    """Every action of the trace starts 2 ms after the rank could; I and W will do so twice where B did once."""
+    schedule = pl.schedules.one_f_one_b(ranks=2, microbatches=4)
+    late = dataclasses.replace(
+        COSTS, forward=0.012, input_grad=0.011, weight_grad=0.011
+    )  # as long as the actions and the host take
+    whole = pl.simulate(schedule, late)
+    starts = [[start + 0.002 for start in row] for row in whole.starts]
+    step = Timeline.measured(schedule, starts, whole.ends)
+    (folder := tmp_path / "timelines.json").write_text(json.dumps(timeline_files.to_dict([step])))
+    found = json.loads(improve(str(folder), "--json"))
+    assert found["now"]["makespan"] == pytest.approx(whole.makespan)
+    split = pl.simulate(pl.schedules.zb_h1(ranks=2, microbatches=4), pl.Costs(0.012, 0.012, 0.012))
+    families = {each["change"]: each for each in found["changes"]}
+    assert families["family zb-h1"]["makespan"] == pytest.approx(split.makespan)

@@ -70,6 +70,8 @@ def test_a_layout_reads_what_it_writes():
         ("tp=two", "tp='two' is not a number; nearest: tp=1"),
         ("tp=0", "tp=0 is outside 1 to 1000000; nearest: tp=1"),
         ("zero=4", "zero=4 is outside 0 to 3; nearest: zero=3"),
+        ("capacity=nan", "capacity=nan is outside 0 to 1000000; nearest: capacity=0"),
+        ("tp=2,tp=4", "tp is given twice, as 2 and 4"),
         ("recompute=norm", "recompute='norm' is not known; did you mean 'norms'"),
         ("recompute=full+norms", "recompute='full+norms' is not known"),
         ("cut=evn", "cut='evn' is not known; did you mean 'even'"),
@@ -100,6 +102,7 @@ def test_layouts_that_the_model_does_not_allow_say_why(changes, words):
     [
         ({}, "it has no 'num_hidden_layers'"),
         ({"num_hidden_layers": 0}, "'num_hidden_layers' is 0"),
+        ([], r"a model's configuration is an object, and this is \[\]"),
         ({"num_hidden_layers": 2, "hidden_size": 8.5, "num_attention_heads": 1}, "'hidden_size' is 8.5"),
     ],
 )
