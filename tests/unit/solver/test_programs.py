@@ -9,6 +9,7 @@ import pytest
 
 from pipeloom.schedule import Costs, check, simulate
 from pipeloom.schedule.families import build
+from pipeloom.schedule.offload import copies_beside
 from pipeloom.solver.incumbent import Budget, Incumbent
 from pipeloom.solver.instance import Instance
 from pipeloom.solver.programs import STUCK, ProgramTable, search_programs
@@ -36,6 +37,17 @@ def test_times_and_memory_are_those_of_the_simulation(costs: Costs) -> None:
             assert table.state_of(schedule) == state
             ways |= set(state.ways)
     assert len(ways) >= 3
+
+
+def test_copies_back_wait_for_slots() -> None:
+    costs = Costs(kept=0.1, host_bandwidth=0.6)
+    plain = copies_beside(simulate(build("1f1b", 2, 4), costs), range(2), 4, 4)
+    schedule = plain.with_slots({"saved": 1.25})
+    table = ProgramTable(Instance((0, 1), 4, costs, 1.0), False, True)
+    state = table.state_of(schedule)
+    assert state is not None
+    peaks = simulate(schedule, costs).peak_memory
+    assert table.evaluate(state) == (15, pytest.approx(sum(max(0, peak - 1) for peak in peaks)))
 
 
 def test_a_claim_of_a_slot_that_is_never_free_gets_stuck() -> None:
