@@ -1,9 +1,12 @@
 """Copies of saved tensors to host memory: simulated, and in real steps of two processes.
 
     python benchmarks/offload.py simulate
+    python benchmarks/offload.py rehearse --unit 0.1
     python benchmarks/offload.py real --width 384 --turns 5
 
 simulate: 1F1B with copies as long as a forward: peak activations and step against those without copies.
+rehearse: the same in processes that sleep for the time of each action and copy (`pipeloom rehearse`), 4 and 8 of them, with
+          `--unit` seconds for a forward: peaks and medians of `--turns` steps of the measured timelines.
 real:     8 transformer blocks, interleaved on 2 processes of one thread, chunks of one block. Steps with and without copies in
           turn, in the same processes; the ratios are those of the medians, of seconds and of CPU seconds. Bytes: the most that
           one step allocates at once, without host memory; then with weights and gradients, on the fullest rank, of the plain
@@ -13,6 +16,9 @@ real:     8 transformer blocks, interleaved on 2 processes of one thread, chunks
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
+import sys
 import time
 from statistics import median
 from typing import Any
@@ -40,6 +46,37 @@ def simulated() -> None:
             after = simulate(pl.schedules.offload(plain, costs, count, count), costs)
             peak, whole = max(after.peak_memory), max(before.peak_memory)
             print(f"{ranks:5}  {count:5}  {peak:16g}  {peak / whole:10.3f}  {after.makespan / before.makespan:.3f}")
+
+
+def rehearsed(ranks: int, unit: float, turns: int, transform: tuple[str, ...] = ()) -> tuple[float, float]:
+    """Return the largest rank's peak activations in the typical rehearsed step, and the seconds of a step."""
+    words = ["1f1b", "--ranks", str(ranks), "--microbatches", str(4 * ranks), "--host-bandwidth", "1", *transform]
+    command = [
+        sys.executable,
+        "-m",
+        "pipeloom",
+        "rehearse",
+        *words,
+        "--unit",
+        str(unit),
+        "--steps",
+        str(turns),
+        "--json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
+    report = json.loads(done.stdout)
+    return max(report["peak_memory"]), report["rehearsal"]["rehearsed"]
+
+
+def rehearsals(unit: float, turns: int, rows: tuple[tuple[int, int], ...] = ((4, 1), (4, 4), (8, 1), (8, 8))) -> None:
+    print("ranks  parts  peak activations  of 1F1B's  step, s  of 1F1B's")
+    plain = {ranks: rehearsed(ranks, unit, turns) for ranks, _ in dict(rows).items()}
+    for ranks, count in rows:
+        peak, step = rehearsed(ranks, unit, turns, ("--transform", f"offload={count}/{count}"))
+        whole, base = plain[ranks]
+        print(f"{ranks:5}  {count:5}  {peak:16.4g}  {peak / whole:10.3f}  {step:7.2f}  {step / base:.3f}", flush=True)
 
 
 def worker(rank: int, schedules: list[Schedule], width: int, turns: int) -> dict[str, Any]:
@@ -98,11 +135,14 @@ def real(width: int, turns: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("simulate", "real"))
+    parser.add_argument("part", choices=("simulate", "rehearse", "real"))
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--unit", type=float, default=0.1)
     given = parser.parse_args()
     if given.part == "simulate":
         simulated()
+    elif given.part == "rehearse":
+        rehearsals(given.unit, given.turns)
     else:
         real(given.width, given.turns)

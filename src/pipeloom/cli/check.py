@@ -45,17 +45,21 @@ def command(
         raise UsageError(f"--receive-depth is {receive_depth}; it must be a whole number of at least 1")
     from pipeloom.schedule import check
     from pipeloom.schedule.files import load
+    from pipeloom.schedule.simulate import worst_peaks
 
     schedule = load(file)
     check(schedule, receive_depth=receive_depth, transport=transport)
     _require_memory(schedule, costs, {"--memory": memory, "--host-memory": host_memory})
+    peaks = worst_peaks(schedule)
     if as_json:
         summary = {"ok": True, "name": schedule.name, "ranks": schedule.ranks, "stages": schedule.stages}
-        print(json.dumps(summary | {"microbatches": schedule.microbatches, "actions": schedule.actions}))
+        counts = {"microbatches": schedule.microbatches, "actions": schedule.actions, "worst_peaks": peaks}
+        print(json.dumps(summary | counts))
     else:
         print(
             f"{file}: ok; ranks {schedule.ranks}, stages {schedule.stages}, micro-batches {schedule.microbatches}, "
-            f"actions {schedule.actions}"
+            f"actions {schedule.actions}; stage-micro-batches alive per rank, whatever the times: at most "
+            f"{' '.join(map(str, peaks))}"
         )
 
 

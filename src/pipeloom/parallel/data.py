@@ -194,6 +194,7 @@ class GradientSync:
             are refreshed.
         absent: after a step, the parameters without a gradient: no micro-batch of any replica used them.
         fills_grad: whether `.grad` of bf16 parameters is filled; an optimizer that reads the buckets turns it off.
+        stepped_by: the `Masters` built last, whose values replace the parameters'.
         shards: the buckets that follow actions of the schedule; None: there are no such stages.
         weights: pending gathers of sharded parameters; wait for them before reading parameters.
     """
@@ -233,7 +234,9 @@ class GradientSync:
         self._first = stage_backward is not None
         self.absent: set[nn.Parameter] = set()
         self.fills_grad = True
+        self.stepped_by: object = None
         self.changed: list[Callable[[], None]] = []
+        self._flats: list[FlatParameters] = []
         self._views: dict[str, Tensor] = {}
         self._parameter_of: dict[str, nn.Parameter] = {}
         self._pending: dict[int, Reduction] = {}
@@ -356,8 +359,10 @@ class GradientSync:
 
     def flat_parameters(self) -> list[FlatParameters]:
         """Return the parameters of each bucket as one buffer."""
-        sharded = self.shards.parameters if self.shards is not None else {}
-        return [sharded.get(bucket) or FlatParameters(bucket, self.sharded) for bucket in self.buckets]
+        if not self._flats:
+            sharded = self.shards.parameters if self.shards is not None else {}
+            self._flats = [sharded.get(bucket) or FlatParameters(bucket, self.sharded) for bucket in self.buckets]
+        return self._flats
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -93,6 +94,7 @@ class StepHooks:
         before_layer: called with a layer's name before its weights are read: they may still be in transit.
         shards: what gathers and frees parameters and reduces gradients; None: these actions do nothing.
         before_kind: called with a stage before an action of a registered kind, which may read the stage's gradients.
+        beside: called with an action on another queue than that of computation and what executes it, in the action's thread.
     """
 
     status: Status
@@ -102,6 +104,7 @@ class StepHooks:
     before_layer: Callable[[str], None] | None = None
     before_kind: Callable[[int], None] | None = None
     shards: StageShards | None = None
+    beside: Callable[[Action, Callable[[], None]], None] = lambda _, execute: execute()
 
 
 @dataclass
@@ -360,7 +363,8 @@ class Executor:
                 self._signals.wait(signal)
             start = time.perf_counter()
             for task in instruction.tasks:
-                _BESIDE.get(task.action.kind.partition(":")[0], Executor._execute_kind)(self, task)
+                execute = _BESIDE.get(task.action.kind.partition(":")[0], Executor._execute_kind)
+                self.hooks.beside(task.action, partial(execute, self, task))
             self._beside[at] = start, time.perf_counter()
             self._end(at)
         except BaseException as error:

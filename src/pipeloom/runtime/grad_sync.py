@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.errors import UsageError
+from pipeloom.ops.checksum import checksums
 from pipeloom.ops.segments import standstill
 from pipeloom.parallel.buckets import Bucket
 from pipeloom.parallel.collectives import carrier_of
 from pipeloom.parallel.data import AFTER_TIES, GradientSync
 from pipeloom.parallel.grad_norm import clip, global_norm, square_norm
+from pipeloom.parallel.masters import Master, Masters
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.runtime import tied_weights as ties
 from pipeloom.runtime.assembly import IN_MAIN_GRADIENTS, Assembly
@@ -34,9 +36,8 @@ _GATHERED = "the weights of which each replica holds a share"
 _STEPPED = "the weights that other replicas have stepped"
 _SUMMED = "the sum of the gradients over the replicas"
 _NOT_IN_GRAD = (
-    "RuntimeOptions(shard_gradients=True) leaves each replica a slice of every gradient, so .grad stays None and an optimizer of "
-    "torch's over pipeline.parameters() changes nothing: build pipeloom.train.optimizer.Optimizer on pipeline.sync, or leave "
-    "shard_gradients out"
+    "RuntimeOptions(shard_gradients=True) leaves each replica a slice of every gradient, so .grad of whole parameters stays "
+    "None, and an optimizer of them changes nothing: give it pipeline.parameters(), or the tensors of pipeline.shards()"
 )
 
 
@@ -63,6 +64,8 @@ class StepGradients:
     ) -> None:
         self._line = mesh.pipeline
         self._alarm = alarm
+        self._masters: Masters | None = None  # where the caller's optimizer steps shards
+        self._published: list[int] | None = None  # None: a step has been made since
         self._shared = ties.by_holders(assembly.ties)
         self._tied = ties.by_holders({tie: weight for tie, weight in assembly.ties.items() if len(tie.names) > 1})
         self._by_name = assembly.parameters
@@ -108,12 +111,42 @@ class StepGradients:
         for holders, weights in self._tied.items():
             ties.start_equal(holders, self._line.rank, weights, group)
 
+    def shards(self) -> dict[str, Master]:
+        """Return name -> the elements that this process steps: those of an optimizer that was built on `sync`, or else such that
+        steps fill their `.grad` from now on, and whatever reads weights takes their values over.
+        """
+        masters = self.sync.stepped_by if self.sync is not None else None
+        if not isinstance(masters, Masters):
+            masters = self._masters = Masters(list(self._by_name.items()), self.sync)
+            self._published = self._values()
+        return {master.name: master for master in masters.all}
+
+    @property
+    def _stepped(self) -> Masters | None:
+        """The shares that the caller's optimizer steps; None where `Optimizer` was built later, which publishes its own."""
+        return self._masters if self.sync is not None and self.sync.stepped_by is self._masters else None
+
+    def publish(self) -> None:
+        """Give the other replicas what the caller's optimizer may have changed since the last time.
+
+        The first time behind a step it is collective over the replicas. Later it is where values have changed, as they have on
+        each replica or on none.
+        """
+        if (masters := self._stepped) is not None and (values := self._values()) != self._published:
+            masters.publish()
+            self._published = values
+
+    def _values(self) -> list[int]:
+        """Return checksums of what the caller's optimizer steps: it may write past the counts of changes in place."""
+        return checksums([master.tensor for master in self._masters.all]) if self._masters is not None else []
+
     def weights_changed(self) -> None:
         """Note that the parameters were written to by other code than the optimizer."""
         if self.sync is not None and self.sync.shards is not None:
             self.sync.shards.note_change()
         for call in self.sync.changed if self.sync is not None else ():
             call()
+        self._published = self._values()
 
     def before_layer(self, layer: str) -> None:
         """Wait, inside an action, for the slices of a layer's weights that other replicas have stepped."""
@@ -125,6 +158,7 @@ class StepGradients:
 
     def wait_for_weights(self) -> None:
         """Wait for the slices of all weights here that other replicas have stepped, and gather those that are not whole."""
+        self.publish()
         if self.sync is not None and self.sync.shards is not None:
             with self._alarm.waiting(_GATHERED):
                 self.sync.shards.gather_all()
@@ -146,6 +180,10 @@ class StepGradients:
             if self.sync.sharded and self.sync.fills_grad and not self._warned:
                 self._warned = True
                 warnings.warn(_NOT_IN_GRAD, stacklevel=4)
+            if (masters := self._stepped) is not None:
+                masters.return_gradients()
+                masters.publish()
+                self._published = None
             self.sync.begin()
             return
         shared = self._shared_weights
@@ -180,6 +218,8 @@ class StepGradients:
             tied = time.perf_counter()
             self._alarm.status.wait_between(_SUMMED)
             self.sync.finish()
+            if (masters := self._stepped) is not None and self.sync.syncing:
+                masters.take_gradients()
             self._alarm.status.leave()
         return {"p2p": tied - begun, "dp": time.perf_counter() - tied}
 
@@ -214,7 +254,8 @@ class StepGradients:
         """Release every gradient."""
         if self.sync is not None:
             self.sync.zero_grad()
-        for parameter in parameters.values():
+        shards = [master.tensor for master in self._masters.all] if self._masters is not None else []
+        for parameter in (*parameters.values(), *shards):
             parameter.grad = None
 
     def norm(self, counts: Callable[[str], bool], everyone: Axis, device: torch.device) -> Tensor:

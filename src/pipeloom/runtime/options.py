@@ -51,8 +51,8 @@ class RuntimeOptions:
             recompute the layers that are named, or all.
         main_gradients: accumulate gradients of bf16 parameters in fp32 (`Pipeline.sync`); `.grad` is the sum rounded to bf16.
             This is always done where gradients are summed over replicas.
-        shard_gradients: each replica gets only its slice of the sum over the replicas (ZeRO stage 1), and `.grad` stays None:
-            the optimizer must be one built on `Pipeline.sync`, as the trainer's.
+        shard_gradients: each replica gets only its slice of the sum over the replicas (ZeRO stage 1). `Pipeline.parameters`
+            are the slices of the parameters then, for any optimizer; `.grad` of whole parameters stays None.
         checksum: send a checksum of its values with each message, and verify it on arrival; for finding faults: it costs
             a pass over every message on both ends.
         fault: a fault to inject (any object with `kind` and its values, see runtime/health/fault_injection.py).

@@ -21,6 +21,7 @@ from pipeloom.ops.checksum import checksums
 from pipeloom.ops.layer import KEYWORD
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.exchange import all_gather_json, all_gather_tree
+from pipeloom.parallel.masters import Master
 from pipeloom.parallel.mesh import Mesh, PipelineMesh, group_of_members
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.runtime import replicas
@@ -374,6 +375,7 @@ class Pipeline:
                 self._compare_replicas()
             count = evaluation_microbatches(self.schedule.microbatches, inputs)
             batch = self._split("evaluate", inputs, targets, keywords, count)
+            self._gradients.publish()
             self._send_followed()
             executor = self._executor(count)
             self._losses.expect()
@@ -390,6 +392,7 @@ class Pipeline:
         with self._status.during("evaluation"):
             count = evaluation_microbatches(self.schedule.microbatches, inputs)
             batch = self._split("predict", inputs, None, keywords, count)
+            self._gradients.publish()
             self._send_followed()
             executor = self._executor(count, whole=True)
             with self._alarm.reporting():
@@ -640,6 +643,8 @@ class Pipeline:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(global name, parameter) of this rank's stages; a weight tied within the rank once, under its first name.
 
+        These are whole, also where an optimizer steps `shards`. Call `weights_changed` after writing to them.
+
         Where optimizer states are sharded, this method, `parameters`, `modules` and `state_dict` wait for the weights that
         other replicas update. A parameter obtained earlier may hold old values between an optimizer's step and the pipeline's
         next step.
@@ -648,10 +653,25 @@ class Pipeline:
         yield from self._assembly.parameters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages; where they have none, one without elements, since torch's optimizers need one."""
-        yield from (parameter for _, parameter in self.named_parameters())
-        if not self._assembly.parameters:
-            yield nn.Parameter(torch.empty(0, device=self.device))
+        """The tensors of `shards`, for an optimizer; if there are none, one without elements: torch's optimizers need one."""
+        tensors = [shard.tensor for shard in self.shards()]
+        yield from tensors or [nn.Parameter(torch.empty(0, device=self.device))]
+
+    def shards(self) -> list[Master]:
+        """Return what an optimizer of this process steps: the parameters of this rank's stages.
+
+        With `RuntimeOptions.shard_gradients`: this replica's elements of each one that trains, flat, in at least fp32. A step
+        fills their `.grad`, and the next one, and everything that reads weights, takes over their new values on all replicas.
+        """
+        named = list(self.named_parameters())
+        if not self.options.shard_gradients or self.sync is None:
+            return [Master(name, p.shape, 0, p.numel(), p) for name, p in named]
+        mine = self._gradients.shards()
+        return [mine[name] for name, _ in named if name in mine]
+
+    def weights_changed(self) -> None:
+        """Note that this rank's parameters were written to, not by their optimizer; every rank must call it."""
+        self._gradients.weights_changed()
 
     def stored_name(self, name: str) -> str:
         """The name of this parameter in checkpoints: the first name of a weight with several, on every layout."""
@@ -688,8 +708,7 @@ class Pipeline:
         """
         self._compared = False
         copy_state(self.state_dict(), state, self._assembly.transient_buffers)
-        if self.sync is not None and self.sync.shards is not None:
-            self.sync.shards.note_change()
+        self.weights_changed()
 
     def train(self, mode: bool = True) -> None:
         for stage in self._assembly.stages.values():
@@ -830,6 +849,12 @@ def call_before_layers(pipeline: Pipeline, call: Callable[[str, Action], None]) 
 
     for engine in pipeline._engines:
         engine.hooks = replace(engine.hooks, before_layer=partial(before, engine.hooks.status))
+
+
+def run_beside(pipeline: Pipeline, call: Callable[[Action, Callable[[], None]], None]) -> None:
+    """Let `call` run each action on another queue than that of computation: it gets the action and what executes it."""
+    for engine in pipeline._engines:
+        engine.hooks = replace(engine.hooks, beside=call)
 
 
 def _require_processes(wanted: int, processes: int) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
 
 from pipeloom.errors import ScheduleError, UsageError
-from pipeloom.schedule.actions import COPY_IN, COPY_OUT, WEIGHT_GRADIENT
+from pipeloom.schedule.actions import COMPUTE, COPY_IN, COPY_OUT, WEIGHT_GRADIENT
 from pipeloom.schedule.channels import Edge, neighbours
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import Costs, PairTimes, durations
@@ -57,6 +58,28 @@ def period(schedule: Schedule, costs: Costs | None = None, limit: int = 64, *, o
                 return round(max(growth) / back, 9)
     half = len(history) // 2
     return max(now - then for now, then in zip(history[-1], history[half], strict=True)) / (len(history) - 1 - half)
+
+
+@of_schedule
+def worst_peaks(schedule: Schedule) -> tuple[int, ...]:
+    """rank -> the most stage-micro-batches alive there at once (`Timeline.peak_activations`), whatever the actions' times.
+
+    The most are alive on a rank where what frees beside its computation, copies to the host among it, takes longer than all else
+    together, and other entries of such queues no time: then nothing is freed there before something has to wait for it.
+    """
+    peaks = list(simulate(schedule).peak_activations)
+    rank_of = [schedule.placement[stage] for stage in range(schedule.stages) for _ in range(schedule.units)]
+    for rank in range(schedule.ranks) if schedule.has_queues else ():
+        beside = [0.0 if not kind.frees else schedule.actions + 1.0 for kind in schedule.kinds]
+        times = [
+            1.0 if kind.queue == COMPUTE else after * (there == rank)
+            for kind, after in zip(schedule.kinds, beside, strict=True)
+            for there in rank_of
+        ]
+        run = walk(schedule, Graph.of(schedule), WalkCosts([*times, 0.0], None, defaultdict(lambda: 1.0)))
+        timeline = Timeline(schedule, Costs(), tuple(map(tuple, run.starts)), tuple(map(tuple, run.ends)))
+        peaks[rank] = max(peaks[rank], timeline.peak_activations[rank])
+    return tuple(peaks)
 
 
 def run_once(

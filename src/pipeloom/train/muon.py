@@ -20,9 +20,9 @@ from pipeloom.errors import UsageError
 from pipeloom.parallel.buckets import Bucket
 from pipeloom.parallel.collectives import start_all_gather, start_gather_slices
 from pipeloom.parallel.data import GradientSync
+from pipeloom.parallel.masters import Master
 from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding, join, shard_of
-from pipeloom.train.masters import Master
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of torch.optim.Muon
 _ITERATIONS = 5

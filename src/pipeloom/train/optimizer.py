@@ -14,9 +14,9 @@ from pipeloom.errors import CheckpointError
 from pipeloom.parallel.buckets import main_dtype
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.grad_norm import clip, exact_sum, squares
+from pipeloom.parallel.masters import Counts, Master, Masters
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding
 from pipeloom.runtime import Pipeline
-from pipeloom.train.masters import Counts, Master, Masters
 from pipeloom.train.muon import Muon, MuonWeight, WholeMatrices, fused_in
 
 _MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "muon": ("momentum_buffer",)}
@@ -202,10 +202,6 @@ class Optimizer:
     def changing(self) -> list[Tensor]:
         """Return every tensor that a step writes to, except the moments, which are in the state of `optimizers`."""
         return self._masters.changing()
-
-    def read_parameters(self) -> None:
-        """Copy the parameters' values to the masters: call it after loading weights without the optimizer's state."""
-        self._masters.read()
 
     @property
     def state_bytes(self) -> int:

@@ -159,7 +159,7 @@ def test_an_optimizer_that_reads_the_buckets_leaves_grad_empty_and_is_clipped_in
 
 def test_sharded_gradients_warn_once_unless_an_optimizer_reads_them() -> None:
     pipeline = pipeline_of_one(shard_gradients=True)
-    with pytest.warns(UserWarning, match=r"\.grad stays None and an optimizer of torch's"):
+    with pytest.warns(UserWarning, match=r"\.grad of whole parameters stays None, and an optimizer of them"):
         pipeline.step(ONES, ONES * 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -167,6 +167,21 @@ def test_sharded_gradients_warn_once_unless_an_optimizer_reads_them() -> None:
         pipeline = pipeline_of_one(shard_gradients=True)
         Optimizer(list(pipeline.named_parameters()), load("tiny").optimizer, pipeline.sync, pipeline.counts_in_norm)
         pipeline.step(ONES, ONES * 0)
+
+
+def test_reading_parameters_takes_nothing_from_an_optimizer_on_the_buckets() -> None:
+    pipeline = pipeline_of_one(shard_gradients=True)
+    section = load("tiny").optimizer
+    optimizer = Optimizer(list(pipeline.named_parameters()), section, pipeline.sync, pipeline.counts_in_norm)
+    (share,) = pipeline.parameters()
+    before = pipeline.state_dict()["a.weight"].clone()
+    pipeline.step(ONES * 1.3, ONES * 0)
+    optimizer.step(None, 0.1)
+    after = pipeline.state_dict()["a.weight"].clone()
+    assert not torch.equal(after, before)
+    assert torch.equal(after.flatten(), share.bfloat16())
+    pipeline.step(ONES * 1.3, ONES * 0)
+    assert torch.equal(pipeline.state_dict()["a.weight"], after)
 
 
 def without_parameters(rank: int, at: int, folder: str) -> tuple[list[float], dict[str, list[float]]]:

@@ -294,6 +294,7 @@ def test_masters_learn_of_weights_that_were_loaded() -> None:
     with torch.no_grad():
         for parameter in replica.net.parameters():
             parameter.fill_(0.5)
-    replica.optimizer.read_parameters()
+    for changed in replica.sync.changed:
+        changed()
     masters = [state["master"] for state in replica.optimizer.state_dict().values()]
     assert all(torch.equal(master, torch.full_like(master, 0.5)) for master in masters)

@@ -95,7 +95,7 @@ def of_modules(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def of_parameters(trainer: Trainer) -> dict[str, Tensor]:
-    return dict(zip(trainer.pipeline.layouts, trainer.pipeline.parameters(), strict=True))
+    return dict(trainer.pipeline.named_parameters())  # type: ignore[arg-type]
 
 
 def of_copy(trainer: Trainer) -> dict[str, Tensor]:

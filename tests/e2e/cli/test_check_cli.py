@@ -25,9 +25,11 @@ GOLDEN = DATA / "torch"
 def test_a_good_file_is_one_line(pipeloom: Run) -> None:
     path = GOLDEN / "interleaved.csv"
     ended = pipeloom(f"check {path}")
-    assert ended == (0, f"{path}: ok; ranks 4, stages 8, micro-batches 8, actions 128\n", "")
+    words = "ranks 4, stages 8, micro-batches 8, actions 128; stage-micro-batches alive per rank, whatever the times: at most"
+    assert ended == (0, f"{path}: ok; {words} 11 9 7 5\n", "")
     found = json.loads(pipeloom(f"check {path} --json").out)
-    assert found == {"ok": True, "name": "interleaved", "ranks": 4, "stages": 8, "microbatches": 8, "actions": 128}
+    sizes = {"ranks": 4, "stages": 8, "microbatches": 8, "actions": 128}
+    assert found == {"ok": True, "name": "interleaved", **sizes, "worst_peaks": [11, 9, 7, 5]}
 
 
 def test_receive_depth_and_transport_reach_the_proof(pipeloom: Run, tmp_path: Path) -> None:

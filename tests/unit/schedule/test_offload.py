@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 import pipeloom as pl
@@ -12,6 +14,7 @@ from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.json_form import from_json, to_json
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.offload import with_copies
+from pipeloom.schedule.simulate import worst_peaks
 from pipeloom.schedule.transforms import transformed
 
 CELLS = ("0F0", "0O0", "0F1", "0O1", "0L0", "0B0", "0L1", "0B1")
@@ -103,6 +106,27 @@ def test_slots() -> None:
         check(one("0F0", "0F1", *CELLS[1:2], *CELLS[3:], microbatches=2).with_slots({"saved": 1}))
     with pytest.raises(ScheduleError, match="slots of 'saved': 0; give a number of at least 1"):
         schedule.with_slots({"saved": 0})
+
+
+@pytest.mark.parametrize(("name", "parts_of", "peaks"), [("1f1b", 2, (3, 2, 1)), ("interleaved", 1, (8, 6, 4))])
+def test_the_most_that_is_alive_at_any_times(name: str, parts_of: int, peaks: tuple[int, ...]) -> None:
+    """Copies that are slow on one rank bring it there, and no times drawn at random go beyond; slots keep it lower."""
+    slotted = pl.schedules.offload(build(name, 3, 6), Costs(host_bandwidth=1), parts_of, parts_of)
+    schedule, random = slotted.with_slots({}), Random(0)
+    most = [0] * 3
+    for turn in range(9):
+        times = [[10 ** random.uniform(-2, 2) for _ in range(schedule.stages)] for _ in range(3)]
+        saved = [1e4 if stage % 3 == turn else 10 ** random.uniform(-2, 2) for stage in range(schedule.stages)]
+        timeline = simulate(schedule, Costs(*times, host_bandwidth=1, bytes={"saved": saved}))
+        most = [max(pair) for pair in zip(most, timeline.peak_activations, strict=True)]
+    assert worst_peaks(schedule) == tuple(most) == peaks
+    assert worst_peaks(slotted) == simulate(slotted).peak_activations < peaks
+
+
+def test_the_most_on_one_rank_is_with_quick_copies_on_the_others() -> None:
+    """With slow ones everywhere rank 0 would hold 6."""
+    schedule = pl.schedules.offload(build("dualpipev", 3, 6), Costs(host_bandwidth=1)).with_slots({})
+    assert worst_peaks(schedule) == (7, 6, 7)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
+from itertools import count
+from threading import Event
 from typing import Any
 
 import pytest
@@ -10,7 +14,9 @@ import torch
 
 import pipeloom as pl
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
-from pipeloom.schedule import Costs, Schedule
+from pipeloom.runtime.pipeline import run_beside
+from pipeloom.schedule import Action, Costs, Schedule, simulate
+from pipeloom.schedule.actions import parse_action
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes
 from pipeloom.train.report import rehearse
 from pipeloom.train.report.rehearse import Clock, EmulatedLayer, Rehearsal
@@ -97,6 +103,17 @@ def test_a_stage_takes_its_costs_times_its_unit_and_what_slows_it(build: Any, ha
     assert taken["attention", "W"] == pytest.approx([0.033, 0.0165])
 
 
+def test_a_part_takes_its_time_in_its_recomputation_alone(hands: Hands) -> None:
+    costs = Costs(2, 1, 3, parts={"norms": 0.5}, bytes={"saved": 10, "saved:norms": 5}, microbatch=(1.0, 0.5))
+    schedule = pl.schedules.recompute(pl.schedules.one_f_one_b(1, 2), part="norms")
+    rehearsal = Rehearsal(schedule, costs, unit=0.01, slow={0: 2.0})
+    begun = hands.now
+    taken = _run(rehearsal, hands)
+    assert taken["norms", "R"] == pytest.approx([0.01, 0.005])
+    assert taken["attention", "F"] == pytest.approx([0.04, 0.02])
+    assert hands.now - begun == pytest.approx(2 * rehearsal.simulated().makespan)
+
+
 def test_all_to_all_takes_its_share_and_its_simulation_is_the_blocks(hands: Hands) -> None:
     """1F1B on one rank: nothing hides an all-to-all but the weight gradient behind it."""
     costs = Costs(forward=10, input_grad=10, weight_grad=4, all_to_all=0.4)
@@ -167,3 +184,43 @@ def test_slices_take_their_shares_of_the_times_and_of_the_messages(hands: Hands)
     assert rehearsal.slice_tokens == (60, 40)
     assert clock.seconds["attention", "F"] == pytest.approx([0.005, 0.015])
     assert clock.seconds["attention", "W"] == pytest.approx([0.0225, 0.0075])
+
+
+def test_a_copy_sleeps_before_what_it_brings_is_there_and_after_what_it_takes_is_complete(hands: Hands) -> None:
+    cells = ["0F0", "0O0:1/2", "0L0:1/2", "0B0"]
+    schedule = Schedule.of([cells], placement=[0], microbatches=1)
+    rehearsal = Rehearsal(schedule, Costs(activation=3, host_bandwidth=5), unit=0.1)
+    run, executed = rehearsal.beside(0), []
+    for action in [parse_action(cell) for cell in cells[1:3]]:
+        run(action, lambda: executed.append(hands.now - 100))
+    assert executed == pytest.approx([0.0, 0.06])  # half of 3 / 5 of a cost, one after the other
+    assert hands.now - 100 == pytest.approx(0.06)
+    assert rehearsal.simulated().makespan == pytest.approx(0.1 * simulate(schedule, rehearsal.costs).makespan)
+
+
+def test_parts_are_saved_and_used_in_shares_of_the_time(hands: Hands, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first half is copied while the second half of the forward runs, and back while that of the backward does."""
+    cells = ["0F0", "0O0:1/2", "0O0:2/2", "0L0:2/2", "0L0:1/2", "0B0"]
+    rehearsal = Rehearsal(Schedule.of([cells], placement=[0], microbatches=1), Costs(), unit=0.01)
+    pipeline = LocalPipeline(rehearsal.layers(0, Clock()), rehearsal.schedule, loss=lambda out, _: out.mean())
+    events: dict[object, Event] = defaultdict(Event)
+    naps = count()
+
+    def sleep(seconds: float) -> None:
+        nap = next(naps)
+        events[nap].set()
+        if nap == 7:  # the second one in the second step: only then is it known how much a forward saves
+            assert events["0O0:1/2"].wait(10)
+
+    def beside(action: Action, execute: Callable[[], None]) -> None:
+        if str(action) == "0L0:1/2" and events[6].is_set():
+            assert events[8].wait(10)  # the first one of the backward
+        execute()
+        if events[6].is_set():
+            events[str(action)].set()
+
+    monkeypatch.setattr(hands, "sleep", sleep)
+    run_beside(pipeline, beside)
+    for _ in range(2):
+        pipeline.step(torch.ones(1, 4), torch.ones(1, 4))
+    assert next(naps) == 12  # two each of F, I and W

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pipeloom.errors import CheckpointError
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
@@ -87,11 +85,8 @@ def load(
 
     def put() -> None:
         load_model(reader, pipeline, adapters)
-        if optimizer is not None:
-            if "optimizer" in manifest.stored:
-                load_optimizer(reader, pipeline, optimizer)
-            elif not isinstance(optimizer, torch.optim.Optimizer):
-                optimizer.read_parameters()
+        if optimizer is not None and "optimizer" in manifest.stored:
+            load_optimizer(reader, pipeline, optimizer)
 
     on_every_rank(pipeline, put)
     pipeline.next_step = manifest.step

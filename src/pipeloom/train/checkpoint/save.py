@@ -171,7 +171,8 @@ class Saver:
         assert self._plan is not None
         tensors = self._snapshot([parts[at].tensor for at, _ in self._plan.mine])
         named = {name: tensor for (_, name), tensor in zip(self._plan.mine, tensors, strict=True)}
-        trained = frozenset(name for at, name in self._plan.mine if parts[at].key in self._trained_keys())
+        trains = {f"model.{name}" for name, p in self._pipeline.named_parameters() if p.requires_grad}
+        trained = frozenset(name for at, name in self._plan.mine if parts[at].key in trains)
         stored = ("model", *["optimizer"] * (self._optimizer is not None), *["extra"] * (content is not None))
         entries, writer = self._plan.entries, _writer(self._world)
         manifest = Manifest(step, stored, entries, self._numbers, {}, writer, self.base)
@@ -274,9 +275,6 @@ class Saver:
                 ]
             )
             self._plan = _plan([parts for _, parts in everyone], self._rank, digest)
-
-    def _trained_keys(self) -> frozenset[str]:
-        return frozenset(f"model.{name}" for name, p in self._pipeline.named_parameters() if p.requires_grad)
 
     @torch.no_grad()
     def _snapshot(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -217,13 +217,17 @@ def _states(pipeline: Pipeline, optimizer: AnyOptimizer) -> Iterator[_State]:
     by_name = {held.name: held for held in holders(pipeline) if held.parameter}
     parameters = {parameter: by_name[pipeline.stored_name(name)] for name, parameter in pipeline.named_parameters()}
     if isinstance(optimizer, torch.optim.Optimizer):
+        shards = {shard.tensor: shard for shard in pipeline.shards()}
         for parameter in _stepped(optimizer):
-            if parameter not in parameters:
+            if parameter not in shards:
                 raise UsageError(
                     f"the optimizer steps a parameter of {list(parameter.shape)} that is not among pipeline.parameters()"
                 )
-            values = optimizer.state.get(parameter, {})
-            yield _State(parameters[parameter], 0, parameter.numel(), tuple(parameter.shape), values)
+            shard, values = shards[parameter], dict(optimizer.state.get(parameter, {}))
+            held = by_name[pipeline.stored_name(shard.name)]
+            if parameter.dtype != held.tensor.dtype:
+                values["master"] = parameter
+            yield _State(held, shard.start, shard.stop, tuple(parameter.shape), values)
         return
     states = optimizer.state_dict()
     for name, parameter in pipeline.named_parameters():
@@ -284,6 +288,7 @@ def load_model(stored: Reader, pipeline: Pipeline, trained_only: bool = False) -
                 f"{held.name!r}: expected {held.tensor.dtype}, found {values.dtype} in the checkpoint"
             )
         held.tensor.copy_(values)
+    pipeline.weights_changed()
 
 
 def _kind(tensor: Tensor) -> str:
@@ -309,7 +314,11 @@ def load_optimizer(stored: Reader, pipeline: Pipeline, optimizer: AnyOptimizer) 
         optimizer.state.clear()
         for parameter, slot in zip(_stepped(optimizer), slots, strict=True):
             for kind in sorted(kinds.get(slot.held.name, ())):
-                optimizer.state[parameter][kind] = _torch_state(stored, slot.held, kind, parameter.device)
+                value = _torch_state(stored, slot, kind, parameter.device)
+                if kind == "master":
+                    parameter.copy_(value)
+                else:
+                    optimizer.state[parameter][kind] = value
         return
     by_name = {pipeline.stored_name(name): name for name, _ in pipeline.named_parameters()}
     states = {
@@ -321,13 +330,14 @@ def load_optimizer(stored: Reader, pipeline: Pipeline, optimizer: AnyOptimizer) 
     optimizer.load_state_dict(states)
 
 
-def _torch_state(stored: Reader, held: Holder, kind: str, device: torch.device) -> Tensor | Number:
+def _torch_state(stored: Reader, slot: _State, kind: str, device: torch.device) -> Any:
+    held = slot.held
     key = f"optimizer.{held.name}.{kind}"
     if key in stored.numbers:
         return stored.numbers[key]
     shape = stored.tensors[key]
     if shape == held.shape and shape:
-        return held.read(partial(stored.region, key)).to(device)
+        return held.read(partial(stored.region, key), slot.start, slot.stop).view(slot.shape).to(device)
     value = stored.region(key, Box((0,) * len(shape), shape))
     return value.to(device) if value.ndim else value  # torch keeps the number of steps on the CPU
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
@@ -23,9 +23,12 @@ from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.parts import in_part
 from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_order, in_turns
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
-from pipeloom.schedule import Costs, Schedule, Timeline, simulate
+from pipeloom.runtime.pipeline import run_beside
+from pipeloom.schedule import Action, Costs, Schedule, Timeline, simulate
+from pipeloom.schedule.actions import COPY_IN, COPY_OUT, fraction_of, kind_of
 from pipeloom.schedule.check import TransportName
-from pipeloom.schedule.costs import StageCosts
+from pipeloom.schedule.costs import StageCosts, durations
+from pipeloom.schedule.model import parts
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts
 
 if TYPE_CHECKING:
@@ -122,21 +125,24 @@ class _Emulated(torch.autograd.Function):
     """Passes on a copy of its input, and takes the times of F, I and W."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, work: _Work) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, work: _Work, saved: Tensor | None) -> Tensor:
         ctx.work = work
+        if saved is not None:
+            ctx.save_for_backward(saved)
         work.clock.compute(work.name, "F", work.times.forward)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         work: _Work = ctx.work
+        _ = ctx.saved_tensors  # waits until it is back from the host
         work.clock.compute(work.name, "I", work.times.input_grad)
         later = partial(work.clock.compute, work.name, "W", work.times.weight_grad)
         if work.queue is None:
             later()
         else:
             work.queue.put(later)
-        return gradients[0], gradients[0].new_zeros(()), None
+        return gradients[0], gradients[0].new_zeros(()), None, None
 
 
 class EmulatedLayer(nn.Module):
@@ -147,6 +153,7 @@ class EmulatedLayer(nn.Module):
         factors: factor on the times of each micro-batch, or of each of its slices; empty: 1 for all.
         inside: time of each hop inside a node, on a link of its own, which each all-to-all takes too (two levels).
         chunks: runs of the tokens, whose all-to-alls overlap with the other runs' experts and all-to-alls.
+        saves: number of tensors of one size that a part of the layer saves, one after the other in equal shares of its time.
         parts: name of a part -> time of its R; in the forward it is a share of the layer's.
     """
 
@@ -157,11 +164,13 @@ class EmulatedLayer(nn.Module):
         factors: Sequence[float] = (),
         inside: float = 0.0,
         chunks: int = 1,
+        saves: int = 0,
         parts: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__()
         self.parts = parts or {}
         self.clock, self.times, self.factors, self.inside, self.chunks = clock, times, factors, inside, chunks
+        self.saves = saves
         self.weight = nn.Parameter(torch.zeros(()))
         self.grad_context = WeightGradContext()
 
@@ -202,7 +211,13 @@ class EmulatedLayer(nn.Module):
     ) -> Compute:
         def run(values: Values) -> Values:
             queue = self.grad_context.queue  # of the micro-batch whose forward runs now
-            out = _Emulated.apply(values[at], self.weight, _Work(self.clock, name, times, queue))  # type: ignore[no-untyped-call]
+            out, count = values[at], max(1, self.saves)
+            work = _Work(self.clock, name, _times(times, 1 / count), queue)
+            for _ in range(count):
+                saved = torch.ones((), device=out.device) if self.saves else None
+                if saved is not None:
+                    out = out + self.weight * saved  # saves it before the time of this share begins
+                out = _Emulated.apply(out, self.weight, work, saved)  # type: ignore[no-untyped-call]
             for part, seconds in parts.items():  # they take no time of their own in F, and this in R
                 out = in_part(part, partial(self._run_part, part, chain((0.0,), repeat(seconds))), out)
             return (*values[:at], out, *values[at + 1 :])
@@ -293,11 +308,25 @@ class Rehearsal:
     @property
     def seconds(self) -> Costs:
         """The costs in seconds; the costs of pairs follow from the emulated segments."""
-        costs = replace(self.costs.scaled(self.unit), activation=self.costs.activation)
+        plain, sizes = self.costs, ("activation", "bytes", "parts")
+        costs = replace(
+            plain.scaled(self.unit),
+            **{name: getattr(plain, name) for name in sizes},
+            host_bandwidth=plain.host_bandwidth / self.unit,
+            collective_bandwidth=plain.collective_bandwidth / self.unit,
+        )
         if not self.communicates:
             return costs
-        names = ("activation", "held", "microbatch", "message", "slice_times", "slice_sizes")
-        others = {name: getattr(costs, name) for name in names}
+        names = (
+            "held",
+            "microbatch",
+            "message",
+            "slice_times",
+            "slice_sizes",
+            "host_bandwidth",
+            "collective_bandwidth",
+        )
+        others = {name: getattr(costs, name) for name in (*sizes, *names)}
         return SegmentCosts(tuple((layer,) for layer in self._segments())).costs(**others)
 
     def simulated(self) -> Timeline:
@@ -324,15 +353,38 @@ class Rehearsal:
         even = self.schedule.slices == 1 and not self.costs.microbatch
         names, again = sorted(self.schedule.recomputed_parts), StageCosts.of(self.costs, self.schedule.stages)
         factors = () if even else self.costs.time_factors(self.schedule)
+        actions = {action for cell in self.schedule.programs[rank] for action in parts(cell)}
+        copies = {action.kind for action in actions if kind_of(action.kind).queue == COPY_OUT}
+        saves = max(((fraction_of(kind) or (1, 1))[1] for kind in copies), default=0)
 
         def build(position: int) -> nn.Module:
             stage = stages[position]
             factor, part = self.slow.get(stage, 1.0), segments[stage]
             slowed = replace(part, attention=_times(part.attention, factor), experts=_times(part.experts, factor))
-            parts = {name: self.unit * factor * again.time_of(f"recompute:{name}")[stage] for name in names}
-            return EmulatedLayer(clock, slowed, factors, parts=parts)
+            named = {name: self.unit * factor * again.time_of(f"recompute:{name}")[stage] for name in names}
+            return EmulatedLayer(clock, slowed, factors, saves=saves, parts=named)
 
         return [Layer(f"stage.{position}", partial(build, position)) for position in range(self.schedule.positions)]
+
+    def beside(self, rank: int) -> Callable[[Action, Callable[[], None]], None]:
+        """Return what lets this rank's actions on other queues than that of computation take their times, by sleeping.
+
+        What comes from the host is there after that time; what goes there leaves once it is complete, and then takes its time.
+        """
+        seconds = durations(self.schedule, self.seconds)
+        cells = zip(self.schedule.codes[rank], self.schedule.programs[rank], strict=True)
+        of_action = {cell: seconds[code] for code, cell in cells if isinstance(cell, Action)}
+        clocks: dict[str, Clock] = defaultdict(Clock)
+
+        def run(action: Action, execute: Callable[[], None]) -> None:
+            queue = kind_of(action.kind).queue
+            if queue != COPY_IN:
+                execute()
+            clocks[queue].compute(str(action), action.kind, of_action[action])
+            if queue == COPY_IN:
+                execute()
+
+        return run
 
     def _segments(self) -> list[LayerSegments]:
         """Return stage -> its segments in seconds; without an all-to-all, all of the time is in the attention segment."""
@@ -363,6 +415,8 @@ def run(rehearsal: Rehearsal, context: WorkerContext) -> tuple[Timeline, ...]:
     )
     clock = Clock(device)
     pipeline = Pipeline(rehearsal.layers(context.rank, clock), schedule, loss=_loss, options=options)
+    if schedule.has_queues:
+        run_beside(pipeline, rehearsal.beside(context.rank))
     context.close_to_strangers()
     batch = torch.ones(schedule.microbatches, sum(rehearsal.slice_tokens), device=device)
     recorded = []

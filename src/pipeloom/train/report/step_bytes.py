@@ -144,7 +144,7 @@ class BytesCheck:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return
-        parameters = list(self._pipeline.parameters())
+        parameters = [parameter for _, parameter in self._pipeline.named_parameters()]
         summed = self._pipeline.sync is not None  # into buffers that stay
         gradients = sum(
             p.numel() * max(4, p.itemsize) if summed else 0 if p.grad is None else p.grad.nbytes for p in parameters

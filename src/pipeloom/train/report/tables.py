@@ -40,7 +40,7 @@ def what_ranks_hold(pipeline: Pipeline, optimizer: Optimizer) -> list[RankSummar
     mine = RankSummary(
         pipeline.mesh.place,
         pipeline.layer_names,
-        sum(parameter.numel() for parameter in pipeline.parameters()),
+        sum(parameter.numel() for _, parameter in pipeline.named_parameters()),
         optimizer.state_bytes,
         int(peaks[pipeline.rank]),
     )

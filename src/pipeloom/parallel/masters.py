@@ -57,6 +57,7 @@ class Masters:
             return
         sync.changed.append(self.read)
         sync.fills_grad = False  # the masters take the fp32 sums from the buckets
+        sync.stepped_by = self
         self._flats = sync.flat_parameters()
         for buffer in self._flats:
             buffer.read()
@@ -73,6 +74,20 @@ class Masters:
         for master, buffer, slot, section in self._places:
             absent = self._sync is not None and slot.held.parameter in self._sync.absent
             master.tensor.grad = None if absent else buffer.gradient(section)
+
+    @torch.no_grad()
+    def return_gradients(self) -> None:
+        """Before a step, put what the caller did to the masters' `.grad` into the buckets: None drops a gradient."""
+        present = {buffer.bucket for master, buffer, *_ in self._places if master.tensor.grad is not None}
+        for master, buffer, slot, section in self._places:
+            bucket, gradient = buffer.bucket, master.tensor.grad
+            if bucket not in present:
+                bucket.content, bucket.before = "empty", None
+            elif gradient is None:
+                buffer.gradient(section).zero_()
+                self._sync.absent.add(slot.held.parameter)  # type: ignore[union-attr]
+            else:
+                buffer.gradient(section).copy_(gradient)
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -1,0 +1,209 @@
+"""Training loops of one's own, `torch.optim.AdamW(pipeline.parameters())`, where each replica steps its share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipeloom as pl
+from models import Block, batch, mse
+from pipeloom import checkpoint
+from pipeloom.config import MeshShape
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
+from pipeloom.schedule.sharding import reduce_gradients, shard
+from processes import run_ranks
+
+RATE, CLIP = 0.05, 0.5
+PLAIN = pl.schedules.interleaved(1, 2, chunks=3)
+SCHEDULES = {0: PLAIN, 1: PLAIN, 2: reduce_gradients(PLAIN, 1), 3: shard(PLAIN, 2)}
+
+
+def layers(dtype: torch.dtype) -> list[Layer]:
+    return [Layer(f"block{at}", lambda at=at: Block(at).to(dtype)) for at in range(3)]
+
+
+def pipeline_of(level: int, dtype: torch.dtype = torch.float32) -> Pipeline:
+    options = RuntimeOptions(monitor=False, shard_gradients=level > 0)
+    return Pipeline(layers(dtype), SCHEDULES[level], loss=mse, mesh=Mesh.of(MeshShape(dp=2)), options=options)
+
+
+def data(step: int) -> list[tuple[Tensor, Tensor]]:
+    """The batches of both replicas."""
+    return [batch(4, seed=2 * step + replica) for replica in range(2)]
+
+
+def elements(adam: torch.optim.Optimizer) -> int:
+    return sum(state["exp_avg"].numel() for state in adam.state.values())
+
+
+def continued(rank: int, folder: str) -> list[dict[str, Any]]:
+    """Two steps at each level, from the checkpoint of the level before."""
+    notes = []
+    for at, level in enumerate((1, 2, 0, 3, 3)):
+        pipeline = pipeline_of(level)
+        adam = torch.optim.AdamW(pipeline.parameters(), lr=RATE)
+        if at:
+            checkpoint.load(folder, pipeline, adam)
+        note: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
+        for step in (2 * at, 2 * at + 1):
+            note["losses"].append(float(pipeline.step(*data(step)[rank])))
+            note["norms"].append(float(pipeline.clip_grad_norm_(CLIP)))
+            note["gradients"].append(
+                [(s.name, s.start, s.stop, s.tensor.grad.flatten().tolist()) for s in pipeline.shards()]
+            )
+            adam.step()
+            adam.zero_grad()
+        note["evaluated"] = float(pipeline.evaluate(*data(0)[rank]))
+        note["weights"] = {name: value.tolist() for name, value in pipeline.state_dict().items()}
+        note["elements"] = elements(adam)
+        checkpoint.save(folder, 2 * at + 2, pipeline, adam)
+        pipeline.close()
+        notes.append(note)
+    return notes
+
+
+def test_an_optimizer_of_shares_trains_as_one_process_at_every_level(tmp_path: Any) -> None:
+    results = run_ranks(continued, 2, str(tmp_path))
+    model = nn.Sequential(*(layer() for layer in layers(torch.float32)))
+    names = [f"block{at}.{name}" for at in range(3) for name, _ in model[at].named_parameters()]
+    adam = torch.optim.AdamW(model.parameters(), lr=RATE)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    for at, level in enumerate((1, 2, 0, 3, 3)):
+        for turn, step in enumerate((2 * at, 2 * at + 1)):
+            x, y = (torch.cat(each) for each in zip(*data(step), strict=True))
+            loss = mse(model(x), y)
+            value = loss.item()
+            loss.backward()  # type: ignore[no-untyped-call]
+            norm = float(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+            gradients = dict(zip(names, (p.grad for p in model.parameters()), strict=True))
+            seen = {name: torch.zeros(g.numel()) for name, g in gradients.items() if g is not None}
+            for rank, notes in enumerate(results):
+                assert notes[at]["losses"][turn] == pytest.approx(value, rel=1e-5)
+                assert notes[at]["norms"][turn] == pytest.approx(norm, rel=1e-5)
+                for name, start, stop, values in notes[at]["gradients"][turn] if level or not rank else ():
+                    seen[name][start:stop] += torch.tensor(values)
+            for name, gradient in gradients.items():
+                assert gradient is not None
+                assert (seen[name] - gradient.flatten()).abs().max() <= 1e-5 * gradient.abs().max(), (level, name)
+            adam.step()
+            adam.zero_grad()
+        x, y = (torch.cat(each) for each in zip(*data(0), strict=True))
+        for notes in results:
+            assert notes[at]["evaluated"] == pytest.approx(mse(model(x), y).item(), rel=1e-5)
+            for name, parameter in zip(names, model.parameters(), strict=True):
+                torch.testing.assert_close(
+                    torch.tensor(notes[at]["weights"][name]), parameter.detach(), rtol=1e-4, atol=1e-5
+                )
+        stepped = [notes[at]["elements"] for notes in results]
+        assert sum(stepped) == (total if level else 2 * total)
+        assert max(stepped) <= (0.75 * total if level else total)
+
+
+def resumed_in_bf16(rank: int, folder: str) -> list[list[float]]:
+    """fp32 shares after four steps at one level, and after two at each of two levels."""
+    shares = []
+    for levels in ((3,), (3, 1)):
+        for at, level in enumerate(levels):
+            pipeline = pipeline_of(level, torch.bfloat16)
+            adam = torch.optim.AdamW(pipeline.parameters(), lr=RATE)
+            if at:
+                checkpoint.load(f"{folder}/{len(levels)}", pipeline, adam)
+            for _ in range(4 // len(levels)):
+                x, y = data(pipeline.next_step)[rank]
+                pipeline.step(x.bfloat16(), y.bfloat16())
+                adam.step()
+                adam.zero_grad()
+            checkpoint.save(f"{folder}/{len(levels)}", pipeline.next_step, pipeline, adam)
+            assert all(shard.tensor.dtype == torch.float32 for shard in pipeline.shards())
+            shares.append([value for shard in pipeline.shards() for value in shard.tensor.tolist()])
+            pipeline.close()
+    return [shares[0], shares[2]]
+
+
+def test_a_checkpoint_holds_the_shares_of_bf16_weights_in_fp32(tmp_path: Any) -> None:
+    for straight, resumed in run_ranks(resumed_in_bf16, 2, str(tmp_path)):
+        assert straight == resumed
+        assert straight != torch.tensor(straight).bfloat16().tolist()
+
+
+def gradients_by(rank: int, level: int) -> dict[str, list[list[float]]]:
+    """The gradients of this replica's shares after one step, and after another one behind what a caller does to them."""
+    results: dict[str, list[list[float]]] = {}
+    pipeline = pipeline_of(level)
+    shares = list(pipeline.parameters())
+
+    def step(name: str) -> None:
+        pipeline.step(*data(0)[rank])
+        results[name] = [share.grad.tolist() for share in shares if share.grad is not None]
+
+    step("once")
+    step("added")
+    for share in shares:
+        share.grad = None
+    step("dropped")
+    pipeline.zero_grad()
+    step("dropped by the pipeline")
+    shares[0].grad = None
+    shares[-1].grad = 3 * shares[-1].grad  # type: ignore[operator]
+    step("the first dropped, the last replaced")
+    pipeline.close()
+    return results
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_gradients_of_shares_add_up_until_they_are_dropped(level: int) -> None:
+    for results in run_ranks(gradients_by, 2, level):
+        once = [torch.tensor(each) for each in results["once"]]
+        last = len(once) - 1
+        for name, scale in {
+            "added": {-1: 2},
+            "dropped": {-1: 1},
+            "dropped by the pipeline": {-1: 1},
+            "the first dropped, the last replaced": {0: 1, last: 4, -1: 2},
+        }.items():
+            for at, values in enumerate(results[name]):
+                torch.testing.assert_close(
+                    torch.tensor(values), once[at] * scale.get(at, scale[-1]), rtol=1e-5, atol=1e-8
+                )
+
+
+def evaluated(rank: int, level: int) -> tuple[list[float], list[float]]:
+    """Losses between writes, by an optimizer of shares through `.data` and by others to the whole parameters; then the shares."""
+    losses = []
+    pipeline = pipeline_of(level)
+    shares = list(pipeline.parameters())
+
+    def evaluate() -> None:
+        losses.append(float(pipeline.evaluate(*data(0)[rank])))
+
+    evaluate()
+    for share in shares:
+        share.data.zero_()
+    evaluate()
+    pipeline.load_state_dict({name: torch.full_like(p, 0.5) for name, p in pipeline.state_dict().items()})
+    evaluate()
+    with torch.no_grad():
+        for _, parameter in pipeline.named_parameters():
+            parameter.fill_(0.25)
+    pipeline.weights_changed()
+    evaluate()
+    pipeline.close()
+    return losses, [float(bound) for share in shares for bound in (share.min(), share.max())]
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_shares_and_whole_parameters_take_over_what_is_written_to_either(level: int) -> None:
+    model = nn.Sequential(*(layer() for layer in layers(torch.float32)))
+    x, y = (torch.cat(each) for each in zip(*data(0), strict=True))
+    wanted = [mse(model(x), y).item()]
+    for value in (0.0, 0.5, 0.25):
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, value)
+        wanted.append(mse(model(x), y).item())
+    for losses, bounds in run_ranks(evaluated, 2, level):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert set(bounds) == {0.25}
