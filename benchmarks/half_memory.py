@@ -224,7 +224,7 @@ def rehearsed(options: argparse.Namespace) -> None:
     best = min(candidates, key=lambda each: each.simulated)
     ours = searched(costs, limit, ranks, m, options.seconds)
     steps = {}
-    print("schedule                     simulated    step   differ")
+    print("schedule                     simulated    step   differ   from half of the steps")
     for each in (ours, best):
         with tempfile.TemporaryDirectory() as folder:
             schedule, table = Path(folder, "schedule.json"), Path(folder, "costs.json")
@@ -234,9 +234,11 @@ def rehearsed(options: argparse.Namespace) -> None:
             done = subprocess.run([sys.executable, "-m", "pipeloom", *words], capture_output=True, text=True)
         if done.returncode:
             sys.exit(done.stderr)
-        found = json.loads(done.stdout)["rehearsal"]
+        report = json.loads(done.stdout)
+        found, fitted = report["rehearsal"], report["prediction"]["error"]
         steps[each.name] = found["rehearsed"]
-        print(f"{each.name:28} {each.simulated:9.2f} {found['rehearsed'] / options.unit:7.2f} {found['error']:+8.1%}")
+        step = found["rehearsed"] / options.unit
+        print(f"{each.name:28} {each.simulated:9.2f} {step:7.2f} {found['error']:+8.1%} {fitted:+13.1%}", flush=True)
     print(f"searched ÷ best named: {steps[ours.name] / steps[best.name]:.3f}")
 
 

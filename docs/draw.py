@@ -1,4 +1,6 @@
-"""Draws docs/img: every family (p = 4, m = 8, unit costs), one of slices, the README's picture, searched ones. Run: python docs/draw.py
+"""Draws docs/img: every family (p = 4, m = 8, unit costs), one of slices, the README's picture, searched ones.
+
+Run: python docs/draw.py
 
 Families that take costs or options are drawn with their defaults; one that refuses these sizes is named and left out.
 """

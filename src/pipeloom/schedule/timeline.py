@@ -644,6 +644,11 @@ def _measured_costs(
         spread[name] = tuple(mean(letter, s) if s in schedule.vocabulary else 0.0 for s in stages)
     for name in {name for name, _ in groups}:
         spread[name] = schedule.slices * fmean(time for (group, _), time in groups.items() if group == name)
+    letters = sorted({kind for kind, _ in times if kind.startswith("R:")})
+    again = {
+        letter: tuple(mean(letter, s) if (letter, s) in times else 0.0 for s in stages)
+        for letter in (*letters, *(["R"] if schedule.remade else []))
+    }
     parted = tuple(mean("I", s) + mean("W", s) for s in stages)
     whole = tuple(mean("B", s) if ("B", s) in times else parted[s] for s in stages)
 
@@ -656,7 +661,8 @@ def _measured_costs(
         input_grad=tuple(mean("I", s) for s in stages),
         weight_grad=tuple(mean("W", s) for s in stages),
         backward=whole if any(("B", s) in times and ("I", s) in times for s in stages) else None,
-        recompute=tuple(mean("R", s) if ("R", s) in times else 0.0 for s in stages) if schedule.remade else None,
+        recompute=again.get("R"),
+        parts={letter.partition(":")[2]: again[letter] for letter in letters},
         slice_times=shares(by_slice),
         slice_sizes=shares(by_size),
         **spread,

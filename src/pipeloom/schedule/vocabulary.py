@@ -157,7 +157,8 @@ class _Placing:
         self, schedule: Schedule, spread: Schedule, costs: Costs, groups: tuple[str, ...], policy: _Policy
     ) -> None:
         self.schedule, self.groups, self.policy = spread, groups, policy
-        first = spread.vocabulary.start
+        self.shares, self.stages = spread.vocabulary, spread.stages
+        first = self.shares.start
         some = unit_action(spread, "REDUCE_INPUT", first, 0)
         probe = spread.with_programs([(some, *schedule.programs[0]), *schedule.programs[1:]])
         weights = weights_of(probe, costs)
@@ -193,11 +194,11 @@ class _Placing:
 
     def _code(self, action: Action) -> int:
         schedule = self.schedule
-        return (kind_number(action.kind) * schedule.stages + action.stage) * schedule.units + schedule.unit_of(action)
+        return (kind_number(action.kind) * self.stages + action.stage) * schedule.units + schedule.unit_of(action)
 
     def _of_share(self, letter: str, rank: int, unit: int) -> Action:
         """Return the entry of this kind of a rank's share."""
-        return unit_action(self.schedule, letter, self.schedule.vocabulary[rank], unit)
+        return unit_action(self.schedule, letter, self.shares[rank], unit)
 
     def _ready(self, action: Action) -> float:
         """Return when what an entry of the schedule waits for is there; NEVER if that is not known yet."""

@@ -1,15 +1,25 @@
-"""`search` for a limit in bytes of each device: one search for each placement, since what stands on its ranks differs."""
+"""`search` for a limit in bytes of each device: one search for each placement, since what stands on its ranks differs, and for
+cuts of the model into stages that differ by one layer from the best one so far.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pipeloom.errors import CapacityError
 from pipeloom.schedule import Costs
-from pipeloom.schedule.costs import activation_limit
+from pipeloom.schedule.costs import TIME_TOLERANCE, activation_limit
+from pipeloom.solver.instance import Instance
+from pipeloom.solver.memory import per_rank_limits
+from pipeloom.solver.recompute import bound_with_recomputation
 from pipeloom.solver.search import SearchResult, placements_of, search
+
+# Seconds of all searches over cuts without a limit, and into how many each is divided: more reach cuts further away, shorter.
+CUTS_SECONDS, CUTS_SEARCHES = 30.0, 8
 
 
 def search_in_bytes(
@@ -56,3 +66,92 @@ def search_in_bytes(
         seconds=sum(result.seconds for result in results),
         interrupted=results[-1].interrupted,
     )
+
+
+def search_cuts_in_bytes(
+    cut: Sequence[int],
+    costs_of: Callable[[tuple[int, ...]], Costs],
+    ranks: int,
+    microbatches: int,
+    memory: float,
+    *,
+    time_limit: float | None = None,
+    **options: Any,
+) -> tuple[tuple[int, ...], SearchResult]:
+    """Return a cut of the model into stages, and the best schedule found for it within `memory` bytes on each device.
+
+    From `cut` on, one layer at a time moves to a neighbouring stage as long as that gains. What is left of the time goes to the
+    best cut.
+
+    Args:
+        cut: stage -> its layers.
+        costs_of: the costs of a cut's stages, with bytes.
+        time_limit: longest search of all cuts together, in seconds.
+        options: as for `search_in_bytes`.
+
+    Raises as `search_in_bytes`, CapacityError if nothing fits any of the cuts.
+    """
+    seconds = CUTS_SECONDS if time_limit is None else time_limit
+    begun = time.monotonic()
+    places = placements_of(ranks, options.get("chunks"), options.get("placement"))
+    objective = options.get("objective", "makespan")
+    best: tuple[tuple[int, ...], SearchResult] | None = None
+    refusal: CapacityError | None = None
+    waiting, seen = [tuple(cut)], {tuple(cut)}
+    while waiting and (best is None or time.monotonic() - begun < seconds * (1 - 1 / CUTS_SEARCHES)):
+        bounds = {each: _bound(costs_of(each), memory, places, microbatches, objective) for each in waiting}
+        waiting = [each for each in waiting if best is None or bounds[each] < best[1].value - TIME_TOLERANCE]
+        if not waiting:
+            break
+        now = min(waiting, key=bounds.__getitem__)
+        waiting.remove(now)
+        try:
+            result = search_in_bytes(
+                ranks, microbatches, costs_of(now), memory, time_limit=seconds / CUTS_SEARCHES, **options
+            )
+        except CapacityError as error:
+            refusal = refusal or error
+            result = None
+        if best is None or (result is not None and result.value < best[1].value - TIME_TOLERANCE):
+            waiting += [each for each in _neighbours(now) if each not in seen]
+            seen.update(waiting)
+            best = best if result is None else (now, result)
+        if result is not None and result.interrupted:
+            break
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    now, result = best
+    left = seconds - (time.monotonic() - begun)
+    if left > 0 and not (result.proved or result.interrupted):
+        settings = options | {"placement": result.schedule.placement, "chunks": None}
+        longer = search_in_bytes(
+            ranks, microbatches, costs_of(now), memory, start=result.schedule, time_limit=left, **settings
+        )
+        result = min(result, longer, key=lambda each: each.value)
+    return now, replace(result, seconds=time.monotonic() - begun)
+
+
+def _bound(costs: Costs, memory: float, places: Sequence[Sequence[int]], microbatches: int, objective: Any) -> float:
+    """Return a lower bound on schedules within `memory` bytes on any of the placements; infinite where none fits."""
+    least = math.inf
+    for place in map(tuple, places):
+        try:
+            values, limits = activation_limit(costs, memory, place)
+        except CapacityError:
+            continue
+        scaled = per_rank_limits(place, values, limits)
+        instance = Instance(place, microbatches, scaled, max(limits), objective)
+        least = min(least, bound_with_recomputation(instance))
+    return least
+
+
+def _neighbours(cut: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield the cuts with one layer moved between neighbouring stages, each of which has at least one."""
+    for at in range(len(cut) - 1):
+        for first in (1, -1):
+            moved = [*cut]
+            moved[at] += first
+            moved[at + 1] -= first
+            if min(moved) > 0:
+                yield tuple(moved)

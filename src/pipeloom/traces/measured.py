@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from math import inf
@@ -10,7 +10,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from pipeloom.errors import ScheduleError, UsageError
-from pipeloom.schedule.costs import Costs, durations
+from pipeloom.schedule.costs import Costs, StageCosts, durations
 from pipeloom.schedule.graph import Graph
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.simulate import simulate
@@ -119,13 +119,14 @@ def costs_of(timelines: Sequence[Timeline]) -> Costs:
     """
     stages = timelines[0].schedule.stages
 
-    def middle(name: str) -> tuple[float, ...]:
-        rows = [timeline.costs.per_stage(name, stages) for timeline in timelines]
+    def medians(rows: Iterable[Iterable[float]]) -> tuple[float, ...]:
         return tuple(median(column) for column in zip(*rows, strict=True))
 
+    def middle(name: str) -> tuple[float, ...]:
+        return medians(timeline.costs.per_stage(name, stages) for timeline in timelines)
+
     def shares(name: str) -> tuple[float, ...]:
-        rows = [getattr(timeline.costs, name) for timeline in timelines]
-        middles = [median(column) for column in zip(*rows, strict=True)]
+        middles = medians(getattr(timeline.costs, name) for timeline in timelines)
         return tuple(each / sum(middles) for each in middles)
 
     spread: dict[str, Any] = {name: middle(name) for name in _OF_SHARES if timelines[0].schedule.vocabulary}
@@ -135,6 +136,11 @@ def costs_of(timelines: Sequence[Timeline]) -> Costs:
         input_grad=middle("input_grad"),
         weight_grad=middle("weight_grad"),
         backward=middle("backward") if all(t.costs.backward is not None for t in timelines) else None,
+        recompute=middle("recompute") if all(t.costs.recompute is not None for t in timelines) else None,
+        parts={
+            part: medians(StageCosts.of(t.costs, stages).time_of(f"recompute:{part}") for t in timelines)
+            for part in dict(timelines[0].costs.parts)
+        },
         p2p=max(0.0, median(waited)) if waited else 0.0,
         microbatch=_factors(timelines),
         slice_times=shares("slice_times"),

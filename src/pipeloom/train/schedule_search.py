@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.config import Config, Layout, stage_costs
+from pipeloom.config.layout import stage_sizes
 from pipeloom.config.search import SearchRequest
 from pipeloom.errors import CapacityError, PipeloomError
 from pipeloom.limits import expanded
@@ -51,6 +53,7 @@ class SearchOutcome:
         lower_bound: bound on the objective for schedules within the memory, on the placements searched.
         source: origin of the costs, in words.
         seconds: duration of the search; 0 for an outcome reused from an earlier run.
+        stage_layers: the cut of the model into stages, where that was searched; else empty.
     """
 
     schedule: Schedule
@@ -61,6 +64,7 @@ class SearchOutcome:
     lower_bound: float
     source: str
     seconds: float = 0.0
+    stage_layers: tuple[int, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -78,34 +82,48 @@ def from_plain(plain: Mapping[str, Any]) -> SearchOutcome:
     figures = plain["searched"]
     names = ("objective", "value", "was", "lower_bound", "source", "seconds")
     schedule, costs = from_json(json.dumps(plain)), Costs(**figures["costs"])
-    return SearchOutcome(schedule, costs, *(figures[name] for name in names))
+    values = {"baseline" if name == "was" else name: figures[name] for name in names}
+    return SearchOutcome(schedule, costs, **values, stage_layers=tuple(figures["stage_layers"]))
 
 
-def search_for(request: SearchRequest, costs: Costs, source: str) -> SearchOutcome:
+def search_for(
+    request: SearchRequest,
+    costs: Costs,
+    source: str,
+    cut: Sequence[int] = (),
+    costs_of: Callable[[tuple[int, ...]], Costs] | None = None,
+) -> SearchOutcome:
     """Search for `request`: the best schedule found for `costs`, or the request's family where that is as good.
+
+    Args:
+        cut: stage -> its layers, from which cuts are searched too, for a limit in bytes.
+        costs_of: the costs of other cuts; None: `cut` stays.
 
     Raises UsageError for costs of another number of stages, CapacityError if no schedule fits into the memory.
     """
     from pipeloom.solver import search
-    from pipeloom.solver.in_bytes import search_in_bytes
+    from pipeloom.solver.in_bytes import search_cuts_in_bytes, search_in_bytes
     from pipeloom.solver.merge_backward import merge_backwards
 
     family, objective = request.family, request.objective
     baseline = value_of(family, costs, objective)
-    run: Any = search_in_bytes if request.in_bytes else search
+    sizes, best_cut = (request.ranks, request.microbatches), tuple(cut)
+    limits: dict[str, Any] = {
+        "placement": request.placement,
+        "chunks": request.chunks,
+        "objective": objective,
+        "time_limit": request.time_limit,
+        "iterations": request.iterations,
+        "seed": request.seed,
+    }
     try:
-        result = run(
-            request.ranks,
-            request.microbatches,
-            costs,
-            request.memory if request.in_bytes else memory_limit(request, costs),
-            placement=request.placement,
-            chunks=request.chunks,
-            objective=objective,
-            time_limit=request.time_limit,
-            iterations=request.iterations,
-            seed=request.seed,
-        )
+        if costs_of is not None:
+            best_cut, result = search_cuts_in_bytes(best_cut, costs_of, *sizes, request.memory, **limits)
+            costs = costs_of(best_cut)
+        elif request.in_bytes:
+            result = search_in_bytes(*sizes, costs, request.memory, **limits)
+        else:
+            result = search(*sizes, costs, memory_limit(request, costs), **limits)
     except CapacityError:
         if not fits(request, family, costs):
             raise
@@ -116,9 +134,8 @@ def search_for(request: SearchRequest, costs: Costs, source: str) -> SearchOutco
     candidates = [*(schedule for schedule in named if fits(request, schedule, costs)), result.schedule]
     best = min(candidates, key=lambda schedule: value_of(schedule, costs, objective))
     value = value_of(best, costs, objective)
-    return SearchOutcome(
-        best, costs, objective, value, baseline, min(value, result.lower_bound), source, result.seconds
-    )
+    bound = min(value, result.lower_bound)
+    return SearchOutcome(best, costs, objective, value, baseline, bound, source, result.seconds, best_cut)
 
 
 def memory_limit(request: SearchRequest, costs: Costs) -> float:
@@ -217,6 +234,7 @@ def figures_of(request: SearchRequest, outcome: SearchOutcome) -> dict[str, Any]
         "memory": request.memory,
         "source": outcome.source,
         "seconds": outcome.seconds,
+        "stage_layers": outcome.stage_layers,
         "costs": set_fields(outcome.costs),
     }
 
@@ -261,19 +279,29 @@ def resolve_before_start(layout: Layout, context: WorkerContext, report: Report 
     if request.reuse:
         outcome = outcome_of_rank_0(context, request, lambda: earlier_outcome(layout.config, request, context.device))
     if outcome is None and request.before_start:
-        costs, source = _costs_before_start(layout, request, context, report)
+        costs, source, costs_of = _costs_before_start(layout, request, context, report)
 
         def find() -> SearchOutcome:
             if report is not None:
                 report.say(f"searching for a schedule for the costs {source}")
-            return search_for(request, costs, source)
+            return search_for(request, costs, source, layout.stage_layers if costs_of is not None else (), costs_of)
 
         outcome = outcome_of_rank_0(context, request, find)
     if outcome is None:
         return layout
     if report is not None:
         report_outcome(report, fingerprint(layout.config, context.device), request, outcome)
-    return replace(layout, schedule=outcome.schedule, search=None)
+        if outcome.stage_layers:
+            report.say(f"    and --parallel.stages '{_stages_text(layout, outcome.stage_layers)}'")
+    return replace(
+        layout, schedule=outcome.schedule, search=None, stage_layers=outcome.stage_layers or layout.stage_layers
+    )
+
+
+def _stages_text(layout: Layout, cut: Sequence[int]) -> str:
+    """Return a cut as `parallel.stages` has it, such as Ett|ttL."""
+    letters = "".join(size.letter for size in stage_sizes(layout.config))
+    return "|".join(letters[start:end] for start, end in pairwise(accumulate(cut, initial=0)))
 
 
 PROFILE_REPEATS = 5
@@ -282,17 +310,26 @@ PROFILE_REPEATS = 5
 
 def _costs_before_start(
     layout: Layout, request: SearchRequest, context: WorkerContext, report: Report | None
-) -> tuple[Costs, str]:
-    """Return the costs of a search before the first step, given or measured, with bytes where they limit it; and their source."""
-    if not request.in_bytes:
-        assert request.costs is not None
-        return request.costs, "as given"
+) -> tuple[Costs, str, Callable[[tuple[int, ...]], Costs] | None]:
+    """Return the costs of a search before the first step, given or measured, with bytes where they limit it; their source; and
+    where layers are measured and `parallel.stages` is not set, the costs of any cut of the model into stages.
+    """
     if request.costs is not None:
-        return with_bytes(layout, request.costs, context.device), "as given"
+        return (
+            with_bytes(layout, request.costs, context.device) if request.in_bytes else request.costs,
+            "as given",
+            None,
+        )
     if report is not None:
         report.say("measuring a layer of each kind, to search for a schedule")
     with torch.random.fork_rng([]):
-        return measured_costs(layout, profiled(layout, context, PROFILE_REPEATS)), "measured in a layer of each kind"
+        profile = profiled(layout, context, PROFILE_REPEATS)
+
+    def costs_of(cut: tuple[int, ...]) -> Costs:
+        return measured_costs(replace(layout, stage_layers=cut), profile)
+
+    words = "measured in a layer of each kind"
+    return costs_of(layout.stage_layers), words, None if layout.config.parallel.stages else costs_of
 
 
 def with_bytes(layout: Layout, costs: Costs, device: torch.device) -> Costs:

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 import pipeloom as pl
-from pipeloom.schedule.timeline import Exposed
+from pipeloom.schedule.timeline import Exposed, Timeline
+from pipeloom.schedule.transforms import recompute
 from pipeloom.traces import timelines as timeline_files
 from pipeloom.traces.measured import (
     SPENT,
@@ -183,3 +184,15 @@ def test_each_communication_has_its_column() -> None:
     (row,) = time_spent([step])
     wanted = {"computation": 1.5, "tp": 0.5, "dp": 0.75, "overhead": 0.25}
     assert row == pytest.approx(dict.fromkeys(SPENT, 0.0) | wanted)
+
+
+def test_recomputations_are_fitted_whole_and_by_part() -> None:
+    """The costs of steps with R of a stage and of a part simulate those steps again."""
+    costs = pl.Costs((2, 1), 1, 1, recompute=(1.5, 0.5), parts={"norms": (0.25, 0.5)})
+    schedule = recompute(pl.schedules.zb_h1(2, 4), True, [(0, 1)])
+    schedule = recompute(schedule, actions=[(0, 2), (1, 3)], part="norms")
+    steps = [pl.simulate(schedule, costs.scaled(factor)) for factor in (1.0, 3.0, 1.0)]
+    found = costs_of([Timeline.measured(step.schedule, step.starts, step.ends) for step in steps])
+    assert found.recompute == (1.5, 0.0)
+    assert dict(found.parts) == {"norms": (0.25, 0.5)}
+    assert pl.simulate(schedule, found).makespan == steps[0].makespan

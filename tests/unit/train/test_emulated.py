@@ -103,6 +103,17 @@ def test_a_stage_takes_its_costs_times_its_unit_and_what_slows_it(build: Any, ha
     assert taken["attention", "W"] == pytest.approx([0.033, 0.0165])
 
 
+def test_a_part_takes_its_time_in_its_recomputation_alone(hands: Hands) -> None:
+    costs = Costs(2, 1, 3, parts={"norms": 0.5}, bytes={"saved": 10, "saved:norms": 5}, microbatch=(1.0, 0.5))
+    schedule = pl.schedules.recompute(pl.schedules.one_f_one_b(1, 2), part="norms")
+    rehearsal = Rehearsal(schedule, costs, unit=0.01, slow={0: 2.0})
+    begun = hands.now
+    taken = _run(rehearsal, hands)
+    assert taken["norms", "R"] == pytest.approx([0.01, 0.005])
+    assert taken["attention", "F"] == pytest.approx([0.04, 0.02])
+    assert hands.now - begun == pytest.approx(2 * rehearsal.simulated().makespan)
+
+
 def test_all_to_all_takes_its_share_and_its_simulation_is_the_blocks(hands: Hands) -> None:
     """1F1B on one rank: nothing hides an all-to-all but the weight gradient behind it."""
     costs = Costs(forward=10, input_grad=10, weight_grad=4, all_to_all=0.4)

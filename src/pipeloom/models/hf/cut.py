@@ -98,7 +98,7 @@ class Cut:
         if spread is not None and not self.head:
             raise ConfigError(
                 "its logits are not the output of one linear layer without bias, which alone can be spread over the pipeline; "
-                'nearest: parallel.vocabulary = "last"'
+                "nearest: the output layer on the last stage"
             )
         self._replay: Replay | None = None
         self._weights: PretrainedWeights | None = None
