@@ -46,7 +46,7 @@ from pipeloom.solver.in_bytes import search_in_bytes
 from pipeloom.traces.timelines import costs_dict
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.report.device_profile import DeviceProfile, measured_costs, profiled
-from pipeloom.train.report.step_bytes import predicted_costs, predicted_ranks
+from pipeloom.train.report.step_bytes import predicted_ranks, predicted_timeline
 from pipeloom.train.report.verify import make_batch
 from pipeloom.train.tuning import tune_process
 from processes import run_ranks, step_bytes
@@ -129,7 +129,7 @@ def shortest(profiles: Sequence[DeviceProfile]) -> DeviceProfile:
 def peaks(layout: Layout, profile: DeviceProfile, schedule: Schedule) -> list[float]:
     """rank -> the predicted bytes of a step."""
     changed = replace(layout, schedule=schedule)
-    return [row.total for row in predicted_ranks(changed, predicted_costs(changed, profile.bytes))]
+    return [row.total for row in predicted_ranks(changed, predicted_timeline(changed, profile.bytes))]
 
 
 def work(rank: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
@@ -149,7 +149,7 @@ def work(rank: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
     costs, profiles = costs_from(profile), [profile]
     box: list[Any] = [None]
     if rank == 0:
-        standing = [row.standing for row in predicted_ranks(layouts[1], costs[1])]
+        standing = [row.standing for row in predicted_ranks(layouts[1], predicted_timeline(layouts[1], profile.bytes))]
         full = peaks(layouts[1], profile, layouts[1].schedule)
         limit = max(standing) + SHARE * max(peak - held for peak, held in zip(full, standing, strict=True))
         fitting = [
@@ -182,7 +182,7 @@ def work(rank: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
     rows = []
     for at, (each, pipeline) in enumerate(zip(candidates, pipelines, strict=True)):
         layout = replace(layouts[each.chunks], schedule=each.schedule)
-        row = predicted_ranks(layout, predicted_costs(layout, profile.bytes))[rank]
+        row = predicted_ranks(layout, predicted_timeline(layout, profile.bytes))[rank]
         allocated = step_bytes(pipeline, batch.tokens, batch.targets) + row.standing
         allocated += pipeline.stats.receive_buffers * max(boundary_bytes(layout))
         predicted = simulate(each.schedule, costs[each.chunks]).makespan

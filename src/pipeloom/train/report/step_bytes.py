@@ -94,6 +94,14 @@ def predicted_ranks(layout: Layout, timeline: Timeline) -> list[RankBytes]:
     return rows
 
 
+def predicted_timeline(layout: Layout, layers: Sequence[LayerBytes], device: str = "") -> Timeline:
+    """Return the step with the bytes of whole layers, one of each kind given."""
+    costs = predicted_costs(layout, layers, device)
+    flat = {name: sizes for name, sizes in dict(costs.bytes).items() if name not in ("temporary", "messages")}
+    timeline = simulate(layout.schedule, replace(costs, bytes=flat))
+    return with_temporaries(layout, timeline, _stage_memories(layout, layers))
+
+
 def predicted(layout: Layout, device: str = "") -> tuple[Costs, list[RankBytes]]:
     """Return the costs and the bytes of each pipeline rank: of whole layers, from one layer of each kind; of layers that ranks
     divide, and of gathered ones, as a dry run.
@@ -106,11 +114,7 @@ def predicted(layout: Layout, device: str = "") -> tuple[Costs, list[RankBytes]]
         return run.timeline.costs, [
             RankBytes(row.standing - row.buffers, row.buffers, row.activations, row.temporaries) for row in run.ranks
         ]
-    layers = layer_bytes(layout)
-    costs = predicted_costs(layout, layers, device)
-    flat = {name: sizes for name, sizes in dict(costs.bytes).items() if name not in ("temporary", "messages")}
-    timeline = simulate(layout.schedule, replace(costs, bytes=flat))
-    timeline = with_temporaries(layout, timeline, _stage_memories(layout, layers))
+    timeline = predicted_timeline(layout, layer_bytes(layout), device)
     return timeline.costs, predicted_ranks(layout, timeline)
 
 
