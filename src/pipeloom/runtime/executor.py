@@ -218,9 +218,8 @@ class Executor:
         self.result = StepResult()
         self._instructions = iter(self.program.instructions)
         self._next = next(self._instructions, None)
-        self._held: list[
-            int
-        ] = []  # 1 for each micro-batch whose activations are held from then on, -1 where they are freed
+        # 1 for each micro-batch whose activations are held from then on, -1 where they are freed.
+        self._held: list[int] = []
         self._has_loss, self._unreached = False, self.training  # whether no loss so far carries a gradient
         self._losses: Sequence[MicrobatchLoss | None] = (None,) * batch.count
         if not keep_outputs:

@@ -94,8 +94,8 @@ def test_a_planted_defect_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -
     right = Stage.backward
 
     def wrong(self: Stage, *arguments: Any, **keywords: Any) -> InputGradients:
-        values, *by_name = right(self, *arguments, **keywords)
-        return tuple(None if value is None else value * 1.01 for value in values), *by_name
+        gradients = right(self, *arguments, **keywords)
+        return tuple(tuple(None if value is None else value * 1.01 for value in values) for values in gradients)
 
     monkeypatch.setattr(Stage, "backward", wrong)
     case = Case(

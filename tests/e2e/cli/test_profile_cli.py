@@ -11,7 +11,6 @@ import pytest
 from pipeloom.cli import app
 
 
-@pytest.mark.core
 def test_a_profile_is_measured_and_read_by_other_commands(tmp_path, capsys):
     file, chart = tmp_path / "costs.json", tmp_path / "links.svg"
     keys = "--model.num_experts 2 --parallel.pp 1 --parallel.dp 2 --parallel.ep 2 --schedule.name 1f1b-overlap"

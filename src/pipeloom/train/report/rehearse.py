@@ -308,7 +308,7 @@ class Rehearsal:
     @property
     def seconds(self) -> Costs:
         """The costs in seconds; the costs of pairs follow from the emulated segments."""
-        plain, sizes = self.costs, ("activation", "bytes", "parts")
+        plain, sizes = self.costs, ("activation", "bytes")
         costs = replace(
             plain.scaled(self.unit),
             **{name: getattr(plain, name) for name in sizes},
@@ -319,6 +319,7 @@ class Rehearsal:
             return costs
         names = (
             "held",
+            "parts",
             "microbatch",
             "message",
             "slice_times",

@@ -8,11 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from paths import ROOT, SUPPORT
-
-pytestmark = pytest.mark.core
 
 
 def test_a_registered_kind_works_everywhere() -> None:

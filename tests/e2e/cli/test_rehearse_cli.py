@@ -11,8 +11,6 @@ import pytest
 
 import pipeloom as pl
 
-pytestmark = pytest.mark.core
-
 SIZES = "--ranks 2 --microbatches 4"
 
 
