@@ -134,11 +134,14 @@ def pipeline_step(
     if layout.config.model.source:
         pipeline.eval()  # dropout of transformers draws from torch's generator, so its masks differ from layout to layout
     batch = batch.to(device)
+    sharded = pipeline.sync if layout.config.optimizer.zero1 else None
+    if sharded is not None:
+        sharded.fills_grad = False  # the slices are read below, and no optimizer looks for .grad
     loss = pipeline.step(batch.tokens, batch.targets, **batch.keywords).item()
     gradients_by_name = {name: p.grad for name, p in pipeline.named_parameters()}
-    if layout.config.optimizer.zero1 and pipeline.sync is not None:  # each replica has only its slices
+    if sharded is not None:
         with pipeline.waiting("the other replicas' slices of the gradients"):
-            gradients_by_name |= pipeline.sync.whole_gradients()
+            gradients_by_name |= sharded.whole_gradients()
     gradients = {name: None if gradient is None else gradient.cpu() for name, gradient in gradients_by_name.items()}
     layouts = {name: to_plain(pipeline.layouts[name]) for name in gradients}
     mine = (loss, list(mesh.place), gradients, layouts)
