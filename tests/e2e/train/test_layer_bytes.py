@@ -61,7 +61,9 @@ def test_shapes_alone_give_the_bytes_of_a_run(
 
     monkeypatch.setattr(module, "measured_in", without_meta)
     if "data.documents" in flags:  # values say where documents end, and attention runs over them one by one
-        assert [layer.saved for layer in layer_bytes(layout)] == pytest.approx([layer.saved for layer in shapes], rel=0.03)
+        assert [layer.saved for layer in layer_bytes(layout)] == pytest.approx(
+            [layer.saved for layer in shapes], rel=0.03
+        )
     else:
         assert layer_bytes(layout) == shapes
 
