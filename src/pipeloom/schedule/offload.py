@@ -111,8 +111,8 @@ def offload_share(schedule: Schedule, share: str | None, costs: Costs | None) ->
     """Return `offload` of a share written `3/4`: the first three of four equal parts; None: of the whole; or `offload_kept`."""
     if share == KEPT:
         return offload_kept(schedule, costs)
-    first, slash, count = (share or "1/1").partition("/")
-    if not slash:
+    first, _, count = (share or "1/1").partition("/")
+    if not all(number.isascii() and number.isdecimal() and len(number) < 10 for number in (first, count)):
         raise UsageError(
             f"offload: {share!r:.200} is no share; give 1/2 for the first of two equal parts, 2/2 for both, or kept for what "
             "recomputation needs"

@@ -570,7 +570,7 @@ def parsed_transform(word: str) -> tuple[NamedTransform, int | str | None]:
     if transform.number is None:
         raise UsageError(f"transform {name} takes no number, but is given {text!r:.200}")
     if transform.takes_word:
-        if text not in ("block", "whole"):
+        if name == "recompute" and text not in ("block", "whole"):
             _require_part(text)
         return transform, text
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
