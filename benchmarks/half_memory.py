@@ -18,8 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -33,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commands import answer
 from pipeloom.config import Layout, load_layout
 from pipeloom.config.volume import boundary_bytes
 from pipeloom.errors import PipeloomError
@@ -230,11 +229,8 @@ def rehearsed(options: argparse.Namespace) -> None:
             schedule, table = Path(folder, "schedule.json"), Path(folder, "costs.json")
             schedule.write_text(to_json(each.schedule))
             table.write_text(json.dumps(costs_dict(costs[each.chunks])))
-            words = ["rehearse", str(schedule), "--costs", str(table), "--unit", str(options.unit), "--json"]
-            done = subprocess.run([sys.executable, "-m", "pipeloom", *words], capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(done.stderr)
-        report = json.loads(done.stdout)
+            words = ["rehearse", str(schedule), "--costs", str(table), "--unit", str(options.unit)]
+            report = answer(*words)
         found, fitted = report["rehearsal"], report["prediction"]["error"]
         steps[each.name] = found["rehearsed"]
         step = found["rehearsed"] / options.unit

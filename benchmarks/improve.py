@@ -13,10 +13,7 @@ and writes a CSV; torch's runtime runs that. Then both run in turns, without the
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,6 +28,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.profiler import ProfilerActivity, profile
 
+from commands import answer
 from parts import run_parts
 from pipeloom.train.report.rehearse import Clock
 from processes import run_ranks
@@ -148,22 +146,7 @@ def race(
 
 def improved(folder: Path, csv: Path, whole: bool) -> dict[str, Any]:
     """Return what `pipeloom improve` says of a folder of traces."""
-    command = [
-        sys.executable,
-        "-m",
-        "pipeloom",
-        "improve",
-        str(folder),
-        "--csv",
-        str(csv),
-        "--json",
-        *["--whole"] * whole,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stdout + done.stderr)
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+    return answer("improve", str(folder), "--csv", str(csv), *["--whole"] * whole)
 
 
 def compare(ranks: int, rows: tuple[tuple[str, int, int], ...], layer: Callable[[int], nn.Module]) -> None:

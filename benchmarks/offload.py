@@ -16,9 +16,6 @@ real:     8 transformer blocks, interleaved on 2 processes of one thread, chunks
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import time
 from statistics import median
 from typing import Any
@@ -27,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import pipeloom as pl
+from commands import answer
 from layers import Block, mse
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.schedule import Costs, Schedule, simulate
@@ -51,22 +49,7 @@ def simulated() -> None:
 def rehearsed(ranks: int, unit: float, turns: int, transform: tuple[str, ...] = ()) -> tuple[float, float]:
     """Return the largest rank's peak activations in the typical rehearsed step, and the seconds of a step."""
     words = ["1f1b", "--ranks", str(ranks), "--microbatches", str(4 * ranks), "--host-bandwidth", "1", *transform]
-    command = [
-        sys.executable,
-        "-m",
-        "pipeloom",
-        "rehearse",
-        *words,
-        "--unit",
-        str(unit),
-        "--steps",
-        str(turns),
-        "--json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
-    report = json.loads(done.stdout)
+    report = answer("rehearse", *words, "--unit", str(unit), "--steps", str(turns))
     return max(report["peak_memory"]), report["rehearsal"]["rehearsed"]
 
 

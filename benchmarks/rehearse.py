@@ -14,12 +14,10 @@ others compute on its cores lengthens sleeps.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from typing import Any
 
+from commands import answer
 from parts import run_parts
 
 UNIT = 0.040
@@ -44,12 +42,7 @@ LIMIT = 0.03
 def rehearse(*words: str) -> dict[str, Any]:
     """The JSON of one rehearsal."""
     sizes = ("--ranks", str(RANKS), "--microbatches", str(MICROBATCHES), "--unit", str(UNIT))
-    command = [sys.executable, "-m", "pipeloom", "rehearse", *words, *sizes, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return answer("rehearse", *words, *sizes)
 
 
 def load() -> str:

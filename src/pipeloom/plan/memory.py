@@ -14,7 +14,7 @@ from pipeloom.schedule.actions import INPUT_GRADIENT, PENDING, SAVED, SCORES, WE
 from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.model import made_by, parts
 
-_FORWARDS = {SAVED, SCORES}  # what a forward leaves for its backward
+_FOR_BACKWARD = {SAVED, SCORES}  # what a forward leaves for its backward
 
 
 class OfRanks:
@@ -108,7 +108,7 @@ def stage_memory(layers: Sequence[LayerOps]) -> StageMemory:
 
 def _extra(stage: StageMemory, kind: Kind) -> float:
     """Bytes of a whole micro-batch that an action needs above what it starts with, the values that it makes included."""
-    if not kind.is_backward or _FORWARDS.isdisjoint(kind.frees):
+    if not kind.is_backward or _FOR_BACKWARD.isdisjoint(kind.frees):
         return 0.0
     return stage.extra_input if PENDING in kind.makes else stage.extra
 

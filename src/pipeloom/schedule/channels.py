@@ -240,7 +240,7 @@ def posting_plan(program: tuple[EntryTraffic, ...], depth: int, ahead: bool) -> 
 
 
 def released_sends(programs: tuple[tuple[EntryTraffic, ...], ...], rank: int) -> dict[Message, tuple[Message, ...]]:
-    """Return `RankProgram.releases_sends`, from programs without pairs."""
+    """Return message -> the sends of the rank that have certainly arrived once it has, from programs without pairs."""
     peers = {m.channel.destination for entry in programs[rank] for m in entry.sends}
     used_at: dict[int, list[tuple[int, Message]]] = {}
     made_at: dict[Message, int] = {}

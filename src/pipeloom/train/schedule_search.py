@@ -249,7 +249,7 @@ def _bytes_words(request: SearchRequest, outcome: SearchOutcome) -> str:
     schedule = outcome.schedule
     peak, of_family = (max(simulate(each, outcome.costs).peak_bytes[DEVICE]) for each in (schedule, request.family))
     units = {
-        (action.stage, action.microbatch): None
+        (action.stage, action.microbatch)
         for program in schedule.programs
         for cell in program
         for action in parts(cell)
@@ -315,11 +315,8 @@ def _costs_before_start(
     where layers are measured and `parallel.stages` is not set, the costs of any cut of the model into stages.
     """
     if request.costs is not None:
-        return (
-            with_bytes(layout, request.costs, context.device) if request.in_bytes else request.costs,
-            "as given",
-            None,
-        )
+        given = request.costs
+        return with_bytes(layout, given, context.device) if request.in_bytes else given, "as given", None
     if report is not None:
         report.say("measuring a layer of each kind, to search for a schedule")
     with torch.random.fork_rng([]):
