@@ -45,19 +45,23 @@ def search_in_bytes(
     places = placements_of(ranks, chunks, placement)
     results: list[SearchResult] = []
     refusals: list[CapacityError] = []
+    bounds: list[float] = []
+    objective = options.get("objective", "makespan")
     share = None if time_limit is None else time_limit / len(places)
     for place in places:
         try:
             values, limits = activation_limit(costs, memory, place)
             results.append(search(ranks, microbatches, values, limits, placement=place, time_limit=share, **options))
+            bounds.append(results[-1].lower_bound)
         except CapacityError as error:
             refusals.append(error)
+            bounds.append(_bound(costs, memory, [place], microbatches, objective))
         if results and results[-1].interrupted:
             break
     if not results:
         raise refusals[0]
     best = min(results, key=lambda result: result.value)
-    bound = min(result.lower_bound for result in results)
+    bound = min(bounds)
     return replace(
         best,
         lower_bound=bound,

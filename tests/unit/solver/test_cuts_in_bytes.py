@@ -32,6 +32,15 @@ def test_the_best_cut_is_reached_layer_by_layer() -> None:
     assert max(result.timeline.peak_bytes["device"]) <= 1000
 
 
+def test_the_bound_holds_on_every_placement() -> None:
+    costs, limits = costs_of((2, 1, 1, 2)), {"iterations": 5, "chunks": 2}
+    every = search_in_bytes(2, 3, costs, 2000.0, **limits)
+    each = [search_in_bytes(2, 3, costs, 2000.0, placement=name, **limits) for name in ("linear", "loop", "vee")]
+    bounds = [result.lower_bound for result in each]
+    assert min(bounds) < max(bounds)
+    assert every.lower_bound == min(bounds)
+
+
 def test_a_cut_that_does_not_fit_leads_to_one_that_does() -> None:
     """The head's weights leave room for one layer beside it."""
     heavy = replace(LAYERS, bytes=dict(LAYERS.bytes) | {"params": (5.0, 50.0, 50.0, 50.0, 50.0, 500.0)})

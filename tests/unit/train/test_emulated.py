@@ -196,6 +196,8 @@ def test_a_copy_sleeps_before_what_it_brings_is_there_and_after_what_it_takes_is
     assert executed == pytest.approx([0.0, 0.06])  # half of 3 / 5 of a cost, one after the other
     assert hands.now - 100 == pytest.approx(0.06)
     assert rehearsal.simulated().makespan == pytest.approx(0.1 * simulate(schedule, rehearsal.costs).makespan)
+    sized = Rehearsal(schedule, Costs(bytes={"saved": 3}, host_bandwidth=5), unit=0.1)
+    assert sized.simulated().peak_bytes == simulate(schedule, sized.costs).peak_bytes
 
 
 def test_parts_are_saved_and_used_in_shares_of_the_time(hands: Hands, monkeypatch: pytest.MonkeyPatch) -> None:
