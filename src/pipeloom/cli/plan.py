@@ -243,15 +243,16 @@ def _one(options: PlanFlags, planner: Planner, text: str, device_memory: float) 
 
 def _write(options: PlanFlags, prediction: LayoutCosts, planner: Planner) -> None:
     from pipeloom.plan.export import EXPORTS, run_toml
+    from pipeloom.schedule.json_form import to_json
 
     if options.as_ is not None:
         sys.stdout.write(EXPORTS[options.as_](prediction))
     if options.output is not None:
         source = options.model if Path(options.model).is_dir() else None
-        table = options.output.with_suffix(".csv") if prediction.searched is not None else None
+        table = options.output.with_suffix(".json") if prediction.searched is not None else None
         write(options.output, lambda: run_toml(prediction, planner.shape, source, table))
         if table is not None:
-            write(table, lambda: EXPORTS["torch-csv"](prediction))
+            write(table, lambda: to_json(prediction.schedule))
     if options.costs_to is not None:
         from pipeloom.traces.timelines import costs_dict
 

@@ -10,9 +10,11 @@ from dataclasses import replace
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.plan.predict import LayoutCosts, Planner, built
 from pipeloom.schedule.actions import PENDING, SAVED
+from pipeloom.schedule.slices import by_slices
 from pipeloom.solver import search
 
 REFINED = 3  # layouts for which schedules are searched
+_SEARCH_SHARE = 0.6  # of the time; of a large schedule the rest is checked, cut and simulated
 
 
 def refine(
@@ -23,38 +25,43 @@ def refine(
     A schedule stays as it is where the search finds none that is faster in `memory` bytes of each device. The search has
     `seconds` in all; what one layout leaves goes to the next.
     """
-    # schedules are searched for whole sequences
-    deep = [each for each in predictions if each.layout.pp > 1 and each.layout.slices == 1][:REFINED]
+    deep = [each for each in predictions if each.layout.pp > 1][:REFINED]
     until, better = time.monotonic() + seconds, {}
     for at, prediction in enumerate(deep):
         left = (until - time.monotonic()) / (len(deep) - at)
         with suppress(
             UsageError, CapacityError
         ):  # more actions than are searched; nothing fits but the family's schedule
-            searched = _searched(planner, prediction, memory, max(0.1, left))
+            searched = _searched(planner, prediction, memory, max(0.1, _SEARCH_SHARE * left))
             if searched.peak <= memory and searched.tokens > prediction.tokens:
                 better[prediction.layout] = searched
     return tuple(sorted((better.get(each.layout, each) for each in predictions), key=lambda each: -each.tokens))
 
 
 def _searched(planner: Planner, prediction: LayoutCosts, memory: float, seconds: float) -> LayoutCosts:
-    """The prediction with the schedule that a search finds in so many seconds."""
-    layout, runtime, start = prediction.layout, planner.runtime, built(prediction.layout)
+    """The prediction with the schedule that a search finds in so many seconds.
+
+    Slices are searched for as if each were a micro-batch, with room for those that their reversed backwards keep longer.
+    """
+    layout, runtime, slices = prediction.layout, planner.runtime, prediction.layout.slices
+    start = built(replace(layout, m=layout.m * slices, slices=1))
     costs = planner.stage_costs(layout)
     sizes = {name: costs.bytes_in("device", start.stages)[name] for name in (SAVED, PENDING, "temporaries")}
     held = tuple(late / whole if whole else 0.0 for late, whole in zip(sizes[PENDING], sizes[SAVED], strict=True))
+    largest = max(costs.slice_sizes, default=1.0)
+    unit = replace(costs, activation=sizes[SAVED], held=held, bytes=(), slice_times=(), slice_sizes=())
+    unit = replace(
+        unit.scaled(1 / slices),
+        message=costs.message / slices,
+        activation=tuple(largest * size for size in sizes[SAVED]),
+    )
     limits = [
         (memory - runtime.overhead - rank.standing) / (1 + runtime.margin)
         - max(sizes["temporaries"][stage] for stage in mine)
+        - (slices - 1) * largest * sum(sizes[SAVED][stage] for stage in mine)
         for rank, mine in zip(prediction.ranks, start.stages_of, strict=True)
     ]
-    result = search(
-        layout.pp,
-        layout.m,
-        replace(costs, activation=sizes[SAVED], held=held, bytes=()),
-        limits,
-        placement=start.placement,
-        start=start,
-        time_limit=seconds,
-    )
-    return planner.with_schedule(layout, result.schedule)
+    units = search(
+        layout.pp, layout.m * slices, unit, limits, placement=start.placement, start=start, time_limit=seconds
+    ).schedule
+    return planner.with_schedule(layout, units if slices == 1 else by_slices(units, slices))

@@ -21,6 +21,7 @@ RECOMPUTED = ("none", "norms+activation", "full")
 # Family -> its numbers of chunks that are tried; those that need a multiple of the ranks in micro-batches.
 CHUNKS = {"1f1b": (1,), "zb-h1": (1,), "interleaved": (2, 4, 8), "zbv": (2,)}
 WHOLE_ROUNDS = ("interleaved",)
+SLICED = ("1f1b", "zb-h1")
 OFFERED = {
     "megatron": ("1f1b", "interleaved"),
     "torchtitan": ("1f1b", "interleaved", "zbv"),
@@ -287,28 +288,29 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
 
 
 def _slices(request: PlanRequest, layout: PlannedLayout, schedule: str) -> tuple[int, ...]:
-    """The numbers of slices to estimate: more than one for 1F1B on a pipeline, where each has tokens enough for fast products."""
-    if layout.pp == 1 or schedule != "1f1b" or layout.capacity:
+    """The numbers of slices to estimate: more than one for schedules of one chunk, where each has tokens enough for fast products."""
+    if layout.pp == 1 or schedule not in SLICED or layout.capacity:
         return request.slices[:1]
     return tuple(count for count in request.slices if count == 1 or layout.seq // count >= SLICE_TOKENS)
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """Sums over the layers of one pipeline rank, of one micro-batch."""
+    """Sums over the layers of one pipeline rank, of one micro-batch; of the temporaries the largest."""
 
     seconds: float
     saved: float
+    pending: float
     shared: float
     experts: float
+    extra: float
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """The ranks of a cut, and the largest temporaries and the largest layer of the model."""
+    """The ranks of a cut, and the largest layer of the model."""
 
     ranks: tuple[_Rank, ...]
-    extra: float
     largest: float
 
 
@@ -327,16 +329,16 @@ class _Sums:
     def cut(self, ranks: int, chunks: int, *, vee: bool) -> _Cut:
         """The layers in balanced stages, and these on ranks: in a loop, or back and forth."""
         of_stage = balanced(self.seconds, ranks * chunks)
-        sums, start = [[0.0] * 4 for _ in range(ranks)], 0
+        sums, start = [[0.0] * 6 for _ in range(ranks)], 0
         for rank, count in zip(named("vee" if vee else "loop", ranks, chunks), of_stage, strict=True):
             for at in range(start, start + count):
                 layer = self.layers[at]
-                for field_, value in enumerate((self.seconds[at], layer.saved, *layer.parameters)):
+                for field_, value in enumerate((self.seconds[at], layer.saved, layer.pending, *layer.parameters)):
                     sums[rank][field_] += value
+                sums[rank][-1] = max(sums[rank][-1], layer.backward_peak)
             start += count
-        kinds = distinct(self.layers).values()
-        extra, largest = max(each.backward_peak for each in kinds), max(sum(each.parameters) for each in kinds)
-        return _Cut(tuple(_Rank(*each) for each in sums), extra, largest)
+        largest = max(sum(each.parameters) for each in distinct(self.layers).values())
+        return _Cut(tuple(_Rank(*each) for each in sums), largest)
 
 
 def estimate(planner: Planner, layout: PlannedLayout) -> Estimate:
@@ -350,7 +352,7 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
     """1F1B's laws: the heaviest rank works for all micro-batches, and the others pass the first one to it and the last one on.
 
     Rank r of p keeps p - r micro-batches, in k slices, whose ramps take 1 / k, 1 + (p - r - 1) / k; interleaved,
-    p + (p - 1 - 2 r) / v - r more; zbv p on every rank.
+    p + (p - 1 - 2 r) / v - r more; zbv p on every rank; zb-h1 as many as 1F1B, and what r / k of them need for W.
     """
     p, v, m, runtime = layout.pp, layout.v, layout.m, planner.runtime
     heaviest = max(rank.seconds for rank in cut.ranks)
@@ -364,9 +366,12 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
         states[rank] = sum(state_bytes(groups, cut.largest, layout, runtime))
         state_time = max(state_time, planner.state_seconds(rank.shared, rank.experts, layout, links))
     for at, rank in enumerate(cut.ranks):
-        alive = {"interleaved": p - at + (p - 1 - at) / v, "zbv": p, "zb-h1": p}.get(
+        alive = {"interleaved": p - at + (p - 1 - at) / v, "zbv": p}.get(
             layout.schedule, 1 + (p - at - 1) / layout.slices
         )
-        memory = max(memory, states[rank] + (1 + runtime.margin) * rank.saved * min(m, alive))
-    memory += runtime.workspace + runtime.overhead + (1 + runtime.margin) * cut.extra
+        held = rank.saved * min(m, alive) + rank.extra
+        if layout.schedule == "zb-h1":
+            held += rank.pending * min(m - min(m, alive), at / layout.slices)
+        memory = max(memory, states[rank] + (1 + runtime.margin) * held)
+    memory += runtime.workspace + runtime.overhead
     return Estimate(layout, memory, heaviest * m + fill + sum(state_time) + HOST)

@@ -12,7 +12,7 @@ from pipeloom.errors import UsageError
 from pipeloom.plan import RUNTIMES, Planner, load_device, load_model, parse_layout
 from pipeloom.plan.export import torchtitan
 from pipeloom.plan.refine import refine
-from pipeloom.schedule.csv_form import from_csv
+from pipeloom.schedule.json_form import from_json
 
 TEXT = "pp=2,m=4,dp=2"
 
@@ -40,6 +40,16 @@ def test_a_searched_schedule_is_faster_and_its_memory_is_its_own(planner, plain,
     assert searched.step.compute == pytest.approx(plain.step.compute)
     assert searched.peak != plain.peak
     assert planner.predict(plain.layout) == plain  # which the search does not replace
+
+
+def test_slices_are_searched_for_too(planner):
+    cut = planner.predict(parse_layout("pp=4,m=4,slices=2"))
+    (tight,) = refine(planner, [cut], cut.peak, 0.3)
+    (roomy,) = refine(planner, [cut], 80e9, 0.3)
+    assert (roomy.schedule.slices, roomy.schedule.microbatches) == (2, 4)
+    assert roomy.schedule.splits_backward
+    assert roomy.step.idle < 0.9 * cut.step.idle
+    assert tight.peak <= cut.peak < roomy.peak
 
 
 def test_no_more_memory_is_used_than_there_is(planner, plain):
@@ -77,8 +87,8 @@ def test_the_command_writes_the_schedule_beside_the_configuration(capsys, tmp_pa
     form = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert form["searched"] is True
     section = tomllib.loads((tmp_path / "run.toml").read_text())["schedule"]
-    assert section == {"name": str(tmp_path / "run.csv"), "microbatches": 4}
-    assert from_csv((tmp_path / "run.csv").read_text()).splits_backward
+    assert section == {"name": str(tmp_path / "run.json"), "microbatches": 4}
+    assert from_json((tmp_path / "run.json").read_text()).splits_backward
 
 
 def test_megatron_runs_no_searched_schedule():
