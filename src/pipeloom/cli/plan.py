@@ -41,7 +41,7 @@ class PlanFlags:
     layout: str | None = flag(
         None,
         "KEY=N,…",
-        "Predict this layout only: dp, tp, cp, pp, ep, v, m, micro_batch, zero, recompute, slices, schedule.",
+        "Predict this layout only: dp, tp, cp, pp, ep, v, m, micro_batch, zero, recompute, slices, schedule, vocabulary.",
     )
     fixed: str | None = flag(None, "KEY=N,…", "Search only layouts with these values, such as tp=8,cp=1.")
     stages: str | None = flag(None, "TEXT", "Layers of each stage of --layout, such as 'Et*3|(tt|)*29L'.")
@@ -209,7 +209,9 @@ def _request(options: PlanFlags, device: Device) -> PlanRequest:
         request = replace(request, fixed=values_of(options.fixed, "--fixed"))
     if options.costs is not None:  # layers are measured whole
         request = replace(request, fixed={"tp": 1, "cp": 1, "ep": 1} | dict(request.fixed))
-    return replace(request, recompute=("none", "full"), slices=(1, 2, 4)) if ours else request
+    if not ours:
+        return request
+    return replace(request, recompute=("none", "full"), slices=(1, 2, 4), vocabulary=("last", "pp"))
 
 
 def _one(options: PlanFlags, planner: Planner, text: str, device_memory: float) -> LayoutCosts:
@@ -269,7 +271,7 @@ def _details(prediction: LayoutCosts, device: Device) -> list[str]:
     room = (device.memory - prediction.peak) / 2**30
     return [
         f"{prediction.text}: {prediction.layout.world} devices, stages {layout_string(*layers)}",
-        *(aligned(layers_by_rank(prediction.layout.built(), *layers)) if prediction.layout.pp > 1 else ()),
+        *(aligned(layers_by_rank(prediction.short, *layers)) if prediction.layout.pp > 1 else ()),
         f"step {prediction.step.total:.4g} s ({parts}); {prediction.tokens:,.0f} tokens/s on each device",
         *aligned(memory_rows(prediction.ranks)),
         f"rank {prediction.worst} needs the most, {gib(prediction.peak)} GiB, at {worst.peak_action}: "

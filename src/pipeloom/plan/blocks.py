@@ -178,7 +178,8 @@ class LayerOps:
     """The operations of one layer in the order of the forward.
 
     Attributes:
-        kind: E embedding, t block, m block that predicts a token further ahead, L output layer.
+        kind: E embedding, t block, m block that predicts a token further ahead, L output layer; where that is spread, N its norm
+            and S a share.
         residual: bytes of gradient that are alive beside each operation of the backward.
         input: bytes of the input, which a wholly recomputed layer keeps.
         dropped: names of tensors that the backward computes again.
@@ -278,13 +279,20 @@ def placeholders(layers: list[LayerOps], element: int) -> float:
     return element * sum(shapes)
 
 
-def layers_of(shape: ModelShape, split: Split) -> list[LayerOps]:
-    """[embedding, block, …, block, output layer]; between the last two, those that predict tokens further ahead."""
+def layers_of(shape: ModelShape, split: Split, shares: int = 0) -> list[LayerOps]:
+    """[embedding, block, …, block, output layer]; between the last two, those that predict tokens further ahead.
+
+    With `shares` of the output layer on so many ranks, its norm stands in its place, and a share behind it.
+    """
     dense = _block(shape, split, sparse=False)
     sparse = _block(shape, split, sparse=True) if any(shape.sparse) else dense
     blocks = [sparse if shape.block_is_sparse(block) else dense for block in range(shape.layers)]
     ahead = [_prediction(shape, split, blocks[-1])] * shape.ahead
-    return [_embedding(shape, split), *blocks, *ahead, _output(shape, split)]
+    output = _output(shape, split)
+    ends = [output]
+    if shares:
+        ends = [replace(output, kind="N", ops=output.ops[:1], tied=0.0), vocabulary_share(shape, split, shares)]
+    return [_embedding(shape, split), *blocks, *ahead, *ends]
 
 
 def _embedding(shape: ModelShape, split: Split) -> LayerOps:
@@ -345,7 +353,7 @@ def vocabulary_share(shape: ModelShape, split: Split, ranks: int) -> LayerOps:
     # T computes the weight's gradient beside its sum.
     gradient = sum(size * count for size, count in product.weights) * split.element
     loss = replace(loss, saves=(("scores", logits * (1 + wide)),), scratch=gradient)
-    return LayerOps("L", (product, loss), 0.0, 0.0)
+    return LayerOps("S", (product, loss), 0.0, 0.0)
 
 
 def _norm(shape: ModelShape, split: Split, operand: str, makes: str) -> Op:

@@ -49,9 +49,9 @@ def layers_by_rank(schedule: Schedule, stages: Sequence[int], ahead: int = 0) ->
     Args:
         stages, ahead: layers of each stage by position, as for `layout_string`.
     """
-    words = stage_words(stages, ahead)
+    words = [*stage_words(stages, ahead), *[f"1/{schedule.ranks} L"] * len(schedule.vocabulary)]
     by_rank = [[words[schedule.position_of[stage]] or "-" for stage in held] for held in schedule.stages_of]
-    rows = [["rank", *(f"chunk {chunk}" for chunk in range(schedule.chunks))]]
+    rows = [["rank", *(f"chunk {chunk}" for chunk in range(schedule.chunks)), *["share"] * bool(schedule.vocabulary)]]
     for held, group in groupby(enumerate(by_rank), key=lambda each: each[1]):
         ranks = [rank for rank, _ in group]
         rows.append([str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}", *held])
@@ -101,6 +101,8 @@ def megatron(prediction: LayoutCosts) -> str:
 def _require_whole(layout: PlannedLayout, form: str) -> None:
     if layout.slices > 1:
         raise UsageError(f"--as {form}: it has no slices={layout.slices} of a sequence; nearest: --fixed slices=1")
+    if layout.vocabulary == "pp":
+        raise UsageError(f"--as {form}: it does not spread the output layer; nearest: --fixed vocabulary=last")
 
 
 def torchtitan(prediction: LayoutCosts) -> str:
@@ -166,7 +168,8 @@ def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None, tab
             "ep": layout.ep,
             "ep_nodes": prediction.ep_nodes,
             "stages": layout_string(prediction.stages, prediction.ahead),
-        },
+        }
+        | ({"vocabulary": "pp"} if layout.vocabulary == "pp" else {}),
         "schedule": {"name": str(table) if table else layout.schedule, "microbatches": layout.m}
         | ({"chunks": layout.v} if layout.v > 1 and not table else {})
         | ({"slices": layout.slices} if layout.slices > 1 and not table else {}),
@@ -196,6 +199,7 @@ _FLAGS = {
     "m": "schedule.microbatches",
     "slices": "schedule.slices",
     "schedule": "schedule.name",
+    "vocabulary": "parallel.vocabulary",
     "recompute": "train.recompute",
 }
 

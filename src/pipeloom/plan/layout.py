@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate, pairwise
 
 from pipeloom.errors import UsageError, did_you_mean, divisors
 from pipeloom.plan.blocks import PARTS
 from pipeloom.plan.model import ModelShape
-from pipeloom.schedule import Schedule
+from pipeloom.schedule import Costs, Schedule
 from pipeloom.schedule.families import build
 from pipeloom.schedule.slices import balanced_cuts
+from pipeloom.schedule.vocabulary import vocabulary
 
 RECOMPUTE = ("none", "full", *PARTS)
 CUTS = ("balanced", "even")
+VOCABULARY = ("last", "pp")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class PlannedLayout:
         capacity: capacity factor of the experts; 0: rows as routed, evenly.
         cut: "balanced": the heaviest stage is as light as possible; "even": as many blocks on each stage.
         slices: of each sequence along its tokens, cut so that they take the same time.
+        vocabulary: "last": the output layer is on the last rank; "pp": each pipeline rank has a share of it.
         stages: layers of each stage by position, the embedding and the output layer among them; empty: as `cut` says.
     """
 
@@ -53,6 +57,7 @@ class PlannedLayout:
     etp: int = 0
     cut: str = "balanced"
     slices: int = 1
+    vocabulary: str = "last"
     stages: tuple[int, ...] = ()
 
     @property
@@ -80,9 +85,10 @@ class PlannedLayout:
         """Tokens of which every slice has a multiple: ranks of cp take mirrored pieces, those of tp equal parts of these."""
         return 2 * self.cp * self.tp if self.cp * self.tp > 1 else 1
 
-    def built(self) -> Schedule:
-        """The schedule. Raises UsageError when the family refuses these sizes."""
-        return build(self.schedule, self.pp, self.m, self.v if self.v > 1 else None, {"slices": self.slices})
+    def built(self, placed: Costs | None = None) -> Schedule:
+        """The schedule, with S and T placed by these costs. Raises UsageError when the family refuses these sizes."""
+        schedule = build(self.schedule, self.pp, self.m, self.v if self.v > 1 else None, {"slices": self.slices})
+        return vocabulary(schedule, costs=placed) if self.vocabulary == "pp" else schedule
 
     def text(self) -> str:
         """The layout as `parse` reads it; keys at their default are left out, but for the axes in use."""
@@ -110,7 +116,7 @@ def values_of(text: str, option: str) -> dict[str, int | float | str]:
         if key in values:
             raise UsageError(f"{option}: {key} is given twice, as {values[key]} and {value:.100}; give it once")
         values[key] = value if kinds[key] == "str" else _number(key, value, kinds[key] == "float", option)
-    choices = (("cut", CUTS), ("recompute", RECOMPUTE))
+    choices = (("cut", CUTS), ("recompute", RECOMPUTE), ("vocabulary", VOCABULARY))
     for key, known in choices:
         for part in str(values.get(key, known[0])).split("+"):
             if part not in known or (part in ("none", "full") and part != values.get(key, part)):
@@ -163,6 +169,14 @@ def problems(shape: ModelShape, layout: PlannedLayout) -> list[str]:
             balanced_cuts(layout.seq, layout.slices, multiple=layout.slice_multiple)
         except UsageError as error:
             reasons.append(f"slices={layout.slices}: {error}")
+    if layout.vocabulary == "pp":
+        for holds, words in (
+            (layout.pp == 1, "there is one pipeline rank"),
+            (shape.ahead, "the blocks that predict further ahead use the output layer too"),
+            (shape.tied and layout.zero == 3, "shares of a tied weight are rows of an embedding that is whole"),
+        ):
+            if holds:
+                reasons.append(f"vocabulary=pp: {words}; nearest: vocabulary=last")
     if layout.pp * layout.v > shape.layers:
         nearest = max(1, shape.layers // layout.pp)
         reasons.append(
@@ -171,7 +185,8 @@ def problems(shape: ModelShape, layout: PlannedLayout) -> list[str]:
     return reasons
 
 
-def spans(schedule: Schedule, stage_layers: list[int]) -> list[tuple[int, int]]:
-    """Stage -> (its first layer, the layer behind its last)."""
-    ends = list(pairwise([0, *accumulate(stage_layers)]))
+def spans(schedule: Schedule, stage_layers: Sequence[int]) -> list[tuple[int, int]]:
+    """Stage -> (its first layer, the layer behind its last); shares of the vocabulary are one layer, behind all others."""
+    count = sum(stage_layers)
+    ends = [*pairwise([0, *accumulate(stage_layers)]), *[(count, count + 1)] * len(schedule.vocabulary)]
     return [ends[position] for position in schedule.position_of]

@@ -35,6 +35,8 @@ class MeasuredLayers:
     def stage(self, layers: Sequence[LayerOps], layout: PlannedLayout) -> StageSeconds:
         """Sum the layers of a stage, for the sequences of the layout's micro-batch.
 
+        Of a spread output layer a share takes its part of the time that grows with the sequences, and the norm alone none.
+
         Raises UsageError for a layout that cuts layers, or whose sequences have another length.
         """
         for axis in ("tp", "cp", "ep"):
@@ -48,8 +50,11 @@ class MeasuredLayers:
             )
         sums, again = dict.fromkeys(_KINDS, 0.0), 0.0
         for layer in layers:
+            if layer.kind == "N":
+                continue
             times = self.seconds[kind_of_layer(layer)]
-            seconds = {kind: fixed * layout.slices + each * layout.micro_batch for kind, (fixed, each) in times.items()}
+            sequences = layout.micro_batch / (layout.pp if layer.kind == "S" else 1)
+            seconds = {kind: fixed * layout.slices + each * sequences for kind, (fixed, each) in times.items()}
             for kind in _KINDS:
                 sums[kind] += seconds[kind]
             if layer.dropped == layer.tensors.keys():  # recomputed as a whole
@@ -59,8 +64,8 @@ class MeasuredLayers:
 
 
 def kind_of_layer(layer: LayerOps) -> tuple[str, bool]:
-    """(its letter, whether it has experts)."""
-    return layer.kind, any(op.expert for op in layer.ops)
+    """(its letter, of a share that of the output layer, whether it has experts)."""
+    return layer.kind.replace("S", "L"), any(op.expert for op in layer.ops)
 
 
 def read(path: Path, shape: ModelShape) -> MeasuredLayers:

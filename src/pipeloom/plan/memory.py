@@ -10,7 +10,7 @@ from pipeloom.plan.blocks import LayerOps, Runtime, parameters_of, placeholders
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.plan.messages import MessageBytes
 from pipeloom.schedule import Schedule, Timeline
-from pipeloom.schedule.actions import INPUT_GRADIENT, PENDING, SAVED, SCORES, WEIGHT_GRADIENT, Kind, kind_of
+from pipeloom.schedule.actions import HIDDEN, INPUT_GRADIENT, PENDING, SAVED, SCORES, WEIGHT_GRADIENT, Kind, kind_of
 from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.model import made_by, parts
 
@@ -84,6 +84,7 @@ class StageMemory:
         kept: held from F whether the stage is recomputed or not, besides `saved`.
         layer: of the layer that a block (R;B) recomputes, while it runs; `extra` is above this.
         extra_input: as `extra`, of an I.
+        hidden, scores: of a share of the output layer, from the broadcast and from S to T.
         summed: of the gradients of all slices' keys and values; a slice's backward adds to those of the slices before it.
     """
 
@@ -94,10 +95,16 @@ class StageMemory:
     layer: float = 0.0
     extra_input: float = 0.0
     summed: float = 0.0
+    hidden: float = 0.0
+    scores: float = 0.0
 
 
 def stage_memory(layers: Sequence[LayerOps]) -> StageMemory:
     """Sum the layers of a stage; a backward runs from the last to the first and frees what it used."""
+    if layers and layers[0].kind == "S":
+        (share,) = layers
+        tensors = share.tensors
+        return StageMemory(0.0, 0.0, share.backward_peak, hidden=tensors[HIDDEN], scores=tensors[SCORES])
     freed = pending = extra = extra_input = 0.0
     for layer in reversed(layers):
         extra = max(extra, layer.backward_peak - freed)
@@ -127,8 +134,9 @@ def peak(
         for action in parts(cell):
             stage, kind, values = stages[action.stage], kind_of(action.kind), made_by(schedule, action)
             share = slices[action.slice or 0] if slices else 1.0
-            claimed += share * stage.saved * (SAVED in values)
-            for name, size in ((SAVED, stage.saved), (PENDING, stage.pending)):
+            sizes = {SAVED: stage.saved, HIDDEN: stage.hidden, SCORES: stage.scores}
+            claimed += share * sum(sizes.get(name, 0.0) for name in values)
+            for name, size in (*sizes.items(), (PENDING, stage.pending)):
                 change += share * size * ((name in values) - (name in kind.frees))
             extra = max(extra, share * _extra(stage, kind))
         if held + claimed + extra > best[0] + best[1]:

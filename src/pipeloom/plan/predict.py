@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from pipeloom.config.stages import balance
 from pipeloom.errors import UsageError
-from pipeloom.plan.blocks import LayerOps, Runtime, Split, layers_of, parameters_of, vocabulary_share
+from pipeloom.plan.blocks import LayerOps, Runtime, Split, layers_of, parameters_of
 from pipeloom.plan.layout import PlannedLayout, problems, spans
 from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import OfRanks, RankMemory, rank_memory, stage_memory
@@ -25,6 +25,7 @@ from pipeloom.plan.time import (
     state_seconds,
 )
 from pipeloom.schedule import Costs, Schedule, simulate
+from pipeloom.schedule.actions import HIDDEN, SCORES
 from pipeloom.schedule.slices import SequenceCuts, balanced_cuts
 
 
@@ -40,6 +41,7 @@ class LayoutCosts(OfRanks):
         ahead: blocks that predict tokens further ahead, before the output layer.
         ep_nodes: nodes that the ranks of an ep group are on.
         searched: the schedule, where a search found it; None: the family's.
+        placed: costs by which the entries of a spread output layer were placed.
     """
 
     layout: PlannedLayout
@@ -50,11 +52,17 @@ class LayoutCosts(OfRanks):
     ahead: int = 0
     ep_nodes: int = 1
     searched: Schedule | None = None
+    placed: Costs | None = None
 
     @property
     def schedule(self) -> Schedule:
         """The schedule of a step."""
-        return self.searched or built(self.layout)
+        return self.searched or built(self.layout, self.placed)
+
+    @property
+    def short(self) -> Schedule:
+        """The family's schedule with as few micro-batches as the step was predicted from."""
+        return built(extrapolated_from(self.layout)[0], self.placed)
 
     @property
     def text(self) -> str:
@@ -81,7 +89,7 @@ class Planner:
         return float(self.runtime.element * self.shape.hidden)
 
     def layers(self, layout: PlannedLayout) -> list[LayerOps]:
-        """[embedding, block, …, output layer] of one device under the layout, for a whole micro-batch."""
+        """[embedding, block, …, output layer (or its norm and a share)] of one device, for a whole micro-batch."""
         return self._layers(layout, layout.micro_batch * layout.seq // layout.cp)
 
     def timed_layers(self, layout: PlannedLayout) -> list[LayerOps]:
@@ -89,11 +97,6 @@ class Planner:
         if layout.slices == 1:
             return self.layers(layout)
         return self._layers(layout, layout.micro_batch * layout.seq // layout.cp // layout.slices)
-
-    def vocabulary_share(self, layout: PlannedLayout) -> LayerOps:
-        """The output layer's share of one rank, where those of pp and tp have one each."""
-        tokens = layout.micro_batch * layout.seq // layout.cp
-        return vocabulary_share(self.shape, Split(self.runtime, tokens, layout.seq), layout.pp * layout.tp)
 
     def cuts(self, layout: PlannedLayout) -> SequenceCuts | None:
         """Cuts of sequences into slices of equal time; None: they are whole."""
@@ -107,10 +110,12 @@ class Planner:
         split = Split(
             self.runtime, tokens, layout.seq, layout.tp, layout.ep, layout.cp, layout.capacity, layout.etp or layout.tp
         )
-        return list(_recomputed(self.shape, split, layout.recompute))
+        shares = layout.pp * layout.tp if layout.vocabulary == "pp" else 0
+        return list(_recomputed(self.shape, split, layout.recompute, shares))
 
     def cut(self, layout: PlannedLayout, layers: list[LayerOps], links: AxisRates, positions: int) -> tuple[int, ...]:
-        """The layers of each stage."""
+        """The layers of each stage, of which a share of the output layer is none."""
+        layers = [layer for layer in layers if layer.kind != "S"]
         if layout.stages:
             return layout.stages
         if layout.cut == "even":
@@ -131,11 +136,24 @@ class Planner:
         times = stage_times(layers, layout, self.runtime, self.device, links)
         return times if layout.slices == 1 else times.times(layout.slices)
 
-    def costs(self, times: Sequence[StageSeconds], layout: PlannedLayout, links: AxisRates) -> Costs:
-        """`Costs` in seconds of stages with these times."""
-        planned = costs(times, layout, self.row, links)
+    def costs(
+        self, times: Sequence[StageSeconds], layout: PlannedLayout, links: AxisRates, *, fused: bool = True
+    ) -> Costs:
+        """`Costs` in seconds of stages with these times, shares of the output layer last; `fused`: one reduction follows S, which
+        computes the input gradient too."""
+        stages, share = list(times), times[-1]
+        if layout.vocabulary == "pp":
+            stages[-layout.pp :] = [share.times(0.0)] * layout.pp
+        planned = costs(stages, layout, self.row, links)
         if (measured := self.measured_layers) is not None:
             planned = replace(planned, p2p=measured.p2p, bandwidth=measured.bandwidth)
+        if layout.vocabulary == "pp":  # a broadcast and a reduction each take as long as a message between stages
+            scores, gradients = (
+                share.forward + fused * share.input_grad,
+                share.weight_grad + (not fused) * share.input_grad,
+            )
+            hop = planned.hop(0, 1)
+            planned = replace(planned, scores=scores, scores_grad=gradients, broadcast=hop, combine=hop)
         cuts = self.cuts(layout)
         return planned if cuts is None else cuts.costs(planned)
 
@@ -158,17 +176,22 @@ class Planner:
         return self._predicted(layout, schedule)
 
     def _predicted(self, layout: PlannedLayout, searched: Schedule | None = None) -> LayoutCosts:
+        if layout.vocabulary == "pp" and self.runtime.name != "pipeloom":
+            raise UsageError(
+                f"vocabulary=pp: {self.runtime.name} does not spread the output layer; nearest: vocabulary=last"
+            )
         if reasons := problems(self.shape, layout):
             raise UsageError("; ".join(reasons))
-        schedule, layers, links, stages = self._parts(layout)
-        schedule, timed, cuts = searched or schedule, self.timed_layers(layout), self.cuts(layout)
-        of_stage = spans(schedule, list(stages))
+        family, layers, links, stages, placed = self._parts(layout)
+        schedule, timed, cuts = searched or family, self.timed_layers(layout), self.cuts(layout)
+        of_stage = spans(schedule, stages)
         times: dict[tuple[int, int], StageSeconds] = {}
         for span in set(of_stage):
             times[span] = self.stage_seconds(timed[slice(*span)], layout, links)
         shares = () if cuts is None else cuts.sizes
         memory = rank_memory(layers, of_stage, layout, schedule, self.runtime, shares)
-        makespan, busy = _pipeline(layout, self.costs([times[span] for span in of_stage], layout, links), searched)
+        in_seconds = self.costs([times[span] for span in of_stage], layout, links)
+        makespan, busy = _pipeline(layout, in_seconds, searched, placed)
         slowest = (0.0, 0.0)
         for mine in schedule.stages_of:
             shared, experts = parameters_of([layers[at] for stage in mine for at in range(*of_stage[stage])])
@@ -179,18 +202,36 @@ class Planner:
         step = StepTime(busy * (1 - sent / work), busy * sent / work, max(0.0, makespan - busy), *slowest, host)
         tokens = layout.sequences * layout.seq / step.total / layout.world
         nodes = expert_nodes(layout, self.device)
-        return LayoutCosts(layout, stages, tuple(memory), step, tokens, self.shape.ahead, nodes, searched)
+        return LayoutCosts(layout, stages, tuple(memory), step, tokens, self.shape.ahead, nodes, searched, placed)
 
-    def _parts(self, layout: PlannedLayout) -> tuple[Schedule, list[LayerOps], AxisRates, tuple[int, ...]]:
+    def _parts(
+        self, layout: PlannedLayout
+    ) -> tuple[Schedule, list[LayerOps], AxisRates, tuple[int, ...], Costs | None]:
         # the stages and the peaks of the shorter step from which a long one is extrapolated are those of the long one
-        schedule, layers = built(extrapolated_from(layout)[0]), self.layers(layout)
-        links = AxisRates.of(layout, self.device, self.shape)
+        short, layers = extrapolated_from(layout)[0], self.layers(layout)
+        schedule, links = built(replace(short, vocabulary="last")), AxisRates.of(layout, self.device, self.shape)
         stages = self.cut(layout, self.timed_layers(layout), links, schedule.positions)
-        if sum(stages) != len(layers) or len(stages) != schedule.positions:
+        count = self.shape.layers + self.shape.ahead + 2
+        if sum(stages) != count or len(stages) != schedule.positions:
             raise UsageError(
-                f"stages={list(stages)}: they must be {schedule.positions} stages of {len(layers)} layers in all"
+                f"stages={list(stages)}: they must be {schedule.positions} stages of {count} layers in all"
             )
-        return schedule, layers, links, stages
+        if layout.vocabulary == "last":
+            return schedule, layers, links, stages, None
+        placed = self._placed(layout, layers, spans(schedule, stages))
+        return built(short, placed), layers, links, stages, placed
+
+    def _placed(self, layout: PlannedLayout, layers: list[LayerOps], of_stage: list[tuple[int, int]]) -> Costs:
+        """Costs in proportion to operations, by which our trainer places S and T."""
+        flops = [sum(op.flops for op in layer.ops) for layer in layers]
+        tokens = layout.micro_batch * layout.seq / layout.cp
+        flops[0] = tokens * self.shape.hidden / layout.tp / 3  # an addition for each weight of a row, in the backward
+        work = [sum(flops[slice(*span)]) for span in of_stage]
+        unit = 3 * sum(work) / len(work)
+        each = tuple(stage / unit for stage in work)
+        share = flops[-1] / unit
+        costs, cuts = Costs(each, each, each, scores=2 * share, scores_grad=share), self.cuts(layout)
+        return costs if cuts is None else cuts.costs(costs)
 
     def stage_costs(self, layout: PlannedLayout) -> Costs:
         """`Costs` of the layout's stages in seconds and bytes, for `simulate` and `search`.
@@ -198,8 +239,8 @@ class Planner:
         "params", "grads", "optimizer" and "buffers" stand for the whole step; of the temporaries the largest of each rank's
         stages does too.
         """
-        schedule, layers, links, counts = self._parts(layout)
-        of_stage = spans(schedule, list(counts))
+        schedule, layers, links, counts, _ = self._parts(layout)
+        of_stage = spans(schedule, counts)
         stages, timed, cuts = [layers[slice(*span)] for span in of_stage], self.timed_layers(layout), self.cuts(layout)
         times = [self.stage_seconds(timed[slice(*span)], layout, links) for span in of_stage]
         memory = [stage_memory(each) for each in stages]
@@ -219,6 +260,8 @@ class Planner:
             "pending": tuple(each.pending for each in memory),
             "layer": tuple(max((layer.saved for layer in each), default=0.0) for each in stages),
         }
+        if layout.vocabulary == "pp":
+            sizes |= {name: tuple(getattr(each, name) for each in memory) for name in (HIDDEN, SCORES)}
         sizes |= {name: tuple(values) for name, values in standing.items()}
         return replace(self.costs(times, layout, links), bytes=sizes)
 
@@ -230,9 +273,9 @@ class Planner:
 
 
 @lru_cache(maxsize=4096)
-def _recomputed(shape: ModelShape, split: Split, part: str) -> tuple[LayerOps, ...]:
+def _recomputed(shape: ModelShape, split: Split, part: str, shares: int) -> tuple[LayerOps, ...]:
     """The model's layers with a part recomputed; those of one kind are one object."""
-    layers = layers_of(shape, split)
+    layers = layers_of(shape, split, shares)
     copies = {key: layer.recomputed(part) for key, layer in distinct(layers).items()}
     return tuple(copies[id(layer)] for layer in layers)
 
@@ -259,10 +302,12 @@ def extrapolated_from(layout: PlannedLayout) -> list[PlannedLayout]:
     return [replace(layout, m=layout.m - (rounds - few) * round_size) for few in SHORT_ROUNDS]
 
 
-def _pipeline(layout: PlannedLayout, costs: Costs, searched: Schedule | None) -> tuple[float, float]:
+def _pipeline(
+    layout: PlannedLayout, costs: Costs, searched: Schedule | None, placed: Costs | None
+) -> tuple[float, float]:
     """(makespan, mean busy time of a rank) in seconds."""
     layouts = [layout] if searched is not None else extrapolated_from(layout)
-    runs = [simulate(searched or built(each), costs) for each in layouts]
+    runs = [simulate(searched or built(each, placed), costs) for each in layouts]
     (first, last), work = (runs[0].makespan, runs[-1].makespan), sum(runs[-1].busy) / layout.pp
     step = max(1, layouts[-1].m - layouts[0].m)
     more = layout.m - layouts[-1].m
@@ -270,10 +315,10 @@ def _pipeline(layout: PlannedLayout, costs: Costs, searched: Schedule | None) ->
 
 
 @lru_cache(maxsize=256)
-def _built(schedule: str, pp: int, m: int, v: int, slices: int) -> Schedule:
-    return PlannedLayout(schedule=schedule, pp=pp, m=m, v=v, slices=slices).built()
+def _built(schedule: str, pp: int, m: int, v: int, slices: int, vocabulary: str, placed: Costs | None) -> Schedule:
+    return PlannedLayout(schedule=schedule, pp=pp, m=m, v=v, slices=slices, vocabulary=vocabulary).built(placed)
 
 
-def built(layout: PlannedLayout) -> Schedule:
+def built(layout: PlannedLayout, placed: Costs | None = None) -> Schedule:
     """The layout's schedule; layouts that differ elsewhere share it."""
-    return _built(layout.schedule, layout.pp, layout.m, layout.v, layout.slices)
+    return _built(layout.schedule, layout.pp, layout.m, layout.v, layout.slices, layout.vocabulary, placed)

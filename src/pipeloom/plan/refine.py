@@ -25,7 +25,8 @@ def refine(
     A schedule stays as it is where the search finds none that is faster in `memory` bytes of each device. The search has
     `seconds` in all; what one layout leaves goes to the next.
     """
-    deep = [each for each in predictions if each.layout.pp > 1][:REFINED]
+    # entries of a spread output layer are placed, not searched for
+    deep = [each for each in predictions if each.layout.pp > 1 and each.layout.vocabulary == "last"][:REFINED]
     until, better = time.monotonic() + seconds, {}
     for at, prediction in enumerate(deep):
         left = (until - time.monotonic()) / (len(deep) - at)

@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from pipeloom.config import Config, Layout
-from pipeloom.config.standing_bytes import element_bytes, spans, summed_over_slices, with_embedding
+from pipeloom.config.standing_bytes import element_bytes, summed_over_slices, with_embedding
 from pipeloom.config.volume import boundary_bytes
 from pipeloom.errors import UsageError
 from pipeloom.plan.blocks import RUNTIMES, LayerOps, Runtime, parameters_of
-from pipeloom.plan.layout import PlannedLayout, problems
+from pipeloom.plan.layout import PlannedLayout, problems, spans
 from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import OfRanks, RankMemory, StageMemory, at_peaks, stage_memory, state_bytes
 from pipeloom.plan.messages import MessageBytes, message_bytes
 from pipeloom.plan.model import ModelShape, load
 from pipeloom.plan.predict import Planner
-from pipeloom.plan.time import AxisRates, Device, StageSeconds, StepTime
-from pipeloom.schedule import Costs, Schedule, Timeline, simulate
+from pipeloom.plan.time import AxisRates, Device, StepTime
+from pipeloom.schedule import Timeline, simulate
 from pipeloom.schedule.actions import HIDDEN, KEPT, PENDING, SAVED, SCORES
 from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.model import parts
@@ -111,6 +111,7 @@ def layout_of(layout: Layout) -> PlannedLayout:
         schedule=layout.schedule.name,
         capacity=config.model.capacity_factor,
         slices=layout.schedule.slices,
+        vocabulary="pp" if layout.schedule.vocabulary else "last",
         stages=layout.stage_layers,
     )  # fmt: skip
 
@@ -123,11 +124,6 @@ def predicted(
 
     Raises UsageError for a model that cannot be planned, or that its axes do not divide.
     """
-    spread = layout.schedule.vocabulary
-    if spread and measured_layers is not None:
-        raise UsageError(
-            '--costs: the output layer was measured whole, and parallel.vocabulary = "pp" spreads it; nearest: "last"'
-        )
     planned, shape = layout_of(layout), shape_of(layout.config)
     if reasons := problems(shape, planned):
         raise UsageError("; ".join(reasons))
@@ -142,15 +138,10 @@ def predicted(
     layers = planner.layers(replace(planned, recompute="none"))
     links = AxisRates.of(planned, speed, shape)
     timed = planner.timed_layers(replace(planned, recompute="none"))
-    if spread:  # only the norm is left on the last stage
-        layers[-1] = timed[-1] = replace(layers[-1], ops=layers[-1].ops[:1], tied=0.0)
-    groups = [layers[start:end] for start, end in spans(layout)]
-    times = [planner.stage_seconds(timed[start:end], planned, links) for start, end in spans(layout)]
-    run = planner.costs(times, planned, links)
-    if spread:
-        part = planner.vocabulary_share(planned)
-        groups[spread.start :] = [[part]] * len(spread)
-        run = _with_vocabulary(run, layout.schedule, planner.stage_seconds([part], planned, links))
+    of_stage = spans(layout.schedule, layout.stage_layers)
+    groups = [layers[start:end] for start, end in of_stage]
+    times = [planner.stage_seconds(timed[start:end], planned, links) for start, end in of_stage]
+    run = planner.costs(times, planned, links, fused=dict(layout.schedule.options).get("vocabulary") != "two")
     sizes, activations = _bytes(layout, planned, groups, planner.runtime)
     run = replace(run, bytes=sizes)
     if layout.cuts is not None:  # which may be even in tokens instead
@@ -174,17 +165,6 @@ def predicted(
     return RunPrediction(planner, planned, tuple(_ranks(layout, planner.runtime, timeline)), timeline, step)
 
 
-def _with_vocabulary(run: Costs, schedule: Schedule, share: StageSeconds) -> Costs:
-    """The costs with S and T of the shares of the output layer; with one reduction S computes the input gradient too.
-
-    A broadcast and a reduction each take as long as a message between stages.
-    """
-    fused = dict(schedule.options).get("vocabulary") != "two"
-    scores, gradients = share.forward + fused * share.input_grad, share.weight_grad + (not fused) * share.input_grad
-    hop = run.p2p + run.message / run.bandwidth if isinstance(run.p2p, float) else 0.0
-    return replace(run, scores=scores, scores_grad=gradients, broadcast=hop, combine=hop)
-
-
 def _bytes(
     layout: Layout, planned: PlannedLayout, groups: Sequence[Sequence[LayerOps]], runtime: Runtime
 ) -> tuple[dict[str, tuple[float, ...]], list[StageMemory]]:
@@ -193,9 +173,7 @@ def _bytes(
     schedule = layout.schedule
     replicas = planned.dp * planned.cp
     activations = [
-        StageMemory(0.0, 0.0, groups[stage][0].backward_peak)
-        if stage in schedule.vocabulary
-        else _stage_memory(layout, stage, layers)
+        stage_memory(layers) if stage in schedule.vocabulary else _stage_memory(layout, stage, layers)
         for stage, layers in enumerate(groups)
     ]
     ties = with_embedding(schedule)
@@ -210,8 +188,7 @@ def _bytes(
         state = {"params": whole, "grads": summed, "optimizer": optimizer} | shards
         moving = {KEPT: memory.kept, SAVED: memory.saved, PENDING: memory.pending, "layer": memory.layer}
         if schedule.vocabulary:
-            tensors = groups[stage][0].tensors if stage in schedule.vocabulary else {}
-            moving |= {name: tensors.get(name, 0.0) for name in (HIDDEN, SCORES)}
+            moving |= {HIDDEN: memory.hidden, SCORES: memory.scores}
         values.append(moving | state)
     sizes = {name: [value[name] for value in values] for name in values[0]}
     for part in schedule.recomputed_parts:
@@ -248,7 +225,7 @@ def layout_messages(layout: Layout, device: str = "") -> list[MessageBytes]:
 
 def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> StageMemory:
     """Bytes of a micro-batch on a stage, of which blocks (R;B) may recompute the layers one by one in the backward."""
-    schedule, start = layout.schedule, spans(layout)[stage][0]
+    schedule, start = layout.schedule, spans(layout.schedule, layout.stage_layers)[stage][0]
     if not layers:
         return StageMemory(0.0, 0.0, 0.0)
     cells = (action for program in schedule.programs for cell in program for action in parts(cell))

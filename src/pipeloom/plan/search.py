@@ -22,6 +22,7 @@ RECOMPUTED = ("none", "norms+activation", "full")
 CHUNKS = {"1f1b": (1,), "zb-h1": (1,), "interleaved": (2, 4, 8), "zbv": (2,)}
 WHOLE_ROUNDS = ("interleaved",)
 SLICED = ("1f1b", "zb-h1")
+MOST_SHARES = 16  # pipeline ranks, above which placing S and T takes longer than the rest of the search
 OFFERED = {
     "megatron": ("1f1b", "interleaved"),
     "torchtitan": ("1f1b", "interleaved", "zbv"),
@@ -47,7 +48,9 @@ class PlanRequest:
         capacity: factor of the experts.
         fixed: name of a field of `PlannedLayout` -> the value that it must have.
         recompute: what may be recomputed.
-        slices: numbers of slices of a sequence that may be used, with "1f1b".
+        slices: numbers of slices of a sequence that may be used, with schedules of one chunk.
+        vocabulary: where the output layer may be: on the last rank, or spread over at most `MOST_SHARES` where it takes longer
+            than the mean stage.
     """
 
     devices: int
@@ -60,6 +63,7 @@ class PlanRequest:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     recompute: tuple[str, ...] = RECOMPUTED
     slices: tuple[int, ...] = (1,)
+    vocabulary: tuple[str, ...] = ("last",)
 
 
 @dataclass(frozen=True)
@@ -220,9 +224,10 @@ def _steps(layout: PlannedLayout, request: PlanRequest) -> Iterator[tuple[str, P
             f"micro_batch {2 * layout.micro_batch}",
             replace(layout, micro_batch=2 * layout.micro_batch, m=layout.m // 2),
         )
-    for recompute in request.recompute:
-        if recompute != layout.recompute:
-            yield f"recompute {recompute}", replace(layout, recompute=recompute)
+    others: list[dict[str, Any]] = [{"recompute": each} for each in request.recompute]
+    for change in [*others, {"vocabulary": "last"}]:
+        if (changed := replace(layout, **change)) != layout:
+            yield " ".join(*change.items()), changed
     for slices in request.slices if layout.pp > 1 else ():
         if slices in (2 * layout.slices, layout.slices // 2):
             yield f"slices {slices}", replace(layout, slices=slices)
@@ -273,22 +278,34 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
             for v in CHUNKS[name] if layout.pp > 1 else (1,):
                 if layout.pp * v > planner.shape.layers or (name in WHOLE_ROUNDS and layout.m % layout.pp):
                     continue
-                for zero, slices in product(request.zero, _slices(request, layout, name)):
-                    candidate = replace(layout, v=v, schedule=name, zero=zero, slices=slices)
+                sizes = product(request.zero, _slices(request, layout, name), request.vocabulary)
+                for zero, slices, vocabulary in sizes:
+                    candidate = replace(layout, v=v, schedule=name, zero=zero, slices=slices, vocabulary=vocabulary)
                     if not all(getattr(candidate, key) == value for key, value in request.fixed.items()):
                         continue
                     gathers = layout.dp if gathers_by_microbatch(candidate, planner.runtime) else 0
-                    if (*key, gathers, slices) not in known:
-                        known[*key, gathers, slices] = _Sums.of(planner, candidate, links)
-                    sums = known[*key, gathers, slices]
-                    place = (*key, gathers, slices, layout.pp, v, name == "zbv")
+                    kind: tuple[object, ...] = (*key, gathers, slices)
+                    if vocabulary == "pp":
+                        if not _may_spread(planner, request, candidate, known.get(kind)):
+                            continue
+                        kind = (*kind, layout.pp)
+                    if kind not in known:
+                        known[kind] = _Sums.of(planner, candidate, links)
+                    place = (kind, layout.pp, v, name == "zbv")
                     if place not in cuts:
-                        cuts[place] = sums.cut(layout.pp, v, vee=name == "zbv")
+                        cuts[place] = known[kind].cut(layout.pp, v, vee=name == "zbv")
                     yield _estimate(planner, candidate, links, cuts[place])
 
 
+def _may_spread(planner: Planner, request: PlanRequest, layout: PlannedLayout, whole: _Sums | None) -> bool:
+    """Return whether to estimate the layout with the output layer spread; `whole`: its layers without, if they were looked at."""
+    if problems(planner.shape, layout) or layout.pp > MOST_SHARES:
+        return False
+    return whole is None or whole.seconds[-1] * layout.pp * layout.v > sum(whole.seconds)
+
+
 def _slices(request: PlanRequest, layout: PlannedLayout, schedule: str) -> tuple[int, ...]:
-    """The numbers of slices to estimate: more than one for schedules of one chunk, where each has tokens enough for fast products."""
+    """The numbers of slices to estimate: more than one for schedules of one chunk, with tokens enough for fast products."""
     if layout.pp == 1 or schedule not in SLICED or layout.capacity:
         return request.slices[:1]
     return tuple(count for count in request.slices if count == 1 or layout.seq // count >= SLICE_TOKENS)
@@ -327,8 +344,9 @@ class _Sums:
         return cls(layers, tuple(planner.seconds(planner.timed_layers(layout), layout, links)))
 
     def cut(self, ranks: int, chunks: int, *, vee: bool) -> _Cut:
-        """The layers in balanced stages, and these on ranks: in a loop, or back and forth."""
-        of_stage = balanced(self.seconds, ranks * chunks)
+        """The layers in balanced stages, and these on ranks: in a loop, or back and forth; a share is on each rank."""
+        shares = self.layers[-1].kind == "S"
+        of_stage = balanced(self.seconds[: len(self.seconds) - shares], ranks * chunks)
         sums, start = [[0.0] * 6 for _ in range(ranks)], 0
         for rank, count in zip(named("vee" if vee else "loop", ranks, chunks), of_stage, strict=True):
             for at in range(start, start + count):
@@ -337,6 +355,10 @@ class _Sums:
                     sums[rank][field_] += value
                 sums[rank][-1] = max(sums[rank][-1], layer.backward_peak)
             start += count
+        if shares:
+            share, seconds = self.layers[-1], self.seconds[-1]
+            values = seconds, 0.0, 0.0, *share.parameters, share.saved
+            sums = [[a + b for a, b in zip(each, values, strict=True)] for each in sums]
         largest = max(sum(each.parameters) for each in distinct(self.layers).values())
         return _Cut(tuple(_Rank(*each) for each in sums), largest)
 

@@ -22,6 +22,7 @@ from pipeloom.schedule.graph import NEVER, Graph
 from pipeloom.schedule.model import Schedule, of_schedule, parts, unit_action
 from pipeloom.schedule.simulate import weights_of
 
+_SHORTER = 1e-3  # of the step, by which a placement whose T waits longer, and holds more, must be shorter
 _ONE, _TWO = ("REDUCE",), ("REDUCE_SUM", "REDUCE_INPUT")
 
 
@@ -86,7 +87,7 @@ def vocabulary(schedule: Schedule, form: str = "fused", costs: Costs | None = No
     for late_count, ahead, scores_first, (waiting, fit) in product(late, range(most + 1), (True, False), waits):
         placing = _Placing(schedule, spread, cost_model, groups, _Policy(ahead, scores_first, waiting, late_count, fit))
         makespan = placing.run()
-        if best is None or makespan < best[0] - TIME_TOLERANCE:
+        if best is None or makespan < (1 - _SHORTER) * best[0]:
             best = makespan, placing
     assert best is not None
     assert best[0] < NEVER
@@ -176,8 +177,8 @@ class _Placing:
         """Place all entries and return the makespan; NEVER if the ranks cannot run to their ends."""
         while self.moments:
             now = heapq.heappop(self.moments)
-            while self.moments and self.moments[0] <= now:
-                heapq.heappop(self.moments)
+            while self.moments and self.moments[0] <= now + TIME_TOLERANCE:  # one moment, whatever the rounding
+                now = heapq.heappop(self.moments)
             while self.due and self.due[0][0] <= now:
                 self._start_group(*heapq.heappop(self.due))
             for rank in range(len(self.ranks)):
@@ -221,6 +222,8 @@ class _Placing:
         ]
         following = each.rest[0] if ready <= now else None
         options.insert(3 if policy.scores_first else 0, following)
+        if early > policy.waiting + 1:  # or they wait to the end, where the rank never does
+            options.insert(0, grads)
         action = next((option for option in options if option is not None), None)
         if action is None and grads is not None:
             length = self.duration[self._code(grads)]

@@ -1,4 +1,4 @@
-"""The output layer spread over the pipeline, as a dry run predicts it."""
+"""The output layer spread over the pipeline, as a dry run and the planner predict it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import pytest
 
 from pipeloom.config import load_layout
 from pipeloom.errors import UsageError
+from pipeloom.plan import RUNTIMES, Planner, PlanRequest, load_device, load_model, parse_layout, search
+from pipeloom.plan.export import layers_by_rank, megatron, run_toml
+from pipeloom.plan.layout import problems
 from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.run import predicted
+from pipeloom.plan.search import estimate
 
 KEYS = {
     "parallel.pp": 2,
@@ -74,15 +78,70 @@ def test_t_has_the_weights_gradient_beside_its_sum(spread):
     assert max(there) >= share
 
 
-def test_a_profile_of_the_whole_output_layer_does_not_apply():
-    layout = load_layout("tiny", KEYS | {"parallel.vocabulary": "pp"})
-    with pytest.raises(UsageError, match='nearest: "last"'):
-        predicted(layout, measured_layers=MeasuredLayers({}, 64, 0.0, 1.0))
+def test_of_a_profile_a_share_takes_its_part():
+    times = {kind: (0.1, 0.4) for kind in ("F", "I", "W", "B", "RB")}
+    layers = MeasuredLayers(dict.fromkeys((("E", False), ("t", False), ("L", False)), times), 64, 0.0, 1e9)
+    costs = predicted(load_layout("tiny", KEYS | {"parallel.vocabulary": "pp"}), measured_layers=layers).timeline.costs
+    assert (costs.scores, costs.scores_grad) == (pytest.approx(2 * (0.1 + 0.4 / 2)), pytest.approx(0.1 + 0.4 / 2))
+    whole = predicted(load_layout("tiny", KEYS), measured_layers=layers).timeline.costs
+    layers_of_last = tuple(
+        load_layout("tiny", KEYS | each).stage_layers[-1] for each in ({}, {"parallel.vocabulary": "pp"})
+    )
+    assert whole.forward[1] == pytest.approx(0.5 * layers_of_last[0])
+    assert costs.forward[1] == pytest.approx(0.5 * (layers_of_last[1] - 1))  # the norm takes none
+
+
+@pytest.fixture(scope="module")
+def planner():
+    """Of a model whose output layer costs about nine of its eight blocks."""
+    shape = replace(load_model("llama3-8b").with_layers(8), hidden=1024, feed_forward=2048, heads=8, vocabulary=64_000)
+    return Planner(replace(shape, key_value_heads=8), load_device("h100"), RUNTIMES["pipeloom"])
+
+
+@pytest.mark.parametrize(
+    "text", ["pp=4,m=8", "pp=4,m=8,schedule=zb-h1", "pp=2,v=2,m=4,schedule=zbv", "pp=4,tp=2,m=6", "pp=4,m=6,slices=2"]
+)
+def test_the_planner_predicts_what_the_dry_run_does(planner, text, tmp_path):
+    plan = planner.predict(parse_layout(text + ",vocabulary=pp"))
+    (tmp_path / "run.toml").write_text(run_toml(plan, planner.shape, None))
+    dry = predicted(load_layout(tmp_path / "run.toml"), planner.device)
+    assert plan.schedule == dry.timeline.schedule
+    assert sum(getattr(plan.step, part) for part in ("compute", "exchange", "idle")) == pytest.approx(
+        dry.timeline.makespan, rel=0.005
+    )
+    assert [rank.total for rank in plan.ranks] == pytest.approx([rank.total for rank in dry.ranks], rel=0.03)
+
+
+def test_the_search_spreads_an_output_layer_that_is_longer_than_a_stage(planner):
+    request = PlanRequest(8, 80e9, 64, 4096, ("1f1b",), vocabulary=("last", "pp"), fixed={"pp": 4, "tp": 1, "cp": 1})
+    plan = search(planner, request)
+    assert plan.best.layout.vocabulary == "pp"
+    assert plan.best.tokens > 1.3 * max(each.tokens for each in plan.predictions if each.layout.vocabulary == "last")
+    rough = estimate(planner, plan.best.layout)
+    assert rough.seconds == pytest.approx(plan.best.step.total, rel=0.1)
+    small = replace(planner, shape=replace(planner.shape, vocabulary=2048))
+    assert {each.layout.vocabulary for each in search(small, request).estimates} == {"last"}
+    forced = replace(request, fixed={"pp": 4, "tp": 1, "vocabulary": "pp"})
+    assert search(small, forced).best.layout.vocabulary == "pp"
+
+
+def test_where_it_cannot_be_spread(planner):
+    spread = parse_layout("pp=2,m=4,vocabulary=pp")
+    assert not problems(planner.shape, spread)
+    for shape, layout in (
+        (planner.shape, replace(spread, pp=1)),
+        (replace(planner.shape, ahead=1), spread),
+        (replace(planner.shape, tied=True), replace(spread, zero=3)),
+    ):
+        assert "nearest: vocabulary=last" in problems(shape, layout)[0]
+    with pytest.raises(UsageError, match="megatron does not spread the output layer"):
+        replace(planner, runtime=RUNTIMES["megatron"]).predict(spread)
+    with pytest.raises(UsageError, match="nearest: --fixed vocabulary=last"):
+        megatron(planner.predict(spread))
+    assert layers_by_rank(spread.built(), (5, 5))[0] == ["rank", "chunk 0", "share"]
 
 
 def test_the_step_on_a_device_counts_s_and_t(spread):
-    from pipeloom.plan import load_device
-
     layout = load_layout("tiny", KEYS | {"parallel.vocabulary": "pp"})
     step = predicted(layout, load_device("h100")).step
     costs = predicted(layout, load_device("h100")).timeline.costs

@@ -195,6 +195,25 @@ def test_a_micro_batch_more_takes_its_work(name: str, chunks: int | None, slices
     assert {kind: kinds.count(kind) for kind in "ST"} == dict.fromkeys("ST", ranks * m * slices)
 
 
+def test_a_rank_that_never_waits_does_not_keep_the_scores_of_all_micro_batches() -> None:
+    costs = Costs(scores=1.2, scores_grad=0.6)
+    peaks = []
+    for microbatches in (10, 20):
+        schedule = transformed(build("1f1b", 2, microbatches), ["vocabulary"], costs)
+        held = simulate(schedule, replace(costs, bytes={"scores": (0, 0, 1, 1)})).peak_bytes["device"]
+        peaks.append(max(held))
+    assert peaks[1] <= peaks[0] <= 7
+
+
+def test_rounded_times_do_not_change_the_placement() -> None:
+    whole = build("1f1b", 4, 8, None, {"slices": 2})
+    first, second = (
+        transformed(whole, ["vocabulary"], Costs(1.0, 1.0, 1.0, scores=each, scores_grad=each / 2))
+        for each in (1.2, 1.2 * (1 + 1e-15))
+    )
+    assert first.codes == second.codes
+
+
 def test_a_slice_takes_its_share_of_the_tokens() -> None:
     """Attention makes the second slice as long as the longer first one, and no word costs more for it."""
     cuts = balanced_cuts(100, 2, 0.6)
