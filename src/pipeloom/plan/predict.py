@@ -228,8 +228,9 @@ class Planner:
         flops[0] = tokens * self.shape.hidden / layout.tp / 3  # an addition for each weight of a row, in the backward
         work = [sum(flops[slice(*span)]) for span in of_stage]
         unit = 3 * sum(work) / len(work)
-        each = tuple(stage / unit for stage in work)
-        share = flops[-1] / unit
+        # rounded, so that layouts of the same proportions share a schedule
+        each = tuple(round(stage / unit, 12) for stage in work)
+        share = round(flops[-1] / unit, 12)
         costs, cuts = Costs(each, each, each, scores=2 * share, scores_grad=share), self.cuts(layout)
         return costs if cuts is None else cuts.costs(costs)
 

@@ -22,7 +22,7 @@ RECOMPUTED = ("none", "norms+activation", "full")
 CHUNKS = {"1f1b": (1,), "zb-h1": (1,), "interleaved": (2, 4, 8), "zbv": (2,)}
 WHOLE_ROUNDS = ("interleaved",)
 SLICED = ("1f1b", "zb-h1")
-MOST_SHARES = 16  # pipeline ranks, above which placing S and T takes longer than the rest of the search
+MOST_SHARES = 8  # pipeline ranks, above which placing S and T takes longer than the rest of the search
 OFFERED = {
     "megatron": ("1f1b", "interleaved"),
     "torchtitan": ("1f1b", "interleaved", "zbv"),
