@@ -26,7 +26,7 @@ test: install lint
 
 # the rest of tests/dist and tests/e2e, and six of the mutants
 test-all: install
-	$(PYTEST) -n 2 -m "not unit and not core and not full" $(again)
+	$(PYTEST) -n 2 -m "not core and not full" tests/dist tests/e2e $(again)
 	$(BIN)/python tests/mutants.py --sample 6 --no-baseline
 
 # every change of tests/mutants.toml must turn a named test red

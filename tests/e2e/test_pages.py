@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import pipeloom as pl
-from documents import FORKING, blocks, run_console, run_python
+from commands import FORKING
+from documents import blocks, run_console, run_python
 from paths import ROOT
 from pipeloom.config import MeshShape, load_layout
 from pipeloom.models import DecoderShape

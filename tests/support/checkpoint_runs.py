@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from commands import Command, pipeloom
 from pipeloom.config import load_layout
 from pipeloom.train.loop import run
 from pipeloom.train.workers.context import WorkerContext
@@ -43,17 +43,13 @@ def run_here(folder: Path, log: str, settings: dict[str, Any], rank: int = 0) ->
 
 
 def words(folder: Path, log: str, *flags: str) -> list[str]:
-    """The command line of a run on a small text, its folder below `folder/log`."""
+    """The words of a run on a small text, its folder below `folder/log`."""
     base = ["tiny", "--data.source", text_in(folder), "--log.dir", str(folder / log), "--train.device", "cpu"]
-    return [sys.executable, "-m", "pipeloom", "train", *base, *flags]
+    return ["train", *base, *flags]
 
 
-def command(
-    folder: Path, log: str, *flags: str, timeout: float = 250.0, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words(folder, log, *flags), capture_output=True, text=True, timeout=timeout, env=environment(**variables)
-    )
+def command(folder: Path, log: str, *flags: str, timeout: float = 250.0) -> subprocess.CompletedProcess[str]:
+    return pipeloom(*words(folder, log, *flags), timeout=timeout)
 
 
 def runs(log: Path) -> list[Path]:
@@ -71,7 +67,7 @@ def steps_of(folder: Path) -> list[tuple[int, str]]:
     return [(event["step"], event["loss"]) for event in events if event["event"] == "step"]
 
 
-def wait_for(condition: Callable[[], bool], run: subprocess.Popen[str], seconds: float = 200.0) -> None:
+def wait_for(condition: Callable[[], bool], run: subprocess.Popen[str] | Command, seconds: float = 200.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert run.poll() is None, run.communicate()[1]
