@@ -69,9 +69,7 @@ class ForkedWorker(_Process):
         read, write = os.pipe()
 
         def prepare() -> None:
-            Path("/proc/self/comm").write_text(
-                f"rank {env['RANK']}"
-            )  # its environment there is its parent's
+            Path("/proc/self/comm").write_text(f"rank {env['RANK']}")  # its environment there is its parent's
             preexec_fn()
             for name in os.listdir("/proc/self/fd"):
                 with contextlib.suppress(OSError):
