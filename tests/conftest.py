@@ -6,6 +6,7 @@ The folder below `tests/` is the tier: `unit` (no processes), `dist` (processes 
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import sys
@@ -52,6 +53,7 @@ os.environ.setdefault(
     "XDG_CACHE_HOME", os.path.join(tempfile.gettempdir(), f"pipeloom-tests-{os.getuid()}")
 )  # of tokens
 sys.path[:0] = [str(TESTS), str(TESTS / "support")]
+gc.disable()  # until all tests are imported: what that makes stays
 
 
 def tier_of(path: Path) -> str:
@@ -76,10 +78,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Import what torch puts off until a first backward or optimizer: once here, not in a test's call or every forked rank."""
+    """Import what torch puts off until a first backward or optimizer: once here, not in a test's call or every forked rank.
+
+    And set aside the million objects that are there now: a full collection would go through them.
+    """
     if "torch" in sys.modules and session.items:
         import torch._dynamo
         import torch.fx.experimental.symbolic_shapes  # noqa: F401
+    gc.freeze()
+    gc.enable()
 
 
 def _cpu_seconds() -> float:

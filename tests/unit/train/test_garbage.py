@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from pipeloom.config import load_layout
@@ -17,6 +19,13 @@ from pipeloom.train.observers import StepObserver, observers
 from pipeloom.train.tuning import EVERY_STEPS, GarbageCollection
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _thawed() -> Iterator[None]:
+    gc.unfreeze()  # what the tests set aside (tests/conftest.py)
+    yield
+    gc.freeze()
 
 
 class Cycle:
