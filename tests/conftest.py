@@ -54,6 +54,15 @@ os.environ.setdefault(
 )  # of tokens
 sys.path[:0] = [str(TESTS), str(TESTS / "support")]
 gc.disable()  # until all tests are imported: what that makes stays
+_thaw, _thawed = gc.unfreeze, [True]
+
+
+def _note_thaw() -> None:
+    _thaw()
+    _thawed.append(True)
+
+
+gc.unfreeze = _note_thaw  # at the end of a training loop
 
 
 def tier_of(path: Path) -> str:
@@ -78,14 +87,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Import what torch puts off until a first backward or optimizer: once here, not in a test's call or every forked rank.
-
-    And set aside the million objects that are there now: a full collection would go through them.
-    """
+    """Import what torch puts off until a first backward or optimizer: once here, not in a test's call or every forked rank."""
     if "torch" in sys.modules and session.items:
         import torch._dynamo
         import torch.fx.experimental.symbolic_shapes  # noqa: F401
-    gc.freeze()
     gc.enable()
 
 
@@ -135,7 +140,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def _untuned() -> None:
-    """Undo what a worker that a test started in this process tuned: more threads wait for each other on busy cores."""
+    """Undo what a worker that a test started in this process tuned: more threads wait for each other on busy cores.
+
+    And set aside the million objects that are there, unless they are: a full collection goes through them for a second.
+    """
+    if _thawed:
+        _thawed.clear()
+        gc.freeze()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     if "pipeloom.ops.products" in sys.modules:
