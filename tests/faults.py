@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parent / "support"))
 
+from checkpoint_runs import BRIEF
 from commands import Command
 from pipeloom.runtime import executor
 from pipeloom.train import loop
@@ -75,7 +76,7 @@ def command(folder: Path, *flags: str, timeout: float | None = TIMEOUT) -> list[
         "--train.device",
         "cpu",
     ]
-    return ["-m", "pipeloom", "train", *words, "--train.steps", "1000000", *limit, *flags]
+    return ["-m", "pipeloom", "train", *words, "--train.steps", "1000000", *limit, *BRIEF, *flags]
 
 
 def workers_of(launcher: int, count: int, seconds: float = 60.0) -> dict[int, int]:

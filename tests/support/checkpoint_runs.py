@@ -19,6 +19,7 @@ from pipeloom.config import load_layout
 from pipeloom.train.loop import run
 from pipeloom.train.workers.context import WorkerContext
 
+BRIEF = ("--train.eval_batches", "1", "--sample.tokens", "0")  # what comes before and after the steps
 TEXT = "".join(f"line {n}: the loom weaves thread {n * 7919 % 10007} over thread {n * 31 % 997}\n" for n in range(3000))
 
 
@@ -37,14 +38,15 @@ def text_in(folder: Path) -> str:
 
 def run_here(folder: Path, log: str, settings: dict[str, Any], rank: int = 0) -> None:
     """A run on a small text with this process as a worker: the only one, or one of a process group."""
-    base = {"data.source": text_in(folder), "log.dir": str(folder / log), "train.device": "cpu"}
+    base: dict[str, Any] = {"data.source": text_in(folder), "log.dir": str(folder / log), "train.device": "cpu"}
+    base |= {"train.eval_batches": 1, "sample.tokens": 0}
     layout = load_layout("tiny", {**base, "parallel.pp": 1, "schedule.name": "1f1b", **settings})
     run(layout, WorkerContext(rank, layout.world_size, rank, torch.device("cpu"), None))  # type: ignore[arg-type]
 
 
 def words(folder: Path, log: str, *flags: str) -> list[str]:
     """The words of a run on a small text, its folder below `folder/log`."""
-    base = ["tiny", "--data.source", text_in(folder), "--log.dir", str(folder / log), "--train.device", "cpu"]
+    base = ["tiny", "--data.source", text_in(folder), "--log.dir", str(folder / log), "--train.device", "cpu", *BRIEF]
     return ["train", *base, *flags]
 
 

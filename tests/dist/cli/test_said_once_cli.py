@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from checkpoint_runs import BRIEF
 from commands import pipeloom
 from pipeloom.train.workers import launch
 from pipeloom.train.workers.failures import WorkerFailure
 
-TINY = ("train", "tiny", "--train.steps", "3", "--parallel.pp", "2", "--schedule.name", "1f1b")
+TINY = ("train", "tiny", *BRIEF, "--train.steps", "3", "--parallel.pp", "2", "--schedule.name", "1f1b")
 
 
 def run(folder: Path, *arguments: str, torchrun: bool = False) -> subprocess.CompletedProcess[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from checkpoint_runs import BRIEF
 from commands import Command, pipeloom
 from paths import DATA
 from pipeloom.config.matrix import expand
@@ -32,7 +33,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(corpus: Path, log: Path, *flags: str) -> list[str]:
-    words = ["tiny", "--data.source", str(corpus), "--log.dir", str(log), "--train.device", "cpu", *flags]
+    words = ["tiny", "--data.source", str(corpus), "--log.dir", str(log), "--train.device", "cpu", *BRIEF, *flags]
     return ["train", *words]
 
 

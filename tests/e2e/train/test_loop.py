@@ -56,7 +56,7 @@ def test_two_runs_are_equal_bit_by_bit_and_tell_what_they_did(tmp_path: Path) ->
     first, second = tmp_path / "a", tmp_path / "b"
     for folder in (first, second):
         folder.mkdir()
-        done = train(folder, "--train.steps", "6")
+        done = train(folder, "--train.steps", "6", "--sample.tokens", "20")
         assert done.returncode == 0, done.stderr
     assert events(first, "step") == events(second, "step")
     assert [event["step"] for event in events(first, "step")] == [1, 2, 3, 4, 5, 6]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import pipeloom as pl
+from checkpoint_runs import BRIEF
 from commands import pipeloom
 from pipeloom.config import Layout, load_layout
 from pipeloom.schedule.files import load
@@ -298,7 +299,7 @@ def test_the_command(tmp_path: Path) -> None:
     source = tmp_path / "text.py"
     source.write_text(TEXT)
     flags = ["--data.source", str(source), "--log.dir", str(tmp_path / "runs"), "--train.steps", "4"]
-    flags += ["--schedule.name", "search", "--schedule.options.iterations", "100"]
+    flags += ["--schedule.name", "search", "--schedule.options.iterations", "100", *BRIEF]
     done = pipeloom("train", "tiny", *flags)
     assert done.returncode == 0, done.stderr
     assert "search, starting with 1f1b" in done.stdout

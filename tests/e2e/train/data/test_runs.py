@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint_runs import BRIEF
 from commands import pipeloom
 from corpora import documents, json_lines, tokenizer_file
 
@@ -15,7 +16,7 @@ def train(folder: Path, *flags: str) -> dict[int, float]:
     """The losses of a run, by step."""
     common = ["--data.source", "a.jsonl", "--data.tokenizer", "tokenizer.json", "--data.documents", "pack"]
     common += ["--data.cache", "cache", "--log.dir", "runs", "--train.device", "cpu", "--train.seq_len", "64"]
-    done = pipeloom("train", "tiny", *common, *flags, folder=folder)
+    done = pipeloom("train", "tiny", *common, *BRIEF, *flags, folder=folder)
     assert done.returncode == 0, done.stderr
     assert 'field "text": 120 documents' in done.stdout
     assert "% full" in done.stdout
