@@ -226,14 +226,14 @@ def test_a_directory_trains_and_comes_out(key: str, name: str, schedule: str, ou
     (tmp_path / "text.txt").write_text("the loom weaves " * 4000)
     keys = {f"model.{key}": "hub", "parallel.pp": 2, "schedule.name": schedule, "schedule.microbatches": 4}
     keys |= {"parallel.vocabulary": output}
-    keys |= {"train.steps": 5, "train.seq_len": 24, "train.global_batch_size": 8, "train.device": "cpu"}
     keys |= {
-        "data.source": "text.txt",
+        "train.steps": 5,
+        "train.seq_len": 24,
+        "train.global_batch_size": 8,
+        "train.device": "cpu",
         "sample.tokens": 0,
-        "log.dir": "runs",
-        "train.recompute": "[1]",
-        "data.tokenizer": "bytes",
     }
+    keys |= {"data.source": "text.txt", "log.dir": "runs", "train.recompute": "[1]", "data.tokenizer": "bytes"}
     done = pipeloom("train", *(f"--{key}={value}" for key, value in keys.items()), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs").iterdir()
