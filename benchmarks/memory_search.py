@@ -30,6 +30,7 @@ from recompute import SETTINGS, costs_of
 
 RANKS, MICROBATCHES, MEMORY = 8, 32, 200.0
 COPIES = (0.5, 1.0, 1.5, 2.0)  # in units of F
+MOVES = 20_000, 100_000  # of small cases: more where the fewer were not proved to be enough
 
 
 def named(costs: Costs) -> dict[str, tuple[Schedule, Costs]]:
@@ -70,22 +71,24 @@ def row(setting: tuple[float, float, float], copy: float, seconds: float) -> str
     )
 
 
-def compare(cases: int, moves: int, seconds: float) -> None:
+def compare(cases: int, first: int, seconds: float) -> None:
     """Print in which of so many small cases that are proved the search and the least differ, and which were not proved."""
     outcomes = dict.fromkeys(("equal", "longer", "shorter", "not proved"), 0)
-    for seed in count():
+    for seed in count(first):
+        case = small_case(seed)
+        for moves in MOVES:
+            value = pl.search(*case, iterations=moves).value
+            least, bound = least_makespan(*case, value, seconds)
+            outcome = "longer" if least < value - 0.01 else "shorter" if value < bound - 0.01 else "equal"
+            outcome = "not proved" if outcome == "equal" and bound < value - 0.01 else outcome
+            if outcome == "equal":
+                break
+            words = f"searched {value:g} in {moves} moves, least {least:g}, its bound {bound:g}: {outcome}"
+            print(f"case {seed}: p {case[0]}, m {case[1]}: {words}", flush=True)
+        outcomes[outcome] += 1
         if sum(outcomes.values()) - outcomes["not proved"] == cases:
             break
-        ranks, microbatches, costs, memory = small_case(seed)
-        value = pl.search(ranks, microbatches, costs, memory, iterations=moves).value
-        least, bound = least_makespan(ranks, microbatches, costs, memory, value, seconds)
-        outcome = "longer" if least < value - 0.01 else "shorter" if value < bound - 0.01 else "equal"
-        outcome = "not proved" if outcome == "equal" and bound < value - 0.01 else outcome
-        outcomes[outcome] += 1
-        if outcome != "equal":
-            words = f"searched {value:g}, least {least:g}, its bound {bound:g}: {outcome}"
-            print(f"case {seed}: p {ranks}, m {microbatches}: {words}", flush=True)
-    print(", ".join(f"{number} {outcome}" for outcome, number in outcomes.items()))
+    print(f"cases {first} to {seed}: {', '.join(f'{number} {outcome}' for outcome, number in outcomes.items())}")
 
 
 def main() -> int:
@@ -93,10 +96,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=55.0, help="for each row or proof")
     parser.add_argument("--copies", type=float, nargs="*", default=COPIES, help="times of a copy, in units of F")
     parser.add_argument("--exact", type=int, metavar="CASES", help="compare so many small cases with the least instead")
-    parser.add_argument("--moves", type=int, default=100_000, help="of each search that is compared with the least")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first small case")
     options = parser.parse_args()
     if options.exact:
-        compare(options.exact, options.moves, options.seconds)
+        compare(options.exact, options.first, options.seconds)
         return 0
     heads = "F:I:W", "copy ÷ F", *named(replace(costs_of(1, 1, 1), host_bandwidth=94.0))
     print(f"| {' | '.join(heads)} | searched | ÷ named | ÷ bound | from | seconds |")
