@@ -127,17 +127,12 @@ def command(options: PlanFlags) -> None:
 
 
 def _chart(planner: Planner, request: PlanRequest) -> str:
-    from math import log2
-
     from pipeloom.draw.chart import Panel, chart
     from pipeloom.plan.scaling import scaling
 
-    lines = {
-        name: [(log2(count), tokens) for count, tokens in points] for name, points in scaling(planner, request).items()
-    }
     title = f"{planner.shape.name} on {request.devices} {planner.device.name}, nodes of {planner.device.per_node}"
-    axis = "log2 of the devices that share one copy of the model"
-    return chart(title, axis, [Panel("tokens/s of a device", lines)])
+    axis = "devices that share one copy of the model"
+    return chart(title, axis, [Panel("tokens/s of a device", scaling(planner, request))], log2=True)
 
 
 def _refined(
