@@ -188,7 +188,6 @@ def _request(options: PlanFlags, device: Device) -> PlanRequest:
 
     if options.devices is None:
         raise UsageError("plan needs --devices, or --layout with the sizes of the axes")
-    ours = options.runtime == "pipeloom"  # what its trainer does not do is not planned
     request = PlanRequest(
         options.devices,
         device.memory,
@@ -204,7 +203,9 @@ def _request(options: PlanFlags, device: Device) -> PlanRequest:
         request = replace(request, fixed=values_of(options.fixed, "--fixed"))
     if options.costs is not None:  # layers are measured whole
         request = replace(request, fixed={"tp": 1, "cp": 1, "ep": 1} | dict(request.fixed))
-    return replace(request, recompute=("none", "full"), slices=(1, 2, 4)) if ours else request
+    if options.runtime != "megatron":  # these parts are Megatron's
+        request = replace(request, recompute=("none", "full"))
+    return replace(request, slices=(1, 2, 4)) if options.runtime == "pipeloom" else request
 
 
 def _one(options: PlanFlags, planner: Planner, text: str, device_memory: float) -> LayoutCosts:
