@@ -52,6 +52,7 @@ SHORTER = [
 """The same for the README, whose runs are of a few milliseconds a step."""
 PRINTED = {
     "README.md": ["63.0 0.16666666666666666 (12, 10, 8, 6)", "step 19 loss"],
+    "schedules.md": ["(5, 5, 5, 2) 130.0 130.0"],
     "tutorial.md": ["eager:extra=2", "prediction: costs of", "the schedule deadlocks; the shortest cycle"],
 }
 MY_TOML = """
