@@ -92,10 +92,10 @@ def test_loss_and_gradients(
     if not tied:
         rows = [torch.tensor(part["head.weight"]) for _, part, _ in results]
         del gradients["head.weight"]
-        torch.testing.assert_close(torch.cat(rows), head.grad, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.cat(rows), head.grad, rtol=1e-5, atol=3e-6)
     assert gradients.keys() == expected.keys()
     for key, value in expected.items():
-        torch.testing.assert_close(gradients[key], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradients[key], value, rtol=1e-5, atol=3e-6)
     for losses, _, _ in results:
         assert losses == pytest.approx([loss(smoothing).item(), loss(smoothing).item(), loss(0.0).item()], rel=1e-6)
     last = build(name, ranks, ROWS // 2, chunks).placement[-1]
@@ -103,4 +103,4 @@ def test_loss_and_gradients(
         logits = nn.Sequential(*layers)(tokens) @ head.T
     for rank, (_, _, predicted) in enumerate(results):
         assert (predicted is None) == (rank != last)
-    torch.testing.assert_close(torch.tensor(results[last][2]), logits, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(results[last][2]), logits, rtol=1e-5, atol=3e-6)
