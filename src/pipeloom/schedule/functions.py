@@ -43,7 +43,9 @@ def importable_from(folder: str | Path | None) -> Iterator[None]:
 def is_function(name: str) -> bool:
     """Return whether `name` is `module:function` or `file.py:function`, and not a family or a file."""
     module = _module_name(name)
-    return ":" in name and not name.lower().endswith((".csv", ".json")) and (module.endswith(".py") or "/" not in module)
+    return (
+        ":" in name and not name.lower().endswith((".csv", ".json")) and (module.endswith(".py") or "/" not in module)
+    )
 
 
 def source_file(name: str) -> str | None:
