@@ -1,5 +1,5 @@
-"""`module:function` and `file.py:function`: the user's code. A module is searched in everything that is installed, and then in one
-given folder; a file's path is relative to this folder.
+"""`module:function` and `file.py:function`: the user's code. A module is searched in everything that is installed, and then in
+one given folder; a file's path is relative to this folder.
 
 Such a module runs with the user's rights, so a configuration that names one must be trusted like a program.
 """
@@ -97,7 +97,8 @@ def _run(file: str, folder: Path) -> ModuleType:
     path = (folder / file).absolute()
     if source_file(f"{file}:") != str(path):
         spec = importlib.util.spec_from_file_location(file, path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         sys.modules[file] = importlib.util.module_from_spec(spec)
         try:
             with importable_from(path.parent):
