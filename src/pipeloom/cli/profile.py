@@ -83,7 +83,9 @@ def _measure(layout: Layout, processes: int, repeats: int, words: Sequence[str])
 
         require_room(processes, "--processes")
         _require_memory(layout, processes)
-        print(f"measuring layers and links with {processes} process{'es' * (processes > 1)}", file=sys.stderr, flush=True)
+        print(
+            f"measuring layers and links with {processes} process{'es' * (processes > 1)}", file=sys.stderr, flush=True
+        )
         return run_workers("profile", words, processes)
     result = ""
 
