@@ -83,8 +83,8 @@ def _step_lines(layout: Layout, prediction: RunPrediction | None, device: Device
     tokens = prediction.layout.sequences * prediction.layout.seq / step.total / layout.world_size
     slowest = step.total * (1 + _RELEASES)
     return [
-        f"step on {device.name}: {step.total:.3g} to {slowest:.3g} s, since releases of one runtime differ by {100 * _RELEASES:.0f} %; at best "
-        f"{tokens:,.0f} tokens/s on each device ({parts})"
+        f"step on {device.name}: {step.total:.3g} to {slowest:.3g} s, since releases of one runtime differ by "
+        f"{100 * _RELEASES:.0f} %; at best {tokens:,.0f} tokens/s on each device ({parts})"
     ]
 
 
