@@ -79,7 +79,7 @@ def test_two_runs_are_equal_bit_by_bit_and_tell_what_they_did(tmp_path: Path) ->
     most = bytes_["measured"].index(max(bytes_["measured"]))
     assert f"(predicted {size_words(bytes_['predicted'][most])}), on rank {most}\n" in done.stdout
     (traced,) = first.glob("runs/*/timelines.json")
-    assert len(json.loads(traced.read_text())["steps"]) == 5  # without the second, whose bytes were counted
+    assert len(json.loads(traced.read_text())["timelines"]) == 5  # without the second, whose bytes were counted
     bubble = events(first, "bubble")[0]
     assert 0 <= bubble["simulated"] < 1  # either may be the larger in a step of a few milliseconds
     assert 0 <= bubble["measured"] < 1
