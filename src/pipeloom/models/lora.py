@@ -98,7 +98,7 @@ def _adapted(layer: str, build: Callable[[], nn.Module], options: LoraOptions, s
     if isinstance(module, VocabularyShare) and options.chooses(hub_name(layer)):
         raise ArgumentError(
             "target_modules",
-            f" chooses {hub_name(layer)}, and an output layer that is spread over the pipeline takes no adapter; nearest: "
+            f" chooses {hub_name(layer)}, and a vocabulary that is spread over the pipeline takes no adapter; nearest: "
             f'"{ALL_LINEAR}"',
         )
     for parameter in module.parameters():
