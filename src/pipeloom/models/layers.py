@@ -150,9 +150,7 @@ class VocabularyRanks:
     size: int
     label_smoothing: float = 0.0
 
-    def share(
-        self, vocabulary: int, width: int, embeds: bool = False, padding: int | None = None
-    ) -> VocabularyShare:
+    def share(self, vocabulary: int, width: int, embeds: bool = False, padding: int | None = None) -> VocabularyShare:
         """Return the share of this rank of a weight [vocabulary, width], not drawn; arguments as of `VocabularyShare`."""
         parts = uneven_parts(vocabulary, self.size)
         return VocabularyShare(width, parts, self.index, self.label_smoothing, embeds, padding)
@@ -189,8 +187,8 @@ def layers(
         context: spreads the tokens of each sequence over these ranks: tokens, activations and logits are then this rank's part
             (`ContextParallel.part`), and `position_ids` those of whole sequences.
         spread: the ranks over which the embedding and the output layer are spread. Each rank then builds its shares of both, or
-            where they are tied of the one weight, as layers behind the norm; the first layer gets the tokens' rows, and the schedule
-            has been through the transforms `vocabulary` and `embedding`.
+            where they are tied of the one weight, as layers behind the norm; the first layer gets the tokens' rows, and the
+            schedule has been through the transforms `vocabulary` and `embedding`.
 
     Building a block raises ArgumentError for numbers of heads or experts, or an inner width, that the ranks do not divide.
     """

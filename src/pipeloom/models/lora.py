@@ -95,10 +95,10 @@ def is_adapter(name: str) -> bool:
 
 def _adapted(layer: str, build: Callable[[], nn.Module], options: LoraOptions, seed: int) -> nn.Module:
     module = build()
-    if isinstance(module, VocabularyShare) and options.chooses(hub_name(layer)):
+    if isinstance(module, VocabularyShare) and not module.embeds and options.chooses(hub_name(layer)):
         raise ArgumentError(
             "target_modules",
-            f" chooses {hub_name(layer)}, and a vocabulary that is spread over the pipeline takes no adapter; nearest: "
+            f" chooses {hub_name(layer)}, and an output layer that is spread over the pipeline takes no adapter; nearest: "
             f'"{ALL_LINEAR}"',
         )
     for parameter in module.parameters():

@@ -328,7 +328,7 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def own_tokens(x: Tensor, tensor: TensorParallel) -> Tensor:
-    """Return this rank's part [batch, tokens / size, width] of x [batch, tokens, width], of which each gets the whole gradient."""
+    """Return this rank's part [batch, tokens / size, width] of x [batch, tokens, width]; the whole gradient is there on each."""
     return _OwnTokens.apply(x, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -334,7 +334,7 @@ def _output(shape: ModelShape, split: Split) -> LayerOps:
 
 
 def without_vocabulary(layers: Sequence[LayerOps], shape: ModelShape) -> list[LayerOps]:
-    """Return a model's layers where embedding and output layer are in shares: the first one gets rows, the last one has its norm."""
+    """Return a model's layers where embedding and output layer are in shares: the first gets rows, the last has its norm."""
     op = replace(layers[0].ops[0], saves=(), scratch=0.0, weights=((float(shape.positions * shape.hidden), 1),))
     first, last = replace(layers[0], ops=(op,), input=layers[1].input), layers[-1]
     return [first, *layers[1:-1], replace(last, ops=last.ops[:1], tied=0.0)]

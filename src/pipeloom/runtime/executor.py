@@ -518,7 +518,8 @@ class Executor:
 
     def _look_up(self, task: Task) -> None:
         """Run EMBED; the rank of the first stage keeps the rows as that stage's input."""
-        rows = self._spread.look_up(task.unit, *self._given[task.unit], self.training)
+        (tokens,) = self._given[task.unit]
+        rows = self._spread.look_up(task.unit, tokens, self.training)
         if (edge := self.program.stages[task.action.stage].gives) is not None:
             self._activations[edge, task.unit] = Delivery((rows,), boundary_of((rows,)))
 

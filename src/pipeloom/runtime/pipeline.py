@@ -61,7 +61,7 @@ from pipeloom.runtime.stage_modules import LayerSource, carrying
 from pipeloom.runtime.tensor_spec import ShapeCache, is_strided
 from pipeloom.runtime.tied_weights import layer_of
 from pipeloom.schedule.actions import SAVED, Action, fraction_of
-from pipeloom.schedule.model import Schedule, parts
+from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
 
 

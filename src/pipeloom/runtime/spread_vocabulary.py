@@ -31,8 +31,8 @@ def vocabulary_share(
 ) -> Layer:
     """Return the layer `name` with the share of one of `ranks` of a weight [vocabulary, width].
 
-    It is the last of a model's layers on every rank; the schedule has been through the transform `vocabulary`. If tokens are looked
-    up in another weight, the share of that one stands before it.
+    It is the last of a model's layers on every rank; the schedule has been through the transform `vocabulary`. The share of
+    another weight in which tokens are looked up stands before it.
 
     Args:
         label_smoothing: ε of the loss in training.
@@ -113,10 +113,10 @@ class SpreadVocabulary:
         share, embeds = shares[-1], shares[0].embeds
         if embeds != schedule.spreads_embedding:
             raise ConfigError(
-                "the input embedding is spread over the pipeline, and the schedule does not look tokens up: it lacks the transform "
-                "embedding"
+                "the input embedding is spread over the pipeline, and the schedule does not look tokens up: it lacks the "
+                "transform embedding"
                 if embeds
-                else "the schedule looks tokens up in the shares of the vocabulary, and the model has its embedding in its first layer"
+                else "the schedule looks tokens up in the shares of the vocabulary, and the model's first layer does"
             )
         fused = not any(action.kind == "REDUCE_SUM" for cell in schedule.programs[0] for action in parts(cell))
         ends = [schedule.placement[schedule.routes[0][end]] for end in (0, -1)]

@@ -101,11 +101,8 @@ def _check_actions(schedule: Schedule) -> None:
     due_of = [shares if kind.vocabulary else due & ~shares for kind in schedule.kinds]
     done = [int.from_bytes(seen[number * stride : (number + 1) * stride], "little") for number in numbers]
     complete = total == sum(seen) and not any(bits & ~due for bits, due in zip(done, due_of, strict=True))
-    groups = groups_of(schedule)
-    for rows in groups.values():
+    for rows in groups_of(schedule).values():
         complete = complete and len(rows) == schedule.ranks
-    if schedule.spreads_embedding:
-        complete = complete and all(("EMBED", unit) in groups for unit in range(units))
     for event in EVENTS:
         producers = [bits for kind, bits in zip(schedule.kinds, done, strict=True) if event in kind.produces]
         both = any(a & b for a, b in combinations(producers, 2))
@@ -141,10 +138,7 @@ def _diagnose(schedule: Schedule) -> None:
                         f"rank {rank}, action {at}: {action}, but micro-batch {action.microbatch} takes route "
                         f"{schedule.route_of[action.microbatch]}, which does not pass through stage {action.stage}"
                     )
-    groups = groups_of(schedule)
-    if schedule.spreads_embedding:
-        groups |= {("EMBED", unit): [] for unit in range(schedule.units) if ("EMBED", unit) not in groups}
-    for (letter, unit), rows in groups.items():
+    for (letter, unit), rows in groups_of(schedule).items():
         missing = {*range(schedule.ranks)} - {rank for rank, _ in rows}
         if missing:
             cell = unit_action(schedule, letter, schedule.vocabulary[min(missing)], unit)

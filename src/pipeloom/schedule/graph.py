@@ -244,8 +244,10 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
 
 
 def groups_of(schedule: Schedule) -> dict[tuple[str, int], list[tuple[int, int]]]:
-    """(kind, unit) of a group -> the (rank, position) of its entries."""
+    """(kind, unit) of a group -> the (rank, position) of its entries; of lookups one for each unit, if there are any."""
     groups: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+    if schedule.spreads_embedding:
+        groups |= {("EMBED", unit): [] for unit in range(schedule.units)}
     for rank, program in enumerate(schedule.programs if schedule.vocabulary else ()):
         for at, action in [(at, cell) for at, cell in enumerate(program) if isinstance(cell, Action)]:
             if kind_of(action.kind).group:

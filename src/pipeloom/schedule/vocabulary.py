@@ -98,8 +98,8 @@ def vocabulary(schedule: Schedule, form: str = "fused", costs: Costs | None = No
 def embedding(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """Return `schedule`, whose vocabulary is spread, with the input embedding in the same shares.
 
-    EMBED of a unit begins with the first stage's F of the second unit before it, EMBED_GRAD when its B or I ends; each stands on a
-    rank behind what runs there then. Memory: the rows of two units more on the first stage's rank.
+    EMBED of a unit begins with the first stage's F of the second unit before it, EMBED_GRAD when its B or I ends; each stands
+    on a rank behind what runs there then. Memory: the rows of two units more on the first stage's rank.
 
     Args:
         costs: as of `vocabulary`.

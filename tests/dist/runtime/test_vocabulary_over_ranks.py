@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipeloom.errors import ConfigError
-from pipeloom.runtime import Layer, Pipeline
+from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.runtime.spread_vocabulary import vocabulary_share
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.costs import Costs
@@ -44,7 +44,9 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, targets
 
 
-def pipeline_of(rank: int, words: list[str], embedding: str, plain: Schedule, smoothing: float) -> Pipeline:
+def pipeline_of(
+    rank: int, words: list[str], embedding: str, plain: Schedule, smoothing: float, **options: Any
+) -> Pipeline:
     """A pipeline whose embedding is that of the first layer, spread like the output layer, or tied to it."""
     layers, weight = model(plain.positions - 1)
     trunk = [Layer(f"layer{at}", lambda layer=layer: layer) for at, layer in enumerate(layers)]
@@ -53,7 +55,7 @@ def pipeline_of(rank: int, words: list[str], embedding: str, plain: Schedule, sm
         trunk[0] = Layer("rows", nn.Identity)
         first = vocabulary_share("layer0", layers[0].weight.detach(), rank, plain.ranks, smoothing, embeds=True)
         shares = [first] if embedding == "tied" else [first, *shares]
-    return Pipeline([*trunk, *shares], transformed(plain, words, COSTS), loss=nn.functional.cross_entropy)
+    return Pipeline([*trunk, *shares], transformed(plain, words, COSTS), loss=nn.functional.cross_entropy, **options)
 
 
 def on_one_rank(
@@ -98,7 +100,9 @@ def test_loss_and_gradients(
     expected = {f"layer{at}.{key}": p.grad for at, layer in enumerate(layers) for key, p in layer.named_parameters()}
     expected |= {} if embedding == "tied" else {"head.weight": head.grad}
     results = run_ranks(on_one_rank, ranks, name, ranks, chunks, slices, form, smoothing, embedding)
-    shares = {"tied": ["layer0.weight"], "whole": ["head.weight"], "spread": ["layer0.weight", "head.weight"]}[embedding]
+    shares = {"tied": ["layer0.weight"], "whole": ["head.weight"], "spread": ["layer0.weight", "head.weight"]}[
+        embedding
+    ]
     gradients = {key: torch.tensor(value) for _, part, _ in results for key, value in part.items()}
     for key in shares:
         gradients[key] = torch.cat([torch.tensor(part[key]) for _, part, _ in results])
@@ -119,7 +123,7 @@ def refusals(rank: int) -> list[str]:
     plain, words = build("1f1b", 2, ROWS // 2), []
     for transforms, embedding in ((["vocabulary"], "spread"), (["vocabulary", "embedding"], "whole")):
         with pytest.raises(ConfigError) as refused:
-            pipeline_of(rank, transforms, embedding, plain, 0.0)
+            pipeline_of(rank, transforms, embedding, plain, 0.0, options=RuntimeOptions(monitor=False))
         words.append(str(refused.value))
     return words
 
@@ -127,4 +131,4 @@ def refusals(rank: int) -> list[str]:
 def test_schedule_and_shares_agree_on_who_looks_tokens_up() -> None:
     for first, second in run_ranks(refusals, 2):
         assert "it lacks the transform embedding" in first
-        assert "the model has its embedding in its first layer" in second
+        assert "the model's first layer does" in second

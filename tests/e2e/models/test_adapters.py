@@ -259,7 +259,7 @@ def test_dropout_on_a_layer_that_is_cut_is_refused() -> None:
 def test_a_share_of_an_output_layer_takes_no_adapter() -> None:
     options = LoraOptions(r=3, lora_alpha=5.0, target_modules=("q_proj", "lm_head"))
     share = with_adapters(layers(DENSE.shape(), 5, spread=VocabularyRanks(0, 2)), options, 0)[-1]
-    with pytest.raises(ArgumentError, match="target_modules chooses lm_head, and a vocabulary that is spread"):
+    with pytest.raises(ArgumentError, match="target_modules chooses lm_head, and an output layer that is spread"):
         share()
 
 

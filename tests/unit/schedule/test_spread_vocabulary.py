@@ -151,8 +151,16 @@ def test_the_first_stage_waits_for_the_tokens_rows() -> None:
     ("first", "second", "words"),
     [
         (EMBEDS.replace("2EMBED0 ", ""), WITH_EMBEDS, "2EMBED0 is missing on rank 0"),
-        (EMBEDS.replace(" 2EMBED_GRAD0", ""), WITH_EMBEDS.replace(" 3EMBED_GRAD0", ""), "nothing frees what is embedded"),
-        (EMBEDS.replace("2EMBED0 0F0", "0F0 2EMBED0"), WITH_EMBEDS, "deadlocks"),  # issued when F starts, which waits for it
+        (
+            EMBEDS.replace(" 2EMBED_GRAD0", ""),
+            WITH_EMBEDS.replace(" 3EMBED_GRAD0", ""),
+            "nothing frees what is embedded",
+        ),
+        (
+            EMBEDS.replace("2EMBED0 0F0", "0F0 2EMBED0"),
+            WITH_EMBEDS,
+            "deadlocks",
+        ),  # issued when F starts, which waits for it
     ],
 )
 def test_which_lookups_check_refuses(first: str, second: str, words: str) -> None:
@@ -180,11 +188,18 @@ def test_lookups_take_the_step_one_sum_and_one_copy(name: str, chunks: int | Non
     times = [simulate(each, costs_of_all(costs, each)) for each in (head, both)]
     assert times[1].makespan <= 1.01 * times[0].makespan + 0.2
     assert times[0].peak_activations == times[1].peak_activations
+    check(transformed(both, ["slices=2"]) if slices == 1 else both)
     assert layers_alone(both) == layers_alone(head)
     first = [str(cell) for cell in both.programs[0] if cell.stage in both.vocabulary or cell.stage == 0]
     ahead = [first[: first.index(f"0F{unit}")] for unit in both.unit_names]
     share = both.vocabulary[0]
-    assert max(sum(each.startswith(f"{share}EMBED") and "GRAD" not in each for each in a) - at for at, a in enumerate(ahead)) == 2
+    assert (
+        max(
+            sum(each.startswith(f"{share}EMBED") and "GRAD" not in each for each in a) - at
+            for at, a in enumerate(ahead)
+        )
+        == 2
+    )
 
 
 def optimum(ranks: int, m: int, reductions: int, memory: int) -> int:

@@ -71,7 +71,6 @@ class Cut:
         spread: the ranks over which the embedding and the output layer are spread; None: they are in the parts before and after
             the decoder layers.
         head: the name of an output layer that can be spread: one linear layer without bias that puts out the logits; else "".
-        embedding: the name of the input embedding.
     """
 
     def __init__(
@@ -95,7 +94,6 @@ class Cut:
         self.path_dot = f"{self.path}."
         self.meta = any(parameter.is_meta for parameter in self.model.parameters())
         self.extra: int | None = None
-        self.embedding = next(name for name, part in model.named_modules() if part is self.model.get_input_embeddings())
         self.before = self._before()
         self.extra = self._extra()
         if spread is not None:
@@ -113,10 +111,12 @@ class Cut:
 
     @property
     def share_names(self) -> list[str]:
-        """The names of the layers of which each rank has a share: of the embedding, and of an output layer that is not tied to it."""
+        """The names of the layers of which each rank has a share: the embedding, and an output layer that is not tied to it."""
         if self.spread is None:
             return []
-        tied = any({f"{self.embedding}.weight", f"{self.head}.weight"} <= {*group} for group in shared_names(self.model))
+        tied = any(
+            {f"{self.embedding}.weight", f"{self.head}.weight"} <= {*group} for group in shared_names(self.model)
+        )
         return [f"{FIRST}.{self.embedding}", *([] if tied else [f"{LAST}.{self.head}"])]
 
     def global_name(self, name: str) -> str:
@@ -128,7 +128,9 @@ class Cut:
     def tied(self) -> tuple[tuple[str, ...], ...]:
         """Groups of names, in a pipeline, of parameters that share one weight."""
         groups = [tuple(map(self.global_name, group)) for group in shared_names(self.model)]
-        return tuple(group for group in groups if self.spread is None or f"{FIRST}.{self.embedding}.weight" not in group)
+        return tuple(
+            group for group in groups if self.spread is None or f"{FIRST}.{self.embedding}.weight" not in group
+        )
 
     # -- building ------------------------------------------------------------------------------------------------------------
 
@@ -145,7 +147,11 @@ class Cut:
             shell, tape = self._shell()
             outside = self._shell_parameters()
             if self.spread is not None:
-                shell.set_submodule(self.head, nn.Identity())
+                passes: Any = nn.Identity()
+                passes.weight = torch.empty(
+                    0, dtype=self._dtype
+                )  # some families convert to its dtype what they give it
+                shell.set_submodule(self.head, passes)
                 outside = [each for each in outside if each != f"{self.head}.weight"]
             held = {each for each in outside if (each in self.before) == (name == FIRST)}
             if self.spread is not None:
@@ -167,9 +173,10 @@ class Cut:
     def _share(self, spread: VocabularyRanks, name: str, embeds: bool) -> nn.Module:
         """Return this rank's share of the layer called `name` in the model; of a directory's it reads no other rows."""
         layer = self.model.get_submodule(name)
-        share = spread.share(*layer.weight.shape, embeds, layer.padding_idx if embeds else None).to(layer.weight.dtype)
+        (rows, width), dtype = layer.weight.shape, layer.weight.dtype
+        share = spread.share(rows, width, embeds, layer.padding_idx if embeds else None).to(dtype)
         if self._stored is not None:
-            self._stored.load_part(f"{name}.weight", share.weight, (share.first, 0), layer.weight.shape)
+            self._stored.load_part(f"{name}.weight", share.weight, (share.first, 0), (rows, width))
             return share
         whole = copy.deepcopy(layer, self._shared())
         self._fill(whole, f"{name}.")
@@ -241,6 +248,13 @@ class Cut:
     def _shell_parameters(self) -> list[str]:
         names = (name for name, _ in self.model.named_parameters(remove_duplicate=False))
         return [name for name in names if not name.startswith(self.path_dot)]
+
+    @property
+    def embedding(self) -> str:
+        """The name of the input embedding."""
+        layer = self.model.get_input_embeddings()
+        name: str = next(name for name, part in self.model.named_modules() if part is layer)
+        return name
 
     @property
     def _embedding_width(self) -> int:

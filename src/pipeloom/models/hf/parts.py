@@ -379,8 +379,7 @@ class FirstPart(_View):
     """Everything before the decoder layers: token numbers [batch, length] -> hidden states [batch, length, hidden].
 
     Args:
-        embedding: the name of an embedding of which it gets the tokens' rows [batch, length, width] instead of the tokens; None: it
-            gets these.
+        embedding: the name of an embedding of which it gets the tokens' rows [batch, length, width]; None: it gets the tokens.
     """
 
     _tape: Tape
