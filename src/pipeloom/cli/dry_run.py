@@ -158,17 +158,17 @@ def _rank_lines(layout: Layout, timeline: Timeline) -> list[str]:
 
 
 def _layers(layout: Layout) -> list[str]:
-    """Return stage -> its layers in words, such as `E 0-1` or `2-3 L`; L/4 is one of 4 shares of the output layer."""
+    """Return stage -> its layers in words, such as `E 0-1` or `2-3 L`; E/4 and L/4 are one of 4 shares of the two."""
     shares = layout.schedule.vocabulary
-    names = ["E", *map(str, range(layout.config.model.blocks)), "norm" if shares else "L"]
+    names = ["" if shares else "E", *map(str, range(layout.config.model.blocks)), "norm" if shares else "L"]
     words = []
     for stage, (start, end) in enumerate(spans(layout)):
         if stage in shares:
-            words.append(f"L/{len(shares)}")
+            words.append(f"E/{len(shares)} L/{len(shares)}")
             continue
         blocks = [name for name in names[start:end] if name.isdecimal()]
         span = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else "".join(blocks)
-        ends = ["E" * (start == 0 < end), span, names[-1] if start < end == len(names) else ""]
+        ends = [names[0] if start == 0 < end else "", span, names[-1] if start < end == len(names) else ""]
         words.append(" ".join(filter(None, ends)) or "-")
     return words
 
