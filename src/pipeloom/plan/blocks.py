@@ -173,6 +173,9 @@ PARTS = {
 }
 
 
+LOGITS = "logits"  # what the loss keeps, which no layer's recomputation makes
+
+
 @dataclass(frozen=True)
 class LayerOps:
     """The operations of one layer in the order of the forward.
@@ -212,8 +215,8 @@ class LayerOps:
     @cached_property
     def saved(self) -> float:
         """Bytes that one micro-batch holds from the forward to the backward."""
-        size = sum(size for name, size in self.tensors.items() if name not in self.dropped)
-        return size or self.input
+        kept = self.tensors.keys() - self.dropped
+        return sum(self.tensors[name] for name in kept) + self.input * (kept <= {LOGITS})
 
     @cached_property
     def pending(self) -> float:
@@ -328,8 +331,8 @@ def _output(shape: ModelShape, split: Split) -> LayerOps:
         flops=2 * split.tokens * weight,
         tp_bytes=_exchanged(split, elements),
     )
-    loss = Op("loss", (("logits", saved),), scratch=scratch, traffic=3 * logits)
-    norm = _norm(shape, split, "last", "last_norm")
+    loss = Op("loss", ((LOGITS, saved),), scratch=scratch, traffic=3 * logits)
+    norm = _norm(shape, split, "input", "last_norm")
     return LayerOps("L", (norm, product, loss), 0.0, hidden, tied=weight * shape.tied)
 
 
@@ -400,7 +403,9 @@ def _linear(
         name,
         (operand,),
         (out + inner) * rows * split.element,
-        gathers * split.element + _beside(split, (largest or out) * inner * count),
+        gathers * split.element
+        + _beside(split, (largest or out) * inner * count)
+        + _widened(split, rows * ((largest or out) + inner)),
         out * rows * split.element,
         ((out * inner, count),),
         expert,
@@ -414,6 +419,11 @@ def _linear(
 def _beside(split: Split, elements: float) -> float:
     """Bytes of the gradient of a weight of so many elements that is there beside its sum."""
     return 0.0 if split.runtime.sums_inside else elements * split.element
+
+
+def _widened(split: Split, elements: float) -> float:
+    """Bytes of fp32 copies of a product's operands: a CPU cannot add products of other types to an fp32 sum."""
+    return 4.0 * elements * (split.runtime.copies_mixed and split.element < 4)
 
 
 def _core(shape: ModelShape, split: Split, query: float, key: float, value: float, out: float, width: float) -> Op:

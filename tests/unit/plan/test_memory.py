@@ -123,10 +123,10 @@ def test_smaller_micro_batches_have_smaller_temporaries():
 
 
 def test_summed_gradients_of_keys_and_values_shrink_slice_by_slice():
-    """3 slices of one stage: 2/3 are summed when the last one's backward ends, and 1/3 when the second's does."""
+    """3 slices of one stage: 2/3 are summed when the last one's backward ends, and are there until the second's does."""
     schedule, thirds = build("seq1f1b", 1, 1, None, {"slices": 3}), (1 / 3,) * 3
-    stages = [StageMemory(30.0, 0.0, 0.0, summed=12.0)]
-    assert at_peak(schedule, stages, slices=thirds) == pytest.approx([30.0 + 8.0])
+    stages = [StageMemory(15.0, 0.0, 0.0, summed=12.0)]
+    assert at_peak(schedule, stages, slices=thirds) == pytest.approx([10.0 + 8.0])
     late = [StageMemory(0.0, 0.0, 0.0, summed=12.0)]
     assert at_peak(schedule, late, slices=thirds) == pytest.approx([8.0])
 
