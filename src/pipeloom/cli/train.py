@@ -79,7 +79,7 @@ def _describe(arguments: Sequence[str], name: str | None, memory: float | None) 
     if complete:
         from pipeloom.train.workers.preflight import require_files
 
-        require_files(layout)
+        layout = require_files(layout)
     name = name or ("h100" if layout.config.train.device == "cuda" else None)
     announce(layout)
     device = None if name is None else load_device(name)

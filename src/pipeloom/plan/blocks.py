@@ -542,7 +542,7 @@ def _experts(shape: ModelShape, split: Split) -> tuple[Op, ...]:
     Where the ranks of tp divide each expert's inner width (etp = tp), they gather what their experts receive.
     """
     hidden = split.part(split.tokens * shape.hidden)
-    rows = split.tokens * shape.experts_per_token * split.etp / split.parts
+    rows = split.tokens * shape.experts_per_token * split.etp / split.tp
     if split.capacity:
         rows = shape.experts * ceil(split.capacity * rows / shape.experts)
     local, moved = shape.experts // split.ep, rows * shape.hidden * split.element
