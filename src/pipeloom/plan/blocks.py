@@ -464,9 +464,13 @@ def _attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
 
 
 def _small_norm(name: str, operand: str, kept_width: float, split: Split, width: float) -> Op:
+    """As `_norm`, of the first `width` of `kept_width` columns."""
     tokens = split.tokens * split.element
-    size = 2.0 * tokens * width
-    return Op(name, ((operand, tokens * kept_width),), size, weights=((width, 1),), traffic=size, makes=name)
+    size, saves = 2.0 * tokens * width, ((operand, tokens * kept_width),)
+    if not split.runtime.fused_norm:
+        wide = ((f"{operand}_wide", 4.0 * split.tokens * width),) if split.element < 4 else saves
+        saves = (*wide, (f"{operand}_unit", tokens * width), (f"{operand}_scale", 4.0 * split.tokens))
+    return Op(name, saves, size, weights=((width, 1),), traffic=size, makes=name)
 
 
 def _latent_attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
@@ -481,6 +485,11 @@ def _latent_attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
         size = hidden if operand == "norm_1" else tokens * inner * split.element
         return _linear(split, name, (operand, size), (out, inner), tokens, makes=makes)
 
+    core = _core(shape, split, query, query, value, value, heads * (query_width + latent.value))
+    if split.runtime.copies_mixed and query_width != latent.value:  # which no fused attention on a CPU takes
+        matrix = tokens * split.context * heads * split.element
+        saves = (("query", query), ("key", query), ("value", value), ("probabilities", matrix))
+        core = replace(core, saves=saves, scratch=2 * matrix)
     ops: list[Op] = []
     if narrow := latent.query_rank:
         ops += [
@@ -495,7 +504,7 @@ def _latent_attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
         linear("latent_down", "norm_1", shared, shape.hidden),
         _small_norm("latent_norm", "latent", shared, split, rank),
         linear("latent_up", "latent_norm", heads * (latent.nope + latent.value), rank, "key"),
-        _core(shape, split, query, query, value, value, heads * (query_width + latent.value)),
+        core,
         _linear(
             split,
             "o",

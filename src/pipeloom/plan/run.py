@@ -26,10 +26,11 @@ from pipeloom.schedule.model import parts
 # Part of our blocks and output layer -> the tensors that its R makes.
 _OF_PARTS = {
     "norms": (
-        *("input_unit", "input_scale", "norm_1", "middle_unit", "middle_scale", "norm_2"),
-        *("query_norm", "last_norm"),
+        *("input_unit", "input_scale", "norm_1", "middle_unit", "middle_scale", "norm_2", "query_norm", "last_norm"),
     ),
-    "attention": ("query", "key", "value", "heads", "statistics", "mixed", "query_norm", "positions", "mask"),
+    "attention": (
+        *("query", "key", "value", "heads", "statistics", "probabilities", "mixed", "query_norm", "positions", "mask"),
+    ),
     "activation": ("silu", "gated", "expert_silu", "expert_gated", "shared_gated"),
     "mlp": (
         *("inner", "silu", "gated", "expert_inner", "expert_silu", "expert_gated", "expert_outputs"),
@@ -60,7 +61,7 @@ def shape_of(config: Config) -> ModelShape:
     """The shape of the model. Raises UsageError for a Hugging Face directory that cannot be planned."""
     model = config.model
     if model.source:
-        return load(model.source)
+        return replace(load(model.source), ahead=model.num_nextn_predict_layers)
     experts = model.num_experts
     return ModelShape(
         name="the model",

@@ -158,6 +158,17 @@ def test_without_sequence_parallelism_a_rank_of_tp_has_every_token_outside_produ
     assert split == {name: size / 2 for name, size in one.items()}
 
 
+def test_every_rank_of_tp_has_a_part_of_each_row_of_the_experts():
+    shape, runtime = load_model("mixtral-8x7b"), RUNTIMES["pipeloom"]
+    one, *others = (
+        layers_of(shape, Split(replace(runtime, sequence=sp), 64, 64, tp=tp, etp=tp))[1].tensors
+        for tp, sp in ((1, True), (2, True), (2, False))
+    )
+    for each in others:
+        assert each["dispatched"] == one["dispatched"]
+        assert each["expert_gated"] == one["expert_gated"] / 2
+
+
 def test_a_weights_gradient_beside_its_sum_is_scratch_of_its_product():
     runtime = replace(RUNTIMES["pipeloom"], sums_inside=False)
     block = layers_of(load_model("llama3-8b"), Split(runtime, 64, 64))[1]

@@ -146,7 +146,8 @@ class _Shapes(TorchFunctionMode):
         if arguments and isinstance(arguments[0], Tensor) and arguments[0].is_meta:
             if function is torch.Tensor.__bool__:  # transformers asks whether all of a sequence is one document
                 return True
-            if function is F.scaled_dot_product_attention and not (keywords or {}).get("dropout_p"):
+            fused = function is F.scaled_dot_product_attention and not (keywords or {}).get("dropout_p")
+            if fused and arguments[0].shape[-1] == arguments[2].shape[-1]:
                 # The operation behind it on a CPU; on the meta device it chooses the one without fusion.
                 return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*arguments[:3], is_causal=True)[0]
         return function(*arguments, **(keywords or {}))
