@@ -15,7 +15,6 @@ from pipeloom.runtime import Layer
 from pipeloom.train.report import layer_bytes as module
 from pipeloom.train.report.layer_bytes import layer_bytes
 
-
 LATENT = {
     **{"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
     **{"first_k_dense_replace": 4, "intermediate_size": 192},
