@@ -304,7 +304,7 @@ class Pipeline:
             the mean loss over all counted targets of all replicas' batches, a 0-dim fp32 tensor, the same on every rank.
 
         Inputs, targets and keyword arguments are data: none may require a gradient. A layer may change its inputs in place
-        where it may in one process, also at the start of a stage, but not under `recompute`.
+        where it may in one process, also at the start of a stage, but not of one that the schedule recomputes whole (`2R0`).
 
         Raises:
             UsageError: a keyword argument that no layer of any rank takes; inputs, targets or weights that cannot be split; a
