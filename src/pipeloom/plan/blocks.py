@@ -466,7 +466,8 @@ def _attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
 def _small_norm(name: str, operand: str, kept_width: float, split: Split, width: float) -> Op:
     """As `_norm`, of the first `width` of `kept_width` columns."""
     tokens = split.tokens * split.element
-    size, saves = 2.0 * tokens * width, ((operand, tokens * kept_width),)
+    size = 2.0 * tokens * width
+    saves: tuple[tuple[str, float], ...] = ((operand, tokens * kept_width),)
     if not split.runtime.fused_norm:
         wide = ((f"{operand}_wide", 4.0 * split.tokens * width),) if split.element < 4 else saves
         saves = (*wide, (f"{operand}_unit", tokens * width), (f"{operand}_scale", 4.0 * split.tokens))
