@@ -215,8 +215,8 @@ class LayerOps:
     @cached_property
     def saved(self) -> float:
         """Bytes that one micro-batch holds from the forward to the backward."""
-        kept = self.tensors.keys() - self.dropped
-        return sum(self.tensors[name] for name in kept) + self.input * (kept <= {LOGITS})
+        names = self.tensors.keys() - self.dropped
+        return sum(self.tensors[name] for name in names) + self.input * (names <= {LOGITS})
 
     @cached_property
     def pending(self) -> float:
