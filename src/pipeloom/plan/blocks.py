@@ -336,6 +336,13 @@ def _output(shape: ModelShape, split: Split) -> LayerOps:
     return LayerOps("L", (norm, product, loss), 0.0, hidden, tied=weight * shape.tied)
 
 
+def without_vocabulary(layers: Sequence[LayerOps], shape: ModelShape) -> list[LayerOps]:
+    """Return a model's layers where embedding and output layer are in shares: the first gets rows, the last has its norm."""
+    op = replace(layers[0].ops[0], saves=(), scratch=0.0, weights=((float(shape.positions * shape.hidden), 1),))
+    first, last = replace(layers[0], ops=(op,), input=layers[1].input), layers[-1]
+    return [first, *layers[1:-1], replace(last, ops=last.ops[:1], tied=0.0)]
+
+
 def vocabulary_share(shape: ModelShape, split: Split, ranks: int) -> LayerOps:
     """One of `ranks` shares of the product with the vocabulary and of the loss, where pipeline (and tensor) ranks have one each.
 
@@ -344,9 +351,10 @@ def vocabulary_share(shape: ModelShape, split: Split, ranks: int) -> LayerOps:
     _, product, loss = _output(shape, replace(split, tp=ranks)).ops
     logits, wide = product.out, max(4, split.element) / split.element
     copy = (("hidden", float(split.element * split.tokens * shape.hidden)),)
-    product = replace(product, saves=copy, gradients=0.0, scratch=0.0, tp_bytes=0.0)
     # T computes the weight's gradient beside its sum.
     gradient = sum(size * count for size, count in product.weights) * split.element
+    weights = product.weights if shape.tied else product.weights * 2  # the embedding's, which it looks up
+    product = replace(product, saves=copy, gradients=0.0, scratch=0.0, tp_bytes=0.0, weights=weights)
     loss = replace(loss, saves=(("scores", logits * (1 + wide)),), scratch=gradient)
     return LayerOps("L", (product, loss), 0.0, 0.0)
 

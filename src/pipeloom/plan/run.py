@@ -10,7 +10,7 @@ from pipeloom.config import Config, Layout
 from pipeloom.config.standing_bytes import element_bytes, spans, summed_over_slices, with_embedding
 from pipeloom.config.volume import boundary_bytes
 from pipeloom.errors import UsageError
-from pipeloom.plan.blocks import LOGITS, RUNTIMES, LayerOps, Runtime, parameters_of
+from pipeloom.plan.blocks import LOGITS, RUNTIMES, LayerOps, Runtime, parameters_of, without_vocabulary
 from pipeloom.plan.layout import PlannedLayout, problems
 from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import OfRanks, RankMemory, StageMemory, at_peaks, stage_memory, state_bytes
@@ -143,8 +143,8 @@ def predicted(
     layers = planner.layers(replace(planned, recompute="none"))
     links = AxisRates.of(planned, speed, shape)
     timed = planner.timed_layers(replace(planned, recompute="none"))
-    if spread:  # only the norm is left on the last stage
-        layers[-1] = timed[-1] = replace(layers[-1], ops=layers[-1].ops[:1], tied=0.0)
+    if spread:
+        layers, timed = (without_vocabulary(each, shape) for each in (layers, timed))
     groups = [layers[start:end] for start, end in spans(layout)]
     times = [planner.stage_seconds(timed[start:end], planned, links) for start, end in spans(layout)]
     run = planner.costs(times, planned, links)
@@ -269,6 +269,7 @@ def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> Sta
     memory = stage_memory(copies)
     inputs = [layer.input * (mark or "input" in layer.tensors) for layer, mark in zip(layers, marks, strict=True)]
     first = stage in {route[0] for route in schedule.routes}  # its inputs are views of the batch
+    first = first and not (schedule.spreads_embedding and "R" in kinds)
     held = memory.saved - inputs[0]
     plain = stage_memory(layers)
     rest = max(0.0, plain.saved - layers[0].input * ("input" in layers[0].tensors) - held)  # of those not in blocks

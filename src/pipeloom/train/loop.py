@@ -115,8 +115,10 @@ def _train(
         begin_weights(config, pipeline, start.path is not None)
         trainer = Trainer(config, pipeline, context, report, facts, data.unit, claim, observers)
         sizes = BytesCheck(as_packed(layout, data.packed), pipeline, trainer.optimizer, report)
-        if config.train.steps > 1:
+        # On a CPU the step whose bytes are counted takes longer, and a search would be for its times.
+        if config.train.steps > 1 and (layout.search is None or context.device.type != "cpu"):
             trainer.add_row(sizes.row)
+            trainer.log.slowed = lambda: sizes.slows
         trainer.chat = data.template is not None
         if layout.search is not None:
             trainer.measuring = MeasureThenSearch(layout, pipeline, context, report)

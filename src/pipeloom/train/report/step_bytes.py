@@ -25,7 +25,6 @@ from pipeloom.train.collect import gather
 from pipeloom.train.observers import StepEnd, StepObserver
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.report.layer_bytes import layer_bytes
-from pipeloom.train.report.tables import MOST_ROWS
 
 if TYPE_CHECKING:
     from pipeloom.train.report.report import Report
@@ -153,6 +152,11 @@ class BytesCheck:
         self._live: LiveBytes | None = None
 
     @property
+    def slows(self) -> bool:
+        """Return whether the last step took longer because its tensors were counted."""
+        return self._due and self._live is not None
+
+    @property
     def row(self) -> StepObserver:
         return StepObserver("bytes at the peak", self._before_step, self._after_step)
 
@@ -193,10 +197,8 @@ class BytesCheck:
         except Exception as error:  # such as a user's class that needs more than shapes: it must not end a run
             self._report.say(f"bytes at the peak: not predicted: {error}")
         expected = [ranks[mesh.place(at).pp].total for at in range(mesh.world)] if ranks else []
-        rows = [
-            f"rank {at} {size_words(size)}" + (f" (predicted {size_words(expected[at])})" if expected else "")
-            for at, size in enumerate(measured[:MOST_ROWS])
-        ]
-        self._report.say("bytes at the peak: " + ", ".join(rows))
+        most = max(range(mesh.world), key=measured.__getitem__)
+        beside = f" (predicted {size_words(expected[most])})" if expected else ""
+        self._report.say(f"bytes at the peak: at most {size_words(measured[most])}{beside}, on rank {most}")
         self._report.record("bytes", measured=measured, predicted=expected)
         self.measured, self.predicted = measured, expected
