@@ -447,7 +447,7 @@ def _inside(running: Any, text: str) -> list[str]:
     """The texts of an SVG that reach out of it, or over another text of their line."""
     context = running.new_context(offline=True)
     page = context.new_page()
-    page.set_content(f"<!doctype html><body>{text}")
+    page.set_content(f'<!doctype html><body style="visibility: hidden">{text}')  # it is laid out, and not painted
     outside = page.evaluate(
         """() => { const svg = document.querySelector("svg"), view = svg.viewBox.baseVal, out = [];
         const frame = svg.getBoundingClientRect();
