@@ -107,6 +107,16 @@ def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
         run(tmp_path, "--train.device", "cpu", "--train.seq_len", "1000000")
 
 
+def test_rows_of_conversations_count_as_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chats, shown = tmp_path / "chats.jsonl", []
+    chats.write_text('{"prompt": "warp and weft", "completion": "a loom"}\n' * 400)
+    for documents in ("auto", "pack"):
+        flags = ["--data.source", str(chats), "--data.documents", documents, "--data.cache", str(tmp_path / "cache")]
+        app(["train", "tiny", *flags, "--train.device", "cpu", "--dry-run"], standalone_mode=False)
+        shown.append(capsys.readouterr().out.partition("bytes at the peak")[2])
+    assert shown[0] == shown[1] != ""
+
+
 def test_the_table_of_workers_follows_the_order() -> None:
     lines = rank_table(MeshShape(pp=2, dp=4, tp=1, ep=2, order="dp-pp-ep-tp"))
     assert lines[0] == "workers in the order dp-pp-ep-tp, the fastest axis first:"
