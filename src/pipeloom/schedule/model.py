@@ -217,6 +217,12 @@ class Schedule:
         """The stages that hold shares of the vocabulary, the first one on rank 0; empty where it is a layer as others are."""
         return range(len(self.routes) * self.positions, self.stages)
 
+    @cached_property
+    def spreads_embedding(self) -> bool:
+        """Return whether the shares of the vocabulary look up the tokens that the first stage gets."""
+        number = kind_number("EMBED")
+        return bool(self.vocabulary) and any(code // self.kind_stride == number for code in self.action_codes(0))
+
     @property
     def positions(self) -> int:
         """The number of distinct stages of the model: the length of a route."""

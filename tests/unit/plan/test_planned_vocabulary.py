@@ -37,8 +37,10 @@ def test_every_rank_has_its_share_of_the_weight(spread):
     whole = run()
     assert sum(each.parameters for each in spread.ranks) == sum(each.parameters for each in whole.ranks)
     sizes = spread.timeline.costs.bytes_in("device", 4)
-    assert sizes["params"][2:] == (4096 // 2 * 64 * 4,) * 2
-    assert sizes["optimizer"][2:] == (4096 // 2 * 64 * 8,) * 2
+    assert sizes["params"][2:] == (2 * 4096 // 2 * 64 * 4,) * 2  # of the embedding and of the output layer
+    assert sizes["optimizer"][2:] == (2 * 4096 // 2 * 64 * 8,) * 2
+    tied = run(parallel__vocabulary="pp", model__tie_word_embeddings=True).timeline.costs
+    assert tied.bytes_in("device", 4)["params"][2:] == (4096 // 2 * 64 * 4,) * 2
 
 
 def test_a_share_keeps_a_copy_its_logits_and_their_exponentials(spread):
