@@ -34,7 +34,10 @@ def _child(
 
 
 def run_ranks(function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
-    """`function(rank, *arguments)` on each of `world` forked processes; their results in rank order. Where one fails, this program ends."""
+    """`function(rank, *arguments)` on each of `world` forked processes; their results in rank order.
+
+    Where one fails, this program ends.
+    """
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     results: Any = context.Queue()

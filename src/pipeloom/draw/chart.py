@@ -28,7 +28,9 @@ class Panel:
 
 
 def chart(title: str, axis: str, panels: Sequence[Panel], width: float = USUAL_WIDTH, log2: bool = False) -> str:
-    """An SVG document with the panels under one another, on one horizontal axis; `log2`: the distance of x and 2x is always the same.
+    """An SVG document with the panels under one another, on one horizontal axis.
+
+    `log2`: x and 2x are always as far apart.
 
     Raises UsageError where no line has a point, or for a width below `LEAST_WIDTH`.
     """

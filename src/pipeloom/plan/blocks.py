@@ -173,6 +173,9 @@ PARTS = {
 }
 
 
+LOGITS = "logits"  # what the loss keeps, which no layer's recomputation makes
+
+
 @dataclass(frozen=True)
 class LayerOps:
     """The operations of one layer in the order of the forward.
@@ -212,8 +215,8 @@ class LayerOps:
     @cached_property
     def saved(self) -> float:
         """Bytes that one micro-batch holds from the forward to the backward."""
-        size = sum(size for name, size in self.tensors.items() if name not in self.dropped)
-        return size or self.input
+        names = self.tensors.keys() - self.dropped
+        return sum(self.tensors[name] for name in names) + self.input * (names <= {LOGITS})
 
     @cached_property
     def pending(self) -> float:
@@ -328,8 +331,8 @@ def _output(shape: ModelShape, split: Split) -> LayerOps:
         flops=2 * split.tokens * weight,
         tp_bytes=_exchanged(split, elements),
     )
-    loss = Op("loss", (("logits", saved),), scratch=scratch, traffic=3 * logits)
-    norm = _norm(shape, split, "last", "last_norm")
+    loss = Op("loss", ((LOGITS, saved),), scratch=scratch, traffic=3 * logits)
+    norm = _norm(shape, split, "input", "last_norm")
     return LayerOps("L", (norm, product, loss), 0.0, hidden, tied=weight * shape.tied)
 
 
@@ -408,7 +411,9 @@ def _linear(
         name,
         (operand,),
         (out + inner) * rows * split.element,
-        gathers * split.element + _beside(split, (largest or out) * inner * count),
+        gathers * split.element
+        + _beside(split, (largest or out) * inner * count)
+        + _widened(split, rows * ((largest or out) + inner)),
         out * rows * split.element,
         ((out * inner, count),),
         expert,
@@ -422,6 +427,11 @@ def _linear(
 def _beside(split: Split, elements: float) -> float:
     """Bytes of the gradient of a weight of so many elements that is there beside its sum."""
     return 0.0 if split.runtime.sums_inside else elements * split.element
+
+
+def _widened(split: Split, elements: float) -> float:
+    """Bytes of fp32 copies of a product's operands: a CPU cannot add products of other types to an fp32 sum."""
+    return 4.0 * elements * (split.runtime.copies_mixed and split.element < 4)
 
 
 def _core(shape: ModelShape, split: Split, query: float, key: float, value: float, out: float, width: float) -> Op:
@@ -462,9 +472,14 @@ def _attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
 
 
 def _small_norm(name: str, operand: str, kept_width: float, split: Split, width: float) -> Op:
+    """As `_norm`, of the first `width` of `kept_width` columns."""
     tokens = split.tokens * split.element
     size = 2.0 * tokens * width
-    return Op(name, ((operand, tokens * kept_width),), size, weights=((width, 1),), traffic=size, makes=name)
+    saves: tuple[tuple[str, float], ...] = ((operand, tokens * kept_width),)
+    if not split.runtime.fused_norm:
+        wide = ((f"{operand}_wide", 4.0 * split.tokens * width),) if split.element < 4 else saves
+        saves = (*wide, (f"{operand}_unit", tokens * width), (f"{operand}_scale", 4.0 * split.tokens))
+    return Op(name, saves, size, weights=((width, 1),), traffic=size, makes=name)
 
 
 def _latent_attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
@@ -479,6 +494,11 @@ def _latent_attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
         size = hidden if operand == "norm_1" else tokens * inner * split.element
         return _linear(split, name, (operand, size), (out, inner), tokens, makes=makes)
 
+    core = _core(shape, split, query, query, value, value, heads * (query_width + latent.value))
+    if split.runtime.copies_mixed and query_width != latent.value:  # which no fused attention on a CPU takes
+        matrix = tokens * split.context * heads * split.element
+        saves = (("query", query), ("key", query), ("value", value), ("probabilities", matrix))
+        core = replace(core, saves=saves, scratch=2 * matrix)
     ops: list[Op] = []
     if narrow := latent.query_rank:
         ops += [
@@ -493,7 +513,7 @@ def _latent_attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
         linear("latent_down", "norm_1", shared, shape.hidden),
         _small_norm("latent_norm", "latent", shared, split, rank),
         linear("latent_up", "latent_norm", heads * (latent.nope + latent.value), rank, "key"),
-        _core(shape, split, query, query, value, value, heads * (query_width + latent.value)),
+        core,
         _linear(
             split,
             "o",
@@ -540,7 +560,7 @@ def _experts(shape: ModelShape, split: Split) -> tuple[Op, ...]:
     Where the ranks of tp divide each expert's inner width (etp = tp), they gather what their experts receive.
     """
     hidden = split.part(split.tokens * shape.hidden)
-    rows = split.tokens * shape.experts_per_token * split.etp / split.parts
+    rows = split.tokens * shape.experts_per_token * split.etp / split.tp
     if split.capacity:
         rows = shape.experts * ceil(split.capacity * rows / shape.experts)
     local, moved = shape.experts // split.ep, rows * shape.hidden * split.element

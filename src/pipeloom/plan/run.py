@@ -10,7 +10,7 @@ from pipeloom.config import Config, Layout
 from pipeloom.config.standing_bytes import element_bytes, spans, summed_over_slices, with_embedding
 from pipeloom.config.volume import boundary_bytes
 from pipeloom.errors import UsageError
-from pipeloom.plan.blocks import RUNTIMES, LayerOps, Runtime, parameters_of, without_vocabulary
+from pipeloom.plan.blocks import LOGITS, RUNTIMES, LayerOps, Runtime, parameters_of, without_vocabulary
 from pipeloom.plan.layout import PlannedLayout, problems
 from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import OfRanks, RankMemory, StageMemory, at_peaks, stage_memory, state_bytes
@@ -26,10 +26,11 @@ from pipeloom.schedule.model import parts
 # Part of our blocks and output layer -> the tensors that its R makes.
 _OF_PARTS = {
     "norms": (
-        *("input_unit", "input_scale", "norm_1", "middle_unit", "middle_scale", "norm_2"),
-        *("query_norm", "last_unit", "last_scale", "last_norm"),
+        *("input_unit", "input_scale", "norm_1", "middle_unit", "middle_scale", "norm_2", "query_norm", "last_norm"),
     ),
-    "attention": ("query", "key", "value", "heads", "statistics", "mixed", "query_norm", "positions", "mask"),
+    "attention": (
+        *("query", "key", "value", "heads", "statistics", "probabilities", "mixed", "query_norm", "positions", "mask"),
+    ),
     "activation": ("silu", "gated", "expert_silu", "expert_gated", "shared_gated"),
     "mlp": (
         *("inner", "silu", "gated", "expert_inner", "expert_silu", "expert_gated", "expert_outputs"),
@@ -60,7 +61,7 @@ def shape_of(config: Config) -> ModelShape:
     """The shape of the model. Raises UsageError for a Hugging Face directory that cannot be planned."""
     model = config.model
     if model.source:
-        return load(model.source)
+        return replace(load(model.source), ahead=model.num_nextn_predict_layers)
     experts = model.num_experts
     return ModelShape(
         name="the model",
@@ -152,6 +153,12 @@ def predicted(
         groups[spread.start :] = [[part]] * len(spread)
         run = _with_vocabulary(run, layout.schedule, planner.stage_seconds([part], planned, links))
     sizes, activations = _bytes(layout, planned, groups, planner.runtime)
+    if layout.cuts is not None:  # a weight's gradient is as large beside a slice's tensors
+        sliced = [_stage_memory(layout, at, timed[start:end]) for at, (start, end) in enumerate(spans(layout))]
+        activations = [
+            replace(each, extra=planned.slices * piece.extra, extra_input=planned.slices * piece.extra_input)
+            for each, piece in zip(activations, sliced, strict=True)
+        ]
     run = replace(run, bytes=sizes)
     if layout.cuts is not None:  # which may be even in tokens instead
         run = layout.cuts.costs(run)
@@ -256,7 +263,7 @@ def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> Sta
     blocks = not kinds.isdisjoint(("RB", "RI"))
     marks = [blocks and mark for mark in _recomputed(layout)[start : start + len(layers)]]
     copies = [
-        replace(layer, dropped=frozenset(layer.tensors)) if mark else layer
+        replace(layer, dropped=frozenset(layer.tensors) - {LOGITS}) if mark else layer
         for layer, mark in zip(layers, marks, strict=True)
     ]
     memory = stage_memory(copies)
@@ -268,11 +275,7 @@ def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> Sta
     rest = max(0.0, plain.saved - layers[0].input * ("input" in layers[0].tensors) - held)  # of those not in blocks
     # While a layer is recomputed, what those behind it held is gone.
     behind = [memory.saved - level for level in accumulate(copy.saved for copy in copies)]
-    rises = (
-        layer.saved - entering - rest
-        for layer, entering, rest, mark in zip(layers, inputs, behind, marks, strict=True)
-        if mark
-    )
+    rises = (copy.rebuilt - rest for copy, rest, mark in zip(copies, behind, marks, strict=True) if mark)
     layer = max(0.0, 0.0, *rises)
     always = layers[0].input * (not first) + held * blocks
     if schedule.slices > 1:  # for later slices

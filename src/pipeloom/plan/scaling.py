@@ -17,9 +17,9 @@ Points = list[tuple[float, float]]
 def scaling(planner: Planner, request: PlanRequest) -> dict[str, Points]:
     """Line -> (devices that share one copy of the model, tokens per second on each device).
 
-    Lines: the model over d devices by tp alone, by pp alone, and (of several nodes) by tp within a node and pp over nodes;
-    each with the links as they are and half as fast. The rest of the devices is dp, and micro-batches have one sequence. Of the schedules of `request`
-    the one with the best estimate counts. Memory is not looked at: the lines compare speed.
+    Lines: the model over d devices by tp alone, by pp alone, and (of several nodes) by tp within a node and pp over nodes; each
+    with the links as they are and half as fast. The rest of the devices is dp, and micro-batches have one sequence. Of the
+    schedules of `request` the one with the best estimate counts. Memory is not looked at: the lines compare speed.
     """
     device, lines = planner.device, {}
     for words, speed in (("", 1.0), (", links half as fast", 0.5)):

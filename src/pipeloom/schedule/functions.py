@@ -1,5 +1,5 @@
-"""`module:function` and `file.py:function`: the user's code. A module is searched in everything that is installed, and then in one
-given folder; a file's path is relative to this folder.
+"""`module:function` and `file.py:function`: the user's code. A module is searched in everything that is installed, and then in
+one given folder; a file's path is relative to this folder.
 
 Such a module runs with the user's rights, so a configuration that names one must be trusted like a program.
 """
@@ -43,7 +43,9 @@ def importable_from(folder: str | Path | None) -> Iterator[None]:
 def is_function(name: str) -> bool:
     """Return whether `name` is `module:function` or `file.py:function`, and not a family or a file."""
     module = _module_name(name)
-    return ":" in name and not name.lower().endswith((".csv", ".json")) and (module.endswith(".py") or "/" not in module)
+    return (
+        ":" in name and not name.lower().endswith((".csv", ".json")) and (module.endswith(".py") or "/" not in module)
+    )
 
 
 def source_file(name: str) -> str | None:
@@ -95,7 +97,8 @@ def _run(file: str, folder: Path) -> ModuleType:
     path = (folder / file).absolute()
     if source_file(f"{file}:") != str(path):
         spec = importlib.util.spec_from_file_location(file, path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         sys.modules[file] = importlib.util.module_from_spec(spec)
         try:
             with importable_from(path.parent):

@@ -74,7 +74,10 @@ def test_two_runs_are_equal_bit_by_bit_and_tell_what_they_did(tmp_path: Path) ->
     assert all(match is not None and Path(match[1]).is_file() for match in paths)
     (bytes_,) = events(first, "bytes")
     assert bytes_["measured"] == pytest.approx(bytes_["predicted"], rel=0.15)  # tiny: gradients are most of it
-    assert f"predicted {size_words(bytes_['predicted'][1])}" in done.stdout
+    most = bytes_["measured"].index(max(bytes_["measured"]))
+    assert f"(predicted {size_words(bytes_['predicted'][most])}), on rank {most}\n" in done.stdout
+    (traced,) = first.glob("runs/*/timelines.json")
+    assert len(json.loads(traced.read_text())["timelines"]) == 5  # without the second, whose bytes were counted
     bubble = events(first, "bubble")[0]
     assert 0 <= bubble["simulated"] < 1  # either may be the larger in a step of a few milliseconds
     assert 0 <= bubble["measured"] < 1

@@ -274,8 +274,8 @@ class Fields:
         known = ", ".join(shortened(str(name), 40) for name in list(names)[:20])
         raise ConfigError(
             f'data.source = "{shortened(self.source.name)}": its first record has none of "text", "messages", "conversations", '
-            f'"prompt" with "completion", and "instruction" with "output" (it has {known or "no fields"}); name the field to train on with '
-            "data.field"
+            f'"prompt" with "completion", and "instruction" with "output" (it has {known or "no fields"}); name the field to '
+            "train on with data.field"
         )
 
     def choose_column(self, names: Sequence[str], where: str) -> None:
