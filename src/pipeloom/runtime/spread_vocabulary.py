@@ -27,7 +27,13 @@ from pipeloom.schedule.model import Schedule, parts
 
 
 def vocabulary_share(
-    name: str, weight: Tensor, rank: int, ranks: int, label_smoothing: float = 0.0, embeds: bool = False
+    name: str,
+    weight: Tensor,
+    rank: int,
+    ranks: int,
+    label_smoothing: float = 0.0,
+    embeds: bool = False,
+    padding: int | None = None,
 ) -> Layer:
     """Return the layer `name` with the share of one of `ranks` of a weight [vocabulary, width].
 
@@ -38,11 +44,12 @@ def vocabulary_share(
         label_smoothing: ε of the loss in training.
         embeds: whether tokens are looked up in it; the first of the other layers then gets their rows [..., width], and the
             schedule has been through the transform `embedding`.
+        padding: a token whose row gets no gradient from that; None: there is none.
     """
     parts = uneven_parts(len(weight), ranks)
 
     def share() -> nn.Module:
-        module = VocabularyShare(weight.shape[1], parts, rank, label_smoothing, embeds)
+        module = VocabularyShare(weight.shape[1], parts, rank, label_smoothing, embeds, padding)
         rows = weight[module.first : module.first + parts[rank]]
         module.weight = nn.Parameter(rows.clone())
         return module

@@ -64,6 +64,7 @@ def spread(rank: int, family: str, how: Literal["gather", "ring", "vocabulary"],
         ("mixtral", "gather", False),
         ("llama-tied", "vocabulary", True),
         ("qwen3", "vocabulary", False),
+        ("gemma3", "vocabulary", False),  # its embedding scales
         ("mixtral", "vocabulary", False),
     ],
 )

@@ -17,7 +17,7 @@ from pipeloom.schedule.families import build
 from pipeloom.schedule.transforms import transformed
 from processes import run_ranks
 
-WIDTH, VOCABULARY, ROWS, LENGTH = 8, 11, 12, 3
+WIDTH, VOCABULARY, ROWS, LENGTH, PADDING = 8, 11, 12, 3, 7
 COSTS = Costs(scores=0.5, scores_grad=0.5, combine=0.1)
 
 
@@ -33,7 +33,7 @@ class Block(nn.Module):
 def model(blocks: int) -> tuple[list[Any], torch.Tensor]:
     """The embedding and blocks, and the output weight."""
     torch.manual_seed(0)
-    return [nn.Embedding(VOCABULARY, WIDTH), *(Block() for _ in range(blocks))], torch.randn(VOCABULARY, WIDTH)
+    return [nn.Embedding(VOCABULARY, WIDTH, PADDING), *(Block() for _ in range(blocks))], torch.randn(VOCABULARY, WIDTH)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +53,8 @@ def pipeline_of(
     shares = [vocabulary_share("head", weight, rank, plain.ranks, smoothing)]
     if embedding != "whole":
         trunk[0] = Layer("rows", nn.Identity)
-        first = vocabulary_share("layer0", layers[0].weight.detach(), rank, plain.ranks, smoothing, embeds=True)
+        rows = layers[0].weight.detach()
+        first = vocabulary_share("layer0", rows, rank, plain.ranks, smoothing, embeds=True, padding=PADDING)
         shares = [first] if embedding == "tied" else [first, *shares]
     return Pipeline([*trunk, *shares], transformed(plain, words, COSTS), loss=nn.functional.cross_entropy, **options)
 
