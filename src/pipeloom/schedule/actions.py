@@ -433,7 +433,7 @@ _KINDS = _Kinds(
 )
 BASIC_KINDS = 4
 """F, B, I and W: the tables of a schedule that has no others hold only these."""
-MOST_KINDS = 64
+MOST_KINDS = 1024
 """The number of kinds that integer codes have room for; fixed, so that a code keeps its meaning when a kind is registered."""
 
 

@@ -3,7 +3,7 @@
 Inside, a program is a tuple of integers, so that half a million actions are checked and simulated in about a second:
 
     code of an action = (kind * S + stage) * u + unit            kind: its number in the table of kinds (F 0, B 1, I 2, W 3)
-    code of a pair    = (code of F + 1) * 64 S u + code of B or I
+    code of a pair    = (code of F + 1) * 1024 S u + code of B or I
 
 A unit is a micro-batch or, where the sequences are cut into slices, one slice of one: unit = microbatch * slices + slice, and
 u = m * slices.
