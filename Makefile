@@ -24,9 +24,9 @@ again = || { echo "once more, alone:"; $(PYTEST) --last-failed --last-failed-no-
 test: install lint
 	$(PYTEST) -n 2 -m "(unit or core) and not full" $(again)
 
-# the rest of tests/dist and tests/e2e, and six of the mutants
+# the rest of tests/dist and tests/e2e, which wait for clocks and a browser a third of their time, and six of the mutants
 test-all: install
-	$(PYTEST) -n 2 -m "not unit and not core and not full" $(again)
+	$(PYTEST) -n 3 -m "not core and not full" tests/dist tests/e2e $(again)
 	$(BIN)/python tests/mutants.py --sample 6 --no-baseline
 
 # every change of tests/mutants.toml must turn a named test red

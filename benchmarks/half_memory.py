@@ -7,10 +7,13 @@
 real:      blocks of a decoder on 2 processes of one thread, one and two chunks. Their layers are measured as `pipeloom profile`
            does; for these times and bytes the schedule is searched, and the named ones that fit are simulated. Then the searched
            one and the three best named ones take turns, and the layers are measured twice more: predictions are for the shortest
-           of the medians, and beside them is the shortest step, since other work on the machine only lengthens both. Bytes: of
-           the fullest rank, weights, gradients and the optimizer's state included, without what was copied to the host.
+           of the medians, and beside them is the shortest step, since other work on the machine only lengthens both. Then every
+           second step predicts the others' median, as `train` does it. Bytes: of the fullest rank, weights, gradients and the
+           optimizer's state included, without what was copied to the host.
 rehearsed: `pipeloom rehearse` on 4 processes, 8 micro-batches, F:I:W of 1:1.2:0.8, without copies: emulated computation, real
            messages.
+
+Both print the bound of the search over the best named schedule's simulated step: no schedule can be better than that.
 """
 
 from __future__ import annotations
@@ -40,8 +43,10 @@ from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.families import build
 from pipeloom.schedule.json_form import to_json
 from pipeloom.schedule.offload import offload
+from pipeloom.schedule.timeline import Timeline
 from pipeloom.schedule.transforms import recompute
 from pipeloom.solver.in_bytes import search_in_bytes
+from pipeloom.traces.measured import predict
 from pipeloom.traces.timelines import costs_dict
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.report.device_profile import DeviceProfile, measured_costs, profiled
@@ -58,12 +63,13 @@ FAMILIES = {"1f1b": 1, "zb-h1": 1, "interleaved": 2, "zbv": 2, "v-half": 2, "v-m
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule that fits, and its simulated step."""
+    """A schedule that fits, its simulated step, and the bound of the search that it is from."""
 
     name: str
     schedule: Schedule
     chunks: int
     simulated: float
+    bound: float = 0.0
 
 
 def layout_of(chunks: int, width: int, microbatches: int) -> Layout:
@@ -110,10 +116,11 @@ def searched(costs: dict[int, Costs], limit: float, ranks: int, microbatches: in
             found = search_in_bytes(
                 ranks, microbatches, costs[chunks], limit, chunks=chunks, time_limit=seconds * chunks / 3
             )
-            results.append(Candidate("searched", found.schedule, chunks, found.value))
+            results.append(Candidate("searched", found.schedule, chunks, found.value, found.lower_bound))
         except PipeloomError as error:
             print(f"searched with {chunks} chunks: {error}")
-    return min(results, key=lambda each: each.simulated)
+    best = min(results, key=lambda each: each.simulated)
+    return replace(best, bound=min(each.bound for each in results))
 
 
 def shortest(profiles: Sequence[DeviceProfile]) -> DeviceProfile:
@@ -159,6 +166,7 @@ def work(rank: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
         fitting.sort(key=lambda each: each.simulated)
         best = searched(costs, limit, RANKS, m, options.seconds)
         print(f"limit {limit / 1e6:.1f} MB of {max(full) / 1e6:.1f}; {len(fitting)} named schedules fit", flush=True)
+        print(f"bound ÷ best named, simulated: {best.bound / fitting[0].simulated:.3f}", flush=True)
         box = [[best, *fitting[:NAMED]]]
     dist.broadcast_object_list(box, src=0)
     candidates: list[Candidate] = box[0]
@@ -167,6 +175,7 @@ def work(rank: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
     ]
     batch = make_batch(layouts[1])
     seconds: list[list[float]] = [[] for _ in candidates]
+    timelines: list[list[Timeline]] = [[] for _ in candidates]
     for turn in range(2 * options.turns + 1):
         for at, pipeline in enumerate(pipelines):
             dist.barrier()
@@ -175,6 +184,7 @@ def work(rank: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
             dist.barrier()
             if turn:  # the first one allocates buffers
                 seconds[at].append(time.perf_counter() - began)
+                timelines[at].append(pipeline.timeline())
         if turn in (options.turns, 2 * options.turns):
             profiles.append(profiled(layouts[1], here, 9))
     costs = costs_from(shortest(profiles))
@@ -185,7 +195,8 @@ def work(rank: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
         allocated = step_bytes(pipeline, batch.tokens, batch.targets) + row.standing
         allocated += pipeline.stats.receive_buffers * max(boundary_bytes(layout))
         predicted = simulate(each.schedule, costs[each.chunks]).makespan
-        rows.append((replace(each, simulated=predicted), seconds[at], row.total, allocated))
+        fitted = predict([timelines[at][0], *timelines[at][::2], *timelines[at][1::2]])
+        rows.append((replace(each, simulated=predicted), seconds[at], row.total, allocated, fitted))
         pipeline.close()
     return rows
 
@@ -193,9 +204,10 @@ def work(rank: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
 def real(options: argparse.Namespace) -> None:
     by_rank = run_ranks(work, RANKS, options)
     print(
-        "schedule                     predicted, ms   least, ms   differ   median (quartiles)   bytes, MB   predicted"
+        "schedule                     predicted, ms   least, ms   differ   median (quartiles)   from half   differ   bytes, MB   "
+        "predicted"
     )
-    for each, seconds, _, _ in by_rank[0]:
+    for each, seconds, _, _, fitted in by_rank[0]:
         number = [row[0].name for row in by_rank[0]].index(each.name)
         sizes = [(rows[number][3], rows[number][2]) for rows in by_rank]
         measured, expected = max(sizes)
@@ -203,10 +215,11 @@ def real(options: argparse.Namespace) -> None:
         step, error, sizes_differ = min(seconds), each.simulated / min(seconds) - 1, expected / measured - 1
         print(
             f"{each.name:28} {1e3 * each.simulated:13.1f}   {1e3 * step:9.1f} {error:+8.1%}   "
-            f"{middle:6.1f} ({low:.0f} to {high:.0f})   {measured / 1e6:9.1f} {sizes_differ:+10.1%}"
+            f"{middle:6.1f} ({low:.0f} to {high:.0f})   {1e3 * fitted.simulated:9.1f} {fitted.error:+8.1%}   "
+            f"{measured / 1e6:9.1f} {sizes_differ:+10.1%}"
         )
     for word, choice in (("medians", median), ("least", min)):
-        ours, *others = (choice(seconds) for _, seconds, _, _ in by_rank[0])
+        ours, *others = (choice(seconds) for _, seconds, *_ in by_rank[0])
         print(f"searched ÷ best named, {word}: {ours / min(others):.3f}")
 
 
@@ -235,7 +248,9 @@ def rehearsed(options: argparse.Namespace) -> None:
         steps[each.name] = found["rehearsed"]
         step = found["rehearsed"] / options.unit
         print(f"{each.name:28} {each.simulated:9.2f} {step:7.2f} {found['error']:+8.1%} {fitted:+13.1%}", flush=True)
-    print(f"searched ÷ best named: {steps[ours.name] / steps[best.name]:.3f}")
+    print(
+        f"searched ÷ best named: {steps[ours.name] / steps[best.name]:.3f}; bound, simulated: {ours.bound / best.simulated:.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,7 +34,10 @@ def _child(
 
 
 def run_ranks(function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
-    """`function(rank, *arguments)` on each of `world` forked processes; their results in rank order."""
+    """`function(rank, *arguments)` on each of `world` forked processes; their results in rank order.
+
+    Where one fails, this program ends.
+    """
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     results: Any = context.Queue()
@@ -45,10 +50,17 @@ def run_ranks(function: Callable[..., Any], world: int, *arguments: Any) -> list
     ]
     for worker in workers:
         worker.start()
-    found = dict(results.get(timeout=600) for _ in workers)
+    by_rank: dict[int, Any] = {}
+    while len(by_rank) < world:
+        try:
+            by_rank.update([results.get(timeout=1)])
+        except queue.Empty:
+            failed = [rank for rank, worker in enumerate(workers) if worker.exitcode]
+            if failed:  # its traceback is on stderr; the others are daemons, which end with this process
+                sys.exit(f"rank {failed[0]} failed with exit code {workers[failed[0]].exitcode}")
     for worker in workers:
         worker.join()
-    return [found[rank] for rank in range(world)]
+    return [by_rank[rank] for rank in range(world)]
 
 
 def step_bytes(pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> int:

@@ -14,7 +14,7 @@ with open("corpus.jsonl", "w") as file:
     file.writelines(json.dumps({"text": line}) + "\n" for line in lines)
 
 bpe = tokenizers.ByteLevelBPETokenizer()
-bpe.train_from_iterator(lines, vocab_size=400, special_tokens=["<s>", "</s>"])
+bpe.train_from_iterator(lines, vocab_size=400, special_tokens=["<s>", "</s>"], show_progress=False)
 fast = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token="<s>", eos_token="</s>")
 fast.save_pretrained("tiny-llama")
 
@@ -30,4 +30,6 @@ config = transformers.LlamaConfig(
     bos_token_id=0,
     eos_token_id=1,
 )
+transformers.utils.logging.disable_progress_bar()
 transformers.LlamaForCausalLM(config).save_pretrained("tiny-llama")
+print("wrote tiny-llama/ and corpus.jsonl")

@@ -6,6 +6,7 @@ The folder below `tests/` is the tier: `unit` (no processes), `dist` (processes 
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import sys
@@ -52,6 +53,16 @@ os.environ.setdefault(
     "XDG_CACHE_HOME", os.path.join(tempfile.gettempdir(), f"pipeloom-tests-{os.getuid()}")
 )  # of tokens
 sys.path[:0] = [str(TESTS), str(TESTS / "support")]
+gc.disable()  # until all tests are imported: what that makes stays
+_thaw, _thawed = gc.unfreeze, [True]
+
+
+def _note_thaw() -> None:
+    _thaw()
+    _thawed.append(True)
+
+
+gc.unfreeze = _note_thaw  # at the end of a training loop
 
 
 def tier_of(path: Path) -> str:
@@ -80,6 +91,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if "torch" in sys.modules and session.items:
         import torch._dynamo
         import torch.fx.experimental.symbolic_shapes  # noqa: F401
+    gc.enable()
 
 
 def _cpu_seconds() -> float:
@@ -128,7 +140,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def _untuned() -> None:
-    """Undo what a worker that a test started in this process tuned: more threads wait for each other on busy cores."""
+    """Undo what a worker that a test started in this process tuned: more threads wait for each other on busy cores.
+
+    And set aside the million objects that are there, unless they are: a full collection goes through them for a second.
+    """
+    if _thawed:
+        _thawed.clear()
+        gc.freeze()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     if "pipeloom.ops.products" in sys.modules:

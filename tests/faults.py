@@ -19,7 +19,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+sys.path.append(str(Path(__file__).parent / "support"))
+
+from checkpoint_runs import BRIEF
+from commands import Command
+from pipeloom.runtime import executor
+from pipeloom.train import loop
 from pipeloom.train.workers.network import private_network
 
 TIMEOUT = 12.0
@@ -69,7 +76,7 @@ def command(folder: Path, *flags: str, timeout: float | None = TIMEOUT) -> list[
         "--train.device",
         "cpu",
     ]
-    return ["-m", "pipeloom", "train", *words, "--train.steps", "1000000", *limit, *flags]
+    return ["-m", "pipeloom", "train", *words, "--train.steps", "1000000", *limit, *BRIEF, *flags]
 
 
 def workers_of(launcher: int, count: int, seconds: float = 60.0) -> dict[int, int]:
@@ -77,21 +84,18 @@ def workers_of(launcher: int, count: int, seconds: float = 60.0) -> dict[int, in
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         found: dict[int, int] = {}
-        for entry in Path("/proc").iterdir():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == launcher:
-                    variables = dict(part.partition("=")[::2] for part in (entry / "environ").read_text().split("\0"))
-                    found[int(variables["RANK"])] = int(entry.name)
-            except (OSError, ValueError, KeyError, UnicodeDecodeError, IndexError):
-                continue
+        for process in children(launcher):
+            with contextlib.suppress(OSError):
+                name = Path(f"/proc/{process}/comm").read_text()
+                if name.startswith("rank "):
+                    found[int(name[5:])] = process
         if len(found) == count:
             return found
         time.sleep(0.01)
     raise AssertionError(f"{count} workers did not start")
 
 
-def wait_for_steps(folder: Path, steps: int, run: subprocess.Popen[str], seconds: float = 300.0) -> None:
+def wait_for_steps(folder: Path, steps: int, run: Command | subprocess.Popen[str], seconds: float = 300.0) -> None:
     """Returns when the run's log has so many steps."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -103,18 +107,11 @@ def wait_for_steps(folder: Path, steps: int, run: subprocess.Popen[str], seconds
     raise AssertionError(f"no {steps} steps in {seconds} s: {run.communicate()[1]}")
 
 
-def start(words: list[str], prepare: Callable[[], None] | None = None, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *words],
-        preexec_fn=prepare,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
+def start(words: list[str], prepare: Callable[[], None] | None = None) -> Command:
+    return Command(words[2:], prepare=prepare)
 
 
-def ended(run: subprocess.Popen[str], since: float, seconds: float) -> Outcome:
+def ended(run: Command | subprocess.Popen[str], since: float, seconds: float) -> Outcome:
     try:
         _, words = run.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -179,48 +176,29 @@ LOOPS = {
     "os._exit(0)": "os._exit(0)",
     "abort": "os.abort()",
 }
-HOOK = """
-import os, sys
-import pipeloom.{module} as module
-inner, calls = module.{name}, 0
-
-def faulty(*arguments, **keywords):
-    global calls
-    calls += 1
-    if os.environ["RANK"] == "{rank}" and calls > {after}:
-        {code}
-    return inner(*arguments, **keywords)
-
-module.{name} = faulty
-from pipeloom.cli import main
-main(sys.argv[1:])
-"""
-LAUNCHER = """
-import sys
-from pipeloom.cli import main
-from pipeloom.train.workers import launch
-inner = launch.launch
-
-def faulty(words, world, **more):
-    return inner([sys.executable, {script!r}, *words[words.index("pipeloom") + 1:]], world, **more)
-
-launch.launch = faulty
-main(sys.argv[1:])
-"""
 
 
-def program(folder: Path, rank: int, code: str, place: str, flags: list[str]) -> list[str]:
-    """The words of a Python that runs `pipeloom train`, in whose workers `code` runs on one rank.
+@contextlib.contextmanager
+def planted(rank: int, code: str, place: str) -> Iterator[None]:
+    """Within it, runs that start have `code` run on one rank.
 
     place: "step" (after a forward of some step), or "start-up" (before the corpus is read).
     """
-    after = 40 if place == "step" else 0
-    module, name = ("runtime.executor", "boundary_of") if place == "step" else ("train.loop", "open_data")
-    script, launcher = folder / "faulty.py", folder / "launcher.py"
-    script.write_text(HOOK.format(module=module, name=name, rank=rank, code=code, after=after))
-    launcher.write_text(LAUNCHER.format(script=str(script)))
-    words = command(folder, *flags)
-    return [str(launcher), *words[words.index("pipeloom") + 1 :]]
+    owner, name, after = (executor, "boundary_of", 40) if place == "step" else (loop, "open_data", 0)
+    inner, calls = getattr(owner, name), 0
+
+    def faulty(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if os.environ["RANK"] == str(rank) and calls > after:
+            exec(code, {"os": os})
+        return inner(*arguments, **keywords)
+
+    setattr(owner, name, faulty)
+    try:
+        yield
+    finally:
+        setattr(owner, name, inner)
 
 
 def loops() -> Iterator[tuple[str, Callable[[], str]]]:
@@ -238,8 +216,9 @@ def loops() -> Iterator[tuple[str, Callable[[], str]]]:
 
 def misbehave(folder: Path, rank: int, code: str, place: str, flags: list[str] | None = None) -> Outcome:
     """A run in which `code` runs on one rank; its seconds count from the start."""
-    words = program(folder, rank, code, place, flags or LAYOUTS["shared memory"])
-    return ended(start(words), time.monotonic(), 600.0)
+    with planted(rank, code, place):
+        run = start(command(folder, *(flags or LAYOUTS["shared memory"])))
+    return ended(run, time.monotonic(), 600.0)
 
 
 def kills(count: int = 30, seed: int = 0) -> Iterator[tuple[str, Callable[[], str]]]:
@@ -525,7 +504,7 @@ def alarms(seconds: float = 600.0) -> Iterator[tuple[str, Callable[[], str]]]:
                 time.sleep(5.0)
                 loads.append(os.getloadavg()[0])
             steps = len(losses(Path(folder)))
-            run.terminate()
+            run.send_signal(signal.SIGTERM)
             outcome = ended(run, begun, 60.0)
             if outcome.code != 75 or "no progress" in outcome.words:
                 return f"exit code {outcome.code}: {outcome.words[-800:]}"

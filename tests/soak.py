@@ -15,7 +15,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,8 +28,9 @@ import torch
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "support")]
 
-from checkpoint_runs import command, environment, runs, steps_of, words  # noqa: E402
+from checkpoint_runs import command, runs, steps_of, words  # noqa: E402
 from checkpoint_states import Run, contents, layout_of  # noqa: E402
+from commands import Command  # noqa: E402
 from faults import workers_of  # noqa: E402
 from pipeloom import checkpoint  # noqa: E402
 from pipeloom.errors import CheckpointError  # noqa: E402
@@ -58,13 +58,7 @@ def soak(folder: Path, rounds: int, seed: int, say: Callable[[str], None] = prin
     for number in range(rounds):
         asynchronous = ("--checkpoint.asynchronous", "true") if number % 2 else ()
         before = newest(folder / "killed")
-        run = subprocess.Popen(
-            words(folder, "killed", *flags, *asynchronous),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(),
-        )
+        run = Command(words(folder, "killed", *flags, *asynchronous))
         workers = workers_of(run.pid, 2)
         victim = chance.choice([run.pid, *workers.values()])
         moment = chance.choice(("start-up", "step", "save"))
@@ -103,7 +97,7 @@ def newest(log: Path) -> int:
     return step
 
 
-def wait_until(moment: str, log: Path, run: subprocess.Popen[str], chance: random.Random) -> None:
+def wait_until(moment: str, log: Path, run: Command, chance: random.Random) -> None:
     """Returns at a random moment of a kind, or when the run has ended."""
     if moment == "start-up":
         time.sleep(chance.uniform(0, 3))

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import pipeloom as pl
-from documents import FORKING, blocks, run_console, run_python
+from commands import FORKING
+from documents import blocks, run_console, run_python
 from paths import ROOT
 from pipeloom.config import MeshShape, load_layout
 from pipeloom.models import DecoderShape
@@ -28,25 +29,30 @@ from processes import run_ranks
 
 PAGES = {path.name: path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 RUN = [name for name, path in PAGES.items() if any(block.language and not block.skipped for block in blocks(path))]
+BRIEF = [
+    ("^pipeloom search", "--time-limit 0.5"),
+    (" train .*--schedule.name search", "--schedule.options.iterations 50"),
+    (" profile ", "--repeats 2"),
+    (" rehearse ", "--steps 2"),
+]
 CHANGES = [
     (" train (?!.*--train.steps)", "--dry-run"),
-    (" train .*--train.steps", "--train.steps 2 --train.seq_len 32 --train.eval_batches 1"),
+    (" train .*--train.steps", "--train.steps 2 --train.seq_len 32 --train.eval_batches 1 --sample.tokens 2"),
     (" verify --parallel", "--train.seq_len 16 --train.global_batch_size 18"),
     ("^pipeloom generate", "--tokens 4"),
-    ("^pipeloom search", "--time-limit 0.5"),
-    (" rehearse ", "--steps 2"),
+    *BRIEF,
 ]
 """(pattern, words added to the commands in which it is found), so that they end soon: a training command without a number of
 steps is checked by a dry run."""
 SHORTER = [
     (" train (?!.*--train.steps)", "--train.steps 4"),
-    (" train ", "--train.eval_batches 1"),
-    ("^pipeloom search", "--time-limit 0.5"),
-    (" rehearse ", "--steps 2"),
+    (" train ", "--train.eval_batches 1 --sample.tokens 2"),
+    *BRIEF,
 ]
 """The same for the README, whose runs are of a few milliseconds a step."""
 PRINTED = {
     "README.md": ["63.0 0.16666666666666666 (12, 10, 8, 6)", "step 19 loss"],
+    "schedules.md": ["(5, 5, 5, 2) 130.0 130.0"],
     "tutorial.md": ["eager:extra=2", "prediction: costs of", "the schedule deadlocks; the shortest cycle"],
 }
 MY_TOML = """

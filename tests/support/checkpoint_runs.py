@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,10 +14,12 @@ from typing import Any
 
 import torch
 
+from commands import Command, pipeloom
 from pipeloom.config import load_layout
 from pipeloom.train.loop import run
 from pipeloom.train.workers.context import WorkerContext
 
+BRIEF = ("--train.eval_batches", "1", "--sample.tokens", "0")  # what comes before and after the steps
 TEXT = "".join(f"line {n}: the loom weaves thread {n * 7919 % 10007} over thread {n * 31 % 997}\n" for n in range(3000))
 
 
@@ -37,23 +38,20 @@ def text_in(folder: Path) -> str:
 
 def run_here(folder: Path, log: str, settings: dict[str, Any], rank: int = 0) -> None:
     """A run on a small text with this process as a worker: the only one, or one of a process group."""
-    base = {"data.source": text_in(folder), "log.dir": str(folder / log), "train.device": "cpu"}
+    base: dict[str, Any] = {"data.source": text_in(folder), "log.dir": str(folder / log), "train.device": "cpu"}
+    base |= {"train.eval_batches": 1, "sample.tokens": 0}
     layout = load_layout("tiny", {**base, "parallel.pp": 1, "schedule.name": "1f1b", **settings})
     run(layout, WorkerContext(rank, layout.world_size, rank, torch.device("cpu"), None))  # type: ignore[arg-type]
 
 
 def words(folder: Path, log: str, *flags: str) -> list[str]:
-    """The command line of a run on a small text, its folder below `folder/log`."""
-    base = ["tiny", "--data.source", text_in(folder), "--log.dir", str(folder / log), "--train.device", "cpu"]
-    return [sys.executable, "-m", "pipeloom", "train", *base, *flags]
+    """The words of a run on a small text, its folder below `folder/log`."""
+    base = ["tiny", "--data.source", text_in(folder), "--log.dir", str(folder / log), "--train.device", "cpu", *BRIEF]
+    return ["train", *base, *flags]
 
 
-def command(
-    folder: Path, log: str, *flags: str, timeout: float = 250.0, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words(folder, log, *flags), capture_output=True, text=True, timeout=timeout, env=environment(**variables)
-    )
+def command(folder: Path, log: str, *flags: str, timeout: float = 250.0) -> subprocess.CompletedProcess[str]:
+    return pipeloom(*words(folder, log, *flags), timeout=timeout)
 
 
 def runs(log: Path) -> list[Path]:
@@ -71,7 +69,7 @@ def steps_of(folder: Path) -> list[tuple[int, str]]:
     return [(event["step"], event["loss"]) for event in events if event["event"] == "step"]
 
 
-def wait_for(condition: Callable[[], bool], run: subprocess.Popen[str], seconds: float = 200.0) -> None:
+def wait_for(condition: Callable[[], bool], run: subprocess.Popen[str] | Command, seconds: float = 200.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert run.poll() is None, run.communicate()[1]

@@ -1,27 +1,21 @@
-"""Blocks of documents, and the way in which tests run them: in the test's own process, and in forks of it as workers."""
+"""Blocks of documents, and the way in which tests run them: in the test's own process."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from glob import glob
-from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from pipeloom.cli import app, main
+from pipeloom.cli import app
 
 _FENCE = re.compile(r"(?:^<!-- (.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -89,50 +83,3 @@ def run_python(rank: int, text: str, prepare: Callable[[], dict[str, Any]]) -> s
         dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None  # there is a group already
         exec(compile(text, "<block>", "exec"), names)
     return output.getvalue()
-
-
-class ForkedWorker:
-    """A stand-in for `subprocess.Popen` of the launcher: a fork of this process, which has imported torch already."""
-
-    def __init__(
-        self, command: Sequence[str], *, env: dict[str, str], stdout: int | None, preexec_fn: Any, **_: Any
-    ) -> None:
-        read, write = os.pipe()
-        words = command[command.index("pipeloom") + 1 :]
-        self._process = get_context("fork").Process(
-            target=_work, args=(words, env, preexec_fn, write if stdout == subprocess.PIPE else None)
-        )
-        self._process.start()
-        os.close(write)
-        self.pid = self._process.pid
-        self.stdout = os.fdopen(read, errors="replace")
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self) -> None:
-        self._process.join()
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid or 0, number)
-
-
-def _work(words: list[str], environment: dict[str, str], prepare: Callable[[], None], output: int | None) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    for descriptor in (1, 2) if output is not None else ():
-        os.dup2(output, descriptor)
-    sys.stdout, sys.stderr = (os.fdopen(os.dup(descriptor), "w", 1) for descriptor in (1, 2))
-    torch.set_num_threads(1)
-    prepare()
-    main(words)
-
-
-FORKING = SimpleNamespace(
-    Popen=ForkedWorker, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL
-)
-"""What the launcher uses of `subprocess`, with workers that are forked."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import queue
@@ -35,6 +36,7 @@ def _child(
     function: Callable[..., Any], rank: int, world: int, port: int, results: Any, arguments: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what the test's process holds need not be looked through
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))

@@ -22,6 +22,7 @@ from pipeloom.plan.search import closest
 from pipeloom.schedule import Timeline, simulate
 from pipeloom.schedule.channels import size_words
 
+_RELEASES = 0.39  # the largest difference of one layout's published steps (docs/planning.md)
 _ROWS, _COLUMNS = 16, 10  # largest size of the table of workers that fits on a screen
 
 
@@ -65,9 +66,10 @@ def report(layout: Layout, device: Device | None, memory: float | None, *, compl
 
 
 def _bytes_lines(prediction: RunPrediction) -> list[str]:
-    """Return a table of the bytes of each rank at its peak, on one device."""
+    """Return a table of the bytes of each rank at its peak, on one device; without columns of zeros."""
     names = [spec.name for spec in fields(RankMemory) if spec.name not in ("gathered", "peak_action")]
-    rows = [["rank", *names, "bytes at the peak"]]
+    names = [name for name in names if any(getattr(memory, name) for memory in prediction.ranks)]
+    rows = [["rank", *names, "peak"]]
     for rank, memory in enumerate(prediction.ranks):
         rows.append([str(rank), *(size_words(getattr(memory, name)) for name in names), size_words(memory.total)])
     return aligned(rows)
@@ -79,7 +81,11 @@ def _step_lines(layout: Layout, prediction: RunPrediction | None, device: Device
     step = prediction.step
     parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in step.parts().items())
     tokens = prediction.layout.sequences * prediction.layout.seq / step.total / layout.world_size
-    return [f"step on {device.name}: {step.total:.4g} s ({parts}); {tokens:,.0f} tokens/s on each device"]
+    slowest = step.total * (1 + _RELEASES)
+    return [
+        f"step on {device.name}: {step.total:.3g} to {slowest:.3g} s, since releases of one runtime differ by "
+        f"{100 * _RELEASES:.0f} %; at best {tokens:,.0f} tokens/s on each device ({parts})"
+    ]
 
 
 def _missing(layout: Layout, prediction: RunPrediction, limit: float) -> str:
@@ -139,11 +145,12 @@ def rank_table(mesh: MeshShape) -> list[str]:
 def _rank_lines(layout: Layout, timeline: Timeline) -> list[str]:
     config, schedule = layout.config, layout.schedule
     layers = _layers(layout)
-    peaks, units = timeline.peak_activations, "micro-batches" if schedule.slices == 1 else "slices"
-    lines = [f"rank  parameters   weights, gradients, optimizer   {f'peak stage-{units} alive':>30}   layers"]
+    peaks = timeline.peak_activations
+    rows = [["rank", "parameters", "with state", "in flight"]]
     for rank, count in enumerate(rank_parameters(layout)):
-        words = " | ".join(layers[stage] for stage in schedule.stages_of[rank])
-        lines.append(f"{rank:>4}  {count:>10,}   {_state(config, count):>29}   {peaks[rank]:>30}   {words}")
+        rows.append([str(rank), f"{count:,}", _state(config, count), str(peaks[rank])])
+    words = ["layers", *(" | ".join(layers[stage] for stage in stages) for stages in schedule.stages_of)]
+    lines = [f"{line}  {held}" for line, held in zip(aligned(rows), words, strict=True)]
     divided = [f"{axis} {size}" for axis, size in (("tp", layout.mesh.tp), ("ep", layout.mesh.ep)) if size > 1]
     if divided:
         lines.append(f"      totals of each pipeline rank, which {' and '.join(divided)} divide")
@@ -151,17 +158,17 @@ def _rank_lines(layout: Layout, timeline: Timeline) -> list[str]:
 
 
 def _layers(layout: Layout) -> list[str]:
-    """Return stage -> its layers in words, such as `E 0-1` or `2-3 L`; L/4 is one of 4 shares of the output layer."""
+    """Return stage -> its layers in words, such as `E 0-1` or `2-3 L`; E/4 and L/4 are one of 4 shares of the two."""
     shares = layout.schedule.vocabulary
-    names = ["E", *map(str, range(layout.config.model.blocks)), "norm" if shares else "L"]
+    names = ["" if shares else "E", *map(str, range(layout.config.model.blocks)), "norm" if shares else "L"]
     words = []
     for stage, (start, end) in enumerate(spans(layout)):
         if stage in shares:
-            words.append(f"L/{len(shares)}")
+            words.append(f"E/{len(shares)} L/{len(shares)}")
             continue
         blocks = [name for name in names[start:end] if name.isdecimal()]
         span = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else "".join(blocks)
-        ends = ["E" * (start == 0 < end), span, names[-1] if start < end == len(names) else ""]
+        ends = [names[0] if start == 0 < end else "", span, names[-1] if start < end == len(names) else ""]
         words.append(" ".join(filter(None, ends)) or "-")
     return words
 

@@ -127,17 +127,12 @@ def command(options: PlanFlags) -> None:
 
 
 def _chart(planner: Planner, request: PlanRequest) -> str:
-    from math import log2
-
     from pipeloom.draw.chart import Panel, chart
     from pipeloom.plan.scaling import scaling
 
-    lines = {
-        name: [(log2(count), tokens) for count, tokens in points] for name, points in scaling(planner, request).items()
-    }
     title = f"{planner.shape.name} on {request.devices} {planner.device.name}, nodes of {planner.device.per_node}"
-    axis = "log2 of the devices that share one copy of the model"
-    return chart(title, axis, [Panel("tokens/s of a device", lines)])
+    axis = "devices that share one copy of the model"
+    return chart(title, axis, [Panel("tokens/s of a device", scaling(planner, request))], log2=True)
 
 
 def _refined(
@@ -193,7 +188,6 @@ def _request(options: PlanFlags, device: Device) -> PlanRequest:
 
     if options.devices is None:
         raise UsageError("plan needs --devices, or --layout with the sizes of the axes")
-    ours = options.runtime == "pipeloom"  # what its trainer does not do is not planned
     request = PlanRequest(
         options.devices,
         device.memory,
@@ -209,9 +203,11 @@ def _request(options: PlanFlags, device: Device) -> PlanRequest:
         request = replace(request, fixed=values_of(options.fixed, "--fixed"))
     if options.costs is not None:  # layers are measured whole
         request = replace(request, fixed={"tp": 1, "cp": 1, "ep": 1} | dict(request.fixed))
-    if not ours:
+    if options.runtime != "megatron":  # these parts are Megatron's
+        request = replace(request, recompute=("none", "full"))
+    if options.runtime != "pipeloom":  # what other trainers do not do is not planned
         return request
-    return replace(request, recompute=("none", "full"), slices=(1, 2, 4), vocabulary=("last", "pp"))
+    return replace(request, slices=(1, 2, 4), vocabulary=("last", "pp"))
 
 
 def _one(options: PlanFlags, planner: Planner, text: str, device_memory: float) -> LayoutCosts:
@@ -282,13 +278,14 @@ def _details(prediction: LayoutCosts, device: Device) -> list[str]:
 def _lines(plan: LayoutPlan, planner: Planner, request: PlanRequest) -> list[str]:
     from pipeloom.plan.report import advice, neighbours, table, what_if
 
-    best = plan.best
+    best, rows = plan.best, table(plan.pareto[:_ROWS])
+    numbers = aligned([["", *row[:-1]] for row in rows])
     lines = [
         f"{planner.shape.name} on {request.devices} {planner.device.name} with {request.memory / 2**30:.1f} GiB, "
         f"{request.sequences} sequences of {request.seq} tokens a step, run by {planner.runtime.name}",
         f"{len(plan.estimates):,} layouts estimated; of those that fit, {len(plan.predictions)} predicted from their schedules; "
         "below, each is slower and smaller than the one above",
-        *aligned(table(plan.pareto[:_ROWS])),
+        *(f"{line[2:]}  {row[-1]}" for line, row in zip(numbers, rows, strict=True)),
         advice(plan),
         "",
         *_details(best, planner.device),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -82,6 +83,9 @@ def _measure(layout: Layout, processes: int, repeats: int, words: Sequence[str])
 
         require_room(processes, "--processes")
         _require_memory(layout, processes)
+        print(
+            f"measuring layers and links with {processes} process{'es' * (processes > 1)}", file=sys.stderr, flush=True
+        )
         return run_workers("profile", words, processes)
     result = ""
 

@@ -352,10 +352,6 @@ def _the_vocabulary_can_be_spread(config: Config) -> Iterator[Problem]:
     ranks = parallel.pp * parallel.tp
     for holds, reason in (
         (parallel.pp == 1, 'there is one pipeline rank; set parallel.pp to 2 or more, or use "last"'),
-        (
-            model.tie_word_embeddings and parallel.zero == 3,
-            "the shares take rows of an embedding that is whole; set parallel.zero = 2, or model.tie_word_embeddings = false",
-        ),
         (model.num_nextn_predict_layers > 0, "it runs once a micro-batch; set model.num_nextn_predict_layers = 0"),
         (config.train.reproducible, "its sums depend on the number of ranks; set train.reproducible = false"),
         (schedule.name == "search", "a searched schedule runs as the search found it; name a family, such as 1f1b"),

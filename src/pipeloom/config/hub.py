@@ -235,12 +235,16 @@ def _content(source: str, key: str) -> dict[str, Any]:
             require_counts(content)
     except (OSError, UsageError) as error:
         raise ConfigError(
-            f'model.{key} = "{source}": {download(source) or f"{path} cannot be read: {error}{_nearest_folder(source)}"}'
+            f'model.{key} = "{source}": {download(source) or f"{path} cannot be read: {_reason(error)}{_nearest_folder(source)}"}'
         ) from None
     if not isinstance(content, dict):
         raise ConfigError(f'model.{key} = "{source}": {path} is not a JSON object')
     _require(content, f'model.{key} = "{source}": {path}')
     return content
+
+
+def _reason(error: Exception) -> object:
+    return getattr(error, "strerror", None) or error
 
 
 def download(source: str) -> str:
@@ -381,7 +385,7 @@ def read_adapter_config(folder: Path, where: str) -> dict[str, Any]:
     try:
         content = read_json(path, _MOST_ADAPTER_BYTES, "an adapter's configuration")
     except (OSError, UsageError) as error:
-        raise ConfigError(f"{where}: {path} cannot be read: {error}") from None
+        raise ConfigError(f"{where}: {path} cannot be read: {_reason(error)}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: {path} is not a JSON object")
     return content

@@ -24,7 +24,7 @@ from pipeloom.schedule.functions import importable_from, is_function, source_fil
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.slices import SequenceCuts, balanced_cuts, even_cuts, longer_than_whole
 from pipeloom.schedule.transforms import recompute_stages, transformed
-from pipeloom.schedule.vocabulary import vocabulary
+from pipeloom.schedule.vocabulary import embedding, vocabulary
 
 _GATE = "pipeloom.models.gate.TopKGate"
 
@@ -212,9 +212,10 @@ def even_sizes(total: int, parts: int) -> tuple[int, ...]:
 
 
 def stage_sizes(config: Config) -> list[LayerSize]:
-    """As `layer_sizes`, of the layers that stages hold: of an output layer that is spread over the ranks, only the norm."""
+    """As `layer_sizes`, of the layers that stages hold: of a vocabulary that is spread over the ranks, only the norm."""
     sizes = layer_sizes(config.model, config.train.seq_len)
     if config.parallel.vocabulary == "pp":
+        sizes[0] = replace(sizes[0], parameters=0)
         sizes[-1] = replace(sizes[-1], parameters=config.model.hidden_size, flops=0)
     return sizes
 
@@ -406,6 +407,8 @@ def make_schedule(config: Config, folder: Path | None = None) -> Schedule:
         schedule = transformed(schedule, words[:beside], costs)
         if spread:
             schedule = _spread(schedule, costs)
+        if schedule.vocabulary and not schedule.spreads_embedding:
+            schedule = embedding(schedule, costs)
         return transformed(schedule, words[beside:], costs)
     except ConfigError:
         raise

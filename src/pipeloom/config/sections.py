@@ -110,9 +110,12 @@ def _is_frequency(value: Any) -> Any:
 
 
 def _is_class(value: str) -> str:
-    module, colon, name = value.partition(":")
-    if value and not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-        raise ValueError("it must be module:class, such as my_experts:Experts; nearest: empty, the built-in class")
+    module, _, name = value.rpartition(":")
+    plain = module.endswith(".py") or all(part.isidentifier() for part in module.split("."))
+    if value and not (plain and name.isidentifier()):
+        raise ValueError(
+            "it must be module:class or file.py:class, such as my_experts:Experts; nearest: empty, the built-in class"
+        )
     return value
 
 

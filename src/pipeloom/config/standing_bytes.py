@@ -29,7 +29,8 @@ def stage_parameters(layout: Layout) -> list[int]:
     counts = [sum(sizes[start:end]) for start, end in spans(layout)]
     model, shares = layout.config.model, layout.schedule.vocabulary
     if shares:
-        counts[shares.start :] = [rows * model.hidden_size for rows in uneven_parts(model.vocab_size, len(shares))]
+        width = model.hidden_size * (1 if model.tie_word_embeddings else 2)
+        counts[shares.start :] = [rows * width for rows in uneven_parts(model.vocab_size, len(shares))]
     for stage in with_embedding(layout.schedule) if model.tie_word_embeddings and not shares else ():
         counts[stage] -= model.vocab_size * model.hidden_size
     return counts

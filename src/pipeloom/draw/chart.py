@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
@@ -27,8 +27,10 @@ class Panel:
     lines: Mapping[str, Sequence[tuple[float, float]]]
 
 
-def chart(title: str, axis: str, panels: Sequence[Panel], width: float = USUAL_WIDTH) -> str:
+def chart(title: str, axis: str, panels: Sequence[Panel], width: float = USUAL_WIDTH, log2: bool = False) -> str:
     """An SVG document with the panels under one another, on one horizontal axis.
+
+    `log2`: x and 2x are always as far apart.
 
     Raises UsageError where no line has a point, or for a width below `LEAST_WIDTH`.
     """
@@ -38,7 +40,7 @@ def chart(title: str, axis: str, panels: Sequence[Panel], width: float = USUAL_W
     if not width >= LEAST_WIDTH:
         raise UsageError(f"an SVG is at least {LEAST_WIDTH} pixels wide, not {width:g}")
     labels = list(dict.fromkeys(label for panel in panels for label in panel.lines))
-    sheet = _ChartSheet(width, min(marks), max(marks), labels)
+    sheet = _ChartSheet(width, min(marks), max(marks), labels, math.log2 if log2 else float)
     y = 8.0
     for words in wrapped(printable(title), 16.8, width - 2 * TOP_MARGIN):
         y += 20
@@ -56,11 +58,12 @@ def chart(title: str, axis: str, panels: Sequence[Panel], width: float = USUAL_W
 
 @dataclass
 class _ChartSheet(Sheet):
-    """A sheet with line charts; `low` and `high` are the ends of the horizontal axis."""
+    """A sheet with line charts; `low` and `high` are the ends of the horizontal axis, and `scale` is its scale."""
 
     low: float
     high: float
     labels: Sequence[str]
+    scale: Callable[[float], float]
 
     def stroke(self, label: str) -> str:
         """Return the stroke of the line of `label`."""
@@ -69,7 +72,8 @@ class _ChartSheet(Sheet):
         return f'stroke="{COLOURS[at % len(COLOURS)]}"' + (f' stroke-dasharray="{dash}"' if dash else "")
 
     def across(self, x: float) -> float:
-        return LEFT + (x - self.low) / ((self.high - self.low) or 1.0) * (self.width - LEFT - CHART_RIGHT)
+        low, at, high = map(self.scale, (self.low, x, self.high))
+        return LEFT + (at - low) / ((high - low) or 1.0) * (self.width - LEFT - CHART_RIGHT)
 
     def panel(self, panel: Panel, y: float) -> float:
         """Draw a panel from `y` on; return where it ends."""
@@ -99,9 +103,7 @@ class _ChartSheet(Sheet):
     def _line(self, label: str, points: Sequence[tuple[float, float, float, float]]) -> None:
         """Draw a line through points (x, value, horizontal and vertical position on the sheet)."""
         path = " ".join(f"{x:.1f},{y:.1f}" for _, _, x, y in points)
-        wide = 2 + 1.5 * max(
-            0, min(len(self.labels), 4) - 1 - self.labels.index(label)
-        )  # the first stays visible behind the others
+        wide = 2 + max(0, min(len(self.labels), 6) - 1 - self.labels.index(label))  # the first show behind the others
         self.out.append(f'<polyline points="{path}" fill="none" {self.stroke(label)} stroke-width="{wide:g}"/>')
         colour = COLOURS[self.labels.index(label) % len(COLOURS)]
         for size, value, x, y in points:

@@ -18,7 +18,7 @@ from pipeloom.ops.random_state import Dropout, TokenPart
 from pipeloom.ops.slices import SliceState
 from pipeloom.parallel.context import ContextParallel, attend_in_blocks
 from pipeloom.parallel.sharding import ParameterSharding
-from pipeloom.parallel.tensor import TensorParallel, column_linear, gather_tokens, project, row_linear
+from pipeloom.parallel.tensor import TensorParallel, column_linear, gather_tokens, own_tokens, project, row_linear
 from pipeloom.parallel.vocabulary import VocabularyHead
 
 
@@ -306,6 +306,20 @@ class Block(nn.Module):
         inner = in_part("mlp", self.mlp, in_part("norms", self.post_attention_layernorm, attended))
         out: Tensor = attended + self.mlp_dropout(inner, microbatch)
         return out
+
+
+class OwnTokens(nn.Module):
+    """First layer of a decoder whose embedding is spread over the pipeline: the tokens' rows [batch, length, hidden] -> the same.
+
+    Under sequence parallelism length / tp tokens come out, those of this rank.
+    """
+
+    def __init__(self, tensor: TensorParallel | None = None) -> None:
+        super().__init__()
+        self.tensor = tensor if tensor is not None and tensor.sequence else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.tensor is None else own_tokens(x, self.tensor)
 
 
 class FinalNorm(nn.Module):

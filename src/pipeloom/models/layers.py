@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.mesh_shape import uneven_parts
 from pipeloom.models import mtp
-from pipeloom.models.decoder import Block, FinalNorm, Head
+from pipeloom.models.decoder import Block, FinalNorm, Head, OwnTokens
 from pipeloom.models.gate import TopKGate
 from pipeloom.models.moe import MoeClasses, SparseBlock
 from pipeloom.models.moe_overlap import SparseBlockInBlocks
@@ -150,9 +150,10 @@ class VocabularyRanks:
     size: int
     label_smoothing: float = 0.0
 
-    def share(self, vocabulary: int, width: int) -> VocabularyShare:
-        """Return the share of this rank of a weight [vocabulary, width], not drawn."""
-        return VocabularyShare(width, uneven_parts(vocabulary, self.size), self.index, self.label_smoothing)
+    def share(self, vocabulary: int, width: int, embeds: bool = False, padding: int | None = None) -> VocabularyShare:
+        """Return the share of this rank of a weight [vocabulary, width], not drawn; arguments as of `VocabularyShare`."""
+        parts = uneven_parts(vocabulary, self.size)
+        return VocabularyShare(width, parts, self.index, self.label_smoothing, embeds, padding)
 
 
 def layers(
@@ -185,8 +186,9 @@ def layers(
         drawn: False: weights are 0, for a model whose weights are loaded afterwards.
         context: spreads the tokens of each sequence over these ranks: tokens, activations and logits are then this rank's part
             (`ContextParallel.part`), and `position_ids` those of whole sequences.
-        spread: the ranks over which the output layer is spread. It is then a layer of its own behind the norm, of which each
-            rank builds its share, and the schedule has been through the transform `vocabulary`.
+        spread: the ranks over which the embedding and the output layer are spread. Each rank then builds its shares of both, or
+            where they are tied of the one weight, as layers behind the norm; the first layer gets the tokens' rows, and the
+            schedule has been through the transforms `vocabulary` and `embedding`.
 
     Building a block raises ArgumentError for numbers of heads or experts, or an inner width, that the ranks do not divide.
     """
@@ -243,11 +245,14 @@ def layers(
             losses=mtp.prediction_terms(shape, token_loss(shape, tensor=tensor)),
         )
     ]
+    first = layer(EMBEDDING, partial(_embedding, shape, cut), writes=tuple(map(mtp.embedding_name, depths)))
     if spread is not None:
         share = partial(spread.share, shape.vocab_size, shape.hidden_size)
-        head = [layer(HEAD, partial(FinalNorm, shape, cut)), layer(f"{HEAD}.lm_head", share)]
+        first = layer("embedded", partial(OwnTokens, cut))
+        head = [layer(HEAD, partial(FinalNorm, shape, cut)), layer(EMBEDDING, partial(share, embeds=True), spread=True)]
+        head += [] if shape.tie_word_embeddings else [layer(f"{HEAD}.lm_head", share, spread=True)]
     return [
-        layer(EMBEDDING, partial(_embedding, shape, cut), writes=tuple(map(mtp.embedding_name, depths))),
+        first,
         *(layer(block_name(index), block) for index, block in enumerate(blocks)),
         *predictions,
         *head,

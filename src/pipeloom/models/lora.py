@@ -95,10 +95,12 @@ def is_adapter(name: str) -> bool:
 
 def _adapted(layer: str, build: Callable[[], nn.Module], options: LoraOptions, seed: int) -> nn.Module:
     module = build()
-    if isinstance(module, VocabularyShare) and options.chooses(hub_name(layer)):
+    # Of an embedding's share, which takes none, the output layer may be tied to it.
+    output = "lm_head" if isinstance(module, VocabularyShare) and module.embeds else hub_name(layer)
+    if isinstance(module, VocabularyShare) and options.chooses(output):
         raise ArgumentError(
             "target_modules",
-            f" chooses {hub_name(layer)}, and an output layer that is spread over the pipeline takes no adapter; nearest: "
+            f" chooses {output}, and an output layer that is spread over the pipeline takes no adapter; nearest: "
             f'"{ALL_LINEAR}"',
         )
     for parameter in module.parameters():

@@ -37,6 +37,7 @@ class Layer:
             {keyword: name}. The latest earlier layer that writes a name is meant.
         writes: tensors for later layers: names, or {key in the dict: name}.
         losses: {key in the dict: LossTerm}; keys are unique in the whole model.
+        spread: whether every rank of the pipeline has one, with its rows of a vocabulary's weight. Such layers are the last ones.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Layer:
     reads: Sequence[str] | Mapping[str, str] = field(default=(), hash=False)
     writes: Sequence[str] | Mapping[str, str] = field(default=(), hash=False)
     losses: Mapping[str, LossTerm] = field(default_factory=dict, hash=False)
+    spread: bool = False
 
     def __call__(self) -> nn.Module:
         return self.build()

@@ -327,6 +327,22 @@ class _GatherTokens(torch.autograd.Function):
         return gradients[0].chunk(ctx.tensor.size, -2)[ctx.tensor.index], None
 
 
+def own_tokens(x: Tensor, tensor: TensorParallel) -> Tensor:
+    """Return this rank's part [batch, tokens / size, width] of x [batch, tokens, width]; the whole gradient is there on each."""
+    return _OwnTokens.apply(x, tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _OwnTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: TensorParallel) -> Tensor:
+        ctx.tensor = tensor
+        return x.chunk(tensor.size, -2)[tensor.index]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return start_all_gather(gradients[0].contiguous(), ctx.tensor.axis).wait(), None
+
+
 def gather_columns(x: Tensor, tensor: TensorParallel, shard: Shard) -> Tensor:
     """Gather [batch, tokens, local columns] to [batch, tokens, columns] on every rank.
 

@@ -93,39 +93,54 @@ def whole_logits(logits: Tensor, tensor: TensorParallel, vocabulary: int) -> Ten
 
 
 class VocabularyShare(nn.Module):
-    """A rank's rows of an output weight [vocabulary, width] that is spread over all ranks of a replica: pp, or pp x tp.
+    """A rank's rows of a weight [vocabulary, width] that is spread over all ranks of a replica: pp, or pp x tp.
+
+    It is that of the output layer, of the input embedding, or, where they are tied, of both.
 
     Args:
         width: of the weight, which is uninitialized.
         parts: the rows of each rank, in order.
         index: this rank's number.
         label_smoothing: ε of the loss in training.
+        embeds: whether tokens are looked up in it.
+        padding: a token whose row gets no gradient from that; None: there is none.
     """
 
-    def __init__(self, width: int, parts: Sequence[int], index: int, label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self,
+        width: int,
+        parts: Sequence[int],
+        index: int,
+        label_smoothing: float = 0.0,
+        embeds: bool = False,
+        padding: int | None = None,
+    ) -> None:
         super().__init__()
         self.parts, self.first, self.label_smoothing = tuple(parts), sum(parts[:index]), label_smoothing
-        self.weight: Tensor = nn.Parameter(torch.empty(parts[index], width))
+        self.embeds, self.padding = embeds, padding
+        self.weight = nn.Parameter(torch.empty(parts[index], width))
 
     @property
     def vocabulary(self) -> int:
         """The rows of all ranks."""
         return sum(self.parts)
 
-    def follow_another(self) -> None:
-        """Hold a copy of rows that another weight has: a tensor, with a gradient unless it is frozen, and no parameter."""
-        weight = self.weight.detach().requires_grad_(self.weight.requires_grad)
-        del self.weight
-        self.weight = weight
-
     def sharding(self) -> Mapping[str, ParameterSharding]:
-        if not isinstance(self.weight, nn.Parameter):
-            return {}
         return {"weight": ParameterSharding((Shard("pp_tp", 0, self.parts),))}
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., width] -> the logits of this share, [..., rows]."""
         return F.linear(hidden, self.weight)
+
+    def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens [...] int64 -> (their rows [..., width], any row for a token of another share; whether it is of another).
+
+        Raises UsageError for a token outside the vocabulary; on CUDA a device-side assertion fails.
+        """
+        _refuse_outside(tokens, self.vocabulary, "token")
+        local = tokens - self.first
+        outside = (local < 0) | (local >= len(self.weight))
+        return F.embedding(local.masked_fill(outside, 0), self.weight), outside
 
 
 @dataclass(frozen=True)

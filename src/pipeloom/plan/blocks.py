@@ -173,6 +173,9 @@ PARTS = {
 }
 
 
+LOGITS = "logits"  # what the loss keeps, which no layer's recomputation makes
+
+
 @dataclass(frozen=True)
 class LayerOps:
     """The operations of one layer in the order of the forward.
@@ -213,8 +216,8 @@ class LayerOps:
     @cached_property
     def saved(self) -> float:
         """Bytes that one micro-batch holds from the forward to the backward."""
-        size = sum(size for name, size in self.tensors.items() if name not in self.dropped)
-        return size or self.input
+        names = self.tensors.keys() - self.dropped
+        return sum(self.tensors[name] for name in names) + self.input * (names <= {LOGITS})
 
     @cached_property
     def pending(self) -> float:
@@ -282,17 +285,14 @@ def placeholders(layers: list[LayerOps], element: int) -> float:
 def layers_of(shape: ModelShape, split: Split, shares: int = 0) -> list[LayerOps]:
     """[embedding, block, …, block, output layer]; between the last two, those that predict tokens further ahead.
 
-    With `shares` of the output layer on so many ranks, its norm stands in its place, and a share behind it.
+    With `shares` of the vocabulary on so many ranks, the first layer gets rows, the last one is a norm, and a share is behind it.
     """
     dense = _block(shape, split, sparse=False)
     sparse = _block(shape, split, sparse=True) if any(shape.sparse) else dense
     blocks = [sparse if shape.block_is_sparse(block) else dense for block in range(shape.layers)]
     ahead = [_prediction(shape, split, blocks[-1])] * shape.ahead
-    output = _output(shape, split)
-    ends = [output]
-    if shares:
-        ends = [replace(output, kind="N", ops=output.ops[:1], tied=0.0), vocabulary_share(shape, split, shares)]
-    return [_embedding(shape, split), *blocks, *ahead, *ends]
+    layers = [_embedding(shape, split), *blocks, *ahead, _output(shape, split)]
+    return [*_without_vocabulary(layers, shape), vocabulary_share(shape, split, shares)] if shares else layers
 
 
 def _embedding(shape: ModelShape, split: Split) -> LayerOps:
@@ -336,9 +336,15 @@ def _output(shape: ModelShape, split: Split) -> LayerOps:
         flops=2 * split.tokens * weight,
         tp_bytes=_exchanged(split, elements),
     )
-    loss = Op("loss", (("logits", saved),), scratch=scratch, traffic=3 * logits)
-    norm = _norm(shape, split, "last", "last_norm")
+    loss = Op("loss", ((LOGITS, saved),), scratch=scratch, traffic=3 * logits)
+    norm = _norm(shape, split, "input", "last_norm")
     return LayerOps("L", (norm, product, loss), 0.0, hidden, tied=weight * shape.tied)
+
+
+def _without_vocabulary(layers: Sequence[LayerOps], shape: ModelShape) -> list[LayerOps]:
+    op = replace(layers[0].ops[0], saves=(), scratch=0.0, weights=((float(shape.positions * shape.hidden), 1),))
+    first, last = replace(layers[0], ops=(op,), input=layers[1].input), layers[-1]
+    return [first, *layers[1:-1], replace(last, kind="N", ops=last.ops[:1], tied=0.0)]
 
 
 def vocabulary_share(shape: ModelShape, split: Split, ranks: int) -> LayerOps:
@@ -349,9 +355,10 @@ def vocabulary_share(shape: ModelShape, split: Split, ranks: int) -> LayerOps:
     _, product, loss = _output(shape, replace(split, tp=ranks)).ops
     logits, wide = product.out, max(4, split.element) / split.element
     copy = (("hidden", float(split.element * split.tokens * shape.hidden)),)
-    product = replace(product, saves=copy, gradients=0.0, scratch=0.0, tp_bytes=0.0)
     # T computes the weight's gradient beside its sum.
     gradient = sum(size * count for size, count in product.weights) * split.element
+    weights = product.weights if shape.tied else product.weights * 2  # the embedding's, which it looks up
+    product = replace(product, saves=copy, gradients=0.0, scratch=0.0, tp_bytes=0.0, weights=weights)
     loss = replace(loss, saves=(("scores", logits * (1 + wide)),), scratch=gradient)
     return LayerOps("S", (product, loss), 0.0, 0.0)
 
@@ -408,7 +415,9 @@ def _linear(
         name,
         (operand,),
         (out + inner) * rows * split.element,
-        gathers * split.element + _beside(split, (largest or out) * inner * count),
+        gathers * split.element
+        + _beside(split, (largest or out) * inner * count)
+        + _widened(split, rows * ((largest or out) + inner)),
         out * rows * split.element,
         ((out * inner, count),),
         expert,
@@ -422,6 +431,11 @@ def _linear(
 def _beside(split: Split, elements: float) -> float:
     """Bytes of the gradient of a weight of so many elements that is there beside its sum."""
     return 0.0 if split.runtime.sums_inside else elements * split.element
+
+
+def _widened(split: Split, elements: float) -> float:
+    """Bytes of fp32 copies of a product's operands: a CPU cannot add products of other types to an fp32 sum."""
+    return 4.0 * elements * (split.runtime.copies_mixed and split.element < 4)
 
 
 def _core(shape: ModelShape, split: Split, query: float, key: float, value: float, out: float, width: float) -> Op:
@@ -462,9 +476,14 @@ def _attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
 
 
 def _small_norm(name: str, operand: str, kept_width: float, split: Split, width: float) -> Op:
+    """As `_norm`, of the first `width` of `kept_width` columns."""
     tokens = split.tokens * split.element
     size = 2.0 * tokens * width
-    return Op(name, ((operand, tokens * kept_width),), size, weights=((width, 1),), traffic=size, makes=name)
+    saves: tuple[tuple[str, float], ...] = ((operand, tokens * kept_width),)
+    if not split.runtime.fused_norm:
+        wide = ((f"{operand}_wide", 4.0 * split.tokens * width),) if split.element < 4 else saves
+        saves = (*wide, (f"{operand}_unit", tokens * width), (f"{operand}_scale", 4.0 * split.tokens))
+    return Op(name, saves, size, weights=((width, 1),), traffic=size, makes=name)
 
 
 def _latent_attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
@@ -479,6 +498,11 @@ def _latent_attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
         size = hidden if operand == "norm_1" else tokens * inner * split.element
         return _linear(split, name, (operand, size), (out, inner), tokens, makes=makes)
 
+    core = _core(shape, split, query, query, value, value, heads * (query_width + latent.value))
+    if split.runtime.copies_mixed and query_width != latent.value:  # which no fused attention on a CPU takes
+        matrix = tokens * split.context * heads * split.element
+        saves = (("query", query), ("key", query), ("value", value), ("probabilities", matrix))
+        core = replace(core, saves=saves, scratch=2 * matrix)
     ops: list[Op] = []
     if narrow := latent.query_rank:
         ops += [
@@ -493,7 +517,7 @@ def _latent_attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
         linear("latent_down", "norm_1", shared, shape.hidden),
         _small_norm("latent_norm", "latent", shared, split, rank),
         linear("latent_up", "latent_norm", heads * (latent.nope + latent.value), rank, "key"),
-        _core(shape, split, query, query, value, value, heads * (query_width + latent.value)),
+        core,
         _linear(
             split,
             "o",
@@ -540,7 +564,7 @@ def _experts(shape: ModelShape, split: Split) -> tuple[Op, ...]:
     Where the ranks of tp divide each expert's inner width (etp = tp), they gather what their experts receive.
     """
     hidden = split.part(split.tokens * shape.hidden)
-    rows = split.tokens * shape.experts_per_token * split.etp / split.parts
+    rows = split.tokens * shape.experts_per_token * split.etp / split.tp
     if split.capacity:
         rows = shape.experts * ceil(split.capacity * rows / shape.experts)
     local, moved = shape.experts // split.ep, rows * shape.hidden * split.element

@@ -113,7 +113,8 @@ def torchtitan(prediction: LayoutCosts) -> str:
         raise UsageError("--as torchtitan: it reads a searched schedule from a CSV file; nearest: --as torch-csv")
     if layout.schedule not in _TORCHTITAN:
         raise UsageError(f"--as torchtitan: it has no schedule {layout.schedule!r}; nearest: 1f1b")
-    mode = {"none": "none", "full": "full"}.get(layout.recompute, "selective")
+    if layout.recompute not in ("none", "full"):  # its selective mode keeps the outputs of chosen operations
+        raise UsageError(f"--as torchtitan: it recomputes other parts than {layout.recompute!r:.60}; nearest: full")
     lines = [
         "[training]",
         f"local_batch_size = {layout.m * layout.micro_batch}",
@@ -127,7 +128,7 @@ def torchtitan(prediction: LayoutCosts) -> str:
         f'pipeline_parallel_schedule = "{_TORCHTITAN[layout.schedule]}"',
         f"pipeline_parallel_microbatch_size = {layout.micro_batch}",
         "[activation_checkpoint]",
-        f'mode = "{mode}"',
+        f'mode = "{layout.recompute}"',
     ]
     return "\n".join(lines) + "\n"
 

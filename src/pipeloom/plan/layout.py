@@ -12,7 +12,7 @@ from pipeloom.plan.model import ModelShape
 from pipeloom.schedule import Costs, Schedule
 from pipeloom.schedule.families import build
 from pipeloom.schedule.slices import balanced_cuts
-from pipeloom.schedule.vocabulary import vocabulary
+from pipeloom.schedule.vocabulary import embedding, vocabulary
 
 RECOMPUTE = ("none", "full", *PARTS)
 CUTS = ("balanced", "even")
@@ -37,7 +37,8 @@ class PlannedLayout:
         capacity: capacity factor of the experts; 0: rows as routed, evenly.
         cut: "balanced": the heaviest stage is as light as possible; "even": as many blocks on each stage.
         slices: of each sequence along its tokens, cut so that they take the same time.
-        vocabulary: "last": the output layer is on the last rank; "pp": each pipeline rank has a share of it.
+        vocabulary: "last": the embedding and the output layer are on the first and the last stage; "pp": each pipeline rank has a
+            share of them.
         stages: layers of each stage by position, the embedding and the output layer among them; empty: as `cut` says.
     """
 
@@ -88,7 +89,7 @@ class PlannedLayout:
     def built(self, placed: Costs | None = None) -> Schedule:
         """The schedule, with S and T placed by these costs. Raises UsageError when the family refuses these sizes."""
         schedule = build(self.schedule, self.pp, self.m, self.v if self.v > 1 else None, {"slices": self.slices})
-        return vocabulary(schedule, costs=placed) if self.vocabulary == "pp" else schedule
+        return embedding(vocabulary(schedule, costs=placed), placed) if self.vocabulary == "pp" else schedule
 
     def text(self) -> str:
         """The layout as `parse` reads it; keys at their default are left out, but for the axes in use."""
@@ -173,7 +174,6 @@ def problems(shape: ModelShape, layout: PlannedLayout) -> list[str]:
         for holds, words in (
             (layout.pp == 1, "there is one pipeline rank"),
             (shape.ahead, "the blocks that predict further ahead use the output layer too"),
-            (shape.tied and layout.zero == 3, "shares of a tied weight are rows of an embedding that is whole"),
         ):
             if holds:
                 reasons.append(f"vocabulary=pp: {words}; nearest: vocabulary=last")

@@ -173,7 +173,7 @@ def at_peaks(
         missing = dict(absent)
         for position, cell in enumerate(schedule.programs[rank]):
             start, end = timeline.starts[rank][position], timeline.ends[rank][position]
-            before, extra = bisect_right(times, start), 0.0
+            before, extra, added = bisect_right(times, start), 0.0, 0.0
             level = max(levels[max(before - 1, 0) : max(bisect_left(times, end), before)], default=0.0)
             there = dict(absent)
             for action in parts(cell):
@@ -183,11 +183,12 @@ def at_peaks(
                 extra = max(extra, share * _extra(stage, kind))
                 if WEIGHT_GRADIENT in kind.makes:
                     absent.pop(action.stage, None)
-                if INPUT_GRADIENT in kind.makes and stage.summed:
+                if INPUT_GRADIENT in kind.makes and stage.summed:  # the last slice's adds as what is saved goes
                     is_last = at + 1 == len(slices)
-                    summed += factor * stage.summed * sum(slices[:at]) if is_last else -share * stage.summed
+                    added += factor * stage.summed * sum(slices[:at]) if is_last else -share * stage.summed
             sent = entries.buffers - entries.used[position] + entries.sent[position]
             total = level + extra + summed - sum(there.values()) + sent
+            summed += added
             if total > most:
                 most, message, missing = total, sent, there
         for number in missing:

@@ -36,19 +36,19 @@ def gib(size: float) -> str:
 
 
 def table(predictions: list[LayoutCosts]) -> list[list[str]]:
-    """Rows of a table, the head first."""
-    rows = [["layout", "tokens/s/device", "step s", "idle", "exchange", "GiB", "worst rank"]]
+    """Rows of a table, the head first. The layout, the longest cell, is the last, where a narrow window may wrap it."""
+    rows = [["tokens/s/device", "step s", "idle", "exchange", "GiB", "worst rank", "layout"]]
     for each in predictions:
         parts, total = each.step.parts(), each.step.total
         shares = [f"{100 * parts[name] / total:.0f} %" for name in ("idle", "exchange")]
         rows.append(
             [
-                each.layout.text(),
                 f"{each.tokens:,.0f}",
                 f"{total:.3g}",
                 *shares,
                 gib(each.peak),
                 f"{each.worst} at {each.ranks[each.worst].peak_action}",
+                each.layout.text(),
             ]
         )
     return rows

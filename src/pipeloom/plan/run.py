@@ -10,7 +10,7 @@ from pipeloom.config import Config, Layout
 from pipeloom.config.standing_bytes import element_bytes, summed_over_slices, with_embedding
 from pipeloom.config.volume import boundary_bytes
 from pipeloom.errors import UsageError
-from pipeloom.plan.blocks import RUNTIMES, LayerOps, Runtime, parameters_of
+from pipeloom.plan.blocks import LOGITS, RUNTIMES, LayerOps, Runtime, parameters_of
 from pipeloom.plan.layout import PlannedLayout, problems, spans
 from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import OfRanks, RankMemory, StageMemory, at_peaks, stage_memory, state_bytes
@@ -26,10 +26,11 @@ from pipeloom.schedule.model import parts
 # Part of our blocks and output layer -> the tensors that its R makes.
 _OF_PARTS = {
     "norms": (
-        *("input_unit", "input_scale", "norm_1", "middle_unit", "middle_scale", "norm_2"),
-        *("query_norm", "last_unit", "last_scale", "last_norm"),
+        *("input_unit", "input_scale", "norm_1", "middle_unit", "middle_scale", "norm_2", "query_norm", "last_norm"),
     ),
-    "attention": ("query", "key", "value", "heads", "statistics", "mixed", "query_norm", "positions", "mask"),
+    "attention": (
+        *("query", "key", "value", "heads", "statistics", "probabilities", "mixed", "query_norm", "positions", "mask"),
+    ),
     "activation": ("silu", "gated", "expert_silu", "expert_gated", "shared_gated"),
     "mlp": (
         *("inner", "silu", "gated", "expert_inner", "expert_silu", "expert_gated", "expert_outputs"),
@@ -60,7 +61,7 @@ def shape_of(config: Config) -> ModelShape:
     """The shape of the model. Raises UsageError for a Hugging Face directory that cannot be planned."""
     model = config.model
     if model.source:
-        return load(model.source)
+        return replace(load(model.source), ahead=model.num_nextn_predict_layers)
     experts = model.num_experts
     return ModelShape(
         name="the model",
@@ -143,6 +144,13 @@ def predicted(
     times = [planner.stage_seconds(timed[start:end], planned, links) for start, end in of_stage]
     run = planner.costs(times, planned, links, fused=dict(layout.schedule.options).get("vocabulary") != "two")
     sizes, activations = _bytes(layout, planned, groups, planner.runtime)
+    if layout.cuts is not None:  # a weight's gradient is as large beside a slice's tensors
+        pieces = [timed[start:end] for start, end in of_stage]
+        sliced = [_activations(layout, stage, layers) for stage, layers in enumerate(pieces)]
+        activations = [
+            replace(each, extra=planned.slices * piece.extra, extra_input=planned.slices * piece.extra_input)
+            for each, piece in zip(activations, sliced, strict=True)
+        ]
     run = replace(run, bytes=sizes)
     if layout.cuts is not None:  # which may be even in tokens instead
         run = layout.cuts.costs(run)
@@ -172,10 +180,7 @@ def _bytes(
     same of a micro-batch with the temporaries, which are left out."""
     schedule = layout.schedule
     replicas = planned.dp * planned.cp
-    activations = [
-        stage_memory(layers) if stage in schedule.vocabulary else _stage_memory(layout, stage, layers)
-        for stage, layers in enumerate(groups)
-    ]
+    activations = [_activations(layout, stage, layers) for stage, layers in enumerate(groups)]
     ties = with_embedding(schedule)
     values = []
     for stage, memory in enumerate(activations):
@@ -223,6 +228,13 @@ def layout_messages(layout: Layout, device: str = "") -> list[MessageBytes]:
     )
 
 
+def _activations(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> StageMemory:
+    """Bytes of a micro-batch on a stage, or on a rank's share of the vocabulary."""
+    if stage in layout.schedule.vocabulary:
+        return stage_memory(layers)
+    return _stage_memory(layout, stage, layers)
+
+
 def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> StageMemory:
     """Bytes of a micro-batch on a stage, of which blocks (R;B) may recompute the layers one by one in the backward."""
     schedule, start = layout.schedule, spans(layout.schedule, layout.stage_layers)[stage][0]
@@ -233,22 +245,19 @@ def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> Sta
     blocks = not kinds.isdisjoint(("RB", "RI"))
     marks = [blocks and mark for mark in _recomputed(layout)[start : start + len(layers)]]
     copies = [
-        replace(layer, dropped=frozenset(layer.tensors)) if mark else layer
+        replace(layer, dropped=frozenset(layer.tensors) - {LOGITS}) if mark else layer
         for layer, mark in zip(layers, marks, strict=True)
     ]
     memory = stage_memory(copies)
     inputs = [layer.input * (mark or "input" in layer.tensors) for layer, mark in zip(layers, marks, strict=True)]
     first = stage in {route[0] for route in schedule.routes}  # its inputs are views of the batch
+    first = first and not (schedule.spreads_embedding and "R" in kinds)
     held = memory.saved - inputs[0]
     plain = stage_memory(layers)
     rest = max(0.0, plain.saved - layers[0].input * ("input" in layers[0].tensors) - held)  # of those not in blocks
     # While a layer is recomputed, what those behind it held is gone.
     behind = [memory.saved - level for level in accumulate(copy.saved for copy in copies)]
-    rises = (
-        layer.saved - entering - rest
-        for layer, entering, rest, mark in zip(layers, inputs, behind, marks, strict=True)
-        if mark
-    )
+    rises = (copy.rebuilt - rest for copy, rest, mark in zip(copies, behind, marks, strict=True) if mark)
     layer = max(0.0, 0.0, *rises)
     always = layers[0].input * (not first) + held * blocks
     if schedule.slices > 1:  # for later slices

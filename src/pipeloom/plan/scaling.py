@@ -17,14 +17,15 @@ Points = list[tuple[float, float]]
 def scaling(planner: Planner, request: PlanRequest) -> dict[str, Points]:
     """Line -> (devices that share one copy of the model, tokens per second on each device).
 
-    Lines: the model over d devices by tp alone, by pp alone, and by tp within a node and pp over nodes; each with the links as
-    they are and half as fast. The rest of the devices is dp, and micro-batches have one sequence. Of the schedules of `request`
-    the one with the best estimate counts. Memory is not looked at: the lines compare speed.
+    Lines: the model over d devices by tp alone, by pp alone, and (of several nodes) by tp within a node and pp over nodes; each
+    with the links as they are and half as fast. The rest of the devices is dp, and micro-batches have one sequence. Of the
+    schedules of `request` the one with the best estimate counts. Memory is not looked at: the lines compare speed.
     """
     device, lines = planner.device, {}
     for words, speed in (("", 1.0), (", links half as fast", 0.5)):
         slower = replace(planner, device=replace(device, link=speed * device.link, network=speed * device.network))
-        for name, axes in (("tp", _tensor), ("pp", _pipeline), (f"tp up to {device.per_node}, then pp", _both)):
+        kinds = [("tp", _tensor), ("pp", _pipeline), (f"tp up to {device.per_node}, then pp", _both)]
+        for name, axes in kinds if request.devices > device.per_node else kinds[:2]:
             points: Points = []
             for count in _doubled(request.devices):
                 tp, pp = axes(count, device.per_node)

@@ -18,7 +18,6 @@ from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.parallel.buckets import BucketParameter
 from pipeloom.parallel.data import AFTER_TIES
 from pipeloom.parallel.sharding import ParameterSharding, shardings_of
-from pipeloom.parallel.vocabulary import VocabularyShare
 from pipeloom.runtime.batch import Weight
 from pipeloom.runtime.loss import Loss, require_weighing
 from pipeloom.runtime.options import RuntimeOptions
@@ -113,7 +112,6 @@ class PipelineSpec:
         names: of the layers.
         ranges: stage position -> its layers.
         terms: keys of the losses that layers declare.
-        followed: the name of the weight of which the shares of the vocabulary hold copies of rows; None: they are parameters.
     """
 
     layers: Sequence[LayerSource]
@@ -131,8 +129,9 @@ class PipelineSpec:
         require_weighing(self.loss, self.weight, self.ignore_index)
         self.names = [layer_name(layer, at) for at, layer in enumerate(self.layers)]
         _check_names(self.names, self.options.recompute)
-        shares = len(self.schedule.vocabulary)  # of the last layer, one on each rank
-        last = len(self.layers) - bool(shares)
+        shares = len(self.schedule.vocabulary)  # of the last layers, one on each rank
+        spread = sum(getattr(layer, "spread", False) for layer in self.layers)
+        last = len(self.layers) - (max(spread, 1) if shares else 0)
         self.ranges = split_layers(last, self.schedule.positions, self.stages)
         self.ranges += [range(last, len(self.layers))] * shares
         declared = ModelNames.of(
@@ -140,13 +139,14 @@ class PipelineSpec:
             [position for position, which in enumerate(self.ranges) for _ in which],
         )
         self.terms = declared.terms
-        ahead = f"{self.names[-1]}." if shares else None
-        following = [names for names in self.tied if ahead and any(name.startswith(ahead) for name in names)]
-        self.tied = [names for names in self.tied if names not in following]
-        wholes = [name for names in following for name in names if not name.startswith(str(ahead))]
-        if len(wholes) > 1:
-            raise ConfigError(f"a vocabulary over the pipeline is tied to one weight, and tied names {wholes}")
-        self.followed = wholes[0] if wholes else None
+        heads = tuple(f"{self.names[layer]}." for layer in self.ranges[-1]) if shares else ()
+        separate = [names for names in self.tied if not any(name.startswith(heads) for name in names)]
+        if len(separate) < len(self.tied) and (len(heads) > 1 or not self.schedule.spreads_embedding):
+            raise ConfigError(
+                "an output layer over the pipeline is tied to the embedding: tokens are looked up in its share, so the model has "
+                "one share with embeds=True, and the schedule has been through the transform embedding"
+            )
+        self.tied = separate
         self.schedule = self.recomputing(carrying(self.schedule, declared.tensors))
         if check_first:
             self.options.require_runnable(self.schedule)
@@ -167,7 +167,8 @@ class PipelineSpec:
 
     def holders(self) -> dict[str, tuple[int, ...]]:
         """Return layer name -> the ranks that hold it, ranks of the first route first; () where each rank has a share of it."""
-        owners: dict[str, tuple[int, ...]] = {self.names[-1]: ()} if self.schedule.vocabulary else {}
+        shares = self.ranges[-1] if self.schedule.vocabulary else ()
+        owners: dict[str, tuple[int, ...]] = {self.names[layer]: () for layer in shares}
         for route in self.schedule.routes:
             for stage in route:
                 place = self.schedule.placement[stage]
@@ -205,9 +206,6 @@ def assemble(
     numbers = {number: rank for rank in communications for number in schedule.stages_of[rank]}
     built, failure = _build_layers(spec, numbers, shared, device, seed)
     modules = {name: module for each in built.values() for name, module in zip(each.names, each.modules, strict=True)}
-    share = modules.get(spec.names[-1])
-    if spec.followed is not None and isinstance(share, VocabularyShare):
-        share.follow_another()
     declared = make_ties(spec.tied, owners)
     facts = exchange(
         {
@@ -248,7 +246,6 @@ def assemble(
         for number, layers in built.items()
     }
     parameters = unique_parameters(modules)
-    followed = [parameters[spec.followed]] if spec.followed in parameters else []
     elsewhere = {weight for tie, weight in across.items() if tie.holders[0] not in communications}
     return Assembly(
         stages=stages,
@@ -259,7 +256,7 @@ def assemble(
         replicated_layers=replicated,
         copies=frozenset(name for name, parameter in parameters.items() if parameter in elsewhere),
         first_names={name: tie.names[0] for tie in ties for name in tie.names[1:]},
-        held=_held(parameters, modules, stages, {*across.values(), *followed}),
+        held=_held(parameters, modules, stages, {*across.values()}),
         grad_context=grad_context,
         keywords=KnownKeywords.union(fact["keywords"] for fact in facts),
     )

@@ -286,11 +286,10 @@ class Executor:
         task, second = instruction.tasks[0], instruction.second
         received = self._received(task) if task.receives else ()
         for_second = () if second is None else self._received(second)
-        if instruction.completes_stages:
+        if instruction.completes_stages and instruction.queue == COMPUTE:
             self._announce_last_backwards(instruction.completes_stages)
-        if instruction.opens and hooks.shards is not None:
-            for stage in instruction.opens:
-                hooks.shards.open(stage)
+        if instruction.opens and instruction.queue == COMPUTE:
+            self._open_gradients(instruction)
         outgoing: Sequence[Outgoing] = ()
         self._starts.append(self.clock.now())
         if second is not None:
@@ -311,9 +310,19 @@ class Executor:
         self._next = following = next(self._instructions, None)
         self.transport.exchange(outgoing, () if following is None else following.post_receives)
         hooks.status.done += 1
-        if instruction.completes_stages and hooks.stage_done is not None:
+        if instruction.completes_stages and instruction.queue == COMPUTE and hooks.stage_done is not None:
             for stage in instruction.completes_stages:
                 hooks.stage_done(stage)
+
+    def _open_gradients(self, instruction: Instruction) -> None:
+        """Make the buffers of gradients to which an instruction is the first to add."""
+        for stage in instruction.opens if self.hooks.shards is not None else ():
+            self.hooks.shards.open(stage)  # type: ignore[union-attr]
+
+    def _take_gradients(self, instruction: Instruction) -> None:
+        """Take over the gradients to which an instruction was the last to add before they are reduced."""
+        for stage in instruction.takes if self.hooks.shards is not None else ():
+            self.hooks.shards.take(stage)  # type: ignore[union-attr]
 
     def _await_queues(self, instruction: Instruction) -> None:
         """Wait for what an instruction needs from other queues, and issue the entries that start with it."""
@@ -330,9 +339,8 @@ class Executor:
 
     def _leave_queues(self, instruction: Instruction) -> None:
         """Note that an instruction of the computation has ended."""
-        for stage in instruction.takes if self.hooks.shards is not None else ():
-            self.hooks.shards.take(stage)  # type: ignore[union-attr]
         if instruction.queue == COMPUTE:
+            self._take_gradients(instruction)
             self._end(len(self._ends) - 1)
 
     @property
@@ -361,9 +369,11 @@ class Executor:
             for signal in instruction.awaits:
                 self._signals.wait(signal)
             start = time.perf_counter()
+            self._open_gradients(instruction)
             for task in instruction.tasks:
                 execute = _BESIDE.get(task.action.kind.partition(":")[0], Executor._execute_kind)
                 self.hooks.beside(task.action, partial(execute, self, task))
+            self._take_gradients(instruction)
             self._beside[at] = start, time.perf_counter()
             self._end(at)
         except BaseException as error:
@@ -377,6 +387,9 @@ class Executor:
         self.transport.finish()
         for ended in self._ended:
             ended.result()
+        for instruction in self.program.instructions if self._ended and self.hooks.stage_done is not None else ():
+            for stage in instruction.completes_stages if instruction.queue != COMPUTE else ():
+                self.hooks.stage_done(stage)  # type: ignore[misc]
         self.hooks.status.leave()
         report_standstills_to(None)
         if self._has_loss and self._unreached:
@@ -502,6 +515,19 @@ class Executor:
         """Run T."""
         self._spread.gradients(task.unit)
         return []
+
+    def _look_up(self, task: Task) -> None:
+        """Run EMBED; the rank of the first stage keeps the rows as that stage's input."""
+        (tokens,) = self._given[task.unit]
+        rows = self._spread.look_up(task.unit, tokens, self.training)
+        if (edge := self.program.stages[task.action.stage].gives) is not None:
+            self._activations[edge, task.unit] = Delivery((rows,), boundary_of((rows,)))
+
+    def _add_rows(self, task: Task) -> None:
+        """Run EMBED_GRAD."""
+        edge = self.program.stages[task.action.stage].gives
+        gradients = () if edge is None else self._gradients.pop((edge, task.unit))
+        self._spread.add_rows(task.unit, *gradients)
 
     def _copy_out(self, task: Task) -> None:
         """Run O."""
@@ -760,6 +786,8 @@ _BESIDE: dict[str, Callable[[Executor, Task], None]] = {
     "REDUCE": Executor._reduce_scores,
     "REDUCE_SUM": Executor._sum_scores,
     "REDUCE_INPUT": Executor._reduce_input,
+    "EMBED": Executor._look_up,
+    "EMBED_GRAD": Executor._add_rows,
 }
 
 

@@ -30,7 +30,6 @@ from pipeloom.runtime.health.fault_injection import Faults
 from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.options import RuntimeOptions
-from pipeloom.runtime.spread_vocabulary import FollowedRows
 
 _GATHERED = "the weights of which each replica holds a share"
 _STEPPED = "the weights that other replicas have stepped"
@@ -50,7 +49,6 @@ class StepGradients:
 
     Attributes:
         sync: the reduction over the replicas; None for one pipeline without main gradients, which has `.grad` only.
-        followed: rows of a weight here or elsewhere of which the shares of the vocabulary hold copies.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class StepGradients:
         self._by_name = assembly.parameters
         self._before: list[Tensor | None] = []
         self._warned = False
-        self.followed: FollowedRows | None = None
         self.sync: GradientSync | None = None
         if summed is None:
             return
@@ -200,11 +197,6 @@ class StepGradients:
         begun = time.perf_counter()
         with self._alarm.reporting():
             if self.sync is None:
-                if self.followed is not None:
-                    weight = self.followed.weight
-                    if weight is not None and weight.grad is None:
-                        weight.grad = torch.zeros_like(weight)
-                    self.followed.add_gradients(None if weight is None else weight.grad)
                 for holders, weights in self._shared.items():
                     parts = [weight.grad for weight in weights]
                     for weight, total in zip(weights, self._sum(holders, weights, parts, group), strict=True):
@@ -225,11 +217,6 @@ class StepGradients:
 
     @torch.no_grad()
     def _sum_in_place(self, sync: GradientSync, group: Any) -> None:
-        if self.followed is not None:
-            weight = self.followed.weight
-            sync.main.finalize(() if weight is None else (weight,))
-            self.followed.add_gradients(None if weight is None else sync.main.of(weight))
-            sync.main.absent -= {weight} if weight is not None else set()
         for holders, weights in self._shared.items():
             sync.main.finalize(weights)
             parts = [None if weight in sync.main.absent else sync.main.of(weight) for weight in weights]

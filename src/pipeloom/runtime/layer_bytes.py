@@ -9,6 +9,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,11 +19,14 @@ from torch.autograd.graph import get_gradient_edge
 from pipeloom.ops.checksum import storage_key
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients, run_backward
 from pipeloom.ops.live_bytes import LiveBytes
+from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.ops.parts import observing
 from pipeloom.ops.segments import carries
 from pipeloom.runtime.tensor_spec import tensors_in
 from pipeloom.schedule.actions import KEPT, PENDING, SAVED
 from pipeloom.schedule.model import Schedule, parts
+
+_TEMPORARIES = "temporary", "temporary of B"
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,11 @@ class LayerBytes:
         saves_input, saves_output: whether autograd saves these too.
         pending: what W reads after I.
         forward: the most that the forward holds at once besides its input and what it saves.
-        backward: the most that the backward (an I where it is split, or its W) adds at once to what it starts with.
+        backward: the most that a B adds at once to what it starts with.
+        split: as `backward`, of an I or of its W.
         state: what the layer keeps of slices for later ones, such as keys and values; part of what is saved, too.
         again: whether the layer is recomputed in its backward.
+        loss: those of `saved` that the loss saves, which then is not recomputed.
         parts: name of a part of the layer -> those of `saved` that are not held from F on where an R of the part makes them.
     """
 
@@ -49,8 +55,10 @@ class LayerBytes:
     pending: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
+    split: float = 0.0
     state: float = 0.0
     again: bool = False
+    loss: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
 
     def scaled(self, factor: float) -> LayerBytes:
@@ -66,6 +74,7 @@ def measured_layer(
     keywords: Mapping[str, Any],
     loss: Callable[[Any], Tensor] | None = None,
     split: bool = False,
+    sums: bool = False,
 ) -> tuple[LayerBytes, Any]:
     """Run forward and backward of one micro-batch; return the bytes, and the output (None with a loss).
 
@@ -73,14 +82,35 @@ def measured_layer(
         module: the layer, on the device of `inputs`; its linear layers are changed as a stage changes them.
         loss: of its output, for the last layer.
         split: the backward is I and W.
+        sums: gradients are added to fp32 sums of their own, which are there before.
     """
-    context = WeightGradContext(in_place=split)
+    main = MainGradients() if sums else None
+    context = WeightGradContext(in_place=split, main=main)
     defer_weight_gradients(module, context)
     with torch.no_grad():
         module(*inputs, **keywords)  # what a layer computes once, such as a table of positions, is no micro-batch's
     for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    queue = context.queue = WeightGradQueue() if split else None
+        if main is not None:
+            main.attach(parameter, torch.zeros_like(parameter, dtype=torch.float32))
+        else:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    whole, result = _pass(module, inputs, keywords, loss, context)
+    if not split:
+        return whole, result
+    context.queue = WeightGradQueue()
+    parted, result = _pass(module, inputs, keywords, loss, context)
+    return replace(parted, backward=whole.backward, split=parted.backward), result
+
+
+def _pass(
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    loss: Callable[[Any], Tensor] | None,
+    context: WeightGradContext,
+) -> tuple[LayerBytes, Any]:
+    """Return what `measured_layer` does, of a B, or of an I and its W for the queue of the context."""
+    queue = context.queue
     live = LiveBytes(meta=any(value.is_meta for value in tensors_in(inputs)))
     given, saved, parts = _storages(tensors_in(inputs)), dict[int, float](), _Parts()
 
@@ -93,6 +123,7 @@ def measured_layer(
     with live:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), observing(parts):
             output = module(*inputs, **keywords)
+            layers = set(saved)
             values = tuple(tensors_in(output)) if loss is None else (loss(output),)
         leaving = {} if loss is not None else _storages(tensors_in(values))
         inside = {key: size for key, size in saved.items() if key not in given and key not in leaving}
@@ -121,6 +152,8 @@ def measured_layer(
             pending,
             forward,
             backward,
+            backward,
+            loss=sum(size for key, size in inside.items() if key not in layers),
             parts=freed,
         ),
         result,
@@ -184,7 +217,8 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, float]:
 
 
 def stage_bytes(schedule: Schedule, spans: Sequence[Sequence[LayerBytes]]) -> dict[str, tuple[float, ...]]:
-    """Return what `Costs.bytes` takes of each stage and micro-batch, and the largest temporary as "temporary".
+    """Return what `Costs.bytes` takes of each stage and micro-batch, and the largest temporary as "temporary": of an I, where
+    backwards are split, and as "temporary of B" that of a B.
 
     Args:
         spans: stage -> its layers, in order.
@@ -200,11 +234,13 @@ def stage_bytes(schedule: Schedule, spans: Sequence[Sequence[LayerBytes]]) -> di
         again = _values(layers, stage in first, True, stage in whole) if stage in blocks else saved
         rest = saved[KEPT] + saved[SAVED] - again[KEPT]
         ways = [way for way, stages in ((saved, plain), (again, blocks)) if stage in stages]
-        values.append(again | {SAVED: max(0.0, rest), "temporary": max(way["temporary"] for way in ways)})
-    sizes = {name: tuple(value[name] for value in values) for name in (KEPT, SAVED, PENDING, "layer", "temporary")}
-    names = sorted({part for layers in spans for each in layers for part in each.parts})
+        temporaries = {name: max(way[name] for way in ways) for name in _TEMPORARIES}
+        values.append(again | {SAVED: max(0.0, rest)} | temporaries)
+    names = (KEPT, SAVED, PENDING, "layer", *_TEMPORARIES)
+    sizes = {name: tuple(value[name] for value in values) for name in names}
+    parted = sorted({part for layers in spans for each in layers for part in each.parts})
     return sizes | {
-        f"{SAVED}:{n}": tuple(sum(each.parts.get(n, 0.0) for each in layers) for layers in spans) for n in names
+        f"{SAVED}:{n}": tuple(sum(each.parts.get(n, 0.0) for each in layers) for layers in spans) for n in parted
     }
 
 
@@ -221,19 +257,18 @@ def _values(layers: Sequence[LayerBytes], first: bool, blocks: bool, whole: bool
     for before, each in zip((None, *layers), layers, strict=False):
         again = each.again and blocks
         joint = before is not None and (again or each.saves_input or (before.saves_output and not before.again))
-        levels.append(levels[-1] + joint * each.input + (not again) * each.saved)
-    rises = [
-        (each.saved + each.backward if each.again and blocks else max(each.forward, each.backward)) - levels[-1] + level
-        for each, level in zip(layers, levels[1:], strict=True)
-    ]
-    # While a layer is recomputed, what those behind it held is gone.
-    layer = max(
-        (
-            each.saved - levels[-1] + level
-            for each, level in zip(layers, levels[1:], strict=True)
-            if each.again and blocks
-        ),
-        default=0.0,
+        levels.append(levels[-1] + joint * each.input + (each.loss if again else each.saved))
+    rebuilt = [(each.saved - each.loss) * (each.again and blocks) for each in layers]
+    # While a layer is recomputed, what those behind it held is gone; what W reads of them is there.
+    gone = [levels[-1] - level for level in levels[1:]]
+    pending = list(accumulate((each.pending for each in reversed(layers)), initial=0.0))[-2::-1]
+    layer = max((again - left for again, left in zip(rebuilt, gone, strict=True) if again), default=0.0)
+    rises, split_rises = (
+        [
+            again + max(0.0 if again else each.forward, each.split + waiting if split else each.backward) - left
+            for each, again, waiting, left in zip(layers, rebuilt, pending, gone, strict=True)
+        ]
+        for split in (False, True)
     )
     entering = 0.0 if first or not layers else layers[0].input
     state = sum(each.state for each in layers if whole or (blocks and each.again))
@@ -242,5 +277,6 @@ def _values(layers: Sequence[LayerBytes], first: bool, blocks: bool, whole: bool
         SAVED: levels[-1] * (not blocks),
         PENDING: sum(each.pending for each in layers),
         "layer": layer,
-        "temporary": max(rises, default=layer) - layer,
+        "temporary": max(split_rises, default=layer) - layer,
+        "temporary of B": max(rises, default=layer) - layer,
     }

@@ -56,12 +56,12 @@ from pipeloom.runtime.p2p.base import InProcessTransport, Mailroom, Transport
 from pipeloom.runtime.p2p.connect import P2PConnections
 from pipeloom.runtime.program import RankProgram, as_executed, require_same_stages
 from pipeloom.runtime.signals import SignalsBetweenProcesses, SignalsInProcess
-from pipeloom.runtime.spread_vocabulary import FollowedRows, SpreadVocabulary, require_share
+from pipeloom.runtime.spread_vocabulary import SpreadVocabulary, require_shares
 from pipeloom.runtime.stage_modules import LayerSource, carrying
 from pipeloom.runtime.tensor_spec import ShapeCache, is_strided
 from pipeloom.runtime.tied_weights import layer_of
 from pipeloom.schedule.actions import SAVED, Action, fraction_of
-from pipeloom.schedule.model import Schedule, parts
+from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
 
 
@@ -178,8 +178,6 @@ class Pipeline:
             )
             for rank, status in statuses.items()
         ]
-        self._followed = self._follow_rows() if spec.followed is not None else None
-        self._gradients.followed = self._followed if self._followed is not None and self._followed.trains else None
         self._built = BuiltParameters(assembly.modules)
         self._signals: SignalsBetweenProcesses | None = None  # once a schedule has any
         self._compared = False  # whether replicas are known to hold the same values
@@ -189,40 +187,10 @@ class Pipeline:
         self._follow(spec.schedule)
 
     def _spread_vocabulary(self, ranks_here: int) -> SpreadVocabulary:
-        """Return this rank's share of the vocabulary, with a process group of its own."""
+        """Return this rank's shares of the vocabulary, with a process group of their own."""
         schedule = self._spec.schedule
-        (layer,) = self._assembly.stages[schedule.vocabulary[self.rank]].modules
-        share = require_share(layer, ranks_here)
-        fused = not any(action.kind == "REDUCE_SUM" for cell in schedule.programs[0] for action in parts(cell))
-        return SpreadVocabulary.of(share, self.mesh, schedule.placement[schedule.routes[0][-1]], fused)
-
-    def _follow_rows(self) -> FollowedRows:
-        """Return the rows of the weight to which the vocabulary's shares are tied; collective over the replica."""
-        spread, name = self._engines[0].vocabulary, self._spec.followed
-        assert spread is not None
-        assert name is not None
-        weight = self._assembly.parameters.get(name)
-        mine: Any = None
-        if weight is not None:
-            sharding = next(each.sharding for each in self._assembly.held if each.name == name)
-            shard = sharding.over("tp")
-            ((first, rows),) = ((0, len(weight)),) if shard is None else shard.stretches(self.mesh.place.tp)
-            mine = [first, first + rows]
-        with self._alarm.waiting("the other ranks at start-up"):
-            everyone = all_gather_json(mine, spread.axis.group)
-        parts = {rank: (each[0], each[1]) for rank, each in enumerate(everyone) if each is not None}
-        if not parts or max(last for _, last in parts.values()) != spread.share.vocabulary:
-            raise ConfigError(
-                f"tied: {name!r} has not the {spread.share.vocabulary} rows of the vocabulary over the pipeline"
-            )
-        return FollowedRows(spread, parts, weight)
-
-    def _send_followed(self) -> None:
-        """Give the vocabulary's shares the present rows of the weight to which they are tied."""
-        if self._followed is not None:
-            self._gradients.wait_for_weights()
-            with self._alarm.waiting("the rows of tied weights"):
-                self._followed.send()
+        layers = self._assembly.stages[schedule.vocabulary[self.rank]].modules
+        return SpreadVocabulary.of(require_shares(layers, ranks_here), self.mesh, schedule)
 
     def _transport(self, program: RankProgram) -> Transport:
         """Return the transport for one run of `program`."""
@@ -304,7 +272,7 @@ class Pipeline:
             the mean loss over all counted targets of all replicas' batches, a 0-dim fp32 tensor, the same on every rank.
 
         Inputs, targets and keyword arguments are data: none may require a gradient. A layer may change its inputs in place
-        where it may in one process, also at the start of a stage, but not under `recompute`.
+        where it may in one process, also at the start of a stage, but not of one that the schedule recomputes whole (`2R0`).
 
         Raises:
             UsageError: a keyword argument that no layer of any rank takes; inputs, targets or weights that cannot be split; a
@@ -323,7 +291,6 @@ class Pipeline:
         self._before_step({"inputs": inputs, "targets": targets, **keywords})
         batch = self._split("forward_backward", inputs, targets, keywords, self.schedule.microbatches)
         buffers = self._checksums_of_replicas() if first else {}
-        self._send_followed()
         self._gradients.begin()
         executor = self._executor(None)
         self._losses.expect()
@@ -376,7 +343,6 @@ class Pipeline:
             count = evaluation_microbatches(self.schedule.microbatches, inputs)
             batch = self._split("evaluate", inputs, targets, keywords, count)
             self._gradients.publish()
-            self._send_followed()
             executor = self._executor(count)
             self._losses.expect()
             with self._alarm.reporting():
@@ -389,11 +355,14 @@ class Pipeline:
 
         Where the vocabulary is spread over the ranks, all compute their share of the logits, and that rank gathers them.
         """
+        spread = self._engines[0].vocabulary
         with self._status.during("evaluation"):
             count = evaluation_microbatches(self.schedule.microbatches, inputs)
-            batch = self._split("predict", inputs, None, keywords, count)
             self._gradients.publish()
-            self._send_followed()
+            if spread is not None and spread.embedding is not None:
+                with self._alarm.waiting("the other ranks' embeddings"):
+                    inputs = spread.look_up(0, inputs, training=False)
+            batch = self._split("predict", inputs, None, keywords, count)
             executor = self._executor(count, whole=True)
             with self._alarm.reporting():
                 outputs = executor.run(batch, keep_outputs=True).outputs
@@ -402,7 +371,7 @@ class Pipeline:
                 gathered = all_gather_tree(list(outputs.items()), self.group, self.device)
             outputs = {mb: output for part in gathered for mb, output in part} if outputs else {}
         result = join([outputs[mb] for mb in sorted(outputs)]) if len(outputs) == batch.count else None
-        if (spread := self._engines[0].vocabulary) is not None:
+        if spread is not None:
             with self._alarm.waiting("the other ranks' logits"):
                 return spread.logits(result)
         return result

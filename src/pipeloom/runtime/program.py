@@ -21,7 +21,6 @@ from pipeloom.schedule.actions import (
     OUTPUT,
     PENDING,
     SAVED,
-    WEIGHT_GRADIENT,
     Action,
     Cell,
     Kind,
@@ -71,7 +70,7 @@ class Instruction:
         cell: the action or pair, as the schedule has it.
         tasks: its actions, in order.
         post_receives: the receives to open before it.
-        completes_stages: the stages whose gradients are complete after it.
+        completes_stages: the stages whose gradients are complete after it; of an entry on another queue, at the end of the run.
         queue: where it runs: COMPUTE, or beside the computation.
         waits: the entries of this program, by their positions, whose ends it waits for besides those before it on COMPUTE.
         issues: the entries on other queues that are issued when it starts.
@@ -258,9 +257,7 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
         plan = tuple(tuple(m for batch in gap for m in batch if m.channel.source != rank) for gap in calls[:-1])
     else:
         plan = posting_plan(entries, options.receive_depth, ahead)
-    last = {
-        a.stage: at for at, e in enumerate(entries) for a in parts(e.cell) if WEIGHT_GRADIENT in kind_of(a.kind).makes
-    }
+    last = {a.stage: at for at, e in enumerate(entries) for a in parts(e.cell) if GRADS in kind_of(a.kind).adds}
     instructions = []
     for at, (entry, posts) in enumerate(zip(entries, plan, strict=True)):
         completes = tuple(stage for stage in sorted(last) if last[stage] == at)
@@ -415,6 +412,9 @@ def _neighbour_edges(schedule: Schedule) -> tuple[list[Edge | None], list[Edge |
     before, after = neighbours(schedule)
     takes = [None if other is None else Edge(other, stage, OUTPUT) for stage, other in enumerate(before)]
     gives = [None if other is None else Edge(stage, other, OUTPUT) for stage, other in enumerate(after)]
+    if schedule.spreads_embedding:
+        first = schedule.routes[0][0]
+        takes[first] = Edge(schedule.vocabulary[schedule.placement[first]], first, OUTPUT)
     return takes, gives
 
 

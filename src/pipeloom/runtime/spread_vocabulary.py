@@ -1,4 +1,4 @@
-"""The output layer spread over the ranks of a pipeline: each rank's share, and what S, T and the group entries do with it.
+"""The vocabulary spread over the ranks of a pipeline: each rank's share, and what S, T and the group entries do with it.
 
 A rank holds rows of the output weight [vocabulary, width]. With y its logits, l their largest, and L and Z the largest logit and
 the sum of exp(y - L) over all ranks, a token's loss is log Z + L - (1 - ε) y[target] - ε / V Σ y, and the gradient of its logits
@@ -7,14 +7,14 @@ exp(y - l) · exp(l - L) / Z - q, where q is 1 - ε at the target plus ε / V (a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
 from pipeloom.errors import ConfigError, UsageError
@@ -23,25 +23,38 @@ from pipeloom.ops.layer import Layer
 from pipeloom.parallel.collectives import carrier_of
 from pipeloom.parallel.mesh import Axis, Mesh, group_of_members
 from pipeloom.parallel.vocabulary import IGNORED, VocabularyShare
+from pipeloom.schedule.model import Schedule, parts
 
 
-def vocabulary_share(name: str, weight: Tensor, rank: int, ranks: int, label_smoothing: float = 0.0) -> Layer:
-    """Return the layer `name` with the share of one of `ranks` of the output weight [vocabulary, width].
+def vocabulary_share(
+    name: str,
+    weight: Tensor,
+    rank: int,
+    ranks: int,
+    label_smoothing: float = 0.0,
+    embeds: bool = False,
+    padding: int | None = None,
+) -> Layer:
+    """Return the layer `name` with the share of one of `ranks` of a weight [vocabulary, width].
 
-    It is the last of a model's layers on every rank; the schedule has been through the transform `vocabulary`.
+    It is the last of a model's layers on every rank; the schedule has been through the transform `vocabulary`. The share of
+    another weight in which tokens are looked up stands before it.
 
     Args:
         label_smoothing: ε of the loss in training.
+        embeds: whether tokens are looked up in it; the first of the other layers then gets their rows [..., width], and the
+            schedule has been through the transform `embedding`.
+        padding: a token whose row gets no gradient from that; None: there is none.
     """
     parts = uneven_parts(len(weight), ranks)
 
     def share() -> nn.Module:
-        module = VocabularyShare(weight.shape[1], parts, rank, label_smoothing)
+        module = VocabularyShare(weight.shape[1], parts, rank, label_smoothing, embeds, padding)
         rows = weight[module.first : module.first + parts[rank]]
         module.weight = nn.Parameter(rows.clone())
         return module
 
-    return Layer(name, share)
+    return Layer(name, share, spread=True)
 
 
 @dataclass
@@ -73,41 +86,94 @@ class _Tokens:
 
 
 class SpreadVocabulary:
-    """The share of one rank, and its part in the group entries; these run in one thread after the other.
+    """The shares of one rank, and its part in the group entries; these run in one thread after the other.
 
     Args:
-        share: this rank's.
+        share: this rank's of the output layer.
+        embedding: that of the input embedding, the same one where the two are tied; None: the first stage has all of it.
         axis: the ranks of a replica, with a process group that nothing else uses.
-        sources: those of them that have the last stage of layers, in order.
+        entrances, sources: those of them that have the first stage of layers, and the last one, in order.
         fused: whether one reduction follows S, which computes its part of the input gradient.
     """
 
-    def __init__(self, share: VocabularyShare, axis: Axis, sources: Sequence[int], fused: bool) -> None:
-        self.share, self.axis, self.sources, self.fused = share, axis, sources, fused
+    def __init__(
+        self,
+        share: VocabularyShare,
+        embedding: VocabularyShare | None,
+        axis: Axis,
+        entrances: Sequence[int],
+        sources: Sequence[int],
+        fused: bool,
+    ) -> None:
+        self.share, self.embedding, self.axis, self.fused = share, embedding, axis, fused
+        self.entrances, self.sources = entrances, sources
         self._tokens: dict[int, _Tokens] = {}
+        self._rows: dict[int, tuple[GradientEdge, Tensor]] = {}
 
     @classmethod
-    def of(cls, share: VocabularyShare, mesh: Mesh, source: int, fused: bool) -> SpreadVocabulary:
-        """Return the share of this process, with a new process group; collective over the ranks of its replica.
+    def of(cls, shares: Sequence[VocabularyShare], mesh: Mesh, schedule: Schedule) -> SpreadVocabulary:
+        """Return the shares of this process, with a new process group; collective over the ranks of its replica.
 
-        Args:
-            source: the rank of the last stage of layers.
-
-        Raises ConfigError for a share of another number of ranks.
+        Raises ConfigError for shares of another number of ranks, or where the schedule looks tokens up and they do not, or the
+        other way round.
         """
+        share, embeds = shares[-1], shares[0].embeds
+        if embeds != schedule.spreads_embedding:
+            raise ConfigError(
+                "the input embedding is spread over the pipeline, and the schedule does not look tokens up: it lacks the "
+                "transform embedding"
+                if embeds
+                else "the schedule looks tokens up in the shares of the vocabulary, and the model's first layer does"
+            )
+        fused = not any(action.kind == "REDUCE_SUM" for cell in schedule.programs[0] for action in parts(cell))
+        ends = [schedule.placement[schedule.routes[0][end]] for end in (0, -1)]
         numbers = mesh.shape.group_of(mesh.everyone.index, "pp_tp")
         ranks = tuple(mesh.everyone.ranks[number] for number in numbers)
         if len(share.parts) != len(ranks):
             raise ConfigError(
                 f"the vocabulary is cut into {len(share.parts)} shares, and {len(ranks)} ranks have one each"
             )
-        sources = [at for at, number in enumerate(numbers) if mesh.shape.place(number).pp == source]
+        entrances, sources = (
+            [at for at, number in enumerate(numbers) if mesh.shape.place(number).pp == end] for end in ends
+        )
         axis = Axis(ranks, mesh.place.pp_tp, None if len(ranks) == 1 else group_of_members(ranks))
-        return cls(share, axis, sources, fused)
+        return cls(share, shares[0] if embeds else None, axis, entrances, sources, fused)
 
     @property
     def _root(self) -> int:
         return self.axis.ranks[self.sources[0]]
+
+    def look_up(self, microbatch: int, tokens: Tensor, training: bool) -> Tensor:
+        """EMBED: return the rows [..., width] of `tokens` on the ranks of the first stage of layers; values of no use elsewhere.
+
+        Raises UsageError for a token outside the vocabulary.
+        """
+        share = self.embedding
+        assert share is not None
+        with torch.set_grad_enabled(training):
+            rows, outside = share.look_up(tokens)
+        trains = rows.requires_grad
+        if trains:
+            without = outside if share.padding is None else outside | (tokens == share.padding)
+            self._rows[microbatch] = get_gradient_edge(rows), without
+        with torch.no_grad():  # at most one term of the sum is not 0
+            whole = self._sum_at(self.entrances, rows.detach().masked_fill(outside.unsqueeze(-1), 0))
+        return whole.requires_grad_(trains)
+
+    def add_rows(self, microbatch: int, gradient: Tensor | None = None) -> None:
+        """EMBED_GRAD: add the gradients of the rows of this share.
+
+        Args:
+            gradient: that of the input of the first stage of layers, on its ranks; None there: it has none.
+        """
+        if microbatch not in self._rows:
+            return
+        edge, without = self._rows.pop(microbatch)
+        weight = self.share.weight
+        if gradient is None:
+            gradient = torch.zeros((*without.shape, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+        whole = self._moved(dist.broadcast, gradient.contiguous(), self.axis.ranks[self.entrances[0]])
+        torch.autograd.backward([edge], [whole.masked_fill(without.unsqueeze(-1), 0)])
 
     def broadcast(self, microbatch: int, hidden: Tensor | None, targets: Tensor) -> None:
         """BROADCAST: receive the last stage's output [..., width], or send `hidden`, which only that stage's rank has.
@@ -202,7 +268,7 @@ class SpreadVocabulary:
                 hit += smoothing / share.vocabulary * weight.sum(0)
             rows = (tokens.part * tokens.factor.unsqueeze(-1)).sub_(hit).mul_(tokens.scale.unsqueeze(-1))
             gradient, tokens.part = rows.to(weight.dtype).view(tokens.hidden.shape), None
-        gradient = self._sum_at_sources(gradient.contiguous())
+        gradient = self._sum_at(self.sources, gradient.contiguous())
         return gradient if self.axis.index in self.sources else None
 
     def _facts_of_all(self, facts: Tensor) -> Tensor:
@@ -213,15 +279,16 @@ class SpreadVocabulary:
         dist.all_to_all_single(received, copies, group=self.axis.group)
         return received.to(facts.device)
 
-    def _sum_at_sources(self, part: Tensor) -> Tensor:
-        """Return the sum of the ranks' parts, on the ranks of the last stage of layers."""
+    def _sum_at(self, ends: Sequence[int], part: Tensor) -> Tensor:
+        """Return the sum of the ranks' parts, on the ranks that are `ends`."""
         carrier = carrier_of(part.device, self.axis.group)
         if carrier.type != "cpu":
-            several = len(self.sources) > 1  # all of these need the sum
-            return self._moved(dist.all_reduce, part) if several else self._moved(dist.reduce, part, self._root)
+            several = len(ends) > 1  # all of these need the sum
+            root = self.axis.ranks[ends[0]]
+            return self._moved(dist.all_reduce, part) if several else self._moved(dist.reduce, part, root)
         # gloo's sums poll, which takes milliseconds where processes share a core: here each rank sends its part
         rows = part.to(carrier).view(1, -1)
-        sent = [int(rank in self.sources) for rank in range(self.axis.size)]
+        sent = [int(rank in ends) for rank in range(self.axis.size)]
         received = rows.new_empty(self.axis.size * sent[self.axis.index], rows.shape[1])
         copies = rows.expand(sum(sent), -1).contiguous()
         counts = [sent[self.axis.index]] * self.axis.size
@@ -270,97 +337,21 @@ def shape_of(targets: Any) -> torch.Size:
     return targets.shape
 
 
-class FollowedRows:
-    """Rows of one weight of which the shares hold copies: sent to them before a step, and their gradients back behind it.
-
-    The weight is a parameter, whole on a rank or in parts by tensor parallelism; the copies are not. Collective over the ranks
-    of a replica.
-
-    Args:
-        spread: this rank's share.
-        parts: rank on `spread.axis` -> (first row, row behind the last) of the weight there, for the ranks that hold it.
-        weight: the weight here; None: other ranks hold it.
-
-    Attributes:
-        trains: whether the copies have gradients; False: the weight is frozen.
-    """
-
-    def __init__(
-        self, spread: SpreadVocabulary, parts: Mapping[int, tuple[int, int]], weight: nn.Parameter | None
-    ) -> None:
-        self.weight = weight
-        self._axis, self._copy = spread.axis, spread.share.weight
-        wide = torch.promote_types(self._copy.dtype, torch.float32)
-        self._total = torch.zeros_like(self._copy, dtype=wide, requires_grad=False)
-        self.trains = self._copy.requires_grad
-        if self.trains:
-            self._copy.register_post_accumulate_grad_hook(self._collect)  # type: ignore[no-untyped-call]
-        starts = list(accumulate(spread.share.parts, initial=0))
-        # (holder, rank of the share, first row, row behind the last) of all common rows
-        self._common = [
-            (holder, rank, max(first, begin), min(last, end))
-            for holder, (first, last) in sorted(parts.items())
-            for rank, (begin, end) in enumerate(pairwise(starts))
-            if max(first, begin) < min(last, end)
-        ]
-        self._first = {False: parts.get(spread.axis.index, (0, 0))[0], True: spread.share.first}
-
-    def _collect(self, copy: Tensor) -> None:
-        assert copy.grad is not None
-        self._total += copy.grad
-        copy.grad = None
-
-    @torch.no_grad()
-    def send(self) -> None:
-        """Give every share the present values of its rows."""
-        self._exchange(self.weight, self._copy, lambda here, rows: here.copy_(rows))
-
-    @torch.no_grad()
-    def add_gradients(self, gradient: Tensor | None) -> None:
-        """Add the shares' gradients of their rows to `gradient`, that of the weight here, in order of the ranks."""
-        self._exchange(self._total, gradient, lambda here, rows: here.add_(rows), back=True)
-        self._total.zero_()
-
-    def _exchange(
-        self, source: Tensor | None, target: Tensor | None, take: Callable[[Tensor, Tensor], Tensor], back: bool = False
-    ) -> None:
-        calls, received = [], []
-        me, carrier = self._axis.index, carrier_of(self._copy.device, self._axis.group)
-        for holder, rank, first, last in self._common:
-            sender, receiver = (rank, holder) if back else (holder, rank)
-            if sender == me:
-                assert source is not None
-                rows = source.detach()[first - self._first[back] : last - self._first[back]].to(carrier).contiguous()
-                if receiver != me:
-                    calls.append(dist.P2POp(dist.isend, rows, self._axis.ranks[receiver], self._axis.group))
-            if receiver == me:
-                assert target is not None
-                here = target[first - self._first[not back] : last - self._first[not back]]
-                if sender != me:
-                    rows = torch.empty_like(here, dtype=self._total.dtype if back else here.dtype, device=carrier)
-                    calls.append(dist.P2POp(dist.irecv, rows, self._axis.ranks[sender], self._axis.group))
-                received.append((here, rows))
-        for work in dist.batch_isend_irecv(calls) if calls else ():
-            work.wait()
-        for here, rows in received:
-            take(here, rows.to(here.device))
-
-
-def require_share(layer: nn.Module, ranks_here: int) -> VocabularyShare:
-    """Return the layer of this rank's vocabulary stage.
+def require_shares(layers: Sequence[nn.Module], ranks_here: int) -> list[VocabularyShare]:
+    """Return the layers of this rank's vocabulary stage.
 
     Args:
         ranks_here: how many ranks of the pipeline are in this process.
 
-    Raises ConfigError for a layer of another type, and where several ranks share a process.
+    Raises ConfigError for layers of another type, and where several ranks share a process.
     """
     if ranks_here > 1:
         raise ConfigError(
             "a vocabulary over the pipeline needs a process for each rank, whose group entries wait for others"
         )
-    if not isinstance(layer, VocabularyShare):
+    if not isinstance(layers[-1], VocabularyShare):
         raise ConfigError(
             "the schedule spreads the vocabulary over the pipeline, and the last layer is to be a vocabulary_share; it is of "
-            f"type {type(layer).__name__}"
+            f"type {type(layers[-1]).__name__}"
         )
-    return layer
+    return [layer for layer in layers if isinstance(layer, VocabularyShare)]

@@ -344,7 +344,7 @@ class Stage:
         """Return the micro-batch's state, and its inputs as leaves.
 
         Args:
-            queues: whether weight gradients wait for W.
+            queues: whether weight gradients wait, for W or (of a stage in segments) for the next communication.
         """
         microbatch, values, specs, _, program, _ = call
         read = len(program.reads)

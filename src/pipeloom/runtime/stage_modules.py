@@ -352,7 +352,18 @@ def layer_name(source: LayerSource, index: int) -> str:
 
 
 def _build(source: LayerSource, index: int) -> nn.Module:
-    module = source if isinstance(source, nn.Module) else source()
+    if isinstance(source, nn.Module):
+        return source
+    build = source.build if isinstance(source, Layer) else source
+    try:
+        module = build()
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # raised inside the factory
+            raise
+        raise UsageError(
+            f"layer {index} is built by a call without arguments, and this one takes some ({error}); give a module, or a factory "
+            "of one"
+        ) from None
     if not isinstance(module, nn.Module):
         raise UsageError(f"layer {index} built {type(module).__name__}, not an nn.Module")
     return module

@@ -9,8 +9,8 @@ block in a pair, `(0F5;2R0;2B0)OVERLAP_F_B`.
 An action of a part of a value names the part behind its micro-batch: `2R0:norms`, or `2R0:1/4` for the first of four equal parts.
 An action of one slice of the sequences names the slice behind the micro-batch: `2F0.1`, `(2R0.1;2B0.1)`, `2R0.1:norms`.
 `2O0` copies what is saved to host memory, `2L0` back; `2OKEPT0` and `2LKEPT0` do so with what is kept. `8S3` and `8T3` are
-those of a rank's share of the vocabulary, and `8BROADCAST3`, `8REDUCE3`, `8REDUCE_SUM3` and `8REDUCE_INPUT3` entries of a
-group: all ranks run them together.
+those of a rank's share of the vocabulary, and `8BROADCAST3`, `8REDUCE3`, `8REDUCE_SUM3`, `8REDUCE_INPUT3`, `8EMBED3` and
+`8EMBED_GRAD3` entries of a group: all ranks run them together.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ KEPT_ON_HOST = "kept on the host"
 HIDDEN, SCORES, SUMS = "hidden", "scores", "sums"
 """Values of a vocabulary stage for a micro-batch: its copy of the output of the last stage of layers; the exponentials of its
 share of the logits; and for each token the largest logit, the sum of the exponentials and the target's logit over all shares."""
+
+EMBEDDED = "embedded"
+"""Value of a vocabulary stage for a micro-batch: the rows of its tokens in the share, on the first stage's rank those of all."""
 
 PARAMS, SHARD, GRADS, GRAD_SHARD = "params", "shard", "grads", "grad_shard"
 STAGE_VALUES = frozenset((PARAMS, SHARD, GRADS, GRAD_SHARD))
@@ -402,11 +405,35 @@ _KINDS = _Kinds(
             "copy_kept",
             (150.0, 0.05, 0.10),
         ),
+        # Before EMBED, so that a table with that one has it too, and `check` misses it.
+        Kind(
+            "EMBED_GRAD",
+            "copy of the first stage's input gradient to every rank, which adds its rows",
+            (Need(INPUT_GRADIENT, 1), Need(EMBEDDED)),
+            frees=(EMBEDDED,),
+            queue=COLLECTIVE,
+            time="broadcast",
+            colour=(45.0, 0.08, 0.06),
+            adds=(GRADS,),
+            vocabulary=True,
+            group=True,
+        ),
+        Kind(
+            "EMBED",
+            "sum of the tokens' rows of all shares, the first stage's input",
+            (_PARAMS,),
+            (EMBEDDED,),
+            queue=COLLECTIVE,
+            time="combine",
+            colour=(255.0, 0.08, 0.06),
+            vocabulary=True,
+            group=True,
+        ),
     )
 )
 BASIC_KINDS = 4
 """F, B, I and W: the tables of a schedule that has no others hold only these."""
-MOST_KINDS = 64
+MOST_KINDS = 1024
 """The number of kinds that integer codes have room for; fixed, so that a code keeps its meaning when a kind is registered."""
 
 

@@ -148,7 +148,8 @@ def message_kind(action: Action) -> MessageKind | None:
 def neighbours(schedule: Schedule) -> tuple[list[int | None], list[int | None]]:
     """stage -> the stage before it, and the stage after it, in its route.
 
-    Behind the last stage of layers comes the share of the vocabulary on its rank.
+    Behind the last stage of layers comes the share of the vocabulary on its rank, and behind the share on the first one's rank
+    the first stage of layers, for which it looks tokens up.
     """
     before: list[int | None] = [None] * schedule.stages
     after: list[int | None] = [None] * schedule.stages
@@ -156,9 +157,10 @@ def neighbours(schedule: Schedule) -> tuple[list[int | None], list[int | None]]:
         for left, right in zip(route, route[1:], strict=False):
             before[right], after[left] = left, right
     if schedule.vocabulary:
-        last = schedule.routes[0][-1]
+        first, last = schedule.routes[0][0], schedule.routes[0][-1]
         share = schedule.vocabulary[schedule.placement[last]]
         before[share], after[last] = last, share
+        after[schedule.vocabulary[schedule.placement[first]]] = first
     return before, after
 
 

@@ -1,4 +1,5 @@
-"""`module:function`: the user's code, imported from one given folder, which is searched after everything that is installed.
+"""`module:function` and `file.py:function`: the user's code. A module is searched in everything that is installed, and then in
+one given folder; a file's path is relative to this folder.
 
 Such a module runs with the user's rights, so a configuration that names one must be trusted like a program.
 """
@@ -7,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from pipeloom.errors import PipeloomError, ScheduleError, UsageError, did_you_mean
@@ -38,8 +41,11 @@ def importable_from(folder: str | Path | None) -> Iterator[None]:
 
 
 def is_function(name: str) -> bool:
-    """Return whether `name` is `module:function`, and not a family or a file."""
-    return ":" in name and not name.lower().endswith((".csv", ".json")) and "/" not in _module_name(name)
+    """Return whether `name` is `module:function` or `file.py:function`, and not a family or a file."""
+    module = _module_name(name)
+    return (
+        ":" in name and not name.lower().endswith((".csv", ".json")) and (module.endswith(".py") or "/" not in module)
+    )
 
 
 def source_file(name: str) -> str | None:
@@ -48,9 +54,8 @@ def source_file(name: str) -> str | None:
 
 
 def _module_name(name: str) -> str:
-    """Return the module of `module:function`, which may be written as a file: `folder/module.py`."""
-    module = name.partition(":")[0]
-    return module.removesuffix(".py").replace("/", ".") if module.endswith(".py") else module
+    """Return the module of `module:function`, or the file of `file.py:function`, which is its module's name too."""
+    return name.rpartition(":")[0]
 
 
 def user_object(name: str, folder: Path, what: str) -> Any:
@@ -60,14 +65,19 @@ def user_object(name: str, folder: Path, what: str) -> Any:
         what: what it is used as, for the messages ("schedule").
 
     Raises:
-        UsageError: there is no such module or name, the name cannot be called, or importing raised, with the
+        UsageError: there is no such module, file or name, the name cannot be called, or importing raised, with the
             file and line of the user's code.
     """
-    module_name, attribute = _module_name(name), name.partition(":")[2]
-    if not (attribute.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
-        raise UsageError(f"{what} {name!r:.200} is not of the form module:function")
+    module_name, _, attribute = name.rpartition(":")
+    is_file = module_name.endswith(".py")
+    if not (attribute.isidentifier() and (is_file or all(part.isidentifier() for part in module_name.split(".")))):
+        raise UsageError(f"{what} {name!r:.200} is not of the form module:function or file.py:function")
+    if is_file and not (folder / module_name).is_file():
+        raise UsageError(f"{what} {name!r:.200}: there is no file {(folder / module_name).absolute()}")
     try:
-        module = run_user_code(name, what, lambda: importlib.import_module(module_name))
+        module = run_user_code(
+            name, what, lambda: _run(module_name, folder) if is_file else importlib.import_module(module_name)
+        )
     except UsageError as error:
         if isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name == module_name:
             raise UsageError(f"{error} among what is installed, nor in {folder.absolute()}") from None
@@ -80,6 +90,23 @@ def user_object(name: str, folder: Path, what: str) -> Any:
     if not callable(value):
         raise UsageError(f"{what} {name!r:.200} is not a {'class' if what == 'class' else 'function'}")
     return value
+
+
+def _run(file: str, folder: Path) -> ModuleType:
+    """Return the module in a file, which is run once; it may import modules of its own folder."""
+    path = (folder / file).absolute()
+    if source_file(f"{file}:") != str(path):
+        spec = importlib.util.spec_from_file_location(file, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[file] = importlib.util.module_from_spec(spec)
+        try:
+            with importable_from(path.parent):
+                spec.loader.exec_module(sys.modules[file])
+        except BaseException:
+            del sys.modules[file]
+            raise
+    return sys.modules[file]
 
 
 def run_user_code(name: str, what: str, run: Callable[[], Result]) -> Result:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from pipeloom.schedule.actions import (
     COMPUTE,
+    EMBEDDED,
     EVENTS,
     INPUT_GRADIENT,
     OUTPUT,
@@ -174,6 +175,7 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
       backward, which uses the last one first.
     - A value of another stage is waited for until the entry that makes it ends.
     - The entries of a group wait for each other's turn.
+    - F of the first stage waits for the tokens' rows, where its rank's share of the vocabulary puts them together.
     - One that makes a value of `Schedule.slots` waits, in the order of the program, for as many that free one as it needs.
     """
     if not schedule.has_queues:
@@ -211,6 +213,8 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
                     beside = origin is not None and origin.rank == rank and queue_of[origin.at] != queue_of[at]
                     if origin is not None and (need != kind.waits_for or beside):
                         awaited.append(origin)
+                if kind.is_forward and stage == schedule.routes[0][0] and schedule.spreads_embedding:
+                    awaited += filter(None, [maker.get((EMBEDDED, schedule.vocabulary[rank], mb))])
                 members = groups.get((action.kind, mb), ()) if kind.group else ()
                 awaited += [EntryWait(*member, 0.0, together=True) for member in members if member != (rank, at)]
                 touched = with_parts(schedule, action, tuple(need.value for need in kind.needs if not need.step))
@@ -219,7 +223,7 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
                 reads = {value_key(value, stage, mb) for value in touched} - changes
                 earlier = {changed[key] for key in changes | reads if key in changed}
                 earlier |= {reader for key in changes for reader in read[key]}
-                earlier |= {changed.pop(value_key(value, stage, mb), at) for value in kind.takes} - {at}
+                earlier |= {changed.get(value_key(value, stage, mb), at) for value in kind.takes} - {at}
                 whole = {other for other in earlier if queue_of[other] != queue_of[at]}
                 for key in changes & changed.keys():
                     fraction, other = fraction_of(key[0]), changed[key]
@@ -240,8 +244,10 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
 
 
 def groups_of(schedule: Schedule) -> dict[tuple[str, int], list[tuple[int, int]]]:
-    """(kind, unit) of a group -> the (rank, position) of its entries."""
+    """(kind, unit) of a group -> the (rank, position) of its entries; of lookups one for each unit, if there are any."""
     groups: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+    if schedule.spreads_embedding:
+        groups |= {("EMBED", unit): [] for unit in range(schedule.units)}
     for rank, program in enumerate(schedule.programs if schedule.vocabulary else ()):
         for at, action in [(at, cell) for at, cell in enumerate(program) if isinstance(cell, Action)]:
             if kind_of(action.kind).group:

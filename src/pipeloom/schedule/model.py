@@ -3,7 +3,7 @@
 Inside, a program is a tuple of integers, so that half a million actions are checked and simulated in about a second:
 
     code of an action = (kind * S + stage) * u + unit            kind: its number in the table of kinds (F 0, B 1, I 2, W 3)
-    code of a pair    = (code of F + 1) * 64 S u + code of B or I
+    code of a pair    = (code of F + 1) * 1024 S u + code of B or I
 
 A unit is a micro-batch or, where the sequences are cut into slices, one slice of one: unit = microbatch * slices + slice, and
 u = m * slices.
@@ -216,6 +216,12 @@ class Schedule:
     def vocabulary(self) -> range:
         """The stages that hold shares of the vocabulary, the first one on rank 0; empty where it is a layer as others are."""
         return range(len(self.routes) * self.positions, self.stages)
+
+    @cached_property
+    def spreads_embedding(self) -> bool:
+        """Return whether the shares of the vocabulary look up the tokens that the first stage gets."""
+        number = kind_number("EMBED")
+        return bool(self.vocabulary) and any(code // self.kind_stride == number for code in self.action_codes(0))
 
     @property
     def positions(self) -> int:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from pipeloom.errors import UsageError
-from pipeloom.schedule.actions import PARAMS, WEIGHT_GRADIENT, Action, Cell, kind_of
+from pipeloom.schedule.actions import GRADS, PARAMS, PENDING, Action, Cell, kind_of
 from pipeloom.schedule.model import Schedule, of_schedule, parts
 
 StageSet = frozenset[int]  # the stages whose parameters an entry needs
@@ -96,7 +96,8 @@ def reduce_gradients(schedule: Schedule, every: int = 0) -> Schedule:
         places: dict[int, list[int]] = defaultdict(list)
         for at, cell in enumerate(program):
             for action in parts(cell):
-                if WEIGHT_GRADIENT in kind_of(action.kind).makes:
+                kind = kind_of(action.kind)
+                if GRADS in kind.adds and PENDING not in kind.makes:
                     places[action.stage].append(at)
         for stage, ends in places.items():
             for at in {*ends[every - 1 :: every], ends[-1]} if every else {ends[-1]}:

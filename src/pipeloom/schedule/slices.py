@@ -145,7 +145,7 @@ def cut_sequences(schedule: Schedule, slices: int) -> Schedule:
         if kind.of_stage:
             yield other * slices
             return
-        ascending = kind.is_forward or kind.vocabulary or kind.queue == COPY_OUT
+        ascending = kind.is_forward or kind.queue == COPY_OUT or (kind.vocabulary and kind.letter != "EMBED_GRAD")
         for number in range(slices):
             second = other * slices + (number if ascending else slices - 1 - number)
             yield second if not forward else ((forward - 1) * slices + number + 1) * cut.pair_stride + second

@@ -386,7 +386,7 @@ class Timeline:
             for at, step in enumerate(steps):
                 moments.append((start if not at and (len(steps) > 1 or step > 0) else end, step))
         if self.schedule.has_queues:
-            moments.sort(key=lambda moment: (moment[0], moment[1] > 0))
+            moments.sort(key=lambda moment: (plain(moment[0]), moment[1] > 0))
         points = [(min(starts[0] for starts in self.starts if starts), level)] if level else []
         for time, step in moments:
             level += step

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean
-from pipeloom.schedule.actions import HIDDEN, PART, SAVED, SUMS, Action, Cell, kind_number, kind_of, whole_of
+from pipeloom.schedule.actions import EMBEDDED, HIDDEN, PART, SAVED, SUMS, Action, Cell, kind_number, kind_of, whole_of
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
 from pipeloom.schedule.model import Program, Schedule, of_schedule, parts
@@ -23,7 +23,7 @@ from pipeloom.schedule.offload import offload_share
 from pipeloom.schedule.sharding import reduce_gradients, shard, shard_as_torch
 from pipeloom.schedule.simulate import simulate
 from pipeloom.schedule.slices import cut_sequences
-from pipeloom.schedule.vocabulary import vocabulary
+from pipeloom.schedule.vocabulary import embedding, vocabulary
 
 # The share of a weight gradient's time that a wait must have before one is computed in it. 1: it delays nothing; 0: it is
 # computed in any wait, which pays where the waits are short and many. The shortest of the three is taken.
@@ -429,7 +429,7 @@ def _forwards(actions: Sequence[Action], microbatches: int) -> list[Action]:
 def _evaluates(action: Action) -> bool:
     """Return whether a loss without gradients needs the action: a forward, or an entry that makes values for one."""
     kind = kind_of(action.kind)
-    return kind.is_forward or (kind.group and not {HIDDEN, SUMS}.isdisjoint(kind.makes))
+    return kind.is_forward or (kind.group and not {HIDDEN, SUMS, EMBEDDED}.isdisjoint(kind.makes))
 
 
 def _rewritten(schedule: Schedule, cells: Callable[[int, Action], Iterable[Cell]]) -> Schedule:
@@ -533,6 +533,10 @@ TRANSFORMS: dict[str, NamedTransform] = {
         lambda schedule, word, costs: vocabulary(schedule, word or "fused", costs),
         "fused (one reduction) or two",
         takes_word=True,
+    ),
+    "embedding": NamedTransform(
+        "the input embedding, too, in the shares of the vocabulary: EMBED looks tokens up, EMBED_GRAD adds their rows' gradients",
+        lambda schedule, number, costs: embedding(schedule, costs),
     ),
     "cut-stages": NamedTransform(
         "every stage cut into N",

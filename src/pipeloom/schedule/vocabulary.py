@@ -1,4 +1,5 @@
-"""`vocabulary`: the transform that spreads the output layer over the pipeline (arXiv 2411.05288).
+"""`vocabulary` and `embedding`: the transforms that spread the output layer and the input embedding over the pipeline (arXiv
+2411.05288).
 
 Every rank holds a share of the vocabulary. The last stage's output is broadcast, S computes the scores of a share, a reduction
 sums them over the ranks, and T computes the gradients of the share. The backward of the last stage waits for the sum of the
@@ -16,11 +17,11 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from pipeloom.errors import UsageError
-from pipeloom.schedule.actions import Action, Cell, kind_number, kind_of
+from pipeloom.schedule.actions import COLLECTIVE, INPUT_GRADIENT, Action, Cell, kind_number, kind_of
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
 from pipeloom.schedule.graph import NEVER, Graph
 from pipeloom.schedule.model import Schedule, of_schedule, parts, unit_action
-from pipeloom.schedule.simulate import weights_of
+from pipeloom.schedule.simulate import simulate, weights_of
 
 _SHORTER = 1e-3  # of the step, by which a placement whose T waits longer, and holds more, must be shorter
 _ONE, _TWO = ("REDUCE",), ("REDUCE_SUM", "REDUCE_INPUT")
@@ -92,6 +93,54 @@ def vocabulary(schedule: Schedule, form: str = "fused", costs: Costs | None = No
     assert best is not None
     assert best[0] < NEVER
     return best[1].schedule_of()
+
+
+@of_schedule
+def embedding(schedule: Schedule, costs: Costs | None = None) -> Schedule:
+    """Return `schedule`, whose vocabulary is spread, with the input embedding in the same shares.
+
+    EMBED of a unit begins with the first stage's F of the second unit before it, EMBED_GRAD when its B or I ends; each stands
+    on a rank behind what runs there then. Memory: the rows of two units more on the first stage's rank.
+
+    Args:
+        costs: as of `vocabulary`.
+
+    Raises UsageError for a schedule whose vocabulary is not spread, or whose embedding is.
+    """
+    if not schedule.vocabulary or schedule.spreads_embedding:
+        words = "is spread over the ranks already" if schedule.vocabulary else "has no shares of the vocabulary"
+        raise UsageError(f"embedding: schedule {schedule.name} {words}")
+    run = simulate(schedule, costs_of_all(costs if costs is not None else Costs(), schedule))
+    first, begun, moments = schedule.routes[0][0], list[tuple[float, int]](), list[tuple[float, str, int]]()
+    rank = schedule.placement[first]
+    for action, start, end in zip(schedule.programs[rank], run.starts[rank], run.ends[rank], strict=True):
+        assert isinstance(action, Action)
+        if action.stage == first and kind_of(action.kind).is_forward:
+            begun.append((start, schedule.unit_of(action)))
+        elif action.stage == first and INPUT_GRADIENT in kind_of(action.kind).makes:
+            moments.append((end, "EMBED_GRAD", schedule.unit_of(action)))
+    for at, (_, unit) in enumerate(begun):
+        moments.append((begun[at - _AHEAD][0] if at >= _AHEAD else -1.0, "EMBED", unit))
+    moments.sort()
+    programs = [_with_moments(schedule, rank, run.starts[rank], moments) for rank in range(schedule.ranks)]
+    return schedule.with_programs(programs)
+
+
+_AHEAD = 2  # units; with one, a rank that is late with its part would hold up the first stage at once
+
+
+def _with_moments(
+    schedule: Schedule, rank: int, starts: Sequence[float], moments: Sequence[tuple[float, str, int]]
+) -> list[Cell]:
+    """Return a rank's program with group entries that start at the `moments`, in the order in which all ranks have them."""
+    program = schedule.programs[rank]
+    behind: dict[int, list[Cell]] = defaultdict(list)
+    for moment, letter, unit in moments:
+        begun = [at for at, start in enumerate(starts) if start <= moment]
+        later = (at for at in schedule.queues[rank].get(COLLECTIVE, ()) if starts[at] > moment)
+        at = min(begun[-1] if begun else -1, next(later, len(starts)) - 1)
+        behind[at].append(unit_action(schedule, letter, schedule.vocabulary[rank], unit))
+    return [*behind[-1], *(each for at, cell in enumerate(program) for each in (cell, *behind[at]))]
 
 
 def layers_alone(schedule: Schedule) -> Schedule:

@@ -58,6 +58,7 @@ from pipeloom.train.step import (
 from pipeloom.train.tuning import GarbageCollection, trim_freed_memory
 from pipeloom.train.workers.context import INTERRUPT, SAVE, STOP, require_agreement, together
 from pipeloom.train.workers.failures import failure_of_run, note_run, restarted_run
+from pipeloom.train.workers.preflight import as_packed
 
 if TYPE_CHECKING:
     from pipeloom.train.report.profile import OperatorProfile
@@ -87,15 +88,6 @@ def run(layout: Layout, context: WorkerContext, observers: Sequence[StepObserver
         _train(layout, context, data, facts, start, claim, observers)
 
 
-def _as_packed(layout: Layout, packed: bool) -> Layout:
-    """Return the layout with `data.documents` as "auto" means it for the data."""
-    if not packed:
-        return layout
-    config = layout.config
-    data = config.data.model_copy(update={"documents": "pack"})
-    return replace(layout, config=config.model_copy(update={"data": data}))
-
-
 def _train(
     layout: Layout,
     context: WorkerContext,
@@ -122,9 +114,11 @@ def _train(
         context.close_to_strangers()
         begin_weights(config, pipeline, start.path is not None)
         trainer = Trainer(config, pipeline, context, report, facts, data.unit, claim, observers)
-        sizes = BytesCheck(_as_packed(layout, data.packed), pipeline, trainer.optimizer, report)
-        if config.train.steps > 1:
+        sizes = BytesCheck(as_packed(layout, data.packed), pipeline, trainer.optimizer, report)
+        # On a CPU the step whose bytes are counted takes longer, and a search would be for its times.
+        if config.train.steps > 1 and (layout.search is None or context.device.type != "cpu"):
             trainer.add_row(sizes.row)
+            trainer.log.slowed = lambda: sizes.slows
         trainer.chat = data.template is not None
         if layout.search is not None:
             trainer.measuring = MeasureThenSearch(layout, pipeline, context, report)

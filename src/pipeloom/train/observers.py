@@ -142,10 +142,12 @@ class StepLog:
 
     Attributes:
         traces: logged steps, the newest last.
+        slowed: whether something made the last step take longer than the others, so that it is not traced unless the run ends.
     """
 
     def __init__(self, config: Config, pipeline: Pipeline, report: Report | None, experts: ExpertLoads) -> None:
         self.traces: deque[Timeline] = deque(maxlen=TRACES)
+        self.slowed: Callable[[], bool] = lambda: False
         self._config, self._pipeline, self._report, self._experts = config, pipeline, report, experts
         self._clear()
 
@@ -165,7 +167,8 @@ class StepLog:
         """Report the figures since the last log line, and the bubble of this step; collective."""
         pipeline, outcome, loads = self._pipeline, end.outcomes[-1], self._experts.take()
         measured = pipeline.timeline()
-        self.traces.append(measured)
+        if end.step == self._config.train.steps or not self.slowed():
+            self.traces.append(measured)
         memory, exposed = maxima(pipeline, [memory_in_use(pipeline.device), pipeline.exposed or 0.0])
         # Only experts on several ranks exchange tokens, for which computation may have to wait.
         waits = self._config.parallel.ep > 1 and pipeline.exposed is not None

@@ -11,19 +11,20 @@ from typing import Any
 
 import pytest
 
+from checkpoint_runs import BRIEF
+from commands import pipeloom
 from pipeloom.train.workers import launch
 from pipeloom.train.workers.failures import WorkerFailure
 
-TINY = ("train", "tiny", "--train.steps", "3", "--parallel.pp", "2", "--schedule.name", "1f1b")
+TINY = ("train", "tiny", *BRIEF, "--train.steps", "3", "--parallel.pp", "2", "--schedule.name", "1f1b")
 
 
 def run(folder: Path, *arguments: str, torchrun: bool = False) -> subprocess.CompletedProcess[str]:
-    how = (
-        ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pipeloom"]
-        if torchrun
-        else ["pipeloom"]
-    )
-    command = [sys.executable, "-m", *how, *TINY, "--log.dir", str(folder), *arguments]
+    words = [*TINY, "--log.dir", str(folder), *arguments]
+    if not torchrun:
+        return pipeloom(*words, folder=folder)
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pipeloom"]
+    command = [sys.executable, "-m", *launcher, *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=folder)
 
 

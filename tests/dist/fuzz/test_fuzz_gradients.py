@@ -58,14 +58,18 @@ def runner() -> Iterator[gradients.Runner]:
     runner.close()
 
 
-@pytest.mark.core
+@pytest.mark.parametrize(
+    "names", [pytest.param(("split", "replicas"), marks=pytest.mark.core), ("recomputed", "two routes")], ids=", ".join
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_layer_trains_as_in_one_process(kind: str, runner: gradients.Runner) -> None:
+def test_every_kind_of_layer_trains_as_in_one_process(
+    kind: str, names: tuple[str, ...], runner: gradients.Runner
+) -> None:
     """Between two linear layers; a gradient is None where that of one process is, and hooks and buffers are the same."""
     layers = ("linear", *(("open",) if kind in ("join", "drop") else ()), kind, "linear")
-    for name, layout in LAYOUTS.items():
+    for name in names:
         if name != "two routes" or kind not in STATEFUL:
-            outcome = runner.outcome(Case(layers=layers, steps=2, **layout))
+            outcome = runner.outcome(Case(layers=layers, steps=2, **LAYOUTS[name]))
             assert outcome.sort == ("refused" if (kind, name) in REFUSED else "equal"), (name, outcome.lines)
 
 

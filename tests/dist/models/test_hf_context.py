@@ -40,7 +40,7 @@ def spread(rank: int, family: str, how: Literal["gather", "ring", "vocabulary"],
     if how == "vocabulary":
         context, shares = ContextParallel(ALONE), VocabularyRanks(rank, 2)
         model = hf.layers(weighted(family), spread=shares)
-        schedule = schedules.transformed(schedules.one_f_one_b(2, 4), ["vocabulary"])
+        schedule = schedules.transformed(schedules.one_f_one_b(2, 4), ["vocabulary", "embedding"])
     else:
         context = ContextParallel(mesh.cp, how)
         model = hf.layers(weighted(family), context=context)
@@ -64,6 +64,7 @@ def spread(rank: int, family: str, how: Literal["gather", "ring", "vocabulary"],
         ("mixtral", "gather", False),
         ("llama-tied", "vocabulary", True),
         ("qwen3", "vocabulary", False),
+        ("gemma3", "vocabulary", False),  # its embedding scales
         ("mixtral", "vocabulary", False),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -127,6 +128,11 @@ def test_the_share_of_a_local_pipeline_is_the_whole_loss() -> None:
         ((nn.Linear(2, 2), S.gpipe(1, 1)), "layers is of type Linear; give a list"),
         (("abcd", S.gpipe(1, 1)), "layers is of type str; give a list"),
         (([1, 2, 3], S.gpipe(1, 1)), "layer 0 is of type int; give a module or a factory"),
+        (
+            ([torch.tanh], S.gpipe(1, 1)),
+            r"layer 0 is built by a call without arguments, and this one takes some \(tanh",
+        ),
+        (([Layer("a", nn.Linear)], S.gpipe(1, 1)), r"layer 0 is built .* takes some \(.*'in_features'"),
     ],
 )
 def test_constructor_arguments(make: Any, arguments: tuple[Any, Any], text: str) -> None:

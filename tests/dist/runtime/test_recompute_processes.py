@@ -61,7 +61,6 @@ def work(rank: int, shape: DecoderShape, sizes: dict[str, int], first: int) -> l
     return wrong
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("shape", "sizes", "first"),
     [(DENSE, {"pp": 2, "dp": 2}, 0), (SPARSE, {"pp": 2, "tp": 2}, 3)],

@@ -1,4 +1,4 @@
-"""The output layer spread over the ranks of a pipeline, against one process: loss and every gradient."""
+"""The vocabulary spread over the ranks of a pipeline, against one process: loss and every gradient."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from pipeloom.runtime import Layer, Pipeline
+from pipeloom.errors import ConfigError
+from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.runtime.spread_vocabulary import vocabulary_share
+from pipeloom.schedule import Schedule
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.families import build
 from pipeloom.schedule.transforms import transformed
 from processes import run_ranks
 
-WIDTH, VOCABULARY, ROWS, LENGTH = 8, 11, 12, 3
+WIDTH, VOCABULARY, ROWS, LENGTH, PADDING = 8, 11, 12, 3, 7
 COSTS = Costs(scores=0.5, scores_grad=0.5, combine=0.1)
 
 
@@ -28,10 +30,10 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-def model(blocks: int) -> tuple[list[nn.Module], torch.Tensor]:
+def model(blocks: int) -> tuple[list[Any], torch.Tensor]:
     """The embedding and blocks, and the output weight."""
     torch.manual_seed(0)
-    return [nn.Embedding(VOCABULARY, WIDTH), *(Block() for _ in range(blocks))], torch.randn(VOCABULARY, WIDTH)
+    return [nn.Embedding(VOCABULARY, WIDTH, PADDING), *(Block() for _ in range(blocks))], torch.randn(VOCABULARY, WIDTH)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,16 +44,27 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, targets
 
 
+def pipeline_of(
+    rank: int, words: list[str], embedding: str, plain: Schedule, smoothing: float, **options: Any
+) -> Pipeline:
+    """A pipeline whose embedding is that of the first layer, spread like the output layer, or tied to it."""
+    layers, weight = model(plain.positions - 1)
+    trunk = [Layer(f"layer{at}", lambda layer=layer: layer) for at, layer in enumerate(layers)]
+    shares = [vocabulary_share("head", weight, rank, plain.ranks, smoothing)]
+    if embedding != "whole":
+        trunk[0] = Layer("rows", nn.Identity)
+        rows = layers[0].weight.detach()
+        first = vocabulary_share("layer0", rows, rank, plain.ranks, smoothing, embeds=True, padding=PADDING)
+        shares = [first] if embedding == "tied" else [first, *shares]
+    return Pipeline([*trunk, *shares], transformed(plain, words, COSTS), loss=nn.functional.cross_entropy, **options)
+
+
 def on_one_rank(
-    rank: int, name: str, ranks: int, chunks: int | None, slices: int, form: str, smoothing: float, tied: bool
+    rank: int, name: str, ranks: int, chunks: int | None, slices: int, form: str, smoothing: float, embedding: str
 ) -> Any:
     plain = build(name, ranks, ROWS // 2, chunks, {"slices": slices})
-    schedule = transformed(plain, [f"vocabulary={form}"], COSTS)
-    layers, weight = model(schedule.positions - 1)
-    names = [("layer0.weight", "head.weight")] if tied else []
-    trunk = [Layer(f"layer{at}", lambda layer=layer: layer) for at, layer in enumerate(layers)]
-    share = vocabulary_share("head", weight, rank, ranks, smoothing)
-    pipeline = Pipeline([*trunk, share], schedule, loss=nn.functional.cross_entropy, tied=names)
+    words = [f"vocabulary={form}", *(["embedding"] if embedding != "whole" else [])]
+    pipeline = pipeline_of(rank, words, embedding, plain, smoothing)
     tokens, targets = batch()
     losses = [pipeline.step(tokens, targets).item() for _ in range(2)]
     gradients = {key: parameter.grad.tolist() for key, parameter in pipeline.named_parameters()}
@@ -62,22 +75,21 @@ def on_one_rank(
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "chunks", "slices", "form", "smoothing", "tied"),
+    ("name", "ranks", "chunks", "slices", "form", "smoothing", "embedding"),
     [
-        ("1f1b", 2, None, 1, "fused", 0.0, True),
-        ("1f1b", 4, None, 1, "two", 0.1, False),
-        ("interleaved", 2, 2, 1, "two", 0.0, False),
-        ("zbv", 4, 2, 1, "fused", 0.1, True),
-        ("1f1b", 2, None, 3, "fused", 0.1, True),
-        ("interleaved", 2, 2, 2, "two", 0.0, False),
+        ("1f1b", 2, None, 1, "fused", 0.0, "tied"),
+        ("1f1b", 4, None, 1, "two", 0.1, "spread"),
+        ("interleaved", 2, 2, 1, "two", 0.0, "whole"),
+        ("zbv", 4, 2, 1, "fused", 0.1, "tied"),
+        ("1f1b", 2, None, 3, "fused", 0.1, "tied"),
+        ("interleaved", 2, 2, 2, "two", 0.0, "spread"),
     ],
 )
 def test_loss_and_gradients(
-    name: str, ranks: int, chunks: int | None, slices: int, form: str, smoothing: float, tied: bool
+    name: str, ranks: int, chunks: int | None, slices: int, form: str, smoothing: float, embedding: str
 ) -> None:
-    """A tied share follows the embedding, and its first values are that one's, whatever it was built with."""
     layers, weight = model(ranks * (chunks or 1) - 1)
-    head: Any = layers[0].weight if tied else weight.requires_grad_()
+    head: Any = layers[0].weight if embedding == "tied" else weight.requires_grad_()
     tokens, targets = batch()
 
     def loss(epsilon: float) -> torch.Tensor:
@@ -87,15 +99,17 @@ def test_loss_and_gradients(
     for _ in range(2):
         loss(smoothing).backward()
     expected = {f"layer{at}.{key}": p.grad for at, layer in enumerate(layers) for key, p in layer.named_parameters()}
-    results = run_ranks(on_one_rank, ranks, name, ranks, chunks, slices, form, smoothing, tied)
+    expected |= {} if embedding == "tied" else {"head.weight": head.grad}
+    results = run_ranks(on_one_rank, ranks, name, ranks, chunks, slices, form, smoothing, embedding)
+    shares = {"tied": ["layer0.weight"], "whole": ["head.weight"], "spread": ["layer0.weight", "head.weight"]}[
+        embedding
+    ]
     gradients = {key: torch.tensor(value) for _, part, _ in results for key, value in part.items()}
-    if not tied:
-        rows = [torch.tensor(part["head.weight"]) for _, part, _ in results]
-        del gradients["head.weight"]
-        torch.testing.assert_close(torch.cat(rows), head.grad, rtol=1e-5, atol=1e-6)
+    for key in shares:
+        gradients[key] = torch.cat([torch.tensor(part[key]) for _, part, _ in results])
     assert gradients.keys() == expected.keys()
     for key, value in expected.items():
-        torch.testing.assert_close(gradients[key], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradients[key], value, rtol=1e-5, atol=3e-6)
     for losses, _, _ in results:
         assert losses == pytest.approx([loss(smoothing).item(), loss(smoothing).item(), loss(0.0).item()], rel=1e-6)
     last = build(name, ranks, ROWS // 2, chunks).placement[-1]
@@ -103,4 +117,19 @@ def test_loss_and_gradients(
         logits = nn.Sequential(*layers)(tokens) @ head.T
     for rank, (_, _, predicted) in enumerate(results):
         assert (predicted is None) == (rank != last)
-    torch.testing.assert_close(torch.tensor(results[last][2]), logits, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(results[last][2]), logits, rtol=1e-5, atol=3e-6)
+
+
+def refusals(rank: int) -> list[str]:
+    plain, words = build("1f1b", 2, ROWS // 2), []
+    for transforms, embedding in ((["vocabulary"], "spread"), (["vocabulary", "embedding"], "whole")):
+        with pytest.raises(ConfigError) as refused:
+            pipeline_of(rank, transforms, embedding, plain, 0.0, options=RuntimeOptions(monitor=False))
+        words.append(str(refused.value))
+    return words
+
+
+def test_schedule_and_shares_agree_on_who_looks_tokens_up() -> None:
+    for first, second in run_ranks(refusals, 2):
+        assert "it lacks the transform embedding" in first
+        assert "the model's first layer does" in second

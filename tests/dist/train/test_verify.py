@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from commands import pipeloom
 from pipeloom.config import load_layout
 from pipeloom.train.report.verify import ComparedStep, compare, make_batch, relative_error, serial_step
 
@@ -20,10 +18,7 @@ CPU = torch.device("cpu")
 
 def verify(*flags: str) -> tuple[int, dict[str, Any]]:
     """Exit code and JSON of `pipeloom verify tiny`."""
-    command = [sys.executable, "-m", "pipeloom", "verify", "tiny", "--json", *flags]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=150, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    done = pipeloom("verify", "tiny", "--json", *flags)
     return done.returncode, json.loads(done.stdout)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import pipeloom
+from checkpoint_runs import BRIEF
 
 SOURCE = Path(pipeloom.__file__).parent
 FORBIDDEN_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
@@ -99,7 +100,15 @@ def run(tmp_path: Path, *words: str) -> str:
 )
 def test_a_training_run_unpickles_nothing(name: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the loom weaves thread over thread\n" * 3000)
-    words = ["tiny", "--data.source", str(tmp_path / "text.txt"), "--log.dir", str(tmp_path / "log"), "--train.steps=3"]
+    words = [
+        "tiny",
+        "--data.source",
+        str(tmp_path / "text.txt"),
+        "--log.dir",
+        str(tmp_path / "log"),
+        "--train.steps=3",
+        *BRIEF,
+    ]
     run(tmp_path, "train", *words, *RUNS[name].split())
 
 

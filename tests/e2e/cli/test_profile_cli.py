@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from commands import pipeloom
 from pipeloom.cli import app
 
 
@@ -15,9 +14,7 @@ def test_a_profile_is_measured_and_read_by_other_commands(tmp_path, capsys):
     file, chart = tmp_path / "costs.json", tmp_path / "links.svg"
     keys = "--model.num_experts 2 --parallel.pp 1 --parallel.dp 2 --parallel.ep 2 --schedule.name 1f1b-overlap"
     words = f"profile tiny --processes 2 --repeats 2 {keys} --schedule.microbatches 4 --output {file} --svg {chart}"
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeloom", *words.split()], capture_output=True, text=True, timeout=120
-    )
+    done = pipeloom(*words.split())
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
     form = json.loads(file.read_text())
@@ -51,9 +48,7 @@ def test_a_profile_is_measured_and_read_by_other_commands(tmp_path, capsys):
 def test_links_of_processes_that_are_no_mesh_of_the_layout(tmp_path):
     file = tmp_path / "costs.json"
     words = f"profile tiny --parallel.pp 1 --schedule.name 1f1b --processes 2 --repeats 2 --output {file}"
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeloom", *words.split()], capture_output=True, text=True, timeout=120
-    )
+    done = pipeloom(*words.split())
     assert done.returncode == 0, done.stderr
     links = [(link["axis"], link["operation"]) for link in json.loads(file.read_text())["links"]]
     assert links == [

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import pipeloom as pl
+from commands import pipeloom
 
 SIZES = "--ranks 2 --microbatches 4"
 
@@ -18,9 +17,7 @@ def test_a_slow_stage_is_measured_named_and_drawn(tmp_path: Path) -> None:
     """Three processes, the second of them three times as slow as its costs say."""
     page = tmp_path / "page.html"
     words = f"rehearse 1f1b --ranks 3 --microbatches 4 --unit 0.02 --steps 3 --slow 1=3 --json --html {page}"
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeloom", *words.split()], capture_output=True, text=True, timeout=240
-    )
+    done = pipeloom(*words.split())
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["steps"] == 3

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from checkpoint_runs import BRIEF
+from commands import Command, pipeloom
 from paths import DATA
 from pipeloom.config.matrix import expand
 
@@ -30,18 +32,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def command(corpus: Path, log: Path, *flags: str) -> list[str]:
-    words = ["tiny", "--data.source", str(corpus), "--log.dir", str(log), "--train.device", "cpu", *flags]
-    return ["-m", "pipeloom", "train", *words]
-
-
-def pipeloom(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=200)
+def train(corpus: Path, log: Path, *flags: str) -> list[str]:
+    words = ["tiny", "--data.source", str(corpus), "--log.dir", str(log), "--train.device", "cpu", *BRIEF, *flags]
+    return ["train", *words]
 
 
 @pytest.mark.core
 def test_an_exception_on_one_rank_ends_all_with_its_traceback(tmp_path: Path, corpus: Path) -> None:
-    done = pipeloom(*command(corpus, tmp_path, "--debug.fault", "raise:1:3F2"))
+    """With Pythons of their own, as a shell starts them."""
+    command = [sys.executable, "-m", "pipeloom", *train(corpus, tmp_path, "--debug.fault", "raise:1:3F2")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode not in (0, 2, 75)
     assert "--debug.fault raised at 3F2" in done.stderr
     assert "Traceback" in done.stderr
@@ -52,7 +52,7 @@ def test_an_exception_on_one_rank_ends_all_with_its_traceback(tmp_path: Path, co
 
 
 def test_a_lost_message_ends_with_6_and_a_report_a_rank(tmp_path: Path, corpus: Path) -> None:
-    done = pipeloom(*command(corpus, tmp_path, "--debug.fault", "drop-send:0:3", "--train.timeout", "5"))
+    done = pipeloom(*train(corpus, tmp_path, "--debug.fault", "drop-send:0:3", "--train.timeout", "5"))
     assert done.returncode == 6
     assert "[rank 0] " in done.stderr
     assert "[rank 1] " in done.stderr
@@ -61,8 +61,7 @@ def test_a_lost_message_ends_with_6_and_a_report_a_rank(tmp_path: Path, corpus: 
 
 
 def test_ctrl_c_exits_130_quietly(tmp_path: Path, corpus: Path) -> None:
-    words = [sys.executable, *command(corpus, tmp_path, "--train.steps", "100000")]
-    run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run = Command(train(corpus, tmp_path, "--train.steps", "100000"))
     _wait_for_steps(tmp_path, 3)
     run.send_signal(signal.SIGINT)
     _, err = run.communicate(timeout=60)
@@ -76,7 +75,7 @@ def test_ctrl_c_exits_130_quietly(tmp_path: Path, corpus: Path) -> None:
     [("verify_quick.toml", 26), pytest.param("verify_families.toml", 132, marks=pytest.mark.full)],
 )
 def test_verify_matrix_passes(matrix: str, layouts: int) -> None:
-    done = pipeloom("-m", "pipeloom", "verify", "--matrix", str(DATA / matrix))
+    done = pipeloom("verify", "--matrix", str(DATA / matrix))
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{layouts} of {layouts} layouts pass at 1e-05" in done.stdout
     assert done.stdout.count("PASS") == layouts
@@ -102,7 +101,7 @@ def test_a_sample_of_every_family_passes(tmp_path: Path) -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     (tmp_path / "sample.toml").write_text(sample_of(DATA / "verify_families.toml", seed), encoding="utf-8")
-    done = pipeloom("-m", "pipeloom", "verify", "--matrix", str(tmp_path / "sample.toml"))
+    done = pipeloom("verify", "--matrix", str(tmp_path / "sample.toml"))
     assert done.returncode == 0, done.stdout + done.stderr
     count = done.stdout.count("PASS")
     assert count >= 20

@@ -122,12 +122,12 @@ def test_memory_of_all_panes_has_one_scale(running: Any, tmp_path: Path) -> None
     timelines = [pl.simulate(pl.schedules.one_f_one_b(2, 8)), pl.simulate(pl.schedules.gpipe(2, 8))]
     page = Opened(running, tmp_path, timelines)
     assert page.run("() => pipeloom.panes.map((pane) => pane.options({}).most)") == [8, 8]
-    assert "memory, 0 to 8 stage micro-batches in all rows" in page.page.inner_text("#legend")
+    assert "memory, 0 to 8 micro-batches of 1/p of the model in all rows" in page.page.inner_text("#legend")
     page.close()
     in_bytes = pl.simulate(pl.schedules.one_f_one_b(2, 8), pl.Costs(bytes={"saved": 512.0}))  # as a run's prediction
     page = Opened(running, tmp_path, [*timelines, in_bytes])
     assert page.run("() => pipeloom.panes.map((pane) => pane.options({}).most)") == [8, 8, 1024]
-    assert "0 to 8 stage micro-batches or 1 KiB in device in all rows" in page.page.inner_text("#legend")
+    assert "0 to 8 micro-batches of 1/p of the model or 1 KiB in device in all rows" in page.page.inner_text("#legend")
     page.close()
 
 
@@ -447,7 +447,7 @@ def _inside(running: Any, text: str) -> list[str]:
     """The texts of an SVG that reach out of it, or over another text of their line."""
     context = running.new_context(offline=True)
     page = context.new_page()
-    page.set_content(f"<!doctype html><body>{text}")
+    page.set_content(f'<!doctype html><body style="visibility: hidden">{text}')  # it is laid out, and not painted
     outside = page.evaluate(
         """() => { const svg = document.querySelector("svg"), view = svg.viewBox.baseVal, out = [];
         const frame = svg.getBoundingClientRect();

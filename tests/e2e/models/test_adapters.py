@@ -116,8 +116,8 @@ CASES = [
     Case(MeshShape(pp=2, tp=2), "zb-h1", True, SPARSE),
     Case(MeshShape(pp=2, dp=2), "interleaved", False, SPARSE),
     Case(MeshShape(dp=2, tp=2), "1f1b", True, DENSE),
-    Case(MeshShape(pp=4), "1f1b", False, DENSE, ("vocabulary",)),
-    Case(MeshShape(pp=2, dp=2), "1f1b", False, SPARSE, ("vocabulary=two",)),
+    Case(MeshShape(pp=4), "1f1b", False, DENSE, ("vocabulary", "embedding")),
+    Case(MeshShape(pp=2, dp=2), "1f1b", False, SPARSE, ("vocabulary=two", "embedding")),
 ]
 
 

@@ -24,7 +24,7 @@ from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.manifest import read_manifest
 from pipeloom.train.hub import conversion as hub
 from pipeloom.train.hub.generate import open_model, open_pipeline
-from pipeloom.train.hub.lora_files import base_weights, begin_weights
+from pipeloom.train.hub.lora_files import base_weights, begin_weights, require_targets
 from pipeloom.train.optimizer import Optimizer
 from processes import run_ranks
 
@@ -221,11 +221,22 @@ def test_what_cannot_be_is_refused_before_anything_starts(flags: dict[str, Any],
         load_layout(None, flags)
 
 
-def test_targets_that_no_layer_has_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["model.source", "model.weights"])
+def test_targets_that_no_layer_has_are_refused(tmp_path: Path, key: str) -> None:
+    """In a run and in a dry run; each entry of a list on its own, and a regular expression."""
     written(tmp_path)
-    flags = {"model.source": str(tmp_path), "lora.r": 4, "lora.target_modules": ["qproj"]}
-    with pytest.raises(ConfigError, match=r"no linear layer has such a name; the model has weights called .*q_proj"):
-        build({**flags, "parallel.pp": 1, "schedule.name": "1f1b"})
+    flags = {key: str(tmp_path), "lora.r": 4, "parallel.pp": 1, "schedule.name": "1f1b"}
+    for targets, words in (
+        (["v_proj", "qproj"], "no linear layer is called 'qproj'; did you mean 'q_proj'"),
+        ("model.*qproj", r"no linear layer is called 'model.\*qproj'; did you mean 'q_proj'"),
+    ):
+        config = load_layout(None, {**flags, "lora.target_modules": targets}).config
+        with pytest.raises(ConfigError, match=words):
+            require_targets(config)
+        with pytest.raises(ConfigError, match=words):
+            build({**flags, "lora.target_modules": targets})
+    for targets in (["q_proj", "self_attn.v_proj", "model.layers.0.mlp.up_proj"], r".*\.[qv]_proj"):
+        require_targets(load_layout(None, {**flags, "lora.target_modules": targets}).config)
 
 
 def test_a_tied_weight_is_not_merged_and_a_whole_model_has_nothing_to_merge(tmp_path: Path) -> None:

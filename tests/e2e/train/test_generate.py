@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from commands import pipeloom
 from hf_families import MODEL_FAMILIES
 from pipeloom.config import load, load_layout
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
@@ -121,11 +120,6 @@ def written(folder: Path) -> Any:
     return whole
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pipeloom", "generate", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("source", "flags"), [("hub", ("--pp", "2")), pytest.param("ckpt", ("--tp", "2"), marks=pytest.mark.full)]
@@ -137,7 +131,9 @@ def test_the_command_gives_the_text_of_a_directory_and_of_its_checkpoint(
     whole = written(tmp_path / "hub")
     want = greedy(whole, list(b"ab"), 5)
     hub.import_directory(tmp_path / "hub", tmp_path / "ckpt")
-    ended = run(str(tmp_path / source), *flags, "--prompt", "ab", "--tokens", "5", "--greedy", "--json")
+    ended = pipeloom(
+        "generate", str(tmp_path / source), *flags, "--prompt", "ab", "--tokens", "5", "--greedy", "--json"
+    )
     assert ended.returncode == 0, ended.stderr
     (row,) = json.loads(ended.stdout)["sequences"]
     assert row["tokens"] == want

@@ -7,14 +7,13 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 import faults
+from commands import pipeloom
 from faults import MARGIN, TIMEOUT, Hosts, ended, exit_file
 from pipeloom.errors import ConfigError
 from pipeloom.train.workers import network as interfaces
@@ -65,13 +64,7 @@ def test_two_hosts_have_the_losses_of_one(layout: str, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
-    alone = subprocess.run(
-        [sys.executable, *words(one, layout)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    alone = pipeloom(*words(one, layout)[2:])
     assert alone.returncode == 0, alone.stderr
     with Hosts() as hosts:
         runs = [hosts.start(host, words(two, layout)) for host in range(2)]

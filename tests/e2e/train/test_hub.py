@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from ast import literal_eval
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import pipeloom as pl
+from commands import pipeloom
 from pipeloom import checkpoint
 from pipeloom.config import load, load_layout
 from pipeloom.decoder_shape import DecoderShape
@@ -227,10 +226,15 @@ def test_a_directory_trains_and_comes_out(key: str, name: str, schedule: str, ou
     (tmp_path / "text.txt").write_text("the loom weaves " * 4000)
     keys = {f"model.{key}": "hub", "parallel.pp": 2, "schedule.name": schedule, "schedule.microbatches": 4}
     keys |= {"parallel.vocabulary": output}
-    keys |= {"train.steps": 5, "train.seq_len": 24, "train.global_batch_size": 8, "train.device": "cpu"}
+    keys |= {
+        "train.steps": 5,
+        "train.seq_len": 24,
+        "train.global_batch_size": 8,
+        "train.device": "cpu",
+        "sample.tokens": 0,
+    }
     keys |= {"data.source": "text.txt", "log.dir": "runs", "train.recompute": "[1]", "data.tokenizer": "bytes"}
-    words = [sys.executable, "-P", "-m", "pipeloom", "train", *(f"--{key}={value}" for key, value in keys.items())]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = pipeloom("train", *(f"--{key}={value}" for key, value in keys.items()), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs").iterdir()
     hub.export(run, tmp_path / "out")
@@ -374,10 +378,10 @@ def test_verify_compares_a_directory_and_its_adapters_over_replicas(
     more: list[str], count: int, tmp_path: Path
 ) -> None:
     written("gpt2", tmp_path / "hub")
-    words = [sys.executable, "-P", "-m", "pipeloom", "verify", "--model.source", str(tmp_path / "hub"), "--json"]
+    words = ["verify", "--model.source", str(tmp_path / "hub"), "--json"]
     words += ["--parallel.pp", "1", "--parallel.dp", "2", "--schedule.name", "1f1b", "--schedule.microbatches", "2"]
     words += ["--train.seq_len", "12", "--train.global_batch_size", "8", "--train.device", "cpu"]
-    done = subprocess.run([*words, *more], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = pipeloom(*words, *more, folder=tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     (layout,) = json.loads(done.stdout)["layouts"]
     assert layout["passed"]

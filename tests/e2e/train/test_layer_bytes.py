@@ -10,12 +10,18 @@ import torch
 
 from pipeloom.config import Layout, load_layout
 from pipeloom.errors import UsageError
+from pipeloom.plan.run import predicted as planned_run
 from pipeloom.runtime import Layer
 from pipeloom.train.report import layer_bytes as module
 from pipeloom.train.report.layer_bytes import layer_bytes
 
+LATENT = {
+    **{"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
+    **{"first_k_dense_replace": 4, "intermediate_size": 192},
+}
 
-def written(folder: Path, kind: str) -> Path:
+
+def written(folder: Path, kind: str, **more: int) -> Path:
     transformers = pytest.importorskip("transformers")
     sizes = {
         "hidden_size": 64,
@@ -24,6 +30,7 @@ def written(folder: Path, kind: str) -> Path:
         "vocab_size": 300,
         "bos_token_id": 1,
         "eos_token_id": 1,
+        **more,
     }
     getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")(
         getattr(transformers, f"{kind}Config")(**sizes)
@@ -66,6 +73,18 @@ def test_shapes_alone_give_the_bytes_of_a_run(
         )
     else:
         assert layer_bytes(layout) == shapes
+
+
+def test_latent_attention_that_no_fused_kernel_takes(tmp_path: Path) -> None:
+    """Its values are narrower than its queries. What the planner expects of a block is what one on the CPU saves, but for the
+    cosines and sines of its positions; and the blocks that predict further ahead are none of the run's.
+    """
+    source = str(written(tmp_path, "DeepseekV3", **LATENT))
+    layout = load_layout("tiny", {"model.source": source, "train.device": "cpu", "data.tokenizer": "bytes"})
+    run = planned_run(layout)
+    block, measured = run.planner.layers(run.layout)[1], layer_bytes(layout)[1]
+    assert block.saved == pytest.approx(measured.saved + measured.input, rel=0.01)
+    assert run.planner.shape.ahead == 0
 
 
 def test_layers_that_need_values_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from checkpoint_runs import BRIEF
+from commands import pipeloom
 from pipeloom.config import Layout, load_layout
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.batches import Batches
@@ -139,10 +138,7 @@ def test_the_command_trains_on_four_workers_and_says_what_each_holds(tmp_path: P
         "--log.dir",
         str(tmp_path / "runs"),
     ]
-    command = [sys.executable, "-m", "pipeloom", "train", "tiny", *axes, *others]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=260, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    done = pipeloom("train", "tiny", *axes, *others, *BRIEF)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "2 data-parallel replicas, each layer over 2 ranks, 4 workers" in lines[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -15,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoint_runs import environment
+from commands import pipeloom
 from pipeloom.config import load_layout
 from pipeloom.schedule.channels import size_words
 from pipeloom.train.build import build_pipeline
@@ -33,18 +34,15 @@ def context(rank: int = 0, stop: bool = False) -> Any:
     return SimpleNamespace(rank=rank, device=CPU, flags=int(stop))
 
 
-def environment() -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    return {**kept, "OMP_NUM_THREADS": "1"}
-
-
 def train(folder: Path, *flags: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """`pipeloom train tiny` on a small text, its runs below `folder`."""
     source = folder / "text.py"
     source.write_text(TEXT)
-    command = [sys.executable, *launcher, "-m", "pipeloom", "train", "tiny"]
-    flags = ("--data.source", str(source), "--log.dir", str(folder / "runs"), *flags)
-    return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=100, env=environment())
+    words = ["train", "tiny", "--data.source", str(source), "--log.dir", str(folder / "runs"), *flags]
+    if not launcher:
+        return pipeloom(*words)
+    command = [sys.executable, *launcher, "-m", "pipeloom", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment())
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -58,7 +56,7 @@ def test_two_runs_are_equal_bit_by_bit_and_tell_what_they_did(tmp_path: Path) ->
     first, second = tmp_path / "a", tmp_path / "b"
     for folder in (first, second):
         folder.mkdir()
-        done = train(folder, "--train.steps", "6")
+        done = train(folder, "--train.steps", "6", "--sample.tokens", "20")
         assert done.returncode == 0, done.stderr
     assert events(first, "step") == events(second, "step")
     assert [event["step"] for event in events(first, "step")] == [1, 2, 3, 4, 5, 6]
@@ -76,7 +74,10 @@ def test_two_runs_are_equal_bit_by_bit_and_tell_what_they_did(tmp_path: Path) ->
     assert all(match is not None and Path(match[1]).is_file() for match in paths)
     (bytes_,) = events(first, "bytes")
     assert bytes_["measured"] == pytest.approx(bytes_["predicted"], rel=0.15)  # tiny: gradients are most of it
-    assert f"predicted {size_words(bytes_['predicted'][1])}" in done.stdout
+    most = bytes_["measured"].index(max(bytes_["measured"]))
+    assert f"(predicted {size_words(bytes_['predicted'][most])}), on rank {most}\n" in done.stdout
+    (traced,) = first.glob("runs/*/timelines.json")
+    assert len(json.loads(traced.read_text())["timelines"]) == 5  # without the second, whose bytes were counted
     bubble = events(first, "bubble")[0]
     assert 0 <= bubble["simulated"] < 1  # either may be the larger in a step of a few milliseconds
     assert 0 <= bubble["measured"] < 1

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,8 @@ import pytest
 import torch
 
 import pipeloom as pl
+from checkpoint_runs import BRIEF
+from commands import pipeloom
 from pipeloom.config import Layout, load_layout
 from pipeloom.schedule.files import load
 from pipeloom.traces.measured import costs_of
@@ -300,14 +299,10 @@ def test_the_command(tmp_path: Path) -> None:
     source = tmp_path / "text.py"
     source.write_text(TEXT)
     flags = ["--data.source", str(source), "--log.dir", str(tmp_path / "runs"), "--train.steps", "4"]
-    flags += ["--schedule.name", "search", "--schedule.options.iterations", "100"]
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    command = [sys.executable, "-m", "pipeloom", "train", "tiny", *flags]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env={**environment, "OMP_NUM_THREADS": "1"}
-    )
+    flags += ["--schedule.name", "search", "--schedule.options.iterations", "100", *BRIEF]
+    done = pipeloom("train", "tiny", *flags)
     assert done.returncode == 0, done.stderr
     assert "search, starting with 1f1b" in done.stdout
     assert "costs measured in steps 2 to 3;" in done.stdout
     (kept,) = (tmp_path / "runs").glob(f"*/{FILE}")
-    assert subprocess.run([sys.executable, "-m", "pipeloom", "check", str(kept)], capture_output=True).returncode == 0
+    assert pipeloom("check", str(kept)).returncode == 0

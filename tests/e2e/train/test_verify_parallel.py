@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
+from commands import pipeloom
 from paths import ROOT
 from pipeloom.config import Layout, load_layout
 from pipeloom.mesh_shape import MeshShape
@@ -29,18 +27,7 @@ CPU = torch.device("cpu")
 @pytest.mark.timeout(280)
 def test_a_sample_of_all_layouts_passes() -> None:
     """20 layouts on up to 8 processes; `pipeloom verify --matrix tests/data/verify_parallel.toml` runs them all."""
-    command = [
-        sys.executable,
-        "-m",
-        "pipeloom",
-        "verify",
-        "--matrix",
-        "tests/data/verify_parallel_quick.toml",
-        "--json",
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=260, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    done = pipeloom("verify", "--matrix", "tests/data/verify_parallel_quick.toml", "--json", folder=ROOT)
     report = json.loads(done.stdout)
     assert done.returncode == 0, report
     assert len(report["layouts"]) == 20

@@ -35,7 +35,7 @@ def test_it_prints_the_run_and_starts_nothing(
     shown = capsys.readouterr().out
     for words in (
         "bubble rate",
-        "bytes at the peak\n0  ",
+        " peak\n0  ",
         "learning rate (wsd): step 1 ",
         "around the steps, in this order:\n  record, and bad steps  every step\n  replica check ",
         "\n  checkpoint             every 5 steps, on SIGUSR1\n",
@@ -57,8 +57,8 @@ def test_any_model_is_described_on_a_laptop(
     monkeypatch.setattr(train, "missing_of_trainer", lambda: ["torch"])
     assert run(tmp_path, *flags, "--schedule.name=1f1b", "--train.dtype=bfloat16", "--memory=200") == 0
     out = capsys.readouterr().out
-    assert "bytes at the peak\n0 " in out
-    assert "step on h100: " in out
+    assert " peak\n0 " in out
+    assert re.search(r"step on h100: [\d.]+ to [\d.]+ s", out)
     assert "files were not checked" in out
     assert "dry run: 64 workers would start" in out
 
@@ -105,6 +105,16 @@ def test_zero_divides_what_it_names(zero: int) -> None:
 def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.seq_len"):
         run(tmp_path, "--train.device", "cpu", "--train.seq_len", "1000000")
+
+
+def test_rows_of_conversations_count_as_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chats, shown = tmp_path / "chats.jsonl", []
+    chats.write_text('{"prompt": "warp and weft", "completion": "a loom"}\n' * 400)
+    for documents in ("auto", "pack"):
+        flags = ["--data.source", str(chats), "--data.documents", documents, "--data.cache", str(tmp_path / "cache")]
+        app(["train", "tiny", *flags, "--train.device", "cpu", "--dry-run"], standalone_mode=False)
+        shown.append(capsys.readouterr().out.partition(" peak\n")[2])
+    assert shown[0] == shown[1] != ""
 
 
 def test_the_table_of_workers_follows_the_order() -> None:

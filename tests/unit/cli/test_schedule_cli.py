@@ -138,7 +138,11 @@ def test_a_function_of_ones_own(pipeloom: Run, tmp_path: Path, monkeypatch: pyte
         "    return pl.schedules.gpipe(ranks, microbatches * twist)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("my_schedules:mine", "my_schedules.py:mine"):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "loom_beside.py").write_text((tmp_path / "my_schedules.py").read_text())
+    (folder / "my-schedules.py").write_text("from loom_beside import mine as renamed\n")
+    for name in ("my_schedules:mine", f"{tmp_path}/my_schedules.py:mine", f"{folder}/my-schedules.py:renamed"):
         found = json.loads(pipeloom(f"schedule {name} --ranks 2 --microbatches 2 --option twist=3 --json").out)
         assert found["microbatches"] == 6
 

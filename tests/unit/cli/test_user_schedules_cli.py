@@ -66,6 +66,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("{m}:incomplete", 3, "has no backward"),
         ("{m}:no_schedule", 2, "{m}:no_schedule returned int, not a Schedule"),
         ("{m}:absent", 2, "has no attribute 'absent'"),
+        ("{m}.py:eror", 2, "module '{m}.py' has no attribute 'eror'; did you mean 'key_error'"),
+        ("nowhere.py:f", 2, "schedule 'nowhere.py:f': there is no file "),
         ("loom_nowhere:f", 2, "No module named 'loom_nowhere'"),
         ("loom_syntax:make", 2, "loom_syntax.py:1: schedule 'loom_syntax:make' raised SyntaxError: "),
         (

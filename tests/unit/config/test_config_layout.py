@@ -207,16 +207,6 @@ SPREAD = {"parallel.vocabulary": "pp"}
         ({**SPREAD, "parallel.pp": 1}, 'parallel.vocabulary = "pp": there is one pipeline rank'),
         ({**SPREAD, "schedule.name": "search"}, 'parallel.vocabulary = "pp": a searched schedule runs as'),
         ({**SPREAD, "schedule.name": "dualpipe", "schedule.microbatches": 4}, "has two routes"),
-        (
-            {
-                **SPREAD,
-                "model.tie_word_embeddings": True,
-                "parallel.dp": 2,
-                "parallel.zero": 3,
-                "schedule.microbatches": 4,
-            },
-            "set parallel.zero = 2, or model.tie_word_embeddings = false",
-        ),
         ({**SPREAD, "model.num_nextn_predict_layers": 1}, "set model.num_nextn_predict_layers = 0"),
         ({**SPREAD, "train.reproducible": True}, "set train.reproducible = false"),
         ({**SPREAD, "parallel.tp": 2, "model.vocab_size": 3}, "model.vocab_size 3 is below the number of ranks, 4"),

@@ -67,6 +67,13 @@ def test_a_solver_that_is_given_no_schedule_proves_no_more(costs: Costs, room: f
         Case("random", (0, 1, 1, 0), 2, Costs(4, 4, 0, all_to_all=0.5), kind="proof", room=2.0),
         Case("random", (0, 1), 3, Costs(4, 4, 1, pair=5.0), kind="proof", room=2.0),
         Case("random", (0, 1), 4, Costs(4, 4, 3, pair_split=5.0, backward=5.0), kind="proof", room=2.0),
+        # a copy that starts as another ends, but for rounding
+        Case(
+            *("random", (1, 0, 1, 0, 1, 1), 6, Costs(forward=7.0, bytes=(("kept", 2.0), ("saved", 10.0)))),
+            seed=1371,
+            again="whole",
+            queues=("offload=3/3",),
+        ),
         # a B for nothing
         Case("random", (0, 1, 0, 0), 1, Costs(backward=0.0), overlap_p2p=False, kind="proof"),
         # a B shorter than its own communication

@@ -291,7 +291,10 @@ def test_other_systems_read_the_same_layout():
     assert "--recompute-modules layernorm" in flags
     assert f'--pipeline-model-parallel-layout "{layout_string(prediction.stages)}"' in flags
     assert "--global-batch-size 8" in flags
-    titan = tomllib.loads(torchtitan(prediction))
+    with pytest.raises(UsageError, match="recomputes other parts than 'norms'; nearest: full"):
+        torchtitan(prediction)
+    titan = tomllib.loads(torchtitan(planner().predict(replace(prediction.layout, recompute="full"))))
+    assert titan["activation_checkpoint"]["mode"] == "full"
     assert titan["parallelism"]["pipeline_parallel_schedule"] == "Interleaved1F1B"
     assert titan["training"]["local_batch_size"] == 4
     assert from_csv(torch_csv(prediction)).codes == prediction.layout.built().codes

@@ -123,10 +123,10 @@ def test_smaller_micro_batches_have_smaller_temporaries():
 
 
 def test_summed_gradients_of_keys_and_values_shrink_slice_by_slice():
-    """3 slices of one stage: 2/3 are summed when the last one's backward ends, and 1/3 when the second's does."""
+    """3 slices of one stage: 2/3 are summed when the last one's backward ends, and are there until the second's does."""
     schedule, thirds = build("seq1f1b", 1, 1, None, {"slices": 3}), (1 / 3,) * 3
-    stages = [StageMemory(30.0, 0.0, 0.0, summed=12.0)]
-    assert at_peak(schedule, stages, slices=thirds) == pytest.approx([30.0 + 8.0])
+    stages = [StageMemory(15.0, 0.0, 0.0, summed=12.0)]
+    assert at_peak(schedule, stages, slices=thirds) == pytest.approx([10.0 + 8.0])
     late = [StageMemory(0.0, 0.0, 0.0, summed=12.0)]
     assert at_peak(schedule, late, slices=thirds) == pytest.approx([8.0])
 
@@ -156,6 +156,17 @@ def test_without_sequence_parallelism_a_rank_of_tp_has_every_token_outside_produ
         *("input_wide", "input_unit", "input_scale", "norm_1", "middle_wide", "middle_unit", "middle_scale", "norm_2")
     }
     assert split == {name: size / 2 for name, size in one.items()}
+
+
+def test_every_rank_of_tp_has_a_part_of_each_row_of_the_experts():
+    shape, runtime = load_model("mixtral-8x7b"), RUNTIMES["pipeloom"]
+    one, *others = (
+        layers_of(shape, Split(replace(runtime, sequence=sp), 64, 64, tp=tp, etp=tp))[1].tensors
+        for tp, sp in ((1, True), (2, True), (2, False))
+    )
+    for each in others:
+        assert each["dispatched"] == one["dispatched"]
+        assert each["expert_gated"] == one["expert_gated"] / 2
 
 
 def test_a_weights_gradient_beside_its_sum_is_scratch_of_its_product():

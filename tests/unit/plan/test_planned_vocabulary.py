@@ -41,8 +41,10 @@ def test_every_rank_has_its_share_of_the_weight(spread):
     whole = run()
     assert sum(each.parameters for each in spread.ranks) == sum(each.parameters for each in whole.ranks)
     sizes = spread.timeline.costs.bytes_in("device", 4)
-    assert sizes["params"][2:] == (4096 // 2 * 64 * 4,) * 2
-    assert sizes["optimizer"][2:] == (4096 // 2 * 64 * 8,) * 2
+    assert sizes["params"][2:] == (2 * 4096 // 2 * 64 * 4,) * 2  # of the embedding and of the output layer
+    assert sizes["optimizer"][2:] == (2 * 4096 // 2 * 64 * 8,) * 2
+    tied = run(parallel__vocabulary="pp", model__tie_word_embeddings=True).timeline.costs
+    assert tied.bytes_in("device", 4)["params"][2:] == (4096 // 2 * 64 * 4,) * 2
 
 
 def test_a_share_keeps_a_copy_its_logits_and_their_exponentials(spread):
@@ -113,7 +115,8 @@ def test_the_planner_predicts_what_the_dry_run_does(planner, text, tmp_path):
 
 
 def test_the_search_spreads_an_output_layer_that_is_longer_than_a_stage(planner):
-    request = PlanRequest(8, 80e9, 64, 4096, ("1f1b",), vocabulary=("last", "pp"), fixed={"pp": 4, "tp": 1, "cp": 1})
+    fixed = {"pp": 4, "tp": 1, "cp": 1, "recompute": "none", "micro_batch": 1}
+    request = PlanRequest(4, 80e9, 8, 4096, ("1f1b",), vocabulary=("last", "pp"), fixed=fixed)
     plan = search(planner, request)
     assert plan.best.layout.vocabulary == "pp"
     assert plan.best.tokens > 1.3 * max(each.tokens for each in plan.predictions if each.layout.vocabulary == "last")
@@ -121,7 +124,7 @@ def test_the_search_spreads_an_output_layer_that_is_longer_than_a_stage(planner)
     assert rough.seconds == pytest.approx(plan.best.step.total, rel=0.1)
     small = replace(planner, shape=replace(planner.shape, vocabulary=2048))
     assert {each.layout.vocabulary for each in search(small, request).estimates} == {"last"}
-    forced = replace(request, fixed={"pp": 4, "tp": 1, "vocabulary": "pp"})
+    forced = replace(request, fixed=fixed | {"vocabulary": "pp"})
     assert search(small, forced).best.layout.vocabulary == "pp"
 
 
@@ -131,7 +134,6 @@ def test_where_it_cannot_be_spread(planner):
     for shape, layout in (
         (planner.shape, replace(spread, pp=1)),
         (replace(planner.shape, ahead=1), spread),
-        (replace(planner.shape, tied=True), replace(spread, zero=3)),
     ):
         assert "nearest: vocabulary=last" in problems(shape, layout)[0]
     with pytest.raises(UsageError, match="megatron does not spread the output layer"):

@@ -53,7 +53,7 @@ def test_sizes_that_the_model_does_not_allow_are_left_out():
 def test_the_command_draws_them(capsys, tmp_path):
     path = tmp_path / "scaling.svg"
     app(
-        ["plan", "--model", "llama3-8b", "--devices", "8", "--global-batch", "8", "--svg", str(path)],
+        ["plan", "--model", "llama3-8b", "--devices", "16", "--global-batch", "16", "--svg", str(path)],
         standalone_mode=False,
     )
     text = path.read_text()

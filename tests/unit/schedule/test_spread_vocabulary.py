@@ -15,8 +15,8 @@ from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.families import build
 from pipeloom.schedule.json_form import from_json, to_json
 from pipeloom.schedule.slices import balanced_cuts
-from pipeloom.schedule.transforms import transformed
-from pipeloom.schedule.vocabulary import layers_alone
+from pipeloom.schedule.transforms import forward_only, transformed
+from pipeloom.schedule.vocabulary import costs_of_all, layers_alone
 from pipeloom.traces.measured import costs_of
 
 COSTS = Costs(scores=0.5, scores_grad=0.5, combine=0.1)
@@ -131,6 +131,77 @@ def test_the_layers_alone_are_those_of_the_schedule_without_shares() -> None:
     ]
 
 
+EMBEDS = "2EMBED0 0F0 2BROADCAST0 2S0 2REDUCE0 2T0 0B0 2EMBED_GRAD0"
+WITH_EMBEDS = "3EMBED0 1F0 3BROADCAST0 3S0 3REDUCE0 1B0 3T0 3EMBED_GRAD0"
+
+
+def test_the_first_stage_waits_for_the_tokens_rows() -> None:
+    """F of it for EMBED on all ranks, EMBED_GRAD for its B, and T's sum and the rows' gradients for each other."""
+    schedule = two_ranks(EMBEDS, WITH_EMBEDS)
+    check(schedule)
+    timeline = simulate(schedule, Costs(scores=0.5, scores_grad=1.5, combine=0.25, broadcast=0.5))
+    starts = [dict(zip(map(str, schedule.programs[rank]), timeline.starts[rank], strict=True)) for rank in (0, 1)]
+    assert starts[0]["0F0"] == 0.25
+    assert starts[0]["0B0"] == starts[1]["1B0"] + 2 == 5.5
+    assert (starts[0]["2EMBED_GRAD0"], timeline.makespan) == (7.5, 8.0)
+    assert list(map(str, forward_only(schedule, 1).programs[0])) == ["2EMBED0", "0F0", "2BROADCAST0", "2S0", "2REDUCE0"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (EMBEDS.replace("2EMBED0 ", ""), WITH_EMBEDS, "2EMBED0 is missing on rank 0"),
+        (
+            EMBEDS.replace(" 2EMBED_GRAD0", ""),
+            WITH_EMBEDS.replace(" 3EMBED_GRAD0", ""),
+            "nothing frees what is embedded",
+        ),
+        (
+            EMBEDS.replace("2EMBED0 0F0", "0F0 2EMBED0"),
+            WITH_EMBEDS,
+            "deadlocks",
+        ),  # issued when F starts, which waits for it
+    ],
+)
+def test_which_lookups_check_refuses(first: str, second: str, words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        check(two_ranks(first, second))
+
+
+def test_each_micro_batch_is_looked_up() -> None:
+    pair = [" ".join([text, text.replace("0 ", "1 ").removesuffix("0") + "1"]) for text in (EMBEDS, WITH_EMBEDS)]
+    check(two_ranks(*pair, microbatches=2))
+    with pytest.raises(ScheduleError, match="2EMBED1 is missing"):
+        check(two_ranks(*(each.replace("2EMBED1 ", "").replace("3EMBED1 ", "") for each in pair), microbatches=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "slices"), [("1f1b", None, 1), ("1f1b", None, 4), ("interleaved", 2, 1), ("zbv", 2, 1)]
+)
+def test_lookups_take_the_step_one_sum_and_one_copy(name: str, chunks: int | None, slices: int) -> None:
+    """The first one is before all else and the last rows' gradient behind it; others run beside the computation, at most one
+    hundredth of it aside."""
+    costs = replace(COSTS, broadcast=0.1)
+    head = transformed(build(name, 4, 8, chunks, {"slices": slices}), ["vocabulary"], costs)
+    both = transformed(head, ["embedding"], costs)
+    check(both)
+    times = [simulate(each, costs_of_all(costs, each)) for each in (head, both)]
+    assert times[1].makespan <= 1.01 * times[0].makespan + 0.2
+    assert times[0].peak_activations == times[1].peak_activations
+    check(transformed(both, ["slices=2"]) if slices == 1 else both)
+    assert layers_alone(both) == layers_alone(head)
+    first = [str(cell) for cell in both.programs[0] if cell.stage in both.vocabulary or cell.stage == 0]
+    ahead = [first[: first.index(f"0F{unit}")] for unit in both.unit_names]
+    share = both.vocabulary[0]
+    assert (
+        max(
+            sum(each.startswith(f"{share}EMBED") and "GRAD" not in each for each in a) - at
+            for at, a in enumerate(ahead)
+        )
+        == 2
+    )
+
+
 def optimum(ranks: int, m: int, reductions: int, memory: int) -> int:
     """Return the least makespan, in tenths, of F 10, B 20, S and T 5 on every rank, and reductions of 1 on one queue."""
     from ortools.sat.python import cp_model
@@ -234,6 +305,8 @@ def test_a_slice_takes_its_share_of_the_tokens() -> None:
         ("chimera", ["vocabulary"], "has two routes"),
         ("1f1b-overlap", ["vocabulary"], "has overlapped pairs .*unpair"),
         ("1f1b", ["offload", "vocabulary"], "has entries beside the computation"),
+        ("1f1b", ["embedding"], "embedding: schedule 1f1b has no shares of the vocabulary"),
+        ("1f1b", ["vocabulary", "embedding", "embedding"], "embedding: schedule 1f1b is spread over the ranks already"),
     ],
 )
 def test_what_the_transform_refuses(name: str, words: list[str], problem: str) -> None:

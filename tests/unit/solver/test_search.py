@@ -19,10 +19,11 @@ UNEVEN = Costs(10, 12, 8, 1)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "microbatches", "memory", "most"), [(4, 8, 2, 41), (4, 8, 3, 31), (8, 16, 6, 61), (8, 24, 6, 87)]
+    ("ranks", "microbatches", "memory", "moves", "most"),
+    [(4, 8, 2, 100, 41), (4, 8, 3, 100, 31), (8, 16, 6, 100, 61), (8, 24, 6, 4500, 87)],
 )
-def test_literals(ranks: int, microbatches: int, memory: int, most: float) -> None:
-    found = pl.search(ranks, microbatches, memory=memory, iterations=8000)
+def test_literals(ranks: int, microbatches: int, memory: int, moves: int, most: float) -> None:
+    found = pl.search(ranks, microbatches, memory=memory, iterations=moves)
     assert found.timeline.makespan <= most
     assert found.lower_bound <= found.value
     assert max(found.timeline.peak_memory) <= memory

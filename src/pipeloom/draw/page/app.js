@@ -19,7 +19,11 @@ const state = {
   drag: null,
   measure: null, // {pane, from, to}: times at the ends of the ruler
 };
-const memoryUnit = (schedule) => (schedule.inBytes ? `in ${schedule.pools[0].pool}` : schedule.document.costs.activation.every((size) => size === 1) ? "stage micro-batches" : "units of activation memory");
+const memoryUnit = (schedule) => {
+  const each = (size) => schedule.document.costs.activation.every((other) => other === size);
+  if (schedule.inBytes) return `in ${schedule.pools[0].pool}`;
+  return each(1) && schedule.chunks > 1 ? "stage micro-batches" : each(1 / schedule.chunks) ? "micro-batches of 1/p of the model" : "units of activation memory";
+};
 
 /** The top of the memory rows of a schedule: one for all timelines in bytes, and one for those that count micro-batches. */
 const mostBeside = (schedule) => Math.max(...panes.filter((pane) => pane.schedule.inBytes === schedule.inBytes).map((pane) => pane.schedule.most), data.limit || 0);

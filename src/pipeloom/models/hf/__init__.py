@@ -24,7 +24,8 @@ class ModelLayers(list[Layer]):
     """
 
     def __init__(self, cut: Cut) -> None:
-        super().__init__(Layer(name, cut.builder(name)) for name in cut.layer_names)
+        shares = cut.share_names
+        super().__init__(Layer(name, cut.builder(name), spread=name in shares) for name in cut.layer_names)
         self.cut = cut
         self.tied = cut.tied()
 
@@ -64,8 +65,9 @@ def layers(
         context: spreads the tokens of sequences over these ranks: tokens and logits are this rank's part of them, `position_ids`
             those of whole sequences.
         slices: whether schedules may cut the sequences into slices.
-        spread: the ranks over which the output layer is spread. It is then a layer of its own behind the last one, of which each
-            rank builds its share, and the schedule has been through the transform `vocabulary`.
+        spread: the ranks over which the embedding and the output layer are spread. Each rank then builds its shares of both, or
+            where they are tied of the one weight, as layers behind the last one; the first layer gets the tokens' rows, and the
+            schedule has been through the transforms `vocabulary` and `embedding`.
 
     Raises:
         ConfigError: a model that cannot be cut, with the reason; a missing or unsupported `transformers`.

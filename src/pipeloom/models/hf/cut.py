@@ -68,7 +68,8 @@ class Cut:
         before: names of the parameters outside of the decoder layers that the part before them uses.
         context: the ranks that share the tokens of sequences; None: every rank has whole ones.
         slices: whether sequences may be cut into slices.
-        spread: the ranks over which the output layer is spread; None: it is in the part after the decoder layers.
+        spread: the ranks over which the embedding and the output layer are spread; None: they are in the parts before and after
+            the decoder layers.
         head: the name of an output layer that can be spread: one linear layer without bias that puts out the logits; else "".
     """
 
@@ -95,11 +96,8 @@ class Cut:
         self.extra: int | None = None
         self.before = self._before()
         self.extra = self._extra()
-        if spread is not None and not self.head:
-            raise ConfigError(
-                "its logits are not the output of one linear layer without bias, which alone can be spread over the pipeline; "
-                "nearest: the output layer on the last stage"
-            )
+        if spread is not None:
+            self._require_spreadable()
         self._replay: Replay | None = None
         self._weights: PretrainedWeights | None = None
 
@@ -109,7 +107,17 @@ class Cut:
     def layer_names(self) -> list[str]:
         """The names of all layers, in order."""
         names = [FIRST, *(f"{self.path_dot}{index}" for index in range(len(self.trunk))), LAST]
-        return names if self.spread is None else [*names, f"{LAST}.{self.head}"]
+        return [*names, *self.share_names]
+
+    @property
+    def share_names(self) -> list[str]:
+        """The names of the layers of which each rank has a share: the embedding, and an output layer that is not tied to it."""
+        if self.spread is None:
+            return []
+        tied = any(
+            {f"{self.embedding}.weight", f"{self.head}.weight"} <= {*group} for group in shared_names(self.model)
+        )
+        return [f"{FIRST}.{self.embedding}", *([] if tied else [f"{LAST}.{self.head}"])]
 
     def global_name(self, name: str) -> str:
         """Return the name in a pipeline of the parameter or buffer called `name` in the model."""
@@ -119,7 +127,10 @@ class Cut:
 
     def tied(self) -> tuple[tuple[str, ...], ...]:
         """Groups of names, in a pipeline, of parameters that share one weight."""
-        return tuple(tuple(map(self.global_name, group)) for group in shared_names(self.model))
+        groups = [tuple(map(self.global_name, group)) for group in shared_names(self.model)]
+        return tuple(
+            group for group in groups if self.spread is None or f"{FIRST}.{self.embedding}.weight" not in group
+        )
 
     # -- building ------------------------------------------------------------------------------------------------------------
 
@@ -136,16 +147,22 @@ class Cut:
             shell, tape = self._shell()
             outside = self._shell_parameters()
             if self.spread is not None:
-                shell.set_submodule(self.head, nn.Identity())
+                passes: Any = nn.Identity()
+                passes.weight = torch.empty(
+                    0, dtype=self._dtype
+                )  # some families convert to its dtype what they give it
+                shell.set_submodule(self.head, passes)
                 outside = [each for each in outside if each != f"{self.head}.weight"]
             held = {each for each in outside if (each in self.before) == (name == FIRST)}
+            if self.spread is not None:
+                held.discard(f"{self.embedding}.weight")
             stubs = Stubs(shell, [each for each in outside if each not in held])
             self._fill(shell, "")
             if name == FIRST:
-                return FirstPart(shell, tape, stubs)
+                return FirstPart(shell, tape, stubs, None if self.spread is None else self.embedding)
             return LastPart(shell, tape, stubs, self._embedding_width, self._dtype)
-        if self.spread is not None and name == f"{LAST}.{self.head}":
-            return self._share(self.spread)
+        if self.spread is not None and name in self.share_names:
+            return self._share(self.spread, name.partition(".")[2], embeds=name.startswith(f"{FIRST}."))
         index = int(name.removeprefix(self.path_dot))
         layer = copy.deepcopy(self.trunk[index], self._shared())
         self._fill(layer, f"{name}.")
@@ -153,15 +170,16 @@ class Cut:
         return TrunkLayer(layer, index, self.replay, self.context, self.slices)
 
     @torch.no_grad()
-    def _share(self, spread: VocabularyRanks) -> nn.Module:
-        """Return this rank's share of the output layer; of a directory's it reads no other rows."""
-        name, head = f"{self.head}.weight", self.model.get_submodule(self.head)
-        share = spread.share(*head.weight.shape).to(head.weight.dtype)
+    def _share(self, spread: VocabularyRanks, name: str, embeds: bool) -> nn.Module:
+        """Return this rank's share of the layer called `name` in the model; of a directory's it reads no other rows."""
+        layer = self.model.get_submodule(name)
+        (rows, width), dtype = layer.weight.shape, layer.weight.dtype
+        share = spread.share(rows, width, embeds, layer.padding_idx if embeds else None).to(dtype)
         if self._stored is not None:
-            self._stored.load_part(name, share.weight, (share.first, 0), head.weight.shape)
+            self._stored.load_part(f"{name}.weight", share.weight, (share.first, 0), (rows, width))
             return share
-        whole = copy.deepcopy(head, self._shared())
-        self._fill(whole, f"{self.head}.")
+        whole = copy.deepcopy(layer, self._shared())
+        self._fill(whole, f"{name}.")
         share.weight.copy_(whole.weight[share.first : share.first + len(share.weight)])
         return share
 
@@ -232,6 +250,13 @@ class Cut:
         return [name for name in names if not name.startswith(self.path_dot)]
 
     @property
+    def embedding(self) -> str:
+        """The name of the input embedding."""
+        layer = self.model.get_input_embeddings()
+        name: str = next(name for name, part in self.model.named_modules() if part is layer)
+        return name
+
+    @property
     def _embedding_width(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[1])
 
@@ -281,6 +306,26 @@ class Cut:
             else:
                 raise ConfigError(f"its forward does not call the layers in {self.path}")
         return frozenset(stubs.used_by(tape.entered))
+
+    def _require_spreadable(self) -> None:
+        """Raise ConfigError unless the logits are the output of `head`, and tokens serve for rows of `embedding` alone."""
+        if not self.head:
+            raise ConfigError(
+                "its logits are not the output of one linear layer without bias, which alone can be spread over the pipeline; "
+                "nearest: the output layer on the last stage"
+            )
+        shell, tape = self._shell()
+        stubs = Stubs(shell, self._shell_parameters(), requires_grad=True)
+        if self.meta:
+            initialize(shell, "", self.model)
+        rows = torch.zeros(_PROBE_ROWS, _LENGTH, self._embedding_width, dtype=self._dtype)
+        FirstPart(shell.eval(), tape, stubs, self.embedding)(rows)
+        others, weight = stubs.used_by(tape.entered), f"{self.embedding}.weight"
+        if weight not in self.before or others != self.before - {weight}:
+            raise ConfigError(
+                "the part before its decoder layers needs more than the tokens' rows of one embedding, which alone can be spread "
+                "over the pipeline; nearest: the embedding and the output layer on the first and the last stage"
+            )
 
     def _extra(self) -> int | None:
         """Return the number of values that a layer must return after the hidden states for the model's forward to accept it."""

@@ -376,14 +376,21 @@ class _View(nn.Module):
 
 
 class FirstPart(_View):
-    """Everything before the decoder layers: token numbers [batch, length] -> hidden states [batch, length, hidden]."""
+    """Everything before the decoder layers: token numbers [batch, length] -> hidden states [batch, length, hidden].
+
+    Args:
+        embedding: the name of an embedding of which it gets the tokens' rows [batch, length, width]; None: it gets the tokens.
+    """
 
     _tape: Tape
     _stubs: Stubs
+    _embedding: Any
 
-    def __init__(self, shell: nn.Module, tape: Tape, stubs: Stubs) -> None:
+    def __init__(self, shell: nn.Module, tape: Tape, stubs: Stubs, embedding: str | None = None) -> None:
         super().__init__(shell)
-        self.__dict__.update(_tape=tape, _stubs=stubs)
+        self.__dict__.update(
+            _tape=tape, _stubs=stubs, _embedding=None if embedding is None else shell.get_submodule(embedding)
+        )
 
     def forward(
         self, tokens: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
@@ -392,10 +399,25 @@ class FirstPart(_View):
         self._tape.run(stop_at=0)
         try:
             with self._errors:
-                self._inner(tokens, **_given(attention_mask, position_ids))
+                given = {"input_ids": tokens} if self._embedding is None else {"inputs_embeds": self._embedded(tokens)}
+                self._inner(**given, **_given(attention_mask, position_ids))
         except Stop:
             return self._tape.entered
         raise AssertionError("the model's forward did not call its first decoder layer")
+
+    def _embedded(self, rows: Tensor) -> Tensor:
+        """Return what the embedding makes of tokens with these rows, which it may scale."""
+        layer = self._embedding
+        if type(layer) is nn.Embedding:
+            return rows
+        weight, layer.padding_idx = layer.__dict__["weight"], None
+        set_tensor(layer, "weight", rows.flatten(0, -2))
+        try:
+            numbers = torch.arange(len(layer.weight), device=rows.device)
+            embedded: Tensor = layer(numbers.view(rows.shape[:-1]))
+        finally:
+            set_tensor(layer, "weight", weight)
+        return embedded
 
 
 class TrunkLayer(_View):

@@ -243,14 +243,16 @@ def records(fields: Fields) -> Iterator[Record | BadRecord]:
 
 # Fields that are a conversation together: a question, what belongs to it if it is there and not empty, and the answer.
 _PAIRS = (("prompt", "", "completion"), ("instruction", "input", "output"))
+# ShareGPT's names of those who speak -> the roles of chat templates
+_SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 
 
 class Fields:
     """Extracts what to train on from the records of a source.
 
     Args:
-        field: field of records to train on; empty: "messages", "text", or a question and its answer (`_PAIRS`), whichever the
-            first record has.
+        field: field of records to train on; empty: "messages", "conversations", "text", or a question and its answer (`_PAIRS`),
+            whichever the first record has.
 
     Attributes:
         names: the fields to train on, once they are fields.
@@ -264,16 +266,16 @@ class Fields:
         """Choose from the names in the first record, unless a field is set. Raises ConfigError if it is not clear which."""
         if self.names:
             return
-        for candidates in (("messages",), ("text",), *_PAIRS):
+        for candidates in (("messages",), ("conversations",), ("text",), *_PAIRS):
             fields = tuple(name for name in candidates if name in names)
             if fields and {candidates[0], candidates[-1]} <= set(fields):
                 self.names = fields
                 return
         known = ", ".join(shortened(str(name), 40) for name in list(names)[:20])
         raise ConfigError(
-            f'data.source = "{shortened(self.source.name)}": its first record has none of "text", "messages", "prompt" with '
-            f'"completion", and "instruction" with "output" (it has {known or "no fields"}); name the field to train on with '
-            "data.field"
+            f'data.source = "{shortened(self.source.name)}": its first record has none of "text", "messages", "conversations", '
+            f'"prompt" with "completion", and "instruction" with "output" (it has {known or "no fields"}); name the field to '
+            "train on with data.field"
         )
 
     def choose_column(self, names: Sequence[str], where: str) -> None:
@@ -308,9 +310,17 @@ class Fields:
                 return BadRecord(place, f'field "{name}" holds half of a surrogate pair, which is not text')
             return Record(place, value)
         if isinstance(value, list) and all(isinstance(each, dict) for each in value):
-            return Record(place, value)
+            return Record(place, [_spoken(each) for each in value])
         kind = "a list without messages" if isinstance(value, list) else _json_kind(value)
         return BadRecord(place, f'field "{shortened(name)}" is {kind}, not a string')
+
+
+def _spoken(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message in ShareGPT's form, `{"from": "human", "value": …}`, with a role and content; any other as it is."""
+    speaker, text = message.get("from"), message.get("value")
+    if "role" in message or not isinstance(speaker, str):
+        return message
+    return {"role": _SPEAKERS.get(speaker, speaker), "content": text}
 
 
 def _message(role: str, *parts: Any) -> dict[str, Any]:

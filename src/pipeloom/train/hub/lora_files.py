@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,14 +15,15 @@ from torch import Tensor
 
 from pipeloom.config import Config
 from pipeloom.config.hub import ADAPTER_CONFIG, is_directory
-from pipeloom.errors import CheckpointError, ConfigError
+from pipeloom.errors import CheckpointError, ConfigError, did_you_mean
 from pipeloom.limits import expanded
-from pipeloom.models import hub_name
+from pipeloom.models import hub_name, layers
 from pipeloom.models.hf.library import causal_model, read_config
 from pipeloom.models.hf.weights import Folder, PretrainedWeights
-from pipeloom.models.lora import LoraOptions, is_adapter
+from pipeloom.models.lora import ALL_LINEAR, LoraOptions, is_adapter, is_linear
 from pipeloom.models.stored_tensors import StoredTensors
 from pipeloom.runtime import Pipeline
+from pipeloom.train.build import lora_options
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import on_every_rank, opened_together
 from pipeloom.train.checkpoint.manifest import BaseWeights, read_manifest
@@ -133,20 +135,51 @@ def _read_checkpoint(path: Path, pipeline: Pipeline) -> None:
         held.tensor.copy_(held.read(partial(reader.region, f"model.{held.name}")))
 
 
+def require_targets(config: Config) -> None:
+    """Raise ConfigError for adapters of layers that the model, which is built without its values, does not have."""
+    if not config.lora.r or config.lora.adapter or config.lora.target_modules == ALL_LINEAR:
+        return
+    if config.model.source:
+        parts = {"": causal_model(read_config(expanded(config.model.source)), None)}
+    else:
+        parts = {each.name: each.build() for each in layers(config.model.shape(), 0, device="meta")}
+    modules = [(layer, *each) for layer, part in parts.items() for each in part.named_modules()]
+    linear = {hub_name(f"{layer}.{path}".strip(".")) for layer, path, module in modules if is_linear(module)}
+    _refuse_targets(config, _fitting(config, linear), linear)
+
+
 def _require_adapters(config: Config, pipeline: Pipeline) -> None:
-    """Raise ConfigError, on every rank, if no linear layer of the model has an adapter."""
-    mine = [name for name, _ in pipeline.named_parameters() if is_adapter(name)]
-    weights = {
-        name.split(".")[-2] for name, p in pipeline.named_parameters() if p.ndim == 2 and name.endswith(".weight")
-    }
-    facts = [len(mine), sorted(weights)]
+    """As `require_targets`, of a model that is built; on every rank."""
+    names = [(hub_name(name), p) for name, p in pipeline.named_parameters()]
+    adapted = [name.rpartition(".lora_")[0] for name, _ in names if is_adapter(name)]
+    weights = {name.split(".")[-2] for name, p in names if p.ndim == 2 and name.endswith(".weight")}
+    facts = [_fitting(config, adapted), sorted(weights)]
     everyone = from_every_rank(pipeline, facts, "the other ranks to count their adapters")
-    if not sum(count for count, _ in everyone):
-        known = sorted({name for _, names in everyone for name in names})
-        raise ConfigError(
-            f"lora.target_modules = {config.lora.target_modules!r}: no linear layer has such a name; the model has "
-            f"weights called {', '.join(known[:20])}"
-        )
+    fitting, known = ({each for facts in everyone for each in facts[at]} for at in (0, 1))
+    if not config.lora.adapter:  # whose own layers are compared when it is read
+        _refuse_targets(config, fitting, known)
+
+
+def _targets(config: Config) -> tuple[str, ...]:
+    targets = config.lora.target_modules
+    return (targets,) if isinstance(targets, str) else targets
+
+
+def _fitting(config: Config, names: Collection[str]) -> list[str]:
+    """Return the entries of `lora.target_modules` that one of these names of linear layers fits."""
+    options = lora_options(config)
+    assert options is not None
+    regular = isinstance(options.target_modules, str)
+    rules = {each: replace(options, target_modules=each if regular else (each,)) for each in _targets(config)}
+    return [each for each, rule in rules.items() if any(map(rule.chooses, names))]
+
+
+def _refuse_targets(config: Config, fitting: Collection[str], known: Collection[str]) -> None:
+    """Raise ConfigError for an entry of `lora.target_modules` that no layer fits."""
+    for target in _targets(config):
+        if target not in fitting:
+            nearest = did_you_mean(target, {name.rpartition(".")[2] for name in known})
+            raise ConfigError(f"lora.target_modules: no linear layer is called {target!r:.200}{nearest}")
 
 
 # -- peft's files --------------------------------------------------------------------------------------------------------

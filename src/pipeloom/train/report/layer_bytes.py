@@ -43,18 +43,26 @@ def layer_bytes(layout: Layout) -> tuple[LayerBytes, ...]:
     dtype, classes = PARAMETER_DTYPES[config.train.dtype], moe_classes(layout)
     meta, cpu = (model_layers(config, dtype, torch.device(name), classes=classes) for name in ("meta", "cpu"))
     names = recomputed(config)
+
+    def measure(x: Tensor, at: int, last: bool) -> tuple[LayerBytes, Tensor]:
+        try:
+            return measured_in(layout, meta[at], x, last)
+        except Exception:  # an operation that needs values, or has no implementation on the meta device; or an error
+            return _measured_on_cpu(layout, cpu[at], x, at, last)
+
     kinds: dict[Any, LayerBytes] = {}
     layers = []
     x = torch.zeros(rows, config.train.seq_len, dtype=torch.int64, device="meta")
     for at, size in enumerate(sizes):
         if size not in kinds:
             last = size is sizes[-1]
-            try:
-                kinds[size], output = measured_in(layout, meta[at], x, last)
-            except (
-                Exception
-            ):  # an operation that needs values, or has no implementation on the meta device; or an error
-                kinds[size], output = _measured_on_cpu(layout, cpu[at], x, at, last)
+            kinds[size], output = measure(x, at, last)
+            if layout.cuts is not None:  # a weight's gradient is as large beside a slice's tensors
+                share = max(layout.cuts.sizes)
+                tokens = round(share * x.shape[1])
+                piece, _ = measure(x[:, :tokens].detach().requires_grad_(x.requires_grad), at, last)
+                temporaries = {name: getattr(piece, name) / share for name in ("forward", "backward", "split")}
+                kinds[size] = replace(kinds[size], **temporaries)
             x = output
         layers.append(replace(kinds[size], again=names == "none" or meta[at].name in names))
     return tuple(layers)
@@ -108,8 +116,10 @@ def measured_in(layout: Layout, layer: Layer, x: Tensor, last: bool) -> tuple[La
     if layout.schedule.slices > 1 and STATE in accepted:
         keywords[STATE] = SliceState(history, SlicePlace(0, 1, 0, x.shape[1], x.shape[1]))
     loss = partial(_loss, layout, targets, names) if last else None
+    train = layout.config.train
+    sums = train.dtype != "float32" and train.device == "cpu"  # a GPU adds products of bf16 to fp32 sums without copies
     with _Shapes():
-        measured, output = measured_layer(module, (x,), keywords, loss, layout.schedule.splits_backward)
+        measured, output = measured_layer(module, (x,), keywords, loss, layout.schedule.splits_backward, sums)
     state = sum(each.nbytes for piece in history.pieces.values() for each in piece.on_device)
     measured = replace(measured, state=float(state))
     if last:
@@ -136,7 +146,8 @@ class _Shapes(TorchFunctionMode):
         if arguments and isinstance(arguments[0], Tensor) and arguments[0].is_meta:
             if function is torch.Tensor.__bool__:  # transformers asks whether all of a sequence is one document
                 return True
-            if function is F.scaled_dot_product_attention and not (keywords or {}).get("dropout_p"):
+            fused = function is F.scaled_dot_product_attention and not (keywords or {}).get("dropout_p")
+            if fused and arguments[0].shape[-1] == arguments[2].shape[-1]:
                 # The operation behind it on a CPU; on the meta device it chooses the one without fusion.
                 return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*arguments[:3], is_causal=True)[0]
         return function(*arguments, **(keywords or {}))

@@ -25,7 +25,6 @@ from pipeloom.train.collect import gather
 from pipeloom.train.observers import StepEnd, StepObserver
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.report.layer_bytes import layer_bytes
-from pipeloom.train.report.tables import MOST_ROWS
 
 if TYPE_CHECKING:
     from pipeloom.train.report.report import Report
@@ -63,6 +62,7 @@ def predicted_costs(layout: Layout, layers: Sequence[LayerBytes], device: str = 
     """
     schedule = layout.schedule
     amounts, states = _amounts(layout, layers)
+    del amounts["temporary of B"]  # which is the smaller one
     largest_slice = max(layout.cuts.sizes) if layout.cuts is not None else 1.0
     messages, temporary = [0.0] * schedule.stages, [0.0] * schedule.stages
     for stages, sizes in zip(schedule.stages_of, layout_messages(layout, device), strict=True):
@@ -127,9 +127,9 @@ def _amounts(layout: Layout, layers: Sequence[LayerBytes]) -> tuple[dict[str, tu
 
 def _stage_memories(layout: Layout, layers: Sequence[LayerBytes]) -> list[StageMemory]:
     amounts, states = _amounts(layout, layers)
-    extras = amounts["temporary"]
+    whole, split = amounts["temporary of B"], amounts["temporary"]
     return [
-        StageMemory(amounts[SAVED][at], amounts[PENDING][at], extras[at], extra_input=extras[at], summed=state)
+        StageMemory(amounts[SAVED][at], amounts[PENDING][at], whole[at], extra_input=split[at], summed=state)
         for at, state in enumerate(states)
     ]
 
@@ -150,6 +150,11 @@ class BytesCheck:
         self.measured: list[float] = []
         self.predicted: list[float] = []
         self._live: LiveBytes | None = None
+
+    @property
+    def slows(self) -> bool:
+        """Return whether the last step took longer because its tensors were counted."""
+        return self._due and self._live is not None
 
     @property
     def row(self) -> StepObserver:
@@ -192,10 +197,8 @@ class BytesCheck:
         except Exception as error:  # such as a user's class that needs more than shapes: it must not end a run
             self._report.say(f"bytes at the peak: not predicted: {error}")
         expected = [ranks[mesh.place(at).pp].total for at in range(mesh.world)] if ranks else []
-        rows = [
-            f"rank {at} {size_words(size)}" + (f" (predicted {size_words(expected[at])})" if expected else "")
-            for at, size in enumerate(measured[:MOST_ROWS])
-        ]
-        self._report.say("bytes at the peak: " + ", ".join(rows))
+        most = max(range(mesh.world), key=measured.__getitem__)
+        beside = f" (predicted {size_words(expected[most])})" if expected else ""
+        self._report.say(f"bytes at the peak: at most {size_words(measured[most])}{beside}, on rank {most}")
         self._report.record("bytes", measured=measured, predicted=expected)
         self.measured, self.predicted = measured, expected

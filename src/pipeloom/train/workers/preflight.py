@@ -6,6 +6,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -67,15 +68,28 @@ def require_machine(layout: Layout) -> None:
     )
 
 
-def require_files(layout: Layout) -> None:
-    """Raise ConfigError with every reason why weights or text cannot be read, or output folders not written."""
+def as_packed(layout: Layout, packed: bool) -> Layout:
+    """Return the layout with `data.documents` as "auto" means it for the data."""
+    if not packed:
+        return layout
     config = layout.config
+    data = config.data.model_copy(update={"documents": "pack"})
+    return replace(layout, config=config.model_copy(update={"data": data}))
+
+
+def require_files(layout: Layout) -> Layout:
+    """Return the layout `as_packed` for its data.
+
+    Raises ConfigError with every reason why weights or text cannot be read, or output folders not written.
+    """
+    config, packed = layout.config, list[bool]()
     _raise_all(
         lambda: _require_weights(config),
-        lambda: _require_text(config, layout.mesh.dp),
+        lambda: packed.append(_has_packed_text(config, layout.mesh.dp)),
         lambda: _require_folder("log.dir", config.log.dir),
         *([lambda: _require_folder("checkpoint.dir", config.checkpoint.dir)] if config.checkpoint.dir else []),
     )
+    return as_packed(layout, packed == [True])
 
 
 def require_room(workers: int, what: str = "parallel.pp x dp x tp") -> None:
@@ -165,8 +179,9 @@ def _require_weights(config: Config) -> None:
         )
 
 
-def _require_text(config: Config, replicas: int) -> None:
-    """Prepare the data, unless it is plain text that is clearly long enough: the workers read that, and this needs no torch."""
+def _has_packed_text(config: Config, replicas: int) -> bool:
+    """Prepare the data, unless it is plain text that is clearly long enough: the workers read that, and this needs no torch.
+    Return whether its rows hold several documents."""
     train, data = config.train, config.data
     name = tokenizer_name(data.tokenizer, config.model.source or config.model.weights)
     if name == BYTES and data.sampling in ("auto", "anywhere"):
@@ -174,10 +189,10 @@ def _require_text(config: Config, replicas: int) -> None:
         sizes = [sum(file.stat().st_size for file in source.files if file.exists()) for source in sources]
         enough = 2 * train.seq_len / data.held_out
         if min(sizes) > enough and all(source.kind == "text" for source in sources):
-            return
+            return False
     from pipeloom.train.data.prepare import require_data
 
-    require_data(config, replicas)
+    return require_data(config, replicas).packed
 
 
 def _require_folder(key: str, name: str) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
-import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint_runs import command, environment, runs, steps_of, wait_for, words
+from checkpoint_runs import command, runs, steps_of, wait_for, words
 from checkpoint_states import contents
+from commands import Command
+from pipeloom.train import loop
+from pipeloom.train.checkpoint import save
 from pipeloom.train.checkpoint.folder import complete
 from pipeloom.train.loop import Trainer
 from pipeloom.train.workers.context import SAVE, Requests
@@ -85,10 +89,7 @@ def test_a_killed_run_resumes_at_another_zero_level(killed_at: int, resumed_at: 
 
 @pytest.mark.core
 def test_sigterm_saves_and_the_next_run_goes_on_with_the_next_batch(tmp_path: Path) -> None:
-    run = subprocess.Popen(
-        words(tmp_path, "a", "--train.steps", "100000", "--log.every", "1000"),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
-    )  # fmt: skip
+    run = Command(words(tmp_path, "a", "--train.steps", "100000", "--log.every", "1000"))
     wait_for(lambda: any(len(steps_of(folder)) > 3 for folder in runs(tmp_path / "a")), run)
     run.send_signal(signal.SIGUSR1)
     (folder,) = runs(tmp_path / "a")
@@ -129,41 +130,13 @@ def test_who_asks_while_a_checkpoint_is_saved_gets_another_one(tmp_path: Path) -
     assert file.exists()
 
 
-POINTS = {
-    # where a signal comes, as code in rank 0: (module, function to wrap, whether a checkpoint must be there afterwards)
-    "evaluation": ("pipeloom.train.loop", "Trainer.held_out_loss", False),
-    "save": ("pipeloom.train.checkpoint.save", "publish", True),
-    "asynchronous save": ("pipeloom.train.checkpoint.save", "publish", True),
-    "start-up": ("pipeloom.train.loop", "build_pipeline", False),
+POINTS: dict[str, tuple[Any, str, bool]] = {
+    # where a signal comes in rank 0: (owner, function to wrap, whether a checkpoint must be there afterwards)
+    "evaluation": (Trainer, "held_out_loss", False),
+    "save": (save, "publish", True),
+    "asynchronous save": (save, "publish", True),
+    "start-up": (loop, "build_pipeline", False),
 }
-WRAP = """
-import importlib.abc, importlib.machinery, os, signal, sys
-
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != {module!r} or os.environ.get("RANK") != "0":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        run = spec.loader.exec_module
-        def exec_module(module):
-            run(module)
-            *owners, last = {function!r}.split(".")
-            owner = module
-            for part in owners:
-                owner = getattr(owner, part)
-            plain = getattr(owner, last)
-            def wrapped(*arguments, **keywords):
-                setattr(owner, last, plain)  # once: a second signal would end the run at once
-                os.kill(os.getppid(), signal.{number})
-                import time
-                time.sleep(0.5)
-                return plain(*arguments, **keywords)
-            setattr(owner, last, wrapped)
-        spec.loader.exec_module = exec_module
-        return spec
-
-sys.meta_path.insert(0, Finder())
-"""
 
 
 @pytest.mark.parametrize(
@@ -177,13 +150,23 @@ sys.meta_path.insert(0, Finder())
         ("start-up", "SIGTERM", 75),
     ],
 )
-def test_a_signal_at_any_moment(point: str, number: str, code: int, tmp_path: Path) -> None:
-    module, function, saved = POINTS[point]
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site/sitecustomize.py").write_text(WRAP.format(module=module, function=function, number=number))
+def test_a_signal_at_any_moment(
+    point: str, number: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, function, saved = POINTS[point]
+    plain = getattr(owner, function)
+
+    def wrapped(*arguments: Any, **keywords: Any) -> Any:
+        if os.environ.get("RANK") == "0":
+            setattr(owner, function, plain)  # once: a second signal would end the run at once
+            os.kill(os.getppid(), getattr(signal, number))
+            time.sleep(0.5)
+        return plain(*arguments, **keywords)
+
+    monkeypatch.setattr(owner, function, wrapped)
     asynchronous = point == "asynchronous save"
     flags = ("--train.steps", "1000", "--checkpoint.every", "2", "--checkpoint.asynchronous", str(asynchronous).lower())
-    done = command(tmp_path, "a", *flags, PYTHONPATH=str(tmp_path / "site"))
+    done = command(tmp_path, "a", *flags)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     (folder,) = runs(tmp_path / "a")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -33,11 +34,9 @@ def children(parent: int) -> list[int]:
 def test_torchrun_goes_on_from_the_newest_checkpoint_after_a_worker_was_killed(tmp_path: Path) -> None:
     undisturbed = command(tmp_path, "b", *FLAGS)
     assert undisturbed.returncode == 0, undisturbed.stderr
-    python, *own = words(tmp_path, "a", *FLAGS)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    run = subprocess.Popen(
-        [python, *launcher, *own], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    )
+    line = [sys.executable, *launcher, "-m", "pipeloom", *words(tmp_path, "a", *FLAGS)]
+    run = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
     wait_for(lambda: any(complete(folder) for folder in runs(tmp_path / "a")), run)
     os.kill(children(run.pid)[-1], signal.SIGKILL)
     try:

@@ -36,7 +36,7 @@ def chats(count: int = 40) -> list[dict[str, Any]]:
 def learned(rows: Any, tokenizer: Any) -> tuple[list[str], list[str]]:
     """The texts of each document of the first rows, and of what is learned of it; tokens of special kinds as they are."""
     whole, answers = [], []
-    batch = rows.take(torch.arange(rows.count))
+    batch = rows.rows_at(torch.arange(rows.count))
     for tokens, targets, positions in zip(batch.tokens, batch.targets, batch.positions, strict=True):
         starts = [*torch.nonzero(positions == 0).flatten().tolist(), len(tokens)]
         for start, end in zip(starts, starts[1:], strict=False):
@@ -112,6 +112,8 @@ def test_the_tokenizers_own_template_is_used(tmp_path: Path) -> None:
             {"prompt": [{"role": "user", "content": "red"}], "completion": [{"role": "assistant", "content": "{}"}]},
             "red",
         ),
+        ({"conversations": [{"from": "human", "value": "red"}, {"from": "gpt", "value": "{}"}]}, "red"),
+        ({"conversations": [{"role": "user", "content": "red"}, {"role": "assistant", "content": "{}"}]}, "red"),
     ],
 )
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

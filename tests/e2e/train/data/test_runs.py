@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from checkpoint_runs import BRIEF
+from commands import pipeloom
 from corpora import documents, json_lines, tokenizer_file
 
 
@@ -16,8 +16,7 @@ def train(folder: Path, *flags: str) -> dict[int, float]:
     """The losses of a run, by step."""
     common = ["--data.source", "a.jsonl", "--data.tokenizer", "tokenizer.json", "--data.documents", "pack"]
     common += ["--data.cache", "cache", "--log.dir", "runs", "--train.device", "cpu", "--train.seq_len", "64"]
-    words = [sys.executable, "-P", "-m", "pipeloom", "train", "tiny", *common, *flags]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=250)
+    done = pipeloom("train", "tiny", *common, *BRIEF, *flags, folder=folder)
     assert done.returncode == 0, done.stderr
     assert 'field "text": 120 documents' in done.stdout
     assert "% full" in done.stdout

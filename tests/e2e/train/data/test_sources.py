@@ -152,7 +152,7 @@ def test_files_of_tokens_are_mapped(folder: Path, dtype: Any, name: str) -> None
     kind = "uint32" if dtype == np.uint32 else "auto"
     rows = data(folder, source=str(folder / name), token_type=kind, eos="none").train
     assert isinstance(rows, SpanRows)
-    batch = rows.take(torch.arange(rows.count))
+    batch = rows.rows_at(torch.arange(rows.count))
     assert np.array_equal(batch.tokens.flatten().numpy(), tokens[: 64 * rows.count])
     assert rows.tokens == 4750  # the last twentieth is held out
 
@@ -167,7 +167,7 @@ def test_token_files_of_several_parts_are_mapped_and_read_as_one(folder: Path) -
     rows = data(folder, source=f"{folder}/*.bin", **keys).train
     assert isinstance(rows, SpanRows)
     assert isinstance(rows.stored, Joined)
-    batch = rows.take(torch.arange(rows.count))
+    batch = rows.rows_at(torch.arange(rows.count))
     assert np.array_equal(batch.tokens.flatten().numpy(), whole[: 64 * rows.count])
     assert all(np.array_equal(rows.stored[a:b], whole[a:b]) for a in (0, 699, 700, 701, 3000) for b in (a, a + 1, 4000))
 
@@ -306,7 +306,7 @@ def test_tokens_are_those_of_the_tokenizer(folder: Path) -> None:
     assert isinstance(rows, SpanRows)
     want = [[*inner.encode(text).ids, 0] for at, text in enumerate(documents()) if at % 20 != 10]
     flat = [token for document in want for token in document]
-    batch = rows.take(torch.arange(rows.count))
+    batch = rows.rows_at(torch.arange(rows.count))
     assert batch.tokens.flatten().tolist() == flat[: 64 * rows.count]
     assert batch.targets.flatten().tolist() == flat[1 : 64 * rows.count + 1]
     held = [token for at, text in enumerate(documents()) if at % 20 == 10 for token in [*inner.encode(text).ids, 0]]

@@ -50,7 +50,7 @@ def sample() -> list[Row]:
         own = [row for row in every if row["family"] == family]
         small = [row for row in own if int(row["ranks"]) * int(row["microbatches"]) <= 100]
         few = family not in PLANNED and family != "interleaved-zb"
-        chosen += random.sample(small, 8 if few else 24) + random.sample(own, 2 if few else 6)
+        chosen += random.sample(small, 6 if few else 12) + random.sample(own, 1 if few else 3)
     return chosen
 
 
