@@ -122,6 +122,11 @@ def test_the_search_spreads_an_output_layer_that_is_longer_than_a_stage(planner)
     assert plan.best.tokens > 1.3 * max(each.tokens for each in plan.predictions if each.layout.vocabulary == "last")
     rough = estimate(planner, plan.best.layout)
     assert rough.seconds == pytest.approx(plan.best.step.total, rel=0.1)
+
+
+def test_a_small_output_layer_is_spread_only_where_that_is_asked_for(planner):
+    fixed = {"pp": 4, "tp": 1, "cp": 1, "recompute": "none", "micro_batch": 1}
+    request = PlanRequest(4, 80e9, 8, 4096, ("1f1b",), vocabulary=("last", "pp"), fixed=fixed)
     small = replace(planner, shape=replace(planner.shape, vocabulary=2048))
     assert {each.layout.vocabulary for each in search(small, request).estimates} == {"last"}
     forced = replace(request, fixed=fixed | {"vocabulary": "pp"})
