@@ -16,7 +16,7 @@ from pipeloom.schedule.vocabulary import embedding, vocabulary
 
 RECOMPUTE = ("none", "full", *PARTS)
 CUTS = ("balanced", "even")
-VOCABULARY_PLACES = ("last", "pp")
+VOCABULARY = ("last", "pp")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def values_of(text: str, option: str) -> dict[str, int | float | str]:
         if key in values:
             raise UsageError(f"{option}: {key} is given twice, as {values[key]} and {value:.100}; give it once")
         values[key] = value if kinds[key] == "str" else _number(key, value, kinds[key] == "float", option)
-    choices = (("cut", CUTS), ("recompute", RECOMPUTE), ("vocabulary", VOCABULARY_PLACES))
+    choices = (("cut", CUTS), ("recompute", RECOMPUTE), ("vocabulary", VOCABULARY))
     for key, known in choices:
         for part in str(values.get(key, known[0])).split("+"):
             if part not in known or (part in ("none", "full") and part != values.get(key, part)):

@@ -21,7 +21,7 @@ RECOMPUTED = ("none", "norms+activation", "full")
 # Family -> its numbers of chunks that are tried; those that need a multiple of the ranks in micro-batches.
 CHUNKS = {"1f1b": (1,), "zb-h1": (1,), "interleaved": (2, 4, 8), "zbv": (2,)}
 WHOLE_ROUNDS = ("interleaved",)
-SLICED = ("1f1b", "zb-h1")
+IN_SLICES = ("1f1b", "zb-h1")
 MOST_SHARES = 8  # pipeline ranks, above which placing S and T takes longer than the rest of the search
 OFFERED = {
     "megatron": ("1f1b", "interleaved"),
@@ -306,7 +306,7 @@ def _may_spread(planner: Planner, request: PlanRequest, layout: PlannedLayout, w
 
 def _slices(request: PlanRequest, layout: PlannedLayout, schedule: str) -> tuple[int, ...]:
     """The numbers of slices to estimate: more than one for schedules of one chunk, with tokens enough for fast products."""
-    if layout.pp == 1 or schedule not in SLICED or layout.capacity:
+    if layout.pp == 1 or schedule not in IN_SLICES or layout.capacity:
         return request.slices[:1]
     return tuple(count for count in request.slices if count == 1 or layout.seq // count >= SLICE_TOKENS)
 
