@@ -22,7 +22,7 @@ RECOMPUTED = ("none", "norms+activation", "full")
 CHUNKS = {"1f1b": (1,), "zb-h1": (1,), "interleaved": (2, 4, 8), "zbv": (2,)}
 WHOLE_ROUNDS = ("interleaved",)
 IN_SLICES = ("1f1b", "zb-h1")
-MOST_SHARES = 8  # pipeline ranks, above which placing S and T takes longer than the rest of the search
+MOST_SHARES = 8  # pipeline ranks, and two chunks: above, placing S and T takes longer than the rest of the search
 OFFERED = {
     "megatron": ("1f1b", "interleaved"),
     "torchtitan": ("1f1b", "interleaved", "zbv"),
@@ -49,8 +49,8 @@ class PlanRequest:
         fixed: name of a field of `PlannedLayout` -> the value that it must have.
         recompute: what may be recomputed.
         slices: numbers of slices of a sequence that may be used, with schedules of one chunk.
-        vocabulary: where the output layer may be: on the last rank, or spread over at most `MOST_SHARES` where it takes longer
-            than the mean stage.
+        vocabulary: where the output layer may be: on the last rank, or spread, where it takes longer than the mean stage, over at
+            most `MOST_SHARES` ranks of one or two chunks.
     """
 
     devices: int
@@ -193,7 +193,7 @@ def _better(planner: Planner, request: PlanRequest, best: LayoutCosts) -> Layout
 def neighbouring(planner: Planner, best: LayoutCosts, request: PlanRequest) -> Iterator[tuple[str, LayoutCosts]]:
     """(what changes, the prediction) of every layout one step from the best one that the model and the families allow."""
     for change, layout in _steps(best.layout, request):
-        if not problems(planner.shape, layout):
+        if not problems(planner.shape, layout) and not _is_slow_to_place(layout):
             with suppress(UsageError):
                 yield change, planner.predict(layout)
 
@@ -297,9 +297,13 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
                     yield _estimate(planner, candidate, links, cuts[place])
 
 
+def _is_slow_to_place(layout: PlannedLayout) -> bool:
+    return layout.vocabulary == "pp" and (layout.pp > MOST_SHARES or layout.v > 2)
+
+
 def _may_spread(planner: Planner, request: PlanRequest, layout: PlannedLayout, whole: _Sums | None) -> bool:
     """Return whether to estimate the layout with the output layer spread; `whole`: its layers without, if they were looked at."""
-    if problems(planner.shape, layout) or layout.pp > MOST_SHARES:
+    if problems(planner.shape, layout) or _is_slow_to_place(layout):
         return False
     return whole is None or whole.seconds[-1] * layout.pp * layout.v > sum(whole.seconds)
 
