@@ -168,8 +168,8 @@ class SpreadVocabulary:
         """
         if microbatch not in self._rows:
             return
-        edge, without = self._rows.pop(microbatch)
-        weight = self.share.weight
+        assert self.embedding is not None
+        (edge, without), weight = self._rows.pop(microbatch), self.embedding.weight
         if gradient is None:
             gradient = torch.zeros((*without.shape, weight.shape[1]), dtype=weight.dtype, device=weight.device)
         whole = self._moved(dist.broadcast, gradient.contiguous(), self.axis.ranks[self.entrances[0]])

@@ -27,13 +27,15 @@ class Block(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.pad(x, (0, WIDTH - x.shape[-1]))
         return x + torch.tanh(self.linear(x))
 
 
-def model(blocks: int) -> tuple[list[Any], torch.Tensor]:
-    """The embedding and blocks, and the output weight."""
+def model(blocks: int, embedding: str) -> tuple[list[Any], torch.Tensor]:
+    """The embedding (a "spread" one is narrower than the blocks) and blocks, and the output weight."""
     torch.manual_seed(0)
-    return [nn.Embedding(VOCABULARY, WIDTH, PADDING), *(Block() for _ in range(blocks))], torch.randn(VOCABULARY, WIDTH)
+    rows = nn.Embedding(VOCABULARY, WIDTH - 2 * (embedding == "spread"), PADDING)
+    return [rows, *(Block() for _ in range(blocks))], torch.randn(VOCABULARY, WIDTH)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +50,7 @@ def pipeline_of(
     rank: int, words: list[str], embedding: str, plain: Schedule, smoothing: float, **options: Any
 ) -> Pipeline:
     """A pipeline whose embedding is that of the first layer, spread like the output layer, or tied to it."""
-    layers, weight = model(plain.positions - 1)
+    layers, weight = model(plain.positions - 1, embedding)
     trunk = [Layer(f"layer{at}", lambda layer=layer: layer) for at, layer in enumerate(layers)]
     shares = [vocabulary_share("head", weight, rank, plain.ranks, smoothing)]
     if embedding != "whole":
@@ -88,7 +90,7 @@ def on_one_rank(
 def test_loss_and_gradients(
     name: str, ranks: int, chunks: int | None, slices: int, form: str, smoothing: float, embedding: str
 ) -> None:
-    layers, weight = model(ranks * (chunks or 1) - 1)
+    layers, weight = model(ranks * (chunks or 1) - 1, embedding)
     head: Any = layers[0].weight if embedding == "tied" else weight.requires_grad_()
     tokens, targets = batch()
 
