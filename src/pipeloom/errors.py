@@ -127,6 +127,11 @@ def from_machine(error: BaseException) -> tuple[int, str] | None:
     return None
 
 
+def reason_of(error: BaseException) -> object:
+    """Return why the machine refused, without the number and the path of an `OSError`; of any other error the error itself."""
+    return getattr(error, "strerror", None) or error
+
+
 def did_you_mean(word: str, candidates: Iterable[str], count: int = 3) -> str:
     """`"; did you mean 'x' or 'y'?"` for the nearest candidates, or the list of all when none is near.
 

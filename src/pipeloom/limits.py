@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pipeloom.errors import UsageError, shortened
+from pipeloom.errors import UsageError, reason_of, shortened
 
 # Published pipelines have at most 128 ranks; a table with an entry for each pair of ranks has at most 17 million.
 MOST_RANKS = 4_096
@@ -150,8 +150,7 @@ def read_text(path: str | Path, most: int, what: str) -> str:
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not a text file (byte {error.start} is not UTF-8)") from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot read {shortened(str(path))}: {reason}") from None
+        raise UsageError(f"cannot read {shortened(str(path))}: {reason_of(error)}") from None
 
 
 def read_json(path: str | Path, most: int, what: str, most_nested: int = MOST_NESTED) -> Any:

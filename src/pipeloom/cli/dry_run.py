@@ -146,11 +146,11 @@ def _rank_lines(layout: Layout, timeline: Timeline) -> list[str]:
     config, schedule = layout.config, layout.schedule
     layers = _layers(layout)
     peaks = timeline.peak_activations
-    rows = [["rank", "parameters", "with state", "in flight"]]
+    rows = [["rank", "parameters", "with state", "in flight", "layers"]]
     for rank, count in enumerate(rank_parameters(layout)):
-        rows.append([str(rank), f"{count:,}", _state(config, count), str(peaks[rank])])
-    words = ["layers", *(" | ".join(layers[stage] for stage in stages) for stages in schedule.stages_of)]
-    lines = [f"{line}  {held}" for line, held in zip(aligned(rows), words, strict=True)]
+        words = " | ".join(layers[stage] for stage in schedule.stages_of[rank])
+        rows.append([str(rank), f"{count:,}", _state(config, count), str(peaks[rank]), words])
+    lines = aligned(rows, ragged=True)
     divided = [f"{axis} {size}" for axis, size in (("tp", layout.mesh.tp), ("ep", layout.mesh.ep)) if size > 1]
     if divided:
         lines.append(f"      totals of each pipeline rank, which {' and '.join(divided)} divide")
@@ -162,7 +162,7 @@ def _layers(layout: Layout) -> list[str]:
     shares = layout.schedule.vocabulary
     names = ["" if shares else "E", *map(str, range(layout.config.model.blocks)), "norm" if shares else "L"]
     words = []
-    for stage, (start, end) in enumerate(spans(layout)):
+    for stage, (start, end) in enumerate(spans(layout.schedule, layout.stage_layers)):
         if stage in shares:
             words.append(f"E/{len(shares)} L/{len(shares)}")
             continue

@@ -109,11 +109,16 @@ def write(path: Path, content: Callable[[], str | bytes]) -> None:
     print(f"wrote {path}", file=sys.stderr)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line of text for each row: the first column to the left, the others to the right."""
+def aligned(rows: Sequence[Sequence[str]], left: int = 1, *, ragged: bool = False) -> list[str]:
+    """Return a line of text for each row: the first `left` columns to the left, the others to the right; `ragged`: the last one
+    as it is, which may be long."""
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if ragged:
+        wide[-1] = 0
     return [
-        "  ".join([row[0].ljust(wide[0]), *(cell.rjust(w) for cell, w in zip(row[1:], wide[1:], strict=True))])
+        "  ".join(
+            cell.ljust(w) if at < left else cell.rjust(w) for at, (cell, w) in enumerate(zip(row, wide, strict=True))
+        )
         for row in rows
     ]
 

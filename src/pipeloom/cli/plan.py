@@ -278,14 +278,13 @@ def _details(prediction: LayoutCosts, device: Device) -> list[str]:
 def _lines(plan: LayoutPlan, planner: Planner, request: PlanRequest) -> list[str]:
     from pipeloom.plan.report import advice, neighbours, table, what_if
 
-    best, rows = plan.best, table(plan.pareto[:_ROWS])
-    numbers = aligned([["", *row[:-1]] for row in rows])
+    best = plan.best
     lines = [
         f"{planner.shape.name} on {request.devices} {planner.device.name} with {request.memory / 2**30:.1f} GiB, "
         f"{request.sequences} sequences of {request.seq} tokens a step, run by {planner.runtime.name}",
         f"{len(plan.estimates):,} layouts estimated; of those that fit, {len(plan.predictions)} predicted from their schedules; "
         "below, each is slower and smaller than the one above",
-        *(f"{line[2:]}  {row[-1]}" for line, row in zip(numbers, rows, strict=True)),
+        *aligned(table(plan.pareto[:_ROWS]), left=0, ragged=True),
         advice(plan),
         "",
         *_details(best, planner.device),

@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from pipeloom.config.problems import file_sentence
 from pipeloom.decoder_shape import context_problem
-from pipeloom.errors import ConfigError, UsageError, did_you_mean, shortened
+from pipeloom.errors import ConfigError, UsageError, did_you_mean, reason_of, shortened
 from pipeloom.limits import MODEL_CONFIG_BYTES, MOST_LAYERS, MOST_WIDTH, expanded, read_json, require_counts
 
 # Key of [model] -> its names in the families' files. For a foreign model most of these keys serve only estimates: of the costs by
@@ -234,17 +234,12 @@ def _content(source: str, key: str) -> dict[str, Any]:
         if isinstance(content, dict):
             require_counts(content)
     except (OSError, UsageError) as error:
-        raise ConfigError(
-            f'model.{key} = "{source}": {download(source) or f"{path} cannot be read: {_reason(error)}{_nearest_folder(source)}"}'
-        ) from None
+        reason = download(source) or f"{path} cannot be read: {reason_of(error)}{_nearest_folder(source)}"
+        raise ConfigError(f'model.{key} = "{source}": {reason}') from None
     if not isinstance(content, dict):
         raise ConfigError(f'model.{key} = "{source}": {path} is not a JSON object')
     _require(content, f'model.{key} = "{source}": {path}')
     return content
-
-
-def _reason(error: Exception) -> object:
-    return getattr(error, "strerror", None) or error
 
 
 def download(source: str) -> str:
@@ -385,7 +380,7 @@ def read_adapter_config(folder: Path, where: str) -> dict[str, Any]:
     try:
         content = read_json(path, _MOST_ADAPTER_BYTES, "an adapter's configuration")
     except (OSError, UsageError) as error:
-        raise ConfigError(f"{where}: {path} cannot be read: {_reason(error)}") from None
+        raise ConfigError(f"{where}: {path} cannot be read: {reason_of(error)}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: {path} is not a JSON object")
     return content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from pipeloom.config.layout import Layout, stage_sizes
@@ -13,11 +14,14 @@ from pipeloom.schedule.model import Schedule, parts
 _STATE_BYTES = {"adamw": 8, "sgd": 4, "muon": 8}
 
 
-def spans(layout: Layout) -> list[tuple[int, int]]:
-    """Return stage -> (index of its first layer, index after its last layer), which are equal for a share of the vocabulary."""
-    positions = list(pairwise([0, *accumulate(layout.stage_layers)]))
-    positions += [(sum(layout.stage_layers),) * 2] * len(layout.schedule.vocabulary)
-    return [positions[position] for position in layout.schedule.position_of]
+def spans(schedule: Schedule, stage_layers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return stage -> (index of its first layer, index after its last layer).
+
+    A share of the vocabulary is one layer behind all others, which lists of the layers of stages do not have.
+    """
+    count = sum(stage_layers)
+    ends = [*pairwise([0, *accumulate(stage_layers)]), *[(count, count + 1)] * len(schedule.vocabulary)]
+    return [ends[position] for position in schedule.position_of]
 
 
 def stage_parameters(layout: Layout) -> list[int]:
@@ -26,7 +30,7 @@ def stage_parameters(layout: Layout) -> list[int]:
     A tied output layer has none on a rank that holds the embedding.
     """
     sizes = [size.parameters for size in stage_sizes(layout.config)]
-    counts = [sum(sizes[start:end]) for start, end in spans(layout)]
+    counts = [sum(sizes[start:end]) for start, end in spans(layout.schedule, layout.stage_layers)]
     model, shares = layout.config.model, layout.schedule.vocabulary
     if shares:
         width = model.hidden_size * (1 if model.tie_word_embeddings else 2)

@@ -209,22 +209,8 @@ def layers(
         for each in shape.expert_blocks
     ]
 
-    def build(name: str, make: Callable[[], nn.Module]) -> nn.Module:
-        with torch.device("meta"):
-            module = make()
-        module = module.to(dtype).to_empty(device=device)
-        if drawn:
-            draw(module, name, drawing)
-        for parameter in module.parameters() if not drawn else ():
-            nn.init.zeros_(parameter)
-        set_sources(module, seed, name)
-        for part in module.modules():
-            if isinstance(part, TopKGate):
-                part.reset_bias()
-        return module
-
     def layer(name: str, make: Callable[[], nn.Module], **names: Any) -> Layer:
-        return Layer(name, partial(build, name, make), **names)
+        return Layer(name, partial(_built, name, make, dtype, device, drawing, drawn), **names)
 
     depths = range(1, shape.num_nextn_predict_layers + 1)
     predictions = [
@@ -257,6 +243,28 @@ def layers(
         *predictions,
         *head,
     ]
+
+
+def _built(
+    name: str,
+    make: Callable[[], nn.Module],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    drawing: InitSpec,
+    drawn: bool,
+) -> nn.Module:
+    with torch.device("meta"):
+        module = make()
+    module = module.to(dtype).to_empty(device=device)
+    if drawn:
+        draw(module, name, drawing)
+    for parameter in module.parameters() if not drawn else ():
+        nn.init.zeros_(parameter)
+    set_sources(module, drawing.seed, name)
+    for part in module.modules():
+        if isinstance(part, TopKGate):
+            part.reset_bias()
+    return module
 
 
 def _prediction(shape: DecoderShape, block: Callable[[], Block], tensor: TensorParallel | None) -> nn.Module:

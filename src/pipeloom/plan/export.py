@@ -49,7 +49,7 @@ def layers_by_rank(schedule: Schedule, stages: Sequence[int], ahead: int = 0) ->
     Args:
         stages, ahead: layers of each stage by position, as for `layout_string`.
     """
-    words = [*stage_words(stages, ahead), *[f"1/{schedule.ranks} L"] * len(schedule.vocabulary)]
+    words = [*stage_words(stages, ahead), *[f"E/{schedule.ranks} L/{schedule.ranks}"] * len(schedule.vocabulary)]
     by_rank = [[words[schedule.position_of[stage]] or "-" for stage in held] for held in schedule.stages_of]
     rows = [["rank", *(f"chunk {chunk}" for chunk in range(schedule.chunks)), *["share"] * bool(schedule.vocabulary)]]
     for held, group in groupby(enumerate(by_rank), key=lambda each: each[1]):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import accumulate, pairwise
 
 from pipeloom.errors import UsageError, did_you_mean, divisors
 from pipeloom.plan.blocks import PARTS
@@ -183,10 +181,3 @@ def problems(shape: ModelShape, layout: PlannedLayout) -> list[str]:
             f"pp={layout.pp} times v={layout.v} is more than the {shape.layers} blocks; nearest: v={nearest}"
         )
     return reasons
-
-
-def spans(schedule: Schedule, stage_layers: Sequence[int]) -> list[tuple[int, int]]:
-    """Stage -> (its first layer, the layer behind its last); shares of the vocabulary are one layer, behind all others."""
-    count = sum(stage_layers)
-    ends = [*pairwise([0, *accumulate(stage_layers)]), *[(count, count + 1)] * len(schedule.vocabulary)]
-    return [ends[position] for position in schedule.position_of]

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from pipeloom.config.stages import balance
+from pipeloom.config.standing_bytes import spans
 from pipeloom.errors import UsageError
 from pipeloom.plan.blocks import LayerOps, Runtime, Split, layers_of, parameters_of
-from pipeloom.plan.layout import PlannedLayout, problems, spans
+from pipeloom.plan.layout import PlannedLayout, problems
 from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import OfRanks, RankMemory, rank_memory, stage_memory
 from pipeloom.plan.model import ModelShape

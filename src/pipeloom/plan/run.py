@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from pipeloom.config import Config, Layout
-from pipeloom.config.standing_bytes import element_bytes, summed_over_slices, with_embedding
+from pipeloom.config.standing_bytes import element_bytes, spans, summed_over_slices, with_embedding
 from pipeloom.config.volume import boundary_bytes
 from pipeloom.errors import UsageError
 from pipeloom.plan.blocks import LOGITS, RUNTIMES, LayerOps, Runtime, parameters_of
-from pipeloom.plan.layout import PlannedLayout, problems, spans
+from pipeloom.plan.layout import PlannedLayout, problems
 from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import OfRanks, RankMemory, StageMemory, at_peaks, stage_memory, state_bytes
 from pipeloom.plan.messages import MessageBytes, message_bytes

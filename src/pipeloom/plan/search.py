@@ -224,10 +224,10 @@ def _steps(layout: PlannedLayout, request: PlanRequest) -> Iterator[tuple[str, P
             f"micro_batch {2 * layout.micro_batch}",
             replace(layout, micro_batch=2 * layout.micro_batch, m=layout.m // 2),
         )
-    others: list[dict[str, Any]] = [{"recompute": each} for each in request.recompute]
-    for change in [*others, {"vocabulary": "last"}]:
-        if (changed := replace(layout, **change)) != layout:
-            yield " ".join(*change.items()), changed
+    for recompute in (each for each in request.recompute if each != layout.recompute):
+        yield f"recompute {recompute}", replace(layout, recompute=recompute)
+    if layout.vocabulary == "pp":
+        yield "vocabulary last", replace(layout, vocabulary="last")
     for slices in request.slices if layout.pp > 1 else ():
         if slices in (2 * layout.slices, layout.slices // 2):
             yield f"slices {slices}", replace(layout, slices=slices)

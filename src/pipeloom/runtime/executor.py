@@ -316,13 +316,15 @@ class Executor:
 
     def _open_gradients(self, instruction: Instruction) -> None:
         """Make the buffers of gradients to which an instruction is the first to add."""
-        for stage in instruction.opens if self.hooks.shards is not None else ():
-            self.hooks.shards.open(stage)  # type: ignore[union-attr]
+        if (shards := self.hooks.shards) is not None:
+            for stage in instruction.opens:
+                shards.open(stage)
 
     def _take_gradients(self, instruction: Instruction) -> None:
         """Take over the gradients to which an instruction was the last to add before they are reduced."""
-        for stage in instruction.takes if self.hooks.shards is not None else ():
-            self.hooks.shards.take(stage)  # type: ignore[union-attr]
+        if (shards := self.hooks.shards) is not None:
+            for stage in instruction.takes:
+                shards.take(stage)
 
     def _await_queues(self, instruction: Instruction) -> None:
         """Wait for what an instruction needs from other queues, and issue the entries that start with it."""
@@ -387,9 +389,10 @@ class Executor:
         self.transport.finish()
         for ended in self._ended:
             ended.result()
-        for instruction in self.program.instructions if self._ended and self.hooks.stage_done is not None else ():
-            for stage in instruction.completes_stages if instruction.queue != COMPUTE else ():
-                self.hooks.stage_done(stage)  # type: ignore[misc]
+        if self._ended and (stage_done := self.hooks.stage_done) is not None:
+            beside = (each for each in self.program.instructions if each.queue != COMPUTE)
+            for stage in (stage for each in beside for stage in each.completes_stages):
+                stage_done(stage)
         self.hooks.status.leave()
         report_standstills_to(None)
         if self._has_loss and self._unreached:

@@ -405,7 +405,8 @@ _KINDS = _Kinds(
             "copy_kept",
             (150.0, 0.05, 0.10),
         ),
-        # Before EMBED, so that a table with that one has it too, and `check` misses it.
+        # Before EMBED: a schedule's tables end with the last kind that it has, so that with EMBED it has a row for this one too,
+        # and `check` finds that it is missing.
         Kind(
             "EMBED_GRAD",
             "copy of the first stage's input gradient to every rank, which adds its rows",

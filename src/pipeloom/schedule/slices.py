@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import sqrt
 
 from pipeloom.errors import ScheduleError, UsageError, echo
-from pipeloom.schedule.actions import COPY_OUT
+from pipeloom.schedule.actions import COPY_OUT, INPUT_GRADIENT
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
 from pipeloom.schedule.model import Schedule, of_schedule
@@ -145,7 +145,8 @@ def cut_sequences(schedule: Schedule, slices: int) -> Schedule:
         if kind.of_stage:
             yield other * slices
             return
-        ascending = kind.is_forward or kind.queue == COPY_OUT or (kind.vocabulary and kind.letter != "EMBED_GRAD")
+        after_backward = any(need.value == INPUT_GRADIENT for need in kind.needs)
+        ascending = kind.is_forward or kind.queue == COPY_OUT or (kind.vocabulary and not after_backward)
         for number in range(slices):
             second = other * slices + (number if ascending else slices - 1 - number)
             yield second if not forward else ((forward - 1) * slices + number + 1) * cut.pair_stride + second

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 from pipeloom.errors import UsageError
@@ -133,12 +133,14 @@ def _with_moments(
     schedule: Schedule, rank: int, starts: Sequence[float], moments: Sequence[tuple[float, str, int]]
 ) -> list[Cell]:
     """Return a rank's program with group entries that start at the `moments`, in the order in which all ranks have them."""
-    program = schedule.programs[rank]
+    program, entries = schedule.programs[rank], list(schedule.queues[rank].get(COLLECTIVE, ()))
+    earliest = list(accumulate(reversed(starts), min))[::-1]  # start of what comes at a position or behind it
+    in_turn = [starts[at] for at in entries]
     behind: dict[int, list[Cell]] = defaultdict(list)
     for moment, letter, unit in moments:
-        begun = [at for at, start in enumerate(starts) if start <= moment]
-        later = (at for at in schedule.queues[rank].get(COLLECTIVE, ()) if starts[at] > moment)
-        at = min(begun[-1] if begun else -1, next(later, len(starts)) - 1)
+        following = bisect_right(in_turn, moment)
+        before = entries[following] if following < len(entries) else len(starts)
+        at = min(bisect_right(earliest, moment), before) - 1
         behind[at].append(unit_action(schedule, letter, schedule.vocabulary[rank], unit))
     return [*behind[-1], *(each for at, cell in enumerate(program) for each in (cell, *behind[at]))]
 

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeloom.errors import PipeloomError, ScheduleError, UsageError, shortened
+from pipeloom.errors import PipeloomError, ScheduleError, UsageError, reason_of, shortened
 from pipeloom.limits import SCHEDULE_BYTES, read_file
 from pipeloom.schedule.actions import Action, Cell, Pair, kind_of, parse_cell
 from pipeloom.schedule.check import check
@@ -154,7 +154,7 @@ def _read(path: Path) -> Any:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not JSON: {error}") from None
     except (OSError, EOFError) as error:
-        raise UsageError(f"cannot read {shortened(str(path))}: {getattr(error, 'strerror', None) or error}") from None
+        raise UsageError(f"cannot read {shortened(str(path))}: {reason_of(error)}") from None
 
 
 def _events_of(trace: Any, path: Path) -> list[dict[str, Any]]:

@@ -148,9 +148,8 @@ class Cut:
             outside = self._shell_parameters()
             if self.spread is not None:
                 passes: Any = nn.Identity()
-                passes.weight = torch.empty(
-                    0, dtype=self._dtype
-                )  # some families convert to its dtype what they give it
+                # Some families convert what they give it to its dtype.
+                passes.weight = torch.empty(0, dtype=self._dtype)
                 shell.set_submodule(self.head, passes)
                 outside = [each for each in outside if each != f"{self.head}.weight"]
             held = {each for each in outside if (each in self.before) == (name == FIRST)}

@@ -76,13 +76,15 @@ def measured_costs(layout: Layout, profile: DeviceProfile) -> Costs:
     """Return `Costs` of the layout's stages, in seconds and bytes: sums over their layers; a hop is the slowest message, and a
     copy to host memory or back takes as long as the slower of both.
     """
-    of_layer = {number: each.seconds for each in profile.layers for number in each.layers}
+    by_number = {number: each.seconds for each in profile.layers for number in each.layers}
+    of_layer = [by_number[number] for number in sorted(by_number)]
 
     def of_stages(kind: str) -> tuple[float, ...]:
-        return tuple(sum(of_layer[at][kind].median for at in range(*span)) for span in spans(layout))
+        of_stage = spans(layout.schedule, layout.stage_layers)
+        return tuple(sum(each[kind].median for each in of_layer[slice(*span)]) for span in of_stage)
 
     times: dict[str, Any] = {name: of_stages(kind) for name, kind in KINDS.items()}
-    letters = sorted({kind for seconds in of_layer.values() for kind in seconds if kind.startswith("R:")})
+    letters = sorted({kind for seconds in of_layer for kind in seconds if kind.startswith("R:")})
     times["parts"] = {letter.removeprefix("R:"): of_stages(letter) for letter in letters}
     if sends := [link for link in profile.links if link.operation == "send"]:
         times |= {"p2p": max(link.latency for link in sends), "bandwidth": min(link.bandwidth for link in sends)}

@@ -120,7 +120,7 @@ def predicted(layout: Layout, device: str = "") -> tuple[Costs, list[RankBytes]]
 
 def _amounts(layout: Layout, layers: Sequence[LayerBytes]) -> tuple[dict[str, tuple[float, ...]], list[float]]:
     """Return `stage_bytes`, and of each stage the bytes of the gradients of keys and values that slices sum."""
-    groups = [layers[start:end] for start, end in spans(layout)]
+    groups = [layers[start:end] for start, end in spans(layout.schedule, layout.stage_layers)]
     states = [summed_over_slices(layout, at, sum(layer.state for layer in group)) for at, group in enumerate(groups)]
     return stage_bytes(layout.schedule, groups), states
 
