@@ -286,7 +286,7 @@ class Executor:
         task, second = instruction.tasks[0], instruction.second
         received = self._received(task) if task.receives else ()
         for_second = () if second is None else self._received(second)
-        if instruction.completes_stages and instruction.queue == COMPUTE:
+        if instruction.completes_stages:
             self._announce_last_backwards(instruction.completes_stages)
         if instruction.opens and instruction.queue == COMPUTE:
             self._open_gradients(instruction)
@@ -310,7 +310,7 @@ class Executor:
         self._next = following = next(self._instructions, None)
         self.transport.exchange(outgoing, () if following is None else following.post_receives)
         hooks.status.done += 1
-        if instruction.completes_stages and instruction.queue == COMPUTE and hooks.stage_done is not None:
+        if instruction.completes_stages and hooks.stage_done is not None:
             for stage in instruction.completes_stages:
                 hooks.stage_done(stage)
 
@@ -389,10 +389,6 @@ class Executor:
         self.transport.finish()
         for ended in self._ended:
             ended.result()
-        if self._ended and (stage_done := self.hooks.stage_done) is not None:
-            beside = (each for each in self.program.instructions if each.queue != COMPUTE)
-            for stage in (stage for each in beside for stage in each.completes_stages):
-                stage_done(stage)
         self.hooks.status.leave()
         report_standstills_to(None)
         if self._has_loss and self._unreached:

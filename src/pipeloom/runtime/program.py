@@ -70,7 +70,8 @@ class Instruction:
         cell: the action or pair, as the schedule has it.
         tasks: its actions, in order.
         post_receives: the receives to open before it.
-        completes_stages: the stages whose gradients are complete after it; of an entry on another queue, at the end of the run.
+        completes_stages: the stages whose gradients are complete after it; those that an entry on another queue completes are
+            reduced at the end of the step.
         queue: where it runs: COMPUTE, or beside the computation.
         waits: the entries of this program, by their positions, whose ends it waits for besides those before it on COMPUTE.
         issues: the entries on other queues that are issued when it starts.
@@ -260,7 +261,8 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
     last = {a.stage: at for at, e in enumerate(entries) for a in parts(e.cell) if GRADS in kind_of(a.kind).adds}
     instructions = []
     for at, (entry, posts) in enumerate(zip(entries, plan, strict=True)):
-        completes = tuple(stage for stage in sorted(last) if last[stage] == at)
+        beside = kind_of(parts(entry.cell)[0].kind).queue != COMPUTE
+        completes = () if beside else tuple(stage for stage in sorted(last) if last[stage] == at)
         tasks = tuple(_task(schedule, action, entry) for action in parts(entry.cell))
         instructions.append(Instruction(entry.cell, tasks, posts, completes))
     issued_first = _with_queues(schedule, rank, instructions) if schedule.has_queues else ()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import pipeloom.train.observers  # noqa: F401  # imports torch here, not in a test's call
 from pipeloom.cli import app, train
-from pipeloom.cli.dry_run import expected_timeline, rank_table
+from pipeloom.cli.dry_run import _bytes_lines, expected_timeline, rank_table
 from pipeloom.config import load_layout, parameter_count
 from pipeloom.config.standing_bytes import rank_parameters
 from pipeloom.errors import CapacityError, ConfigError, UsageError
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.plan import load_device
+from pipeloom.plan.memory import RankMemory
 from pipeloom.plan.run import predicted
 
 H100 = load_device("h100")
@@ -150,3 +153,12 @@ def test_ranks_hold_the_whole_model(flags: dict[str, object]) -> None:
     assert timeline.schedule == layout.schedule
     assert min(timeline.busy) > 0.3 * max(timeline.busy)
     assert 0 <= timeline.bubble_rate < 1
+
+
+def test_columns_without_bytes_on_any_rank_are_left_out() -> None:
+    ranks = [
+        replace(RankMemory(*[0.0] * 9, "0F0"), parameters=1024.0),
+        replace(RankMemory(*[0.0] * 9, "0F0"), buffers=2048.0),
+    ]
+    head = _bytes_lines(SimpleNamespace(ranks=ranks))[0]
+    assert head.split() == ["rank", "parameters", "buffers", "peak"]

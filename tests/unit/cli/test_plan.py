@@ -40,6 +40,10 @@ def test_a_search_explains_itself(capsys, tmp_path):
     text = run(capsys, *words, "--output", str(path))
     for words in ("tokens/s/device", "allocated", "one step away from the best layout:", "with links half as fast"):
         assert words in text
+    head, *rows = text.split("\n\n")[0].splitlines()[2:-1]  # between the two lines of the question and the advice
+    start = head.index("layout")
+    assert rows
+    assert all(row[start - 1] == " " != row[start] for row in rows)
     assert tomllib.loads(path.read_text())["parallel"]["pp"] >= 1
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from pipeloom.schedule.functions import user_object
+
 Run = Callable[[str], Any]
 MODULE = """\
 import pipeloom as pl
@@ -86,3 +88,11 @@ def test_a_failing_function_is_the_users_error(
     assert where.format(m=module) in ended.err
     assert "internal error" not in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_a_file_runs_once(tmp_path: Path) -> None:
+    (tmp_path / "counts.py").write_text(
+        "calls = []\ndef first():\n    calls.append(1)\n    return len(calls)\nsecond = first\n"
+    )
+    results = [user_object(f"counts.py:{name}", tmp_path, "schedule")() for name in ("first", "second")]
+    assert results == [1, 2]

@@ -155,3 +155,13 @@ def test_the_step_on_a_device_counts_s_and_t(spread):
     assert costs.broadcast == costs.combine > 0
     assert step.compute + step.exchange > 4 * (costs.scores + costs.scores_grad)
     assert replace(spread.layout, stages=()) == replace(predicted(layout).layout, stages=())
+
+
+def test_looked_up_rows_are_kept_where_the_first_stage_is_recomputed_whole():
+    """A batch is there anyway; its rows are there from F to R only because F keeps them."""
+    recomputed = {"schedule__transforms": ["recompute=whole"]}
+    spread, whole = run(parallel__vocabulary="pp", **recomputed), run(**recomputed)
+    kept = [
+        each.timeline.costs.bytes_in("device", each.timeline.schedule.stages)["kept"][0] for each in (spread, whole)
+    ]
+    assert kept == [64 * 64 * 4, 0]

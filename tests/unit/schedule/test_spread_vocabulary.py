@@ -14,7 +14,7 @@ from pipeloom.schedule.bounds import lower_bound
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.families import build
 from pipeloom.schedule.json_form import from_json, to_json
-from pipeloom.schedule.slices import balanced_cuts
+from pipeloom.schedule.slices import balanced_cuts, cut_sequences
 from pipeloom.schedule.transforms import forward_only, transformed
 from pipeloom.schedule.vocabulary import costs_of_all, layers_alone
 from pipeloom.traces.measured import costs_of
@@ -312,3 +312,15 @@ def test_a_slice_takes_its_share_of_the_tokens() -> None:
 def test_what_the_transform_refuses(name: str, words: list[str], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         transformed(build(name, 4, 8), words)
+
+
+def test_lookups_do_not_pass_entries_that_start_after_them() -> None:
+    """A rank may run ahead of a sum that is late; another order of the two than on other ranks would be a deadlock."""
+    costs = Costs(scores=0.3, scores_grad=1.7, combine=1.3)
+    check(transformed(build("1f1b", 4, 8), ["vocabulary=two", "embedding"], costs))
+
+
+def test_gradients_of_rows_come_in_the_order_of_backwards() -> None:
+    cut = cut_sequences(transformed(build("1f1b", 2, 4), ["vocabulary", "embedding"]), 2)
+    order = [(action.microbatch, action.slice) for action in cut.programs[1] if action.kind == "EMBED_GRAD"]
+    assert order == [(mb, at) for mb in range(4) for at in (1, 0)]

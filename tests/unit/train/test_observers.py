@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+import pipeloom as pl
 from pipeloom.config import load_layout
+from pipeloom.train import observers as module
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.loop import Trainer
-from pipeloom.train.observers import StepEnd, StepObserver, observers
+from pipeloom.train.observers import StepEnd, StepLog, StepObserver, observers
 from pipeloom.train.workers.context import INTERRUPT, SAVE, STOP
 
 CPU = torch.device("cpu")
@@ -151,3 +153,23 @@ def test_a_row_gets_the_trace_that_it_needs() -> None:
     Trainer(layout.config, trainer[0], context, None, observers=rows).train(torch.arange(20_000) % 250)
     trainer[0].close()
     assert traced == [False, False, True, False, True]
+
+
+def test_a_step_that_something_slowed_is_traced_only_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "maxima", lambda pipeline, values: values)
+    timeline, shape = pl.simulate(pl.schedules.build("1f1b", 2, 4)), SimpleNamespace(dp=1, world=2)
+    pipeline: Any = SimpleNamespace(
+        timeline=lambda: timeline, device=CPU, exposed=None, mesh=SimpleNamespace(shape=shape)
+    )
+    log = StepLog(load_layout("tiny", KEYS).config, pipeline, None, SimpleNamespace(take=lambda: None))  # type: ignore[arg-type]
+    traced = []
+    for step, slow in ((1, False), (2, True), (5, True)):
+        end: Any = SimpleNamespace(
+            step=step, seconds=1.0, outcomes=[SimpleNamespace(loss=1.0, norm=1.0, rate=1.0)],
+            batch=SimpleNamespace(tokens=torch.zeros(2, 4)),
+        )  # fmt: skip
+        log.slowed = lambda slow=slow: slow  # type: ignore[misc]
+        log.count(end)
+        log.after_step(end)
+        traced.append(len(log.traces))
+    assert traced == [1, 1, 2]
