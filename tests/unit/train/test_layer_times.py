@@ -16,14 +16,14 @@ from pipeloom.schedule.segments import LayerSegments, PhaseTimes
 from pipeloom.train.report import layer_times as module
 from pipeloom.train.report import link_times as links
 from pipeloom.train.report.device_profile import DeviceProfile
-from pipeloom.train.report.layer_times import LayerTimes, Sample, SegmentTimes, layer_times
+from pipeloom.train.report.layer_times import LayerTimes, Sample, SegmentTimes, layer_times, layers_in_turn
 from pipeloom.train.report.link_times import LinkTimes
 from pipeloom.train.report.rehearse import Clock, EmulatedLayer
 
 KINDS = ("F", "I", "W", "B", "R", "RB")
 
 
-def test_one_layer_of_each_kind_runs_every_action():
+def test_layers_of_each_kind_run_every_action():
     keys = {"model.num_experts": 2, "model.moe_layer_freq": [0, 1, 1, 0], "model.tie_word_embeddings": True}
     measured = layer_times(load_layout("tiny", keys, world_size=0), torch.device("cpu"), 2, ("norms",))
     assert [each.layers for each in measured] == [(0,), (1, 4), (2, 3), (5,)]
@@ -35,6 +35,13 @@ def test_one_layer_of_each_kind_runs_every_action():
     assert block > embedding  # which is a look-up
     embedding, block = (each.seconds["R:norms"].median for each in measured[:2])
     assert block > 2 * embedding  # which has no norms
+
+
+def test_small_layers_run_in_turn_so_that_none_stays_in_a_cache():
+    tiny = {"model.num_hidden_layers": 6, "model.num_experts": 2, "model.moe_layer_freq": [0, 1, 1, 1, 1, 1]}
+    assert layers_in_turn(load_layout("tiny", tiny, world_size=0)) == [(0,), (1,), (2, 3, 4, 5), (7,)]
+    large = load_layout("tiny", {"model.preset": "llama3-8b"}, world_size=0)  # 0.87 GB a block
+    assert layers_in_turn(large) == [(0,), (1,), (33,)]
 
 
 def test_a_sample_is_the_median_and_the_median_distance():
