@@ -26,7 +26,6 @@ from pipeloom.schedule import Schedule
 from pipeloom.schedule.actions import Action
 from pipeloom.train.build import PARAMETER_DTYPES, compiled, model_layers, moe_classes, ties, training_loss
 
-
 IN_TURN = 4
 """Layers of a kind that run in turn, as those of a stage do: a layer that ran alone would find its weights in the cache, and take
 5 to 8 % less. Fewer where these hold `BEYOND_CACHES` bytes."""
