@@ -75,11 +75,11 @@ def layers_in_turn(layout: Layout) -> list[tuple[int, ...]]:
     """Return the numbers of those layers of each kind that are measured."""
     config = layout.config
     sizes = layer_sizes(config.model, config.train.seq_len)
-    chosen = []
+    measured = []
     for numbers in kinds_of_layers(layout):
         weights = sizes[numbers[0]].parameters * PARAMETER_DTYPES[config.train.dtype].itemsize
-        chosen.append(numbers[: min(IN_TURN, 1 + BEYOND_CACHES // weights)])
-    return chosen
+        measured.append(numbers[: min(IN_TURN, 1 + BEYOND_CACHES // weights)])
+    return measured
 
 
 def layer_times(
