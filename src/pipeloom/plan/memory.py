@@ -12,7 +12,7 @@ from pipeloom.plan.messages import MessageBytes
 from pipeloom.schedule import Schedule, Timeline
 from pipeloom.schedule.actions import HIDDEN, INPUT_GRADIENT, PENDING, SAVED, SCORES, WEIGHT_GRADIENT, Kind, kind_of
 from pipeloom.schedule.costs import DEVICE
-from pipeloom.schedule.model import made_by, parts
+from pipeloom.schedule.model import Cell, made_by, parts
 
 _FOR_BACKWARD = {SAVED, SCORES}  # what a forward leaves for its backward
 
@@ -129,20 +129,33 @@ def peak(
         slices: each slice's share of a micro-batch; empty: sequences are whole.
     """
     held, best = 0.0, (0.0, 0.0, "-")
+    alike = not (schedule.remade or schedule.parted)  # micro-batches do what the others do
+    known: dict[object, tuple[float, float, float]] = {}
     for cell in schedule.programs[rank]:
-        claimed = change = extra = 0.0
-        for action in parts(cell):
-            stage, kind, values = stages[action.stage], kind_of(action.kind), made_by(schedule, action)
-            share = slices[action.slice or 0] if slices else 1.0
-            sizes = {SAVED: stage.saved, HIDDEN: stage.hidden, SCORES: stage.scores}
-            claimed += share * sum(sizes.get(name, 0.0) for name in values)
-            for name, size in (*sizes.items(), (PENDING, stage.pending)):
-                change += share * size * ((name in values) - (name in kind.frees))
-            extra = max(extra, share * _extra(stage, kind))
+        key = tuple((each.kind, each.stage, each.slice) for each in parts(cell)) if alike else cell
+        if key not in known:
+            known[key] = _effects(schedule, cell, stages, slices)
+        claimed, change, extra = known[key]
         if held + claimed + extra > best[0] + best[1]:
-            best = (held + claimed, extra, str(cell))
+            best = (held + claimed, extra, str(cell).removesuffix("OVERLAP_F_B"))
         held += change
     return best
+
+
+def _effects(
+    schedule: Schedule, cell: Cell, stages: Sequence[StageMemory], slices: Sequence[float]
+) -> tuple[float, float, float]:
+    """(what a cell makes, how much more there is behind it, what it needs besides), in bytes."""
+    claimed = change = extra = 0.0
+    for action in parts(cell):
+        stage, kind, values = stages[action.stage], kind_of(action.kind), made_by(schedule, action)
+        share = slices[action.slice or 0] if slices else 1.0
+        sizes = {SAVED: stage.saved, HIDDEN: stage.hidden, SCORES: stage.scores}
+        claimed += share * sum(sizes.get(name, 0.0) for name in values)
+        for name, size in (*sizes.items(), (PENDING, stage.pending)):
+            change += share * size * ((name in values) - (name in kind.frees))
+        extra = max(extra, share * _extra(stage, kind))
+    return claimed, change, extra
 
 
 def at_peaks(

@@ -413,13 +413,14 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
     """1F1B's laws: the heaviest rank works for all micro-batches, and the others pass the first one to it and the last one on.
 
     Rank r of p keeps p - r micro-batches, in k slices, whose ramps take 1 / k, 1 + (p - r - 1) / k; interleaved,
-    p + (p - 1 - 2 r) / v - r more; zbv p on every rank; zb-h1 as many as 1F1B, and what r / k of them need for W. With pairs a chunk
-    more is kept.
+    p + (p - 1 - 2 r) / v - r more; zbv p on every rank; zb-h1 as many as 1F1B, and what r / k of them need for W. With pairs all but
+    p micro-batches hide their exchanges, and a chunk more is kept, of 1F1B twice as many.
     """
     p, v, m, runtime = layout.pp, layout.v, layout.m, planner.runtime
     paired, plain = layout.schedule in OVERLAPPED, OVERLAPPED.get(layout.schedule, layout.schedule)
     heaviest = max(rank.seconds for rank in cut.ranks)
-    steady = max(rank.seconds - paired * rank.hidden for rank in cut.ranks)
+    pairs = paired * max(0, m - p)
+    steady = max(m * rank.seconds - pairs * rank.hidden for rank in cut.ranks)
     fill = (sum(rank.seconds for rank in cut.ranks) - heaviest) / v / layout.slices
     if plain in ("zbv", "zb-h1"):
         fill /= 3
@@ -431,12 +432,12 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
         state_time = max(state_time, planner.state_seconds(rank.shared, rank.experts, layout, links))
     for at, rank in enumerate(cut.ranks):
         alive = {"interleaved": p - at + (p - 1 - at) / v, "zbv": p}.get(
-            plain, 1 + (p - at - 1) / layout.slices
+            plain, (1 + paired) * (1 + (p - at - 1) / layout.slices)
         )
-        alive += paired / v
+        alive += paired / v if v > 1 else 0
         held = rank.saved * min(m, alive) + rank.extra
         if layout.schedule == "zb-h1":
             held += rank.pending * min(m - min(m, alive), at / layout.slices)
         memory = max(memory, states[rank] + (1 + runtime.margin) * held)
     memory += runtime.workspace + runtime.overhead
-    return Estimate(layout, memory, steady * m + fill + sum(state_time) + HOST)
+    return Estimate(layout, memory, steady + fill + sum(state_time) + HOST)

@@ -57,7 +57,7 @@ def test_experts_on_their_own_rank_leave_nothing_to_hide(name):
 def test_an_estimate_of_pairs_is_near_the_prediction(name):
     rough, exact = estimate(planner(), with_schedule(name)), planner().predict(with_schedule(name))
     assert rough.seconds == pytest.approx(exact.step.total, rel=0.05)
-    assert rough.memory == pytest.approx(exact.peak, rel=0.06)
+    assert rough.memory == pytest.approx(exact.peak, rel=0.1)
 
 
 @pytest.mark.parametrize("name", CHUNKS)
@@ -71,7 +71,7 @@ def test_a_dry_run_predicts_the_same_step(name, tmp_path):
 
 
 def test_the_search_pairs_where_experts_are_on_other_ranks():
-    request = PlanRequest(64, H100.memory, 256, 4096, OFFERED["pipeloom"], recompute=("none",), fixed={"pp": 4})
+    request = PlanRequest(64, H100.memory, 512, 4096, OFFERED["pipeloom"], recompute=("none",), fixed={"pp": 4})
     plan = search(planner(), request)
     paired = [each.layout for each in plan.estimates if each.layout.schedule in OVERLAPPED]
     assert paired
@@ -82,7 +82,7 @@ def test_the_search_pairs_where_experts_are_on_other_ranks():
 
 
 def test_megatron_pairs_interleaved_schedules_without_full_recomputation():
-    request = PlanRequest(64, H100.memory, 256, 4096, OFFERED["megatron"], fixed={"pp": 4, "ep": 16, "m": 64})
+    request = PlanRequest(64, H100.memory, 512, 4096, OFFERED["megatron"], fixed={"pp": 4, "ep": 16, "m": 32})
     plan = search(planner(runtime="megatron"), request)
     paired = {each.layout for each in plan.estimates if each.layout.schedule in OVERLAPPED}
     assert {(layout.schedule, layout.recompute == "full") for layout in paired} == {("interleaved-overlap", False)}
