@@ -84,7 +84,9 @@ def megatron(prediction: LayoutCosts) -> str:
         words.append("--moe-token-dispatcher-type flex --moe-enable-deepep")
     if layout.schedule == "interleaved-overlap":
         if layout.recompute == "full":
-            raise UsageError("--as megatron: its overlap of the exchange does not recompute whole blocks; nearest: interleaved")
+            raise UsageError(
+                "--as megatron: its overlap of the exchange does not recompute whole blocks; nearest: interleaved"
+            )
         words.append("--overlap-moe-expert-parallel-comm --delay-wgrad-compute")
     if layout.recompute == "full":
         words.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")

@@ -10,9 +10,19 @@ from pipeloom.plan.blocks import LayerOps, Runtime, parameters_of, placeholders
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.plan.messages import MessageBytes
 from pipeloom.schedule import Schedule, Timeline
-from pipeloom.schedule.actions import HIDDEN, INPUT_GRADIENT, PENDING, SAVED, SCORES, WEIGHT_GRADIENT, Kind, kind_of
+from pipeloom.schedule.actions import (
+    HIDDEN,
+    INPUT_GRADIENT,
+    PENDING,
+    SAVED,
+    SCORES,
+    WEIGHT_GRADIENT,
+    Cell,
+    Kind,
+    kind_of,
+)
 from pipeloom.schedule.costs import DEVICE
-from pipeloom.schedule.model import Cell, made_by, parts
+from pipeloom.schedule.model import made_by, parts
 
 _FOR_BACKWARD = {SAVED, SCORES}  # what a forward leaves for its backward
 
@@ -235,28 +245,13 @@ def rank_memory(
     for rank, stages in enumerate(schedule.stages_of):
         held = [layers[at] for stage in stages for at in range(*spans[stage])]
         # (parameters, ranks that hold the same ones)
-        groups = [
-            (count, ranks) for count, ranks in zip(parameters_of(held), (replicas, layout.expert_replicas), strict=True)
-        ]
+        groups = list(zip(parameters_of(held), (replicas, layout.expert_replicas), strict=True))
         saved, extra, action = peak(schedule, rank, of_stage, slices)
-        weights, gradients, optimizer, gathered = state_bytes(
-            groups, max((sum(layer.parameters) for layer in held), default=0.0), layout, runtime
-        )
+        largest = max((sum(layer.parameters) for layer in held), default=0.0)
         buffers = runtime.workspace + (placeholders(held, runtime.element) if runtime.gradient_placeholders else 0.0)
-        result.append(
-            RankMemory(
-                weights,
-                gradients,
-                optimizer,
-                gathered,
-                buffers,
-                saved,
-                extra,
-                runtime.margin * (saved + extra),
-                runtime.overhead,
-                action,
-            )
-        )
+        moving = saved, extra, runtime.margin * (saved + extra)
+        state = state_bytes(groups, largest, layout, runtime)
+        result.append(RankMemory(*state, buffers, *moving, runtime.overhead, action))
     return result
 
 

@@ -142,8 +142,7 @@ def predicted(
     of_stage = spans(layout.schedule, layout.stage_layers)
     groups = [layers[start:end] for start, end in of_stage]
     times = [planner.stage_seconds(timed[start:end], planned, links) for start, end in of_stage]
-    fused, paired = dict(layout.schedule.options).get("vocabulary") != "two", layout.schedule.has_pairs
-    run = planner.costs(times, planned, links, fused=fused, paired=paired)
+    run = planner.costs(times, planned, links, layout.schedule)
     sizes, activations = _bytes(layout, planned, groups, planner.runtime)
     if layout.cuts is not None:  # a weight's gradient is as large beside a slice's tensors
         pieces = [timed[start:end] for start, end in of_stage]
@@ -171,7 +170,8 @@ def predicted(
         each = sum(rows) / max(rows) / planned.pp
         work = each * sum(stage.total for stage in times)
         sent = each * sum(stage.sent_forward + stage.sent_backward for stage in times)
-        step = StepTime(*busy_parts(busy, work, sent, paired), max(0.0, timeline.makespan - busy), *max(state))
+        spent = busy_parts(busy, work, sent, layout.schedule.has_pairs)
+        step = StepTime(*spent, max(0.0, timeline.makespan - busy), *max(state))
     return RunPrediction(planner, planned, tuple(_ranks(layout, planner.runtime, timeline)), timeline, step)
 
 

@@ -19,15 +19,8 @@ from pipeloom.schedule.placement import named
 
 RECOMPUTED = ("none", "norms+activation", "full")
 # Family -> its numbers of chunks that are tried; those that need a multiple of the ranks in micro-batches.
-CHUNKS = {
-    "1f1b": (1,),
-    "zb-h1": (1,),
-    "interleaved": (2, 4, 8),
-    "zbv": (2,),
-    "1f1b-overlap": (1,),
-    "interleaved-overlap": (2, 4),
-    "dualpipev": (2,),
-}
+CHUNKS = {"1f1b": (1,), "zb-h1": (1,), "interleaved": (2, 4, 8), "zbv": (2,)}
+CHUNKS |= {"1f1b-overlap": (1,), "interleaved-overlap": (2, 4), "dualpipev": (2,)}
 # Families whose pairs hide the exchange with experts on other ranks, and the same ones without pairs.
 OVERLAPPED = {"1f1b-overlap": "1f1b", "interleaved-overlap": "interleaved", "dualpipev": "zbv"}
 BACK_AND_FORTH = ("zbv", "dualpipev")
@@ -227,15 +220,9 @@ def _steps(layout: PlannedLayout, request: PlanRequest) -> Iterator[tuple[str, P
     for ep in (layout.ep * 2, layout.ep // 2):
         if ep and ep != layout.ep:
             yield f"ep {ep}", replace(layout, ep=ep)
-    for v in {layout.v * 2, layout.v // 2} - {0}:
-        if layout.pp > 1 and layout.schedule not in BACK_AND_FORTH:
-            name = ("interleaved" if v > 1 else "1f1b") + "-overlap" * (layout.schedule in OVERLAPPED)
-            if name in request.schedules:
-                yield f"v {v}", replace(layout, v=v, schedule=name)
-    for paired, plain in OVERLAPPED.items():
-        if layout.schedule in (paired, plain) and layout.ep > 1 and {paired, plain} <= set(request.schedules):
-            name = plain if layout.schedule == paired else paired
-            yield f"schedule {name}", replace(layout, schedule=name)
+    for v, name in _schedules(layout):
+        if name in request.schedules:
+            yield f"v {v}" if v != layout.v else f"schedule {name}", replace(layout, v=v, schedule=name)
     if layout.m % 2 == 0:
         yield (
             f"micro_batch {2 * layout.micro_batch}",
@@ -248,6 +235,16 @@ def _steps(layout: PlannedLayout, request: PlanRequest) -> Iterator[tuple[str, P
     for slices in request.slices if layout.pp > 1 else ():
         if slices in (2 * layout.slices, layout.slices // 2):
             yield f"slices {slices}", replace(layout, slices=slices)
+
+
+def _schedules(layout: PlannedLayout) -> Iterator[tuple[int, str]]:
+    """(chunks, family) with or without pairs, and of twice or half of the chunks."""
+    others = OVERLAPPED | {plain: paired for paired, plain in OVERLAPPED.items()}
+    if layout.ep > 1 and layout.schedule in others:
+        yield layout.v, others[layout.schedule]
+    for v in (layout.v * 2, layout.v // 2) if layout.pp > 1 and layout.schedule not in BACK_AND_FORTH else ():
+        if v:
+            yield v, ("interleaved" if v > 1 else "1f1b") + "-overlap" * (layout.schedule in OVERLAPPED)
 
 
 def _powers(most: int) -> list[int]:
@@ -316,11 +313,9 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
 
 def _is_offered(planner: Planner, layout: PlannedLayout, schedule: str, chunks: int) -> bool:
     """Return whether a schedule is of use to a layout and takes its sizes."""
-    if layout.pp * chunks > planner.shape.layers or (schedule in WHOLE_ROUNDS and layout.m % layout.pp):
-        return False
-    if schedule in OVERLAPPED and (layout.ep == 1 or (layout.recompute == "full" and planner.runtime.name == "megatron")):
-        return False
-    return schedule != "dualpipev" or layout.m >= 2 * layout.pp
+    fits = layout.pp * chunks <= planner.shape.layers and not (schedule in WHOLE_ROUNDS and layout.m % layout.pp)
+    hides = layout.ep > 1 and not (layout.recompute == "full" and planner.runtime.name == "megatron")
+    return fits and (hides or schedule not in OVERLAPPED) and (layout.m >= 2 * layout.pp or schedule != "dualpipev")
 
 
 def _is_slow_to_place(layout: PlannedLayout) -> bool:
@@ -375,11 +370,9 @@ class _Sums:
 
     @classmethod
     def of(cls, planner: Planner, layout: PlannedLayout, links: AxisRates) -> _Sums:
-        timed = planner.timed_layers(layout)
-        times = {key: planner.stage_seconds([layer], layout, links) for key, layer in distinct(timed).items()}
-        of_layers = [times[id(layer)] for layer in timed]
-        seconds, hidden = tuple(each.total for each in of_layers), tuple(each.hidden(each) for each in of_layers)
-        return cls(planner.layers(layout), seconds, hidden)
+        times = planner.layer_seconds(planner.timed_layers(layout), layout, links)
+        hidden = tuple(each.hidden(each) for each in times)
+        return cls(planner.layers(layout), tuple(each.total for each in times), hidden)
 
     def cut(self, ranks: int, chunks: int, *, vee: bool) -> _Cut:
         """The layers in balanced stages, and these on ranks: in a loop, or back and forth; a share is on each rank."""
@@ -413,13 +406,13 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
     """1F1B's laws: the heaviest rank works for all micro-batches, and the others pass the first one to it and the last one on.
 
     Rank r of p keeps p - r micro-batches, in k slices, whose ramps take 1 / k, 1 + (p - r - 1) / k; interleaved,
-    p + (p - 1 - 2 r) / v - r more; zbv p on every rank; zb-h1 as many as 1F1B, and what r / k of them need for W. With pairs all but
-    p micro-batches hide their exchanges, and a chunk more is kept, of 1F1B twice as many.
+    p + (p - 1 - 2 r) / v - r more; zbv p on every rank; zb-h1 as many as 1F1B, and what r / k of them need for W. With pairs all
+    but p micro-batches hide their exchanges, and a chunk more is kept, of 1F1B twice as many.
     """
     p, v, m, runtime = layout.pp, layout.v, layout.m, planner.runtime
-    paired, plain = layout.schedule in OVERLAPPED, OVERLAPPED.get(layout.schedule, layout.schedule)
-    heaviest = max(rank.seconds for rank in cut.ranks)
-    pairs = paired * max(0, m - p)
+    plain = OVERLAPPED.get(layout.schedule, layout.schedule)
+    paired = plain != layout.schedule
+    heaviest, pairs = max(rank.seconds for rank in cut.ranks), paired * max(0, m - p)
     steady = max(m * rank.seconds - pairs * rank.hidden for rank in cut.ranks)
     fill = (sum(rank.seconds for rank in cut.ranks) - heaviest) / v / layout.slices
     if plain in ("zbv", "zb-h1"):

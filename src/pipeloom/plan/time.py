@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import resources
+from operator import add
 from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean
@@ -184,14 +185,14 @@ def stage_times(
             replicas = layout.dp * layout.cp
             gather = _seconds(runtime.element * sum(layer.parameters) * (replicas - 1) / replicas, links.dp)
             waits = max(0.0, gather - times[0]), max(0.0, 3 * gather - times[1] - times[2])
-            times = (times[0] + waits[0], times[1] + waits[1], times[2], times[3] + waits[0], times[4] + waits[1], times[5])
+            times = tuple(map(add, times, (*waits, 0.0, *waits, 0.0)))
         sums = [total + each for total, each in zip(sums, times, strict=True)]
     return StageSeconds(*sums)
 
 
 def _layer_times(
     layer: LayerOps, layout: PlannedLayout, element: int, device: Device, links: AxisRates
-) -> tuple[float, float, float, float, float, float]:
+) -> tuple[float, ...]:
     """The fields of `StageSeconds` for one layer whose weights are there."""
     forward = input_grad = weight_grad = sent_forward = sent_backward = exchanged = 0.0
     whole = "mixed" in layer.dropped  # a whole block repeats its exchanges too
@@ -243,24 +244,12 @@ def _product_seconds(op: Op, element: int, device: Device) -> float:
     return max(op.flops / (rate * share), moved / (MEMORY_SHARE * device.bandwidth))
 
 
-def costs(
-    times: Sequence[StageSeconds], layout: PlannedLayout, row: float, links: AxisRates, *, paired: bool = False
-) -> Costs:
-    """`Costs` in seconds; a message is a micro-batch's activations between two stages, divided by tp.
-
-    Args:
-        row: bytes of a token.
-        paired: the schedule has overlapped pairs.
-    """
+def costs(times: Sequence[StageSeconds], layout: PlannedLayout, row: float, links: AxisRates) -> Costs:
+    """`Costs` in seconds; a message is a micro-batch's activations between two stages, divided by tp; `row`: bytes of a token."""
     whole: Any = tuple(each.backward for each in times)
     again: Any = tuple(each.recompute for each in times)
     message = layout.micro_batch * layout.seq / layout.cp * row / layout.tp
-    pairs: dict[str, Any] = {}
-    if paired and any(each.exchanged for each in times):
-        pairs["pair"] = [[a.forward + b.input_grad + b.weight_grad - a.hidden(b) for b in times] for a in times]
-        pairs["pair_split"] = [[a.forward + b.input_grad - a.hidden(b, split=True) for b in times] for a in times]
     return Costs(
-        **pairs,
         forward=tuple(each.forward for each in times),
         input_grad=tuple(each.input_grad for each in times),
         weight_grad=tuple(each.weight_grad for each in times),
@@ -270,6 +259,13 @@ def costs(
         message=message,
         bandwidth=links.pp,
     )
+
+
+def with_pairs(costs: Costs, times: Sequence[StageSeconds]) -> Costs:
+    """The costs with the times of overlapped pairs."""
+    whole = [[a.forward + (b.input_grad + b.weight_grad) - a.hidden(b) for b in times] for a in times]
+    split = [[a.forward + b.input_grad - a.hidden(b, split=True) for b in times] for a in times]
+    return replace(costs, pair=whole, pair_split=split)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
