@@ -1,12 +1,14 @@
 """The planner on this machine: bytes of 12 layouts and steps of 8 on 2 processes of one thread, predicted and measured.
 
-    python benchmarks/plan_cpu.py            both parts
-    python benchmarks/plan_cpu.py bytes steps
+    python benchmarks/plan_cpu.py            all parts
+    python benchmarks/plan_cpu.py bytes steps rehearsed
 
 bytes: the peak of each rank, predicted by `plan/run.py`, against that which the run counts in its second step.
 steps: the pipeline's part of a step from the layers' times of `pipeloom profile`, against the median of the runs' logged steps;
        and Kendall's tau over the pairs whose predictions differ by at least 5 %. Profile and runs take turns for two rounds and a
        last profile; the shortest median of each time counts, because other work only lengthens them.
+rehearsed: the pipeline's part of a step of Llama-3 8B on 4 H100, from the data sheet, against `pipeloom rehearse` with the plan's
+       costs: 4 processes whose computation is emulated, with real messages.
 
 Run it on a quiet machine: whatever else computes on the two cores lengthens some steps and not others.
 """
@@ -23,8 +25,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from commands import answer
 from parts import run_parts
 from pipeloom.config import load_layout
+from pipeloom.plan import parse_layout
 from pipeloom.plan.measured import read
 from pipeloom.plan.run import predicted, shape_of
 from pipeloom.schedule.channels import size_words
@@ -49,6 +53,18 @@ MORE: dict[str, dict[str, Any]] = {
     "dp 2, ZeRO-1": FLAT | {"parallel.dp": 2, "parallel.zero": 1},
     "tp 2, sp": FLAT | {"parallel.tp": 2, "parallel.sp": True},
 }
+
+
+REHEARSED = (
+    "m=8",
+    "m=16",
+    "m=8,recompute=full",
+    "m=8,schedule=gpipe",
+    "m=8,v=2,schedule=interleaved",
+    "m=8,schedule=zb-h1",
+    "m=8,v=2,schedule=zbv",
+    "m=8,slices=2",
+)
 
 
 def words_of(keys: dict[str, Any]) -> list[str]:
@@ -148,13 +164,18 @@ def steps() -> None:
             title: predicted(load_layout(folder / "run.toml", keys), measured_layers=layers).timeline.makespan
             for title, keys in STEPS.items()
         }
+    compare(planned, measured)
+
+
+def compare(planned: dict[str, float], measured: dict[str, float]) -> None:
+    """Print both, the largest error, and Kendall's tau over the pairs whose predictions differ by at least 5 %."""
     print("| layout | predicted ms | measured ms | error |\n| --- | --- | --- | --- |")
     for title, seconds in planned.items():
         print(f"| {title} | {seconds * 1e3:.1f} | {measured[title] * 1e3:.1f} | {seconds / measured[title] - 1:+.1%} |")
-    worst = max(abs(planned[title] / measured[title] - 1) for title in STEPS)
+    worst = max(abs(seconds / measured[title] - 1) for title, seconds in planned.items())
     pairs = [
         (planned[a] - planned[b]) * (measured[a] - measured[b])
-        for a, b in combinations(STEPS, 2)
+        for a, b in combinations(planned, 2)
         if max(planned[a], planned[b]) / min(planned[a], planned[b]) >= 1.05
     ]
     tau = sum(1 if each > 0 else -1 for each in pairs) / len(pairs)
@@ -164,5 +185,22 @@ def steps() -> None:
     )
 
 
+def rehearsed() -> None:
+    print(f"the pipeline's part of a step on 4 processes with emulated computation; {load()}\n")
+    planned, measured = {}, {}
+    with tempfile.TemporaryDirectory() as name:
+        costs = Path(name, "costs.json")
+        for text in REHEARSED:
+            layout = parse_layout(f"pp=4,{text}")
+            words = ["--model", "llama3-8b", "--device", "h100", "--memory", "400", "--layout", layout.text()]
+            parts = answer("plan", *words, "--costs-to", str(costs))["step_parts"]
+            planned[text] = sum(parts[part] for part in ("compute", "exchange", "idle"))
+            sizes = ["--ranks", "4", "--microbatches", str(layout.m), *(["--chunks", str(layout.v)] * (layout.v > 1))]
+            slices = ["--option", f"slices={layout.slices}"] if layout.slices > 1 else []
+            of_device = ["--costs", str(costs), "--unit", "1", "--message", "64KiB"]
+            measured[text] = answer("rehearse", layout.schedule, *sizes, *slices, *of_device)["rehearsal"]["rehearsed"]
+    compare(planned, measured)
+
+
 if __name__ == "__main__":
-    run_parts({"bytes": memory, "steps": steps})
+    run_parts({"bytes": memory, "steps": steps, "rehearsed": rehearsed})
