@@ -72,16 +72,7 @@ RUNTIMES = {
         # The loss works in place on bf16 logits.
         Runtime("megatron", True, (2, 0), True, True, repeats_keys=False, keeps_outputs=False, whole_experts=True),
         # The logarithmic softmax in fp32; its gradient, in fp32 and in bf16 (ours, which is not compiled: two gradients in fp32).
-        Runtime(
-            "torchtitan",
-            False,
-            (4, 6),
-            fused_norm=True,
-            fused_gate=False,
-            repeats_keys=True,
-            keeps_outputs=True,
-            sharded=True,
-        ),
+        Runtime("torchtitan", False, (4, 6), True, False, repeats_keys=True, keeps_outputs=True, sharded=True),
         Runtime("pipeloom", False, (4, 8), False, False, repeats_keys=False, keeps_outputs=True, segments=True),
     )
 }

@@ -13,7 +13,7 @@ from pipeloom.plan.model import ModelShape
 from pipeloom.plan.predict import LayoutCosts
 from pipeloom.schedule import Schedule
 
-_TORCHTITAN = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+_TORCHTITAN = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
 
 
 def layout_string(stages: Sequence[int], ahead: int = 0) -> str:
@@ -50,6 +50,8 @@ def layers_by_rank(schedule: Schedule, stages: Sequence[int], ahead: int = 0) ->
         stages, ahead: layers of each stage by position, as for `layout_string`.
     """
     words = [*stage_words(stages, ahead), *[f"E/{schedule.ranks} L/{schedule.ranks}"] * len(schedule.vocabulary)]
+    if schedule.spreads_embedding:
+        words[0] = words[0].removeprefix("E")
     by_rank = [[words[schedule.position_of[stage]] or "-" for stage in held] for held in schedule.stages_of]
     rows = [["rank", *(f"chunk {chunk}" for chunk in range(schedule.chunks)), *["share"] * bool(schedule.vocabulary)]]
     for held, group in groupby(enumerate(by_rank), key=lambda each: each[1]):
@@ -62,7 +64,7 @@ def megatron(prediction: LayoutCosts) -> str:
     """The flags of Megatron-LM that lay out the run. Raises UsageError for what it does not have."""
     layout = prediction.layout
     _require_whole(layout, "megatron")
-    if layout.schedule not in ("1f1b", "interleaved"):
+    if layout.schedule not in ("1f1b", "interleaved", "interleaved-overlap"):
         raise UsageError(f"--as megatron: it has no schedule {layout.schedule!r}; nearest: interleaved")
     flags: dict[str, object] = {
         "tensor-model-parallel-size": layout.tp,
@@ -80,6 +82,12 @@ def megatron(prediction: LayoutCosts) -> str:
         words.append("--use-distributed-optimizer")
     if prediction.ep_nodes > 1:  # a token is sent once to each node
         words.append("--moe-token-dispatcher-type flex --moe-enable-deepep")
+    if layout.schedule == "interleaved-overlap":
+        if layout.recompute == "full":
+            raise UsageError(
+                "--as megatron: its overlap of the exchange does not recompute whole blocks; nearest: interleaved"
+            )
+        words.append("--overlap-moe-expert-parallel-comm --delay-wgrad-compute")
     if layout.recompute == "full":
         words.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     elif layout.recompute != "none":

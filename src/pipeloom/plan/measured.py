@@ -60,7 +60,9 @@ class MeasuredLayers:
             if layer.dropped == layer.tensors.keys():  # recomputed as a whole
                 again += seconds["RB"] - seconds["B"]
         recompute = max(0.0, sums["RB"] - sums["B"])
-        return StageSeconds(sums["F"], sums["I"] + again, sums["W"], 0.0, 0.0, sums["B"] + again, recompute)
+        return StageSeconds(
+            sums["F"], sums["I"] + again, sums["W"], 0.0, 0.0, backward=sums["B"] + again, recompute=recompute
+        )
 
 
 def kind_of_layer(layer: LayerOps) -> tuple[str, bool]:

@@ -10,7 +10,17 @@ from pipeloom.plan.blocks import LayerOps, Runtime, parameters_of, placeholders
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.plan.messages import MessageBytes
 from pipeloom.schedule import Schedule, Timeline
-from pipeloom.schedule.actions import HIDDEN, INPUT_GRADIENT, PENDING, SAVED, SCORES, WEIGHT_GRADIENT, Kind, kind_of
+from pipeloom.schedule.actions import (
+    HIDDEN,
+    INPUT_GRADIENT,
+    PENDING,
+    SAVED,
+    SCORES,
+    WEIGHT_GRADIENT,
+    Cell,
+    Kind,
+    kind_of,
+)
 from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.model import made_by, parts
 
@@ -129,20 +139,33 @@ def peak(
         slices: each slice's share of a micro-batch; empty: sequences are whole.
     """
     held, best = 0.0, (0.0, 0.0, "-")
+    alike = not (schedule.remade or schedule.parted)  # micro-batches do what the others do
+    known: dict[object, tuple[float, float, float]] = {}
     for cell in schedule.programs[rank]:
-        claimed = change = extra = 0.0
-        for action in parts(cell):
-            stage, kind, values = stages[action.stage], kind_of(action.kind), made_by(schedule, action)
-            share = slices[action.slice or 0] if slices else 1.0
-            sizes = {SAVED: stage.saved, HIDDEN: stage.hidden, SCORES: stage.scores}
-            claimed += share * sum(sizes.get(name, 0.0) for name in values)
-            for name, size in (*sizes.items(), (PENDING, stage.pending)):
-                change += share * size * ((name in values) - (name in kind.frees))
-            extra = max(extra, share * _extra(stage, kind))
+        key = tuple((each.kind, each.stage, each.slice) for each in parts(cell)) if alike else cell
+        if key not in known:
+            known[key] = _effects(schedule, cell, stages, slices)
+        claimed, change, extra = known[key]
         if held + claimed + extra > best[0] + best[1]:
-            best = (held + claimed, extra, str(cell))
+            best = (held + claimed, extra, str(cell).removesuffix("OVERLAP_F_B"))
         held += change
     return best
+
+
+def _effects(
+    schedule: Schedule, cell: Cell, stages: Sequence[StageMemory], slices: Sequence[float]
+) -> tuple[float, float, float]:
+    """(what a cell makes, how much more there is behind it, what it needs besides), in bytes."""
+    claimed = change = extra = 0.0
+    for action in parts(cell):
+        stage, kind, values = stages[action.stage], kind_of(action.kind), made_by(schedule, action)
+        share = slices[action.slice or 0] if slices else 1.0
+        sizes = {SAVED: stage.saved, HIDDEN: stage.hidden, SCORES: stage.scores}
+        claimed += share * sum(sizes.get(name, 0.0) for name in values)
+        for name, size in (*sizes.items(), (PENDING, stage.pending)):
+            change += share * size * ((name in values) - (name in kind.frees))
+        extra = max(extra, share * _extra(stage, kind))
+    return claimed, change, extra
 
 
 def at_peaks(
@@ -222,28 +245,13 @@ def rank_memory(
     for rank, stages in enumerate(schedule.stages_of):
         held = [layers[at] for stage in stages for at in range(*spans[stage])]
         # (parameters, ranks that hold the same ones)
-        groups = [
-            (count, ranks) for count, ranks in zip(parameters_of(held), (replicas, layout.expert_replicas), strict=True)
-        ]
+        groups = list(zip(parameters_of(held), (replicas, layout.expert_replicas), strict=True))
         saved, extra, action = peak(schedule, rank, of_stage, slices)
-        weights, gradients, optimizer, gathered = state_bytes(
-            groups, max((sum(layer.parameters) for layer in held), default=0.0), layout, runtime
-        )
+        largest = max((sum(layer.parameters) for layer in held), default=0.0)
         buffers = runtime.workspace + (placeholders(held, runtime.element) if runtime.gradient_placeholders else 0.0)
-        result.append(
-            RankMemory(
-                weights,
-                gradients,
-                optimizer,
-                gathered,
-                buffers,
-                saved,
-                extra,
-                runtime.margin * (saved + extra),
-                runtime.overhead,
-                action,
-            )
-        )
+        moving = saved, extra, runtime.margin * (saved + extra)
+        state = state_bytes(groups, largest, layout, runtime)
+        result.append(RankMemory(*state, buffers, *moving, runtime.overhead, action))
     return result
 
 

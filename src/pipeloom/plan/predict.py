@@ -20,10 +20,12 @@ from pipeloom.plan.time import (
     Device,
     StageSeconds,
     StepTime,
+    busy_parts,
     costs,
     expert_nodes,
     stage_times,
     state_seconds,
+    with_pairs,
 )
 from pipeloom.schedule import Costs, Schedule, simulate
 from pipeloom.schedule.actions import HIDDEN, SCORES
@@ -123,11 +125,11 @@ class Planner:
             fewest, more = divmod(len(layers) - 2, positions)
             blocks = [fewest + (at < more) for at in range(positions)]
             return tuple(count + (at == 0) + (at == positions - 1) for at, count in enumerate(blocks))
-        return balanced(self.seconds(layers, layout, links), positions)
+        return balanced([each.total for each in self.layer_seconds(layers, layout, links)], positions)
 
-    def seconds(self, layers: list[LayerOps], layout: PlannedLayout, links: AxisRates) -> list[float]:
+    def layer_seconds(self, layers: list[LayerOps], layout: PlannedLayout, links: AxisRates) -> list[StageSeconds]:
         """Layer -> seconds of one micro-batch; those of the same object are computed once."""
-        times = {key: self.stage_seconds([layer], layout, links).total for key, layer in distinct(layers).items()}
+        times = {key: self.stage_seconds([layer], layout, links) for key, layer in distinct(layers).items()}
         return [times[id(layer)] for layer in layers]
 
     def stage_seconds(self, layers: Sequence[LayerOps], layout: PlannedLayout, links: AxisRates) -> StageSeconds:
@@ -138,21 +140,20 @@ class Planner:
         return times if layout.slices == 1 else times.times(layout.slices)
 
     def costs(
-        self, times: Sequence[StageSeconds], layout: PlannedLayout, links: AxisRates, *, fused: bool = True
+        self, times: Sequence[StageSeconds], layout: PlannedLayout, links: AxisRates, schedule: Schedule
     ) -> Costs:
-        """`Costs` in seconds of stages with these times, shares of the output layer last; `fused`: one reduction follows S, which
-        computes the input gradient too."""
+        """`Costs` in seconds of stages with these times, shares of the output layer last."""
         stages, share = list(times), times[-1]
         if layout.vocabulary == "pp":
             stages[-layout.pp :] = [share.times(0.0)] * layout.pp
         planned = costs(stages, layout, self.row, links)
+        planned = with_pairs(planned, stages) if schedule.has_pairs else planned
         if (measured := self.measured_layers) is not None:
             planned = replace(planned, p2p=measured.p2p, bandwidth=measured.bandwidth)
         if layout.vocabulary == "pp":  # a broadcast and a reduction each take as long as a message between stages
-            scores, gradients = (
-                share.forward + fused * share.input_grad,
-                share.weight_grad + (not fused) * share.input_grad,
-            )
+            fused = dict(schedule.options).get("vocabulary") != "two"  # then S computes the input gradient too
+            scores, gradients = share.forward, share.weight_grad
+            scores, gradients = scores + fused * share.input_grad, gradients + (not fused) * share.input_grad
             hop = planned.hop(0, 1)
             planned = replace(planned, scores=scores, scores_grad=gradients, broadcast=hop, combine=hop)
         cuts = self.cuts(layout)
@@ -191,7 +192,7 @@ class Planner:
             times[span] = self.stage_seconds(timed[slice(*span)], layout, links)
         shares = () if cuts is None else cuts.sizes
         memory = rank_memory(layers, of_stage, layout, schedule, self.runtime, shares)
-        in_seconds = self.costs([times[span] for span in of_stage], layout, links)
+        in_seconds = self.costs([times[span] for span in of_stage], layout, links, schedule)
         makespan, busy = _pipeline(layout, in_seconds, searched, placed)
         slowest = (0.0, 0.0)
         for mine in schedule.stages_of:
@@ -200,7 +201,9 @@ class Planner:
         work = sum(times[span].total for span in of_stage)
         sent = sum(times[span].sent_forward + times[span].sent_backward for span in of_stage)
         host = HOST if self.measured_layers is None else 0.0
-        step = StepTime(busy * (1 - sent / work), busy * sent / work, max(0.0, makespan - busy), *slowest, host)
+        each = layout.m / layout.pp
+        spent = busy_parts(busy, work * each, sent * each, schedule.has_pairs)
+        step = StepTime(*spent, max(0.0, makespan - busy), *slowest, host)
         tokens = layout.sequences * layout.seq / step.total / layout.world
         nodes = expert_nodes(layout, self.device)
         return LayoutCosts(layout, stages, tuple(memory), step, tokens, self.shape.ahead, nodes, searched, placed)
@@ -265,7 +268,7 @@ class Planner:
         if layout.vocabulary == "pp":
             sizes |= {name: tuple(getattr(each, name) for each in memory) for name in (HIDDEN, SCORES)}
         sizes |= {name: tuple(values) for name, values in standing.items()}
-        return replace(self.costs(times, layout, links), bytes=sizes)
+        return replace(self.costs(times, layout, links, schedule), bytes=sizes)
 
     def measured(self, prediction: LayoutCosts, microbatches: int, seconds: float) -> LayoutCosts:
         """The prediction with its times scaled so that the same layout with `microbatches` takes the measured `seconds`."""
@@ -310,10 +313,10 @@ def _pipeline(
     """(makespan, mean busy time of a rank) in seconds."""
     layouts = [layout] if searched is not None else extrapolated_from(layout)
     runs = [simulate(searched or built(each, placed), costs) for each in layouts]
-    (first, last), work = (runs[0].makespan, runs[-1].makespan), sum(runs[-1].busy) / layout.pp
-    step = max(1, layouts[-1].m - layouts[0].m)
-    more = layout.m - layouts[-1].m
-    return last + more * (last - first) / step, work * layout.m / layouts[-1].m
+    step, more = max(1, layouts[-1].m - layouts[0].m), layout.m - layouts[-1].m
+    figures = [(run.makespan, sum(run.busy) / layout.pp) for run in (runs[0], runs[-1])]
+    makespan, busy = (last + more * (last - first) / step for first, last in zip(*figures, strict=True))
+    return makespan, busy
 
 
 @lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ from pipeloom.plan.memory import OfRanks, RankMemory, StageMemory, at_peaks, sta
 from pipeloom.plan.messages import MessageBytes, message_bytes
 from pipeloom.plan.model import ModelShape, load
 from pipeloom.plan.predict import Planner
-from pipeloom.plan.time import AxisRates, Device, StepTime
+from pipeloom.plan.time import AxisRates, Device, StepTime, busy_parts
 from pipeloom.schedule import Timeline, simulate
 from pipeloom.schedule.actions import HIDDEN, KEPT, PENDING, SAVED, SCORES
 from pipeloom.schedule.costs import DEVICE
@@ -142,7 +142,7 @@ def predicted(
     of_stage = spans(layout.schedule, layout.stage_layers)
     groups = [layers[start:end] for start, end in of_stage]
     times = [planner.stage_seconds(timed[start:end], planned, links) for start, end in of_stage]
-    run = planner.costs(times, planned, links, fused=dict(layout.schedule.options).get("vocabulary") != "two")
+    run = planner.costs(times, planned, links, layout.schedule)
     sizes, activations = _bytes(layout, planned, groups, planner.runtime)
     if layout.cuts is not None:  # a weight's gradient is as large beside a slice's tensors
         pieces = [timed[start:end] for start, end in of_stage]
@@ -167,9 +167,11 @@ def predicted(
             for mine in layout.schedule.stages_of
         ]
         busy = sum(timeline.busy) / planned.pp
-        sent = sum(each.sent_forward + each.sent_backward for each in times)
-        share = sent / sum(each.total for each in times)
-        step = StepTime(busy * (1 - share), busy * share, max(0.0, timeline.makespan - busy), *max(state))
+        each = sum(rows) / max(rows) / planned.pp
+        work = each * sum(stage.total for stage in times)
+        sent = each * sum(stage.sent_forward + stage.sent_backward for stage in times)
+        spent = busy_parts(busy, work, sent, layout.schedule.has_pairs)
+        step = StepTime(*spent, max(0.0, timeline.makespan - busy), *max(state))
     return RunPrediction(planner, planned, tuple(_ranks(layout, planner.runtime, timeline)), timeline, step)
 
 

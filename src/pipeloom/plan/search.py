@@ -20,13 +20,17 @@ from pipeloom.schedule.placement import named
 RECOMPUTED = ("none", "norms+activation", "full")
 # Family -> its numbers of chunks that are tried; those that need a multiple of the ranks in micro-batches.
 CHUNKS = {"1f1b": (1,), "zb-h1": (1,), "interleaved": (2, 4, 8), "zbv": (2,)}
-WHOLE_ROUNDS = ("interleaved",)
+CHUNKS |= {"1f1b-overlap": (1,), "interleaved-overlap": (2, 4), "dualpipev": (2,)}
+# Families whose pairs hide the exchange with experts on other ranks, and the same ones without pairs.
+OVERLAPPED = {"1f1b-overlap": "1f1b", "interleaved-overlap": "interleaved", "dualpipev": "zbv"}
+BACK_AND_FORTH = ("zbv", "dualpipev")
+WHOLE_ROUNDS = ("interleaved", "interleaved-overlap")
 IN_SLICES = ("1f1b", "zb-h1")
 MOST_SHARES = 8  # pipeline ranks, and two chunks: above, placing S and T takes longer than the rest of the search
 OFFERED = {
-    "megatron": ("1f1b", "interleaved"),
-    "torchtitan": ("1f1b", "interleaved", "zbv"),
-    "pipeloom": ("1f1b", "interleaved", "zb-h1", "zbv"),
+    "megatron": ("1f1b", "interleaved", "interleaved-overlap"),
+    "torchtitan": ("1f1b", "interleaved", "zbv", "dualpipev"),
+    "pipeloom": tuple(CHUNKS),
 }
 _SPREAD = ("dp", "tp", "cp", "pp", "ep", "m", "micro_batch", "recompute")
 EXACT = 16  # most layouts that are predicted from their schedules before the search climbs
@@ -216,9 +220,9 @@ def _steps(layout: PlannedLayout, request: PlanRequest) -> Iterator[tuple[str, P
     for ep in (layout.ep * 2, layout.ep // 2):
         if ep and ep != layout.ep:
             yield f"ep {ep}", replace(layout, ep=ep)
-    for v in {layout.v * 2, layout.v // 2} - {0, 2 if layout.schedule == "zbv" else 0}:
-        if layout.pp > 1 and layout.schedule != "zbv":
-            yield f"v {v}", replace(layout, v=v, schedule="interleaved" if v > 1 else "1f1b")
+    for v, name in _schedules(layout):
+        if name in request.schedules:
+            yield f"v {v}" if v != layout.v else f"schedule {name}", replace(layout, v=v, schedule=name)
     if layout.m % 2 == 0:
         yield (
             f"micro_batch {2 * layout.micro_batch}",
@@ -231,6 +235,16 @@ def _steps(layout: PlannedLayout, request: PlanRequest) -> Iterator[tuple[str, P
     for slices in request.slices if layout.pp > 1 else ():
         if slices in (2 * layout.slices, layout.slices // 2):
             yield f"slices {slices}", replace(layout, slices=slices)
+
+
+def _schedules(layout: PlannedLayout) -> Iterator[tuple[int, str]]:
+    """(chunks, family) with or without pairs, and of twice or half of the chunks."""
+    others = OVERLAPPED | {plain: paired for paired, plain in OVERLAPPED.items()}
+    if layout.ep > 1 and layout.schedule in others:
+        yield layout.v, others[layout.schedule]
+    for v in (layout.v * 2, layout.v // 2) if layout.pp > 1 and layout.schedule not in BACK_AND_FORTH else ():
+        if v:
+            yield v, ("interleaved" if v > 1 else "1f1b") + "-overlap" * (layout.schedule in OVERLAPPED)
 
 
 def _powers(most: int) -> list[int]:
@@ -276,7 +290,7 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
         key = (layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.recompute, links)
         for name in request.schedules if layout.pp > 1 else request.schedules[:1]:
             for v in CHUNKS[name] if layout.pp > 1 else (1,):
-                if layout.pp * v > planner.shape.layers or (name in WHOLE_ROUNDS and layout.m % layout.pp):
+                if not _is_offered(planner, layout, name, v):
                     continue
                 sizes = product(request.zero, _slices(request, layout, name), request.vocabulary)
                 for zero, slices, vocabulary in sizes:
@@ -291,10 +305,17 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
                         kind = (*kind, layout.pp)
                     if kind not in known:
                         known[kind] = _Sums.of(planner, candidate, links)
-                    place = (kind, layout.pp, v, name == "zbv")
+                    place = (kind, layout.pp, v, name in BACK_AND_FORTH)
                     if place not in cuts:
-                        cuts[place] = known[kind].cut(layout.pp, v, vee=name == "zbv")
+                        cuts[place] = known[kind].cut(layout.pp, v, vee=name in BACK_AND_FORTH)
                     yield _estimate(planner, candidate, links, cuts[place])
+
+
+def _is_offered(planner: Planner, layout: PlannedLayout, schedule: str, chunks: int) -> bool:
+    """Return whether a schedule is of use to a layout and takes its sizes."""
+    fits = layout.pp * chunks <= planner.shape.layers and not (schedule in WHOLE_ROUNDS and layout.m % layout.pp)
+    hides = layout.ep > 1 and not (layout.recompute == "full" and planner.runtime.name == "megatron")
+    return fits and (hides or schedule not in OVERLAPPED) and (layout.m >= 2 * layout.pp or schedule != "dualpipev")
 
 
 def _is_slow_to_place(layout: PlannedLayout) -> bool:
@@ -317,9 +338,13 @@ def _slices(request: PlanRequest, layout: PlannedLayout, schedule: str) -> tuple
 
 @dataclass(frozen=True)
 class _Rank:
-    """Sums over the layers of one pipeline rank, of one micro-batch; of the temporaries the largest."""
+    """Sums over the layers of one pipeline rank, of one micro-batch; of the temporaries the largest.
+
+    `hidden`: seconds that a pair of the rank's layers with themselves saves.
+    """
 
     seconds: float
+    hidden: float
     saved: float
     pending: float
     shared: float
@@ -341,27 +366,30 @@ class _Sums:
 
     layers: list[LayerOps]
     seconds: tuple[float, ...]
+    hidden: tuple[float, ...]
 
     @classmethod
     def of(cls, planner: Planner, layout: PlannedLayout, links: AxisRates) -> _Sums:
-        layers = planner.layers(layout)
-        return cls(layers, tuple(planner.seconds(planner.timed_layers(layout), layout, links)))
+        times = planner.layer_seconds(planner.timed_layers(layout), layout, links)
+        hidden = tuple(each.hidden(each) for each in times)
+        return cls(planner.layers(layout), tuple(each.total for each in times), hidden)
 
     def cut(self, ranks: int, chunks: int, *, vee: bool) -> _Cut:
         """The layers in balanced stages, and these on ranks: in a loop, or back and forth; a share is on each rank."""
         shares = self.layers[-1].kind == "S"
         of_stage = balanced(self.seconds[: len(self.seconds) - shares], ranks * chunks)
-        sums, start = [[0.0] * 6 for _ in range(ranks)], 0
+        sums, start = [[0.0] * 7 for _ in range(ranks)], 0
         for rank, count in zip(named("vee" if vee else "loop", ranks, chunks), of_stage, strict=True):
             for at in range(start, start + count):
                 layer = self.layers[at]
-                for field_, value in enumerate((self.seconds[at], layer.saved, layer.pending, *layer.parameters)):
+                times = self.seconds[at], self.hidden[at]
+                for field_, value in enumerate((*times, layer.saved, layer.pending, *layer.parameters)):
                     sums[rank][field_] += value
                 sums[rank][-1] = max(sums[rank][-1], layer.backward_peak)
             start += count
         if shares:
             share, seconds = self.layers[-1], self.seconds[-1]
-            values = seconds, 0.0, 0.0, *share.parameters, share.saved
+            values = seconds, 0.0, 0.0, 0.0, *share.parameters, share.saved
             sums = [[a + b for a, b in zip(each, values, strict=True)] for each in sums]
         largest = max(sum(each.parameters) for each in distinct(self.layers).values())
         return _Cut(tuple(_Rank(*each) for each in sums), largest)
@@ -370,7 +398,7 @@ class _Sums:
 def estimate(planner: Planner, layout: PlannedLayout) -> Estimate:
     """The estimate of one layout, without its schedule."""
     links = AxisRates.of(layout, planner.device, planner.shape)
-    cut = _Sums.of(planner, layout, links).cut(layout.pp, layout.v, vee=layout.schedule == "zbv")
+    cut = _Sums.of(planner, layout, links).cut(layout.pp, layout.v, vee=layout.schedule in BACK_AND_FORTH)
     return _estimate(planner, layout, links, cut)
 
 
@@ -378,12 +406,16 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
     """1F1B's laws: the heaviest rank works for all micro-batches, and the others pass the first one to it and the last one on.
 
     Rank r of p keeps p - r micro-batches, in k slices, whose ramps take 1 / k, 1 + (p - r - 1) / k; interleaved,
-    p + (p - 1 - 2 r) / v - r more; zbv p on every rank; zb-h1 as many as 1F1B, and what r / k of them need for W.
+    p + (p - 1 - 2 r) / v - r more; zbv p on every rank; zb-h1 as many as 1F1B, and what r / k of them need for W. With pairs all
+    but p micro-batches hide their exchanges, and a chunk more is kept, of 1F1B twice as many.
     """
     p, v, m, runtime = layout.pp, layout.v, layout.m, planner.runtime
-    heaviest = max(rank.seconds for rank in cut.ranks)
+    plain = OVERLAPPED.get(layout.schedule, layout.schedule)
+    paired = plain != layout.schedule
+    heaviest, pairs = max(rank.seconds for rank in cut.ranks), paired * max(0, m - p)
+    steady = max(m * rank.seconds - pairs * rank.hidden for rank in cut.ranks)
     fill = (sum(rank.seconds for rank in cut.ranks) - heaviest) / v / layout.slices
-    if layout.schedule in ("zbv", "zb-h1"):
+    if plain in ("zbv", "zb-h1"):
         fill /= 3
     memory, state_time = 0.0, (0.0, 0.0)
     replicas, states = layout.dp * layout.cp, {}
@@ -393,11 +425,12 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
         state_time = max(state_time, planner.state_seconds(rank.shared, rank.experts, layout, links))
     for at, rank in enumerate(cut.ranks):
         alive = {"interleaved": p - at + (p - 1 - at) / v, "zbv": p}.get(
-            layout.schedule, 1 + (p - at - 1) / layout.slices
+            plain, (1 + paired) * (1 + (p - at - 1) / layout.slices)
         )
+        alive += paired / v if v > 1 else 0
         held = rank.saved * min(m, alive) + rank.extra
         if layout.schedule == "zb-h1":
             held += rank.pending * min(m - min(m, alive), at / layout.slices)
         memory = max(memory, states[rank] + (1 + runtime.margin) * held)
     memory += runtime.workspace + runtime.overhead
-    return Estimate(layout, memory, heaviest * m + fill + sum(state_time) + HOST)
+    return Estimate(layout, memory, steady + fill + sum(state_time) + HOST)

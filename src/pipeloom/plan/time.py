@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import resources
+from operator import add
 from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean
@@ -23,6 +24,8 @@ LINK_SHARE, NETWORK_SHARE, MEMORY_SHARE, ATTENTION_SHARE, GROUPED_SHARE = 0.45, 
 HALF_RATE_SIDE = 192
 LATENCY = 15e-6  # seconds of a collective, whatever its size
 LAUNCH = 4e-6  # seconds of an operation, whatever its size
+# Share of a device's processors that an exchange beside computation takes: 20 of 132 (arXiv 2412.19437, section 3.2.2).
+EXCHANGE_SHARE = 20 / 132
 HOST = 0.02  # seconds of a step in which devices wait for their hosts: batches, norms of gradients, logs
 
 
@@ -77,7 +80,8 @@ def device(name: str) -> Device:
 class StageSeconds:
     """Seconds of one micro-batch on one stage; of F and I, `sent_forward` and `sent_backward` are communication.
 
-    `backward` is that of a B where it is not I and W, `recompute` that of the R of a block (R;B) where it is not F.
+    `exchanged` is the part of F, and as much of I, in which rows go to experts on other ranks and back. `backward` is that of a B
+    where it is not I and W, `recompute` that of the R of a block (R;B) where it is not F.
     """
 
     forward: float
@@ -85,6 +89,7 @@ class StageSeconds:
     weight_grad: float
     sent_forward: float
     sent_backward: float
+    exchanged: float = 0.0
     backward: float | None = None
     recompute: float | None = None
 
@@ -98,6 +103,15 @@ class StageSeconds:
     def total(self) -> float:
         """Seconds of F, I and W."""
         return self.forward + self.input_grad + self.weight_grad
+
+    def hidden(self, other: StageSeconds, *, split: bool = False) -> float:
+        """Seconds by which a pair, F of this stage and B of another (I if `split`), is shorter than both one after the other.
+
+        Exchanges run beside the other half's computation, and take some of the device's processors from it.
+        """
+        exchanged = self.exchanged + other.exchanged
+        computed = self.forward + other.input_grad + (0.0 if split else other.weight_grad) - exchanged
+        return computed + exchanged - max(computed + EXCHANGE_SHARE * exchanged, exchanged)
 
 
 @dataclass(frozen=True)
@@ -164,32 +178,34 @@ def stage_times(
     one W's; exchanges and elementwise work belong to I. What is recomputed adds its forward to I. Gathers of sharded weights
     run beside the layer before, and take time as far as they are longer than a layer.
     """
-    sums = [0.0] * 5
+    sums = [0.0] * 6
     for layer in layers:
         times = _layer_times(layer, layout, runtime.element, device, links)
         if gathers_by_microbatch(layout, runtime):
             replicas = layout.dp * layout.cp
             gather = _seconds(runtime.element * sum(layer.parameters) * (replicas - 1) / replicas, links.dp)
             waits = max(0.0, gather - times[0]), max(0.0, 3 * gather - times[1] - times[2])
-            times = (times[0] + waits[0], times[1] + waits[1], times[2], times[3] + waits[0], times[4] + waits[1])
+            times = tuple(map(add, times, (*waits, 0.0, *waits, 0.0)))
         sums = [total + each for total, each in zip(sums, times, strict=True)]
     return StageSeconds(*sums)
 
 
 def _layer_times(
     layer: LayerOps, layout: PlannedLayout, element: int, device: Device, links: AxisRates
-) -> tuple[float, float, float, float, float]:
+) -> tuple[float, ...]:
     """The fields of `StageSeconds` for one layer whose weights are there."""
-    forward = input_grad = weight_grad = sent_forward = sent_backward = 0.0
+    forward = input_grad = weight_grad = sent_forward = sent_backward = exchanged = 0.0
     whole = "mixed" in layer.dropped  # a whole block repeats its exchanges too
     for op in layer.ops:
         product = _product_seconds(op, element, device)
         elementwise = op.traffic / (MEMORY_SHARE * device.bandwidth) + LAUNCH
-        sent = _seconds(op.tp_bytes, links.tp) + _seconds(op.ep_bytes, links.ep)
+        to_experts = _seconds(op.ep_bytes, links.ep)
+        sent = _seconds(op.tp_bytes, links.tp) + to_experts
         if op.attends:
             sent += _context_exchange(op, layout, links)
         forward += product + elementwise + sent
         sent_forward += sent
+        exchanged += to_experts
         # fused attention computes its scores again: 5 products for 2
         input_grad += product * (2.5 if op.attends else 1.0) + 2 * elementwise + sent
         sent_backward += sent
@@ -199,7 +215,7 @@ def _layer_times(
         if whole or op.makes in layer.dropped:
             input_grad += product + elementwise + sent * whole
             sent_backward += sent * whole
-    return forward, input_grad, weight_grad, sent_forward, sent_backward
+    return forward, input_grad, weight_grad, sent_forward, sent_backward, exchanged
 
 
 def _seconds(size: float, rate: float) -> float:
@@ -245,13 +261,20 @@ def costs(times: Sequence[StageSeconds], layout: PlannedLayout, row: float, link
     )
 
 
+def with_pairs(costs: Costs, times: Sequence[StageSeconds]) -> Costs:
+    """The costs with the times of overlapped pairs."""
+    whole = [[a.forward + (b.input_grad + b.weight_grad) - a.hidden(b) for b in times] for a in times]
+    split = [[a.forward + b.input_grad - a.hidden(b, split=True) for b in times] for a in times]
+    return replace(costs, pair=whole, pair_split=split)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step on the mean rank, by what they are spent on; their sum is the step.
 
     Attributes:
         compute: products and elementwise work, what is recomputed included.
-        exchange: collectives of tp, cp and ep, of which nothing is hidden.
+        exchange: collectives of tp, cp and ep; of those to experts, overlapped pairs hide a part.
         idle: the pipeline's bubble.
         reduction: of gradients over the replicas, and gathering of weights, as far as they are not hidden.
         optimizer: its step.
@@ -277,6 +300,17 @@ class StepTime:
     def scaled(self, factor: float) -> StepTime:
         """With all seconds multiplied."""
         return StepTime(**{name: seconds * factor for name, seconds in self.parts().items()})
+
+
+def busy_parts(busy: float, work: float, sent: float, paired: bool) -> tuple[float, float]:
+    """(compute, exchange that is not hidden) in seconds of a rank that is busy for so long.
+
+    Args:
+        work: seconds of the rank's F, I and W without overlap; sent: those of them that are communication.
+        paired: the schedule has overlapped pairs.
+    """
+    compute = (work if paired else busy) * (1 - sent / work)
+    return compute, busy - compute
 
 
 def state_seconds(

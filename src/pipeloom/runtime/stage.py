@@ -757,12 +757,6 @@ def _off_graph(values: BoundaryValues) -> BoundaryValues:
     return tuple([v if v is None or not v.requires_grad else v.detach().requires_grad_() for v in values])
 
 
-def _set_random(states: tuple[Tensor, Tensor | None], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if states[1] is not None:
-        torch.cuda.set_rng_state(states[1], device)
-
-
 def _by_name(module: nn.Module, accepted: Mapping[str, Any], keywords: Sequence[str], *values: Any) -> Any:
     """Call `module` on values of which the first are the keyword arguments `keywords`."""
     count = len(keywords)

@@ -1,0 +1,97 @@
+"""Overlapped pairs, which hide the exchange with experts on other ranks, as the planner predicts them."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+
+import pytest
+
+from pipeloom.config import load_layout
+from pipeloom.errors import UsageError
+from pipeloom.plan import OFFERED, RUNTIMES, PlannedLayout, Planner, PlanRequest, load_device, load_model, search
+from pipeloom.plan.export import megatron, run_toml, torchtitan
+from pipeloom.plan.run import predicted
+from pipeloom.plan.search import OVERLAPPED, estimate
+from pipeloom.plan.time import EXCHANGE_SHARE, StageSeconds
+
+H100 = load_device("h100")
+LAYOUT = PlannedLayout(dp=16, pp=4, ep=16, m=32, seq=4096)  # experts on two nodes
+CHUNKS = {"1f1b-overlap": 1, "interleaved-overlap": 2, "dualpipev": 2}
+
+
+def planner(model="qwen3-30b-a3b", runtime="pipeloom"):
+    return Planner(load_model(model), H100, RUNTIMES[runtime])
+
+
+def with_schedule(name, **changes):
+    return replace(LAYOUT, schedule=name, v=CHUNKS.get(name, 2 if name in ("interleaved", "zbv") else 1), **changes)
+
+
+def test_a_pair_takes_its_computation_slowed_by_the_exchange_or_the_exchange():
+    stage = StageSeconds(10.0, 12.0, 6.0, 5.0, 5.0, exchanged=4.0)
+    assert stage.hidden(stage) == pytest.approx(8 * (1 - EXCHANGE_SHARE))
+    assert replace(stage, exchanged=9.0).hidden(replace(stage, exchanged=9.0)) == 10.0  # 18 s of exchange, 28 of all
+    assert replace(stage, exchanged=9.0).hidden(replace(stage, exchanged=9.0), split=True) == 4.0
+    dense = replace(stage, exchanged=0.0)
+    assert dense.hidden(dense) == 0
+    assert dense.hidden(stage) == stage.hidden(dense) == pytest.approx(4 * (1 - EXCHANGE_SHARE))
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_pairs_hide_the_exchange_and_hold_more(name):
+    plain, paired = (planner().predict(with_schedule(each)) for each in (OVERLAPPED[name], name))
+    assert paired.step.compute == pytest.approx(plain.step.compute, rel=0.01)
+    assert paired.step.exchange < 0.5 * plain.step.exchange
+    assert sum(rank.activations for rank in paired.ranks) > sum(rank.activations for rank in plain.ranks)
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_experts_on_their_own_rank_leave_nothing_to_hide(name):
+    plain, paired = (planner().predict(with_schedule(each, ep=1)) for each in (OVERLAPPED[name], name))
+    parts = [each.step.compute + each.step.exchange for each in (plain, paired)]
+    assert parts[1] == pytest.approx(parts[0])
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_an_estimate_of_pairs_is_near_the_prediction(name):
+    rough, exact = estimate(planner(), with_schedule(name)), planner().predict(with_schedule(name))
+    assert rough.seconds == pytest.approx(exact.step.total, rel=0.05)
+    assert rough.memory == pytest.approx(exact.peak, rel=0.1)
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_a_dry_run_predicts_the_same_step(name, tmp_path):
+    plan = planner().predict(with_schedule(name, m=8))
+    (tmp_path / "run.toml").write_text(run_toml(plan, planner().shape, None))
+    step = predicted(load_layout(tmp_path / "run.toml"), H100).step
+    assert (step.compute, step.exchange, step.idle) == pytest.approx(
+        (plan.step.compute, plan.step.exchange, plan.step.idle), rel=0.01
+    )
+
+
+def test_the_search_pairs_where_experts_are_on_other_ranks():
+    request = PlanRequest(64, H100.memory, 512, 4096, OFFERED["pipeloom"], recompute=("none",), fixed={"pp": 4})
+    plan = search(planner(), request)
+    paired = [each.layout for each in plan.estimates if each.layout.schedule in OVERLAPPED]
+    assert paired
+    assert min(layout.ep for layout in paired) > 1
+    assert all(layout.m >= 2 * layout.pp for layout in paired if layout.schedule == "dualpipev")
+    many = search(planner(), replace(request, fixed={"pp": 4, "ep": 16, "m": 32}))
+    assert many.best.layout.schedule in OVERLAPPED
+
+
+def test_megatron_pairs_interleaved_schedules_without_full_recomputation():
+    request = PlanRequest(64, H100.memory, 512, 4096, OFFERED["megatron"], fixed={"pp": 4, "ep": 16, "m": 32})
+    plan = search(planner(runtime="megatron"), request)
+    paired = {each.layout for each in plan.estimates if each.layout.schedule in OVERLAPPED}
+    assert {(layout.schedule, layout.recompute == "full") for layout in paired} == {("interleaved-overlap", False)}
+    prediction = planner(runtime="megatron").predict(with_schedule("interleaved-overlap"))
+    assert "--overlap-moe-expert-parallel-comm --delay-wgrad-compute" in megatron(prediction)
+    with pytest.raises(UsageError, match="does not recompute whole blocks; nearest: interleaved"):
+        megatron(planner(runtime="megatron").predict(with_schedule("interleaved-overlap", recompute="full")))
+
+
+def test_torchtitan_runs_dualpipev():
+    text = torchtitan(planner(runtime="torchtitan").predict(with_schedule("dualpipev")))
+    assert tomllib.loads(text)["parallelism"]["pipeline_parallel_schedule"] == "DualPipeV"
