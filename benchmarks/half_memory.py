@@ -36,7 +36,6 @@ import torch.distributed as dist
 
 from commands import answer
 from pipeloom.config import Layout, load_layout
-from pipeloom.config.volume import boundary_bytes
 from pipeloom.errors import PipeloomError
 from pipeloom.schedule import Costs, Schedule, simulate
 from pipeloom.schedule.costs import DEVICE
@@ -192,8 +191,10 @@ def work(rank: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
     for at, (each, pipeline) in enumerate(zip(candidates, pipelines, strict=True)):
         layout = replace(layouts[each.chunks], schedule=each.schedule)
         row = predicted_ranks(layout, predicted_timeline(layout, profile.bytes))[rank]
-        allocated = step_bytes(pipeline, batch.tokens, batch.targets) + row.standing
-        allocated += pipeline.stats.receive_buffers * max(boundary_bytes(layout))
+        pipeline.zero_grad()  # as `train` does before each step
+        weights = sum(parameter.nbytes for _, parameter in pipeline.named_parameters())
+        allocated = step_bytes(pipeline, batch.tokens, batch.targets) + pipeline.stats.receive_bytes
+        allocated += 3 * weights  # and AdamW's two moments
         predicted = simulate(each.schedule, costs[each.chunks]).makespan
         fitted = predict([timelines[at][0], *timelines[at][::2], *timelines[at][1::2]])
         rows.append((replace(each, simulated=predicted), seconds[at], row.total, allocated, fitted))

@@ -26,7 +26,7 @@ from pipeloom.runtime.tensor_spec import tensors_in
 from pipeloom.schedule.actions import KEPT, PENDING, SAVED
 from pipeloom.schedule.model import Schedule, parts
 
-_TEMPORARIES = "temporary", "temporary of B"
+_TEMPORARIES = "temporary", "temporary of I", "temporary of B"
 
 
 @dataclass(frozen=True)
@@ -217,8 +217,8 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, float]:
 
 
 def stage_bytes(schedule: Schedule, spans: Sequence[Sequence[LayerBytes]]) -> dict[str, tuple[float, ...]]:
-    """Return what `Costs.bytes` takes of each stage and micro-batch, and the largest temporary as "temporary": of an I, where
-    backwards are split, and as "temporary of B" that of a B.
+    """Return what `Costs.bytes` takes of each stage and micro-batch, and temporaries: "temporary of I" and "temporary of B" are
+    the most that these need above what is there while they run, "temporary" above what is there then or at their end.
 
     Args:
         spans: stage -> its layers, in order.
@@ -272,11 +272,16 @@ def _values(layers: Sequence[LayerBytes], first: bool, blocks: bool, whole: bool
     )
     entering = 0.0 if first or not layers else layers[0].input
     state = sum(each.state for each in layers if whole or (blocks and each.again))
+    most, most_split = max(rises, default=layer), max(split_rises, default=layer)
+    # An I leaves what waits for W, and frees all else.
+    late = sum(each.pending for each in layers)
+    behind = max(layer, late - entering - levels[-1] - state)
     return {
         KEPT: entering + levels[-1] * blocks + state,
         SAVED: levels[-1] * (not blocks),
-        PENDING: sum(each.pending for each in layers),
+        PENDING: late,
         "layer": layer,
-        "temporary": max(split_rises, default=layer) - layer,
-        "temporary of B": max(rises, default=layer) - layer,
+        "temporary": max(most - layer, most_split - behind),
+        "temporary of I": most_split - layer,
+        "temporary of B": most - layer,
     }

@@ -19,7 +19,7 @@ from pipeloom.solver.driver import SearchDriver
 from pipeloom.solver.incumbent import value_of
 from pipeloom.solver.instance import Instance
 from pipeloom.solver.programs import LARGEST_ANNEALED, search_programs
-from pipeloom.solver.recompute import bound_with_recomputation, search_with_recomputation
+from pipeloom.solver.recompute import search_with_recomputation
 
 
 def per_rank_limits(placement: Sequence[int], costs: Costs, limits: Sequence[float]) -> Costs:
@@ -66,8 +66,6 @@ def search_within_memory(
     """
     budget, incumbent, instances = driver.budget, driver.incumbent, driver.instances
     allowed, span = budget.allowed, budget.deadline - budget.begin
-    for instance in instances:
-        incumbent.bounds[instance] = bound_with_recomputation(instance)
     phases: list[tuple[int, Callable[[], None]]] = []  # (weight, search)
     if roomy:
         driver.instances = roomy

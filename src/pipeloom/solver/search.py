@@ -23,6 +23,7 @@ from pipeloom.solver.exact import require_solver
 from pipeloom.solver.incumbent import Budget, Progress, value_of
 from pipeloom.solver.instance import Instance
 from pipeloom.solver.memory import offer_start, per_rank_limits, search_within_memory
+from pipeloom.solver.recompute import bound_with_recomputation
 
 OBJECTIVES = ("makespan", "span")
 
@@ -180,6 +181,8 @@ def search(
     budget = Budget(instances[0].nodes, time_limit, iterations, prove, with_pairs)
     given = [] if start is None else [start]
     driver = SearchDriver(instances, budget, Random(seed), progress, with_pairs, given)
+    if recomputes or copies:
+        driver.incumbent.bounds |= {each: bound_with_recomputation(each) for each in instances}
     if start is not None:
         offer_start(driver, start, cost_model, limits)
     if recomputes or copies:

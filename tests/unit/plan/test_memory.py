@@ -20,8 +20,10 @@ from pipeloom.plan.messages import MessageBytes
 from pipeloom.plan.model import from_config
 from pipeloom.plan.run import predicted, shape_of
 from pipeloom.plan.time import AxisRates, stage_times
+from pipeloom.runtime.layer_bytes import LayerBytes, stage_bytes
 from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.families import build
+from pipeloom.schedule.transforms import half_split, recompute
 
 PUBLISHED = json.loads((ROOT / "benchmarks" / "planbench" / "measured.json").read_text())
 GIB = 2**30
@@ -113,6 +115,20 @@ def test_gradients_count_from_a_stages_first_weight_gradient():
 def test_an_i_has_temporaries_of_its_own(name, temporary):
     stages = [StageMemory(10.0, 4.0, 3.0, extra_input=50.0)]
     assert at_peak(build(name, 1, 4), stages) == pytest.approx([10.0 + temporary])
+
+
+def test_what_waits_for_w_is_no_temporary_of_an_i_that_leaves_it():
+    """Blocks of two layers: 20 again, 6 beside, and 15 of the other layer's W, where 30 wait in the end."""
+    layer = LayerBytes(20.0, 1.0, 1.0, True, pending=15.0, backward=4.0, split=6.0, again=True)
+    schedule = recompute(half_split(build("1f1b", 1, 1)))
+    sizes = {name: size for name, (size,) in stage_bytes(schedule, [[layer, layer]]).items()}
+    temporary, extra = sizes.pop("temporary"), sizes.pop("temporary of I")
+    timeline = simulate(schedule, Costs(bytes=sizes | {"temporary of B": 0.0, "grads": 0.0}))
+    messages = [MessageBytes(0.0, (0.0,) * 3, (0.0,) * 3)]
+    there = at_peaks(timeline, [StageMemory(0.0, 0.0, 0.0, extra_input=extra)], [0.0], messages)
+    (most,) = timeline.peak_bytes["device"]
+    assert most == sizes["pending"]
+    assert temporary == sum(there["temporaries"]) == 11.0
 
 
 def test_smaller_micro_batches_have_smaller_temporaries():

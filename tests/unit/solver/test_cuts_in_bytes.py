@@ -43,14 +43,14 @@ def test_the_bound_holds_on_every_placement() -> None:
 
 def test_a_cut_that_does_not_fit_leads_to_one_that_does() -> None:
     """The head's weights leave room for one layer beside it."""
-    heavy = replace(LAYERS, bytes=dict(LAYERS.bytes) | {"params": (5.0, 50.0, 50.0, 50.0, 50.0, 500.0)})
+    heavy = replace(LAYERS, bytes=dict(LAYERS.bytes) | {"params": (5.0, 100.0, 100.0, 100.0, 100.0, 300.0)})
 
     def costs(cut: tuple[int, ...]) -> pl.Costs:
         return cut_costs(heavy, cut)
 
     with pytest.raises(CapacityError):
-        search_in_bytes(2, 2, costs((3, 3)), 750.0, placement="linear", iterations=5)
-    cut, _ = search_cuts_in_bytes((3, 3), costs, 2, 2, 750.0, placement="linear", iterations=5, time_limit=2.0)
+        search_in_bytes(2, 2, costs((3, 3)), 530.0, placement="linear", iterations=5)
+    cut, _ = search_cuts_in_bytes((3, 3), costs, 2, 2, 530.0, placement="linear", iterations=5, time_limit=2.0)
     assert cut == (4, 2)
     with pytest.raises(CapacityError, match="stands for the whole step"):
         search_cuts_in_bytes((3, 3), costs, 2, 2, 400.0, placement="linear", iterations=5, time_limit=0.5)

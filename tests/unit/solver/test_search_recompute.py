@@ -14,6 +14,7 @@ from pipeloom.schedule.families import build
 from pipeloom.schedule.transforms import recompute
 from pipeloom.solver.construct import sequences_of
 from pipeloom.solver.evaluate import evaluate
+from pipeloom.solver.in_bytes import search_in_bytes
 from pipeloom.solver.instance import Instance
 from pipeloom.solver.recompute import choices_of, recomputed_for
 
@@ -91,3 +92,11 @@ def test_never_longer_than_named_schedules_that_fit() -> None:
     assert any(cell[1:2] == "R" or cell.startswith("(") for row in result.schedule.programs for cell in map(str, row))
     with pytest.raises(CapacityError, match="memory is 20; no schedule was found that fits it, not with"):
         pl.search(4, 4, costs, memory=20.0, iterations=20)
+
+
+def test_a_whole_backward_in_blocks_fits_where_what_waits_for_w_does_not() -> None:
+    """Two layers of 11 a stage: a block of a B holds one of them, and an I leaves 18 of both."""
+    costs = Costs(recompute=1, bytes={"saved": 22, "kept": 1, "layer": 11, "pending": 18})
+    named = simulate(recompute(build("1f1b", 2, 4)), costs)
+    (memory, _) = named.peak_bytes["device"]
+    assert search_in_bytes(2, 4, costs, memory, chunks=1, iterations=0).value == named.makespan

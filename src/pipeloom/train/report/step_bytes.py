@@ -62,7 +62,7 @@ def predicted_costs(layout: Layout, layers: Sequence[LayerBytes], device: str = 
     """
     schedule = layout.schedule
     amounts, states = _amounts(layout, layers)
-    del amounts["temporary of B"]  # which is the smaller one
+    del amounts["temporary of I"], amounts["temporary of B"]
     largest_slice = max(layout.cuts.sizes) if layout.cuts is not None else 1.0
     messages, temporary = [0.0] * schedule.stages, [0.0] * schedule.stages
     for stages, sizes in zip(schedule.stages_of, layout_messages(layout, device), strict=True):
@@ -127,7 +127,7 @@ def _amounts(layout: Layout, layers: Sequence[LayerBytes]) -> tuple[dict[str, tu
 
 def _stage_memories(layout: Layout, layers: Sequence[LayerBytes]) -> list[StageMemory]:
     amounts, states = _amounts(layout, layers)
-    whole, split = amounts["temporary of B"], amounts["temporary"]
+    whole, split = amounts["temporary of B"], amounts["temporary of I"]
     return [
         StageMemory(amounts[SAVED][at], amounts[PENDING][at], whole[at], extra_input=split[at], summed=state)
         for at, state in enumerate(states)
