@@ -266,6 +266,12 @@ def test_the_peak_along_a_program_is_the_simulated_one(name):
         assert timeline.peak_memory[rank] - 1e-9 <= saved <= timeline.peak_memory[rank] + within
 
 
+def test_a_micro_batch_that_is_recomputed_saves_less_than_the_others():
+    schedule = recompute(build("1f1b", 2, 4), True, actions=[(0, 0)])
+    saved, _, action = peak(schedule, 0, [StageMemory(1.0, 0.0, 0.0)] * 2)
+    assert (saved, action) == (2.0, "0R0")
+
+
 def test_temporaries_count_where_the_backward_runs():
     schedule = build("1f1b", 2, 4)
     stages = [StageMemory(10.0, 0.0, 3.0), StageMemory(10.0, 0.0, 50.0)]

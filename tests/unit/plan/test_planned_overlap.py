@@ -12,8 +12,9 @@ from pipeloom.errors import UsageError
 from pipeloom.plan import OFFERED, RUNTIMES, PlannedLayout, Planner, PlanRequest, load_device, load_model, search
 from pipeloom.plan.export import megatron, run_toml, torchtitan
 from pipeloom.plan.run import predicted
-from pipeloom.plan.search import OVERLAPPED, estimate
-from pipeloom.plan.time import EXCHANGE_SHARE, StageSeconds
+from pipeloom.plan.search import OVERLAPPED, _schedules, estimate, neighbouring
+from pipeloom.plan.time import EXCHANGE_SHARE, StageSeconds, with_pairs
+from pipeloom.schedule import Costs
 
 H100 = load_device("h100")
 LAYOUT = PlannedLayout(dp=16, pp=4, ep=16, m=32, seq=4096)  # experts on two nodes
@@ -38,12 +39,26 @@ def test_a_pair_takes_its_computation_slowed_by_the_exchange_or_the_exchange():
     assert dense.hidden(stage) == stage.hidden(dense) == pytest.approx(4 * (1 - EXCHANGE_SHARE))
 
 
+def test_a_pair_is_the_forward_of_one_stage_and_the_backward_of_another():
+    a, b = StageSeconds(10.0, 12.0, 6.0, 9.0, 9.0, exchanged=9.0), StageSeconds(1.0, 2.0, 3.0, 0.5, 0.5, exchanged=0.5)
+    costs = with_pairs(Costs(), [a, b])
+    for at, forward in enumerate((a, b)):
+        for other, backward in enumerate((a, b)):
+            exchanged = forward.exchanged + backward.exchanged
+            computed = forward.forward + backward.input_grad - exchanged
+            slowed = EXCHANGE_SHARE * exchanged
+            assert costs.pair_split[at][other] == pytest.approx(max(computed + slowed, exchanged))
+            computed += backward.weight_grad
+            assert costs.pair[at][other] == pytest.approx(max(computed + slowed, exchanged))
+
+
 @pytest.mark.parametrize("name", CHUNKS)
 def test_pairs_hide_the_exchange_and_hold_more(name):
     plain, paired = (planner().predict(with_schedule(each)) for each in (OVERLAPPED[name], name))
     assert paired.step.compute == pytest.approx(plain.step.compute, rel=0.01)
     assert paired.step.exchange < 0.5 * plain.step.exchange
     assert sum(rank.activations for rank in paired.ranks) > sum(rank.activations for rank in plain.ranks)
+    assert not any("OVERLAP" in rank.peak_action for rank in paired.ranks)
 
 
 @pytest.mark.parametrize("name", CHUNKS)
@@ -57,7 +72,7 @@ def test_experts_on_their_own_rank_leave_nothing_to_hide(name):
 def test_an_estimate_of_pairs_is_near_the_prediction(name):
     rough, exact = estimate(planner(), with_schedule(name)), planner().predict(with_schedule(name))
     assert rough.seconds == pytest.approx(exact.step.total, rel=0.05)
-    assert rough.memory == pytest.approx(exact.peak, rel=0.1)
+    assert rough.memory == pytest.approx(exact.peak, rel=0.1 if name == "dualpipev" else 0.02)
 
 
 @pytest.mark.parametrize("name", CHUNKS)
@@ -71,14 +86,26 @@ def test_a_dry_run_predicts_the_same_step(name, tmp_path):
 
 
 def test_the_search_pairs_where_experts_are_on_other_ranks():
-    request = PlanRequest(64, H100.memory, 512, 4096, OFFERED["pipeloom"], recompute=("none",), fixed={"pp": 4})
+    request = PlanRequest(64, H100.memory, 96, 4096, OFFERED["pipeloom"], recompute=("none",), fixed={"pp": 4})
     plan = search(planner(), request)
     paired = [each.layout for each in plan.estimates if each.layout.schedule in OVERLAPPED]
     assert paired
     assert min(layout.ep for layout in paired) > 1
     assert all(layout.m >= 2 * layout.pp for layout in paired if layout.schedule == "dualpipev")
-    many = search(planner(), replace(request, fixed={"pp": 4, "ep": 16, "m": 32}))
+    assert all(layout.m % layout.pp == 0 for layout in paired if layout.schedule == "interleaved-overlap")
+    many = search(planner(), replace(request, sequences=512, fixed={"pp": 4, "ep": 16, "m": 32}))
     assert many.best.layout.schedule in OVERLAPPED
+
+
+def test_neighbours_have_pairs_or_not_and_keep_them_with_more_chunks():
+    assert set(_schedules(with_schedule("1f1b"))) == {(1, "1f1b-overlap"), (2, "interleaved")}
+    assert set(_schedules(with_schedule("1f1b", ep=1))) == {(2, "interleaved")}
+    paired = {(2, "interleaved"), (4, "interleaved-overlap"), (1, "1f1b-overlap")}
+    assert set(_schedules(with_schedule("interleaved-overlap"))) == paired
+    assert set(_schedules(with_schedule("dualpipev"))) == {(2, "zbv")}
+    request = PlanRequest(64, H100.memory, 512, 4096, ("1f1b",))
+    best = planner().predict(with_schedule("1f1b"))
+    assert {each.layout.schedule for _, each in neighbouring(planner(), best, request)} == {"1f1b"}
 
 
 def test_megatron_pairs_interleaved_schedules_without_full_recomputation():
