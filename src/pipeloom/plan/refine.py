@@ -14,7 +14,7 @@ from pipeloom.schedule.slices import by_slices
 from pipeloom.solver import search
 
 REFINED = 3  # layouts for which schedules are searched
-_SEARCH_SHARE = 0.6  # of the time; of a large schedule the rest is checked, cut and simulated
+_SEARCH_SHARE = 0.4  # of the time; of a large schedule the rest is checked, cut and simulated
 
 
 def refine(
