@@ -15,8 +15,7 @@ from itertools import chain
 from random import Random
 
 from pipeloom.errors import CapacityError, PipeloomError
-from pipeloom.schedule import Schedule, simulate
-from pipeloom.schedule.costs import TIME_TOLERANCE
+from pipeloom.schedule import Schedule
 from pipeloom.schedule.families import build
 from pipeloom.solver.bounds import bound_of, pairs_gain
 from pipeloom.solver.construct import (
@@ -34,7 +33,7 @@ from pipeloom.solver.construct import (
 )
 from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.exact import certify
-from pipeloom.solver.incumbent import Budget, Incumbent, Progress, Solution, value_of
+from pipeloom.solver.incumbent import Budget, Incumbent, Progress, Solution
 from pipeloom.solver.instance import Instance, Sequences
 from pipeloom.solver.merge_backward import merge_weight_grads
 from pipeloom.solver.period_search import PERIODIC_ORIGIN, PeriodSearches, modulo_starts
@@ -166,19 +165,13 @@ class SearchDriver:
         """Offer the families as they are, and add their sequences as warm starts, for every order of the micro-batches."""
         first = group[0]
         for schedule in self._families(first):
-            self._offer_family(schedule, first)
+            self.incumbent.offer_fitting(first, schedule, schedule.name)
             if self._families_are_due():
                 return
             if first.nodes <= LARGEST_WALKED:
                 sequences = sequences_of(first, schedule)
                 for instance in group:
                     self._start(starts, instance, sequences, schedule.name)
-
-    def _offer_family(self, schedule: Schedule, instance: Instance) -> None:
-        """Offer a family's schedule as it is, if it fits the memory."""
-        timeline = simulate(schedule, instance.costs, overlap_p2p=instance.overlap_p2p)
-        if max(timeline.peak_memory) <= instance.memory_limit + TIME_TOLERANCE:
-            self.incumbent.offer(value_of(timeline, self.objective), schedule.name, instance, schedule)
 
     def _families(self, instance: Instance) -> Iterator[Schedule]:
         sizes = instance.placement, instance.microbatches
@@ -308,7 +301,7 @@ class SearchDriver:
     def _schedules(self, instance: Instance) -> Iterator[Schedule]:
         """Yield every one-route family on the placement, including those that exceed the memory, and the best list schedules."""
         for schedule in self._families(instance):
-            self._offer_family(schedule, instance)
+            self.incumbent.offer_fitting(instance, schedule, schedule.name)
             yield schedule
         if instance.nodes > LARGEST_WALKED or not self.incumbent.can_improve(instance):
             return

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeloom.schedule import Schedule, Timeline
+from pipeloom.schedule import Schedule, Timeline, simulate
 from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.timeline import Objective
 from pipeloom.solver.exact import RELATIVE_ROUNDING
@@ -135,6 +135,12 @@ class Incumbent:
     def improves(self, value: float) -> bool:
         """Return whether a schedule of this value would be better."""
         return value < self.value - TIME_TOLERANCE
+
+    def offer_fitting(self, instance: Instance, schedule: Schedule, origin: str) -> None:
+        """Simulate a schedule, and offer it if it fits the memory."""
+        timeline = simulate(schedule, instance.costs, overlap_p2p=instance.overlap_p2p)
+        if max(timeline.peak_memory) <= instance.memory_limit + TIME_TOLERANCE:
+            self.offer(value_of(timeline, instance.objective), origin, instance, schedule)
 
     def offer(
         self, value: float, origin: str, instance: Instance, solution: Schedule | Sequences, replace: bool = False

@@ -17,7 +17,7 @@ from random import Random
 from typing import NamedTuple
 
 from pipeloom.errors import ScheduleError
-from pipeloom.schedule import Schedule, check, simulate
+from pipeloom.schedule import Schedule, check
 from pipeloom.schedule.actions import SAVED, Action, kind_of
 from pipeloom.schedule.costs import TIME_TOLERANCE, StageCosts
 from pipeloom.schedule.model import parts
@@ -25,7 +25,7 @@ from pipeloom.schedule.transforms import recompute
 from pipeloom.solver.construct import family_schedules, sequences_of
 from pipeloom.solver.copies import COPIED_PARTS
 from pipeloom.solver.evaluate import evaluate
-from pipeloom.solver.incumbent import Budget, Incumbent, value_of
+from pipeloom.solver.incumbent import Budget, Incumbent
 from pipeloom.solver.instance import Instance, Recomputation
 from pipeloom.solver.recompute import choices_of
 
@@ -119,9 +119,7 @@ def _offer(table: ProgramTable, state: ProgramState, incumbent: Incumbent) -> No
         check(schedule)
     except ScheduleError:
         return  # messages that pass each other
-    timeline = simulate(schedule, instance.costs)
-    if max(timeline.peak_memory) <= instance.memory_limit + TIME_TOLERANCE:
-        incumbent.offer(value_of(timeline, instance.objective), "annealed programs", instance, schedule)
+    incumbent.offer_fitting(instance, schedule, "annealed programs")
 
 
 class ProgramTable:

@@ -12,14 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
-from pipeloom.schedule import Schedule, simulate
 from pipeloom.schedule.actions import SAVED
 from pipeloom.schedule.bounds import memory_bound, work_bound
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, StageCosts
 from pipeloom.schedule.transforms import recompute
 from pipeloom.solver.construct import LARGEST_WALKED, family_schedules, plain_order, sequences_of
 from pipeloom.solver.driver import WarmStart, warm_start
-from pipeloom.solver.incumbent import Budget, Incumbent, value_of
+from pipeloom.solver.incumbent import Budget, Incumbent
 from pipeloom.solver.instance import Instance, Recomputation, Sequences
 from pipeloom.solver.tabu import WITH_WHOLE, WITHOUT_PAIRS, TabuSearch
 
@@ -123,19 +122,10 @@ def _orders(instance: Instance, incumbent: Incumbent) -> Iterator[tuple[Sequence
         yield sequences_of(instance, plain_order(best.schedule)), best.origin
     for limit in (instance.memory_limit, float("inf")):
         for schedule in family_schedules(instance.placement, instance.microbatches, instance.costs, limit):
-            _offer_in_blocks(instance, schedule, incumbent)
+            if not instance.order:  # in a B, blocks may need less than in an I, which leaves what waits for W
+                blocks = recompute(schedule)
+                incumbent.offer_fitting(instance, blocks, f"{blocks.name}{SUFFIX}")
             yield sequences_of(instance, schedule), schedule.name
-
-
-def _offer_in_blocks(instance: Instance, schedule: Schedule, incumbent: Incumbent) -> None:
-    """Offer a family with every backward in blocks: in a B these may need less than in an I, which leaves what waits for W."""
-    if instance.order:
-        return
-    schedule = recompute(schedule)
-    timeline = simulate(schedule, instance.costs, overlap_p2p=instance.overlap_p2p)
-    value = value_of(timeline, instance.objective)
-    if max(timeline.peak_memory) <= instance.memory_limit + TIME_TOLERANCE and incumbent.improves(value):
-        incumbent.offer(value, f"{schedule.name}{SUFFIX}", instance, schedule)
 
 
 def _started(instance: Instance, sequences: Sequences, origin: str, incumbent: Incumbent) -> list[WarmStart]:
