@@ -192,17 +192,15 @@ class Planner:
             times[span] = self.stage_seconds(timed[slice(*span)], layout, links)
         shares = () if cuts is None else cuts.sizes
         memory = rank_memory(layers, of_stage, layout, schedule, self.runtime, shares)
-        in_seconds = self.costs([times[span] for span in of_stage], layout, links, schedule)
+        seconds = [times[span] for span in of_stage]
+        in_seconds = self.costs(seconds, layout, links, schedule)
         makespan, busy = _pipeline(layout, in_seconds, searched, placed)
         slowest = (0.0, 0.0)
         for mine in schedule.stages_of:
             shared, experts = parameters_of([layers[at] for stage in mine for at in range(*of_stage[stage])])
             slowest = max(slowest, self.state_seconds(shared, experts, layout, links))
-        work = sum(times[span].total for span in of_stage)
-        sent = sum(times[span].sent_forward + times[span].sent_backward for span in of_stage)
         host = HOST if self.measured_layers is None else 0.0
-        each = layout.m / layout.pp
-        spent = busy_parts(busy, work * each, sent * each, schedule.has_pairs)
+        spent = busy_parts(busy, seconds, layout.m, layout.pp, schedule.has_pairs)
         step = StepTime(*spent, max(0.0, makespan - busy), *slowest, host)
         tokens = layout.sequences * layout.seq / step.total / layout.world
         nodes = expert_nodes(layout, self.device)

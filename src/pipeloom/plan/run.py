@@ -167,10 +167,7 @@ def predicted(
             for mine in layout.schedule.stages_of
         ]
         busy = sum(timeline.busy) / planned.pp
-        each = sum(rows) / max(rows) / planned.pp
-        work = each * sum(stage.total for stage in times)
-        sent = each * sum(stage.sent_forward + stage.sent_backward for stage in times)
-        spent = busy_parts(busy, work, sent, layout.schedule.has_pairs)
+        spent = busy_parts(busy, times, sum(rows) / max(rows), planned.pp, layout.schedule.has_pairs)
         step = StepTime(*spent, max(0.0, timeline.makespan - busy), *max(state))
     return RunPrediction(planner, planned, tuple(_ranks(layout, planner.runtime, timeline)), timeline, step)
 

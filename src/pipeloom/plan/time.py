@@ -263,9 +263,9 @@ def costs(times: Sequence[StageSeconds], layout: PlannedLayout, row: float, link
 
 def with_pairs(costs: Costs, times: Sequence[StageSeconds]) -> Costs:
     """The costs with the times of overlapped pairs."""
-    whole = [[a.forward + (b.input_grad + b.weight_grad) - a.hidden(b) for b in times] for a in times]
-    split = [[a.forward + b.input_grad - a.hidden(b, split=True) for b in times] for a in times]
-    return replace(costs, pair=whole, pair_split=split)  # type: ignore[arg-type]
+    whole = tuple(tuple(a.forward + (b.input_grad + b.weight_grad) - a.hidden(b) for b in times) for a in times)
+    split = tuple(tuple(a.forward + b.input_grad - a.hidden(b, split=True) for b in times) for a in times)
+    return replace(costs, pair=whole, pair_split=split)
 
 
 @dataclass(frozen=True)
@@ -302,14 +302,18 @@ class StepTime:
         return StepTime(**{name: seconds * factor for name, seconds in self.parts().items()})
 
 
-def busy_parts(busy: float, work: float, sent: float, paired: bool) -> tuple[float, float]:
-    """(compute, exchange that is not hidden) in seconds of a rank that is busy for so long.
+def busy_parts(
+    busy: float, stages: Sequence[StageSeconds], microbatches: float, ranks: int, paired: bool
+) -> tuple[float, float]:
+    """(compute, exchange that is not hidden) in seconds of the mean rank, which is busy for so long.
 
     Args:
-        work: seconds of the rank's F, I and W without overlap; sent: those of them that are communication.
+        stages: of all ranks; microbatches: in sizes of the largest.
         paired: the schedule has overlapped pairs.
     """
-    compute = (work if paired else busy) * (1 - sent / work)
+    work = sum(each.total for each in stages)
+    sent = sum(each.sent_forward + each.sent_backward for each in stages)
+    compute = (work * microbatches / ranks if paired else busy) * (1 - sent / work)
     return compute, busy - compute
 
 

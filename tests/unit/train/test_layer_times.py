@@ -16,7 +16,14 @@ from pipeloom.schedule.segments import LayerSegments, PhaseTimes
 from pipeloom.train.report import layer_times as module
 from pipeloom.train.report import link_times as links
 from pipeloom.train.report.device_profile import DeviceProfile
-from pipeloom.train.report.layer_times import LayerTimes, Sample, SegmentTimes, layer_times, layers_in_turn
+from pipeloom.train.report.layer_times import (
+    LayerTimes,
+    Sample,
+    SegmentTimes,
+    kinds_of_layers,
+    layer_times,
+    layers_in_turn,
+)
 from pipeloom.train.report.link_times import LinkTimes
 from pipeloom.train.report.rehearse import Clock, EmulatedLayer
 
@@ -39,9 +46,10 @@ def test_layers_of_each_kind_run_every_action():
 
 def test_small_layers_run_in_turn_so_that_none_stays_in_a_cache():
     tiny = {"model.num_hidden_layers": 6, "model.num_experts": 2, "model.moe_layer_freq": [0, 1, 1, 1, 1, 1]}
-    assert layers_in_turn(load_layout("tiny", tiny, world_size=0)) == [(0,), (1,), (2, 3, 4, 5), (7,)]
+    small = load_layout("tiny", tiny, world_size=0)
+    assert layers_in_turn(small, kinds_of_layers(small)) == [(0,), (1,), (2, 3, 4, 5), (7,)]
     large = load_layout("tiny", {"model.preset": "llama3-8b"}, world_size=0)  # 0.87 GB a block
-    assert layers_in_turn(large) == [(0,), (1,), (33,)]
+    assert layers_in_turn(large, kinds_of_layers(large)) == [(0,), (1,), (33,)]
 
 
 def test_a_sample_is_the_median_and_the_median_distance():

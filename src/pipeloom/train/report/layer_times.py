@@ -71,12 +71,12 @@ def kinds_of_layers(layout: Layout) -> list[tuple[int, ...]]:
     return [tuple(each) for each in numbers.values()]
 
 
-def layers_in_turn(layout: Layout) -> list[tuple[int, ...]]:
-    """Return the numbers of those layers of each kind that are measured."""
+def layers_in_turn(layout: Layout, kinds: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the numbers of those layers of each of the `kinds` that are measured."""
     config = layout.config
     sizes = layer_sizes(config.model, config.train.seq_len)
     measured = []
-    for numbers in kinds_of_layers(layout):
+    for numbers in kinds:
         weights = sizes[numbers[0]].parameters * PARAMETER_DTYPES[config.train.dtype].itemsize
         measured.append(numbers[: min(IN_TURN, 1 + BEYOND_CACHES // weights)])
     return measured
@@ -91,7 +91,8 @@ def layer_times(
     names of parts of the layers, F, R of the part, B. Steps of the largest micro-batches and of single sequences take turns, so
     that a change of the machine's speed meets both.
     """
-    kinds, in_turn, model = kinds_of_layers(layout), layers_in_turn(layout), _model(layout, device)
+    kinds, model = kinds_of_layers(layout), _model(layout, device)
+    in_turn = layers_in_turn(layout, kinds)
     kind_of_stage = [kind for kind, numbers in enumerate(in_turn) for _ in numbers]
     layers = compiled([model[number] for numbers in in_turn for number in numbers], layout.config)
     names = {layer.name: layer for layer in layers}
@@ -123,7 +124,7 @@ def layer_times(
                 seconds[sequences, kind_of_stage[cell.stage]][cell.kind].append(end - start)
     samples = {key: {kind: Sample.of(each) for kind, each in times.items()} for key, times in seconds.items()}
     return tuple(
-        LayerTimes(layers[kind_of_stage.index(kind)].name, numbers, samples[max(batches), kind], samples[1, kind])
+        LayerTimes(model[numbers[0]].name, numbers, samples[max(batches), kind], samples[1, kind])
         for kind, numbers in enumerate(kinds)
     )
 
