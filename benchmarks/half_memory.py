@@ -6,10 +6,10 @@
 
 real:      blocks of a decoder on 2 processes of one thread, one and two chunks. Their layers are measured as `pipeloom profile`
            does; for these times and bytes the schedule is searched, and the named ones that fit are simulated. Then the searched
-           one and the three best named ones take turns, and the layers are measured twice more: predictions are for the shortest
-           of the medians, and beside them is the shortest step, since other work on the machine only lengthens both. Then every
-           second step predicts the others' median, as `train` does it. Bytes: of the fullest rank, weights, gradients and the
-           optimizer's state included, without what was copied to the host.
+           one and the three best named ones take turns, and every third turn the layers are measured again: predictions are for
+           the shortest of the medians, and beside them is the shortest step, since other work on the machine only lengthens both.
+           Then every second step predicts the others' median, as `train` does it. Bytes: of the fullest rank, weights, gradients
+           and the optimizer's state included, without what was copied to the host.
 rehearsed: `pipeloom rehearse` on 4 processes, 8 micro-batches, F:I:W of 1:1.2:0.8, without copies: emulated computation, real
            messages.
 
@@ -175,7 +175,7 @@ def work(rank: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
     batch = make_batch(layouts[1])
     seconds: list[list[float]] = [[] for _ in candidates]
     timelines: list[list[Timeline]] = [[] for _ in candidates]
-    for turn in range(2 * options.turns + 1):
+    for turn in range(options.turns + 1):
         for at, pipeline in enumerate(pipelines):
             dist.barrier()
             began = time.perf_counter()
@@ -184,8 +184,8 @@ def work(rank: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
             if turn:  # the first one allocates buffers
                 seconds[at].append(time.perf_counter() - began)
                 timelines[at].append(pipeline.timeline())
-        if turn in (options.turns, 2 * options.turns):
-            profiles.append(profiled(layouts[1], here, 9))
+        if turn % 3 == 2:
+            profiles.append(profiled(layouts[1], here, 3))
     costs = costs_from(shortest(profiles))
     rows = []
     for at, (each, pipeline) in enumerate(zip(candidates, pipelines, strict=True)):
@@ -261,7 +261,7 @@ if __name__ == "__main__":
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=30.0, help="of the search")
-    parser.add_argument("--turns", type=int, default=15, help="before and after the layers are measured again")
+    parser.add_argument("--turns", type=int, default=30, help="of steps of each schedule")
     parser.add_argument("--unit", type=float, default=0.1, help="seconds of a cost of 1 in a rehearsal")
     given = parser.parse_args()
     (real if given.part == "real" else rehearsed)(given)

@@ -30,7 +30,7 @@ from recompute import SETTINGS, costs_of
 
 RANKS, MICROBATCHES, MEMORY = 8, 32, 200.0
 COPIES = (0.5, 1.0, 1.5, 2.0)  # in units of F
-MOVES = 20_000, 100_000  # of small cases: more where the fewer were not proved to be enough
+MOVES = 20_000, 100_000, 200_000  # of small cases: more where the fewer were not proved to be enough
 
 
 def named(costs: Costs) -> dict[str, tuple[Schedule, Costs]]:

@@ -39,6 +39,7 @@ class LayerBytes:
         saves_input, saves_output: whether autograd saves these too.
         pending: what W reads after I.
         forward: the most that the forward holds at once besides its input and what it saves.
+        unsaved: the most that a forward that saves nothing holds at once besides its input, its output included.
         backward: the most that a B adds at once to what it starts with.
         split: as `backward`, of an I or of its W.
         state: what the layer keeps of slices for later ones, such as keys and values; part of what is saved, too.
@@ -54,6 +55,7 @@ class LayerBytes:
     saves_output: bool = False
     pending: float = 0.0
     forward: float = 0.0
+    unsaved: float = 0.0
     backward: float = 0.0
     split: float = 0.0
     state: float = 0.0
@@ -87,19 +89,24 @@ def measured_layer(
     main = MainGradients() if sums else None
     context = WeightGradContext(in_place=split, main=main)
     defer_weight_gradients(module, context)
-    with torch.no_grad():
-        module(*inputs, **keywords)  # what a layer computes once, such as a table of positions, is no micro-batch's
+    live = LiveBytes(meta=any(value.is_meta for value in tensors_in(inputs)))
+    with torch.no_grad(), live:
+        module(*inputs, **keywords)
+    unsaved = float(
+        live.peak - live.now
+    )  # what a layer computes once, such as a table of positions, is no micro-batch's
     for parameter in module.parameters():
         if main is not None:
             main.attach(parameter, torch.zeros_like(parameter, dtype=torch.float32))
         else:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     whole, result = _pass(module, inputs, keywords, loss, context)
+    whole = replace(whole, unsaved=unsaved)
     if not split:
         return whole, result
     context.queue = WeightGradQueue()
     parted, result = _pass(module, inputs, keywords, loss, context)
-    return replace(parted, backward=whole.backward, split=parted.backward), result
+    return replace(parted, unsaved=unsaved, backward=whole.backward, split=parted.backward), result
 
 
 def _pass(
@@ -151,8 +158,8 @@ def _pass(
             not leaving.keys().isdisjoint(saved),
             pending,
             forward,
-            backward,
-            backward,
+            backward=backward,
+            split=backward,
             loss=sum(size for key, size in inside.items() if key not in layers),
             parts=freed,
         ),
@@ -218,7 +225,8 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, float]:
 
 def stage_bytes(schedule: Schedule, spans: Sequence[Sequence[LayerBytes]]) -> dict[str, tuple[float, ...]]:
     """Return what `Costs.bytes` takes of each stage and micro-batch, and temporaries: "temporary of I" and "temporary of B" are
-    the most that these need above what is there while they run, "temporary" above what is there then or at their end.
+    the most that these need above what is there while they run, "temporary" above what is there then or at their end; "forward":
+    the most that a forward that saves nothing holds besides its input.
 
     Args:
         spans: stage -> its layers, in order.
@@ -236,7 +244,7 @@ def stage_bytes(schedule: Schedule, spans: Sequence[Sequence[LayerBytes]]) -> di
         ways = [way for way, stages in ((saved, plain), (again, blocks)) if stage in stages]
         temporaries = {name: max(way[name] for way in ways) for name in _TEMPORARIES}
         values.append(again | {SAVED: max(0.0, rest)} | temporaries)
-    names = (KEPT, SAVED, PENDING, "layer", *_TEMPORARIES)
+    names = (KEPT, SAVED, PENDING, "layer", "forward", *_TEMPORARIES)
     sizes = {name: tuple(value[name] for value in values) for name in names}
     parted = sorted({part for layers in spans for each in layers for part in each.parts})
     return sizes | {
@@ -272,6 +280,10 @@ def _values(layers: Sequence[LayerBytes], first: bool, blocks: bool, whole: bool
     )
     entering = 0.0 if first or not layers else layers[0].input
     state = sum(each.state for each in layers if whole or (blocks and each.again))
+    later = [before.output for before in layers[:-1]]
+    unsaved = [each.unsaved + held for each, held in zip(layers, (0.0, *later), strict=True)]
+    if unsaved:
+        unsaved[-1] -= layers[-1].output  # a message
     most, most_split = max(rises, default=layer), max(split_rises, default=layer)
     # An I leaves what waits for W, and frees all else.
     late = sum(each.pending for each in layers)
@@ -281,6 +293,7 @@ def _values(layers: Sequence[LayerBytes], first: bool, blocks: bool, whole: bool
         SAVED: levels[-1] * (not blocks),
         PENDING: late,
         "layer": layer,
+        "forward": max(unsaved, default=0.0),
         "temporary": max(most - layer, most_split - behind),
         "temporary of I": most_split - layer,
         "temporary of B": most - layer,

@@ -63,10 +63,11 @@ class Costs:
         slice_sizes: each slice's share of a micro-batch's tokens: of the activation, the bytes and the message; empty: equal.
         tensors: sizes of named tensors, {name: size}, in the unit of `message`; default for each: `message`.
         bytes: {name: bytes, as a number or one per stage}. Of a stage and micro-batch: `"saved"`, `"kept"`, `"pending"` and the
-            values that registered kinds make, and `"layer"`: the most that one layer saves, which a block (R;B) holds. A part is
-            `"saved:norms"`; one without a size has the share that its name says (`1/4`), or 0. Any other name, such as
-            `"params"`, `"grads"` or `"optimizer"`, is there for the whole step; but `"params"` of a stage only while they are
-            gathered if it gathers them, and `"grads"` until they are reduced if a REDUCE_GRAD of it says when.
+            values that registered kinds make; `"layer"`: the most that one layer saves, which a block (R;B) holds; and
+            `"forward"`: the most that a forward that saves nothing holds while it runs. A part is `"saved:norms"`; one without a
+            size has the share that its name says (`1/4`), or 0. Any other name, such as `"params"`, `"grads"` or `"optimizer"`,
+            is there for the whole step; but `"params"` of a stage only while they are gathered if it gathers them, and `"grads"`
+            until they are reduced if a REDUCE_GRAD of it says when.
         pools: {name: pool} of the bytes that are not in the pool "device".
         host_bandwidth: of the copies O and L to host memory and back, each way: a copy takes bytes["saved"] / host_bandwidth, or
             without bytes the part of `activation` beyond `kept` / host_bandwidth; OKEPT and LKEPT the same of what is kept.
@@ -202,13 +203,13 @@ class Costs:
             return self._spread(f"bytes[{KEPT!r}]", amounts[KEPT], stages)
         return tuple(map(mul, self.per_stage("kept", stages), self.per_stage("activation", stages)))
 
-    def layer_share(self, stages: int) -> tuple[float, ...]:
-        """stage -> the most that one layer saves, as a share of an activation; 1 without such bytes."""
+    def share_while_running(self, value: str, stages: int) -> tuple[float, ...]:
+        """stage -> the size of "layer" or "forward" as a share of an activation; without such bytes 1 and 0."""
         amounts = dict(self.bytes)
-        if "layer" not in amounts or SAVED not in amounts:
-            return (1.0,) * stages
+        if value not in amounts or SAVED not in amounts:
+            return (float(value == "layer"),) * stages
         layer, saved, inputs = (
-            self._spread(f"bytes[{name!r}]", amounts.get(name, 0.0), stages) for name in ("layer", SAVED, KEPT)
+            self._spread(f"bytes[{name!r}]", amounts.get(name, 0.0), stages) for name in (value, SAVED, KEPT)
         )
         return tuple(
             min(1.0, one / (most + rest)) if most + rest else 1.0
@@ -575,8 +576,8 @@ def _numbers(value: Any) -> Iterator[float]:
             yield from _numbers(item)
 
 
-# Names of bytes that come and go with micro-batches, and of the largest layer's.
-_MOVING = (SAVED, KEPT, PENDING, "layer")
+# Names of bytes that come and go with micro-batches, and of what actions hold while they run.
+_MOVING = (SAVED, KEPT, PENDING, "layer", "forward")
 
 
 def activation_limit(costs: Costs, memory: float, placement: Sequence[int]) -> tuple[Costs, tuple[float, ...]]:

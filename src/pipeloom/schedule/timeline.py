@@ -259,9 +259,12 @@ class Timeline:
                 KEPT: [share * size for share, size in zip(inputs, activation, strict=True)],
                 PENDING: [share * size for share, size in zip(held, activation, strict=True)],
             },
-            [share * size for share, size in zip(costs.layer_share(stages), activation, strict=True)]
-            if "layer" in dict(costs.bytes)
-            else None,
+            *(
+                tuple(map(mul, costs.share_while_running(value, stages), activation))
+                if value in dict(costs.bytes)
+                else None
+                for value in ("layer", "forward")
+            ),
         )
 
     @cached_property
@@ -318,9 +321,9 @@ class Timeline:
         curves = {}
         for pool in sorted({DEVICE, *copied, *dict(costs.pools).values()}) if costs.bytes else ():
             sizes = costs.bytes_in(pool, schedule.stages) | copied.get(pool, {})
-            layer = sizes.pop("layer", None)
+            layer, forward = sizes.pop("layer", None), sizes.pop("forward", None)
             values = {name: sizes.pop(name) for name in list(sizes) if whole_of(name) in moving}
-            changes = _changes(schedule, costs, values, layer)
+            changes = _changes(schedule, costs, values, layer, forward)
             held = {name: sizes[name] for name in STAGE_VALUES.intersection(sizes)}
             passing = [self._stage_moments(rank, held) for rank in range(schedule.ranks)]
             standing = [sum(size[s] for size in sizes.values() for s in stages) for stages in schedule.stages_of]
@@ -408,10 +411,8 @@ class Timeline:
                 yield (change[code],) if held is None else (held, change[code] - held)
                 continue
             forward, backward = divmod(code, limit)
-            allocated, freed = (
-                change[forward - 1] + passing.get(backward, 0.0),
-                change[backward] - passing.get(backward, 0.0),
-            )
+            allocated = passing.get(forward - 1, change[forward - 1]) + passing.get(backward, 0.0)
+            freed = change[forward - 1] + change[backward] - allocated
             key = (forward - 1) // m, backward // m % schedule.stages, splits[backward // stride]
             if key not in overlaps:
                 overlaps[key] = times.overlaps(*key)
@@ -563,6 +564,7 @@ def _changes(
     costs: Costs,
     sizes: Mapping[str, Sequence[float]],
     layer: Sequence[float] | None = None,
+    unsaved: Sequence[float] | None = None,
 ) -> tuple[list[float], dict[int, float]]:
     """code -> by how much the action changes what its rank holds, and code -> what it holds only while it runs, where it does.
 
@@ -570,6 +572,7 @@ def _changes(
         costs: with the factors of the units and the shares of parts.
         sizes: value -> its size on each stage; other values have none.
         layer: the size on each stage of what an action holds only while it runs; None: of all values that it makes and frees.
+        unsaved: the size on each stage of what a forward that saves nothing holds while it runs; None: nothing.
     """
     changes: list[float] = []
     passing: dict[int, float] = {}
@@ -591,7 +594,10 @@ def _changes(
             changes += [change * factor for factor in factors]
     for (stage, unit), values in schedule.remade.items():
         place = stage * schedule.units + unit
-        changes[place] -= factors[unit] * sum(sizes[v][stage] for v in values if v in sizes)
+        left = sum(sizes[v][stage] for v in values if v in sizes)
+        changes[place] -= factors[unit] * left
+        if unsaved is not None:
+            passing[place] = changes[place] + factors[unit] * min(left, unsaved[stage])
     for code, share in copied_shares(schedule, costs).items():
         changes[code] *= share
     return changes, passing

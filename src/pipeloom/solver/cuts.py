@@ -107,8 +107,9 @@ def search_cuts(
 def cut_costs(costs: Costs, cut: Sequence[int]) -> Costs:
     """Return the costs of stages of so many consecutive layers each from the costs of the layers.
 
-    Times, activations and bytes add up, shares are those of the sums, and `bytes["layer"]` is that of the largest layer.
-    Raises UsageError for costs of another number of layers, and for pairs and all-to-all, which belong to stages.
+    Times, activations and bytes add up, shares are those of the sums, and `bytes["layer"]` and `bytes["forward"]` are those of
+    the largest layer. Raises UsageError for costs of another number of layers, and for pairs and all-to-all, which belong to
+    stages.
     """
     layers, edges = sum(cut), [0]
     for size in cut:
@@ -135,7 +136,8 @@ def cut_costs(costs: Costs, cut: Sequence[int]) -> Costs:
         shares = (part / whole if whole else 1.0 for part, whole in totals)
         values[name] = tuple(min(1.0, share) if name == "kept" else share for share in shares)  # sums are rounded
     values["bytes"] = {
-        name: merged(name, value, max if name == "layer" else sum) for name, value in dict(costs.bytes).items()
+        name: merged(name, value, max if name in ("layer", "forward") else sum)
+        for name, value in dict(costs.bytes).items()
     }
     values["parts"] = {name: merged(name, value) for name, value in dict(costs.parts).items()}
     return replace(costs, **values)

@@ -35,12 +35,14 @@ class Recomputation(NamedTuple):
         time: of all of them.
         freed: memory that the F leaves out.
         held: memory that comes before the backward, or while the block runs.
+        unsaved: memory that the F holds only while it runs.
     """
 
     letters: tuple[str, ...]
     time: float
     freed: float
     held: float
+    unsaved: float
 
 
 @dataclass(frozen=True)
@@ -269,7 +271,7 @@ class OperationTable:
             self.successor_hop[self.predecessor[backward]] -= time
         self.change[forward] -= freed
         self.change[backward] += freed
-        self.rise[forward] = max(0.0, self.change[forward])
+        self.rise[forward] = max(0.0, self.change[forward]) + factor * choice.unsaved
         self.rise[backward] = max(held, self.change[backward])
         self.recomputation[backward] = time
 

@@ -42,6 +42,7 @@ EXCESS = 2.0
 LETTERS = "FOLIW"
 F, OUT, BACK, I, W = range(5)  # noqa: E741
 STUCK = math.inf, math.inf
+_NONE = 0.0, 0.0, 0.0, 0.0  # of a recomputation: its time and sizes
 
 Way = Recomputation | int  # recomputed, or copied in so many parts; 0: neither
 
@@ -225,21 +226,21 @@ class ProgramTable:
                     waiting[event] = rank
                     yield
                 arrival = end[event] + self.hops[kind][node]
-            freed = again.freed * self.factors[node] if again is not None else 0.0
+            recompute, freed, held, unsaved = (
+                _NONE if again is None else (self.factors[node] * each for each in again[1:])
+            )
             clock = max(clock, room)
             if kind == F:
                 started[node] = begun = max(clock, arrival)
                 clock = begun + self.time[F][node]
-                moments.append((begun, self.size[node] - freed))
+                moments += [(begun, self.size[node] - freed + unsaved), (clock, -unsaved)]
                 event = node
             else:
                 time = self.backward[node] if part else self.time[I][node]
                 change = (0.0 if part else self.pending[node]) - self.size[node] + freed
-                extra = again.time * self.factors[node] if again is not None else 0.0
-                held = again.held * self.factors[node] if again is not None else 0.0
                 first = clock if apart else max(clock, arrival)  # R may run while the message is on its way
-                begun = max(first + extra, arrival) if apart else first
-                clock = begun if apart else begun + extra
+                begun = max(first + recompute, arrival) if apart else first
+                clock = begun if apart else begun + recompute
                 for piece in range(count, 0, -1):
                     clock = max(clock, there[node, piece]) + time / count
                 clock += 0.0 if count else time

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from operator import mul
 from random import Random
 
 from pipeloom.schedule.actions import SAVED
@@ -39,22 +40,29 @@ def choices_of(costs: Costs, stages: int) -> list[Choices]:
     activation, inputs = costs.per_stage("activation", stages), costs.per_stage("kept", stages)
     amounts = dict(costs.bytes)
     names = sorted(name for name in amounts if name.startswith(f"{SAVED}:"))
-    layer = [share * size for share, size in zip(costs.layer_share(stages), activation, strict=True)]
+    layer, unsaved = (
+        tuple(map(mul, costs.share_while_running(name, stages), activation)) for name in ("layer", "forward")
+    )
     saved = [(1 - share) * size for share, size in zip(inputs, activation, strict=True)]
+    shares = {name: costs.share_of(name, stages) for name in names}
+    # Parts of more than all that is saved are in part inside each other, and free less together than their sum.
+    joint = len(names) > 1 and max(map(sum, zip(*shares.values(), strict=True))) <= 1 + TIME_TOLERANCE
+
+    def way(letters: tuple[str, ...], time: float, stage: int, freed: float, held: float) -> Recomputation:
+        return Recomputation(letters, time, freed, held, min(freed, unsaved[stage]))
+
     parts: list[tuple[Recomputation, ...]] = []
-    for group in [*([name] for name in names), *([names] if len(names) > 1 else [])]:
+    for group in [*([name] for name in names), *([names] if joint else [])]:
         letters = tuple(f"R:{name.partition(':')[2]}" for name in group)
         times = [spread.time_of(f"recompute:{name.partition(':')[2]}") for name in group]
-        sizes = [costs.share_of(name, stages) for name in group]
-        stage_sizes = [min(1.0, sum(size[s] for size in sizes)) * saved[s] for s in range(stages)]
+        stage_sizes = [sum(shares[name][s] for name in group) * saved[s] for s in range(stages)]
         parts.append(
             tuple(
-                Recomputation(letters, sum(time[s] for time in times), stage_sizes[s], stage_sizes[s])
-                for s in range(stages)
+                way(letters, sum(time[s] for time in times), s, stage_sizes[s], stage_sizes[s]) for s in range(stages)
             )
         )
-    whole = tuple(Recomputation(("R",), spread.recompute[s], saved[s], saved[s]) for s in range(stages))
-    block = tuple(Recomputation((), spread.recompute[s], saved[s], min(layer[s], saved[s])) for s in range(stages))
+    whole = tuple(way(("R",), spread.recompute[s], s, saved[s], saved[s]) for s in range(stages))
+    block = tuple(way((), spread.recompute[s], s, saved[s], min(layer[s], saved[s])) for s in range(stages))
     return [
         tuple(zip(*ladder, strict=True))
         for full in (whole, block)
@@ -152,12 +160,12 @@ def recomputed_for(
     limit, stride = instance.memory_limit + TIME_TOLERANCE, table.stride
     chosen_steps: dict[int, int] = {}
 
-    def size(node: int, held: bool) -> float:
-        """Memory that the recomputation of F `node` frees from F to its backward, or holds while that runs."""
+    def size(node: int, name: str = "freed") -> float:
+        """A size of the recomputation of F `node`, by its name in `Recomputation`."""
         if node not in chosen_steps:
             return 0.0
-        choice = choices[node // m][chosen_steps[node]]
-        return table.factors[node % m] * (choice.held if held else choice.freed)
+        size: float = getattr(choices[node // m][chosen_steps[node]], name)
+        return table.factors[node % m] * size
 
     for sequence in sequences:
         position = {node: at for at, node in enumerate(sequence)}
@@ -169,22 +177,24 @@ def recomputed_for(
                 alive.add(node)
             elif kind == 1:
                 alive.discard(forward)
-            after = table.change[node] + (size(forward, False) if kind == 1 else 0.0)
-            peak = level + max(0.0, after, size(forward, True) if kind == 1 else 0.0)
+            after = table.change[node] + (size(forward) if kind == 1 else 0.0)
+            peak = level + max(0.0, after, size(forward, "held") if kind == 1 else 0.0)
             while peak > limit:
                 steps = [(chosen_steps.get(f, -1) + 1, -position[stride + f], f) for f in alive]
                 step, _, f = min((s for s in steps if s[0] < len(choices[s[2] // m])), default=(0, 0, -1))
                 if f < 0:
                     return None
-                before = size(f, False)
+                before, running = size(f), size(f, "unsaved")
                 chosen_steps[f] = step
-                gain = size(f, False) - before
+                gain = size(f) - before
                 peak -= gain
                 if f != node:
                     level -= gain
-            level += table.change[node] - (size(node, False) if kind == 0 else 0.0)
+                else:
+                    peak += size(f, "unsaved") - running
+            level += table.change[node] - (size(node) if kind == 0 else 0.0)
             if kind == 1:
-                level += size(forward, False)
+                level += size(forward)
     return tuple(sorted((f, choices[f // m][step]) for f, step in chosen_steps.items()))
 
 

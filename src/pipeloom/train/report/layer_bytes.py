@@ -61,7 +61,9 @@ def layer_bytes(layout: Layout) -> tuple[LayerBytes, ...]:
                 share = max(layout.cuts.sizes)
                 tokens = round(share * x.shape[1])
                 piece, _ = measure(x[:, :tokens].detach().requires_grad_(x.requires_grad), at, last)
-                temporaries = {name: getattr(piece, name) / share for name in ("forward", "backward", "split")}
+                temporaries = {
+                    name: getattr(piece, name) / share for name in ("forward", "unsaved", "backward", "split")
+                }
                 kinds[size] = replace(kinds[size], **temporaries)
             x = output
         layers.append(replace(kinds[size], again=names == "none" or meta[at].name in names))

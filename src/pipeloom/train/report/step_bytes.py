@@ -54,8 +54,8 @@ class RankBytes:
 def predicted_costs(layout: Layout, layers: Sequence[LayerBytes], device: str = "") -> Costs:
     """Return costs with the bytes of each stage, for the largest micro-batch; the times are equal.
 
-    "messages" and "temporary" are those of the rank, at the first of its stages. Messages in memory that CPU ranks share are not
-    torch's.
+    "messages" and "temporary" are those of the rank, at the first of its stages, and "forward" is what exceeds this temporary.
+    Messages in memory that CPU ranks share are not torch's.
 
     Args:
         device: type of the stages' device; default: as configured.
@@ -65,18 +65,23 @@ def predicted_costs(layout: Layout, layers: Sequence[LayerBytes], device: str = 
     del amounts["temporary of I"], amounts["temporary of B"]
     largest_slice = max(layout.cuts.sizes) if layout.cuts is not None else 1.0
     messages, temporary = [0.0] * schedule.stages, [0.0] * schedule.stages
+    unsaved = list(amounts["forward"])
     for stages, sizes in zip(schedule.stages_of, layout_messages(layout, device), strict=True):
         messages[stages[0]] = sizes.most
         temporary[stages[0]] = max(
             amounts["temporary"][stage] * largest_slice + states[stage] * (1 - 1 / schedule.slices) for stage in stages
         )
+        for stage in stages:
+            unsaved[stage] = max(0.0, unsaved[stage] - temporary[stages[0]])
     per_element = element_bytes(layout.config).items()
     counts = stage_parameters(layout)
     standing = {name: tuple(size * count for count in counts) for name, size in per_element}
     largest = max(layout.microbatch_sizes)
     costs = Costs(
         microbatch=tuple(size / largest for size in layout.microbatch_sizes),
-        bytes=amounts | standing | {"messages": tuple(messages), "temporary": tuple(temporary)},
+        bytes=amounts
+        | standing
+        | {"messages": tuple(messages), "temporary": tuple(temporary), "forward": tuple(unsaved)},
     )
     return costs if layout.cuts is None else layout.cuts.costs(costs)
 
@@ -98,6 +103,7 @@ def predicted_timeline(layout: Layout, layers: Sequence[LayerBytes], device: str
     """Return the step with the bytes of whole layers, one of each kind given."""
     costs = predicted_costs(layout, layers, device)
     flat = {name: sizes for name, sizes in dict(costs.bytes).items() if name not in ("temporary", "messages")}
+    flat["forward"] = _amounts(layout, layers)[0]["forward"]
     timeline = simulate(layout.schedule, replace(costs, bytes=flat))
     return with_temporaries(layout, timeline, _stage_memories(layout, layers))
 
