@@ -147,8 +147,7 @@ def work(rank: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
     def costs_from(profile: DeviceProfile) -> dict[int, Costs]:
         measured = {chunks: measured_costs(layout, profile) for chunks, layout in layouts.items()}
         copies = math.inf if options.no_copies else measured[1].host_bandwidth
-        # Messages go through shared memory, and were measured through sockets.
-        return {chunks: replace(each, p2p=0.0, host_bandwidth=copies) for chunks, each in measured.items()}
+        return {chunks: replace(each, host_bandwidth=copies) for chunks, each in measured.items()}
 
     profile = profiled(layouts[1], here, 9)
     costs, profiles = costs_from(profile), [profile]
@@ -195,7 +194,8 @@ def work(rank: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
         weights = sum(parameter.nbytes for _, parameter in pipeline.named_parameters())
         allocated = step_bytes(pipeline, batch.tokens, batch.targets) + pipeline.stats.receive_bytes
         allocated += 3 * weights  # and AdamW's two moments
-        predicted = simulate(each.schedule, costs[each.chunks]).makespan
+        # Messages go through memory that the processes share, from which the receiver copies them before it computes.
+        predicted = simulate(each.schedule, costs[each.chunks], overlap_p2p=False).makespan
         fitted = predict([timelines[at][0], *timelines[at][::2], *timelines[at][1::2]])
         rows.append((replace(each, simulated=predicted), seconds[at], row.total, allocated, fitted))
         pipeline.close()

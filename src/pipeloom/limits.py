@@ -60,8 +60,6 @@ LINE_BYTES = 64 * 2**20
 TOKENIZER_BYTES = 256 * 2**20
 # Tables within tables, and lists within lists, of a configuration or a schedule.
 MOST_NESTED = 20
-# Values in a list, and words on a command line.
-MOST_VALUES = 100_000
 
 # Suffix of a size, in lower case -> bytes.
 BYTE_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}

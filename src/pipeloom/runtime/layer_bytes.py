@@ -280,10 +280,7 @@ def _values(layers: Sequence[LayerBytes], first: bool, blocks: bool, whole: bool
     )
     entering = 0.0 if first or not layers else layers[0].input
     state = sum(each.state for each in layers if whole or (blocks and each.again))
-    later = [before.output for before in layers[:-1]]
-    unsaved = [each.unsaved + held for each, held in zip(layers, (0.0, *later), strict=True)]
-    if unsaved:
-        unsaved[-1] -= layers[-1].output  # a message
+    inputs = (0.0, *(before.output for before in layers))
     most, most_split = max(rises, default=layer), max(split_rises, default=layer)
     # An I leaves what waits for W, and frees all else.
     late = sum(each.pending for each in layers)
@@ -293,7 +290,7 @@ def _values(layers: Sequence[LayerBytes], first: bool, blocks: bool, whole: bool
         SAVED: levels[-1] * (not blocks),
         PENDING: late,
         "layer": layer,
-        "forward": max(unsaved, default=0.0),
+        "forward": max((each.unsaved + held for each, held in zip(layers, inputs, strict=False)), default=0.0),
         "temporary": max(most - layer, most_split - behind),
         "temporary of I": most_split - layer,
         "temporary of B": most - layer,

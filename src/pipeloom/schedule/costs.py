@@ -203,18 +203,18 @@ class Costs:
             return self._spread(f"bytes[{KEPT!r}]", amounts[KEPT], stages)
         return tuple(map(mul, self.per_stage("kept", stages), self.per_stage("activation", stages)))
 
-    def share_while_running(self, value: str, stages: int) -> tuple[float, ...]:
-        """stage -> the size of "layer" or "forward" as a share of an activation; without such bytes 1 and 0."""
+    def while_running(self, value: str, stages: int) -> tuple[float, ...] | None:
+        """stage -> the size of "layer" or "forward", in the unit of `activation`; None without such bytes."""
         amounts = dict(self.bytes)
         if value not in amounts or SAVED not in amounts:
-            return (float(value == "layer"),) * stages
-        layer, saved, inputs = (
+            return None
+        held, saved, inputs = (
             self._spread(f"bytes[{name!r}]", amounts.get(name, 0.0), stages) for name in (value, SAVED, KEPT)
         )
-        return tuple(
-            min(1.0, one / (most + rest)) if most + rest else 1.0
-            for one, most, rest in zip(layer, saved, inputs, strict=True)
+        shares = (
+            min(1.0, one / ((most + rest) or one or 1.0)) for one, most, rest in zip(held, saved, inputs, strict=True)
         )
+        return tuple(map(mul, shares, self.per_stage("activation", stages)))
 
     def _spread(self, name: str, value: Any, stages: int) -> tuple[float, ...]:
         if not isinstance(value, tuple):

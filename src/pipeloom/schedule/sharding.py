@@ -36,7 +36,7 @@ def shard(schedule: Schedule, slots: int, for_torch: bool = False) -> Schedule:
     _require_slots(schedule, slots)
 
     def inserted(program: Sequence[Cell]) -> Iterator[tuple[int, int, Action]]:
-        spans = _early_spans(_requests(program, for_torch), slots)
+        spans = _early_spans(uses_of_parameters(program, for_torch), slots)
         ends = sorted(end for _, _, end in spans)
         last: dict[int, int] = {}
         issued = -1
@@ -111,19 +111,6 @@ def gathers(schedule: Schedule) -> tuple[int, ...]:
     return tuple(sum(action.kind == "UNSHARD" for cell in p for action in parts(cell)) for p in schedule.programs)
 
 
-def least_gathers(schedule: Schedule, slots: int, for_torch: bool = False) -> tuple[int, ...]:
-    """rank -> a number of gathers below which no order of UNSHARD and RESHARD with `slots` slots runs its program.
-
-    Each gap between two uses of a stage that a slot bridges saves one gather. The most that `slots` can bridge is a flow of least
-    cost through the program: a unit is a slot, which bridges gaps one after the other (Arkin and Silverberg, Scheduling jobs with
-    fixed start and end times, 1987). It shares no step with `shard`.
-
-    Raises UsageError as `shard` does.
-    """
-    _require_slots(schedule, slots)
-    return tuple(_least([stages for _, stages in _requests(p, for_torch)], slots) for p in schedule.programs)
-
-
 def _require_slots(schedule: Schedule, slots: int) -> None:
     least = 2 if schedule.has_pairs else 1
     if slots < least:
@@ -133,7 +120,7 @@ def _require_slots(schedule: Schedule, slots: int) -> None:
         raise UsageError(f"schedule {schedule.name} gathers parameters already: it has UNSHARD")
 
 
-def _requests(program: Sequence[Cell], for_torch: bool) -> list[tuple[int, StageSet]]:
+def uses_of_parameters(program: Sequence[Cell], for_torch: bool) -> list[tuple[int, StageSet]]:
     """Return (position, stages) of the entries that need parameters."""
     needed = []
     for at, cell in enumerate(program):
@@ -200,54 +187,3 @@ def _with_inserted(
             cells += [action for _, action in sorted(behind[at], key=lambda item: item[0])]
         programs.append(cells)
     return schedule.with_programs(programs)
-
-
-def _least(requests: Sequence[StageSet], slots: int) -> int:
-    """Return the number of uses less those that directly follow another, less the most gaps that slots can bridge."""
-    least, last = 0, dict[int, int]()
-    arcs: list[list[int]] = []  # tail, head, capacity, cost; an arc and its reverse are neighbours
-    out: list[list[int]] = [[] for _ in range(len(requests) + 1)]
-
-    def arc(tail: int, head: int, capacity: int, cost: int) -> None:
-        for row in ([tail, head, capacity, cost], [head, tail, 0, -cost]):
-            out[row[0]].append(len(arcs))
-            arcs.append(row)
-
-    for at, stages in enumerate(requests):
-        arc(at, at + 1, slots, 0)
-        if len(stages) > 1:
-            arc(at, at + 1, len(stages) - 1, -len(requests) * slots)  # held by the entry itself, whatever else is
-        for stage in stages:
-            before = last.get(stage)
-            if before is None or before + 1 < at:
-                least += 1
-            if before is not None and before + 1 < at:
-                arc(before + 1, at, 1, -1)
-            last[stage] = at
-    for _ in range(slots - 1):
-        least += _augmented(arcs, out, len(requests) * slots)
-    return least
-
-
-def _augmented(arcs: list[list[int]], out: list[list[int]], large: int) -> int:
-    """Send one unit more on the cheapest way from the first node to the last; return its cost without those of `large`."""
-    best, by, queue = [0] + [10**9] * (len(out) - 1), [-1] * len(out), [0]
-    queued = {0}
-    for node in queue:  # Bellman and Ford's, as a queue that grows
-        queued.discard(node)
-        for number in out[node]:
-            _, head, capacity, cost = arcs[number]
-            if capacity and best[node] + cost < best[head]:
-                best[head], by[head] = best[node] + cost, number
-                if head not in queued:
-                    queued.add(head)
-                    queue.append(head)
-    node, total = len(out) - 1, 0
-    while node:
-        number = by[node]
-        arcs[number][2] -= 1
-        arcs[number ^ 1][2] += 1
-        cost = arcs[number][3]
-        total += cost if abs(cost) < large else 0
-        node = arcs[number][0]
-    return total

@@ -259,12 +259,7 @@ class Timeline:
                 KEPT: [share * size for share, size in zip(inputs, activation, strict=True)],
                 PENDING: [share * size for share, size in zip(held, activation, strict=True)],
             },
-            *(
-                tuple(map(mul, costs.share_while_running(value, stages), activation))
-                if value in dict(costs.bytes)
-                else None
-                for value in ("layer", "forward")
-            ),
+            *(costs.while_running(value, stages) for value in ("layer", "forward")),
         )
 
     @cached_property
@@ -411,7 +406,7 @@ class Timeline:
                 yield (change[code],) if held is None else (held, change[code] - held)
                 continue
             forward, backward = divmod(code, limit)
-            allocated = passing.get(forward - 1, change[forward - 1]) + passing.get(backward, 0.0)
+            allocated = max(passing.get(forward - 1, 0.0), change[forward - 1] + passing.get(backward, 0.0))
             freed = change[forward - 1] + change[backward] - allocated
             key = (forward - 1) // m, backward // m % schedule.stages, splits[backward // stride]
             if key not in overlaps:

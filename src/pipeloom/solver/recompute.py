@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from operator import mul
+from functools import partial
 from random import Random
 
 from pipeloom.schedule.actions import SAVED
@@ -40,17 +40,12 @@ def choices_of(costs: Costs, stages: int) -> list[Choices]:
     activation, inputs = costs.per_stage("activation", stages), costs.per_stage("kept", stages)
     amounts = dict(costs.bytes)
     names = sorted(name for name in amounts if name.startswith(f"{SAVED}:"))
-    layer, unsaved = (
-        tuple(map(mul, costs.share_while_running(name, stages), activation)) for name in ("layer", "forward")
-    )
+    layer = costs.while_running("layer", stages) or activation
+    unsaved = costs.while_running("forward", stages) or (0.0,) * stages
     saved = [(1 - share) * size for share, size in zip(inputs, activation, strict=True)]
     shares = {name: costs.share_of(name, stages) for name in names}
     # Parts of more than all that is saved are in part inside each other, and free less together than their sum.
     joint = len(names) > 1 and max(map(sum, zip(*shares.values(), strict=True))) <= 1 + TIME_TOLERANCE
-
-    def way(letters: tuple[str, ...], time: float, stage: int, freed: float, held: float) -> Recomputation:
-        return Recomputation(letters, time, freed, held, min(freed, unsaved[stage]))
-
     parts: list[tuple[Recomputation, ...]] = []
     for group in [*([name] for name in names), *([names] if joint else [])]:
         letters = tuple(f"R:{name.partition(':')[2]}" for name in group)
@@ -58,11 +53,13 @@ def choices_of(costs: Costs, stages: int) -> list[Choices]:
         stage_sizes = [sum(shares[name][s] for name in group) * saved[s] for s in range(stages)]
         parts.append(
             tuple(
-                way(letters, sum(time[s] for time in times), s, stage_sizes[s], stage_sizes[s]) for s in range(stages)
+                Recomputation(letters, sum(time[s] for time in times), size, size, min(size, unsaved[s]))
+                for s, size in enumerate(stage_sizes)
             )
         )
-    whole = tuple(way(("R",), spread.recompute[s], s, saved[s], saved[s]) for s in range(stages))
-    block = tuple(way((), spread.recompute[s], s, saved[s], min(layer[s], saved[s])) for s in range(stages))
+    least = list(map(min, saved, unsaved))
+    whole = tuple(map(partial(Recomputation, ("R",)), spread.recompute, saved, saved, least))
+    block = tuple(map(partial(Recomputation, ()), spread.recompute, saved, map(min, layer, saved), least))
     return [
         tuple(zip(*ladder, strict=True))
         for full in (whole, block)

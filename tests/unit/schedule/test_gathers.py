@@ -8,11 +8,12 @@ from itertools import combinations, product
 import pytest
 
 import pipeloom as pl
+from least_gathers import least_gathers
 from pipeloom.errors import PipeloomError, UsageError
 from pipeloom.schedule import Costs, Schedule, check, simulate
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.families import FAMILIES, build
-from pipeloom.schedule.sharding import gathers, least_gathers, reduce_gradients, shard, shard_as_torch
+from pipeloom.schedule.sharding import gathers, reduce_gradients, shard, shard_as_torch
 from pipeloom.schedule.transforms import forward_only
 
 

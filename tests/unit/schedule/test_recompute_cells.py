@@ -130,6 +130,19 @@ def test_parts_by_hand() -> None:
     ]
 
 
+def test_a_forward_that_saves_nothing_holds_something_while_it_runs() -> None:
+    """50 in a whole stage, and of norms no more than the 30 that they do not save; also inside a pair."""
+    sizes = {"saved": 100, "kept": 4, "saved:norms": 30, "forward": 50}
+    costs = Costs(2, 3, 1, activation=20.8, kept=4 / 104, bytes=sizes)
+    timeline = simulate(one("0F0", "0F1", "0R1:norms", "0B1", "0R0", "0B0", microbatches=2), costs)
+    curve = ((0, 54), (2, 4), (2, 108), (4, 78), (4, 108), (8, 4), (8, 104), (12, 0))
+    assert timeline.bytes_curves["device"][0][:4] == curve[:4]
+    assert timeline.memory_curve[0][2] == (2, pytest.approx(108 / 5))
+    pair = one("0F0", "(0F1;0B0)OVERLAP_F_B", "0R1", "0B1", microbatches=2)
+    assert simulate(pair, costs).bytes_curves["device"][0][1] == (2, 104 + 54)
+    assert simulate(one("0F0", "0B0"), costs).peak_bytes["device"] == (104,)
+
+
 def test_a_pickled_schedule_names_its_kinds() -> None:
     """The numbers of kinds with parts are those of a process, in the order in which it has first read them."""
     schedule = one("0F0", "0R0:earlier", "0R0:later", "0B0")

@@ -19,7 +19,15 @@ from pipeloom.solver.instance import Instance
 from pipeloom.solver.recompute import choices_of, recomputed_for
 
 # Norms save half of 94, whole stages 94 beyond the 6 of their inputs; W needs 80; the largest layer saves 20.
-BYTES = {"saved": 94, "kept": 6, "saved:norms": 47, "saved:mlp": (20, 10, 20, 10), "pending": 80, "layer": 20}
+BYTES = {
+    "saved": 94,
+    "kept": 6,
+    "saved:norms": 47,
+    "saved:mlp": (20, 10, 20, 10),
+    "pending": 80,
+    "layer": 20,
+    "forward": 30,
+}
 COSTS = Costs((1, 2, 1, 2), 1.5, 1, recompute=(0.5, 2, 1, 1), parts={"norms": 0.25}, bytes=BYTES, p2p=0.125)
 
 
@@ -45,6 +53,14 @@ def test_tables_say_what_simulation_says(name: str, limit: float) -> None:
         assert timeline.peak_bytes["device"] == pytest.approx(timeline.peak_memory)
         values.add(evaluation.value)
     assert len(values) > 2
+
+
+def test_parts_inside_each_other_are_not_recomputed_together() -> None:
+    """Of 94 that are saved, `mlp` is 50, and 47 of these may be `norms`; two of the ways recompute all parts."""
+    overlapping = replace(COSTS, bytes=BYTES | {"saved:mlp": 50})
+    for costs, letters in ((COSTS, {1, 2}), (overlapping, {1})):
+        parted = [way.letters for choices in choices_of(costs, 4) for way in choices[0] if way.letters != ("R",)]
+        assert {len(each) for each in parted if each} == letters
 
 
 def test_the_backward_that_is_farthest_away_is_recomputed() -> None:

@@ -201,11 +201,6 @@ class Saver:
         self._raise_together()
         return self._path
 
-    @property
-    def writing(self) -> bool:
-        """Return whether a thread of this rank is writing."""
-        return self._thread is not None and self._thread.is_alive()
-
     def waiting_for_parts(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for waits for other ranks' files: reported to the watchdog, unless a thread of the saver waits."""
         if self._world == 1 or self._asynchronous:

@@ -66,11 +66,6 @@ class OperatorProfile:
             activities.append(ProfilerActivity.CUDA)
         return profile(activities=activities, acc_events=True)
 
-    @property
-    def recording(self) -> bool:
-        """Return whether operators are being recorded."""
-        return self._profiler is not None
-
     def before_step(self, step: int) -> None:
         """Start recording if `step` is in the window, which is collective."""
         if self._over or self._profiler is not None or not self._first <= step <= self._last:

@@ -37,7 +37,7 @@ class RankBytes:
     Attributes:
         standing: weights, gradients and the optimizer's state.
         messages: buffers of receives and sends, besides inputs that a stage keeps.
-        activations: what micro-batches hold at the peak.
+        activations: what micro-batches hold at the peak, a forward that saves nothing included while it runs.
         temporary: the largest temporary of a layer.
     """
 
