@@ -92,9 +92,8 @@ def measured_layer(
     live = LiveBytes(meta=any(value.is_meta for value in tensors_in(inputs)))
     with torch.no_grad(), live:
         module(*inputs, **keywords)
-    unsaved = float(
-        live.peak - live.now
-    )  # what a layer computes once, such as a table of positions, is no micro-batch's
+    # What a layer computes once, such as a table of positions, is no micro-batch's.
+    unsaved = float(live.peak - live.now)
     for parameter in module.parameters():
         if main is not None:
             main.attach(parameter, torch.zeros_like(parameter, dtype=torch.float32))

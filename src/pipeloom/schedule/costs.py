@@ -211,9 +211,7 @@ class Costs:
         held, saved, inputs = (
             self._spread(f"bytes[{name!r}]", amounts.get(name, 0.0), stages) for name in (value, SAVED, KEPT)
         )
-        shares = (
-            min(1.0, one / ((most + rest) or one or 1.0)) for one, most, rest in zip(held, saved, inputs, strict=True)
-        )
+        shares = (min(1.0, one / ((most + rest) or 1.0)) for one, most, rest in zip(held, saved, inputs, strict=True))
         return tuple(map(mul, shares, self.per_stage("activation", stages)))
 
     def _spread(self, name: str, value: Any, stages: int) -> tuple[float, ...]:

@@ -21,6 +21,7 @@ from pipeloom.plan.run import predicted as planned_run
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.stage import Stage
+from pipeloom.schedule import simulate
 from pipeloom.schedule.transforms import recompute
 from pipeloom.train.build import (
     PARAMETER_DTYPES,
@@ -31,7 +32,8 @@ from pipeloom.train.build import (
     ties,
     training_loss,
 )
-from pipeloom.train.report.step_bytes import predicted
+from pipeloom.train.report.layer_bytes import layer_bytes
+from pipeloom.train.report.step_bytes import predicted, predicted_costs
 from pipeloom.train.report.verify import make_batch
 from processes import run_ranks
 
@@ -250,6 +252,11 @@ def test_allocated_bytes() -> None:
         layout = layout_of(name)
         costs, rows = predicted(layout)
         planned = planned_run(layout)
+        if name.endswith("of the last"):  # a search counts all gradients, and all buffers of messages besides
+            counts = predicted_costs(layout, layer_bytes(layout))
+            sizes, peaks = counts.bytes_in("device", 2), simulate(layout.schedule, counts).peak_bytes["device"]
+            more = zip(peaks, sizes["grads"], sizes["messages"], strict=True)
+            assert [peak - sum(less) for peak, *less in more] == pytest.approx([r.total - r.messages for r in rows])
         for rank, row in enumerate(rows):
             grads = costs.bytes_in("device", layout.schedule.stages)["grads"]
             kept_sums = layout.config.train.dtype == "bfloat16"  # fp32 sums stay from step to step

@@ -16,11 +16,18 @@ LAYERS = Costs(HEAD, HEAD, HEAD, activation=(1, 1, 1, 1, 0.5))
 def test_stages_have_the_sums_of_their_layers() -> None:
     layers = Costs((1, 2, 3), 1, 1, activation=(2, 4, 4), held=(0.5, 1, 0), kept=0.25, recompute=(1, 1, 2))
     costs = cut_costs(
-        Costs(**{**vars(layers), "bytes": {"saved": (1, 2, 4), "layer": (1, 2, 3)}, "parts": {"norms": 0.5}}), (2, 1)
+        Costs(
+            **{
+                **vars(layers),
+                "bytes": {"saved": (1, 2, 4), "layer": (1, 2, 3), "forward": (5, 4, 6)},
+                "parts": {"norms": 0.5},
+            }
+        ),
+        (2, 1),
     )
     assert (costs.forward, costs.input_grad, costs.recompute) == ((3, 3), (2, 1), (2, 2))
     assert (costs.activation, costs.held, costs.kept) == ((6, 4), (5 / 6, 0), (0.25, 0.25))
-    assert dict(costs.bytes) == {"layer": (2, 3), "saved": (3, 4)}
+    assert dict(costs.bytes) == {"forward": (5, 6), "layer": (2, 3), "saved": (3, 4)}
     assert dict(costs.parts) == {"norms": (1, 0.5)}
 
 

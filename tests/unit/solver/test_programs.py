@@ -15,7 +15,7 @@ from pipeloom.solver.instance import Instance
 from pipeloom.solver.programs import STUCK, ProgramTable, search_programs
 
 # One micro-batch is larger; parts, blocks and whole stages can be recomputed.
-BYTES = {"saved": 90, "kept": 10, "saved:norms": 60, "pending": 70, "layer": 30, "forward": 40}
+BYTES = {"saved": 90, "kept": 10, "saved:norms": 60, "pending": 70, "layer": 30, "forward": 80}
 COSTS = Costs(1, 1.5, 0.5, 0.25, kept=0.1, held=0.7, recompute=1, parts={"norms": 0.25}, bytes=BYTES, host_bandwidth=80)
 
 

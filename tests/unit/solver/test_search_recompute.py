@@ -15,7 +15,7 @@ from pipeloom.schedule.transforms import recompute
 from pipeloom.solver.construct import sequences_of
 from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.in_bytes import search_in_bytes
-from pipeloom.solver.instance import Instance
+from pipeloom.solver.instance import Instance, Recomputation
 from pipeloom.solver.recompute import choices_of, recomputed_for
 
 # Norms save half of 94, whole stages 94 beyond the 6 of their inputs; W needs 80; the largest layer saves 20.
@@ -26,7 +26,7 @@ BYTES = {
     "saved:mlp": (20, 10, 20, 10),
     "pending": 80,
     "layer": 20,
-    "forward": 30,
+    "forward": (30, 120, 30, 30),
 }
 COSTS = Costs((1, 2, 1, 2), 1.5, 1, recompute=(0.5, 2, 1, 1), parts={"norms": 0.25}, bytes=BYTES, p2p=0.125)
 
@@ -74,6 +74,14 @@ def test_the_backward_that_is_farthest_away_is_recomputed() -> None:
     assert recomputed_for(replace(instance, memory_limit=0.5), sequences, whole) is None
 
 
+def test_a_part_that_is_not_enough_gives_way_to_the_whole_stage() -> None:
+    """A forward takes 1 while it runs without the part, and 0.2 while it saves nothing."""
+    instance = Instance((0,), 1, Costs(held=0, recompute=1), 0.4)
+    part, block = Recomputation(("R:norms",), 0.1, 0.3, 0.3, 0.3), Recomputation((), 1, 0.9, 0.2, 0.1)
+    sequences = sequences_of(instance, build("gpipe", 1, 1))
+    assert recomputed_for(instance, sequences, ((part, block),)) == ((0, block),)
+
+
 @pytest.mark.parametrize(
     ("ranks", "microbatches", "costs", "exact"),
     [  # the least over all sets of micro-batches, each solved by constraint programming: `benchmarks/recompute.py --exact`
@@ -96,6 +104,7 @@ def test_small_cases_are_as_short_as_exact_ones(ranks: int, microbatches: int, c
 def test_never_longer_than_named_schedules_that_fit() -> None:
     """At half of the memory of 1F1B, with the layer's bytes, where none fits without recomputation."""
     costs, (memory, *_) = activation_limit(COSTS, 200.0, range(4))
+    assert memory == 200  # nothing stands for the whole step
     result = pl.search(4, 4, costs, memory=memory, iterations=20)
     names = ("1f1b", "zb-h1", "gpipe")
     parts = [recompute(recompute(build(name, 4, 4), part="mlp"), part="norms") for name in names]

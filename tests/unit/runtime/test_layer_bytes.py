@@ -1,0 +1,33 @@
+"""Bytes of layers and of stages, for forwards that save nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.runtime.layer_bytes import LayerBytes, measured_layer, stage_bytes
+from pipeloom.schedule import Schedule
+
+ROWS, WIDTH = 8, 16
+
+
+class Doubles(nn.Module):
+    """Makes a table in its first forward, and computes from three tensors of the size of its input."""
+
+    table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table = torch.ones(1000) if self.table is None else self.table
+        sine, cosine = x.sin(), x.cos()
+        return sine * cosine
+
+
+def test_a_layer_holds_what_it_computes_from() -> None:
+    measured, _ = measured_layer(Doubles(), (torch.ones(ROWS, WIDTH, requires_grad=True),), {}, split=True)
+    assert measured.unsaved == 3 * 4 * ROWS * WIDTH
+
+
+def test_a_stage_holds_the_input_of_a_layer_beside() -> None:
+    schedule = Schedule.of([["0F0", "0R0", "0B0"]], placement=[0], microbatches=1)
+    layers = LayerBytes(saved=1, unsaved=9, output=4), LayerBytes(saved=1, unsaved=7, output=1, input=4)
+    assert stage_bytes(schedule, [layers])["forward"] == (11,)
