@@ -16,6 +16,7 @@ from pipeloom.train.workers import network as private_network
 from pipeloom.train.workers.launch import Patience, launch
 
 NOBODY = 65534
+PORT = 4321  # below those that the kernel gives out, of which another test may have the same outside
 
 
 def refusal() -> str:
@@ -101,34 +102,34 @@ def test_an_ordinary_users_workers_have_one_too_with_their_user_and_no_capabilit
 @takes_a_network
 def test_processes_in_the_network_reach_each_other_and_nobody_reaches_them() -> None:
     with private_network.private_network() as network, socket.create_server(("127.0.0.1", 0)) as outside:
-        ports, theirs = os.pipe()
+        listening, theirs = os.pipe()
         done, over = os.pipe()
         serving = os.fork()
         if not serving:
             network.enter()
-            with socket.create_server(("127.0.0.1", 0)) as server:
-                os.write(theirs, str(server.getsockname()[1]).encode())
+            with socket.create_server(("127.0.0.1", PORT)) as server:
+                os.write(theirs, b".")
                 server.settimeout(60.0)
                 connection, _ = server.accept()
                 connection.sendall(b"welcome")
                 os.read(done, 1)
             os._exit(0)
-        port = int(os.read(ports, 16))
+        os.read(listening, 1)
 
         def connect() -> None:
             network.enter()
             assert [name for _, name in socket.if_nameindex()] == ["lo"]
             with pytest.raises(OSError):
                 socket.create_connection(outside.getsockname(), timeout=5.0)
-            with socket.create_connection(("127.0.0.1", port), timeout=60.0) as connection:
+            with socket.create_connection(("127.0.0.1", PORT), timeout=60.0) as connection:
                 assert connection.recv(16) == b"welcome"
 
         with pytest.raises(OSError):
-            socket.create_connection(("127.0.0.1", port), timeout=5.0)
+            socket.create_connection(("127.0.0.1", PORT), timeout=5.0)
         in_a_child(connect)
         os.write(over, b".")
         os.waitpid(serving, 0)
-        for descriptor in (ports, theirs, done, over):
+        for descriptor in (listening, theirs, done, over):
             os.close(descriptor)
 
 
