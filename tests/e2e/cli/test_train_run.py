@@ -72,7 +72,7 @@ def test_ctrl_c_exits_130_quietly(tmp_path: Path, corpus: Path) -> None:
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("matrix", "layouts"),
-    [("verify_quick.toml", 26), pytest.param("verify_families.toml", 132, marks=pytest.mark.full)],
+    [("verify_quick.toml", 26), pytest.param("verify_families.toml", 138, marks=pytest.mark.full)],
 )
 def test_verify_matrix_passes(matrix: str, layouts: int) -> None:
     done = pipeloom("verify", "--matrix", str(DATA / matrix))
