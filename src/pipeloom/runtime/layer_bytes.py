@@ -100,9 +100,8 @@ def measured_layer(
         else:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     whole, result = _pass(module, inputs, keywords, loss, context)
-    whole = replace(whole, unsaved=unsaved)
     if not split:
-        return whole, result
+        return replace(whole, unsaved=unsaved), result
     context.queue = WeightGradQueue()
     parted, result = _pass(module, inputs, keywords, loss, context)
     return replace(parted, unsaved=unsaved, backward=whole.backward, split=parted.backward), result

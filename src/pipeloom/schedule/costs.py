@@ -204,7 +204,7 @@ class Costs:
         return tuple(map(mul, self.per_stage("kept", stages), self.per_stage("activation", stages)))
 
     def while_running(self, value: str, stages: int) -> tuple[float, ...] | None:
-        """stage -> the size of "layer" or "forward", in the unit of `activation`; None without such bytes."""
+        """stage -> the size of one of `WHILE_RUNNING`, in the unit of `activation`; None without such bytes."""
         amounts = dict(self.bytes)
         if value not in amounts or SAVED not in amounts:
             return None
@@ -574,8 +574,11 @@ def _numbers(value: Any) -> Iterator[float]:
             yield from _numbers(item)
 
 
+WHILE_RUNNING = "layer", "forward"
+"""Names of bytes that an action holds only while it runs: a block (R;B), and a forward that saves nothing."""
+
 # Names of bytes that come and go with micro-batches, and of what actions hold while they run.
-_MOVING = (SAVED, KEPT, PENDING, "layer", "forward")
+_MOVING = (SAVED, KEPT, PENDING, *WHILE_RUNNING)
 
 
 def activation_limit(costs: Costs, memory: float, placement: Sequence[int]) -> tuple[Costs, tuple[float, ...]]:

@@ -30,7 +30,7 @@ from pipeloom.schedule.actions import (
     kind_of,
     whole_of,
 )
-from pipeloom.schedule.costs import DEVICE, HOST_MEMORY, Costs, PairTimes, copied_shares
+from pipeloom.schedule.costs import DEVICE, HOST_MEMORY, WHILE_RUNNING, Costs, PairTimes, copied_shares
 from pipeloom.schedule.graph import EntryWait, Graph, entry_waits
 from pipeloom.schedule.model import Schedule, parts
 
@@ -259,7 +259,7 @@ class Timeline:
                 KEPT: [share * size for share, size in zip(inputs, activation, strict=True)],
                 PENDING: [share * size for share, size in zip(held, activation, strict=True)],
             },
-            *(costs.while_running(value, stages) for value in ("layer", "forward")),
+            *(costs.while_running(value, stages) for value in WHILE_RUNNING),
         )
 
     @cached_property
@@ -316,9 +316,9 @@ class Timeline:
         curves = {}
         for pool in sorted({DEVICE, *copied, *dict(costs.pools).values()}) if costs.bytes else ():
             sizes = costs.bytes_in(pool, schedule.stages) | copied.get(pool, {})
-            layer, forward = sizes.pop("layer", None), sizes.pop("forward", None)
+            brief = [sizes.pop(name, None) for name in WHILE_RUNNING]
             values = {name: sizes.pop(name) for name in list(sizes) if whole_of(name) in moving}
-            changes = _changes(schedule, costs, values, layer, forward)
+            changes = _changes(schedule, costs, values, *brief)
             held = {name: sizes[name] for name in STAGE_VALUES.intersection(sizes)}
             passing = [self._stage_moments(rank, held) for rank in range(schedule.ranks)]
             standing = [sum(size[s] for size in sizes.values() for s in stages) for stages in schedule.stages_of]

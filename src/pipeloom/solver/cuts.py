@@ -11,7 +11,7 @@ from typing import Any
 from pipeloom.errors import ArgumentError, CapacityError
 from pipeloom.limits import require_at_most
 from pipeloom.schedule import Costs
-from pipeloom.schedule.costs import TIME_TOLERANCE
+from pipeloom.schedule.costs import TIME_TOLERANCE, WHILE_RUNNING
 from pipeloom.solver.instance import Instance
 from pipeloom.solver.recompute import bound_with_recomputation
 from pipeloom.solver.search import SearchResult, placements_of, search
@@ -136,8 +136,7 @@ def cut_costs(costs: Costs, cut: Sequence[int]) -> Costs:
         shares = (part / whole if whole else 1.0 for part, whole in totals)
         values[name] = tuple(min(1.0, share) if name == "kept" else share for share in shares)  # sums are rounded
     values["bytes"] = {
-        name: merged(name, value, max if name in ("layer", "forward") else sum)
-        for name, value in dict(costs.bytes).items()
+        name: merged(name, value, max if name in WHILE_RUNNING else sum) for name, value in dict(costs.bytes).items()
     }
     values["parts"] = {name: merged(name, value) for name, value in dict(costs.parts).items()}
     return replace(costs, **values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -62,7 +62,6 @@ def predicted_costs(layout: Layout, layers: Sequence[LayerBytes], device: str = 
     """
     schedule = layout.schedule
     amounts, states = _amounts(layout, layers)
-    del amounts["temporary of I"], amounts["temporary of B"]
     largest_slice = max(layout.cuts.sizes) if layout.cuts is not None else 1.0
     messages, temporary = [0.0] * schedule.stages, [0.0] * schedule.stages
     unsaved = list(amounts["forward"])
@@ -73,16 +72,17 @@ def predicted_costs(layout: Layout, layers: Sequence[LayerBytes], device: str = 
         )
         for stage in stages:
             unsaved[stage] = max(0.0, unsaved[stage] - temporary[stages[0]])
-    per_element = element_bytes(layout.config).items()
-    counts = stage_parameters(layout)
-    standing = {name: tuple(size * count for count in counts) for name, size in per_element}
-    largest = max(layout.microbatch_sizes)
-    costs = Costs(
-        microbatch=tuple(size / largest for size in layout.microbatch_sizes),
-        bytes=amounts
-        | standing
-        | {"messages": tuple(messages), "temporary": tuple(temporary), "forward": tuple(unsaved)},
-    )
+    costs = _lasting_costs(layout, amounts)
+    of_ranks = {"messages": tuple(messages), "temporary": tuple(temporary), "forward": tuple(unsaved)}
+    return replace(costs, bytes=dict(costs.bytes) | of_ranks)
+
+
+def _lasting_costs(layout: Layout, amounts: Mapping[str, tuple[float, ...]]) -> Costs:
+    """Return costs with the bytes of each stage, without messages and temporaries of backwards."""
+    counts, largest = stage_parameters(layout), max(layout.microbatch_sizes)
+    moving = {name: sizes for name, sizes in amounts.items() if not name.startswith("temporary")}
+    standing = {name: tuple(size * count for count in counts) for name, size in element_bytes(layout.config).items()}
+    costs = Costs(microbatch=tuple(size / largest for size in layout.microbatch_sizes), bytes=moving | standing)
     return costs if layout.cuts is None else layout.cuts.costs(costs)
 
 
@@ -99,16 +99,14 @@ def predicted_ranks(layout: Layout, timeline: Timeline) -> list[RankBytes]:
     return rows
 
 
-def predicted_timeline(layout: Layout, layers: Sequence[LayerBytes], device: str = "") -> Timeline:
+def predicted_timeline(layout: Layout, layers: Sequence[LayerBytes]) -> Timeline:
     """Return the step with the bytes of whole layers, one of each kind given."""
-    costs = predicted_costs(layout, layers, device)
-    flat = {name: sizes for name, sizes in dict(costs.bytes).items() if name not in ("temporary", "messages")}
-    flat["forward"] = _amounts(layout, layers)[0]["forward"]
-    timeline = simulate(layout.schedule, replace(costs, bytes=flat))
-    return with_temporaries(layout, timeline, _stage_memories(layout, layers))
+    amounts, states = _amounts(layout, layers)
+    timeline = simulate(layout.schedule, _lasting_costs(layout, amounts))
+    return with_temporaries(layout, timeline, _stage_memories(amounts, states))
 
 
-def predicted(layout: Layout, device: str = "") -> tuple[Costs, list[RankBytes]]:
+def predicted(layout: Layout) -> tuple[Costs, list[RankBytes]]:
     """Return the costs and the bytes of each pipeline rank: of whole layers, from one layer of each kind; of layers that ranks
     divide, and of gathered ones, as a dry run.
 
@@ -120,7 +118,7 @@ def predicted(layout: Layout, device: str = "") -> tuple[Costs, list[RankBytes]]
         return run.timeline.costs, [
             RankBytes(row.standing - row.buffers, row.buffers, row.activations, row.temporaries) for row in run.ranks
         ]
-    timeline = predicted_timeline(layout, layer_bytes(layout), device)
+    timeline = predicted_timeline(layout, layer_bytes(layout))
     return timeline.costs, predicted_ranks(layout, timeline)
 
 
@@ -131,8 +129,7 @@ def _amounts(layout: Layout, layers: Sequence[LayerBytes]) -> tuple[dict[str, tu
     return stage_bytes(layout.schedule, groups), states
 
 
-def _stage_memories(layout: Layout, layers: Sequence[LayerBytes]) -> list[StageMemory]:
-    amounts, states = _amounts(layout, layers)
+def _stage_memories(amounts: Mapping[str, tuple[float, ...]], states: Sequence[float]) -> list[StageMemory]:
     whole, split = amounts["temporary of B"], amounts["temporary of I"]
     return [
         StageMemory(amounts[SAVED][at], amounts[PENDING][at], whole[at], extra_input=split[at], summed=state)
@@ -199,7 +196,7 @@ class BytesCheck:
         mesh, ranks = self._layout.mesh, []
         try:
             with torch.random.fork_rng([]):
-                ranks = predicted(self._layout, self._pipeline.device.type)[1]
+                ranks = predicted(self._layout)[1]
         except Exception as error:  # such as a user's class that needs more than shapes: it must not end a run
             self._report.say(f"bytes at the peak: not predicted: {error}")
         expected = [ranks[mesh.place(at).pp].total for at in range(mesh.world)] if ranks else []
