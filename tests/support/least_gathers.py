@@ -1,4 +1,4 @@
-"""The fewest gathers of parameters by a flow of least cost, a method that shares no step with `shard`."""
+"""The fewest gathers of parameters by a flow of least cost, where `shard` keeps the stage that is used soonest."""
 
 from __future__ import annotations
 
