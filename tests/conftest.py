@@ -23,30 +23,7 @@ BUDGETS = {
     "unit": 0.3,
     "dist": 5.0,
     "e2e": 30.0,
-}  # CPU seconds of one call, its processes included; three times as much fails
-
-# Calls of the unit tier that may take longer or start a process, each with its reason.
-EXCEPTIONS = {
-    "unit/test_floors.py": "imports the whole library in a new process; parses every module",
-    "unit/test_import_cycles.py": "parses every module",
-    "unit/test_names.py": "parses every module",
-    "unit/test_private_names.py": "parses every module",
-    "unit/test_code_lines.py": "parses every module",
-    "unit/test_limits.py": "builds what is just below a limit; one new process",
-    "unit/test_mutants.py::test_the_runner_tells_a_found_mutant_from_one_that_survives": "runs two mutants",
-    "unit/config/test_config_load.py": "imports the configuration in a new process",
-    "unit/solver/": "searches and proofs that take seconds",
-    "unit/fuzz/test_random_costs.py": "hundreds of random schedules",
-    "unit/schedule/families/test_golden.py": "up to 40 sizes of a family in one call",
-    "unit/schedule/families/test_steady.py": "sizes of 40,000 actions",
-    "unit/models/test_auto_layers.py": "imports transformers",
-    "unit/cli/test_pairs_cli.py": "searches and compares all families with pairs",
-    "unit/runtime/test_stats.py::test_tests_and_benchmarks": "parses every test",
-    "unit/runtime/test_send_buffers.py::test_a_sent_tensor_lives": "collects garbage",
-    "unit/train/test_garbage.py": "collects garbage",
-    "unit/schedule/test_docs.py": "prints the tables of a page",
-    "e2e/test_pages.py::test_the_blocks_of_a_page_run_in_order": "all commands of a page",
-}
+}  # CPU seconds of one call, its processes included; what takes more is counted at the end, and fails nothing
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault(
@@ -102,24 +79,14 @@ def _cpu_seconds() -> float:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Measure a call, and fail one that takes three times its tier's budget; those of `make full` have none."""
+    """Measure a call."""
     before = _cpu_seconds()
     yield
-    seconds = _cpu_seconds() - before
-    item.user_properties.append(("cpu", seconds))
-    budget = None if item.get_closest_marker("full") else BUDGETS.get(tier_of(item.path))
-    if budget and seconds > 3 * budget and not excepted(item.nodeid):
-        pytest.fail(
-            f"{seconds:.1f} s of CPU time; a test of this tier has {budget:g} s (see EXCEPTIONS in tests/conftest.py)"
-        )
-
-
-def excepted(name: str) -> bool:
-    return any(name.startswith(f"tests/{start}") for start in EXCEPTIONS)
+    item.user_properties.append(("cpu", _cpu_seconds() - before))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the CPU time of each tier, its ten slowest calls, and the calls of `unit` above their budget."""
+    """Print the CPU time of each tier, its ten slowest calls, and how many are above its budget."""
     calls: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
     for reports in terminalreporter.stats.values():
         for report in reports:
