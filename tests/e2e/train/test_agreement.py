@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,13 +90,11 @@ def test_a_long_text_is_sampled_at_fixed_offsets() -> None:
     size = 66 * 2**20
     data = bytearray(size)
     plain = fingerprint(bytes(data))
-    seconds = time.perf_counter()
-    fingerprint(bytes(data))
-    assert time.perf_counter() - seconds < 5
     for at in (0, size - 1, 2**20 - 1):
         data[at] ^= 1
         assert fingerprint(bytes(data)) != plain
         data[at] ^= 1
+    data[2**20] ^= 1  # between two samples, of which 66 MiB leave 32 KiB
     assert fingerprint(bytes(data)) == plain
     assert fingerprint(bytes(data[:-1])) != plain
 

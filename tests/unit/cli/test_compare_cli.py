@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -46,9 +45,7 @@ def test_other_names_of_the_families_are_taken(pipeloom: Run) -> None:
 
 
 def test_all_is_every_family_in_a_readable_table(pipeloom: Run) -> None:
-    start = time.perf_counter()
     ended = pipeloom("compare all --ranks 4 --microbatches 8")
-    assert time.perf_counter() - start < 5
     assert ended.code == 0
     for name in FAMILIES:
         assert re.search(rf"\n({name}[ \n]|  {name}: )", ended.out)
