@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeloom.config.hub import download, source_context_problem
 from pipeloom.config.problems import sentence, shown
 from pipeloom.config.sections import COMPUTED, PARTS_OF_BLOCKS, Config
-from pipeloom.decoder_shape import RANDOM_ROUTERS, ROUTERS, shape_problems
+from pipeloom.decoder_shape import ROUTERS, sequence_block_problems, shape_problems, whole_sequence_problems
 from pipeloom.errors import divisors, nearest
 from pipeloom.limits import expanded
 
@@ -208,16 +208,16 @@ def _context_parallel_fits(config: Config) -> Iterator[Problem]:
         yield "train.seq_len", f"parallel.cp {parallel.cp} needs a multiple of {unit}; nearest: {near}"
     if model.source and (problem := source_context_problem(model.source)):
         yield "parallel.cp", problem
-    if parallel.ep_blocks > 1:
-        yield "parallel.ep_blocks", f"parallel.cp {parallel.cp} spreads sequences over ranks; use parallel.ep_chunks"
+    yield from _problems_of_cut_sequences(config)
+
+
+def _problems_of_cut_sequences(config: Config) -> Iterator[str]:
+    """Yield the library's own conditions on experts for tokens that slices or context parallelism cut."""
+    parallel, model = config.parallel, config.model
     if model.num_experts and not model.source:
-        if model.router in RANDOM_ROUTERS:
-            yield (
-                "model.router",
-                f"its random numbers are of whole sequences; parallel.cp {parallel.cp} needs softmax or sigmoid",
-            )
-        if model.capacity_factor:
-            yield "model.capacity_factor", f"a capacity counts whole sequences; parallel.cp {parallel.cp} needs 0"
+        yield from map(sentence, whole_sequence_problems(model.router, model.capacity_factor))
+    if parallel.ep_blocks > 1:
+        yield from map(sentence, sequence_block_problems(parallel.ep_blocks, 0, 1, cut=True))
 
 
 @_reads("parallel.ep", "parallel.dp", "parallel.cp")
@@ -266,21 +266,10 @@ def _experts_spread(config: Config) -> Iterator[Problem]:
     if parallel.ep_chunks > 1 and parallel.ep_blocks > 1:
         yield "parallel.ep_chunks", f"use either this or parallel.ep_blocks {parallel.ep_blocks}, not both"
     if parallel.ep_blocks > 1:
-        yield from _block_problems(config)
-
-
-def _block_problems(config: Config) -> Iterator[Problem]:
-    key, length, tp = "parallel.ep_blocks", config.train.seq_len, config.parallel.tp
-    if config.parallel.ep_blocks > length:
-        yield key, f"a sequence has train.seq_len {length} tokens; nearest: {length}"
-    if config.model.capacity_factor:
-        yield (
-            key,
-            "which tokens exceed a capacity is known only when all are routed; set model.capacity_factor to 0, or use "
-            "parallel.ep_chunks",
-        )
-    if tp > 1:
-        yield key, f"it needs parallel.tp = 1, not {tp}; or use parallel.ep_chunks"
+        if parallel.ep_blocks > (length := config.train.seq_len):
+            yield "parallel.ep_blocks", f"a sequence has train.seq_len {length} tokens; nearest: {length}"
+        problems = sequence_block_problems(parallel.ep_blocks, config.model.capacity_factor, parallel.tp, cut=False)
+        yield from map(sentence, problems)
 
 
 @_reads("train.recompute", "model.num_hidden_layers")
@@ -466,16 +455,8 @@ def _profiled_step_runs(config: Config) -> Iterator[Problem]:
 
 def slice_problems(config: Config) -> Iterator[str]:
     """Yield a sentence for each setting that is about whole sequences, for a schedule that cuts them into slices."""
-    parallel, model = config.parallel, config.model
-    if parallel.ep_blocks > 1:
-        yield f"parallel.ep_blocks = {parallel.ep_blocks}: sequences are cut into slices; use parallel.ep_chunks"
     if config.train.compile != "none":
         yield f'train.compile = "{config.train.compile}": compiled blocks keep no state of a slice; nearest: "none"'
-    if model.source:
-        if problem := source_context_problem(model.source):
-            yield f"schedule.slices: {problem}"
-    elif model.num_experts:
-        if model.router in RANDOM_ROUTERS:
-            yield f'model.router = "{model.router}": its random numbers are of whole sequences; slices need softmax or sigmoid'
-        if model.capacity_factor:
-            yield f"model.capacity_factor = {model.capacity_factor:g}: a capacity counts whole sequences; slices need 0"
+    if config.model.source and (problem := source_context_problem(config.model.source)):
+        yield f"schedule.slices: {problem}"
+    yield from _problems_of_cut_sequences(config)

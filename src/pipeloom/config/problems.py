@@ -149,11 +149,12 @@ _MODEL = (
     "num_key_value_heads",
     "head_dim",
     "router",
+    "capacity_factor",
     "moe_layer_freq",
 )
 KEYS = {
     **{name: f"model.{name}" for name in (*_MODEL, "intermediate_size", "vocab_size")},
-    **{axis: f"parallel.{axis}" for axis in ("pp", "dp", "tp", "ep", "ep_nodes", "order")},
+    **{axis: f"parallel.{axis}" for axis in ("pp", "dp", "tp", "ep", "ep_nodes", "ep_blocks", "order")},
     "choices": "model.num_experts_per_tok",
     "nodes": "parallel.ep_nodes",
 }

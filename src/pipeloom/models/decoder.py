@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -12,11 +11,11 @@ from torch import Tensor, nn
 
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.ops.block_attention import document_begins
-from pipeloom.ops.layer import MicrobatchContext
+from pipeloom.ops.layer import MicrobatchContext, SharesTokens
 from pipeloom.ops.parts import in_part
 from pipeloom.ops.random_state import Dropout, TokenPart
 from pipeloom.ops.slices import SliceState
-from pipeloom.parallel.context import ContextParallel, attend_in_blocks
+from pipeloom.parallel.context import attend_in_blocks
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.parallel.tensor import TensorParallel, column_linear, gather_tokens, own_tokens, project, row_linear
 from pipeloom.parallel.vocabulary import VocabularyHead
@@ -153,7 +152,7 @@ class KeyValueCache:
         return parts
 
 
-class Attention(nn.Module):
+class Attention(SharesTokens, nn.Module):
     """Causal self-attention; each key and value head serves a group of query heads (arXiv 2305.13245).
 
     Under tensor parallelism each rank computes a part of the heads, under context parallelism a part of the tokens.
@@ -162,12 +161,9 @@ class Attention(nn.Module):
         cache: keys and values of earlier tokens, while text is generated; None: a row is computed whole.
     """
 
-    def __init__(
-        self, shape: DecoderShape, tensor: TensorParallel | None = None, context: ContextParallel | None = None
-    ) -> None:
+    def __init__(self, shape: DecoderShape, tensor: TensorParallel | None = None) -> None:
         super().__init__()
         self.cache: KeyValueCache | None = None
-        self.context = context
         hidden, width = shape.hidden_size, shape.head_width
         heads, key_value_heads = shape.num_attention_heads, shape.num_key_value_heads
         if tensor is not None:
@@ -224,9 +220,9 @@ class Attention(nn.Module):
             like = self.head_width, self.theta, query.dtype, query.device
             table = rotary_table(end, *like) if slice_state is None else _slice_table(start, end, *like)
             if context is not None:
-                table = context.part(table[0], 0), context.part(table[1], 0)
+                table = context.own_tokens(table[0], 0), context.own_tokens(table[1], 0)
         else:
-            positions = position_ids if context is None else context.part(position_ids)
+            positions = position_ids if context is None else context.own_tokens(position_ids)
             table = rotary_rows(positions.unsqueeze(1), self.head_width, self.theta, query.dtype)
         return rotate(query, table), rotate(key, table), self._split(values, self.key_value_heads)
 
@@ -268,7 +264,6 @@ class Block(nn.Module):
 
     Args:
         mlp: its feed-forward part; None: `FeedForward`.
-        context: the ranks that share the tokens of sequences; x then holds this rank's.
     """
 
     mlp: nn.Module
@@ -278,15 +273,12 @@ class Block(nn.Module):
         shape: DecoderShape,
         tensor: TensorParallel | None = None,
         mlp: nn.Module | None = None,
-        context: ContextParallel | None = None,
     ) -> None:
         super().__init__()
         sequence = tensor is not None and tensor.sequence
         part = TokenPart(tensor.index, tensor.size) if tensor is not None and sequence else TokenPart()
-        if context is not None:
-            part = replace(part, piece=context.axis.index, pieces=context.axis.size)
         self.input_layernorm = RMSNorm(shape.hidden_size, sequence, shape.rms_norm_eps)
-        self.self_attn = Attention(shape, tensor, context)
+        self.self_attn = Attention(shape, tensor)
         self.attention_dropout = Dropout(shape.dropout, part)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, sequence, shape.rms_norm_eps)
         self.mlp = FeedForward(shape, tensor) if mlp is None else mlp

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from pipeloom.decoder_shape import RANDOM_ROUTERS, DecoderShape
+from pipeloom.decoder_shape import RANDOM_ROUTERS, DecoderShape, whole_sequence_problems
 from pipeloom.errors import UsageError
 from pipeloom.ops.deferred import DeferringLayer, apply_linear
-from pipeloom.ops.layer import MicrobatchContext, attach_later_loss, attach_loss
+from pipeloom.ops.layer import MicrobatchContext, SharesTokens, attach_later_loss, attach_loss
 from pipeloom.ops.random_state import RandomSource
 from pipeloom.ops.slices import SliceState
-from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.router import (
     NO_DRAWS,
     Gate,
@@ -46,7 +45,7 @@ class GateShape:
     z_loss_coef: float = 0.001
 
 
-class TopKGate(DeferringLayer):
+class TopKGate(SharesTokens, DeferringLayer):
     """Router that scores tokens, chooses their experts, and attaches the auxiliary losses of a micro-batch.
 
     Every tensor-parallel rank gets all tokens of the micro-batch, so all of them choose alike. Each gets only the gradient of
@@ -67,7 +66,6 @@ class TopKGate(DeferringLayer):
         self.capacity_factor = shape.capacity_factor
         self.balance, self.z = shape.aux_loss_coef, shape.z_loss_coef
         self.tensor = tensor
-        self.context: ContextParallel | None = None
         self.weight = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size))
         noisy = shape.router == "noisy"
         self.noise_weight = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size)) if noisy else None
@@ -90,13 +88,11 @@ class TopKGate(DeferringLayer):
             self.e_score_correction_bias = torch.zeros(self.gate.experts, dtype=torch.float32, device=weight.device)
 
     def require_runnable(self, microbatch: MicrobatchContext | None) -> None:
-        """Raise UsageError for a slice of sequences where random numbers or a capacity are of whole ones."""
-        of_whole = self.capacity_factor or (self.training and self.gate.router in RANDOM_ROUTERS)
-        if of_whole and microbatch is not None and microbatch.place is not None:
-            raise UsageError(
-                "routers that draw random numbers and capacity limits are about whole sequences, and these are cut into "
-                'slices; use router "softmax" or "sigmoid" and capacity_factor 0'
-            )
+        """Raise ArgumentError for a part of the tokens of sequences where random numbers or a capacity are of whole ones."""
+        if self.context is not None or (microbatch is not None and microbatch.place is not None):
+            router = self.gate.router if self.training else "softmax"
+            for problem in whole_sequence_problems(router, self.capacity_factor):
+                raise problem
 
     def draw(self, tokens: Tensor, microbatch: MicrobatchContext | None) -> RouterNoise:
         """Return the random numbers for tokens [tokens, width], which are all of the micro-batch."""

@@ -22,7 +22,7 @@ from pipeloom.models.moe_overlap import SparseBlockInBlocks
 from pipeloom.ops.layer import Layer
 from pipeloom.ops.random_state import set_sources, stable_seed
 from pipeloom.parallel import vocabulary
-from pipeloom.parallel.context import ContextParallel
+from pipeloom.parallel.context import ContextParallel, share_tokens
 from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.sharding import ParameterSharding, shard_of, shardings_of
 from pipeloom.parallel.tensor import TensorParallel, if_parallel
@@ -185,7 +185,8 @@ def layers(
         classes: your own classes of experts and routers, for a model that has experts.
         drawn: False: weights are 0, for a model whose weights are loaded afterwards.
         context: spreads the tokens of each sequence over these ranks: tokens, activations and logits are then this rank's part
-            (`ContextParallel.part`), and `position_ids` those of whole sequences.
+            (`ContextParallel.own_tokens`), and keyword arguments, such as `position_ids`, those of whole sequences. A `Pipeline`
+            cuts the tokens, and sets what is None here to the ranks of its mesh.
         spread: the ranks over which the embedding and the output layer are spread. Each rank then builds its shares of both, or
             where they are tied of the one weight, as layers behind the norm; the first layer gets the tokens' rows, and the
             schedule has been through the transforms `vocabulary` and `embedding`.
@@ -205,12 +206,12 @@ def layers(
     in_blocks = expert is not None and expert.size > 1 and expert.blocks > 1
     sparse = SparseBlockInBlocks if in_blocks else SparseBlock
     blocks = [
-        partial(sparse, shape, cut, expert, classes, context) if each else partial(Block, shape, cut, context=context)
+        partial(sparse, shape, cut, expert, classes) if each else partial(Block, shape, cut)
         for each in shape.expert_blocks
     ]
 
     def layer(name: str, make: Callable[[], nn.Module], **names: Any) -> Layer:
-        return Layer(name, partial(_built, name, make, dtype, device, drawing, drawn), **names)
+        return Layer(name, partial(_built, name, make, dtype, device, drawing, drawn, context), **names)
 
     depths = range(1, shape.num_nextn_predict_layers + 1)
     predictions = [
@@ -252,6 +253,7 @@ def _built(
     device: torch.device | str,
     drawing: InitSpec,
     drawn: bool,
+    context: ContextParallel | None,
 ) -> nn.Module:
     with torch.device("meta"):
         module = make()
@@ -261,6 +263,7 @@ def _built(
     for parameter in module.parameters() if not drawn else ():
         nn.init.zeros_(parameter)
     set_sources(module, drawing.seed, name)
+    share_tokens(module, context)
     for part in module.modules():
         if isinstance(part, TopKGate):
             part.reset_bias()

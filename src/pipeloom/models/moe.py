@@ -23,7 +23,6 @@ from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.parts import in_part
 from pipeloom.ops.segments import Communication, Compute, Segment, Values, begin, beside, in_order
 from pipeloom.ops.slices import SliceState
-from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.dispatch import (
     AllToAll,
     DispatchPlan,
@@ -330,10 +329,8 @@ class SparseBlock(Block):
         tensor: TensorParallel | None = None,
         expert: ExpertParallel | None = None,
         classes: MoeClasses = MoeClasses(),
-        context: ContextParallel | None = None,
     ) -> None:
-        super().__init__(shape, tensor, sparse_feed_forward(shape, tensor, expert, classes), context)
-        self.mlp.gate.context = context
+        super().__init__(shape, tensor, sparse_feed_forward(shape, tensor, expert, classes))
 
     def forward(
         self,

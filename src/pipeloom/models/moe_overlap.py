@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeloom.errors import UsageError
+from pipeloom.decoder_shape import DecoderShape, sequence_block_problems
 from pipeloom.models.decoder import Attention, visible
 from pipeloom.models.moe import Arrival, SparseBlock, landed, plus
 from pipeloom.ops.layer import MicrobatchContext
@@ -23,10 +24,23 @@ from pipeloom.ops.segments import Compute, Segment, Values
 from pipeloom.ops.slices import SliceState
 from pipeloom.parallel.dispatch import DispatchPlan, begin_dispatch, permute_for_dispatch
 from pipeloom.parallel.router import RouterNoise
+from pipeloom.parallel.tensor import TensorParallel
 
 
 class SparseBlockInBlocks(SparseBlock):
-    """A block whose sequences are cut into blocks (`ExpertParallel.blocks`), which overlap in one segment."""
+    """A block whose sequences are cut into blocks (`ExpertParallel.blocks`), which overlap in one segment.
+
+    Raises ArgumentError for a capacity, tensor parallelism, and, in its forward, a part of the tokens of sequences.
+    """
+
+    def __init__(
+        self, shape: DecoderShape, tensor: TensorParallel | None, expert: ExpertParallel, *arguments: Any
+    ) -> None:
+        super().__init__(shape, tensor, expert, *arguments)
+        self._require_runnable = partial(
+            _refuse, expert.blocks, shape.capacity_factor, 1 if tensor is None else tensor.size
+        )
+        self._require_runnable(cut=False)
 
     def segments(
         self,
@@ -35,11 +49,15 @@ class SparseBlockInBlocks(SparseBlock):
         position_ids: Tensor | None = None,
         slice_state: SliceState | None = None,
     ) -> Sequence[Segment]:
-        """Return the one segment, x -> the block's output. Raises UsageError for a slice of sequences."""
-        if slice_state is not None:
-            raise UsageError("sequences cannot be cut into blocks and into slices; use ep_chunks for the experts")
+        """Return the one segment, x -> the block's output. Raises ArgumentError where it would get a part of the sequences."""
+        self._require_runnable(cut=slice_state is not None or self.self_attn.context is not None)
         run = partial(run_in_sequence_blocks, self, microbatch, position_ids)
         return [Compute("block in sequence blocks", run)]
+
+
+def _refuse(*options: Any, cut: bool) -> None:
+    for problem in sequence_block_problems(*options, cut):
+        raise problem
 
 
 def run_in_sequence_blocks(
@@ -47,7 +65,7 @@ def run_in_sequence_blocks(
 ) -> Values:
     """The block with its sequences in blocks: dispatch(i) beside attention(i+1), combine(i) beside what follows (AMPipe).
 
-    Nothing is dropped for its place here (config/expert_checks.py): capacity is known only when all tokens are routed.
+    Nothing is dropped for its place here (`sequence_block_problems`).
     """
     (x,) = values
     mlp, expert = block.mlp, block.mlp.parallel

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.models.decoder import Block, Head, RMSNorm
-from pipeloom.ops.layer import LossTerm, MicrobatchContext
+from pipeloom.ops.layer import LossTerm, MicrobatchContext, SharesTokens
 from pipeloom.ops.slices import SliceState
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.parallel.tensor import TensorParallel
@@ -81,22 +81,27 @@ def _with_ahead(
     return here, dict(zip(names, others, strict=True))
 
 
-class EmbeddingAhead(nn.Embedding):
+def _own(layer: SharesTokens, ahead: Tensor | None) -> Tensor | None:
+    """Return what a keyword argument says of the tokens at hand."""
+    return ahead if ahead is None or layer.context is None else layer.context.own_tokens(ahead)
+
+
+class EmbeddingAhead(SharesTokens, nn.Embedding):
     """Embedding of tokens [batch, length] and of those ahead of them, `mtp_tokens` [batch, length, depth]."""
 
     depth: int
 
     def forward(self, tokens: Tensor, mtp_tokens: Tensor | None = None) -> Embeddings:  # type: ignore[override]
-        return _with_ahead(super().forward, tokens, mtp_tokens, self.depth)
+        return _with_ahead(super().forward, tokens, _own(self, mtp_tokens), self.depth)
 
 
-class VocabularyEmbeddingAhead(VocabularyEmbedding):
+class VocabularyEmbeddingAhead(SharesTokens, VocabularyEmbedding):
     """The same with this rank's rows of the weight."""
 
     depth: int
 
     def forward(self, tokens: Tensor, mtp_tokens: Tensor | None = None) -> Embeddings:  # type: ignore[override]
-        return _with_ahead(super().forward, tokens, mtp_tokens, self.depth)
+        return _with_ahead(super().forward, tokens, _own(self, mtp_tokens), self.depth)
 
 
 class _TokenLinear(nn.Linear):
@@ -145,7 +150,7 @@ class PredictionBlock(nn.Module):
         return x, {"hidden": self.block(self.eh_proj(joined), microbatch, position_ids, slice_state)}
 
 
-class PredictionHead(Head):
+class PredictionHead(SharesTokens, Head):
     """Output layer of a model with prediction blocks: logits, and for each of them its logits and targets."""
 
     def __init__(self, shape: DecoderShape, tensor: TensorParallel | None = None) -> None:
@@ -160,6 +165,7 @@ class PredictionHead(Head):
         self, x: Tensor, mtp_targets: Tensor | None = None, **hidden: Tensor | None
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor] | None]]:
         """x [batch, length, width], mtp_targets [batch, length, depth], `hidden` by the names of `hidden_name`."""
+        mtp_targets = _own(self, mtp_targets)
         terms = [term_name(depth) for depth in range(1, len(self.mtp_norms) + 1)]
         states = [hidden[hidden_name(depth)] for depth in range(1, len(self.mtp_norms) + 1)]
         if mtp_targets is None or any(state is None for state in states):

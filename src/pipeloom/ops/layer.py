@@ -99,6 +99,17 @@ class _LaterLoss(torch.autograd.Function):
 KEYWORD = "microbatch"
 
 
+class SharesTokens:
+    """A part of a layer that needs to know of ranks that share the tokens of sequences; mixed into a module.
+
+    Attributes:
+        context: these ranks, a `ContextParallel`; a `Pipeline` sets it to those of its mesh where it is None, and in a loop of
+            your own `share_tokens` does. None: every rank has whole sequences.
+    """
+
+    context: Any = None
+
+
 @dataclass(frozen=True)
 class SlicePlace:
     """The place of one slice of a micro-batch's sequences.

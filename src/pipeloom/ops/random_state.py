@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import UsageError
-from pipeloom.mesh_shape import mirrored_pieces
-from pipeloom.ops.layer import MicrobatchContext
+from pipeloom.ops.layer import MicrobatchContext, SharesTokens
 
 
 def stable_seed(*parts: object) -> int:
@@ -80,29 +79,23 @@ class TokenPart:
     """A rank's part of the tokens of a sequence.
 
     Attributes:
-        index, count: part `index` of `count` equal ones, of what `piece` and `pieces` say.
-        piece, pieces: the `mirrored_pieces` of this rank of so many; all tokens where `pieces` is 1.
+        index, count: part `index` of `count` equal ones.
     """
 
     index: int = 0
     count: int = 1
-    piece: int = 0
-    pieces: int = 1
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return this part of the tokens, which are the last dimension but one of `whole`; a view where `pieces` is 1."""
-        if self.pieces > 1:
-            ranges = mirrored_pieces(whole.shape[-2], self.piece, self.pieces)
-            whole = torch.cat([whole[..., start:end, :] for start, end in ranges], -2)
+        """Return a view of this part of the tokens, which are the last dimension but one of `whole`."""
         return whole.chunk(self.count, -2)[self.index]
 
 
-class Dropout(nn.Module):
+class Dropout(SharesTokens, nn.Module):
     """Sets each element to 0 with the given probability and scales the others by 1 / (1 - probability), in training.
 
     Args:
-        part: the part of the tokens in the input (of those of a slice, where sequences are cut); the mask of all tokens is
-            drawn, and this part of it used.
+        part: the part of the tokens in the input (of those of a slice, where sequences are cut, and of those of this rank, where
+            ranks share them); the mask of all tokens is drawn, and this part of it used.
 
     Attributes:
         source: set by the code that builds the layer (`set_sources`).
@@ -125,7 +118,8 @@ class Dropout(nn.Module):
             raise UsageError(
                 f"Dropout of {list(x.shape)} needs `source`, and `microbatch` with samples that divide the rows, in training"
             )
-        tokens, place = x.shape[-2] * self.part.count * self.part.pieces, microbatch.place
+        ranks = 1 if self.context is None else self.context.axis.size
+        tokens, place = x.shape[-2] * self.part.count * ranks, microbatch.place
         whole = (*x.shape[:-2], tokens if place is None else place.length, x.shape[-1])
         keep = torch.empty(whole, dtype=torch.bool, device=x.device)
         rows = keep.chunk(microbatch.samples) if x.shape[0] else ()
@@ -133,6 +127,8 @@ class Dropout(nn.Module):
             row.bernoulli_(1 - self.probability, generator=generator)
         if place is not None:
             keep = keep.narrow(-2, place.start, tokens)
+        if self.context is not None:
+            keep = self.context.own_tokens(keep, -2)
         if keep.shape != x.shape:
             keep = self.part.of(keep)
         if keep.numel() < math.prod(whole):

@@ -9,10 +9,11 @@ Attention is computed in blocks (`ops.block_attention`): keys and values are gat
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from pipeloom.mesh_shape import mirrored_pieces
 from pipeloom.ops.block_attention import KeyExchange, Keys, Local, Open, block_attention, causal_blocks
+from pipeloom.ops.layer import SharesTokens
 from pipeloom.ops.slices import SliceState
 from pipeloom.parallel.collectives import (
     PendingCollective,
@@ -31,6 +33,7 @@ from pipeloom.parallel.collectives import (
 from pipeloom.parallel.mesh import Axis
 
 Exchange = Literal["gather", "ring"]
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -50,20 +53,18 @@ class ContextParallel:
         """Return the two ranges of the tokens of a sequence of `length` that this rank holds."""
         return mirrored_pieces(length, self.axis.index, self.axis.size)
 
-    def part(self, x: Tensor, dim: int = 1, slices: Sequence[int] | None = None) -> Tensor:
-        """Return this rank's tokens of the tokens of whole sequences, which are dimension `dim` of `x`.
-
-        Args:
-            slices: tokens of each slice into which the sequences are cut; the rank has its pieces of each. None, or they do not
-                add up: the sequences are not cut.
+    def own_tokens(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's tokens of those of whole sequences, or of a whole slice of them, which are dimension `dim` of `x`.
 
         Raises UsageError if 2 cp does not divide them.
         """
-        sizes, start, pieces = slices if slices is not None and sum(slices) == x.shape[dim] else [x.shape[dim]], 0, []
-        for size in sizes:
-            pieces += [x.narrow(dim, start + first, last - first) for first, last in self.pieces(size)]
-            start += size
-        return torch.cat(pieces, dim)
+        return torch.cat([x.narrow(dim, first, last - first) for first, last in self.pieces(x.shape[dim])], dim)
+
+    def part(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return `x` as it is: a `Pipeline` takes this rank's tokens itself. To be removed; warns."""
+        words = "ContextParallel.part returns its argument: a Pipeline takes whole sequences, and own_tokens(x) is for other code"
+        warnings.warn(words, DeprecationWarning, stacklevel=2)
+        return x
 
     def summed(self, values: Tensor) -> Tensor:
         """Return the sum over the ranks, detached."""
@@ -111,13 +112,21 @@ def attend_in_blocks(
     return block_attention(query, list(blocks), pieces)
 
 
+def share_tokens(module: M, context: ContextParallel | None) -> M:
+    """Have each part of `module` that is a `SharesTokens` without a context follow `context`; return `module`."""
+    for part in module.modules():
+        if isinstance(part, SharesTokens) and part.context is None:
+            part.context = context
+    return module
+
+
 @contextlib.contextmanager
 def whole_sequences(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Have the layers inside `modules` compute whole sequences meanwhile, on every rank, as text is generated."""
-    spread = [part for module in modules for part in module.modules() if getattr(part, "context", None) is not None]
+    """Have the layers inside `modules` compute whole sequences meanwhile, on every rank."""
+    spread = [part for module in modules for part in module.modules() if isinstance(part, SharesTokens)]
     contexts = [part.context for part in spread]
     for part in spread:
-        part.context = None  # type: ignore[assignment]
+        part.context = None
     try:
         yield
     finally:

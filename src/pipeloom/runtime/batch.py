@@ -15,6 +15,7 @@ from torch import Tensor
 from pipeloom.errors import UsageError
 from pipeloom.ops.layer import KEYWORD, MicrobatchContext, SlicePlace
 from pipeloom.ops.slices import STATE
+from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.tensor_spec import signature, tensors_in
@@ -133,6 +134,7 @@ def split_batch(
     weighing: Weighing,
     contexts: bool = True,
     slices: SequenceSlices | None = None,
+    context: ContextParallel | None = None,
 ) -> Microbatches:
     """Cut every tensor along its first dimension, also in tuples, lists and dicts. Other values, and tensors with another
     first dimension, are passed to all micro-batches.
@@ -143,6 +145,7 @@ def split_batch(
     Args:
         contexts: whether a layer takes the micro-batch's context.
         slices: of the sequences; None: they are not cut.
+        context: the ranks that share the tokens of the inputs and of the targets; keyword arguments stay those of all ranks.
 
     Raises UsageError if a micro-batch would be empty, for targets in a dict or, unless they are weighed or shared, with
     another number of rows, for targets without a dimension of the sequences that are cut, for a weight that is negative or not
@@ -178,10 +181,19 @@ def split_batch(
             [part for value, size in zip(values, sizes, strict=True) for part in slices.cut(value, size)]
             for values in (each_inputs, each_targets, each_keywords)
         )
-        slices.require_tokens(each_targets[0], sizes[0])
-    keyword_parts = tuple([dict(zip(keywords, values, strict=True)) for values in each_keywords])
     units = [(at, place) for at in range(len(sizes)) for place in places]
-    shares = _shares(targets, each_targets, [sizes[at] for at, _ in units], rows, weighing)
+    cut = slices is not None or context is not None
+    if cut:
+        length = _sequence_length(positional)
+        spans = [(sizes[at], length if place is None else place.end - place.start) for at, place in units]
+        _require_tokens(each_targets[0], spans[0], "ranks" if slices is None else f"{slices.count} slices", length)
+        if context is not None:
+            each_inputs, each_targets = (
+                [_own_tokens(value, span, context) for value, span in zip(values, spans, strict=True)]
+                for values in (each_inputs, each_targets)
+            )
+    keyword_parts = tuple([dict(zip(keywords, values, strict=True)) for values in each_keywords])
+    shares = _shares(targets, each_targets, [sizes[at] for at, _ in units], rows, weighing, cut)
     starts = list(accumulate(sizes[:-1], initial=weighing.replica * rows))
     for unit, ((at, place), keyword_part) in enumerate(zip(units, keyword_parts, strict=True)):
         if contexts:
@@ -201,62 +213,67 @@ def split_batch(
 
 @dataclass(frozen=True)
 class SequenceSlices:
-    """Slices into which the sequences of a batch are cut.
-
-    Attributes:
-        places: of each slice, in whole sequences.
-        ranks: number of ranks that share the tokens of every slice, so that a batch has as many of these tokens.
-    """
+    """Slices into which the sequences of a batch are cut; `places`: of each."""
 
     places: tuple[SlicePlace, ...]
-    ranks: int = 1
+
+    @property
+    def count(self) -> int:
+        return len(self.places)
 
     @classmethod
-    def of(cls, inputs: Any, count: int, tokens: Sequence[int] | None = None, ranks: int = 1) -> SequenceSlices | None:
+    def of(
+        cls, inputs: Any, count: int, tokens: Sequence[int] | None = None, multiple: int = 1
+    ) -> SequenceSlices | None:
         """Return `count` slices of the sequences of `inputs`; None for 1.
 
         Args:
-            tokens: those of each slice. None, or they do not fit these sequences, which no ranks share: as even as possible.
+            tokens: those of each slice. None, or they do not add up to these sequences: as even as possible.
+            multiple: of which even slices have a multiple of tokens.
 
         Raises UsageError for inputs without a dimension of sequences, and where they cannot be cut so.
         """
         if count == 1:
             return None
-        length = ranks * _sequence_length(as_inputs(inputs))
-        if count > length:
-            raise UsageError(f"sequences of {length} tokens cannot be cut into {count} slices; nearest: {length}")
-        fits = tokens is not None and len(tokens) == count and sum(tokens) == length
-        if not fits and ranks > 1:
-            raise UsageError(
-                f"{ranks} ranks share sequences of {length} tokens, and slice_tokens is {tokens}; give {count} numbers with "
-                "this sum"
-            )
-        tokens = tokens if tokens is not None and fits else split_sizes(length, count)
+        length = _sequence_length(as_inputs(inputs))
+        if count * multiple > length:
+            near = length // multiple
+            raise UsageError(f"sequences of {length} tokens cannot be cut into {count} slices; nearest: {near}")
+        if tokens is None or len(tokens) != count or sum(tokens) != length:
+            tokens = [size * multiple for size in split_sizes(length // multiple, count)]
         ends = list(accumulate(tokens))
         places = [SlicePlace(at, count, end - tokens[at], end, length) for at, end in enumerate(ends)]
-        return cls(tuple(places), ranks)
+        return cls(tuple(places))
 
     def cut(self, value: Any, rows: int) -> list[Any]:
         """Return each slice's part of a micro-batch: of a tensor [rows, length, …] the tokens; of tuples, lists and dicts by
-        element. Tensors of whole sequences are cut too where ranks share them.
+        element.
         """
-        length = self.places[0].length
-        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == rows:
-            for ranks in {1, self.ranks}:
-                if value.shape[1] * ranks == length:
-                    sizes = [(place.end - place.start) // ranks for place in self.places]
-                    return [part.data for part in torch.split(value, sizes, 1)]
-        return _by_element(value, len(self.places), lambda item: self.cut(item, rows))
+        if _is_of(value, (rows, self.places[0].length)):
+            return [part.data for part in torch.split(value, [place.end - place.start for place in self.places], 1)]
+        return _by_element(value, self.count, lambda item: self.cut(item, rows))
 
-    def require_tokens(self, targets: Any, rows: int) -> None:
-        """Raise UsageError for targets of the first slice that are those of whole sequences."""
-        first = self.places[0]
-        for tensor in () if targets is None else tensors_in(targets):
-            if tensor.shape[:2] != (rows, (first.end - first.start) // self.ranks):
-                raise UsageError(
-                    f"the sequences of {first.length} tokens are cut into {first.count} slices, and the targets hold a tensor "
-                    f"[{', '.join(['rows', *map(str, tensor.shape[1:])])}]: give one for each token, [rows, {first.length}, …]"
-                )
+
+def _is_of(value: Any, shape: tuple[int, int]) -> bool:
+    """Return whether a value is a tensor [rows, tokens, …] of this shape."""
+    return isinstance(value, Tensor) and value.shape[:2] == shape
+
+
+def _own_tokens(value: Any, shape: tuple[int, int], context: ContextParallel) -> Any:
+    """Return a value with this rank's tokens of each tensor of this shape [rows, tokens]; of tuples, lists, dicts by element."""
+    if _is_of(value, shape):
+        return context.own_tokens(value)
+    return _by_element(value, 1, lambda item: [_own_tokens(item, shape, context)])[0]
+
+
+def _require_tokens(targets: Any, shape: tuple[int, int], where: str, length: int) -> None:
+    """Raise UsageError for targets, of a first part of this shape, that are those of whole sequences."""
+    for tensor in () if targets is None else tensors_in(targets):
+        if not _is_of(tensor, shape):
+            raise UsageError(
+                f"the sequences of {length} tokens are cut into {where}, and the targets hold a tensor "
+                f"[{', '.join(['rows', *map(str, tensor.shape[1:])])}]: give one for each token, [rows, {length}, …]"
+            )
 
 
 def _sequence_length(inputs: Sequence[Any]) -> int:
@@ -270,12 +287,12 @@ def _sequence_length(inputs: Sequence[Any]) -> int:
 
 
 def _shares(
-    targets: Any, parts: Sequence[Any], sizes: Sequence[int], rows: int, weighing: Weighing
+    targets: Any, parts: Sequence[Any], sizes: Sequence[int], rows: int, weighing: Weighing, cut: bool
 ) -> tuple[float, ...]:
     """Return each micro-batch's weight over the sum of all replicas' weights."""
     if targets is None:  # outputs only: there is no mean
         weights = [float(size) for size in sizes]
-    elif weighing.weight is None and sum(sizes) > rows:  # sequences are cut
+    elif weighing.weight is None and cut:  # along the sequences
         weights = [count_targets(part, weighing.ignore_index) for part in parts]
     elif weighing.weight is None:
         weights = _count_by_part(targets, sizes, rows, weighing.ignore_index)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipeloom.errors import ConfigError, DistributedError, ScheduleError, UsageError, did_you_mean
 from pipeloom.ops.checksum import checksums
 from pipeloom.ops.layer import KEYWORD
+from pipeloom.parallel.context import ContextParallel, share_tokens, whole_sequences
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.exchange import all_gather_json, all_gather_tree
 from pipeloom.parallel.masters import Master
@@ -140,6 +141,7 @@ class Pipeline:
         self.trace = spec.options.trace
         self.next_step = 0
         self.mesh = mesh
+        self._context = ContextParallel(mesh.cp) if mesh.cp.size > 1 else None
         self.device = device_of(spec.options, mesh)
         self._line = mesh.pipeline
         self._status = Status(self.rank, Names(mesh))
@@ -160,6 +162,8 @@ class Pipeline:
             summed=summed,
             separate_replicas=separate_replicas,
         )
+        for module in assembly.modules.values():
+            share_tokens(module, self._context)
         specs = {rank: ShapeCache(options.shapes) for rank in statuses}
         self._connections = P2PConnections(mesh, specs[self.rank], self.device, options)
         self._gradients = StepGradients(assembly, mesh, options, self._alarm, summed, spec.schedule.stage_actions)
@@ -262,7 +266,8 @@ class Pipeline:
 
         All ranks of a data-parallel replica pass the same batch, each replica its own (a rank with neither a first nor
         a last stage may pass tensors on the meta device). Tensors are cut along dimension 0; keyword arguments go to every
-        layer that takes them.
+        layer that takes them. Context-parallel ranks pass the same whole sequences: each takes its tokens of inputs and
+        targets, and its layers take theirs of keyword arguments (`ContextParallel.own_tokens`).
 
         Args:
             inputs: a tensor, or a tuple of what the first layer takes.
@@ -354,9 +359,11 @@ class Pipeline:
         """Return the outputs of the last stage for the whole batch, on the rank that holds it; None on the others.
 
         Where the vocabulary is spread over the ranks, all compute their share of the logits, and that rank gathers them.
+        Context-parallel ranks compute the whole sequences each.
         """
         spread = self._engines[0].vocabulary
-        with self._status.during("evaluation"):
+        spread_layers = () if self._context is None else self._assembly.modules.values()
+        with self._status.during("evaluation"), whole_sequences(spread_layers):
             count = evaluation_microbatches(self.schedule.microbatches, inputs)
             self._gradients.publish()
             if spread is not None and spread.embedding is not None:
@@ -705,8 +712,10 @@ class Pipeline:
         )
         contexts = KEYWORD in self._assembly.keywords.names
         count = 1 if method == "predict" else self.schedule.slices
-        slices = SequenceSlices.of(inputs, count, self.options.slice_tokens, self.mesh.cp.size)
-        return split_batch(inputs, targets, keywords, sizes, weighing, contexts, slices)
+        context = None if method == "predict" else self._context
+        multiple = 1 if context is None else 2 * context.axis.size
+        slices = SequenceSlices.of(inputs, count, self.options.slice_tokens, multiple)
+        return split_batch(inputs, targets, keywords, sizes, weighing, contexts, slices, context)
 
     def _reported_weight(self, targets: Any) -> float | Tensor:
         """The caller's weight of a micro-batch's targets; the other ranks are told of what it raises."""

@@ -198,7 +198,7 @@ class BatchCheck:
 
     def __init__(self, mesh: Mesh, every: int) -> None:
         self._mesh = mesh
-        self._every = every if mesh.shape.pp * mesh.shape.tp > 1 else 0
+        self._every = every if mesh.shape.pp * mesh.shape.cp * mesh.shape.tp > 1 else 0
         self._steps = 0
 
     def due(self) -> bool:
@@ -212,7 +212,7 @@ class BatchCheck:
         Args:
             arguments: name -> what this rank was passed.
         """
-        of_replica = f" of replica {self._mesh.dp.index}" if self._mesh.dp.size > 1 else ""
+        of_replica = f" of replica {self._mesh.place.dp}" if self._mesh.shape.dp > 1 else ""
         named = {f"{name}{of_replica}": tensor for name, tensor in _named_tensors(arguments)}
         return compare(named, group, self._mesh.shape)
 

@@ -310,11 +310,10 @@ class Trainer:
                 # Dropout of Hugging Face models draws from torch's generator: a resumed run must draw the same.
                 torch.manual_seed(stable_seed("step", options.seed, self.steps_done, mesh.everyone.index))
                 rate = learning_rate(self.steps_done, options.steps, self.config.optimizer, mesh.shape.dp)
-                here = batch.share(mesh, self.pipeline.options.slice_tokens)
                 if self._speculative is None:
-                    outcomes = [self.step(here, rate, "norms" in needs)]
+                    outcomes = [self.step(batch, rate, "norms" in needs)]
                 else:
-                    outcomes = self.step_early(here, rate, "outcome" in needs)
+                    outcomes = self.step_early(batch, rate, "outcome" in needs)
                 end = StepEnd(step, batch, time.perf_counter() - begun, outcomes)
                 self.steps_done, self.batch = step, self.batch + 1
                 flags = end.flags
@@ -543,7 +542,7 @@ class Trainer:
         self.pipeline.eval()
         for batch in batches:
             part = batch if len(batch.tokens) % replicas else batch.part(place.dp, replicas)
-            there = part.share(self.pipeline.mesh, self.pipeline.options.slice_tokens).to(device)
+            there = part.to(device)
             loss = self.pipeline.evaluate(there.tokens, there.targets, **there.keywords)
             targets = count_targets(batch.targets)
             with self.pipeline.waiting_for_device():

@@ -64,7 +64,7 @@ def local_positions(tokens: SharedTokens, like: Tensor) -> Tensor:
         length = like.shape[1] * (1 if context is None else context.axis.size)
         start = 0 if state is None else state.place.start
         position_ids = torch.arange(start, start + length, device=like.device).expand(like.shape[0], -1)
-    return position_ids if context is None else context.part(position_ids)
+    return position_ids if context is None else context.own_tokens(position_ids)
 
 
 def _attend(

@@ -20,6 +20,7 @@ from pipeloom.models.hf.context import SharedTokens, local_positions, sharing
 from pipeloom.ops.block_attention import document_begins
 from pipeloom.ops.checksum import version_of
 from pipeloom.ops.deferred import DeferringLayer, apply_linear
+from pipeloom.ops.layer import SharesTokens
 from pipeloom.ops.slices import SliceState
 from pipeloom.parallel.context import ContextParallel
 
@@ -229,7 +230,7 @@ class Replay:
     def positions(self, tokens: SharedTokens, hidden: Tensor) -> Tensor:
         """Return the positions of the tokens at hand, the same object for all layers of a micro-batch."""
         start = 0 if tokens.state is None else tokens.state.place.start
-        key = (id(tokens.position_ids), start, hidden.shape[:2], hidden.device)
+        key = (id(tokens.position_ids), start, tokens.context, hidden.shape[:2], hidden.device)
         if self._positions is None or self._positions[0] != key:
             self._positions = key, tokens.position_ids, local_positions(tokens, hidden)
         return self._positions[2]
@@ -420,13 +421,12 @@ class FirstPart(_View):
         return embedded
 
 
-class TrunkLayer(_View):
+class TrunkLayer(SharesTokens, _View):
     """One decoder layer: hidden states [batch, length, hidden] -> the same shape."""
 
     _index: int
     _replay: Replay
     _in_blocks: bool
-    context: ContextParallel | None
 
     def __init__(
         self,
@@ -437,7 +437,7 @@ class TrunkLayer(_View):
         slices: bool = False,
     ) -> None:
         super().__init__(layer)
-        self.__dict__.update(_index=index, _replay=replay, context=context, _in_blocks=slices)
+        self.__dict__.update(_index=index, _replay=replay, context=context, _in_blocks=slices or context is not None)
 
     def forward(
         self,
@@ -447,15 +447,16 @@ class TrunkLayer(_View):
         slice_state: SliceState | None = None,
     ) -> Tensor:
         tokens, positions = None, position_ids
-        if self.context is not None or self._in_blocks:
+        if self._in_blocks:
             if attention_mask is not None:
                 who = "slices take" if self.context is None else "context parallelism takes"
                 raise UsageError(f"{who} no attention_mask; nearest: position_ids, or padding on the right")
             tokens = SharedTokens(self.context, position_ids, slice_state)
             positions = self._replay.positions(tokens, hidden)
-        elif slice_state is not None:
+        elif slice_state is not None or self.context is not None:
+            wanted = "slices=True" if self.context is None else "context=ContextParallel(mesh.cp)"
             raise UsageError(
-                "its attention is over the tokens at hand alone; cut the model with hf.layers(…, slices=True)"
+                f"its attention is over the tokens at hand alone; cut the model with hf.layers(…, {wanted})"
             )
         with self._errors, sharing(tokens):
             handed = self._replay.handed(hidden, _given(attention_mask, positions), spread=tokens is not None)

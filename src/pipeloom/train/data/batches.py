@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -14,8 +13,6 @@ from pipeloom.config import Config
 from pipeloom.errors import ConfigError
 from pipeloom.models import ahead
 from pipeloom.ops.random_state import stable_seed
-from pipeloom.parallel.context import ContextParallel
-from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.batch import IGNORE_INDEX
 from pipeloom.train.data.packing import MULTIPLE, Spans, cut_sorted, rounded, runs
 from pipeloom.train.data.sources import require_length
@@ -97,9 +94,8 @@ _GOLDEN = 0.6180339887498949  # the fractional parts of its multiples are spread
 class Batch(NamedTuple):
     """Tokens and targets, int64 [rows, seq_len]: a token's target is the next token, or -100 where it has no loss.
 
-    `positions`: each token's position in its document, where rows hold several documents that must not attend to each other; of
-    whole rows, also where `share` has taken a part of their tokens. `tokens_ahead`,
-    `targets_ahead`: [rows, seq_len, depth], those further ahead (`with_ahead`).
+    `positions`: each token's position in its document, where rows hold several documents that must not attend to each other.
+    `tokens_ahead`, `targets_ahead`: [rows, seq_len, depth], those further ahead (`with_ahead`).
     """
 
     tokens: Tensor
@@ -119,18 +115,6 @@ class Batch(NamedTuple):
         """Return the rows of data-parallel replica `number` of `of`: an equal part each, in order; `of` divides the rows."""
         rows = len(self.tokens) // of
         return self.rows(slice(number * rows, (number + 1) * rows))
-
-    def share(self, mesh: Mesh, slices: Sequence[int] | None) -> Batch:
-        """Return the tokens and targets that this rank holds of rows that context-parallel ranks share.
-
-        Args:
-            slices: tokens of each slice of a row, as of `ContextParallel.part`.
-        """
-        if mesh.cp.size == 1:
-            return self
-        part = partial(ContextParallel(mesh.cp).part, slices=slices)
-        tokens, targets, _, *others = self
-        return Batch(part(tokens), part(targets), self.positions, *(None if x is None else part(x) for x in others))
 
     def rows(self, which: Any) -> Batch:
         """Return the batch of the rows `which`, an index or a slice."""

@@ -21,7 +21,6 @@ from pipeloom.models.decoder import Attention, KeyValueCache
 from pipeloom.models.hf.library import read_config
 from pipeloom.models.layers import VOCABULARY_WEIGHTS
 from pipeloom.ops.random_state import stable_seed
-from pipeloom.parallel.context import whole_sequences
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.parallel.vocabulary import whole_logits
 from pipeloom.runtime import LocalPipeline, Pipeline
@@ -115,7 +114,7 @@ def extend(
     texts = [list(prompt) for prompt in prompts]
     generators = [torch.Generator().manual_seed(stable_seed("sample", sampling.seed, at)) for at in range(len(prompts))]
     going = set(range(len(texts)))
-    with whole_sequences(pipeline.modules.values()), _keeping(pipeline, keep) as caches:
+    with _keeping(pipeline, keep) as caches:
         for number in range(count):
             recent = {at: texts[at] if context is None else texts[at][-context:] for at in going}
             whole = not keep or number == 0 or any(len(texts[at]) > len(recent[at]) for at in going)

@@ -125,10 +125,7 @@ def pipeline_step(
         every rank's step on rank 0, [] on the others.
     """
     batch = (
-        make_batch(layout)
-        .with_ahead(layout.config.model.num_nextn_predict_layers)
-        .part(mesh.place.dp, layout.mesh.dp)
-        .share(mesh, layout.slice_tokens)
+        make_batch(layout).with_ahead(layout.config.model.num_nextn_predict_layers).part(mesh.place.dp, layout.mesh.dp)
     )
     pipeline = build_pipeline(layout, device, mesh, _dtype(layout), watchdog)
     if layout.config.model.source:
