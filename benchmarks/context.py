@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.models.decoder import Block
-from pipeloom.parallel.context import ContextParallel
+from pipeloom.parallel.context import ContextParallel, share_tokens
 from pipeloom.parallel.mesh import Axis
 from processes import run_ranks
 
@@ -31,7 +31,7 @@ SHAPE = DecoderShape(BLOCKS, WIDTH, 1, 1, intermediate_size=2 * WIDTH, vocab_siz
 
 def stack(context: ContextParallel | None) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(SHAPE, context=context) for _ in range(BLOCKS)))
+    return share_tokens(nn.Sequential(*(Block(SHAPE) for _ in range(BLOCKS))), context)
 
 
 def saved_bytes(step: Callable[[], Tensor], module: nn.Module) -> int:
@@ -58,7 +58,7 @@ def sides(rank: int, tokens: int) -> dict[str, tuple[int, list[float]]]:
     for name in ("one process", "gather", "ring"):
         context = None if name == "one process" else ContextParallel(Axis((0, 1), rank, dist.group.WORLD), name)  # type: ignore[arg-type]
         module = stack(context)
-        x = (whole if context is None else context.part(whole)).clone().requires_grad_()
+        x = (whole if context is None else context.own_tokens(whole)).clone().requires_grad_()
         steps[name] = lambda module=module, x=x: module(x)  # type: ignore[misc]
         if context is not None or rank == 0:
             measured[name] = saved_bytes(steps[name], module), []

@@ -22,7 +22,7 @@ from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.parts import in_part
 from pipeloom.ops.segments import Compute, Segment, Values
 from pipeloom.ops.slices import SliceState
-from pipeloom.parallel.dispatch import DispatchPlan, begin_dispatch, permute_for_dispatch
+from pipeloom.parallel.dispatch import DispatchPlan, ExpertParallel, begin_dispatch, permute_for_dispatch
 from pipeloom.parallel.router import RouterNoise
 from pipeloom.parallel.tensor import TensorParallel
 
@@ -56,7 +56,7 @@ class SparseBlockInBlocks(SparseBlock):
 
 
 def _refuse(*options: Any, cut: bool) -> None:
-    for problem in sequence_block_problems(*options, cut):
+    for problem in sequence_block_problems(*options, cut=cut):
         raise problem
 
 

@@ -38,14 +38,14 @@ def spread(rank: int, family: str, how: Literal["gather", "ring", "vocabulary"],
     mesh = Mesh.of(MeshShape(pp=2) if how == "vocabulary" else MeshShape(cp=2))
     assert mesh is not None
     if how == "vocabulary":
-        context, shares = ContextParallel(ALONE), VocabularyRanks(rank, 2)
+        shares = VocabularyRanks(rank, 2)
         model = hf.layers(weighted(family), spread=shares)
         schedule = schedules.transformed(schedules.one_f_one_b(2, 4), ["vocabulary", "embedding"])
     else:
         context = ContextParallel(mesh.cp, how)
         model = hf.layers(weighted(family), context=context)
     pipeline = Pipeline(model, schedule, loss=cross_entropy, mesh=mesh, tied=model.tied, options=options)
-    loss = pipeline.step(context.part(batch.tokens), context.part(batch.targets), **batch.keywords).item()
+    loss = pipeline.step(batch.tokens, batch.targets, **batch.keywords).item()
     errors = [abs(loss - wanted) / wanted]
     right = dict(one.named_parameters())
     for name, parameter in pipeline.named_parameters():

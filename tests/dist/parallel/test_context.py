@@ -10,7 +10,7 @@ from pipeloom.errors import UsageError
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.models import DecoderShape
 from pipeloom.models.decoder import Attention, attend
-from pipeloom.parallel.context import ContextParallel, Exchange, attend_in_blocks
+from pipeloom.parallel.context import ContextParallel, Exchange, attend_in_blocks, share_tokens
 from pipeloom.parallel.mesh import ALONE, Axis, Mesh
 from processes import run_ranks
 
@@ -43,10 +43,10 @@ def on_ranks(rank: int, exchange: Exchange, documents: str) -> list[list[float]]
     whole = [each.clone().requires_grad_() for each in qkv]
     right = attend(*whole, torch.arange(TOKENS).expand(BATCH, -1) if ids is None else ids)
     wanted = [right, *gradients(*whole, out=right, upstream=upstream)]
-    held = [context.part(each, 2).clone().requires_grad_() for each in qkv]
+    held = [context.own_tokens(each, 2).clone().requires_grad_() for each in qkv]
     out = attend_in_blocks(*held, position_ids=ids, context=context)
-    got = [out, *gradients(*held, out=out, upstream=context.part(upstream, 2))]
-    return [[float((context.part(a, 2) - b).abs().max())] for a, b in zip(wanted, got, strict=True)]
+    got = [out, *gradients(*held, out=out, upstream=context.own_tokens(upstream, 2))]
+    return [[float((context.own_tokens(a, 2) - b).abs().max())] for a, b in zip(wanted, got, strict=True)]
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS)
@@ -70,19 +70,19 @@ def layer_on_ranks(rank: int) -> list[float]:
     )
     torch.manual_seed(1)
     one = Attention(shape).double()
-    spread = Attention(shape, context=context).double()
+    spread = share_tokens(Attention(shape), context).double()
     spread.load_state_dict(one.state_dict())
     x = torch.randn(BATCH, TOKENS, 32, dtype=torch.float64)
     errors = []
     for ids in (None, positions(DOCUMENTS["packed"])):
-        whole, here = x.clone().requires_grad_(), context.part(x).requires_grad_()
+        whole, here = x.clone().requires_grad_(), context.own_tokens(x).requires_grad_()
         want, got = one(whole, ids), spread(here, ids)
         want.square().sum().backward()
         got.square().sum().backward()
         assert whole.grad is not None
         assert here.grad is not None
         for a, b in ((want, got), (whole.grad, here.grad)):
-            errors.append(float((context.part(a) - b).abs().max()))
+            errors.append(float((context.own_tokens(a) - b).abs().max()))
     return errors
 
 
@@ -91,10 +91,16 @@ def test_an_attention_layer_over_ranks_is_that_of_one_process() -> None:
 
 
 def test_each_rank_holds_two_mirrored_pieces() -> None:
-    parts = [ContextParallel(Axis((0, 1), rank, None)).part(torch.arange(8), 0).tolist() for rank in range(2)]
+    parts = [ContextParallel(Axis((0, 1), rank, None)).own_tokens(torch.arange(8), 0).tolist() for rank in range(2)]
     assert parts == [[0, 1, 6, 7], [2, 3, 4, 5]]
     with pytest.raises(UsageError, match="2 x cp = 4 must divide the 6 tokens"):
-        ContextParallel(Axis((0, 1), 0, None)).part(torch.arange(6), 0)
+        ContextParallel(Axis((0, 1), 0, None)).own_tokens(torch.arange(6), 0)
+
+
+def test_part_returns_its_argument_since_a_pipeline_cuts_it() -> None:
+    x = torch.arange(8)
+    with pytest.warns(DeprecationWarning, match="own_tokens"):
+        assert ContextParallel(Axis((0, 1), 0, None)).part(x, 0) is x
 
 
 def test_a_mesh_puts_context_ranks_next_to_each_other() -> None:

@@ -62,7 +62,7 @@ def train(rank: int, keys: dict[str, Any]) -> tuple[list[tuple[float, float]], s
     batches = Batches(TEXT, layout.config, replicas)
     steps = []
     for step in range(STEPS):
-        batch = batches.of_step(step).part(place.dp, replicas).share(pipeline.mesh, None)
+        batch = batches.of_step(step).part(place.dp, replicas)
         if layout.config.optimizer.barrier:
             outcomes = [trainer.step(batch, 1e-2)]
         else:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from models import gradients, worst
-from pipeloom.errors import ConfigError, UsageError, VerifyError
+from pipeloom.errors import ArgumentError, ConfigError, UsageError, VerifyError
 from pipeloom.models import DecoderShape, layers
 from pipeloom.models.layers import cross_entropy
 from pipeloom.ops.host_memory import HostBuffers
@@ -350,25 +350,25 @@ def test_a_batch_without_tokens_to_cut_is_refused(x: Tensor, y: Tensor, words: s
         pipeline.step(x, y)
 
 
-def test_sequences_that_ranks_share_need_the_tokens_of_each_slice() -> None:
-    x = torch.zeros(1, 4)
-    with pytest.raises(
-        UsageError, match=r"2 ranks share sequences of 8 tokens, and slice_tokens is \(4, 2\); give 2 numbers"
-    ):
-        SequenceSlices.of(x, 2, (4, 2), ranks=2)
-    slices = SequenceSlices.of(x, 2, (6, 2), ranks=2)
+def test_even_slices_hold_multiples_of_the_tokens_that_ranks_share() -> None:
+    slices = SequenceSlices.of(torch.zeros(1, 20), 2, (6, 2), multiple=4)  # which do not add up
     assert slices is not None
-    given = {"here": torch.arange(4).view(1, 4), "whole": torch.arange(8).view(1, 8), "other": torch.zeros(1, 5)}
-    first, second = slices.cut(given, 1)
-    assert [first["here"].tolist(), second["here"].tolist()] == [[[0, 1, 2]], [[3]]]
-    assert [first["whole"].shape[1], second["whole"].tolist(), second["other"].shape[1]] == [6, [[6, 7]], 5]
+    assert [place.end - place.start for place in slices.places] == [12, 8]
+    with pytest.raises(UsageError, match="20 tokens cannot be cut into 6 slices; nearest: 5"):
+        SequenceSlices.of(torch.zeros(1, 20), 6, multiple=4)
 
 
-@pytest.mark.parametrize("option", [{"router": "switch", "num_experts_per_tok": 1}, {"capacity_factor": 1.0}])
-def test_a_router_of_whole_sequences_is_refused(option: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"router": "switch", "num_experts_per_tok": 1}, 'router="switch" draws numbers for whole sequences'),
+        ({"capacity_factor": 1.0}, "capacity_factor=1 counts choices of whole sequences"),
+    ],
+)
+def test_a_router_of_whole_sequences_is_refused(option: dict[str, Any], words: str) -> None:
     shape = DecoderShape(1, 8, 1, 1, 8, vocab_size=12, num_experts=2, **option)
     pipeline = local(layers(shape, seed=0), cut_sequences(build("1f1b", 1, 1), 2))
-    with pytest.raises(UsageError, match="capacity limits are about whole sequences"):
+    with pytest.raises(ArgumentError, match=words):
         pipeline.step(*rows())
 
 
