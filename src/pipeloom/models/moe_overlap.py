@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 
 from pipeloom.decoder_shape import DecoderShape, sequence_block_problems
 from pipeloom.models.decoder import Attention, visible
-from pipeloom.models.moe import Arrival, SparseBlock, landed, plus
+from pipeloom.models.moe import Arrival, MoeClasses, SparseBlock, landed, plus
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.parts import in_part
 from pipeloom.ops.segments import Compute, Segment, Values
@@ -34,13 +33,20 @@ class SparseBlockInBlocks(SparseBlock):
     """
 
     def __init__(
-        self, shape: DecoderShape, tensor: TensorParallel | None, expert: ExpertParallel, *arguments: Any
+        self,
+        shape: DecoderShape,
+        tensor: TensorParallel | None = None,
+        expert: ExpertParallel | None = None,
+        classes: MoeClasses = MoeClasses(),
     ) -> None:
-        super().__init__(shape, tensor, expert, *arguments)
-        self._require_runnable = partial(
-            _refuse, expert.blocks, shape.capacity_factor, 1 if tensor is None else tensor.size
-        )
+        super().__init__(shape, tensor, expert, classes)
+        ranks, blocks = 1 if tensor is None else tensor.size, 1 if expert is None else expert.blocks
+        self._options = blocks, shape.capacity_factor, ranks
         self._require_runnable(cut=False)
+
+    def _require_runnable(self, cut: bool) -> None:
+        for problem in sequence_block_problems(*self._options, cut):
+            raise problem
 
     def segments(
         self,
@@ -53,11 +59,6 @@ class SparseBlockInBlocks(SparseBlock):
         self._require_runnable(cut=slice_state is not None or self.self_attn.context is not None)
         run = partial(run_in_sequence_blocks, self, microbatch, position_ids)
         return [Compute("block in sequence blocks", run)]
-
-
-def _refuse(*options: Any, cut: bool) -> None:
-    for problem in sequence_block_problems(*options, cut=cut):
-        raise problem
 
 
 def run_in_sequence_blocks(
