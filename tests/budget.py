@@ -180,7 +180,7 @@ def stop_all() -> float:
         return time.time() - raised.stat().st_mtime
 
 
-@promise("a frozen rank: all end, within the timeout of 12 s and 5 s", 17.0, cpu=False)
+@promise("a frozen rank: all end, within the timeout of 30 s and 5 s", 35.0, cpu=False)
 def freeze() -> float:
     import faults
 

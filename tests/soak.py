@@ -65,8 +65,8 @@ def soak(folder: Path, rounds: int, seed: int, say: Callable[[str], None] = prin
         wait_until(moment, folder / "killed", run, chance)
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
-        run.communicate(timeout=120)
-        until = time.monotonic() + 20
+        run.communicate(timeout=600)
+        until = time.monotonic() + 600
         while any(Path(f"/proc/{pid}").exists() for pid in workers.values()) and time.monotonic() < until:
             time.sleep(0.05)
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers.values()), "a worker outlives its launcher"
@@ -103,7 +103,7 @@ def wait_until(moment: str, log: Path, run: Command, chance: random.Random) -> N
         time.sleep(chance.uniform(0, 3))
         return
     made = sum(len(steps_of(folder)) for folder in runs(log))
-    goal, until = made + chance.randint(1, STEPS_PER_ROUND), time.monotonic() + 120
+    goal, until = made + chance.randint(1, STEPS_PER_ROUND), time.monotonic() + 600
     while run.poll() is None and time.monotonic() < until:
         if sum(len(steps_of(folder)) for folder in runs(log)) >= goal and (
             moment == "step" or any(list(folder.glob(".step-*.partial")) for folder in runs(log))
@@ -224,7 +224,7 @@ def resume(folder: Path, say: Callable[[str], None] = print) -> None:
     for layout, changes in RESUME_LAYOUTS.items():
         replicas, parts = changes.get("parallel__dp", 1), changes.get("parallel__tp", 1)
         for schedule in RESUME_SCHEDULES:
-            found = run_ranks(resumed, 2 * replicas * parts, str(folder), layout, schedule, timeout=300.0)
+            found = run_ranks(resumed, 2 * replicas * parts, str(folder), layout, schedule)
             farthest = max(abs(a - b) / b for a, b in zip(found[0].losses, wanted.losses, strict=True))
             per_replica = [found[at * parts].tokens for at in range(replicas)]
             tokens = [list(chain.from_iterable(step)) for step in zip(*per_replica, strict=True)]

@@ -30,7 +30,7 @@ def test_the_recipe_from_a_corpus_to_text_runs_as_it_is_printed(tmp_path: Path) 
     printed = {}
     for line in commands.strip().splitlines():
         done = subprocess.run(
-            ["bash", "-euc", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250
+            ["bash", "-euc", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         printed[line] = done.stdout

@@ -50,7 +50,7 @@ def words(folder: Path, log: str, *flags: str) -> list[str]:
     return ["train", *base, *flags]
 
 
-def command(folder: Path, log: str, *flags: str, timeout: float = 250.0) -> subprocess.CompletedProcess[str]:
+def command(folder: Path, log: str, *flags: str, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
     return pipeloom(*words(folder, log, *flags), timeout=timeout)
 
 
@@ -69,7 +69,7 @@ def steps_of(folder: Path) -> list[tuple[int, str]]:
     return [(event["step"], event["loss"]) for event in events if event["event"] == "step"]
 
 
-def wait_for(condition: Callable[[], bool], run: subprocess.Popen[str] | Command, seconds: float = 200.0) -> None:
+def wait_for(condition: Callable[[], bool], run: subprocess.Popen[str] | Command, seconds: float = 600.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert run.poll() is None, run.communicate()[1]

@@ -121,7 +121,7 @@ class Command(_Process):
 
 
 def pipeloom(
-    *words: str, folder: Path | None = None, timeout: float = 250.0, **variables: str
+    *words: str, folder: Path | None = None, timeout: float = 600.0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the command to its end. Raises subprocess.TimeoutExpired."""
     command = Command(words, folder, None, **variables)

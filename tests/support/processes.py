@@ -49,7 +49,7 @@ def _child(
         raise SystemExit(1) from None
 
 
-def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 500.0) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 600.0) -> list[Any]:
     """`function(rank, *arguments)` on each of `world` processes; their results in rank order.
 
     Raises AssertionError with the first traceback when one fails, or when they take longer than `timeout` seconds.

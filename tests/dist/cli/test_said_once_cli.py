@@ -25,7 +25,7 @@ def run(folder: Path, *arguments: str, torchrun: bool = False) -> subprocess.Com
         return pipeloom(*words, folder=folder)
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pipeloom"]
     command = [sys.executable, "-m", *launcher, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=folder)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=folder)
 
 
 def test_one_traceback(tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def test_a_planted_defect_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -
         return tuple(tuple(None if value is None else value * 1.01 for value in values) for values in gradients)
 
     monkeypatch.setattr(Stage, "backward", wrong)
+    monkeypatch.setattr(gradients, "SHRINK_SECONDS", 600.0)
     case = Case(
         layers=("mlp", "layer norm|hooks=output", "conv", "linear"),
         schedule="interleaved",
@@ -138,7 +139,7 @@ def test_a_hang_is_reported_and_the_crew_goes_on() -> None:
     try:
         with pytest.raises(Hang, match=r"processes \[0, 1\] do not end within 1 s"):
             crew.run(_sleep, 60.0, 1.0, lambda result: False)
-        assert crew.run(_number, 4, 60.0, lambda result: False) == [5, 5]
+        assert crew.run(_number, 4, 600.0, lambda result: False) == [5, 5]
     finally:
         crew.stop()
 

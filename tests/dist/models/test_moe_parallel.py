@@ -86,7 +86,7 @@ def over_tensor_parallel(rank: int) -> None:
 
 @pytest.mark.parametrize(("function", "world"), [(over_two, 2), (over_four, 4), (over_tensor_parallel, 4)])
 def test_it_is_one_process(function: Callable[[int], None], world: int) -> None:
-    run_ranks(function, world, timeout=240)
+    run_ranks(function, world)
 
 
 class SquaredExperts(nn.Module):

@@ -130,7 +130,7 @@ def replicas(rank: int, pp: int) -> dict[str, Any]:
 @pytest.mark.parametrize("pp", [1, 2])
 def test_replicas(pp: int) -> None:
     """A gradient is None iff it is None on every replica: not on the one that does not use it alone."""
-    for rank, found in enumerate(run_ranks(replicas, 2 * pp, pp, timeout=180)):
+    for rank, found in enumerate(run_ranks(replicas, 2 * pp, pp)):
         for case, gradients in found.items():
             kind, _, shard, steps = case.split("/")
             want = serial(kind, replicas=2, steps=int(steps))

@@ -217,7 +217,7 @@ Reports = dict[Cell, tuple[dict[str, Any], ...]]
 def reports(request: pytest.FixtureRequest) -> Reports:
     """Cell -> the report of each of its processes."""
     cells = [cell for cell in CELLS if cell.shape.world == request.param]
-    return dict(zip(cells, zip(*run_ranks(run_cells, request.param, cells, timeout=240), strict=True), strict=True))
+    return dict(zip(cells, zip(*run_ranks(run_cells, request.param, cells), strict=True), strict=True))
 
 
 def wanted(cell: Cell) -> tuple[float, dict[str, Tensor], dict[str, float]]:

@@ -19,7 +19,7 @@ from processes import run_ranks
 
 pytestmark = pytest.mark.core
 
-LATE = 0.3  # seconds, of each of two micro-batches
+LATE = 1.0  # seconds, of each of two micro-batches
 
 
 class Late(nn.Module):
@@ -65,4 +65,6 @@ def step(rank: int, late: int, spread: dict[str, Any], schedule: pl.Schedule) ->
 )
 def test_waiting_for_the_counts_is_reported(spread: dict[str, Any], schedule: pl.Schedule) -> None:
     """The rank that is not late waits for the other's counts, twice."""
-    assert run_ranks(step, 2, 1, spread, schedule)[0] > 1.5 * LATE
+    assert (
+        run_ranks(step, 2, 1, spread, schedule)[0] > 1.2 * LATE
+    )  # the other rank comes late too, by what the machine needs

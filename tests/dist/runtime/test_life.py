@@ -15,7 +15,7 @@ from processes import wait_for
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc")
 
 SLEEPER = (
-    "from pipeloom.runtime.health.status import identity; import time\nprint(identity(), flush=True); time.sleep(60)"
+    "from pipeloom.runtime.health.status import identity; import time\nprint(identity(), flush=True); time.sleep(600)"
 )
 
 

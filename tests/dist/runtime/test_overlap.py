@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from pipeloom.runtime.batch import split_sizes
 from pipeloom.schedule.actions import Pair
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.transforms import unpair
-from processes import run_ranks
+from processes import run_ranks, wait_for
 from segmented import AllToAll, expert_layers
 
 EXPERTS = 2
@@ -180,8 +180,8 @@ def test_two_pipelines_share_their_experts() -> None:
         assert worst(joined([result[name] for result in places]), want) <= 1e-5
 
 
-def _one_sends_late(rank: int) -> None:
-    """Rank 1 comes to its third dispatch long after rank 0 waits for it."""
+def _one_sends_never(rank: int, folder: Path) -> None:
+    """Rank 1 does not come to its third dispatch, and ends once rank 0 has said what it waits for."""
     calls = 0
     start = AllToAll.start
 
@@ -189,22 +189,21 @@ def _one_sends_late(rank: int) -> None:
         nonlocal calls
         calls += self.name == "dispatch"
         if rank and calls == 3:
-            time.sleep(20)
+            wait_for(lambda: "waits for the " in (folder / "0.err").read_text())
+            os._exit(0)
         return start(self, values)
 
     AllToAll.start = late  # type: ignore[method-assign]
     layers = expert_layers(2, EXPERTS, dist.group.WORLD)
     mesh = PipelineMesh.of([rank])
-    options = RuntimeOptions(
-        timeout=6.0 if rank else 1.0
-    )  # rank 1 does not end before rank 0 has said what it waits for
+    options = RuntimeOptions(timeout=120.0 if rank else 6.0)
     pipeline = Pipeline(layers, pl.schedules.build("1f1b-overlap", 1, 3), loss=mse, mesh=mesh, options=options)
     pipeline.step(*data(0, 6))
 
 
 @pytest.mark.core
 def test_a_dispatch_that_never_comes_is_reported(tmp_path: Path) -> None:
-    ends = run_until_dead(_one_sends_late, 2, tmp_path)
+    ends = run_until_dead(_one_sends_never, 2, tmp_path, tmp_path)
     assert ends[0].code == 6
     assert "waits for the " in ends[0].words, ends[0].words
     assert "of its expert group" in ends[0].words

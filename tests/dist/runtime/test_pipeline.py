@@ -110,7 +110,7 @@ def work(rank: int, ranks: int) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=[2, 4])
 def reports(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """One spawn for all tests of this file: rank -> its reports."""
-    return run_ranks(work, request.param, request.param, timeout=150)
+    return run_ranks(work, request.param, request.param)
 
 
 @pytest.mark.core

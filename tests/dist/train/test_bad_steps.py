@@ -102,7 +102,6 @@ def stopped(rank: int, what: str) -> str:
 NORM = "model.layers.1.input_layernorm.weight"
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("what", "words"),
     [

@@ -150,7 +150,7 @@ def test_sigterm_is_forwarded_and_waited_for(tmp_path: Path, end: str | None, ex
     launcher = start_launcher(code)
     assert wait_for(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"))
     launcher.send_signal(signal.SIGTERM)
-    _, err = launcher.communicate(timeout=120)
+    _, err = launcher.communicate(timeout=600)
     assert launcher.returncode == expected
     assert err == "" or end is None
 
@@ -162,7 +162,7 @@ def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
     assert wait_for(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"))
     pids = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
     launcher.kill()
-    launcher.communicate(timeout=120)
+    launcher.communicate(timeout=600)
     assert wait_for(lambda: not any(map(alive, pids)))
 
 

@@ -130,7 +130,7 @@ def a_rank_without_a_slice(rank: int) -> tuple[int, list[list[float]]]:
 
 def test_a_rank_whose_slice_holds_no_parameter_takes_part() -> None:
     """It steps nothing, gets what the other stepped, and takes it back."""
-    (first, weights), (second, others) = run_ranks(a_rank_without_a_slice, 2, timeout=30.0)
+    (first, weights), (second, others) = run_ranks(a_rank_without_a_slice, 2)
     assert first > second == 0
     assert others == weights
     assert weights[2] == weights[0] != weights[1]

@@ -22,7 +22,6 @@ def verify(*flags: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
-@pytest.mark.timeout(200)
 def test_layouts_pass_in_one_pool_whatever_their_size(tmp_path: Path) -> None:
     matrix = tmp_path / "matrix.toml"
     matrix.write_text(
@@ -46,7 +45,6 @@ schedule.microbatches = 8
     assert [layout["parameters"] for layout in report["layouts"]] == [39, 38, 39, 66]
 
 
-@pytest.mark.timeout(120)
 def test_swapped_micro_batches_fail() -> None:
     code, report = verify("--debug.fault", "swap-microbatches:0,1")
     assert code == 1

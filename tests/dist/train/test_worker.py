@@ -19,8 +19,6 @@ from pipeloom.train.workers.context import INTERRUPT, SAVE, STOP, Requests
 from pipeloom.train.workers.launch import Patience, launch
 from pipeloom.train.workers.preflight import usable_devices, worker_threads
 
-pytestmark = pytest.mark.timeout(120)
-
 SCRIPT = """
 import os, signal, sys, time, pathlib
 import torch, torch.distributed as dist

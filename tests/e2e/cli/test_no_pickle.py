@@ -89,12 +89,11 @@ def run(tmp_path: Path, *words: str) -> str:
     )
     assert "something was unpickled" in poisoned.stderr
     command = [sys.executable, "-m", "pipeloom", *words, "--train.device", "cpu"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "name", [name if name in ("mesh", "search") else pytest.param(name, marks=pytest.mark.full) for name in RUNS]
 )
@@ -112,6 +111,5 @@ def test_a_training_run_unpickles_nothing(name: str, tmp_path: Path) -> None:
     run(tmp_path, "train", *words, *RUNS[name].split())
 
 
-@pytest.mark.timeout(240)
 def test_verify_unpickles_nothing(tmp_path: Path) -> None:
     assert "PASS" in run(tmp_path, "verify", "tiny", "--parallel.pp", "2", "--parallel.tp", "2")

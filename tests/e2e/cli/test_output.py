@@ -27,7 +27,7 @@ PIPELOOM = f"{sys.executable} -m pipeloom"
 
 
 def shell(line: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,9 @@ code = launch([sys.executable, "-c", {worker!r}], 2, patience=Patience(term=1.0)
 time.sleep(0.5)  # a signal that comes now must not change the code either
 sys.exit(code)
 """
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,7 @@ def test_a_second_signal_does_not_change_the_exit_code(signals: tuple[int, int],
         if run.poll() is not None:
             break
         run.send_signal(signals[1])
-    _, err = run.communicate(timeout=30)
+    _, err = run.communicate(timeout=600)
     assert run.returncode == code, err
     assert "Traceback" not in err
 

@@ -23,7 +23,7 @@ QUICK = DATA / "verify_quick.toml"
 
 def pipeloom(*arguments: str, code: str = "") -> subprocess.CompletedProcess[str]:
     script = f"{code}\nfrom pipeloom.cli import main\nmain({list(arguments)!r})"
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture

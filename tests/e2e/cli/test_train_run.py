@@ -19,7 +19,6 @@ from commands import Command, pipeloom
 from paths import DATA
 from pipeloom.config.matrix import expand
 
-pytestmark = pytest.mark.timeout(240)
 CORPUS = "".join(
     f"line {n}: the loom weaves thread {n * 7919 % 10007} over thread {n * 31 % 997}\n" for n in range(3000)
 )
@@ -41,7 +40,7 @@ def train(corpus: Path, log: Path, *flags: str) -> list[str]:
 def test_an_exception_on_one_rank_ends_all_with_its_traceback(tmp_path: Path, corpus: Path) -> None:
     """With Pythons of their own, as a shell starts them."""
     command = [sys.executable, "-m", "pipeloom", *train(corpus, tmp_path, "--debug.fault", "raise:1:3F2")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode not in (0, 2, 75)
     assert "--debug.fault raised at 3F2" in done.stderr
     assert "Traceback" in done.stderr
@@ -52,7 +51,7 @@ def test_an_exception_on_one_rank_ends_all_with_its_traceback(tmp_path: Path, co
 
 
 def test_a_lost_message_ends_with_6_and_a_report_a_rank(tmp_path: Path, corpus: Path) -> None:
-    done = pipeloom(*train(corpus, tmp_path, "--debug.fault", "drop-send:0:3", "--train.timeout", "5"))
+    done = pipeloom(*train(corpus, tmp_path, "--debug.fault", "drop-send:0:3", "--train.timeout", "15"))
     assert done.returncode == 6
     assert "[rank 0] " in done.stderr
     assert "[rank 1] " in done.stderr
@@ -64,7 +63,7 @@ def test_ctrl_c_exits_130_quietly(tmp_path: Path, corpus: Path) -> None:
     run = Command(train(corpus, tmp_path, "--train.steps", "100000"))
     _wait_for_steps(tmp_path, 3)
     run.send_signal(signal.SIGINT)
-    _, err = run.communicate(timeout=60)
+    _, err = run.communicate(timeout=600)
     assert run.returncode == 130, err
     assert "Traceback" not in err
 
@@ -109,10 +108,10 @@ def test_a_sample_of_every_family_passes(tmp_path: Path) -> None:
 
 
 def _wait_for_steps(log: Path, steps: int) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     while time.monotonic() < until:
         files = list(log.rglob("*.jsonl"))
         if files and files[0].read_text(encoding="utf-8").count('"grad_norm"') >= steps:
             return
         time.sleep(0.1)
-    raise AssertionError(f"no {steps} steps in 60 s")
+    raise AssertionError(f"no {steps} steps in 600 s")

@@ -150,7 +150,7 @@ def on_a_mesh(rank: int) -> list[tuple[float, dict[str, tuple[Any, Any]]]]:
 
 
 def test_gradients_on_tensor_and_data_parallel_ranks() -> None:
-    results = run_ranks(on_a_mesh, 4, timeout=200)
+    results = run_ranks(on_a_mesh, 4)
     for at, case in enumerate(CASES):
         want_loss, want = serial(case.shape)
         found: dict[str, Tensor] = {}

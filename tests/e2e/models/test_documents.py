@@ -108,7 +108,7 @@ def work(rank: int) -> list[tuple[float, dict[str, tuple[Any, Any]], tuple[int, 
 
 
 def test_packed_documents_have_loss_and_gradients_of_separate_ones_in_every_layout() -> None:
-    results = run_ranks(work, 4, timeout=200)
+    results = run_ranks(work, 4)
     wanted = {id(shape): separate(shape) for shape in (DENSE, EXPERTS)}
     for at, case in enumerate(CASES):
         want_loss, want = wanted[id(case.shape)]

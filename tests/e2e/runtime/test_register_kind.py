@@ -18,7 +18,7 @@ def test_a_registered_kind_works_everywhere() -> None:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "a registered kind works everywhere" in done.stdout
@@ -34,7 +34,7 @@ def test_the_example_of_a_kind_on_a_queue_of_its_own(tmp_path: Path) -> None:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=600,
             check=True,
         ).stdout
         for words in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])

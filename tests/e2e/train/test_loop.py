@@ -42,7 +42,7 @@ def train(folder: Path, *flags: str, launcher: tuple[str, ...] = ()) -> subproce
     if not launcher:
         return pipeloom(*words)
     command = [sys.executable, *launcher, "-m", "pipeloom", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment())
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment())
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -51,7 +51,6 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.core
-@pytest.mark.timeout(240)
 def test_two_runs_are_equal_bit_by_bit_and_tell_what_they_did(tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
     for folder in (first, second):
@@ -92,7 +91,6 @@ def test_two_runs_are_equal_bit_by_bit_and_tell_what_they_did(tmp_path: Path) ->
     assert "predicted: " in page.read_text()
 
 
-@pytest.mark.timeout(240)
 def test_torchrun_gives_the_same_bits(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "a", tmp_path / "b"
     launchers = {ours: (), theirs: ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")}
@@ -109,7 +107,6 @@ def test_torchrun_gives_the_same_bits(tmp_path: Path) -> None:
         assert second.read_text().startswith("--- rank 1, process ")
 
 
-@pytest.mark.timeout(120)
 def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
     done = train(tmp_path, "--train.steps", "50", "--optimizer.lr", "1e30", "--optimizer.min_lr", "1e30")
     assert done.returncode == 1

@@ -294,7 +294,6 @@ def _kept(folder: Path, layout: Layout, text: str) -> Any:
     return earlier_outcome(layout.config, layout.search, CPU)
 
 
-@pytest.mark.timeout(120)
 def test_the_command(tmp_path: Path) -> None:
     source = tmp_path / "text.py"
     source.write_text(TEXT)

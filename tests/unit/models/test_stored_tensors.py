@@ -44,7 +44,6 @@ def test_a_header_that_does_not_fit_its_file_is_refused(tmp_path: Path, header: 
     assert len(str(error.value)) < 400 + len(str(file))
 
 
-@pytest.mark.timeout(20)
 def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")

@@ -33,7 +33,7 @@ def test_proven_optima(memory: int, optimum: float) -> None:
 
 def test_two_chunks_are_proved_on_all_placements() -> None:
     pytest.importorskip("ortools")
-    found = pl.search(4, 8, memory=4, chunks=2, iterations=500, prove=True, time_limit=60)
+    found = pl.search(4, 8, memory=4, chunks=2, iterations=500, prove=True, time_limit=600)
     assert found.proved
     assert found.value == 59
 
@@ -58,7 +58,7 @@ def test_bounds_are_never_above_a_proven_optimum(seed: int, objective: str) -> N
         objective=objective,
         iterations=200,
         prove=True,
-        time_limit=40,
+        time_limit=600,
     )
     assert found.proved
     instance = Instance(placement, 4, costs, memory_limit, objective)  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def test_bounds_are_never_above_a_proven_optimum(seed: int, objective: str) -> N
 def test_the_solver_finds_what_the_search_was_not_given_time_for() -> None:
     pytest.importorskip("ortools")
     instance = Instance((0, 1, 2, 3), 8, Costs(), 3)
-    found = certify(instance, 33, 30)
+    found = certify(instance, 33, 600)
     assert found.value == found.bound == 31
     assert found.sequences is not None
     assert instance.fits(found.sequences)

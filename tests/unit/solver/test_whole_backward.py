@@ -32,6 +32,6 @@ def test_the_optimum_is_proved(seed: int) -> None:
     pytest.importorskip("ortools")
     ranks, microbatches, costs, memory = case(seed)
     optimum = least(tuple(range(ranks)), microbatches, costs, memory, pairs=False)
-    result = pl.search(ranks, microbatches, costs, memory, iterations=50, prove=True, time_limit=30)
+    result = pl.search(ranks, microbatches, costs, memory, iterations=50, prove=True, time_limit=600)
     assert result.proved
     assert result.value == pytest.approx(optimum)

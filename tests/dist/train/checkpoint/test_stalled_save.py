@@ -37,7 +37,7 @@ def _loop(*_: Any) -> Any:
 def test_a_rank_that_loops_while_it_writes_is_named(tmp_path: Path) -> None:
     """The first rank polled for 15 minutes for the note that the other one leaves, and its watchdog saw no wait."""
     folder = tmp_path / "checkpoints"
-    ends = run_until_dead(save_with_a_looping_rank, 2, tmp_path, folder, 2.0)
+    ends = run_until_dead(save_with_a_looping_rank, 2, tmp_path, folder, 6.0)
     assert [end.code for end in ends] == [6, 6]
     assert "the other ranks to write their parts of a checkpoint" in ends[0].words
     assert not (step_path(folder, 1)).exists()

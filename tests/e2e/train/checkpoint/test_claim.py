@@ -14,8 +14,6 @@ from pipeloom.train.checkpoint import folder as lock
 from pipeloom.train.checkpoint.folder import LOCK_FILE, RunClaim
 from pipeloom.train.loop import Trainer
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:

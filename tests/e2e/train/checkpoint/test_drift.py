@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from checkpoint_runs import run_here, runs, text_in
@@ -20,7 +19,6 @@ from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.workers.failures import write_exit
 from processes import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
 SIX_STEPS = {"train.steps": 6, "parallel.dp": 2, "schedule.microbatches": 4, "train.eval_batches": 1}
 
 

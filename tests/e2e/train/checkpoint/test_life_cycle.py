@@ -11,8 +11,6 @@ from checkpoint_runs import run_here, runs, steps_of
 from pipeloom.errors import CheckpointError
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.mark.parametrize("steps", [2, 1])
 def test_a_run_whose_steps_are_done_evaluates(

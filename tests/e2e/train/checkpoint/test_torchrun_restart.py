@@ -40,7 +40,7 @@ def test_torchrun_goes_on_from_the_newest_checkpoint_after_a_worker_was_killed(t
     wait_for(lambda: any(complete(folder) for folder in runs(tmp_path / "a")), run)
     os.kill(children(run.pid)[-1], signal.SIGKILL)
     try:
-        out, errors = run.communicate(timeout=200)
+        out, errors = run.communicate(timeout=600)
     finally:
         run.kill()
     assert run.returncode == 0, errors

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from checkpoint_runs import BRIEF
 from commands import pipeloom
 from corpora import documents, json_lines, tokenizer_file
@@ -26,7 +24,6 @@ def train(folder: Path, *flags: str) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records if record["event"] == "step"}
 
 
-@pytest.mark.timeout(600)
 def test_a_run_on_packed_documents_is_resumed_bit_by_bit(tmp_path: Path) -> None:
     tokenizer_file(tmp_path / "tokenizer.json")
     json_lines(tmp_path / "a.jsonl", ({"text": text} for text in documents()))

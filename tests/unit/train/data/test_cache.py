@@ -101,7 +101,7 @@ def test_an_index_cannot_name_objects(tmp_path: Path) -> None:
 
 
 def test_two_runs_at_once_make_one_whole_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=600)
     folder = cache.folder_of(str(tmp_path / "cache"))
     found: list[list[int]] = []
 
@@ -116,7 +116,7 @@ def test_two_runs_at_once_make_one_whole_entry(tmp_path: Path, monkeypatch: pyte
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=600)
     assert found == [[0, 1, 2, 3, 4]] * 2
     assert entries(tmp_path) == {"e"}
 
