@@ -577,6 +577,11 @@ class Pipeline:
                 ranks = [each for mine in all_gather_json(ranks, self.group) for each in mine]
         return merged_timeline(self.schedule, ranks)
 
+    @property
+    def watchdog(self) -> Watchdog | None:
+        """The watchdog of this process; None for one process, and without `RuntimeOptions.monitor`."""
+        return self._alarm.watchdog
+
     def waiting(self, what: str, phase: str | None = None) -> AbstractContextManager[None]:
         """Return a context for a communication between the run's ranks outside of steps: the watchdog reports that this rank
         waits for `what`, and sends a failure in it to the other ranks.

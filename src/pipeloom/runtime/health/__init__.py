@@ -12,5 +12,6 @@ seen yet. Kinds:
 - `failed`: the end of the run: its `failure`, with a text for the user and the ranks that it blames.
 - `call`: request by a rank without progress for the state of all ranks; `here`: an answer.
 - `folder`: the folder of the run's files.
+- `value`: this rank's value under a key, for `Watchdog.gather`.
 - `bye`: this rank has finished its part; its connection may close.
 """

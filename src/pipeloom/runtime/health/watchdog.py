@@ -180,7 +180,9 @@ class Watchdog:
         self._failure: Failure | None = None
         self._lock = threading.Lock()
         self._outbox: deque[dict[str, Any]] = deque()
-        self._seen: set[tuple[int, int]] = set()
+        self._seen: dict[int, int] = {}  # rank -> id of its newest message here; messages of one rank arrive in order
+        self._values: dict[str, dict[int, Any]] = {}  # key -> rank -> value, until `gather` returns them
+        self._change = threading.Condition()  # of `_values`
         self._count = 0
         self._identities: dict[int, tuple[str, int, str]] = {}
         self._left: set[int] = set()
@@ -272,6 +274,20 @@ class Watchdog:
         self.folder = folder
         self._post({"kind": "folder", "folder": folder})
 
+    def gather(self, key: str, value: Any) -> list[Any]:
+        """Return the values that all ranks give under `key`, in rank order, as JSON holds them.
+
+        Every rank calls it, in any thread: no process group takes part, so it runs beside a step. A key may be used again once
+        all ranks have returned. After a failure it does not return: the process ends, as in any other wait.
+        """
+        self._post({"kind": "value", "key": key, "value": value})
+        with self._change:
+            values = self._values.setdefault(key, {})
+            values[self.number] = value
+            self._change.wait_for(lambda: len(values) == self.ranks)
+            del self._values[key]
+        return [values[rank] for rank in range(self.ranks)]
+
     # -- sending -----------------------------------------------------------------------------------------------------------
 
     def _post(self, message: dict[str, Any]) -> None:
@@ -287,7 +303,7 @@ class Watchdog:
         if "id" not in message:
             self._count += 1
             message = {**message, "from": self.number, "id": self._count}
-        self._seen.add((message["from"], message["id"]))
+        self._seen[message["from"]] = message["id"]
         for peer, link in self._links.items():
             if peer != but and peer not in self._gone:
                 link.send(message)
@@ -351,7 +367,7 @@ class Watchdog:
         try:
             while messages := link.receive():
                 for message in messages:
-                    if (message["from"], message["id"]) not in self._seen:
+                    if message["id"] > self._seen.get(message["from"], 0):
                         self._flood(message, but=link.peer)
                         self._take(message)
         except (LinkClosed, KeyError, TypeError, ValueError) as error:
@@ -373,6 +389,10 @@ class Watchdog:
             self.folder = message["folder"]
         elif kind == "bye":
             self._left.add(origin)
+        elif kind == "value":
+            with self._change:
+                self._values.setdefault(message["key"], {})[origin] = message["value"]
+                self._change.notify_all()
         elif kind == "call":
             if message["notice"]:
                 self._heard_notice = time.monotonic()

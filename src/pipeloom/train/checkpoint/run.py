@@ -440,10 +440,7 @@ class RunCheckpoints:
 
     def save(self, step: int, batch: int) -> None:
         """Save the state, unless it is saved already. A checkpoint that cannot be written is reported, and training continues."""
-        try:
-            self.require(step, batch)
-        except CheckpointError as error:
-            self._say(f"{error}; training continues, and the newest checkpoint is {self.path or 'none'}")
+        self._go_on_after(lambda: self.require(step, batch))
 
     def require(self, step: int, batch: int) -> None:
         """Save the state, unless it is saved already. Raises CheckpointError if it cannot be written.
@@ -452,7 +449,7 @@ class RunCheckpoints:
         """
         if self._saved == (step, batch):
             return
-        self._settle()
+        self._go_on_after(self.finish)
         if self._asynchronous:  # the state changes while it is written
             self._compare(step)
         path = self._saver.save(step, self._facts(), None if self._asynchronous else partial(self._compare, step))
@@ -490,9 +487,9 @@ class RunCheckpoints:
         self._saved = loaded.step, RunFacts.of(loaded.extra, loaded.path).batch_after(loaded.step)
         return loaded
 
-    def _settle(self) -> None:
+    def _go_on_after(self, save: Callable[[], None]) -> None:
         try:
-            self.finish()
+            save()
         except CheckpointError as error:
             self._say(f"{error}; training continues, and the newest checkpoint is {self.path or 'none'}")
 

@@ -1,13 +1,12 @@
 """Saving: every rank writes its share of the state into one file, and the first rank publishes the checkpoint.
 
 The ranks agree on a plan of which rank writes which boxes, and keep it until their boxes change. A box that several ranks hold
-is written by the one with the least to write. Each rank reports the result of its writing in a small file in the checkpoint's
-directory. A writing thread therefore needs no process group, and a directory that the ranks do not share is detected.
+is written by the one with the least to write. The ranks gather how their writing ended, through no file: the file system may
+be what failed. A thread that writes gathers over the watchdogs' connections, so it needs no process group.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -17,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -55,9 +54,7 @@ from pipeloom.train.checkpoint.manifest import (
 from pipeloom.train.checkpoint.state import AnyOptimizer, Number, Part, model_parts, optimizer_parts
 from pipeloom.train.collect import from_every_rank
 
-# A rank whose part has not appeared after this time has exited, or writes into another directory.
-PATIENCE_SECONDS = 900.0
-_POLL_SECONDS = 0.005
+_PARTS = "the other ranks to write their parts of a checkpoint"
 
 
 @dataclass(frozen=True)
@@ -89,6 +86,8 @@ class Saver:
         asynchronous: `save` returns when the state has been copied; a thread writes the copy.
         base: source of the frozen weights, which are not saved; the manifest names it. None: all weights are saved.
 
+    Raises UsageError if it is asynchronous, and the ranks of the pipeline have no watchdogs.
+
     Attributes:
         equal_until: for the manifest of the next checkpoint: the last step after which replicas were equal; None: not known.
         stalled: seconds for which the last `save` blocked its caller.
@@ -116,11 +115,14 @@ class Saver:
         self._pipeline, self._optimizer = pipeline, optimizer
         self._keep, self._keep_every = keep, keep_every
         self._asynchronous = asynchronous
+        if asynchronous and pipeline.distributed and pipeline.watchdog is None:
+            raise UsageError("asynchronous is True; without RuntimeOptions(monitor=True) it must be False")
         self._rank, self._world = pipeline.mesh.everyone.index, pipeline.mesh.everyone.size
         self._plan: _Plan | None = None
         self._numbers: dict[str, Number] = {}
         self._copies: list[Tensor] = []
         self._thread: threading.Thread | None = None
+        self._written = threading.Event()  # set while the thread waits for other ranks
         self._problem = ""  # why the last save failed, as far as this rank has seen; "" if it has not
         self._path: Path | None = None
         self._held: int | None = None  # the folder, locked, on the first rank while it saves
@@ -163,32 +165,29 @@ class Saver:
             prepared = prepared or f"rank {self._rank}: {' '.join(traceback.format_exception_only(error)).strip()}"
         try:
             self._agree(parts, numbers, prepared, partial)
+            assert self._plan is not None
+            tensors = self._snapshot([parts[at].tensor for at, _ in self._plan.mine])
+            named = {name: tensor for (_, name), tensor in zip(self._plan.mine, tensors, strict=True)}
+            trains = {f"model.{name}" for name, p in self._pipeline.named_parameters() if p.requires_grad}
+            trained = frozenset(name for at, name in self._plan.mine if parts[at].key in trains)
+            stored = ("model", *["optimizer"] * (self._optimizer is not None), *["extra"] * (content is not None))
+            entries, writer = self._plan.entries, _writer(self._world)
+            manifest = Manifest(step, stored, entries, self._numbers, {}, writer, self.base)
+            job = _Job(self, final, partial, named, trained, self._plan.writers, manifest, content)
+            if self._asynchronous:
+                self._written.clear()
+                self._thread = threading.Thread(target=job.run, name="pipeloom-checkpoint", daemon=True)
+                self._thread.start()
+            else:
+                job.run(meanwhile)
         except BaseException:
             self._abandon(partial)
             if failure is not None:
                 raise failure from None
             raise
-        assert self._plan is not None
-        tensors = self._snapshot([parts[at].tensor for at, _ in self._plan.mine])
-        named = {name: tensor for (_, name), tensor in zip(self._plan.mine, tensors, strict=True)}
-        trains = {f"model.{name}" for name, p in self._pipeline.named_parameters() if p.requires_grad}
-        trained = frozenset(name for at, name in self._plan.mine if parts[at].key in trains)
-        stored = ("model", *["optimizer"] * (self._optimizer is not None), *["extra"] * (content is not None))
-        entries, writer = self._plan.entries, _writer(self._world)
-        manifest = Manifest(step, stored, entries, self._numbers, {}, writer, self.base)
-        job = _Job(self, final, partial, named, trained, self._plan.writers, manifest, content)
+        if not self._asynchronous:
+            self._raise_together()
         self._path = final
-        if self._asynchronous:
-            self._thread = threading.Thread(target=job.run, name="pipeloom-checkpoint", daemon=True)
-            self._thread.start()
-            self.stalled = time.perf_counter() - begun
-            return final
-        try:
-            job.run(meanwhile)
-        except BaseException:
-            self._abandon(partial)
-            raise
-        self._raise_together()
         self.stalled = time.perf_counter() - begun
         return final
 
@@ -201,12 +200,6 @@ class Saver:
         self._raise_together()
         return self._path
 
-    def waiting_for_parts(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for waits for other ranks' files: reported to the watchdog, unless a thread of the saver waits."""
-        if self._world == 1 or self._asynchronous:
-            return contextlib.nullcontext()
-        return self._pipeline.waiting("the other ranks to write their parts of a checkpoint", "save")
-
     # -- together --------------------------------------------------------------------------------------------------------
 
     def _exchange(self, value: Any, what: str) -> list[Any]:
@@ -214,11 +207,18 @@ class Saver:
 
     def _join(self) -> None:
         if self._thread is not None:
-            self._thread.join()
+            self._written.wait()  # until then the watchdogs must not see a rank that waits for others
+            with self._pipeline.waiting(_PARTS, "save"):
+                self._thread.join()
             self._thread = None
 
+    def _gather(self, outcome: Any, key: str) -> list[Any]:
+        """Return the outcomes of all ranks; in a thread, over the watchdogs' connections."""
+        watchdog = self._pipeline.watchdog if self._asynchronous else None
+        return self._exchange(outcome, _PARTS) if watchdog is None else watchdog.gather(key, outcome)
+
     def _raise_together(self) -> None:
-        problems = self._exchange(self._problem, "the other ranks to write their parts of a checkpoint")
+        problems = self._exchange(self._problem, _PARTS)
         self._problem = ""
         _raise_first(problems)
 
@@ -292,6 +292,7 @@ class _Job:
         trained: names of those tensors that are trained weights, all values of which must be finite.
         writers: the ranks that write a file.
         manifest: the checkpoint's, without files.
+        stored: size and digest of this rank's file, once it is written; None: there is none.
     """
 
     saver: Saver
@@ -302,55 +303,61 @@ class _Job:
     writers: tuple[int, ...]
     manifest: Manifest
     extra: bytes | None
+    stored: dict[str, Any] | None = None
 
     def run(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """Write this rank's file; on the first rank also wait for the others' and publish. File errors go to `Saver._problem`."""
+        """Write this rank's file, and publish on the first rank once all are written. A failure goes to `Saver._problem`."""
         saver, begun = self.saver, time.thread_time()
-        rank = saver._rank
         once = None if meanwhile is None else cache(meanwhile)  # called with the file, or after it
-        problem, note, file = saver._problem or self._not_finite(), {}, self.partial / file_name(rank)
         try:
-            if not problem and rank in self.writers:
-                stored = write_tensors(file, self.tensors, once)
-                saver.written = stored.size
-                note = {"bytes": stored.size, "sha256": stored.sha256}
-        except OSError as error:
-            problem = _words(error, file)
-            with contextlib.suppress(OSError):  # frees its space, which the note needs too
-                file.unlink()
+            problem = self._failure_of(lambda: self._write(once), self.partial / file_name(saver._rank))
+        finally:
+            saver._written.set()
         if once is not None:
             once()  # collective, so also on a rank that writes nothing, or could not
         saver.writer_cpu = time.thread_time() - begun
-        try:
-            (self._leave if rank else self._publish)({"problem": problem} if problem else note)
-        except (OSError, CheckpointError) as error:
-            problem = problem or _words(error, self.partial)
-            if rank == 0:
+        outcomes = saver._gather([problem, self.stored], str(self.final))
+        if saver._rank == 0:
+            problem = self._failure_of(lambda: self._publish(outcomes), self.partial)
+            if problem:
                 shutil.rmtree(self.partial, ignore_errors=True)
         saver.release()
         saver._problem = problem
 
-    def _not_finite(self) -> str:
-        """Return a message about a trained weight here that has NaN or infinite values; "" if there is none."""
+    def _failure_of(self, write: Callable[[], None], path: Path) -> str:
+        """Call `write`, and return a message about the error of the file system at `path` that ended it; "" if none did.
+
+        In a thread any other error too: the other ranks would wait for a thread that has ended.
+        """
+        try:
+            write()
+        except CheckpointError as error:
+            return str(error)
+        except OSError as error:
+            return f"{error.filename or path}: cannot be written: {error.strerror or error}"
+        except Exception as error:
+            if not self.saver._asynchronous:
+                raise
+            return f"{path}: cannot be written: {type(error).__name__}: {error}"
+        return ""
+
+    def _write(self, meanwhile: Callable[[], None] | None) -> None:
+        self._require_finite()
+        if self.saver._rank in self.writers:
+            self.stored = asdict(write_tensors(self.partial / file_name(self.saver._rank), self.tensors, meanwhile))
+            self.saver.written = self.stored["size"]
+
+    def _require_finite(self) -> None:
+        """Raise CheckpointError if a trained weight here has NaN or infinite values."""
         for name in sorted(self.trained):
             if not _is_finite(self.tensors[name]):
                 weight = name.partition("@")[0].removeprefix("model.")
-                return f"{weight} has values that are not finite after step {self.manifest.step}"
-        return ""
+                raise CheckpointError(f"{weight} has values that are not finite after step {self.manifest.step}")
 
-    def _leave(self, note: Mapping[str, Any]) -> None:
-        path = self._note_path(self.saver._rank)
-        fresh = path.with_suffix(".part")
-        fresh.write_text(json.dumps(note), encoding="utf-8")
-        fresh.rename(path)
-
-    def _publish(self, note: Mapping[str, Any]) -> None:
-        with self.saver.waiting_for_parts():
-            notes = [note, *(self._note_of(rank) for rank in range(1, self.saver._world))]
-        for note_of_rank in notes:
-            if "problem" in note_of_rank:
-                raise CheckpointError(str(note_of_rank["problem"]))
-        files = {file_name(rank): StoredFile(notes[rank]["bytes"], notes[rank]["sha256"]) for rank in self.writers}
+    def _publish(self, outcomes: Sequence[Any]) -> None:
+        if problem := next((problem for problem, _ in outcomes if problem), ""):
+            raise CheckpointError(problem)
+        files = {file_name(rank): StoredFile(**outcomes[rank][1]) for rank in self.writers}
         for name, stored in files.items():
             size = os.stat(self.partial / name).st_size
             if size != stored.size:
@@ -359,23 +366,8 @@ class _Job:
             files[EXTRA] = write_bytes(self.partial / EXTRA, self.extra)
         manifest = replace(self.manifest, files=files, equal_until=self.saver.equal_until)
         write_bytes(self.partial / MANIFEST, to_bytes(manifest))
-        for rank in range(1, self.saver._world):
-            self._note_path(rank).unlink()
         publish(self.partial, self.final)
         prune(self.saver.folder, self.manifest.step, self.saver._keep, self.saver._keep_every)
-
-    def _note_path(self, rank: int) -> Path:
-        return self.partial / f"rank-{rank:05d}.json"
-
-    def _note_of(self, rank: int) -> Mapping[str, Any]:
-        """Wait for the note of a rank, and return it. Raises CheckpointError if it does not appear in time."""
-        path, until = self._note_path(rank), time.monotonic() + PATIENCE_SECONDS
-        while time.monotonic() < until:
-            with contextlib.suppress(FileNotFoundError):
-                note: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-                return note
-            time.sleep(_POLL_SECONDS)
-        raise CheckpointError(f"{path}: expected the part of rank {rank} within {PATIENCE_SECONDS:g} s, found nothing")
 
 
 def save(
@@ -407,13 +399,6 @@ def _content(extra: Mapping[str, Any] | None) -> bytes | None:
         raise UsageError(
             f"extra is {extra!r:.200}; it must be a dict that JSON can hold, of finite numbers, strings, lists and dicts: {error}"
         ) from None
-
-
-def _words(error: OSError | CheckpointError, path: Path) -> str:
-    """Return a message about an error of writing to `path`."""
-    if isinstance(error, CheckpointError):
-        return str(error)
-    return f"{error.filename or path}: cannot be written: {error.strerror or error}"
 
 
 def _is_finite(values: Tensor) -> bool:
