@@ -406,6 +406,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     RUNS.clear()
 
 
+def test_threads_gather_the_values_of_all_ranks(clock: Clock) -> None:
+    """Two keys at once, and each again."""
+    world = 8
+    run = Run(world)
+    run.start()
+    with ThreadPoolExecutor(2 * world) as threads:
+        for turn in range(3):
+            calls = [(key, rank) for key in "ab" for rank in range(world)]
+            values = [threads.submit(run.dogs[rank].gather, key, [key, turn, rank]) for key, rank in calls]
+            for (key, _), future in zip(calls, values, strict=True):
+                assert future.result(timeout=60) == [[key, turn, rank] for rank in range(world)]
+
+
 def test_a_failure_reaches_everyone(clock: Clock) -> None:
     run = Run(4)
     run.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -232,6 +233,19 @@ def test_the_first_to_say_how_a_run_ended_decides_unless_it_stopped_because_of_a
     rank = 1 if 1 in codes[1:] else 0
     expected = {"exit_code": codes[rank], "reason": "a reason", "ranks": [rank]}
     assert json.loads((tmp_path / "exit.json").read_text()) == expected
+
+
+def test_a_record_of_the_end_that_does_not_fit_on_the_disk_leaves_room_for_a_later_one(tmp_path: Path) -> None:
+    """An empty file stayed, which no rank with room replaced."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, hard))
+    try:
+        write_exit(str(tmp_path), 5, "a reason")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+    write_exit(str(tmp_path), 5, "a reason")
+    assert json.loads((tmp_path / "exit.json").read_text())["exit_code"] == 5
 
 
 def test_notes_are_left_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

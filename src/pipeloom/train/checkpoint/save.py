@@ -342,17 +342,14 @@ class _Job:
         return ""
 
     def _write(self, meanwhile: Callable[[], None] | None) -> None:
-        self._require_finite()
-        if self.saver._rank in self.writers:
-            self.stored = asdict(write_tensors(self.partial / file_name(self.saver._rank), self.tensors, meanwhile))
-            self.saver.written = self.stored["size"]
-
-    def _require_finite(self) -> None:
-        """Raise CheckpointError if a trained weight here has NaN or infinite values."""
+        """Write this rank's file. Raise CheckpointError if a trained weight in it has NaN or infinite values."""
         for name in sorted(self.trained):
             if not _is_finite(self.tensors[name]):
                 weight = name.partition("@")[0].removeprefix("model.")
                 raise CheckpointError(f"{weight} has values that are not finite after step {self.manifest.step}")
+        if self.saver._rank in self.writers:
+            self.stored = asdict(write_tensors(self.partial / file_name(self.saver._rank), self.tensors, meanwhile))
+            self.saver.written = self.stored["size"]
 
     def _publish(self, outcomes: Sequence[Any]) -> None:
         if problem := next((problem for problem, _ in outcomes if problem), ""):

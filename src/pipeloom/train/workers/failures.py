@@ -113,8 +113,11 @@ def write_exit(folder: str | None, exit_code: int, reason: str = "", blames: Seq
     is_cause = exit_code not in (0, DistributedError.exit_code, *OBEYED)
     with contextlib.suppress(OSError):
         mode = "wb" if is_cause and _written(path).get("exit_code") == DistributedError.exit_code else "xb"
-        with path.open(mode) as file:
+        with path.open(mode) as file, contextlib.ExitStack() as torn:
+            torn.callback(path.unlink)  # on a full disk
             file.write(json.dumps(facts).encode() + b"\n")
+            file.flush()
+            torn.pop_all()
 
 
 def failure_of_run(folder: Path) -> str:
