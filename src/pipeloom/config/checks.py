@@ -268,8 +268,8 @@ def _experts_spread(config: Config) -> Iterator[Problem]:
     if parallel.ep_blocks > 1:
         if parallel.ep_blocks > (length := config.train.seq_len):
             yield "parallel.ep_blocks", f"a sequence has train.seq_len {length} tokens; nearest: {length}"
-        problems = sequence_block_problems(parallel.ep_blocks, config.model.capacity_factor, parallel.tp, cut=False)
-        yield from map(sentence, problems)
+        capacity = config.model.capacity_factor
+        yield from map(sentence, sequence_block_problems(parallel.ep_blocks, capacity, parallel.tp, cut=False))
 
 
 @_reads("train.recompute", "model.num_hidden_layers")

@@ -14,39 +14,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeloom.decoder_shape import DecoderShape, sequence_block_problems
+from pipeloom.decoder_shape import sequence_block_problems
 from pipeloom.models.decoder import Attention, visible
-from pipeloom.models.moe import Arrival, MoeClasses, SparseBlock, landed, plus
+from pipeloom.models.moe import Arrival, SparseBlock, landed, plus
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.parts import in_part
 from pipeloom.ops.segments import Compute, Segment, Values
 from pipeloom.ops.slices import SliceState
-from pipeloom.parallel.dispatch import DispatchPlan, ExpertParallel, begin_dispatch, permute_for_dispatch
+from pipeloom.parallel.dispatch import DispatchPlan, begin_dispatch, permute_for_dispatch
 from pipeloom.parallel.router import RouterNoise
-from pipeloom.parallel.tensor import TensorParallel
 
 
 class SparseBlockInBlocks(SparseBlock):
     """A block whose sequences are cut into blocks (`ExpertParallel.blocks`), which overlap in one segment.
 
-    Raises ArgumentError for a capacity, tensor parallelism, and, in its forward, a part of the tokens of sequences.
+    Its forward raises ArgumentError for a capacity, tensor parallelism, and a part of the tokens of sequences.
     """
-
-    def __init__(
-        self,
-        shape: DecoderShape,
-        tensor: TensorParallel | None = None,
-        expert: ExpertParallel | None = None,
-        classes: MoeClasses = MoeClasses(),
-    ) -> None:
-        super().__init__(shape, tensor, expert, classes)
-        ranks, blocks = 1 if tensor is None else tensor.size, 1 if expert is None else expert.blocks
-        self._options = blocks, shape.capacity_factor, ranks
-        self._require_runnable(cut=False)
-
-    def _require_runnable(self, cut: bool) -> None:
-        for problem in sequence_block_problems(*self._options, cut):
-            raise problem
 
     def segments(
         self,
@@ -55,8 +38,14 @@ class SparseBlockInBlocks(SparseBlock):
         position_ids: Tensor | None = None,
         slice_state: SliceState | None = None,
     ) -> Sequence[Segment]:
-        """Return the one segment, x -> the block's output. Raises ArgumentError where it would get a part of the sequences."""
-        self._require_runnable(cut=slice_state is not None or self.self_attn.context is not None)
+        """Return the one segment, x -> the block's output. Raises ArgumentError as the class says."""
+        mlp, cut = self.mlp, slice_state is not None or self.self_attn.context is not None
+        tp, blocks = (
+            (1 if mlp.tensor is None else mlp.tensor.size),
+            (1 if mlp.parallel is None else mlp.parallel.blocks),
+        )
+        for problem in sequence_block_problems(blocks, mlp.gate.capacity_factor, tp, cut):
+            raise problem
         run = partial(run_in_sequence_blocks, self, microbatch, position_ids)
         return [Compute("block in sequence blocks", run)]
 

@@ -186,7 +186,7 @@ def split_batch(
     if cut:
         length = _sequence_length(positional)
         spans = [(sizes[at], length if place is None else place.end - place.start) for at, place in units]
-        _require_tokens(each_targets[0], spans[0], "ranks" if slices is None else f"{slices.count} slices", length)
+        _require_tokens(each_targets[0], spans[0], "ranks" if slices is None else f"{len(places)} slices", length)
         if context is not None:
             each_inputs, each_targets = (
                 [_own_tokens(value, span, context) for value, span in zip(values, spans, strict=True)]
@@ -251,7 +251,7 @@ class SequenceSlices:
         """
         if _is_of(value, (rows, self.places[0].length)):
             return [part.data for part in torch.split(value, [place.end - place.start for place in self.places], 1)]
-        return _by_element(value, self.count, lambda item: self.cut(item, rows))
+        return _by_element(value, len(self.places), lambda item: self.cut(item, rows))
 
 
 def _is_of(value: Any, shape: tuple[int, int]) -> bool:
