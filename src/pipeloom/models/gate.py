@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from pipeloom.decoder_shape import RANDOM_ROUTERS, DecoderShape, whole_sequence_problems
 from pipeloom.errors import UsageError
 from pipeloom.ops.deferred import DeferringLayer, apply_linear
-from pipeloom.ops.layer import MicrobatchContext, SharesTokens, attach_later_loss, attach_loss
-from pipeloom.ops.random_state import RandomSource
+from pipeloom.ops.layer import MicrobatchContext, SharesTokens, attach_loss
+from pipeloom.ops.random_state import OfMicrobatch
 from pipeloom.ops.slices import SliceState
 from pipeloom.parallel.router import (
     NO_DRAWS,
@@ -45,14 +46,15 @@ class GateShape:
     z_loss_coef: float = 0.001
 
 
-class TopKGate(SharesTokens, DeferringLayer):
+class TopKGate(OfMicrobatch, SharesTokens, DeferringLayer):
     """Router that scores tokens, chooses their experts, and attaches the auxiliary losses of a micro-batch.
 
     Every tensor-parallel rank gets all tokens of the micro-batch, so all of them choose alike. Each gets only the gradient of
     its own terms of the experts.
 
     Attributes:
-        source: source of random numbers; set by the code that builds the layer.
+        source: source of random numbers; set by the code that builds the layer, such as a `Pipeline`. None: torch's generator.
+        aux_loss: the auxiliary losses of the last forward without a micro-batch's context, which `MoELayer.aux_loss` returns.
         context: the ranks that share the micro-batch's tokens; the auxiliary losses cover those of all of them.
         loads: (micro-batch, slice) -> choices of each expert in the last step, then those beyond their expert's capacity (not
             those dropped at random): [experts + 1] int64. A recomputed forward writes the same values again.
@@ -74,12 +76,19 @@ class TopKGate(SharesTokens, DeferringLayer):
         if not self.weight.is_meta:
             for parameter in self.parameters():
                 nn.init.kaiming_uniform_(parameter, math.sqrt(5))  # as `nn.Linear` does
-        self.source: RandomSource | None = None
+        self.aux_loss: Tensor | None = None
         self.loads: dict[tuple[int, int], Tensor] = {}
 
     def sharding(self) -> Mapping[str, ParameterSharding]:
         sharding = ParameterSharding(partial=self.tensor is not None)
         return {"weight": sharding} if self.noise_weight is None else {"weight": sharding, "noise_weight": sharding}
+
+    @property
+    def has_losses(self) -> bool:
+        return bool(self.balance or self.z)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "aux_loss": None}  # torch copies no tensor that has a graph
 
     def reset_bias(self) -> None:
         """Set the bias of the choice to 0, in fp32."""
@@ -98,15 +107,18 @@ class TopKGate(SharesTokens, DeferringLayer):
         """Return the random numbers for tokens [tokens, width], which are all of the micro-batch."""
         if not self.training or self.gate.router not in RANDOM_ROUTERS:
             return NO_DRAWS
-        if self.source is None or microbatch is None:
-            raise UsageError(
-                f'router "{self.gate.router}" needs `source` and the keyword argument `microbatch` in training'
-            )
-        (count, width), samples = tokens.shape, microbatch.samples
+        count, samples = len(tokens), 1
+        generators: Iterable[torch.Generator | None] = (None,)  # torch's own
+        if self.source is not None:
+            if microbatch is None:
+                raise UsageError(
+                    f'router "{self.gate.router}" has a `source`, so it needs the keyword argument `microbatch` in training: a '
+                    "layer that contains it passes on its own"
+                )
+            samples, generators = microbatch.samples, self.source.generators(microbatch, tokens.device)
         if count % samples:
             raise UsageError(f"the router got {count} tokens of {samples} samples; each must have as many")
-        generators = self.source.generators(microbatch, tokens.device)
-        return sample_noise(self.gate, count // samples, width, tokens.dtype, generators)
+        return sample_noise(self.gate, count // samples, tokens, generators)
 
     def choose(self, tokens: Tensor, draws: RouterNoise) -> Routing:
         """Return the experts of tokens [tokens, width], before capacity limits and auxiliary losses."""
@@ -134,29 +146,33 @@ class TopKGate(SharesTokens, DeferringLayer):
         """Return `weights`, with a backward that adds the gradient of the micro-batch's auxiliary losses.
 
         The losses cover this replica's tokens of the micro-batch, of all its slices, and are weighted by its share of the step,
-        like its loss.
+        like its loss. Without `microbatch` nothing says which share that is: the losses are left in `aux_loss`.
         """
-        if not self.training or not (self.balance or self.z):
+        self.aux_loss = None
+        if not self.training or not self.has_losses:
             return weights
         if self.tensor is not None and self.tensor.index != 0:
             return weights  # because the gradients of the ranks are summed
-        share = 1.0 if microbatch is None else microbatch.share
-        if self.context is None and state is None:
-            return attach_loss(weights, share * self._loss_of(tally))
-        numbers = _numbers(tally, share)
-        if self.context is not None:
-            numbers = self.context.summed(numbers)
-        total = None if state is None else state.total(numbers)
+        counts, tokens, share = tally.counts, tally.tokens, 1.0 if microbatch is None else microbatch.share
+        total: Callable[[], Tensor] | None = None
+        if self.context is not None or state is not None:
+            numbers = torch.cat((counts.double(), counts.new_tensor((tokens, share), dtype=torch.float64)))
+            summed = numbers if self.context is None else self.context.summed(numbers)
+            total = (lambda: summed) if state is None else state.total(summed)
 
         def loss(probabilities: Tensor, squares: Tensor) -> Tensor:
-            here = replace(tally, probabilities=probabilities, squares=squares)
-            whole, whole_share = _completed(here, numbers if total is None else total())
-            return whole_share * self._loss_of(whole)
+            """Return this rank's and slice's terms of the losses, which are sums over tokens once the counts of all are known."""
+            chosen, (rows, weight) = counts, (tokens, share)
+            if total is not None:
+                sums = total()
+                chosen, (rows, weight) = sums[:-2].round().long(), sums[-2:].tolist()
+            stats = RoutingStats(chosen, probabilities, squares, round(rows))
+            return weight * (self.balance * stats.balance_loss() + self.z * stats.z_loss())
 
-        return attach_later_loss(weights, loss, tally.probabilities, tally.squares)
-
-    def _loss_of(self, tally: RoutingStats) -> Tensor:
-        return self.balance * tally.balance_loss() + self.z * tally.z_loss()
+        if microbatch is not None:
+            return attach_loss(weights, loss, tally.probabilities, tally.squares)
+        self.aux_loss = loss(tally.probabilities, tally.squares)
+        return weights
 
     def record_load(self, counts: Tensor, dropped: Tensor | None, microbatch: MicrobatchContext | None) -> None:
         """Record a micro-batch's load, in training."""
@@ -164,20 +180,6 @@ class TopKGate(SharesTokens, DeferringLayer):
             lost = counts.new_zeros(1) if dropped is None else dropped.view(1)
             index, place = (0, None) if microbatch is None else (microbatch.index, microbatch.place)
             self.loads[index, 0 if place is None else place.index] = torch.cat((counts.detach(), lost))
-
-
-def _numbers(tally: RoutingStats, share: float) -> Tensor:
-    """Return what `_completed` needs the sum of, over the ranks and slices that share a micro-batch's tokens."""
-    sums = tally.counts.double(), tally.probabilities.detach().double(), tally.squares.detach().double().view(1)
-    return torch.cat((*sums, sums[0].new_tensor([tally.tokens, share])))
-
-
-def _completed(tally: RoutingStats, total: Tensor) -> tuple[RoutingStats, float]:
-    """Return the sums over all ranks and slices, with the gradient through this tally's terms alone, and of the shares."""
-    others, dtype = total - _numbers(tally, 0.0), tally.probabilities.dtype
-    experts, (squares, tokens, share) = tally.counts.numel(), others[-3:]
-    counts, probabilities = others[:experts].round().long(), others[experts:-3].to(dtype)
-    return tally + RoutingStats(counts, probabilities, squares.to(dtype), round(tokens.item())), share.item()
 
 
 def gates_of(modules: Iterable[nn.Module]) -> list[TopKGate]:

@@ -85,7 +85,7 @@ class MoELayer(nn.Module):
     other micro-batch computes, and so they do in a layer that has its segments among its own (docs/experts.md).
 
     Args:
-        gate: chooses the experts, and adds the balance loss to the gradients.
+        gate: chooses the experts, and has the auxiliary losses (`aux_loss`).
         experts: makes one expert, any module [rows, hidden] -> [rows, hidden]; or a module of all of this rank's experts, which
             takes rows [rows, hidden], in runs of one expert each, and the number of rows of each, as `Experts` does.
         group: a process group, or where experts are on which rank. None: all experts are here.
@@ -123,9 +123,19 @@ class MoELayer(nn.Module):
     def forward(
         self, x: Tensor, microbatch: MicrobatchContext | None = None, slice_state: SliceState | None = None
     ) -> Tensor:
-        """`microbatch` is needed in training for routers that draw; without it auxiliary losses count 1."""
+        """`microbatch` is what a `Pipeline` passes; without it the caller adds `aux_loss` to the loss."""
         out: Tensor = in_order(self.segments(microbatch=microbatch, slice_state=slice_state), (x,))[0]
         return out
+
+    @property
+    def aux_loss(self) -> Tensor:
+        """Return this rank's share of the auxiliary losses of the last forward, 0-dim, for a training loop of one's own.
+
+        Add it to the rank's mean loss divided by the number of ranks of `group`. It is 0 in evaluation, and after a forward with
+        `microbatch`, whose backward adds the gradients of the losses itself.
+        """
+        loss, ranks = self.gate.aux_loss, 1 if self.parallel is None else self.parallel.size
+        return self.gate.weight.new_zeros(()) if loss is None else loss / ranks
 
     def segments(
         self, *, microbatch: MicrobatchContext | None = None, slice_state: SliceState | None = None
@@ -170,7 +180,7 @@ class MoELayer(nn.Module):
     def route(
         self, tokens: Tensor, microbatch: MicrobatchContext | None, slice_state: SliceState | None = None
     ) -> Routing:
-        """Return where all tokens of a micro-batch [tokens, hidden] go; the weights carry its auxiliary losses."""
+        """Return where all tokens of a micro-batch [tokens, hidden] go; with `microbatch` the weights carry its losses."""
         self.gate.require_runnable(microbatch)
         wanted = self.gate.choose(tokens, self.gate.draw(tokens, microbatch))
         routing = self.gate.limit(wanted)
@@ -339,7 +349,7 @@ class SparseBlock(Block):
         position_ids: Tensor | None = None,
         slice_state: SliceState | None = None,
     ) -> Tensor:
-        """`microbatch` is needed in training for dropout and for routers that draw; without it auxiliary losses count 1.
+        """`microbatch` is needed in training for dropout and for routers that draw; without it see `MoELayer.aux_loss`.
 
         `position_ids` [batch, length] restart with each document where rows hold several.
         """

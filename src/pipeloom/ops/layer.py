@@ -51,37 +51,18 @@ class Layer:
         return self.build()
 
 
-def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """Return `x` unchanged; when its gradient is computed, the gradient of `loss` is added to the parameters'.
+def attach_loss(x: Tensor, loss: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return `x` unchanged; when its gradient is computed, the gradient of `loss(*inputs)` is added to that of the inputs.
 
-    So the loss belongs to the micro-batch that `x` belongs to, whatever else is in flight. `loss` is 0-dim and already
-    scaled by its share of the step's loss.
+    So the loss belongs to the micro-batch that `x` belongs to, whatever else is in flight, and may depend on what is known only
+    then. It is 0-dim, and scaled by its share of the step's loss: whatever scales the gradient of `x` does not scale it.
     """
-    if not (torch.is_grad_enabled() and x.requires_grad and loss.requires_grad):
+    if not (torch.is_grad_enabled() and x.requires_grad and any(each.requires_grad for each in inputs)):
         return x
-    return _AttachedLoss.apply(x, loss)  # type: ignore[no-any-return, no-untyped-call]
+    return _AttachedLoss.apply(x, loss, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _AttachedLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        ctx.save_for_backward(loss)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (loss,) = ctx.saved_tensors
-        return gradients[0], torch.ones_like(loss)
-
-
-def attach_later_loss(x: Tensor, loss: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """As `attach_loss`, for the loss `loss(*inputs)` of which some terms are known only when the gradient of `x` is computed."""
-    if not (torch.is_grad_enabled() and x.requires_grad and any(each.requires_grad for each in inputs)):
-        return x
-    return _LaterLoss.apply(x, loss, *inputs)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _LaterLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         ctx.loss = loss

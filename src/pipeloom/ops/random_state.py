@@ -15,7 +15,7 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,21 @@ class RandomSource:
         generator = torch.Generator(device)
         for sample in range(microbatch.first, microbatch.first + microbatch.samples):
             yield generator.manual_seed(stable_seed("random", self.seed, microbatch.step, sample, self.name))
+
+
+class OfMicrobatch:
+    """A module whose forward uses the micro-batch's context: it draws random numbers, or has losses.
+
+    Attributes:
+        source: of the random numbers; set by the code that builds the layer.
+    """
+
+    source: RandomSource | None = None
+
+    @property
+    def has_losses(self) -> bool:
+        """Return whether it has losses, which count by the micro-batch's share."""
+        return False
 
 
 @contextlib.contextmanager
@@ -90,7 +105,7 @@ class TokenPart:
         return whole.chunk(self.count, -2)[self.index]
 
 
-class Dropout(SharesTokens, nn.Module):
+class Dropout(OfMicrobatch, SharesTokens, nn.Module):
     """Sets each element to 0 with the given probability and scales the others by 1 / (1 - probability), in training.
 
     Args:
@@ -98,14 +113,13 @@ class Dropout(SharesTokens, nn.Module):
             ranks share them); the mask of all tokens is drawn, and this part of it used.
 
     Attributes:
-        source: set by the code that builds the layer (`set_sources`).
+        source: set by the code that builds the layer, such as a `Pipeline`.
     """
 
     def __init__(self, probability: float, part: TokenPart | None = None) -> None:
         super().__init__()
         self.probability = probability
         self.part = part or TokenPart()
-        self.source: RandomSource | None = None
 
     def forward(self, x: Tensor, microbatch: MicrobatchContext | None) -> Tensor:
         """x [samples, ..., tokens, width] -> the same shape; the same number of rows for each sample of the micro-batch.
@@ -136,15 +150,8 @@ class Dropout(SharesTokens, nn.Module):
         return x * keep * (1 / (1 - self.probability))
 
 
-@runtime_checkable
-class NeedsRandomSource(Protocol):
-    """A layer that draws random numbers; the code that builds it sets its source."""
-
-    source: RandomSource | None
-
-
 def set_sources(module: nn.Module, seed: int, name: str) -> None:
-    """Set the source of each layer inside `module` that draws random numbers; `name` is the module's global name."""
+    """Set the source of each part of `module` that draws random numbers and has none; `name` is the module's global name."""
     for path, part in module.named_modules():
-        if isinstance(part, NeedsRandomSource):
+        if isinstance(part, OfMicrobatch) and part.source is None:
             part.source = RandomSource(seed, f"{name}.{path}" if path else name)

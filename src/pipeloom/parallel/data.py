@@ -538,8 +538,8 @@ def _by_name(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
     return {slot.held.name: view for slot, view in bucket.views(flat)}
 
 
-def allreduce_gradients(parameters: Iterable[nn.Parameter], group: Any = None, *, average: bool = False) -> None:
-    """Set every `.grad` to the sum over the group, or the average, for training loops without a Pipeline.
+def allreduce_gradients(parameters: Iterable[nn.Parameter], group: Any = None) -> None:
+    """Set every `.grad` to the sum over the group, for training loops without a Pipeline.
 
     All ranks of the group pass the same parameters in the same order. A gradient that is None on every rank stays None;
     otherwise None counts as zeros. One collective per dtype.
@@ -554,8 +554,6 @@ def allreduce_gradients(parameters: Iterable[nn.Parameter], group: Any = None, *
         marks = torch.tensor(present, dtype=grads[0].dtype, device=grads[0].device)
         flat = torch.cat([gradient.reshape(-1) for gradient in [*grads, marks]])
         start_collective(dist.all_reduce, flat, None, dist.ReduceOp.SUM, group=group).wait()
-        if average:
-            flat /= dist.get_world_size(group)
         *pieces, marks = torch.split(flat, [*(p.numel() for p in members), len(members)])
         anywhere = present if all(present) else marks.tolist()
         for parameter, piece, mark in zip(members, pieces, anywhere, strict=True):

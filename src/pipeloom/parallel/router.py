@@ -148,21 +148,20 @@ class RouterNoise:
 NO_DRAWS = RouterNoise()
 
 
-def sample_noise(
-    gate: Gate, tokens: int, width: int, dtype: torch.dtype, generators: Iterable[torch.Generator]
-) -> RouterNoise:
-    """Return the noise of `gate` in training for one sample of `tokens` tokens per generator.
+def sample_noise(gate: Gate, tokens: int, inputs: Tensor, generators: Iterable[torch.Generator | None]) -> RouterNoise:
+    """Return the noise of `gate` in training for one sample of `tokens` tokens per generator (None: torch's own).
 
-    The noise of a sample depends only on its generator, which must be freshly seeded. `width` is that of the router's input.
+    The noise of a sample depends only on its generator, which must be freshly seeded. `inputs` are the router's, [..., width].
     """
+    device = inputs.device
     if gate.router == "switch":
-        uniform = torch.cat([torch.rand(tokens, width, generator=g, device=g.device) for g in generators])
-        return RouterNoise(inputs=(1 + gate.jitter * (2 * uniform - 1)).to(dtype))
+        uniform = torch.cat([torch.rand(tokens, inputs.shape[-1], generator=g, device=device) for g in generators])
+        return RouterNoise(inputs=(1 + gate.jitter * (2 * uniform - 1)).to(inputs.dtype))
     if gate.router == "noisy":
-        numbers = [torch.randn(tokens, gate.experts, generator=g, device=g.device) for g in generators]
+        numbers = [torch.randn(tokens, gate.experts, generator=g, device=device) for g in generators]
         return RouterNoise(logits=torch.cat(numbers))
     if gate.router == "gshard":
-        return RouterNoise(second=torch.cat([torch.rand(tokens, generator=g, device=g.device) for g in generators]))
+        return RouterNoise(second=torch.cat([torch.rand(tokens, generator=g, device=device) for g in generators]))
     return NO_DRAWS
 
 

@@ -19,7 +19,7 @@ from pipeloom.ops.layer import KEYWORD
 from pipeloom.ops.layer import Layer as Layer
 from pipeloom.ops.layer import LossTerm as LossTerm
 from pipeloom.ops.parts import in_part as in_part
-from pipeloom.ops.random_state import seeded, stable_seed
+from pipeloom.ops.random_state import OfMicrobatch, seeded, set_sources, stable_seed
 from pipeloom.ops.segments import is_segmented
 from pipeloom.ops.slices import STATE
 from pipeloom.runtime.batch import split_sizes
@@ -318,7 +318,8 @@ def build_stage(
 ) -> StageModules:
     """Build the layers `which` on `device`, unless they are in `built`; materialize and reset modules on the meta device.
 
-    Each is built with random state derived from `seed` and its name alone, so that no layout changes its first weights.
+    Each is built with random numbers of `seed` and its name alone, so that no layout changes its first weights, and so
+    are the numbers that its parts draw with the micro-batch's context.
 
     Args:
         learn: called with each layer's name and module before its parameters are moved to `device`.
@@ -341,6 +342,13 @@ def build_stage(
         declared.append(LayerNames.of(source, name))
         accepted = keywords_of(modules[-1])
         declared[-1].require_keywords(accepted)
+        if accepted is not None and KEYWORD in accepted:
+            set_sources(built[index], seed, name)
+        elif any(isinstance(part, OfMicrobatch) and part.has_losses for part in built[index].modules()):
+            raise ConfigError(
+                f"layer {name!r} contains losses that count by the micro-batch's share, such as a gate's: its forward must take "
+                f"the keyword argument {KEYWORD!r} and pass it on"
+            )
         keywords.append(None if accepted is None else accepted - declared[-1].reads.keys())
     recomputed = recompute if isinstance(recompute, frozenset) else names
     return StageModules(tuple(modules), tuple(names), tuple(keywords), tuple(declared), frozenset(recomputed))

@@ -227,22 +227,16 @@ def early(rank: int) -> None:
 
 def by_hand(rank: int) -> None:
     net = Net()
-    for average in (False, True):
-        net.zero_grad()
-        net(tokens_of(0, 0, rank)).square().sum().backward()
-        with collectives() as seen:
-            allreduce_gradients(net.parameters(), average=average)
-        assert len(seen) == 1
-        want = reference(net, [0], 2, micros=1)
-        for name, parameter in net.named_parameters():
-            if parameter.requires_grad:
-                wanted = want[name]
-                assert (parameter.grad is None) == (wanted is None), name
-                if parameter.grad is not None and wanted is not None:
-                    share = wanted / 2 if average else wanted
-                    torch.testing.assert_close(parameter.grad.double(), share, rtol=1e-5, atol=1e-5)
-            else:
-                assert parameter.grad is None, name
+    net(tokens_of(0, 0, rank)).square().sum().backward()
+    with collectives() as seen:
+        allreduce_gradients(net.parameters())
+    assert len(seen) == 1
+    want = reference(net, [0], 2, micros=1)
+    for name, parameter in net.named_parameters():
+        wanted = want[name] if parameter.requires_grad else None
+        assert (parameter.grad is None) == (wanted is None), name
+        if parameter.grad is not None and wanted is not None:
+            torch.testing.assert_close(parameter.grad.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def two(rank: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -9,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import pipeloom as pl
 from layouts import worst
 from moe_steps import model, serial
 from pipeloom.errors import UsageError
 from pipeloom.models import cross_entropy, layers
-from pipeloom.models.gate import TopKGate, balance, take_loads
+from pipeloom.models.gate import GateShape, TopKGate, balance, take_loads
 from pipeloom.models.moe import MoELayer, SparseBlock
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
@@ -195,10 +197,58 @@ def test_what_a_router_draws_depends_on_the_place_alone(router: str, k: int) -> 
     for place in (MicrobatchContext(2, 0, 1.0, 12, 4), MicrobatchContext(1, 0, 1.0, 16, 4)):
         assert not same(block.mlp.gate, place)
     assert not same(other.mlp.gate, here)
-    with pytest.raises(UsageError, match="microbatch"):
+    with pytest.raises(UsageError, match="has a `source`, so it needs the keyword argument `microbatch`"):
         block(x)
     block.eval()
     block(x)
+
+
+def layer_of(router: str = "softmax", k: int = 2, **more: Any) -> MoELayer:
+    torch.manual_seed(2)
+    gate = TopKGate(GateShape(8, 4, k, router=router, **more))
+    return MoELayer(gate, lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("router", "k"), [("switch", 1), ("noisy", 2), ("gshard", 2)])
+def test_without_a_source_torchs_generator_draws_and_torchs_recomputation_replays_it(
+    router: str, k: int, reentrant: bool
+) -> None:
+    none = {"aux_loss_coef": 0.0, "z_loss_coef": 0.0} if reentrant else {}
+    layer = layer_of(router, k, **none)
+    x = normal(3, 40, 8).float().requires_grad_()
+
+    def gradients(seed: int, recompute: bool) -> list[Tensor]:
+        layer.zero_grad()
+        torch.manual_seed(seed)
+        out = checkpoint(layer, x, use_reentrant=reentrant) if recompute else layer(x)
+        (out.square().mean() + layer.aux_loss).backward()
+        return [p.grad for p in layer.parameters() if p.grad is not None]
+
+    want = gradients(1, False)
+    assert all(torch.equal(a, b) for a, b in zip(want, gradients(1, True), strict=True))
+    assert not torch.equal(want[0], gradients(2, False)[0])
+
+
+def test_losses_are_left_to_a_loop_of_ones_own_and_attached_with_a_micro_batch() -> None:
+    layer, x = layer_of(), normal(3, 5, 8).float()
+    assert layer.aux_loss.item() == 0
+    out = layer(x)
+    assert layer.aux_loss.requires_grad
+    out.sum().backward(retain_graph=True)
+    alone = layer.gate.weight.grad.clone()
+    copied = copy.deepcopy(layer)  # torch refuses to copy a tensor with a graph
+    assert copied.aux_loss.item() == 0
+    (out.sum() + 0.25 * layer.aux_loss).backward()
+    both = layer.gate.weight.grad - alone
+    layer.zero_grad()
+    layer(x, MicrobatchContext(share=0.25)).sum().backward()
+    assert layer.aux_loss.item() == 0
+    torch.testing.assert_close(layer.gate.weight.grad, both)
+    assert not torch.allclose(both, alone)
+    layer(x)
+    layer.eval()(x)
+    assert layer.aux_loss.item() == 0
 
 
 def test_loads_count_choices_and_drops_of_the_last_step_in_training() -> None:

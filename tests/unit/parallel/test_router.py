@@ -27,6 +27,9 @@ def log(rows: list[list[float]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).log()
 
 
+WIDE = torch.empty(0, 8)  # of inputs of the router
+
+
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -66,11 +69,11 @@ def test_switch_weighs_its_one_expert_with_the_probability() -> None:
 
 def test_switch_jitters_its_inputs_within_bounds_and_by_seed() -> None:
     gate = Gate("switch", 4, 1, jitter=0.01)
-    factors = sample_noise(gate, 100, 8, torch.float32, [generator(1)]).inputs
+    factors = sample_noise(gate, 100, WIDE, [generator(1)]).inputs
     assert factors is not None
     assert 0.99 <= float(factors.min()) < 0.992
     assert 1.008 < float(factors.max()) <= 1.01
-    again = sample_noise(gate, 100, 8, torch.float32, [generator(1)]).inputs
+    again = sample_noise(gate, 100, WIDE, [generator(1)]).inputs
     assert again is not None
     assert torch.equal(factors, again)
 
@@ -84,7 +87,7 @@ def test_gshard_takes_its_second_expert_by_chance() -> None:
     assert found.kept is not None
     assert found.kept.tolist() == [[True, True], [True, False], [True, False], [True, True]]
     assert route(gate, logits).kept is None, "outside training both are taken"
-    drawn = sample_noise(gate, 20000, 8, torch.float32, [generator()]).second
+    drawn = sample_noise(gate, 20000, WIDE, [generator()]).second
     assert drawn is not None
     taken = route(gate, logits[:1].expand(20000, 4), RouterNoise(second=drawn)).kept
     assert taken is not None
@@ -105,7 +108,7 @@ def test_noisy_adds_noise_of_the_trained_size_before_the_choice() -> None:
 
 def test_noise_has_a_gradient_for_its_size() -> None:
     scale = torch.zeros(4, 8, requires_grad=True)
-    drawn = sample_noise(Gate("noisy", 8, 2), 4, 16, torch.float32, [generator()])
+    drawn = sample_noise(Gate("noisy", 8, 2), 4, torch.empty(0, 16), [generator()])
     route(Gate("noisy", 8, 2), torch.randn(4, 8, generator=generator(3)), drawn, scale=scale).weights[
         :, 0
     ].sum().backward()
@@ -191,9 +194,7 @@ def test_capacity_is_the_factor_times_an_even_share_rounded_up() -> None:
 def test_no_tokens_route_nowhere() -> None:
     for router, k in (("softmax", 2), ("noisy", 2), ("switch", 1), ("gshard", 2), ("sigmoid", 2)):
         gate = Gate(router, 4, k)
-        found = drop_over_capacity(
-            route(gate, torch.zeros(0, 4), sample_noise(gate, 0, 8, torch.float32, [generator()])), 1
-        )
+        found = drop_over_capacity(route(gate, torch.zeros(0, 4), sample_noise(gate, 0, WIDE, [generator()])), 1)
         assert found.experts.shape == (0, k)
         assert found.tally.balance_loss().item() == found.tally.z_loss().item() == 0
 
@@ -215,12 +216,14 @@ def test_gates_that_cannot_be_are_refused(router: str, experts: int, k: int, wor
 def test_a_carried_loss_changes_gradients_and_nothing_else() -> None:
     logits = torch.randn(3, 4, generator=generator(), requires_grad=True)
     x, z = logits.softmax(-1), logits.logsumexp(-1).square().mean()
-    out = attach_loss(x, 0.25 * z)
+    factor = 0.0  # known before the backward only
+    out = attach_loss(x, lambda value: factor * value, z)
     assert torch.equal(out, x)
+    factor = 0.25
     out[:, 0].sum().backward(retain_graph=True)
     assert logits.grad is not None
     found, logits.grad = logits.grad, None
     (x[:, 0].sum() + 0.25 * z).backward()
     torch.testing.assert_close(found, logits.grad)
     with torch.no_grad():
-        assert attach_loss(x, z) is x
+        assert attach_loss(x, torch.square, z) is x
