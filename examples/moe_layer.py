@@ -36,7 +36,7 @@ def main() -> None:
     for step in range(STEPS):
         x = torch.randn(ROWS, HIDDEN, generator=data).tensor_split(world)[rank]  # every rank has tokens of its own
         loss = (layer(x) - x.abs()).square().mean() / world  # of the mean over all ranks
-        loss.backward()  # adds the balance loss, and sends each expert the gradients of all ranks' tokens
+        (loss + layer.aux_loss).backward()  # sends each expert the gradients of all ranks' tokens
         if group is not None:
             allreduce_gradients(layer.gate.parameters(), group)  # the gate is the same on every rank
             dist.all_reduce(loss)

@@ -31,7 +31,7 @@ from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline
 from processes import run_ranks
 
-EXAMPLE = ROOT / "examples/moe_layer.py"
+EXAMPLE, PORT = (ROOT / f"examples/{name}.py" for name in ("moe_layer", "moe_port"))
 HIDDEN, EXPERTS, MICROBATCHES = 6, 4, 4
 
 
@@ -213,3 +213,15 @@ def test_the_example_trains_alike_in_one_process_and_in_two() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
     assert losses[0][-1] < 0.6 * losses[0][0]
     assert (one[-1], two[-1]) == ("8 of 8 experts in this process", "4 of 8 experts in this process")
+
+
+def test_the_ported_model_trains_alike_in_a_loop_and_in_a_pipeline() -> None:
+    """In one process, and in two, of which the loop spreads the experts, and the pipeline the layers."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(str(PORT), run_name="__main__")
+    two, nothing = run_ranks(run_python, 2, PORT.read_text("utf-8"), lambda: {"__name__": "__main__"})
+    assert nothing == ""
+    losses = [float(word.strip(",")) for line in (output.getvalue(), two) for word in line.split() if "." in word]
+    assert len(losses) == 4
+    assert losses == pytest.approx([losses[0]] * 4, rel=0.05)
+    assert max(losses) < 0.4  # |x| has a variance of 0.36 and a mean square of 1
