@@ -17,7 +17,7 @@ from pipeloom.models import GateShape, MoELayer, TopKGate
 from pipeloom.parallel.data import allreduce_gradients
 from pipeloom.runtime import Pipeline
 
-HIDDEN, EXPERTS, ROWS, MICROBATCHES, STEPS, RATE = 16, 8, 128, 4, 40, 0.5
+HIDDEN, EXPERTS, ROWS, MICROBATCHES, STEPS, RATE = 16, 8, 128, 4, 60, 0.1
 
 
 def expert() -> nn.Module:
@@ -40,7 +40,7 @@ def in_a_loop(group: Any, rank: int, world: int) -> float:
     """Train over `world` ranks, each with its share of the experts and of each step's micro-batches."""
     net = model(group)
     moe, shared = net[1], [p for name, p in net.named_parameters() if ".experts." not in name]
-    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9)
     torch.manual_seed(1 + rank)  # other random numbers on each rank: dropout, and the choice of second experts
     accumulated = MICROBATCHES // world
     for step in range(STEPS):
@@ -64,7 +64,7 @@ def in_a_loop(group: Any, rank: int, world: int) -> float:
 def in_a_pipeline(world: int) -> float:
     """Train with the layers over `world` ranks; the Pipeline weighs each micro-batch's losses itself."""
     pipeline = Pipeline(list(model()), pl.schedules.one_f_one_b(world, MICROBATCHES), loss=mse_loss)
-    optimizer = torch.optim.SGD(pipeline.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=RATE, momentum=0.9)
     for step in range(STEPS):
         pipeline.step(*batch(step))
         optimizer.step()

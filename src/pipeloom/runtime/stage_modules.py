@@ -346,7 +346,7 @@ def build_stage(
             set_sources(built[index], seed, name)
         elif any(isinstance(part, OfMicrobatch) and part.has_losses for part in built[index].modules()):
             raise ConfigError(
-                f"layer {name!r} contains a gate's losses, so its forward must take the keyword argument {KEYWORD!r} and pass it on"
+                f"layer {name!r} has a gate's losses inside, so its forward must take the keyword {KEYWORD!r} and pass it on"
             )
         keywords.append(None if accepted is None else accepted - declared[-1].reads.keys())
     recomputed = recompute if isinstance(recompute, frozenset) else names

@@ -108,9 +108,7 @@ def test_recomputation_replays_the_draws(kind: type[Mixture], name: str, how: st
 
 
 def test_a_layer_whose_losses_would_not_be_weighted_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"layer 'layer0' contains a gate's losses.* take the keyword argument 'microbatch'"
-    ):
+    with pytest.raises(ConfigError, match=r"layer 'layer0' has a gate's losses inside.* take the keyword 'microbatch'"):
         LocalPipeline(layers(Unaware, "softmax", 2, 0.1), S.gpipe(1, 2), loss=mse)
     LocalPipeline(layers(Unaware, "softmax", 2, 0.0), S.gpipe(1, 2), loss=mse)
 
