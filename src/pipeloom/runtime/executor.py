@@ -1,8 +1,9 @@
 """The executor: one rank runs its program of instructions once.
 
 It waits for the messages that an instruction needs, runs the instruction's action (or the two of an overlapped pair), and
-sends the results. The order is that of the program alone. `run` executes the whole program; LocalPipeline, which has all
-ranks in one thread, calls `begin`, then `execute_next` for a rank whose messages have arrived (`missing`), and `finish`.
+sends the results (`execute`, also in the thread of an action beside the computation). The order is that of the program alone.
+`run` executes the whole program; LocalPipeline, which has all ranks in one thread, calls `begin`, then `execute` for a rank
+whose messages have arrived (`missing`), and `finish`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from pipeloom.errors import DistributedError, UsageError, add_note
+from pipeloom.errors import DistributedError, UsageError
 from pipeloom.ops.checksum import message_checksum
 from pipeloom.ops.segments import report_standstills_to
 from pipeloom.parallel.zero import StageShards
@@ -72,6 +73,8 @@ class DeviceClock:
         return list(map(self._seconds, marks))
 
     def _seconds(self, mark: Any) -> float:
+        if isinstance(mark, float):  # of the host's clock already
+            return mark
         mark.synchronize()
         milliseconds: float = self._origin.elapsed_time(mark)
         return self._at + milliseconds / 1e3
@@ -104,7 +107,7 @@ class StepHooks:
     before_layer: Callable[[str], None] | None = None
     before_kind: Callable[[int], None] | None = None
     shards: StageShards | None = None
-    beside: Callable[[Action, Callable[[], None]], None] = lambda _, execute: execute()
+    beside: Callable[[Action, Callable[[], object]], object] = lambda _, execute: execute()
 
 
 @dataclass
@@ -192,14 +195,9 @@ class Executor:
             keep_outputs: return the outputs of the last stages, and compute no loss.
         """
         self.begin(batch, keep_outputs)
-        while self._next is not None:
-            self.execute_next()
+        while self.next is not None:
+            self.execute(self.next, self.hooks.status)
         return self.finish()
-
-    @property
-    def unfinished(self) -> bool:
-        """Return whether an instruction is left to run."""
-        return self._next is not None
 
     @property
     def results(self) -> list[StepResult]:
@@ -216,8 +214,9 @@ class Executor:
         self.keep_outputs = keep_outputs
         self.training = torch.is_grad_enabled()
         self.result = StepResult()
-        self._instructions = iter(self.program.instructions)
-        self._next = next(self._instructions, None)
+        instructions = self.program.instructions
+        self._computation = iter(self.program.computation)
+        self.next = next(self._computation, None)
         # 1 for each micro-batch whose activations are held from then on, -1 where they are freed.
         self._held: list[int] = []
         self._has_loss, self._unreached = False, self.training  # whether no loss so far carries a gradient
@@ -236,31 +235,29 @@ class Executor:
         self.clock.begin()
         self.resume()
         # Of program entries: marks of the clock, and for an interleaved pair the forward's share of its time.
-        self._starts: list[Any] = []
-        self._ends: list[Any] = []
+        self._starts: list[Any] = [0.0] * len(instructions)
+        self._ends: list[Any] = [0.0] * len(instructions)
         self._forward_shares: dict[int, float] = {}
-        # Of a program with several queues: the ends of its entries, and the times of those beside the computation.
-        self._ended: list[Future[None]] = (
-            [Future() for _ in self.program.instructions] if self.program.has_queues else []
-        )
-        self._issued: list[Future[None]] = []
-        self._beside: dict[int, tuple[float, float]] = {}
-        for number, stage in self.stages.items():
-            stage.begin(self.program.stages[number].offloaded)
+        # Of a program with several queues: the ends of its entries, and those of other queues that have been issued.
+        self._ended: list[Future[None]] = [Future() for _ in instructions] if self.program.has_queues else []
+        self._issued: list[int] = []
+        self._copies = {
+            number: stage.begin(self.program.stages[number].offloaded) for number, stage in self.stages.items()
+        }
         self._issue(self.program.issued_first)
-        if self._next is not None:
-            self.transport.exchange((), self._next.post_receives)
+        if self.next is not None:
+            self.transport.exchange((), instructions[self.next].post_receives)
 
     def missing(self) -> Message | Signal | Instruction | None:
         """Return what the next instruction needs first that is not there; None: it can run without waiting."""
-        instruction = self._next
-        assert instruction is not None
+        assert self.next is not None
+        instruction = self.program.instructions[self.next]
         for task in instruction.tasks:
             for message in task.receives:
                 if not self.transport.arrived(message):
                     return message
         # Without signals nothing here waits for another rank, and the order of ranks in one process does not depend on copies.
-        if self.program.has_signals and instruction.queue == COMPUTE:
+        if self.program.has_signals:
             for at in instruction.waits:
                 if not self._ended[at].done():
                     return self.program.instructions[at]
@@ -272,78 +269,75 @@ class Executor:
     @property
     def underway(self) -> list[Future[None]]:
         """The ends of the entries that were issued on other queues and have not ended. Raises what one of them has raised."""
-        for ended in self._issued:
+        ends = [self._ended[at] for at in self._issued]
+        for ended in ends:
             if ended.done():
                 ended.result()
-        return [ended for ended in self._issued if not ended.done()]
+        return [ended for ended in ends if not ended.done()]
 
-    def execute_next(self) -> None:
-        """Run the next instruction: receive, compute, send the results, and open the receives of the following instruction."""
-        instruction, hooks = self._next, self.hooks
-        assert instruction is not None
+    def execute(self, at: int, status: Status) -> None:
+        """Run an instruction: wait for what it needs, run its action, or its pair of actions, and send the results.
+
+        Either the next one of the computation, which also opens the receives of the one after it; or one of another queue, in a
+        thread of its own.
+
+        Args:
+            status: of the thread.
+        """
+        instruction, hooks = self.program.instructions[at], self.hooks
+        task, second, computes = instruction.tasks[0], instruction.second, instruction.queue == COMPUTE
+        action = task.action
         if self._ended:
-            self._await_queues(instruction)
-        task, second = instruction.tasks[0], instruction.second
+            self._await_queues(instruction, status)
         received = self._received(task) if task.receives else ()
         for_second = () if second is None else self._received(second)
         if instruction.completes_stages:
             self._announce_last_backwards(instruction.completes_stages)
-        if instruction.opens and instruction.queue == COMPUTE:
-            self._open_gradients(instruction)
-        outgoing: Sequence[Outgoing] = ()
-        self._starts.append(self.clock.now())
-        if second is not None:
-            outgoing = self._overlapped_pair(task, second, received, for_second)
-        elif instruction.queue == COMPUTE:
-            hooks.status.enter(task.action)
-            if hooks.before_layer is not None and (task.action.kind != "F" or self.stages[task.action.stage].segmented):
-                self._await_weights(task.action)
-            try:
-                hooks.faults.before(task.action)
-                outgoing = _EXECUTE[task.action.kind](self, task, received)
-            except Exception as error:
-                add_note(error, f"({hooks.status.name}, {task.action.words})")
-                raise
-        self._ends.append(self.clock.now())
+        if instruction.opens and hooks.shards is not None:
+            for stage in instruction.opens:
+                hooks.shards.open(stage)
+        now = self.clock.now if computes else time.perf_counter
+        outgoing: Sequence[Outgoing] | None = None
+        status.enter(action)
+        self._starts[at] = now()
+        try:
+            if second is not None:
+                outgoing, self._forward_shares[at] = self._overlapped_pair(task, second, received, for_second)
+            else:
+                hooks.faults.before(action)
+                if not computes:
+                    hooks.beside(action, partial(_EXECUTE[action.kind], self, task, received))
+                else:
+                    if hooks.before_layer is not None and (action.kind != "F" or self.stages[action.stage].segmented):
+                        self._await_weights(action)
+                    outgoing = _EXECUTE[action.kind](self, task, received)
+        except Exception as error:
+            status.failed(error)
+            raise
+        self._ends[at] = now()
         if self._ended:
-            self._leave_queues(instruction)
-        self._next = following = next(self._instructions, None)
-        self.transport.exchange(outgoing, () if following is None else following.post_receives)
-        hooks.status.done += 1
+            self._end(at)
+        if not computes:
+            return
+        self.next = following = next(self._computation, None)
+        posts = () if following is None else self.program.instructions[following].post_receives
+        self.transport.exchange(outgoing or (), posts)
         if instruction.completes_stages and hooks.stage_done is not None:
             for stage in instruction.completes_stages:
                 hooks.stage_done(stage)
 
-    def _open_gradients(self, instruction: Instruction) -> None:
-        """Make the buffers of gradients to which an instruction is the first to add."""
-        if (shards := self.hooks.shards) is not None:
-            for stage in instruction.opens:
-                shards.open(stage)
-
-    def _take_gradients(self, instruction: Instruction) -> None:
-        """Take over the gradients to which an instruction was the last to add before they are reduced."""
-        if (shards := self.hooks.shards) is not None:
-            for stage in instruction.takes:
-                shards.take(stage)
-
-    def _await_queues(self, instruction: Instruction) -> None:
-        """Wait for what an instruction needs from other queues, and issue the entries that start with it."""
-        while self._copied:
+    def _await_queues(self, instruction: Instruction, status: Status) -> None:
+        """Wait for what an instruction needs from other queues and ranks, and issue the entries that start with it."""
+        action = instruction.tasks[0].action
+        while self._copied and instruction.queue == COMPUTE:
             self._recycle(self._copied.popleft())
-        if instruction.queue != COMPUTE:  # its thread waits
-            return
         for at in instruction.waits:
+            status.wait_for(action, self.program.instructions[at].words)
             self._ended[at].result()
         for signal in instruction.awaits:
-            self.hooks.status.wait_between(signal.words)
+            status.wait_for(action, signal.words)
             self._signals.wait(signal)
         self._issue(instruction.issues)
-
-    def _leave_queues(self, instruction: Instruction) -> None:
-        """Note that an instruction of the computation has ended."""
-        if instruction.queue == COMPUTE:
-            self._take_gradients(instruction)
-            self._end(len(self._ends) - 1)
 
     @property
     def _signals(self) -> Signals:
@@ -351,44 +345,40 @@ class Executor:
         return self.signals
 
     def _end(self, at: int) -> None:
-        """Note that an entry has ended, here and for the other ranks that wait for it."""
-        for signal in self.program.instructions[at].signals:
+        """Note that an entry has ended, here and for the other ranks that wait for it. Take over the gradients to which it was
+        the last to add before they are reduced.
+        """
+        instruction = self.program.instructions[at]
+        if self.hooks.shards is not None:
+            for stage in instruction.takes:
+                self.hooks.shards.take(stage)
+        for signal in instruction.signals:
             self._signals.send(signal)
         self._ended[at].set_result(None)
 
     def _issue(self, entries: Sequence[int]) -> None:
         """Start entries on other queues than that of computation. Each waits for the one before it on its queue."""
         for at in entries:
-            self._issued.append(self._ended[at])
+            self._issued.append(at)
             threading.Thread(target=self._run_beside, args=(at,), daemon=True).start()
 
     def _run_beside(self, at: int) -> None:
-        """Run an entry in a thread of its own, once what it waits for has ended."""
-        instruction = self.program.instructions[at]
+        """Run an entry in a thread of its own. What waits for its end gets its error."""
         try:
-            for other in instruction.waits:
-                self._ended[other].result()
-            for signal in instruction.awaits:
-                self._signals.wait(signal)
-            start = time.perf_counter()
-            self._open_gradients(instruction)
-            for task in instruction.tasks:
-                execute = _BESIDE.get(task.action.kind.partition(":")[0], Executor._execute_kind)
-                self.hooks.beside(task.action, partial(execute, self, task))
-            self._take_gradients(instruction)
-            self._beside[at] = start, time.perf_counter()
-            self._end(at)
+            with self.hooks.status.beside() as status:
+                self.execute(at, status)
         except BaseException as error:
             self._ended[at].set_exception(error)
-            for task in instruction.tasks:
-                if kind_of(task.action.kind).queue == COPY_IN:
-                    self.stages[task.action.stage].fail_copy(task.unit, error)
+            action, unit, *_ = self.program.instructions[at].tasks[0]
+            if kind_of(action.kind).queue == COPY_IN and unit in self._copies[action.stage].saved:
+                self._copies[action.stage].saved[unit].result().fail(error)  # a backward may wait for it
 
     def finish(self) -> StepResult:
         """End the run once every send and the entries on other queues have completed, and return its result."""
         self.transport.finish()
-        for ended in self._ended:
-            ended.result()
+        for at in self._issued:
+            self.hooks.status.wait_between(self.program.instructions[at].words)
+            self._ended[at].result()
         self.hooks.status.leave()
         report_standstills_to(None)
         if self._has_loss and self._unreached:
@@ -400,18 +390,13 @@ class Executor:
             self.hooks.status.wait_between("its GPU")  # the host's clock needs no conversion
             self.result.exposed = self.communications.exposed()
             self.result.peak_alive = max(accumulate(self._held), default=0)
-            self._read_clock()
+            starts, ends = map(self.clock.seconds, (self._starts, self._ends))
             self.hooks.status.leave()
+        self.result.starts, self.result.ends = starts, ends
+        self.result.turns = {
+            at: starts[at] + share * (ends[at] - starts[at]) for at, share in self._forward_shares.items()
+        }
         return self.result
-
-    def _read_clock(self) -> None:
-        """Set the times of the actions in the result, from their marks."""
-        seconds, result = self.clock.seconds, self.result
-        result.starts, result.ends = seconds(self._starts), seconds(self._ends)
-        for at, (start, end) in self._beside.items():
-            result.starts[at], result.ends[at] = start, end
-        for at, share in self._forward_shares.items():
-            result.turns[at] = result.starts[at] + share * (result.ends[at] - result.starts[at])
 
     # -- the kinds of actions --------------------------------------------------------------------------------------------
 
@@ -432,7 +417,7 @@ class Executor:
         inputs = self.stages[stage].backward(task.unit, gradients, task.defers)
         return self._backward_done(task, program, inputs, received)
 
-    def _recompute(self, task: Task, received: Deliveries) -> list[Outgoing]:
+    def _recompute(self, task: Task, received: Deliveries) -> None:
         """Run R: the forward again, or a part of it, which saves what the backward needs."""
         stage = self.stages[task.action.stage]
         if part := kind_of(task.action.kind).part:
@@ -440,38 +425,31 @@ class Executor:
         else:
             self._held.append(1)
             stage.recompute(task.unit, self.hooks.before_layer)
-        return []
 
-    def _weight_grad(self, task: Task, received: Deliveries) -> list[Outgoing]:
+    def _weight_grad(self, task: Task, received: Deliveries) -> None:
         """Run W: the weight gradients of one micro-batch."""
         self.stages[task.action.stage].weight_grad(task.unit)
         self._held.append(-1)
-        return []
 
-    def _registered_kind(self, task: Task, received: Deliveries) -> list[Outgoing]:
+    def _registered_kind(self, task: Task, received: Deliveries) -> None:
         """Run an action of a registered kind."""
-        if self.hooks.before_kind is not None and kind_of(task.action.kind).execute is not None:
-            self.hooks.before_kind(task.action.stage)
-        self._execute_kind(task)
-        return []
+        kind = kind_of(task.action.kind)
+        if kind.execute is not None:
+            if self.hooks.before_kind is not None and kind.queue == COMPUTE:
+                self.hooks.before_kind(task.action.stage)
+            kind.execute(self.stages[task.action.stage].modules, task.action.microbatch)
 
-    def _execute_kind(self, task: Task) -> None:
-        execute = kind_of(task.action.kind).execute
-        if execute is not None:
-            execute(self.stages[task.action.stage].modules, task.action.microbatch)
-
-    def _gather(self, task: Task) -> None:
+    def _gather(self, task: Task, received: Deliveries) -> None:
         """Run UNSHARD."""
         if self.hooks.shards is not None:
             self.hooks.shards.gather(task.action.stage)
 
-    def _release(self, task: Task, received: Deliveries) -> list[Outgoing]:
+    def _release(self, task: Task, received: Deliveries) -> None:
         """Run RESHARD."""
         if self.hooks.shards is not None:
             self.hooks.shards.release(task.action.stage)
-        return []
 
-    def _reduce(self, task: Task) -> None:
+    def _reduce(self, task: Task, received: Deliveries) -> None:
         """Run REDUCE_GRAD."""
         if self.hooks.shards is not None:
             self.hooks.shards.reduce(task.action.stage)
@@ -481,74 +459,73 @@ class Executor:
         assert self.vocabulary is not None
         return self.vocabulary
 
-    def _broadcast(self, task: Task) -> None:
+    def _broadcast(self, task: Task, received: Deliveries) -> None:
         """Run BROADCAST."""
         edge, mb = self.program.stages[task.action.stage].takes, task.unit
         hidden = None if edge is None else self._activations.pop((edge, mb)).values[0]
         self._spread.broadcast(mb, hidden, self.batch.targets[mb])
 
-    def _scores(self, task: Task, received: Deliveries) -> list[Outgoing]:
+    def _scores(self, task: Task, received: Deliveries) -> None:
         """Run S."""
         self._spread.scores(task.unit, self.batch.targets[task.unit], self.training)
-        return []
 
-    def _sum_scores(self, task: Task) -> None:
+    def _sum_scores(self, task: Task, received: Deliveries) -> None:
         """Run REDUCE_SUM; the rank of the last stage of layers adds the loss to its sum."""
         loss = self._spread.sum_scores(task.unit, self.batch.shares[task.unit], self.training)
         if self.program.stages[task.action.stage].takes is not None:
             self.result.loss.add(loss)
 
-    def _reduce_scores(self, task: Task) -> None:
+    def _reduce_scores(self, task: Task, received: Deliveries) -> None:
         """Run REDUCE."""
-        self._sum_scores(task)
+        self._sum_scores(task, received)
         if self.training:
-            self._reduce_input(task)
+            self._reduce_input(task, received)
 
-    def _reduce_input(self, task: Task) -> None:
+    def _reduce_input(self, task: Task, received: Deliveries) -> None:
         """Run REDUCE_INPUT; the rank of the last stage of layers keeps the gradient for its backward."""
         gradient, edge = self._spread.sum_input_gradient(task.unit), self.program.stages[task.action.stage].takes
         if edge is not None:
             self._gradients[edge, task.unit] = (gradient,)
 
-    def _share_gradients(self, task: Task, received: Deliveries) -> list[Outgoing]:
+    def _share_gradients(self, task: Task, received: Deliveries) -> None:
         """Run T."""
         self._spread.gradients(task.unit)
-        return []
 
-    def _look_up(self, task: Task) -> None:
+    def _look_up(self, task: Task, received: Deliveries) -> None:
         """Run EMBED; the rank of the first stage keeps the rows as that stage's input."""
         (tokens,) = self._given[task.unit]
         rows = self._spread.look_up(task.unit, tokens, self.training)
         if (edge := self.program.stages[task.action.stage].gives) is not None:
             self._activations[edge, task.unit] = Delivery((rows,), boundary_of((rows,)))
 
-    def _add_rows(self, task: Task) -> None:
+    def _add_rows(self, task: Task, received: Deliveries) -> None:
         """Run EMBED_GRAD."""
         edge = self.program.stages[task.action.stage].gives
         gradients = () if edge is None else self._gradients.pop((edge, task.unit))
         self._spread.add_rows(task.unit, *gradients)
 
-    def _copy_out(self, task: Task) -> None:
+    def _copy_out(self, task: Task, received: Deliveries) -> None:
         """Run O."""
-        part, count = _part(task.action)
-        self.stages[task.action.stage].copy_to_host(task.unit, part, self._copy_stream(task.action))
+        part, count = fraction_of(task.action.kind) or (1, 1)
+        self._copies[task.action.stage].saved[task.unit].result().to_host(part, self._copy_stream(task.action))
         self._held.append(-1 if part == count else 0)
 
-    def _copy_in(self, task: Task) -> None:
+    def _copy_in(self, task: Task, received: Deliveries) -> None:
         """Run L."""
-        part, count = _part(task.action)
+        part, count = fraction_of(task.action.kind) or (1, 1)
         self._held.append(1 if part == count else 0)
-        self.stages[task.action.stage].copy_to_device(task.unit, part, self._copy_stream(task.action))
+        self._copies[task.action.stage].saved[task.unit].result().to_device(part, self._copy_stream(task.action))
 
-    def _copy_kept_out(self, task: Task) -> None:
+    def _copy_kept_out(self, task: Task, received: Deliveries) -> None:
         """Run OKEPT. The buffers of received inputs are returned by the thread that computes."""
-        self.stages[task.action.stage].kept_to_host(task.unit, self._copy_stream(task.action))
-        if (received := self._inputs.pop((task.action.stage, task.unit), None)) is not None:
-            self._copied.append(received)
+        stage = task.action.stage
+        self.stages[stage].kept_to_host(self._copies[stage], task.unit, self._copy_stream(task.action))
+        self._copied.append(self._inputs.pop((stage, task.unit), ()))
 
-    def _copy_kept_in(self, task: Task) -> None:
+    def _copy_kept_in(self, task: Task, received: Deliveries) -> None:
         """Run LKEPT."""
-        self.stages[task.action.stage].kept_to_device(task.unit, self._copy_stream(task.action))
+        stage = task.action.stage
+        self.stages[stage].kept_to_device(self._copies[stage], task.unit, self._copy_stream(task.action))
 
     def _copy_stream(self, action: Action) -> torch.cuda.Stream | None:
         """Return the stream of the action's queue; None on the CPU."""
@@ -559,8 +536,9 @@ class Executor:
 
     def _overlapped_pair(
         self, first: Task, second: Task, for_first: Deliveries, for_second: Deliveries
-    ) -> list[Outgoing]:
-        """Run a forward and a backward interleaved. Send the forward's output at once; return the backward's.
+    ) -> tuple[list[Outgoing], float]:
+        """Run a forward and a backward interleaved. Send the forward's output at once; return the backward's, and the forward's
+        share of the time.
 
         The backward begins, unless it has no communication that the forward could hide.
         """
@@ -573,10 +551,9 @@ class Executor:
             (gradients, outputs), (backward_seconds, forward_seconds) = interleave((backward, forward))
         else:
             (outputs, gradients), (forward_seconds, backward_seconds) = interleave((forward, backward))
-        self._forward_shares[len(self._ends)] = forward_seconds / (forward_seconds + backward_seconds)
         if outputs:
             self.transport.exchange(outputs, ())
-        return gradients
+        return gradients, forward_seconds / (forward_seconds + backward_seconds)
 
     def _await_weights(self, action: Action) -> None:
         """Wait for the weights of the action's whole stage; a plain forward waits layer by layer."""
@@ -599,19 +576,15 @@ class Executor:
         return self._backward_done(task, program, inputs, received)
 
     def _watched(self, action: Action, coroutine: Coroutine[list[Outgoing]]) -> Coroutine[list[Outgoing]]:
-        """Run `coroutine`; the status names its action whenever it is resumed, and an error in it is given that action."""
-        try:
-            self.hooks.faults.before(action)
-            while True:
-                self.hooks.status.enter(action)
-                try:
-                    next(coroutine)
-                except StopIteration as end:
-                    return end.value  # type: ignore[no-any-return]
-                yield
-        except Exception as error:
-            add_note(error, f"({self.hooks.status.name}, {action.words})")
-            raise
+        """Run `coroutine`; the status names its action whenever it is resumed."""
+        self.hooks.faults.before(action)
+        while True:
+            self.hooks.status.enter(action)
+            try:
+                next(coroutine)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            yield
 
     # -- inputs and outputs of actions -----------------------------------------------------------------------------------
 
@@ -754,10 +727,10 @@ def _handed_over(edge: Edge, values: BoundaryValues) -> BoundaryValues:
     return tuple([None if value is None else value.detach().clone() for value in values])
 
 
-class _Executions(dict[str, Callable[[Executor, Task, Deliveries], list[Outgoing]]]):
+class _Executions(dict[str, Callable[[Executor, Task, Deliveries], list[Outgoing] | None]]):
     """The methods that run actions, by kind; those of a part and registered ones are added where they are first run."""
 
-    def __missing__(self, kind: str) -> Callable[[Executor, Task, Deliveries], list[Outgoing]]:
+    def __missing__(self, kind: str) -> Callable[[Executor, Task, Deliveries], list[Outgoing] | None]:
         self[kind] = self.get(kind.partition(":")[0], Executor._registered_kind)
         return self[kind]
 
@@ -773,23 +746,16 @@ _EXECUTE = _Executions(
     RESHARD=Executor._release,
     S=Executor._scores,
     T=Executor._share_gradients,
+    O=Executor._copy_out,
+    L=Executor._copy_in,
+    OKEPT=Executor._copy_kept_out,
+    LKEPT=Executor._copy_kept_in,
+    UNSHARD=Executor._gather,
+    REDUCE_GRAD=Executor._reduce,
+    BROADCAST=Executor._broadcast,
+    REDUCE=Executor._reduce_scores,
+    REDUCE_SUM=Executor._sum_scores,
+    REDUCE_INPUT=Executor._reduce_input,
+    EMBED=Executor._look_up,
+    EMBED_GRAD=Executor._add_rows,
 )
-_BESIDE: dict[str, Callable[[Executor, Task], None]] = {
-    "O": Executor._copy_out,
-    "L": Executor._copy_in,
-    "OKEPT": Executor._copy_kept_out,
-    "LKEPT": Executor._copy_kept_in,
-    "UNSHARD": Executor._gather,
-    "REDUCE_GRAD": Executor._reduce,
-    "BROADCAST": Executor._broadcast,
-    "REDUCE": Executor._reduce_scores,
-    "REDUCE_SUM": Executor._sum_scores,
-    "REDUCE_INPUT": Executor._reduce_input,
-    "EMBED": Executor._look_up,
-    "EMBED_GRAD": Executor._add_rows,
-}
-
-
-def _part(action: Action) -> tuple[int, int]:
-    """Return the number of the part that a copy moves, and of how many; (1, 1) of the whole."""
-    return fraction_of(action.kind) or (1, 1)

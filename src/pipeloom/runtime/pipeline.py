@@ -794,19 +794,19 @@ class _ExecutorOfAllRanks:
         """Run every rank's program; return the sum of their results. Raises ScheduleError if they deadlock."""
         for executor in self._executors:
             executor.begin(batch, keep_outputs)
-        while any(executor.unfinished for executor in self._executors):
+        while any(executor.next is not None for executor in self._executors):
             progress = False
             for executor in self._executors:
                 executor.resume()
-                while executor.unfinished and executor.missing() is None:
-                    executor.execute_next()
+                while executor.next is not None and executor.missing() is None:
+                    executor.execute(executor.next, executor.hooks.status)
                     progress = True
             if not progress:
                 underway = [ended for executor in self._executors for ended in executor.underway]
                 if underway:
                     futures.wait(underway, return_when=futures.FIRST_COMPLETED)
                     continue
-                awaited = [(rank, each.missing()) for rank, each in enumerate(self._executors) if each.unfinished]
+                awaited = [(rank, each.missing()) for rank, each in enumerate(self._executors) if each.next is not None]
                 stuck = "; ".join(f"rank {rank} waits for {each.words}" for rank, each in awaited if each is not None)
                 raise ScheduleError(f"the schedule deadlocks: {stuck}")
         self.results = [executor.finish() for executor in self._executors]
@@ -834,7 +834,7 @@ def call_before_layers(pipeline: Pipeline, call: Callable[[str, Action], None]) 
         engine.hooks = replace(engine.hooks, before_layer=partial(before, engine.hooks.status))
 
 
-def run_beside(pipeline: Pipeline, call: Callable[[Action, Callable[[], None]], None]) -> None:
+def run_beside(pipeline: Pipeline, call: Callable[[Action, Callable[[], object]], object]) -> None:
     """Let `call` run each action on another queue than that of computation: it gets the action and what executes it."""
     for engine in pipeline._engines:
         engine.hooks = replace(engine.hooks, beside=call)

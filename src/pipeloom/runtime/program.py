@@ -115,7 +115,7 @@ class Instruction:
     @property
     def words(self) -> str:
         """Name it as something that is waited for, as `Message.words` and `Signal.words` do."""
-        return f"the end of {self.cell}"
+        return f"the end of {self.cell.words}"
 
 
 @dataclass(frozen=True)
@@ -195,9 +195,14 @@ class RankProgram:
     has_signals: bool = False
 
     @cached_property
+    def computation(self) -> tuple[int, ...]:
+        """Return the positions of the entries that compute; the others run beside them."""
+        return tuple(at for at, each in enumerate(self.instructions) if each.queue == COMPUTE)
+
+    @cached_property
     def has_queues(self) -> bool:
         """Return whether an instruction runs beside the computation, or waits for more than messages."""
-        return self.has_signals or any(instruction.queue != COMPUTE for instruction in self.instructions)
+        return self.has_signals or len(self.computation) < len(self.instructions)
 
 
 def as_executed(schedule: Schedule, segmented: Collection[int]) -> Schedule:
@@ -296,14 +301,17 @@ def _with_queues(schedule: Schedule, rank: int, instructions: list[Instruction])
     issued: dict[int | None, list[int]] = {None: []}
     computation: int | None = None
     before: dict[str, int] = {}
+    posts: tuple[Message, ...] = ()  # those of entries on other queues are opened before the next computation
     for at, instruction in enumerate(instructions):
         queue = kind_of(instruction.actions[0].kind).queue
         # A part is waited for where it is saved and used (`SavedTensors`).
         waits = [
             wait for wait in ordered.get((rank, at), ()) if wait.share == 1.0 and not wait.late and wait.rank == rank
         ]
+        posts += instruction.post_receives
+        instruction = replace(instruction, post_receives=posts if queue == COMPUTE else ())
         if queue == COMPUTE:
-            computation, issued[at] = at, []
+            computation, issued[at], posts = at, [], ()
         else:
             issued[computation].append(at)
         positions = {*(wait.at for wait in waits), *([before[queue]] if queue != COMPUTE and queue in before else ())}

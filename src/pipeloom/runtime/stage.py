@@ -129,6 +129,18 @@ class ForwardRecord(NamedTuple):
     on_host: tuple[HostCopy | None, ...] = ()
 
 
+class StepCopies(NamedTuple):
+    """Tensors of one step that travel to host memory and back, by micro-batch.
+
+    Attributes:
+        saved: what backwards need, from the start of the forward that saves it.
+        records: what R needs.
+    """
+
+    saved: dict[int, Future[SavedTensors]]
+    records: dict[int, ForwardRecord]
+
+
 @dataclass(slots=True)
 class InFlight:
     """State of one micro-batch on a stage between F and the end of its backward.
@@ -206,9 +218,8 @@ class Stage:
         self._communications = communications
         self._alive: dict[int, InFlight] = {}
         self._awaiting_w: dict[int, WeightGradQueue] = {}
-        self._records: dict[int, ForwardRecord] = {}
+        self._copies = StepCopies({}, {})
         self._histories: dict[int, list[SequenceHistory]] = {}  # micro-batch -> of each layer, where sequences are cut
-        self._travelling: dict[int, Future[SavedTensors]] = {}
         self._host_buffers = HostBuffers(communications.device)
         self._computing: torch.cuda.Stream | None = None  # of the latest forward whose inputs travel
         self._saved_bytes = 0  # in the latest forward
@@ -282,7 +293,7 @@ class Stage:
 
         It leaves no trace in the layers: what counts or averages in a forward does so once.
         """
-        record = self._records.pop(microbatch)
+        record = self._copies.records.pop(microbatch)
         call, state, (random, on_device) = record.call, record.state, record.random
         self._require_unchanged(record)
         state.swap_in()
@@ -363,7 +374,7 @@ class Stage:
                 program.offloaded[microbatch],
                 self._saved_bytes,
             )
-            self._travelling[microbatch].set_result(travels)
+            self._copies.saved[microbatch].set_result(travels)
         if microbatch in program.parts:
             parts = RecomputedParts(program.parts[microbatch], self._communications.device, travels, self.parts)
         queue = WeightGradQueue() if queues else None
@@ -443,7 +454,7 @@ class Stage:
                 if microbatch in program.kept_on_host and self._communications.device.type == "cuda":
                     self._computing = torch.cuda.current_stream(self._communications.device)
                     done = self._computing.record_event()
-                self._records[microbatch] = flight.record._replace(done=done)
+                self._copies.records[microbatch] = flight.record._replace(done=done)
                 outputs, tensors = _off_graph(outputs), {name: _off_graph((v,))[0] for name, v in tensors.items()}
             else:
                 pieces = flight.pieces() if flight.states else ()
@@ -462,25 +473,20 @@ class Stage:
 
     # -- copies to host memory -------------------------------------------------------------------------------------------
 
-    def begin(self, microbatches: Iterable[int]) -> None:
-        """Begin a step in which what the backwards of these micro-batches need travels; copies wait for their forwards."""
-        self._histories.clear()  # of a step that failed
-        self._travelling = {microbatch: Future() for microbatch in microbatches}
+    def begin(self, microbatches: Iterable[int]) -> StepCopies:
+        """Begin a step in which what the backwards of these micro-batches need travels; return what its copies work on: those of
+        an earlier step, which failed, may still be under way.
+        """
+        self._histories.clear()
+        self._copies = StepCopies({microbatch: Future() for microbatch in microbatches}, {})
+        return self._copies
 
-    def copy_to_host(self, microbatch: int, part: int, stream: torch.cuda.Stream | None) -> None:
-        """O: move a part of what the micro-batch's backward needs to host memory."""
-        self._travelling[microbatch].result().to_host(part, stream)
-
-    def copy_to_device(self, microbatch: int, part: int, stream: torch.cuda.Stream | None) -> None:
-        """L: move it back."""
-        self._travelling[microbatch].result().to_device(part, stream)
-
-    def kept_to_host(self, microbatch: int, stream: torch.cuda.Stream | None) -> None:
+    def kept_to_host(self, step: StepCopies, microbatch: int, stream: torch.cuda.Stream | None) -> None:
         """OKEPT: move the inputs that R needs, and what layers keep of a slice for later ones, to host memory.
 
         Inputs of the user stay where they are. Raises UsageError for an input that was changed in place.
         """
-        record, buffers = self._records[microbatch], self._host_buffers
+        record, buffers = step.records[microbatch], self._host_buffers
         self._require_unchanged(record)
         wait: Callable[[], None] = (lambda: None) if stream is None else stream.synchronize
         call, place = record.call, record.call.keywords.get(STATE)
@@ -494,11 +500,11 @@ class Stage:
             if call.specs is not None:
                 copies = tuple([None if value is None else HostCopy(value, buffers) for value in call.values])
                 wait()
-                self._records[microbatch] = record._replace(call=call._replace(values=()), on_host=copies)
+                step.records[microbatch] = record._replace(call=call._replace(values=()), on_host=copies)
 
-    def kept_to_device(self, microbatch: int, stream: torch.cuda.Stream | None) -> None:
+    def kept_to_device(self, step: StepCopies, microbatch: int, stream: torch.cuda.Stream | None) -> None:
         """LKEPT: move the inputs back. What layers keep of a slice stays, and is read from the host where it is needed."""
-        record = self._records[microbatch]
+        record = step.records[microbatch]
         if record.call.specs is None:
             return
         with torch.cuda.stream(stream):
@@ -509,12 +515,7 @@ class Stage:
                     if stream is not None and self._computing is not None:
                         value.record_stream(self._computing)
         call = record.call._replace(values=values)
-        self._records[microbatch] = record._replace(call=call, versions=_versions(values), on_host=())
-
-    def fail_copy(self, microbatch: int, error: BaseException) -> None:
-        """Let the micro-batch's backward raise `error` instead of waiting for a copy."""
-        if microbatch in self._travelling:
-            self._travelling[microbatch].result().fail(error)
+        step.records[microbatch] = record._replace(call=call, versions=_versions(values), on_host=())
 
     # -- buffers that a forward changes ----------------------------------------------------------------------------------
 

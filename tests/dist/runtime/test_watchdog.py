@@ -28,7 +28,7 @@ from pipeloom.runtime.health import status as health_status
 from pipeloom.runtime.health import watchdog as watching
 from pipeloom.runtime.health.links import Link, LinkClosed, RunStore, inherited, meet, neighbours, read_secret, within
 from pipeloom.runtime.health.report import FailureReporter, PeerGone, lost_peer
-from pipeloom.runtime.health.status import Limits, Status, main_thread_communicates
+from pipeloom.runtime.health.status import Limits, Status, thread_communicates
 from pipeloom.runtime.health.watchdog import Failure, RankState, Watchdog, judge, printable
 from pipeloom.schedule.actions import Action
 from processes import wait_for
@@ -452,7 +452,7 @@ def test_a_rank_inside_a_collective_waits_and_one_in_code_of_its_own_does_not(tm
         done = threading.Lock()
 
         def look(communicates: bool = communicates, done: threading.Lock = done) -> None:
-            wait_for(main_thread_communicates, 120.0 if communicates else 0.2)
+            wait_for(thread_communicates, 120.0 if communicates else 0.2)
             states.append(run.dogs[0].state())
             done.release()
 

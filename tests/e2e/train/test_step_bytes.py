@@ -178,9 +178,9 @@ def saved_in_a_step(layout: Layout, patch: pytest.MonkeyPatch) -> list[int]:
     meter = SavedByRank({each.untyped_storage().data_ptr() for each in whole})
     placement = layout.schedule.placement
 
-    def execute(run: Callable[[Executor], None], executor: Executor) -> None:
+    def execute(run: Callable[..., None], executor: Executor, *arguments: Any) -> None:
         meter.rank = placement[min(executor.stages)]
-        run(executor)
+        run(executor, *arguments)
 
     def forward(run: Callable[..., Any], stage: Stage, call: Any, *arguments: Any, **keywords: Any) -> Any:
         for value in call.values if call.specs is not None else ():
@@ -192,9 +192,9 @@ def saved_in_a_step(layout: Layout, patch: pytest.MonkeyPatch) -> list[int]:
             meter.add(tensor)
         run(queue, *arguments, reads=reads)
 
-    step, first, queued = Executor.execute_next, Stage.forward, WeightGradQueue.put
+    step, first, queued = Executor.execute, Stage.forward, WeightGradQueue.put
     with patch.context() as patched:
-        patched.setattr(Executor, "execute_next", lambda executor: execute(step, executor))
+        patched.setattr(Executor, "execute", lambda *arguments: execute(step, *arguments))
         patched.setattr(Stage, "forward", lambda *arguments, **keywords: forward(first, *arguments, **keywords))
         patched.setattr(WeightGradQueue, "put", lambda *arguments, **keywords: put(queued, *arguments, **keywords))
         with torch.autograd.graph.saved_tensors_hooks(meter.save, lambda tensor: tensor):

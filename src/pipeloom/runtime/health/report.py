@@ -109,11 +109,12 @@ class FailureReporter:
         if error.__dict__.get(_REPORTED_KEY):
             return
         status, watchdog = self.status, self.watchdog
+        place = status.place_of(error)
         if not lost_peer(error):
             if watchdog is not None:
                 trace = "".join(traceback.format_exception(error)).rstrip()
                 what = " ".join("".join(traceback.format_exception_only(error)).split())
-                watchdog.failed(f"{status.name} failed: {status.words}: {what}", (status.number,), trace)
+                watchdog.failed(f"{status.name} failed: {place}: {what}", (status.number,), trace)
             error.__dict__[_REPORTED_KEY] = True
             return
         late = timed_out(error)
@@ -132,7 +133,7 @@ class FailureReporter:
                 what = f"{status.name} has lost a peer:"
             else:  # not "is gone": no watchdog has reported that, and it may have closed its connections while alive
                 what = f"the connection to {status.names.of(peer)} is closed: {status.name},"
-            text = f"{what} {status.words}: {why}"
+            text = f"{what} {place}: {why}"
         if watchdog is not None:
             text = watchdog.failed(text, blames).shown_on(watchdog.output)
         stopped = status.signed(f"stopped, because {text}")

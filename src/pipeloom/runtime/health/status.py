@@ -5,6 +5,7 @@ main thread communicates, and its process.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import sys
 import threading
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeloom.errors import add_note
 from pipeloom.schedule.actions import Action
 from pipeloom.schedule.channels import Message
 
@@ -87,6 +89,9 @@ class Limits:
         return _PHASES.get(phase, min(_LONGEST_LIMIT, max(_SHORTEST_LIMIT, _SLOWEST_STEPS * slowest)))
 
 
+_PLACE_KEY = "__pipeloom_place__"  # in an error's __dict__, as that of `FailureReporter`
+
+
 class Status:
     """The action that a rank is in and what it waits for; plain attributes, so that writing costs nothing.
 
@@ -96,6 +101,7 @@ class Status:
         slowest: seconds of the slowest step so far, without the first.
         waiting: a message of the schedule, or the name of anything else.
         since: when the present wait, action or pause began (time.monotonic).
+        threads: the status of each thread that runs an action beside the computation, by the thread's number.
     """
 
     def __init__(self, rank: int, names: Names | None = None) -> None:
@@ -108,10 +114,21 @@ class Status:
         self.action: Action | None = None
         self.waiting: Message | str | None = None
         self.since = time.monotonic()
-        self.done = 0
+        self.threads: dict[int, Status] = {}
 
-    def wait_for(self, action: Action, message: Message) -> None:
-        self.action, self.waiting, self.since = action, message, time.monotonic()
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[Status]:
+        """Return a context in whose thread an action runs beside the computation, with a status of its own."""
+        status = copy.copy(self)
+        status.leave()
+        self.threads[threading.get_ident()] = status
+        try:
+            yield status
+        finally:
+            del self.threads[threading.get_ident()]
+
+    def wait_for(self, action: Action, what: Message | str) -> None:
+        self.action, self.waiting, self.since = action, what, time.monotonic()
 
     def enter(self, action: Action) -> None:
         self.action, self.waiting, self.since = action, None, time.monotonic()
@@ -157,8 +174,27 @@ class Status:
         return f"step {self.step}" if self.step >= 0 else "start-up"
 
     @property
+    def running(self) -> dict[int, Status]:
+        """The threads that are inside an action beside the computation."""
+        return {thread: each for thread, each in list(self.threads.items()) if each.action and not each.waiting}
+
+    @property
+    def busy(self) -> Status | None:
+        """The status of a thread that waits for no other rank: of the main one, or of one beside it; None: all of them wait."""
+        if self.waiting is None and not thread_communicates():
+            return self
+        return next((each for thread, each in self.running.items() if not thread_communicates(thread)), None)
+
+    @property
     def words(self) -> str:
-        """Return a clause: the present action, what the rank waits for and from which rank, and for how long."""
+        """Return a clause: the present action, what the rank waits for and from which rank, and for how long; and the actions
+        beside it.
+        """
+        return "; beside it, ".join([self.place, *(each.place.partition(", ")[2] for each in self.running.values())])
+
+    @property
+    def place(self) -> str:
+        """Return the same clause of this thread alone."""
         for_seconds = f"for {time.monotonic() - self.since:.1f} s"
         step = self.doing
         waiting, action = self.waiting, self.action  # the executor continues while this is read
@@ -172,6 +208,16 @@ class Status:
             return f"{step}, {action.words}: waits for {waiting.words} from {source} ({for_seconds})"
         return f"{step}, in {action.words} ({for_seconds})"
 
+    def place_of(self, error: BaseException) -> str:
+        """Return the clause of the action in which an error was raised, which another thread may have run; else `place`."""
+        return str(error.__dict__.get(_PLACE_KEY, self.place))
+
+    def failed(self, error: BaseException) -> None:
+        """Give an error that is raised in the present action a note of it; one that has a note is another action's."""
+        if self.action is not None and _PLACE_KEY not in error.__dict__:
+            error.__dict__[_PLACE_KEY] = self.place
+            add_note(error, f"({self.name}, {self.action.words})")
+
     def signed(self, text: str) -> str:
         """Return `text` after this rank's name, as every line of a report begins."""
         where = self.names.place(self.number)
@@ -184,10 +230,12 @@ _COMMUNICATES = (
     "parallel/dispatch.py",
     "parallel/exchange.py",
     "parallel/shared_memory_sum.py",
+    "parallel/zero.py",
     "runtime/loss.py",
     "runtime/p2p/shared_memory.py",
     "runtime/tied_weights.py",
     "runtime/p2p/torch_p2p.py",
+    "runtime/signals.py",
     "runtime/engine.py",
     "runtime/batch.py",
     "train/collect.py",
@@ -203,9 +251,9 @@ def communicates(file: str) -> bool:
     return path.is_relative_to(_PACKAGE) and path.relative_to(_PACKAGE).as_posix() in _COMMUNICATES
 
 
-def main_thread_communicates() -> bool:
-    """Return whether this process's main thread is inside a communication now, by its innermost Python frame."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+def thread_communicates(thread: int | None = None) -> bool:
+    """Return whether a thread of this process, or the main one, is inside a communication now, by its innermost Python frame."""
+    frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
     return frame is not None and communicates(frame.f_code.co_filename)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from pipeloom.errors import printable
 from pipeloom.runtime.health.links import Link, LinkClosed, RunStore, meet
-from pipeloom.runtime.health.status import Limits, Status, identity, is_stopped, machine, main_thread_communicates
+from pipeloom.runtime.health.status import Limits, Status, identity, is_stopped, machine
 
 POLL_SECONDS = 0.25
 SUSPENDED_SECONDS = 3.0  # after a longer pause of this thread the process counts as suspended
@@ -404,13 +404,14 @@ class Watchdog:
 
     def state(self) -> RankState:
         """Return this rank's answer to a call."""
-        status = self.status
-        waits = status.waiting is not None or main_thread_communicates()
-        return RankState(status.words, waits, self._elapsed(), not waits and status.action is None)
+        busy = self.status.busy
+        words = self.status.words if busy is None else busy.place
+        return RankState(words, busy is None, self._elapsed(busy), busy is not None and busy.action is None)
 
-    def _elapsed(self) -> float:
-        """Seconds without progress in which this process could run."""
-        return time.monotonic() - max(self.status.since, self._floor)
+    def _elapsed(self, status: Status | None = None) -> float:
+        """Seconds without progress, of this rank or of one of its threads, in which this process could run."""
+        threads = [self.status, *self.status.running.values()] if status is None else [status]
+        return time.monotonic() - max(self._floor, *(each.since for each in threads))
 
     def _look_for_a_stall(self, now: float) -> None:
         status = self.status
@@ -486,7 +487,7 @@ class Watchdog:
 
     def _look_at_sigterm(self, now: float) -> None:
         """End a process that was signalled to stop and cannot, because what it waits for does not arrive."""
-        if self._signal is None or self.status.waiting is None:
+        if self._signal is None or self.status.waiting is None or self.status.busy is not None:
             return
         phase = self.status.phase
         patience = 2.0 if phase == "start-up" else NOTICE_SECONDS

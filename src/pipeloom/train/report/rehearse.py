@@ -367,7 +367,7 @@ class Rehearsal:
 
         return [Layer(f"stage.{position}", partial(build, position)) for position in range(self.schedule.positions)]
 
-    def beside(self, rank: int) -> Callable[[Action, Callable[[], None]], None]:
+    def beside(self, rank: int) -> Callable[[Action, Callable[[], object]], None]:
         """Return what lets this rank's actions on other queues than that of computation take their times, by sleeping.
 
         What comes from the host is there after that time; what goes there leaves once it is complete, and then takes its time.
@@ -377,7 +377,7 @@ class Rehearsal:
         of_action = {cell: seconds[code] for code, cell in cells if isinstance(cell, Action)}
         clocks: dict[str, Clock] = defaultdict(Clock)
 
-        def run(action: Action, execute: Callable[[], None]) -> None:
+        def run(action: Action, execute: Callable[[], object]) -> None:
             queue = kind_of(action.kind).queue
             if queue != COPY_IN:
                 execute()
