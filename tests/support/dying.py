@@ -45,9 +45,18 @@ def _run(
 
 
 def run_until_dead(
-    function: Callable[..., Any], world: int, folder: Path, *arguments: Any, timeout: float = 300.0
+    function: Callable[..., Any],
+    world: int,
+    folder: Path,
+    *arguments: Any,
+    timeout: float = 300.0,
+    stopped: int | None = None,
 ) -> list[End]:
-    """Each rank's end, in rank order; raises AssertionError when one lives longer than `timeout` seconds."""
+    """Each rank's end, in rank order; raises AssertionError when one lives longer than `timeout` seconds.
+
+    Args:
+        stopped: a rank that stops itself by SIGSTOP; it is killed once the others have ended.
+    """
     context = multiprocessing.get_context("fork")
     port = free_port()
     started = time.monotonic()
@@ -61,6 +70,8 @@ def run_until_dead(
     try:
         while len(ends) < world:
             assert time.monotonic() < started + timeout, f"ranks {sorted(set(range(world)) - set(ends))} live on"
+            if stopped is not None and len(ends) == world - 1:
+                workers[stopped].kill()
             for rank, worker in enumerate(workers):
                 if rank not in ends and worker.exitcode is not None:
                     ends[rank] = worker.exitcode

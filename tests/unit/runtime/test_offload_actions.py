@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from pipeloom.ops.host_memory import HostBuffers
 from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.runtime import LocalPipeline
 from pipeloom.runtime.offload import SavedTensors
-from pipeloom.schedule import Costs, Schedule, simulate
+from pipeloom.runtime.pipeline import run_beside
+from pipeloom.schedule import Action, Costs, Schedule, simulate
 from pipeloom.schedule.transforms import recompute
 from segmented import Experts
 
@@ -153,3 +155,56 @@ def test_buffers_are_used_again_and_never_more_than_at_once() -> None:
     assert third.nbytes == 150
     buffers.give_back(third)  # 350 bytes, 200 of which were in use at once
     assert {id(buffers.take(100)), id(buffers.take(100))} != {id(first), id(second)}
+
+
+class FailsOnce(Block):
+    """Raises in its second forward."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            raise ValueError("the second forward")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    "cells",
+    [
+        "0F0 0O0 0F1 0L0 0B0 0B1",
+        "0F0 0O0:1/2 0O0:2/2 0F1 0L0:2/2 0L0:1/2 0B0 0B1",
+        "0F0 1F0 1OKEPT0 0F1 1F1 1LKEPT0 1R0 1B0 0B0 1B1 0B1",
+    ],
+)
+def test_a_copy_of_a_failed_step_does_not_touch_the_next_one(cells: str, fails: bool) -> None:
+    """It ends, or fails, while the next step is about to copy the same micro-batch."""
+    schedule = Schedule.of([cells.split()], placement=[0] * (1 + ("1F0" in cells)), microbatches=2)
+    plain = LocalPipeline([Block(seed) for seed in range(4)], S.gpipe(1, 2), loss=mse)
+    pipeline = LocalPipeline([FailsOnce(0), *(Block(seed) for seed in range(1, 4))], schedule, loss=mse)
+    copy = next(cell for cell in cells.split() if "O" in cell)
+    calls, late, ended = [], threading.Event(), threading.Event()
+
+    def beside(action: Action, execute: Callable[[], object]) -> None:
+        if str(action) == copy:
+            calls.append(threading.current_thread())
+            if len(calls) == 1:
+                assert late.wait(60)
+                if fails:
+                    raise ValueError("of the step before")
+            else:
+                late.set()
+                calls[0].join(60)
+                ended.set()
+        elif ended.is_set() and "L" in action.kind:
+            time.sleep(0.2)  # the backward waits for it, and not for the one of the step before
+        execute()
+
+    run_beside(pipeline, beside)
+    with pytest.raises(ValueError, match="the second forward"):
+        pipeline.step(*batch(4))
+    got = [pipeline.step(*batch(4, seed=1)), *(parameter.grad for parameter in pipeline.parameters())]
+    assert len(calls) == 2
+    want = [plain.step(*batch(4, seed=1)), *(parameter.grad for parameter in plain.parameters())]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
