@@ -26,6 +26,7 @@ from pipeloom.ops.segments import report_standstills_to
 from pipeloom.parallel.zero import StageShards
 from pipeloom.runtime.batch import Microbatches
 from pipeloom.runtime.health.fault_injection import Faults
+from pipeloom.runtime.health.report import lost_peer
 from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.loss import Loss, LossSum, MicrobatchLoss
 from pipeloom.runtime.overlap import CommStream, Coroutine, interleave
@@ -70,11 +71,10 @@ class DeviceClock:
         return mark
 
     def seconds(self, marks: Iterable[Any]) -> list[float]:
-        return list(map(self._seconds, marks))
+        # Those of actions beside the computation are times of the host.
+        return [mark if isinstance(mark, float) else self._seconds(mark) for mark in marks]
 
     def _seconds(self, mark: Any) -> float:
-        if isinstance(mark, float):  # of the host's clock already
-            return mark
         mark.synchronize()
         milliseconds: float = self._origin.elapsed_time(mark)
         return self._at + milliseconds / 1e3
@@ -199,11 +199,6 @@ class Executor:
             self.execute(self.next, self.hooks.status)
         return self.finish()
 
-    @property
-    def results(self) -> list[StepResult]:
-        """The result of each rank that it runs: of this one."""
-        return [self.result]
-
     def resume(self) -> None:
         """Count waits inside layers as those of this rank from now on; another rank of this thread may have run."""
         report_standstills_to(self.communications.standing_still)
@@ -214,6 +209,7 @@ class Executor:
         self.keep_outputs = keep_outputs
         self.training = torch.is_grad_enabled()
         self.result = StepResult()
+        self.results = [self.result]  # of each rank that it runs
         instructions = self.program.instructions
         self._computation = iter(self.program.computation)
         self.next = next(self._computation, None)
@@ -241,9 +237,7 @@ class Executor:
         # Of a program with several queues: the ends of its entries, and those of other queues that have been issued.
         self._ended: list[Future[None]] = [Future() for _ in instructions] if self.program.has_queues else []
         self._issued: list[int] = []
-        self._copies = {
-            number: stage.begin(self.program.stages[number].offloaded) for number, stage in self.stages.items()
-        }
+        self._copies = {n: stage.begin(self.program.stages[n].offloaded) for n, stage in self.stages.items()}
         self._issue(self.program.issued_first)
         if self.next is not None:
             self.transport.exchange((), instructions[self.next].post_receives)
@@ -270,10 +264,7 @@ class Executor:
     def underway(self) -> list[Future[None]]:
         """The ends of the entries that were issued on other queues and have not ended. Raises what one of them has raised."""
         ends = [self._ended[at] for at in self._issued]
-        for ended in ends:
-            if ended.done():
-                ended.result()
-        return [ended for ended in ends if not ended.done()]
+        return [ended for ended in ends if not ended.done() or ended.result()]
 
     def execute(self, at: int, status: Status) -> None:
         """Run an instruction: wait for what it needs, run its action, or its pair of actions, and send the results.
@@ -291,11 +282,10 @@ class Executor:
             self._await_queues(instruction, status)
         received = self._received(task) if task.receives else ()
         for_second = () if second is None else self._received(second)
-        if instruction.completes_stages:
-            self._announce_last_backwards(instruction.completes_stages)
-        if instruction.opens and hooks.shards is not None:
-            for stage in instruction.opens:
-                hooks.shards.open(stage)
+        if instruction.completes_stages and hooks.before_last_backward is not None:
+            for stage in instruction.completes_stages:
+                if not self.stages[stage].segmented and not self.program.stages[stage].split:
+                    hooks.before_last_backward(stage)
         now = self.clock.now if computes else time.perf_counter
         outgoing: Sequence[Outgoing] | None = None
         status.enter(action)
@@ -327,7 +317,9 @@ class Executor:
                 hooks.stage_done(stage)
 
     def _await_queues(self, instruction: Instruction, status: Status) -> None:
-        """Wait for what an instruction needs from other queues and ranks, and issue the entries that start with it."""
+        """Wait for what an instruction needs from other queues and ranks, and issue the entries that start with it. Make the
+        buffers of gradients to which it is the first to add.
+        """
         action = instruction.tasks[0].action
         while self._copied and instruction.queue == COMPUTE:
             self._recycle(self._copied.popleft())
@@ -338,6 +330,9 @@ class Executor:
             status.wait_for(action, signal.words)
             self._signals.wait(signal)
         self._issue(instruction.issues)
+        if self.hooks.shards is not None:
+            for stage in instruction.opens:
+                self.hooks.shards.open(stage)
 
     @property
     def _signals(self) -> Signals:
@@ -368,6 +363,8 @@ class Executor:
             with self.hooks.status.beside() as status:
                 self.execute(at, status)
         except BaseException as error:
+            if not lost_peer(error):
+                self.hooks.status.error = error
             self._ended[at].set_exception(error)
             action, unit, *_ = self.program.instructions[at].tasks[0]
             if kind_of(action.kind).queue == COPY_IN and unit in self._copies[action.stage].saved:
@@ -393,9 +390,7 @@ class Executor:
             starts, ends = map(self.clock.seconds, (self._starts, self._ends))
             self.hooks.status.leave()
         self.result.starts, self.result.ends = starts, ends
-        self.result.turns = {
-            at: starts[at] + share * (ends[at] - starts[at]) for at, share in self._forward_shares.items()
-        }
+        self.result.turns = {at: starts[at] + s * (ends[at] - starts[at]) for at, s in self._forward_shares.items()}
         return self.result
 
     # -- the kinds of actions --------------------------------------------------------------------------------------------
@@ -695,12 +690,6 @@ class Executor:
 
     def _outgoing(self, message: Message, values: BoundaryValues, specs: TensorSpecs) -> Outgoing:
         return Outgoing(message, values, specs, message_checksum(values) if self.checksums else None)
-
-    def _announce_last_backwards(self, stages: Sequence[int]) -> None:
-        if self.hooks.before_last_backward is not None:
-            for stage in stages:
-                if not self.stages[stage].segmented and not self.program.stages[stage].split:
-                    self.hooks.before_last_backward(stage)
 
     def _verify(self, message: Message, delivery: Delivery) -> None:
         """Raise DistributedError if a message differs from what its sender computed."""

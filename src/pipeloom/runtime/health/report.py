@@ -108,8 +108,7 @@ class FailureReporter:
         """Report an error to the other ranks, once; raises DistributedError as `reporting` does."""
         if error.__dict__.get(_REPORTED_KEY):
             return
-        status, watchdog = self.status, self.watchdog
-        place = status.place_of(error)
+        status, watchdog, place = self.status, self.watchdog, self.status.place_of(error)
         if not lost_peer(error):
             if watchdog is not None:
                 trace = "".join(traceback.format_exception(error)).rstrip()

@@ -102,6 +102,7 @@ class Status:
         waiting: a message of the schedule, or the name of anything else.
         since: when the present wait, action or pause began (time.monotonic).
         threads: the status of each thread that runs an action beside the computation, by the thread's number.
+        error: what an action beside the computation has raised, by itself and not for the loss of another rank.
     """
 
     def __init__(self, rank: int, names: Names | None = None) -> None:
@@ -115,6 +116,7 @@ class Status:
         self.waiting: Message | str | None = None
         self.since = time.monotonic()
         self.threads: dict[int, Status] = {}
+        self.error: BaseException | None = None
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[Status]:

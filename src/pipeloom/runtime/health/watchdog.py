@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from typing import Any
 from pipeloom.errors import printable
 from pipeloom.runtime.health.links import Link, LinkClosed, RunStore, meet
 from pipeloom.runtime.health.status import Limits, Status, identity, is_stopped, machine
+from pipeloom.schedule.channels import Message
 
 POLL_SECONDS = 0.25
 SUSPENDED_SECONDS = 3.0  # after a longer pause of this thread the process counts as suspended
@@ -346,6 +348,7 @@ class Watchdog:
                     self._leave(self._failure)
                     return
                 continue
+            self._look_for_an_error()
             self._look_for_a_stall(now)
             self._look_at_the_call(now)
             self._look_at_sigterm(now)
@@ -399,6 +402,12 @@ class Watchdog:
             self._flood({"kind": "here", "call": [origin, message["call"]], "state": asdict(self.state())})
         elif kind == "here" and self._call is not None and message["call"] == [self.number, self._call.number]:
             self._call.states[origin] = RankState(**message["state"])
+
+    def _look_for_an_error(self) -> None:
+        """Report an error of an action beside the computation while the main thread waits for a message, which may need it."""
+        if (error := self.status.error) is not None and isinstance(self.status.waiting, Message):
+            trace = "".join(traceback.format_exception(error)).rstrip()
+            self._fail(f"{self.status.name} failed: {self.status.place_of(error)}: {trace}", (self.number,))
 
     # -- stalls ------------------------------------------------------------------------------------------------------------
 
