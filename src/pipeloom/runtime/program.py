@@ -112,7 +112,7 @@ class Instruction:
         """Return the messages with the results of its actions."""
         return tuple(message for task in self.tasks for message in task.sends)
 
-    @property
+    @cached_property
     def words(self) -> str:
         """Name it as something that is waited for, as `Message.words` and `Signal.words` do."""
         return f"the end of {self.cell.words}"
