@@ -27,6 +27,7 @@ pytestmark = pytest.mark.core
 
 VOCABULARY, WIDTH = 11, 8
 Halt = Literal["stop", "loop"]
+LIMIT = 6.0  # seconds; no healthy rank of these stands still for a tenth of it
 
 
 def sharded(rank: int, pp: int, options: dict[str, Any]) -> None:
@@ -65,9 +66,9 @@ def halted(rank: int, kind: str, pp: int, how: Halt, victim: int) -> None:
     if rank == victim:
         setattr(owner, name, lambda *_: halt(how))
     if kind == "UNSHARD":
-        sharded(rank, pp, {"timeout": 1.5})
+        sharded(rank, pp, {"timeout": LIMIT})
     else:
-        spread(rank, {"timeout": 1.5})
+        spread(rank, {"timeout": LIMIT})
 
 
 @pytest.mark.parametrize("how", ["stop", "loop"])
