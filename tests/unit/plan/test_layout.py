@@ -364,7 +364,7 @@ def test_a_search_whose_estimates_are_too_low_still_finds_what_fits(monkeypatch)
 @pytest.mark.parametrize("name", CHUNKS)
 def test_peaks_are_those_of_the_whole_program(name, pp, v, m, slices):
     """However few or uneven the rounds are; of families that are not here the whole program is built."""
-    layout = PlannedLayout(pp=pp, v=v if max(CHUNKS[name]) > 1 else 1, m=m, schedule=name, slices=slices)
+    layout = PlannedLayout(pp=pp, v=min(v, max(CHUNKS[name])), m=m, schedule=name, slices=slices)
     whole, few = layout.built(), with_its_peaks(layout).built()
     stages = [StageMemory(10 + stage % 3, 4 + stage % 2, 2) for stage in range(whole.stages)]
     peaks = [[peak(each, rank, stages)[:2] for rank in range(pp)] for each in (whole, few)]
