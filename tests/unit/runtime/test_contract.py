@@ -127,7 +127,7 @@ def verdict(make: Make, schedule: pl.Schedule) -> str:
     x, y = batch(8)
     layers = [Layer(f"l{at}", each) for at, each in enumerate(make())]
     try:
-        pl.pl.verify(layers, schedule, x, y, loss=mse, steps=2)
+        pl.verify(layers, schedule, x, y, loss=mse, steps=2)
     except VerifyError as error:
         rule = re.search(r"own_model.md, '(\w+)'", str(error))
         return rule[1] if rule else str(error)
