@@ -21,6 +21,7 @@ from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weig
 from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.ops.parts import observing
+from pipeloom.ops.saved_tensors import SavedTensor, saving
 from pipeloom.ops.segments import carries
 from pipeloom.runtime.tensor_spec import tensors_in
 from pipeloom.schedule.actions import KEPT, PENDING, SAVED
@@ -119,14 +120,14 @@ def _pass(
     live = LiveBytes(meta=any(value.is_meta for value in tensors_in(inputs)))
     given, saved, parts = _storages(tensors_in(inputs)), dict[int, float](), _Parts()
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> SavedTensor:
         if storage_key(tensor) in given or live.counts(tensor):
             saved.update(_storages((tensor,)))
             parts.note_saved(storage_key(tensor))
-        return tensor
+        return SavedTensor(tensor)
 
     with live:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), observing(parts):
+        with saving(pack), observing(parts.run):
             output = module(*inputs, **keywords)
             layers = set(saved)
             values = tuple(tensors_in(output)) if loss is None else (loss(output),)
@@ -166,7 +167,7 @@ def _pass(
 
 
 class _Parts:
-    """The storages that each part of a layer takes, saves and returns in one forward, a `PartObserver`."""
+    """The storages that each part of a layer takes, saves and returns in one forward, whose `run` is a `PartObserver`."""
 
     def __init__(self) -> None:
         self._calls: list[str] = []  # those that have not ended, the outer ones first

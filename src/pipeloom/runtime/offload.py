@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Event, Lock
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from pipeloom.errors import UsageError
 from pipeloom.ops.checksum import storage_key, version_of
 from pipeloom.ops.host_memory import HostBuffers, copy_bytes
+from pipeloom.ops.saved_tensors import SavedTensor, SavedView, is_plain, saving
 
 
 @dataclass(slots=True, eq=False)
@@ -21,28 +23,25 @@ class _Storage:
     """One storage that autograd has saved tensors of.
 
     Attributes:
-        data: its bytes on the device, while they are there.
+        data: its bytes on the device, until they are copied.
         size: how many.
         host: their copy, while there is one.
-        saved: the tensors saved until it is copied, with their versions.
+        saved: the places in it of the tensors saved until it is copied.
         back: set once it is back on the device, or cannot be.
     """
 
     data: Tensor | None
     size: int
     host: Tensor | None = None
-    saved: list[tuple[Tensor, int]] = field(default_factory=list)
+    saved: list[SavedView] = field(default_factory=list)
     back: Event = field(default_factory=Event)
 
-
-class _Saved(NamedTuple):
-    """A saved tensor as a view of its storage."""
-
-    storage: _Storage
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
+    def let_go(self) -> None:
+        """Let go of what has been copied. A tensor that was changed in place before stays, and its backward raises."""
+        self.data = None
+        for each in [view.saved() for view in self.saved]:
+            if each is not None and each.held is not None and version_of(each.held[0]) == each.held[1]:
+                each.held = None
 
 
 class Parts(NamedTuple):
@@ -96,7 +95,7 @@ class SavedTensors:
 
     def saving(self) -> AbstractContextManager[Any]:
         """Return the context of computations whose saved tensors these are."""
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        return saving(self.pack)
 
     def complete(self) -> None:
         """Cut what is left into parts: the forward has been issued, and saves nothing more."""
@@ -116,19 +115,11 @@ class SavedTensors:
 
         Args:
             stream: of the copies; None on the CPU.
-
-        Raises UsageError if a saved tensor was changed in place.
         """
         self._ready[part].wait()
         with self._lock:  # from here on, another tensor saved of one of these storages is one of a new storage
             moving = self._parts[part]
             self._known = {key: storage for key, storage in self._known.items() if storage not in moving}
-        for storage in moving:
-            if any(version_of(tensor) != version for tensor, version in storage.saved):
-                raise UsageError(
-                    "a tensor that the backward needs was changed in place after the forward that saved it: let the layer "
-                    "work on a clone"
-                )
         with torch.cuda.stream(stream):
             if stream is not None:
                 stream.wait_event(self._marks[part])
@@ -137,13 +128,11 @@ class SavedTensors:
                 storage.host = self._host_buffers.take(storage.size)
                 copy_bytes(storage.host, storage.data)
                 if stream is None:
-                    storage.data = None
-                    storage.saved.clear()
+                    storage.let_go()
         if stream is not None:
             stream.synchronize()
             for storage in moving:
-                storage.data = None
-                storage.saved.clear()
+                storage.let_go()
 
     def to_device(self, part: int, stream: torch.cuda.Stream | None) -> None:
         """Copy a part back; from then on only the graph holds it, and each storage is freed as the backward has used it."""
@@ -157,7 +146,10 @@ class SavedTensors:
                     stream.synchronize()
                     data.record_stream(self._computing)
                 self._host_buffers.give_back(storage.host)
-                storage.data, storage.host, data = data, None, torch.empty(0)
+                for view in storage.saved:
+                    view.fill(data.untyped_storage())
+                storage.host, data = None, torch.empty(0)
+                storage.saved.clear()
                 storage.back.set()
 
     def fail(self, error: BaseException) -> None:
@@ -177,23 +169,21 @@ class SavedTensors:
         part, storages, self._order = len(self._parts) + 1, self._order, []
         self._parts[part] = storages if part in self._travel.numbers else []
         if part not in self._travel.numbers:
-            for storage in storages:
-                storage.saved.clear()
             return
         if self._device.type == "cuda":
             self._computing = torch.cuda.current_stream(self._device)
             self._marks[part] = self._computing.record_event()
         self._ready[part].set()
 
-    def pack(self, tensor: Tensor) -> _Saved | Tensor:
+    def pack(self, tensor: Tensor) -> SavedTensor:
         """Return what the graph holds in place of a saved tensor."""
-        alias = tensor.detach()  # an output of the saving node would hold its graph
-        plain = type(alias) is Tensor and alias.layout is torch.strided and alias.device.type == self._device.type
-        if not plain or alias.is_conj() or alias.is_neg() or not alias.untyped_storage().nbytes():
-            return alias
-        key = storage_key(alias)
-        if key in self._held:
-            return alias
+        saved = SavedTensor(tensor)
+        assert saved.held is not None
+        alias, _ = saved.held
+        key = storage_key(alias) if alias.layout is torch.strided else 0
+        stays = key in self._held or not is_plain(alias) or alias.device.type != self._device.type
+        if stays or not alias.untyped_storage().nbytes():
+            return saved
         with self._lock:
             storage = self._known.get(key)
             if storage is None:
@@ -202,23 +192,17 @@ class SavedTensors:
                 self._close_before(self.total, self._expected)
                 self._order.append(storage)
                 self.total += storage.size
-            storage.saved.append((alias, version_of(alias)))
-        return _Saved(storage, alias.dtype, int(alias.storage_offset()), alias.size(), alias.stride())
+            storage.saved.append(SavedView.of(saved, alias))
+        saved.bring = partial(self._wait_for, storage)
+        return saved
 
-    def unpack(self, saved: _Saved | Tensor) -> Tensor:
-        """Return the tensor, once it is on the device."""
-        if isinstance(saved, Tensor):
-            return saved
-        storage, dtype, offset, size, stride = saved
-        if storage.data is None:
-            if not self._is_complete:
-                raise UsageError(
-                    "a layer computes gradients in its forward, and what it saves is copied to host memory in parts meanwhile: "
-                    "copy it whole (O without a part)"
-                )
-            storage.back.wait()
-        if storage.data is None:
-            raise self._error if self._error is not None else UsageError("a copy from host memory is missing")
-        return torch.empty(0, dtype=dtype, device=storage.data.device).set_(
-            storage.data.untyped_storage(), offset, size, stride
-        )
+    def _wait_for(self, storage: _Storage) -> None:
+        """Return once a storage is back on the device."""
+        if not self._is_complete:
+            raise UsageError(
+                "a layer computes gradients in its forward, and what it saves is copied to host memory in parts meanwhile: "
+                "copy it whole (O without a part)"
+            )
+        storage.back.wait()
+        if self._error is not None:
+            raise self._error

@@ -24,10 +24,11 @@ from pipeloom.ops.checksum import version_of
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients, run_backward
 from pipeloom.ops.host_memory import HostBuffers, HostCopy
 from pipeloom.ops.parts import RecomputedParts, run_part
-from pipeloom.ops.recompute import recomputed
+from pipeloom.ops.recompute import StartState, on_copies, recomputed
+from pipeloom.ops.saved_tensors import SavedTensor, require_version, saving
 from pipeloom.ops.segments import Communication, carries, saved_of
 from pipeloom.ops.slices import STATE, PieceRoot, SequenceHistory, SliceState
-from pipeloom.ops.stage_state import StageState, batch_statistics
+from pipeloom.ops.stage_state import batch_statistics
 from pipeloom.runtime.loss import MicrobatchLoss
 from pipeloom.runtime.offload import SavedTensors
 from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
@@ -115,16 +116,14 @@ class ForwardRecord(NamedTuple):
     Attributes:
         call: the arguments of the forward.
         versions: of the tensors among its inputs.
-        state: of the layers before it, and of the generators that are not torch's.
-        random: the states of torch's generators before it, of the CPU and of the stage's GPU.
+        start: the state of the layers and of all generators before it.
         done: its end on a GPU, where its inputs travel.
         on_host: its inputs while they are in host memory; the call has none then.
     """
 
     call: ForwardCall
     versions: tuple[int, ...]
-    state: StageState
-    random: tuple[Tensor, Tensor | None]
+    start: StartState
     done: torch.cuda.Event | None = None
     on_host: tuple[HostCopy | None, ...] = ()
 
@@ -171,7 +170,7 @@ class InFlight:
     def saving(self) -> AbstractContextManager[Any]:
         """Return the context of its computations."""
         if self.record is not None:
-            return torch.autograd.graph.saved_tensors_hooks(_drop, _dropped)
+            return saving(lambda _: SavedTensor(None))  # R saves it again
         if self.parts is not None:
             return self.parts.saving()
         return _SAVING if self.travels is None else self.travels.saving()
@@ -260,7 +259,7 @@ class Stage:
         result: Any = self._inputs.changeable(by_position)
         if not layers.modules and len(result) == 1:  # the loss gets what the layers before it returned
             (result,) = result
-        has_parts = microbatch in program.parts
+        in_blocks, has_parts = microbatch in program.in_blocks, microbatch in program.parts
         with flight.saving():
             for at, name, module in self._numbered:
                 arguments = (result,) if isinstance(result, Tensor) else self._arguments(at, result)
@@ -268,17 +267,14 @@ class Stage:
                 read = {} if names is None else names.read(at)
                 if before_layer is not None:
                     before_layer(name)
-                if microbatch in program.in_blocks and name in layers.recomputed:
-                    # Another tensor may be of the memory of one among several, and would change with it in one process.
-                    alone = names is None and len(arguments) == 1
-                    result = recomputed(
-                        partial(_by_name, module, accepted, tuple(read)),
-                        (*read.values(), *arguments),
-                        module,
-                        self._inputs.on_change(name) if alone else None,
-                    )
+                if in_blocks and name in layers.recomputed:
+                    on_change = self._inputs.on_change(name, arguments, names)
+                    by_name = partial(_by_name, module, accepted, tuple(read))
+                    result = recomputed(by_name, (*read.values(), *arguments), module, on_change)
                 elif has_parts and (part := program.part_of(microbatch, at, len(layers.modules))) is not None:
-                    result = run_part(part, module, module, arguments, accepted | read)
+                    on_change = self._inputs.on_change(name, arguments, names)
+                    run: Any = module if on_change is None else partial(on_copies, on_change, module)
+                    result = run_part(part, run, module, arguments, accepted | read)
                 else:
                     result = module(*arguments, **accepted, **read)
                 del arguments, read  # a layer's output is freed as soon as autograd does not need it
@@ -294,23 +290,18 @@ class Stage:
         It leaves no trace in the layers: what counts or averages in a forward does so once.
         """
         record = self._copies.records.pop(microbatch)
-        call, state, (random, on_device) = record.call, record.state, record.random
         self._require_unchanged(record)
-        state.swap_in()
-        try:
-            with torch.random.fork_rng([] if on_device is None else [self._communications.device]):
-                torch.set_rng_state(random)
-                if on_device is not None:
-                    torch.cuda.set_rng_state(on_device, self._communications.device)
-                self.forward(call, before_layer, again=True)
-        finally:
-            state.swap_out()
+        with record.start.again():
+            self.forward(record.call, before_layer, again=True)
 
     def _require_unchanged(self, record: ForwardRecord) -> None:
-        if record.versions != _versions(record.call.values):
-            raise UsageError(
-                f"{self.words} is recomputed, and a layer changes the stage's input in place: work on a copy there "
-                "(inplace=False), or use a schedule without R of this stage"
+        tensors = [value for value in record.call.values if isinstance(value, Tensor)]
+        for tensor, version in zip(tensors, record.versions, strict=True):
+            require_version(
+                tensor,
+                version,
+                f"({self.words} is recomputed, and a layer changes the stage's input in place: work on a copy there "
+                "(inplace=False), or use a schedule without R of this stage)",
             )
 
     def recompute_part(self, microbatch: int, part: str) -> None:
@@ -324,9 +315,7 @@ class Stage:
         """Return the record that the micro-batch's R needs; None: it has no R."""
         if call.microbatch not in call.program.recomputed or not torch.is_grad_enabled():
             return None
-        device = self._communications.device
-        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return ForwardRecord(call, _versions(call.values), StageState(self.modules), (torch.get_rng_state(), on_device))
+        return ForwardRecord(call, _versions(call.values), StartState(self.modules, self._communications.device))
 
     def _arguments(self, at: int, result: Any) -> BoundaryValues:
         """Return the arguments of layer `at`, from the result of the layer before it or from the stage's inputs."""
@@ -376,7 +365,8 @@ class Stage:
             )
             self._copies.saved[microbatch].set_result(travels)
         if microbatch in program.parts:
-            parts = RecomputedParts(program.parts[microbatch], self._communications.device, travels, self.parts)
+            others = SavedTensor if travels is None else travels.pack
+            parts = RecomputedParts(program.parts[microbatch], self._communications.device, others, self.parts)
         queue = WeightGradQueue() if queues else None
         return InFlight(queue, [], (), specs, read, record, travels, parts, states), leaves
 
@@ -449,7 +439,7 @@ class Stage:
                 _require_unreached(self._foreign, [*(r.node for r in roots), *(value.grad_fn for value, _ in losses)])
                 self._foreign = None
             if flight.record is not None:
-                flight.record.state.forget_unchanged()
+                flight.record.start.forget_unchanged()
                 done = None
                 if microbatch in program.kept_on_host and self._communications.device.type == "cuda":
                     self._computing = torch.cuda.current_stream(self._communications.device)
@@ -679,9 +669,13 @@ class ChangeableInputs:
         if versions and versions != tuple(version_of(value) for value in inputs if carries(value)):
             self._left = math.inf
 
-    def on_change(self, layer: str) -> Callable[[], None] | None:
+    def on_change(
+        self, layer: str, arguments: BoundaryValues, names: NamedInForward | None
+    ) -> Callable[[], None] | None:
         """Return what a recomputed layer calls if it changes its input in place; None: it may not."""
-        return partial(self._changing.add, layer) if self._left > 0 or layer in self._changing else None
+        # Another tensor may be of the memory of one among several, and would change with it in one process.
+        alone = names is None and len(arguments) == 1 and (self._left > 0 or layer in self._changing)
+        return partial(self._changing.add, layer) if alone else None
 
 
 class _Given(torch.autograd.Function):
@@ -736,17 +730,6 @@ class NamedInForward:
     def sent(self) -> dict[str, Tensor | None]:
         """Return the tensors that later stages read, in the order in which they are sent."""
         return {name: self._tensors[name] for name in self._program.writes}
-
-
-def _drop(saved: Tensor) -> None:
-    """Let go of a tensor that autograd saves; R saves it again."""
-
-
-def _dropped(nothing: None) -> Tensor:
-    raise UsageError(
-        "a layer computes gradients in its forward, and the stage is recomputed by an action of its own (R), whose forward saves "
-        "nothing: recompute it in blocks (R;B)"
-    )
 
 
 def _versions(values: BoundaryValues) -> tuple[int, ...]:

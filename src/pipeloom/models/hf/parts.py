@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from pipeloom.errors import ConfigError, UsageError, from_machine
 from pipeloom.models.hf.context import SharedTokens, local_positions, sharing
@@ -21,6 +20,7 @@ from pipeloom.ops.block_attention import document_begins
 from pipeloom.ops.checksum import version_of
 from pipeloom.ops.deferred import DeferringLayer, apply_linear
 from pipeloom.ops.layer import SharesTokens
+from pipeloom.ops.saved_tensors import SavedTensor, saving
 from pipeloom.ops.slices import SliceState
 from pipeloom.parallel.context import ContextParallel
 
@@ -281,7 +281,7 @@ class Replay:
         self.tape.run(stop_at=count - 1)
         # What depends on weights or hidden states knows a gradient. The graph is dropped at once; hooks of its own keep what it
         # saves from those of a recomputed layer, whose two runs would differ, since only one of them finds nothing kept.
-        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+        with torch.enable_grad(), saving(SavedTensor):
             embedded = torch.zeros(*shape, self._width, dtype=self._dtype, device=device, requires_grad=True) * 1
             try:
                 self.shell(inputs_embeds=embedded, **keywords)
@@ -307,10 +307,6 @@ class Replay:
     @property
     def recorders(self) -> list[Recorder]:
         return [part for part in self.shell.modules() if isinstance(part, Recorder)]
-
-
-def _same(value: Tensor) -> Tensor:
-    return value
 
 
 def _named(handed: HandOver) -> Iterator[tuple[str, Any]]:
