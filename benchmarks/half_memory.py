@@ -227,7 +227,7 @@ def real(options: argparse.Namespace) -> None:
 def rehearsed(options: argparse.Namespace) -> None:
     ranks, m = 4, 8
     whole = replace(costs_of(1.0, 1.2, 0.8), activation=1.0)
-    costs = {1: whole, 2: whole.scaled(0.5)}
+    costs = {1: whole, 2: whole.resized(0.5)}
     limit = SHARE * max(simulate(build("1f1b", ranks, m), whole).peak_bytes[DEVICE])
     candidates = [
         Candidate(name, schedule, chunks, timeline.makespan)

@@ -35,7 +35,7 @@ MOVES = 20_000, 100_000, 200_000  # of small cases: more where the fewer were no
 
 def named(costs: Costs) -> dict[str, tuple[Schedule, Costs]]:
     """name -> (schedule, costs of its stages)."""
-    half = costs.scaled(0.5)
+    half = costs.resized(0.5)
     sizes = RANKS, MICROBATCHES
     return {
         "v-min, R of norms": (recompute(build("v-min", *sizes, costs=half), part="norms"), half),
@@ -57,7 +57,7 @@ def row(setting: tuple[float, float, float], copy: float, seconds: float) -> str
     begin = time.monotonic()
     results = [
         pl.search(RANKS, MICROBATCHES, each, memory=MEMORY, chunks=chunks, time_limit=share * seconds)
-        for chunks, each, share in ((1, costs, 0.25), (2, costs.scaled(0.5), 0.75))
+        for chunks, each, share in ((1, costs, 0.25), (2, costs.resized(0.5), 0.75))
     ]
     took = time.monotonic() - begin
     best = min(results, key=lambda result: result.value)

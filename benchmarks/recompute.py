@@ -51,7 +51,7 @@ def costs_of(forward: float, input_grad: float, weight_grad: float) -> Costs:
 def named(ranks: int, microbatches: int, costs: Costs) -> dict[str, tuple[Schedule, Costs]]:
     plain = build("1f1b", ranks, microbatches)
     return {
-        "v-min": (build("v-min", ranks, microbatches, costs=costs.scaled(0.5)), costs.scaled(0.5)),
+        "v-min": (build("v-min", ranks, microbatches, costs=costs.resized(0.5)), costs.resized(0.5)),
         "R whole": (recompute(plain, True), costs),
         "R in blocks": (recompute(plain), costs),
         "R of norms": (recompute(plain, part="norms"), costs),
@@ -69,7 +69,7 @@ def row(ranks: int, microbatches: int, setting: tuple[float, float, float], seco
         values.append(timeline.makespan if fits else math.inf)
     results = [
         pl.search(ranks, microbatches, each, memory=memory, chunks=chunks, time_limit=seconds / 2)
-        for chunks, each in ((1, costs), (2, costs.scaled(0.5)))
+        for chunks, each in ((1, costs), (2, costs.resized(0.5)))
     ]
     best = min(results, key=lambda result: result.value)
     assert max(best.timeline.peak_memory) <= memory + TIME_TOLERANCE

@@ -48,9 +48,9 @@ def main() -> int:
 def behind_pairs(share: float) -> list[pl.Timeline]:
     """dualpipe, interleaved-overlap and a searched schedule within its memory; p = 8, m = 32, `share` of F and I all-to-all."""
     full = pl.Costs(1, 1, 1 - share, all_to_all=share)
-    overlap = pl.simulate(build("interleaved-overlap", 8, 32, 4), full.scaled(1 / 4))
+    overlap = pl.simulate(build("interleaved-overlap", 8, 32, 4), full.resized(1 / 4))
     memory = max(overlap.peak_memory)
-    searched = pl.search(8, 32, full.scaled(1 / 4), memory, placement="loop", chunks=4, pairs=True)
+    searched = pl.search(8, 32, full.resized(1 / 4), memory, placement="loop", chunks=4, pairs=True)
     return [pl.simulate(build("dualpipe", 8, 32), full), overlap, searched.timeline]
 
 

@@ -220,8 +220,7 @@ class CostFlags:
             from pipeloom.traces.segment_times import read_segments
 
             layers = next(iter(read_segments(self.segments).values()))
-            others = numbers.keys() - {"forward", "input_grad", "weight_grad", "all_to_all", "pair"}
-            return SegmentCosts((layers,)).costs(**{name: numbers[name] for name in others})
+            return SegmentCosts((layers,)).costs(**numbers)
         return replace(base, **numbers)
 
 
@@ -409,13 +408,15 @@ def share(costs: Costs, schedule: Schedule) -> Costs:
                 f"{flag} has {len(values)} values; compare takes costs of 1/p of the model: give one number, or "
                 f"{schedule.ranks}"
             )
-        return tuple(values[at * schedule.ranks // schedule.positions] for at in schedule.position_of)
+        positions = (at * schedule.ranks // schedule.positions for at in schedule.position_of)
+        return tuple(spread(flag, values[at]) for at in positions)
 
-    names = ("forward", "input_grad", "weight_grad", "held", "all_to_all", "pair")
-    values = {name: spread(FLAGS[name], getattr(costs, name)) for name in names}
-    values |= {name: spread(f"{name} of --costs", getattr(costs, name)) for name in ("backward", "recompute")}
-    amounts = {name: spread(f"bytes[{name!r:.100}] of --costs", size) for name, size in dict(costs.bytes).items()}
-    return replace(costs, bytes=amounts, **values).scaled(factor)
+    words = {name: FLAGS.get(name, f"{name} of --costs") for name in (*costs.by_stage(), "pair", "pair_split")}
+    values = {name: spread(flag, getattr(costs, name)) for name, flag in words.items()}
+    for name in ("bytes", "parts"):
+        sizes = dict(getattr(costs, name)).items()
+        values[name] = {key: spread(f"{name}[{key!r:.100}] of --costs", size) for key, size in sizes}
+    return replace(costs, **values).resized(factor)
 
 
 def with_slowdown(costs: Costs, schedule: Schedule, factor: float) -> Costs:

@@ -112,7 +112,7 @@ def _zero_bubble_rates(row: dict[str, Any], model: dict[str, int]) -> dict[str, 
         return 1 - work / max(simulate(build(name, p, m, None, options, costs), costs).spans)
 
     chunks = model["chunks"]
-    looped = simulate(build("interleaved", p, m, chunks), costs.scaled(1 / chunks))
+    looped = simulate(build("interleaved", p, m, chunks), costs.resized(1 / chunks))
     return {
         "1f1b": rate("1f1b"),
         "interleaved": 1 - work / (looped.makespan - p * row["costs"]["p2p"]),

@@ -15,6 +15,10 @@ from pipeloom.schedule.vocabulary import embedding, vocabulary
 RECOMPUTE = ("none", "full", *PARTS)
 CUTS = ("balanced", "even")
 VOCABULARY = ("last", "pp")
+# Families that the search tries, and their numbers of chunks; those of which it tries multiples of the ranks in micro-batches.
+CHUNKS = {"1f1b": (1,), "zb-h1": (1,), "interleaved": (2, 4, 8), "zbv": (2,)}
+CHUNKS |= {"1f1b-overlap": (1,), "interleaved-overlap": (2, 4), "dualpipev": (2,)}
+WHOLE_ROUNDS = ("interleaved", "interleaved-overlap")
 
 
 @dataclass(frozen=True)

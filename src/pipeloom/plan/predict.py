@@ -10,7 +10,7 @@ from pipeloom.config.stages import balance
 from pipeloom.config.standing_bytes import spans
 from pipeloom.errors import UsageError
 from pipeloom.plan.blocks import LayerOps, Runtime, Split, layers_of, parameters_of
-from pipeloom.plan.layout import PlannedLayout, problems
+from pipeloom.plan.layout import CHUNKS, WHOLE_ROUNDS, PlannedLayout, problems
 from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import OfRanks, RankMemory, rank_memory, stage_memory
 from pipeloom.plan.model import ModelShape
@@ -29,6 +29,7 @@ from pipeloom.plan.time import (
 )
 from pipeloom.schedule import Costs, Schedule, simulate
 from pipeloom.schedule.actions import HIDDEN, SCORES
+from pipeloom.schedule.families import canonical_name
 from pipeloom.schedule.slices import SequenceCuts, balanced_cuts
 
 
@@ -191,7 +192,8 @@ class Planner:
         for span in set(of_stage):
             times[span] = self.stage_seconds(timed[slice(*span)], layout, links)
         shares = () if cuts is None else cuts.sizes
-        memory = rank_memory(layers, of_stage, layout, schedule, self.runtime, shares)
+        whole = searched or built(with_its_peaks(layout), placed)
+        memory = rank_memory(layers, of_stage, layout, whole, self.runtime, shares)
         seconds = [times[span] for span in of_stage]
         in_seconds = self.costs(seconds, layout, links, schedule)
         makespan, busy = _pipeline(layout, in_seconds, searched, placed)
@@ -209,7 +211,7 @@ class Planner:
     def _parts(
         self, layout: PlannedLayout
     ) -> tuple[Schedule, list[LayerOps], AxisRates, tuple[int, ...], Costs | None]:
-        # the stages and the peaks of the shorter step from which a long one is extrapolated are those of the long one
+        # the stages of the shorter step from which a long one is extrapolated are those of the long one
         short, layers = extrapolated_from(layout)[0], self.layers(layout)
         schedule, links = built(replace(short, vocabulary="last")), AxisRates.of(layout, self.device, self.shape)
         stages = self.cut(layout, self.timed_layers(layout), links, schedule.positions)
@@ -303,6 +305,16 @@ def extrapolated_from(layout: PlannedLayout) -> list[PlannedLayout]:
     if rounds <= SHORT_ROUNDS[-1]:
         return [layout]
     return [replace(layout, m=layout.m - (rounds - few) * round_size) for few in SHORT_ROUNDS]
+
+
+def with_its_peaks(layout: PlannedLayout) -> PlannedLayout:
+    """The layout with as few micro-batches as show its peaks: all of them, except in families that the search tries.
+
+    Of those the first rounds hold the most, except where rounds are larger the fewer there are: where p does not divide m.
+    """
+    name = canonical_name(layout.schedule)
+    uneven = name in WHOLE_ROUNDS and (layout.m % layout.pp or layout.slices > 1)
+    return layout if name not in CHUNKS or uneven else extrapolated_from(layout)[0]
 
 
 def _pipeline(

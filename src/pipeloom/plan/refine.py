@@ -52,7 +52,7 @@ def _searched(planner: Planner, prediction: LayoutCosts, memory: float, seconds:
     largest = max(costs.slice_sizes, default=1.0)
     unit = replace(costs, activation=sizes[SAVED], held=held, bytes=(), slice_times=(), slice_sizes=())
     unit = replace(
-        unit.scaled(1 / slices),
+        unit.resized(1 / slices),
         message=costs.message / slices,
         activation=tuple(largest * size for size in sizes[SAVED]),
     )

@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from pipeloom.errors import UsageError
-from pipeloom.plan.layout import PlannedLayout, problems
+from pipeloom.plan.layout import CHUNKS, PlannedLayout, problems
 from pipeloom.plan.predict import Planner
-from pipeloom.plan.search import CHUNKS, PlanRequest, estimate
+from pipeloom.plan.search import PlanRequest, estimate
 
 Points = list[tuple[float, float]]
 

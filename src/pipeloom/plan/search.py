@@ -11,20 +11,16 @@ from typing import Any
 
 from pipeloom.errors import UsageError, divisors
 from pipeloom.plan.blocks import LayerOps
-from pipeloom.plan.layout import PlannedLayout, problems
+from pipeloom.plan.layout import CHUNKS, WHOLE_ROUNDS, PlannedLayout, problems
 from pipeloom.plan.memory import state_bytes
 from pipeloom.plan.predict import LayoutCosts, Planner, balanced, distinct
 from pipeloom.plan.time import HOST, AxisRates, gathers_by_microbatch
 from pipeloom.schedule.placement import named
 
 RECOMPUTED = ("none", "norms+activation", "full")
-# Family -> its numbers of chunks that are tried; those that need a multiple of the ranks in micro-batches.
-CHUNKS = {"1f1b": (1,), "zb-h1": (1,), "interleaved": (2, 4, 8), "zbv": (2,)}
-CHUNKS |= {"1f1b-overlap": (1,), "interleaved-overlap": (2, 4), "dualpipev": (2,)}
 # Families whose pairs hide the exchange with experts on other ranks, and the same ones without pairs.
 OVERLAPPED = {"1f1b-overlap": "1f1b", "interleaved-overlap": "interleaved", "dualpipev": "zbv"}
 BACK_AND_FORTH = ("zbv", "dualpipev")
-WHOLE_ROUNDS = ("interleaved", "interleaved-overlap")
 IN_SLICES = ("1f1b", "zb-h1")
 MOST_SHARES = 8  # pipeline ranks, and two chunks: above, placing S and T takes longer than the rest of the search
 OFFERED = {

@@ -28,10 +28,10 @@ from pipeloom.runtime.batch import (
     Weight,
     as_inputs,
     batch_rows,
+    chosen_sizes,
     join,
     like,
     split_batch,
-    split_sizes,
 )
 from pipeloom.runtime.loss import Loss
 from pipeloom.runtime.options import RuntimeOptions
@@ -39,8 +39,8 @@ from pipeloom.runtime.pipeline import LocalPipeline, call_before_layers, layers_
 from pipeloom.runtime.stage_modules import LayerSource, build_stage, layer_name, require_arguments
 from pipeloom.runtime.tensor_spec import tensors_in
 from pipeloom.runtime.tied_weights import Tie, layer_of, share
-from pipeloom.schedule.actions import Action, unit_words
-from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.actions import Action, kind_of, unit_words
+from pipeloom.schedule.model import Schedule, parts
 
 _RATE = (
     0.01  # of the optimizer's steps, along gradients of norm 1: large enough for a wrong step to show in the next loss
@@ -69,12 +69,14 @@ class Verified:
     Attributes:
         steps: number of steps compared, with and without recomputation.
         loss_error: |a - b| / |b| of the losses, b that of one process.
+        unseen: kinds of actions of the schedule that did nothing in one process: gathers and sums over replicas.
         errors: global parameter name -> max |a - b| / max |b| of its gradients, b at least 1e-3 of the largest one of the model.
     """
 
     steps: int = 0
     loss_error: float = 0.0
     errors: dict[str, float] = field(default_factory=dict)
+    unseen: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -83,7 +85,8 @@ class Verified:
 
     def __str__(self) -> str:
         worst = max(self.errors.values(), default=0.0)
-        return f"{self.steps} steps equal one process: loss to {self.loss_error:.1e}, gradients to {worst:.1e}"
+        unseen = f"; not looked at, as one process has no replicas: {', '.join(self.unseen)}" if self.unseen else ""
+        return f"{self.steps} steps equal one process: loss to {self.loss_error:.1e}, gradients to {worst:.1e}{unseen}"
 
 
 def verify(
@@ -124,7 +127,8 @@ def verify(
         UsageError: layers that cannot be copied; and what a pipeline refuses.
     """
     require_arguments(layers, schedule, loss)
-    report = Verified()
+    actions = (action for program in schedule.programs for cell in program for action in parts(cell))
+    report = Verified(unseen=tuple(sorted({action.kind for action in actions if kind_of(action.kind).of_stage})))
     with seeded(0):
         for recompute in ("none", "full"):
             sides = _Sides(
@@ -134,7 +138,11 @@ def verify(
                 loss,
                 replace(options, recompute=recompute),
                 _Batch(
-                    inputs, targets, keywords, Weighing(weight, ignore_index, shared_targets=options.shared_targets)
+                    inputs,
+                    targets,
+                    keywords,
+                    Weighing(weight, ignore_index, shared_targets=options.shared_targets),
+                    options.microbatch_sizes,
                 ),
                 tied=tied,
                 stages=stages,
@@ -214,6 +222,7 @@ class _Batch:
     targets: Any
     keywords: Mapping[str, Any]
     weighing: Weighing
+    sizes: Sequence[int] | None
 
     def of(self, step: int) -> tuple[Any, Any, dict[str, Any]]:
         """Return the inputs, targets and keyword arguments of a step: the rows in turn, each step beginning one row later."""
@@ -222,7 +231,7 @@ class _Batch:
 
     def parts(self, step: int, count: int) -> Microbatches:
         inputs, targets, keywords = self.of(step)
-        sizes = split_sizes(batch_rows(as_inputs(inputs)), count)
+        sizes = chosen_sizes(inputs, count, self.sizes)
         return split_batch(inputs, targets, keywords, sizes, replace(self.weighing, step=step))
 
 

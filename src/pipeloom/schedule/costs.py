@@ -10,7 +10,7 @@ from operator import add, mul
 from typing import Any
 
 from pipeloom.errors import ArgumentError, CapacityError, UsageError
-from pipeloom.schedule.actions import COMPUTE, GRADS, KEPT, OUTPUT, PARAMS, PENDING, SAVED, whole_of
+from pipeloom.schedule.actions import COMPUTE, GRADS, KEPT, OUTPUT, PARAMS, PENDING, SAVED, TIMES, whole_of
 from pipeloom.schedule.model import Schedule
 
 LARGEST_COST = (
@@ -25,6 +25,23 @@ DEVICE, HOST_MEMORY = "device", "host"
 PerStage = float | tuple[float, ...]
 PerLink = float | tuple[tuple[float, ...], ...]
 PerPair = PerStage | tuple[tuple[float, ...], ...]
+
+# What a field holds, for `Costs.scaled` and `Costs.resized`.
+_STAGE_TIME, _TIME, _RATE, _STAGE_SIZE = "time of a stage", "time", "rate", "size of a stage"
+
+_PER_STAGE = (0, 1), "a number, or a tuple with one number for each stage"
+_PER_PAIR = (0, 1, 2), f"{_PER_STAGE[1]}, or a matrix {{}}[stage of forward][stage of backward]"
+_NUMBER = (0,), "a number"
+_NAMES = (), ""  # checked by `_sizes`
+
+
+def _cost(default: Any, holds: str = "", form: tuple[tuple[int, ...], str] = _PER_STAGE) -> Any:
+    """A field of `Costs`; `form`: the depths of its values, and these in words."""
+    return field(default=default, metadata={"holds": holds, "depths": form[0], "words": form[1]})
+
+
+def _tuple_of(each: str) -> tuple[tuple[int, ...], str]:
+    return (1,), f"a tuple with one number for each {each}"
 
 
 @dataclass(frozen=True)
@@ -81,37 +98,37 @@ class Costs:
         UsageError: a value that is negative, not finite, or of a shape that its field does not accept.
     """
 
-    forward: PerStage = 1.0
-    input_grad: PerStage = 1.0
-    weight_grad: PerStage = 1.0
-    p2p: PerLink = 0.0
-    message: float = 0.0
-    bandwidth: float = math.inf
-    activation: PerStage = 1.0
-    held: PerStage = 1.0
-    kept: PerStage = 0.0
-    all_to_all: PerStage = 0.0
-    pair: PerPair | None = None
-    pair_split: PerPair | None = None
-    backward: PerStage | None = None
-    recompute: PerStage | None = None
-    gather: PerStage | None = None
-    reduce: PerStage | None = None
-    scores: PerStage = 0.5
-    scores_grad: PerStage = 0.5
-    broadcast: PerStage = 0.0
-    combine: PerStage = 0.0
-    parts: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = ()
-    microbatch: tuple[float, ...] = ()
-    slice_times: tuple[float, ...] = ()
-    slice_sizes: tuple[float, ...] = ()
-    tensors: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
-    bytes: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = ()
-    pools: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
-    host_bandwidth: float = math.inf
-    collective_bandwidth: float = math.inf
-    host_links: tuple[float, ...] = ()
-    beside: float = 2.0
+    forward: PerStage = _cost(1.0, _STAGE_TIME)
+    input_grad: PerStage = _cost(1.0, _STAGE_TIME)
+    weight_grad: PerStage = _cost(1.0, _STAGE_TIME)
+    p2p: PerLink = _cost(0.0, _TIME, ((0, 2), "a number, or a matrix p2p[source][destination]"))
+    message: float = _cost(0.0, form=_NUMBER)
+    bandwidth: float = _cost(math.inf, _RATE, _NUMBER)
+    activation: PerStage = _cost(1.0, _STAGE_SIZE)
+    held: PerStage = _cost(1.0)
+    kept: PerStage = _cost(0.0)
+    all_to_all: PerStage = _cost(0.0)
+    pair: PerPair | None = _cost(None, _STAGE_TIME, _PER_PAIR)
+    pair_split: PerPair | None = _cost(None, _STAGE_TIME, _PER_PAIR)
+    backward: PerStage | None = _cost(None, _STAGE_TIME)
+    recompute: PerStage | None = _cost(None, _STAGE_TIME)
+    gather: PerStage | None = _cost(None, _STAGE_TIME)
+    reduce: PerStage | None = _cost(None, _STAGE_TIME)
+    scores: PerStage = _cost(0.5, _TIME)
+    scores_grad: PerStage = _cost(0.5, _TIME)
+    broadcast: PerStage = _cost(0.0, _TIME)
+    combine: PerStage = _cost(0.0, _TIME)
+    parts: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = _cost((), _STAGE_TIME, _NAMES)
+    microbatch: tuple[float, ...] = _cost((), form=_tuple_of("micro-batch"))
+    slice_times: tuple[float, ...] = _cost((), form=_tuple_of("slice"))
+    slice_sizes: tuple[float, ...] = _cost((), form=_tuple_of("slice"))
+    tensors: Mapping[str, float] | tuple[tuple[str, float], ...] = _cost((), form=_NAMES)
+    bytes: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = _cost((), _STAGE_SIZE, _NAMES)
+    pools: Mapping[str, str] | tuple[tuple[str, str], ...] = _cost((), form=_NAMES)
+    host_bandwidth: float = _cost(math.inf, _RATE, _NUMBER)
+    collective_bandwidth: float = _cost(math.inf, _RATE, _NUMBER)
+    host_links: tuple[float, ...] = _cost((), form=_tuple_of("rank"))
+    beside: float = _cost(2.0, form=_NUMBER)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _sizes("tensors", self.tensors, (0,)))
@@ -119,24 +136,20 @@ class Costs:
             object.__setattr__(self, name, _sizes(name, getattr(self, name), (0, 1)))
         object.__setattr__(self, "pools", tuple(sorted(dict(self.pools).items())))
         for spec in fields(self):
-            value = getattr(self, spec.name)
-            if spec.name in ("tensors", "bytes", "pools", "parts"):
-                continue
-            if value is None and spec.default is None:
+            value, (holds, depths, words) = getattr(self, spec.name), spec.metadata.values()
+            if not depths or (value is None and spec.default is None):
                 continue
             value = _plain_tuples(value)
-            if _depth(value) not in _DEPTHS.get(spec.name, (0, 1)):
-                raise ArgumentError(spec.name, f" is {value!r:.200}; it must be {_SHAPES.get(spec.name, _PER_STAGE)}")
+            if _depth(value) not in depths:
+                raise ArgumentError(spec.name, f" is {value!r:.200}; it must be {words.format(spec.name)}")
             object.__setattr__(self, spec.name, value)
             for number in _numbers(value):
-                finite = math.isfinite(number) or (spec.name in _BANDWIDTHS and number == math.inf)
-                if not finite or number < 0:
+                if not (math.isfinite(number) or (holds == _RATE and number == math.inf)) or number < 0:
                     raise ArgumentError(spec.name, f" is {number}; a cost is a finite number of at least 0")
-                if number > LARGEST_COST and spec.name not in _BANDWIDTHS:
+                if number > LARGEST_COST and holds != _RATE:
                     raise ArgumentError(spec.name, f" is {number:g}; the largest cost is {LARGEST_COST:g}")
-        for name in _BANDWIDTHS:
-            if getattr(self, name) == 0:
-                raise ArgumentError(name, " is 0; it must be above 0")
+            if holds == _RATE and value == 0:
+                raise ArgumentError(spec.name, " is 0; it must be above 0")
         if self.beside < 1:
             raise ArgumentError("beside", f" is {self.beside:g}; a copy beside another takes at least 1 times as long")
         self._require_shares()
@@ -151,18 +164,36 @@ class Costs:
                 raise ArgumentError(name, f" is {getattr(self, name)}; it is a share between 0 and 1")
 
     def scaled(self, factor: float) -> Costs:
-        """Return these costs with F, I, W, B, R, the pairs, the activation and the bytes multiplied by `factor`, not S and T."""
+        """Return these costs with every time multiplied by `factor`, as in another unit or at another speed; sizes stay."""
+        slower = {name: getattr(self, name) / factor for name in self._names(_RATE)}
+        return replace(self, **self._multiplied(factor, _STAGE_TIME, _TIME), **slower)
 
+    def resized(self, factor: float) -> Costs:
+        """Return the costs of stages `factor` times as large: their times, activations and bytes; not S, T, hops and messages."""
+        return replace(self, **self._multiplied(factor, _STAGE_TIME, _STAGE_SIZE))
+
+    def _multiplied(self, factor: float, *held: str) -> dict[str, Any]:
         def times(value: Any) -> Any:
-            return tuple(map(times, value)) if isinstance(value, tuple) else value * factor
+            if isinstance(value, tuple):
+                return tuple(map(times, value))
+            return value * factor if isinstance(value, Real) else value  # a name, or None
 
-        scaled = ["forward", "input_grad", "weight_grad", "activation", "pair", "pair_split", "backward", "recompute"]
-        scaled += ["gather", "reduce"]
-        values: dict[str, Any] = {name: getattr(self, name) for name in scaled}
-        changed = {name: times(value) for name, value in values.items() if value is not None}
-        for name in ("bytes", "parts"):
-            changed[name] = {key: times(value) for key, value in getattr(self, name)}
-        return replace(self, **changed)
+        return {name: times(getattr(self, name)) for name in self._names(*held)}
+
+    @classmethod
+    def _names(cls, *held: str) -> list[str]:
+        return [spec.name for spec in fields(cls) if spec.metadata["holds"] in held]
+
+    @classmethod
+    def by_stage(cls) -> list[str]:
+        """Return the names of the fields that have a number, or one per stage of layers."""
+        forms = (spec for spec in fields(cls) if spec.metadata["depths"] == _PER_STAGE[0])
+        return [spec.name for spec in forms if spec.metadata["holds"] != _TIME]
+
+    def stage_times(self) -> list[str]:
+        """Return the names of the times of a stage that are given, without those of pairs and parts."""
+        names = (name for name in self._names(_STAGE_TIME) if name in self.by_stage())
+        return [name for name in names if getattr(self, name) is not None]
 
     def per_stage(self, name: str, stages: int) -> tuple[float, ...]:
         """The value called `name` as one number per stage; raises UsageError when there is not one for each."""
@@ -341,43 +372,21 @@ class StageCosts:
 
     @classmethod
     def of(cls, costs: Costs, stages: int) -> StageCosts:
-        def spread(name: str, otherwise: tuple[float, ...]) -> tuple[float, ...]:
-            return otherwise if getattr(costs, name) is None else costs.per_stage(name, stages)
+        def total(first: str, second: str) -> tuple[float, ...]:
+            return tuple(map(add, times[first], times[second]))
 
-        def total(first: tuple[float, ...], second: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(map(add, first, second))
-
-        forward, input_grad, weight_grad = (
-            costs.per_stage(name, stages) for name in ("forward", "input_grad", "weight_grad")
-        )
-        backward = spread("backward", total(input_grad, weight_grad))
-        again = spread("recompute", forward)
-        blocks = total(again, backward), total(again, input_grad)
-        scores, gradients = costs.per_stage("scores", stages), costs.per_stage("scores_grad", stages)
-        groups = costs.per_stage("broadcast", stages), costs.per_stage("combine", stages)
-        copy, copy_kept = (
-            tuple(size / costs.host_bandwidth for size in sizes)
-            for sizes in (costs.saved(stages), costs.kept_bytes(stages))
-        )
-        gather = spread("gather", costs.collective(PARAMS, stages))
-        reduce = spread("reduce", costs.collective(GRADS, stages))
+        names = (name for name in TIMES if getattr(costs, name, None) is not None)
+        times = {name: costs.per_stage(name, stages) for name in names}
+        times.setdefault("backward", total("input_grad", "weight_grad"))
+        times.setdefault("recompute", times["forward"])
+        for name, amounts in ("gather", PARAMS), ("reduce", GRADS):
+            if name not in times:
+                times[name] = costs.collective(amounts, stages)
+        for name, sizes in ("copy", costs.saved(stages)), ("copy_kept", costs.kept_bytes(stages)):
+            times[name] = tuple(size / costs.host_bandwidth for size in sizes)
+        times |= {f"recompute_{name}": total("recompute", name) for name in ("backward", "input_grad")}
         parts = {part: costs._spread(f"parts[{part!r}]", time, stages) for part, time in dict(costs.parts).items()}
-        return cls(
-            forward,
-            input_grad,
-            weight_grad,
-            backward,
-            again,
-            *blocks,
-            copy,
-            copy_kept,
-            gather,
-            reduce,
-            scores,
-            gradients,
-            *groups,
-            parts,
-        )
+        return cls(**times, parts=parts)
 
 
 @dataclass(frozen=True)
@@ -501,38 +510,6 @@ def copied_shares(schedule: Schedule, costs: Costs) -> dict[int, float]:
         for number in copies if again else ():
             shares[number * schedule.kind_stride + stage * schedule.units + unit] = 1 - again
     return shares
-
-
-_PER_STAGE = "a number, or a tuple with one number for each stage"
-_SHAPES = {
-    "p2p": "a number, or a matrix p2p[source][destination]",
-    "message": "a number",
-    "bandwidth": "a number",
-    "host_bandwidth": "a number",
-    "collective_bandwidth": "a number",
-    "pair": f"{_PER_STAGE}, or a matrix pair[stage of forward][stage of backward]",
-    "pair_split": f"{_PER_STAGE}, or a matrix pair_split[stage of forward][stage of backward]",
-    "microbatch": "a tuple with one number for each micro-batch",
-    "host_links": "a tuple with one number for each rank",
-    "beside": "a number",
-    "slice_times": "a tuple with one number for each slice",
-    "slice_sizes": "a tuple with one number for each slice",
-}
-_BANDWIDTHS = ("bandwidth", "host_bandwidth", "collective_bandwidth")
-_DEPTHS = {
-    "p2p": (0, 2),
-    "message": (0,),
-    "bandwidth": (0,),
-    "host_bandwidth": (0,),
-    "collective_bandwidth": (0,),
-    "pair": (0, 1, 2),
-    "pair_split": (0, 1, 2),
-    "microbatch": (1,),
-    "host_links": (1,),
-    "beside": (0,),
-    "slice_times": (1,),
-    "slice_sizes": (1,),
-}
 
 
 def _sizes(field: str, sizes: Any, depths: tuple[int, ...]) -> tuple[tuple[str, Any], ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from pipeloom.errors import UsageError
@@ -195,7 +195,7 @@ class SegmentCosts:
         return "split" if self.split else "fused"
 
     def costs(self, **others: Any) -> Costs:
-        """F, I, W, B alone, F|B and F|I, all from the segments; `others`: the other fields of `Costs` (p2p, activation ...).
+        """F, I, W, B alone, F|B, F|I and the share of all-to-all, from the segments; `others`: all else of `Costs` (p2p ...).
 
         F and I alone are their segments one after the other; B alone hides all-to-all behind W where `split`. `all_to_all` is
         the communication's share of F + I.
@@ -210,7 +210,8 @@ class SegmentCosts:
             whole = forward[-1] + input_grad[-1]
             talk.append(moved / whole if whole else 0.0)
         count = range(len(self.stages))
-        return Costs(
+        return replace(
+            Costs(**others),
             forward=_spread(forward),
             input_grad=_spread(input_grad),
             weight_grad=_spread(weight_grad),
@@ -218,7 +219,6 @@ class SegmentCosts:
             all_to_all=_spread(talk),
             pair=_spread([tuple(self.pair(s, t) for t in count) for s in count]),
             pair_split=_spread([tuple(self.pair(s, t, False) for t in count) for s in count]),
-            **others,
         )
 
 

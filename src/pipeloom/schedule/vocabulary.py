@@ -166,18 +166,7 @@ def costs_of_all(costs: Costs, schedule: Schedule) -> Costs:
             return (*value, *(0.0,) * shares)
         return value
 
-    names = (
-        "forward",
-        "input_grad",
-        "weight_grad",
-        "activation",
-        "held",
-        "kept",
-        "all_to_all",
-        "backward",
-        "recompute",
-    )
-    changed: dict[str, Any] = {name: longer(getattr(costs, name)) for name in (*names, "gather", "reduce")}
+    changed: dict[str, Any] = {name: longer(getattr(costs, name)) for name in costs.by_stage()}
     for name in ("bytes", "parts"):
         changed[name] = {key: longer(value) for key, value in getattr(costs, name)}
     return replace(costs, **changed)

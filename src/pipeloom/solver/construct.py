@@ -11,12 +11,12 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
-from pipeloom.errors import PipeloomError
+from pipeloom.errors import ArgumentError, PipeloomError
 from pipeloom.schedule.actions import Action, kind_of
-from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
+from pipeloom.schedule.costs import TIME_TOLERANCE, WHILE_RUNNING, Costs
 from pipeloom.schedule.families import BASELINES, ONE_ROUTE, build
 from pipeloom.schedule.families.construct.list_scheduling import (
     MemoryDeadlock,
@@ -92,29 +92,43 @@ def merge_stage_costs(costs: Costs, stages: int, run: int) -> Costs:
     """Return the costs of stages that each merge `run` consecutive stages."""
     if run == 1:
         return costs
+    return cut_costs(replace(costs, all_to_all=0.0, pair=None, pair_split=None), (run,) * (stages // run))
 
-    def summed(name: str) -> tuple[float, ...]:
-        values = costs.per_stage(name, stages)
-        return tuple(sum(values[at : at + run]) for at in range(0, stages, run))
 
-    activation, held = costs.per_stage("activation", stages), costs.per_stage("held", stages)
-    held_bytes = [a * h for a, h in zip(activation, held, strict=True)]
-    whole = summed("activation")
-    shares = tuple(
-        sum(held_bytes[at : at + run]) / whole[at // run] if whole[at // run] else 1.0 for at in range(0, stages, run)
-    )
-    return replace(
-        costs,
-        forward=summed("forward"),
-        input_grad=summed("input_grad"),
-        weight_grad=summed("weight_grad"),
-        activation=whole,
-        held=shares,
-        all_to_all=0.0,
-        pair=None,
-        pair_split=None,
-        backward=None,
-    )
+def cut_costs(costs: Costs, cut: Sequence[int]) -> Costs:
+    """Return the costs of stages of so many consecutive layers each from the costs of the layers.
+
+    Times, activations and bytes add up, shares are those of the sums, and `bytes["layer"]` and `bytes["forward"]` are those of
+    the largest layer. Raises UsageError for costs of another number of layers, and for pairs and all-to-all, which belong to
+    stages.
+    """
+    layers, edges = sum(cut), [0]
+    for size in cut:
+        edges.append(edges[-1] + size)
+    for name in ("pair", "pair_split", "all_to_all"):
+        if getattr(costs, name):
+            raise ArgumentError(name, " belongs to stages; leave it out of the costs of layers")
+
+    def merged(name: str, value: Any, join: Any = sum) -> tuple[float, ...]:
+        values = (float(value),) * layers if not isinstance(value, tuple) else value
+        if len(values) != layers:
+            raise ArgumentError(
+                name, f" has {len(values)} values and the model {layers} layers: give one number or {layers}"
+            )
+        return tuple(join(values[a:b]) for a, b in pairwise(edges))
+
+    values: dict[str, Any] = {name: merged(name, getattr(costs, name)) for name in (*costs.stage_times(), "activation")}
+    activation = costs.per_stage("activation", layers)
+    for name in ("held", "kept"):
+        amounts = tuple(a * s for a, s in zip(activation, costs.per_stage(name, layers), strict=True))
+        totals = zip(merged(name, amounts), values["activation"], strict=True)
+        shares = (part / whole if whole else 1.0 for part, whole in totals)
+        values[name] = tuple(min(1.0, share) if name == "kept" else share for share in shares)  # sums are rounded
+    values["bytes"] = {
+        name: merged(name, value, max if name in WHILE_RUNNING else sum) for name, value in dict(costs.bytes).items()
+    }
+    values["parts"] = {name: merged(name, value) for name, value in dict(costs.parts).items()}
+    return replace(costs, **values)
 
 
 def plain_order(schedule: Schedule) -> Schedule:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
 
 from pipeloom.errors import ArgumentError, CapacityError
 from pipeloom.limits import require_at_most
 from pipeloom.schedule import Costs
-from pipeloom.schedule.costs import TIME_TOLERANCE, WHILE_RUNNING
+from pipeloom.schedule.costs import TIME_TOLERANCE
+from pipeloom.solver.construct import cut_costs
 from pipeloom.solver.instance import Instance
 from pipeloom.solver.recompute import bound_with_recomputation
 from pipeloom.solver.search import SearchResult, placements_of, search
 
 # Most cuts whose bounds are computed: each takes about half a millisecond.
 MOST_CUTS = 50_000
-_SUMS = "forward", "input_grad", "weight_grad", "backward", "recompute", "activation", "gather", "reduce"
 
 
 @dataclass(frozen=True)
@@ -102,44 +102,6 @@ def search_cuts(
     if best is None:
         raise CapacityError(f"memory is {memory:g}; no cut of {layers} layers was found to fit it: give more memory")
     return CutResult(*best[1:], min(least, best[0]), searched, count)
-
-
-def cut_costs(costs: Costs, cut: Sequence[int]) -> Costs:
-    """Return the costs of stages of so many consecutive layers each from the costs of the layers.
-
-    Times, activations and bytes add up, shares are those of the sums, and `bytes["layer"]` and `bytes["forward"]` are those of
-    the largest layer. Raises UsageError for costs of another number of layers, and for pairs and all-to-all, which belong to
-    stages.
-    """
-    layers, edges = sum(cut), [0]
-    for size in cut:
-        edges.append(edges[-1] + size)
-    for name in ("pair", "pair_split", "all_to_all"):
-        if getattr(costs, name):
-            raise ArgumentError(name, " belongs to stages; leave it out of the costs of layers")
-
-    def merged(name: str, value: Any, join: Any = sum) -> tuple[float, ...]:
-        values = (float(value),) * layers if not isinstance(value, tuple) else value
-        if len(values) != layers:
-            raise ArgumentError(
-                name, f" has {len(values)} values and the model {layers} layers: give one number or {layers}"
-            )
-        return tuple(join(values[a:b]) for a, b in pairwise(edges))
-
-    values: dict[str, Any] = {
-        name: merged(name, value) for name in _SUMS if (value := getattr(costs, name)) is not None
-    }
-    activation = costs.per_stage("activation", layers)
-    for name in ("held", "kept"):
-        amounts = tuple(a * s for a, s in zip(activation, costs.per_stage(name, layers), strict=True))
-        totals = zip(merged(name, amounts), values["activation"], strict=True)
-        shares = (part / whole if whole else 1.0 for part, whole in totals)
-        values[name] = tuple(min(1.0, share) if name == "kept" else share for share in shares)  # sums are rounded
-    values["bytes"] = {
-        name: merged(name, value, max if name in WHILE_RUNNING else sum) for name, value in dict(costs.bytes).items()
-    }
-    values["parts"] = {name: merged(name, value) for name, value in dict(costs.parts).items()}
-    return replace(costs, **values)
 
 
 def _cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:

@@ -224,9 +224,8 @@ def with_overhead(costs: Costs, timelines: Sequence[Timeline]) -> Costs:
     A hop, measured to the start of the action that waited for it, has it already.
     """
     more, stages = median(overhead(timeline) for timeline in timelines), timelines[0].schedule.stages
-    times = {name: costs.per_stage(name, stages) for name in ("forward", "input_grad", "weight_grad")}
-    whole = tuple(map(sum, zip(times["input_grad"], times["weight_grad"], strict=True)))
-    times["backward"] = whole if costs.backward is None else costs.per_stage("backward", stages)
+    times = {name: costs.per_stage(name, stages) for name in costs.stage_times()}
+    times.setdefault("backward", tuple(map(sum, zip(times["input_grad"], times["weight_grad"], strict=True))))
     longer: dict[str, Any] = {name: tuple(seconds + more for seconds in row) for name, row in times.items()}
     assert not isinstance(costs.p2p, tuple)  # fitted costs have one hop
     return replace(costs, **longer, p2p=max(0.0, costs.p2p - more))
@@ -303,13 +302,7 @@ def _with_stalls(costs: Costs, steps: Sequence[Timeline]) -> Costs:
         if whole
         else 1.0
     )
-
-    def longer(value: Any) -> Any:
-        return tuple(map(longer, value)) if isinstance(value, tuple) else value * factor
-
-    names = ("forward", "input_grad", "weight_grad", "p2p")
-    scaled = {name: longer(getattr(costs, name)) for name in names}
-    return replace(costs, **scaled, backward=None if costs.backward is None else longer(costs.backward))
+    return costs.scaled(factor)
 
 
 def predict_another(costs: Costs, fitted: Schedule, timelines: Sequence[Timeline]) -> tuple[float, float]:

@@ -115,8 +115,7 @@ class Replanner:
     def _measured(self) -> tuple[Costs, float]:
         """Return costs and seconds of a step: medians of the latest ones, of several replicas the slowest; collective."""
         costs = fitted_costs(list(self._steps), self._sizes)
-        names = ["forward", "input_grad", "weight_grad"] + ["backward"] * (costs.backward is not None)
-        stages = self._pipeline.schedule.stages
+        names, stages = costs.stage_times(), self._pipeline.schedule.stages
         mine: list[Any] = [costs.p2p, median(step.value(self._objective) for step in self._steps)]
         mine += [value for name in names for value in costs.per_stage(name, stages)]
         p2p, seconds, *rest = maxima(self._pipeline, mine)

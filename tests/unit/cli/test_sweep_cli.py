@@ -45,7 +45,7 @@ def test_figures_are_those_of_each_schedule_alone(tmp_path: Path) -> None:
         assert point["makespan"] == timeline.makespan
         assert point["bubble_ratio"] == timeline.bubble_ratio
         assert point["memory"] == max(timeline.peak_memory)
-    looped = pl.simulate(pl.schedules.interleaved(ranks=4, microbatches=8), pl.Costs().scaled(0.5))
+    looped = pl.simulate(pl.schedules.interleaved(ranks=4, microbatches=8), pl.Costs().resized(0.5))
     assert found["series"][1]["points"][1]["makespan"] == looped.makespan
     root = ElementTree.fromstring(svg.read_text())
     lines = root.findall("{http://www.w3.org/2000/svg}polyline")

@@ -25,13 +25,16 @@ from pipeloom.plan import (
 )
 from pipeloom.plan import predict as prediction_module
 from pipeloom.plan.export import layers_by_rank, layout_string, megatron, run_toml, torch_csv, torchtitan
-from pipeloom.plan.layout import problems
+from pipeloom.plan.layout import CHUNKS, problems
+from pipeloom.plan.memory import StageMemory, peak
 from pipeloom.plan.model import from_config
-from pipeloom.plan.predict import extrapolated_from
+from pipeloom.plan.predict import extrapolated_from, with_its_peaks
 from pipeloom.plan.report import advice, neighbours, reason, what_if
+from pipeloom.plan.run import predicted
 from pipeloom.plan.search import _Sums, estimate
 from pipeloom.plan.time import AxisRates
 from pipeloom.schedule.csv_form import from_csv
+from pipeloom.schedule.families import FAMILIES, ONE_ROUTE
 
 H100 = load_device("h100")
 
@@ -355,3 +358,25 @@ def test_a_search_whose_estimates_are_too_low_still_finds_what_fits(monkeypatch)
     estimates = tuple(replace(each, memory=1.0 if each.layout != small else 0.5) for each in deep_plan().estimates)
     plan = search(planner("llama3-70b"), replace(request_of(32, 32, seq=4096), memory=tight), estimates)
     assert plan.best.layout == small
+
+
+@pytest.mark.parametrize(("pp", "v", "m", "slices"), [(4, 3, 27, 1), (6, 2, 41, 1), (4, 2, 36, 1), (3, 2, 25, 2)])
+@pytest.mark.parametrize("name", CHUNKS)
+def test_peaks_are_those_of_the_whole_program(name, pp, v, m, slices):
+    """However few or uneven the rounds are; of families that are not here the whole program is built."""
+    layout = PlannedLayout(pp=pp, v=min(v, max(CHUNKS[name])), m=m, schedule=name, slices=slices)
+    whole, few = layout.built(), with_its_peaks(layout).built()
+    stages = [StageMemory(10 + stage % 3, 4 + stage % 2, 2) for stage in range(whole.stages)]
+    peaks = [[peak(each, rank, stages)[:2] for rank in range(pp)] for each in (whole, few)]
+    assert peaks[1] == peaks[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_dry_run_of_the_written_file_has_the_same_peaks(name, tmp_path):
+    """Those of interleaved's in 6 rounds of 7 micro-batches and fewer."""
+    pp, m = (6, 41) if "interleaved" in name else (4, 24)
+    v, model = 2 if name in ONE_ROUTE["loop"] + ONE_ROUTE["vee"] else 1, planner(runtime="pipeloom")
+    plan = model.predict(PlannedLayout(pp=pp, v=v, m=m, schedule=name, seq=1024))
+    (tmp_path / "run.toml").write_text(run_toml(plan, model.shape, None))
+    dry = predicted(load_layout(tmp_path / "run.toml"), H100)
+    assert [rank.total for rank in plan.ranks] == pytest.approx([rank.total for rank in dry.ranks], rel=0.02)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import pipeloom as pl
@@ -41,7 +42,8 @@ from contract_kinds import (
 from models import batch, mse
 from one_process import Plain
 from pipeloom.errors import PipeloomError, VerifyError
-from pipeloom.runtime import Layer
+from pipeloom.runtime import Layer, RuntimeOptions
+from pipeloom.schedule.sharding import shard
 
 Make = Callable[[], Sequence[Callable[[], nn.Module]]]
 
@@ -146,3 +148,15 @@ def test_one_route(name: str) -> None:
 def test_two_routes(name: str) -> None:
     make, _, wanted = CASES[name]
     assert wanted in verdict(make, pl.schedules.build("dualpipe", 2, 4))
+
+
+def test_verify_cuts_both_sides_as_the_options_say_and_names_what_it_did_not_see() -> None:
+    layers = [nn.Linear(3, 3, dtype=torch.float64) for _ in range(2)]
+    x, y = torch.randn(2, 6, 3, dtype=torch.float64)
+    options = RuntimeOptions(microbatch_sizes=(3, 1, 2))
+    schedule = pl.schedules.one_f_one_b(2, 3)
+    plain = pl.verify(layers, schedule, x, y, loss=mse, options=options, steps=1)
+    assert (plain.unseen, "not looked at" in str(plain)) == ((), False)
+    sharded = pl.verify(layers, shard(schedule, 1), x, y, loss=mse, steps=1)
+    assert sharded.unseen == ("REDUCE_GRAD", "RESHARD", "UNSHARD")
+    assert str(sharded).endswith("; not looked at, as one process has no replicas: REDUCE_GRAD, RESHARD, UNSHARD")

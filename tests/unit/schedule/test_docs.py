@@ -27,7 +27,7 @@ def made(cell: str, **options: str) -> tuple[Schedule, int, Costs]:
     name, chunks = cell.split("`")[1], re.search(r"v = (\d+)", cell)
     asked = int(chunks[1]) if chunks else None
     per_rank = build(name, 8, 24, asked).positions // 8
-    costs = Costs().scaled(1 / per_rank)
+    costs = Costs().resized(1 / per_rank)
     return build(name, 8, 24, asked, options, costs if options else None), per_rank, costs
 
 

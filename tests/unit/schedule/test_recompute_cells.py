@@ -202,7 +202,7 @@ def test_bytes_by_value_and_pool() -> None:
         pl.schedules.one_f_one_b(2, 3), Costs(bytes={"saved": (10, 20), "grads": (1, 2)}, microbatch=(1, 2, 1))
     )
     assert two.peak_bytes == {"device": (31, 42)}
-    assert Costs(bytes={"saved": (10, 20)}).scaled(0.5).bytes == (("saved", (5, 10)),)
+    assert Costs(bytes={"saved": (10, 20)}).resized(0.5).bytes == (("saved", (5, 10)),)
     for wrong in ({"saved": -1}, {"saved": "much"}, 3, {"saved": ((1.0,),)}):
         with pytest.raises(UsageError, match="bytes"):
             Costs(bytes=wrong)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ COSTS = {"gain": replace(HIDDEN, backward=None), "no gain": Costs(), "B alone hi
 @cache
 def run(name: str, ranks: int, chunks: int | None, costs: str) -> Timeline:
     schedule = build(name, ranks, 3 * ranks, chunks)
-    return simulate(schedule, COSTS[costs].scaled(schedule.ranks / schedule.positions))
+    return simulate(schedule, COSTS[costs].resized(schedule.ranks / schedule.positions))
 
 
 def worst(timeline: Timeline) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from pipeloom import schedules
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule import Costs, Schedule, Timeline, check, lower_bound, period, simulate
 from pipeloom.schedule.families import FAMILIES, build
+from pipeloom.schedule.transforms import transformed, unpair
 
 
 def test_figures_of_a_small_timeline() -> None:
@@ -153,9 +156,54 @@ def test_costs_refuse(make: object, words: str) -> None:
         make()  # type: ignore[operator]
 
 
-def test_scaled_costs() -> None:
-    scaled = Costs((1, 2), 3, 4, 0.5, activation=8, pair=6).scaled(0.5)
-    assert scaled == Costs((0.5, 1), 1.5, 2, 0.5, activation=4, pair=3)
+def test_resized_costs() -> None:
+    half = Costs((1, 2), 3, 4, 0.5, activation=8, pair=6, parts={"norms": (2, 4)}, bytes={"saved": 6}).resized(0.5)
+    assert half == Costs((0.5, 1), 1.5, 2, 0.5, activation=4, pair=3, parts={"norms": (1, 2)}, bytes={"saved": 3})
+
+
+NO_TIMES: dict[str, Any] = {
+    **dict.fromkeys(("microbatch", "slice_times", "slice_sizes", "host_links", "tensors", "pools"), ()),
+    **{"parts": {"norms": 0.7}, "bytes": {"saved": 3, "kept": 1, "params": 2, "grads": 5}, "beside": 2.0},
+    **{"held": 0.5, "kept": 0.25, "all_to_all": 0.4, "message": 3.0, "activation": 4.0},
+    **{"bandwidth": 5.0, "host_bandwidth": 7.0, "collective_bandwidth": 11.0},
+}
+# Every other field, those of later versions included, is a time: each is given, and each another one.
+TIMES = {spec.name: 1.3 + 0.1 * at for at, spec in enumerate(fields(Costs)) if spec.name not in NO_TIMES}
+OPTIONAL = {spec.name: None for spec in fields(Costs) if spec.default is None}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *((), ("recompute=whole", "offload=kept"), ("recompute=norms", "reduce-gradients"), ("offload", "shard=1")),
+        ("vocabulary=two", "embedding"),
+    ],
+    ids=",".join,
+)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_time_is_scaled(name: str, words: tuple[str, ...]) -> None:
+    """Busy times and the step are those of a machine as slow, whichever times are given, and memory stays."""
+    schedule = build(name, 4, 8)
+    if schedule.has_pairs and words:
+        schedule = unpair(schedule)
+    if len(schedule.routes) > 1 and "embedding" in words:
+        return  # a vocabulary is spread along one route
+    assert_scaled(transformed(schedule, words))
+
+
+def test_a_pair_with_a_split_backward_is_scaled() -> None:
+    cells = ["0F0", "(0F1;0I0)OVERLAP_F_B", "0W0", "0B1"]
+    assert_scaled(Schedule.of([cells], placement=[0], microbatches=2))
+
+
+def assert_scaled(schedule: Schedule) -> None:
+    for times in (TIMES, TIMES | OPTIONAL):
+        costs = Costs(**times | NO_TIMES)
+        before, after = simulate(schedule, costs), simulate(schedule, costs.scaled(3.0))
+        assert after.busy == pytest.approx([3 * busy for busy in before.busy])
+        assert after.makespan == pytest.approx(3 * before.makespan)
+        assert after.peak_memory == before.peak_memory
+        assert after.peak_bytes == before.peak_bytes
 
 
 @pytest.mark.parametrize("name", FAMILIES)

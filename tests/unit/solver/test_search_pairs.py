@@ -36,13 +36,15 @@ def test_ahead_of_interleaved_overlap_and_dualpipe(share: float, most: float, pr
     """p = 8, m = 32, v = 4, interleaved-overlap's memory; all in full-rank units."""
     full = Costs(1, 1, 1 - share, all_to_all=share)
     families = {
-        name: simulate(build(name, 8, 32, chunks), full.scaled(1 / (chunks or 1) if name != "dualpipev" else 0.5))
+        name: simulate(build(name, 8, 32, chunks), full.resized(1 / (chunks or 1) if name != "dualpipev" else 0.5))
         for name, chunks in (("dualpipe", None), ("dualpipev", None), ("interleaved-overlap", 4))
     }
     overlap = families["interleaved-overlap"]
     assert overlap.makespan < min(families["dualpipe"].makespan, families["dualpipev"].makespan)
     assert (len(families["dualpipe"].schedule.routes), len(overlap.schedule.routes)) == (2, 1)
-    found = pl.search(8, 32, full.scaled(0.25), memory=40 * 0.25, placement="loop", chunks=4, pairs=True, iterations=50)
+    found = pl.search(
+        8, 32, full.resized(0.25), memory=40 * 0.25, placement="loop", chunks=4, pairs=True, iterations=50
+    )
     check(found.schedule)
     assert found.value <= most + TIME_TOLERANCE
     assert found.value < overlap.makespan - 0.8

@@ -10,6 +10,7 @@ import pytest
 from pipeloom.config import load_layout
 from pipeloom.plan.run import predicted
 from pipeloom.schedule import Timeline, simulate
+from pipeloom.schedule.families import FAMILIES
 from pipeloom.train.report.prediction import Comparison, compared, known_device
 
 LAYOUT = load_layout("tiny", {"schedule.name": "1f1b", "parallel.pp": 2, "schedule.microbatches": 4})
@@ -64,6 +65,17 @@ def test_without_a_data_sheet_the_measured_speed_counts() -> None:
     exposed = comparison(hop=1e9).figures["exposed communication, s"]
     assert exposed[0] == 0
     assert exposed[1] > 1e9
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_predicted_at_the_measured_speed(name: str) -> None:
+    """So are pairs, whose times are given."""
+    axes = {"schedule.name": name, "parallel.pp": 2, "schedule.microbatches": 4, "model.num_experts": 4}
+    layout = load_layout("tiny", axes)
+    run = predicted(layout).timeline
+    starts, ends = ([[7e-12 * time for time in row] for row in rows] for rows in (run.starts, run.ends))
+    step = compared(layout, Timeline.measured(run.schedule, starts, ends), "").figures["step, s"]
+    assert step[0] == pytest.approx(step[1])
 
 
 def test_the_bytes_are_those_of_the_fullest_rank() -> None:

@@ -153,7 +153,7 @@ def build(
 def _costs_of_slices(costs: Costs, slices: int) -> Costs:
     """Return the mean costs of a slice, for families that plan its order as that of a micro-batch."""
     return replace(
-        costs.scaled(1 / slices), message=costs.message / slices, microbatch=(), slice_times=(), slice_sizes=()
+        costs.resized(1 / slices), message=costs.message / slices, microbatch=(), slice_times=(), slice_sizes=()
     )
 
 

@@ -106,11 +106,7 @@ def known_device(name: str) -> Device | None:
 
 def _at_speed(prediction: Timeline, busy: float) -> Costs:
     """Return the prediction's times, scaled so that all ranks together compute for `busy` seconds; messages are free."""
-    costs, stages = prediction.costs, prediction.schedule.stages
-    factor = busy / sum(prediction.busy)
-    names = ("forward", "input_grad", "weight_grad", "scores", "scores_grad")
-    times: dict[str, Any] = {name: tuple(factor * each for each in costs.per_stage(name, stages)) for name in names}
-    return replace(costs, **times, p2p=0.0, message=0.0)
+    return replace(prediction.costs.scaled(busy / sum(prediction.busy)), p2p=0.0, message=0.0)
 
 
 def _exposed(timeline: Timeline) -> float:

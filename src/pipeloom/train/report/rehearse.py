@@ -308,27 +308,10 @@ class Rehearsal:
     @property
     def seconds(self) -> Costs:
         """The costs in seconds; the costs of pairs follow from the emulated segments."""
-        plain, sizes = self.costs, ("activation", "bytes")
-        costs = replace(
-            plain.scaled(self.unit),
-            **{name: getattr(plain, name) for name in sizes},
-            host_bandwidth=plain.host_bandwidth / self.unit,
-            collective_bandwidth=plain.collective_bandwidth / self.unit,
-        )
+        costs = self.costs.scaled(self.unit)
         if not self.communicates:
             return costs
-        names = (
-            "held",
-            "parts",
-            "microbatch",
-            "message",
-            "slice_times",
-            "slice_sizes",
-            "host_bandwidth",
-            "collective_bandwidth",
-        )
-        others = {name: getattr(costs, name) for name in (*sizes, *names)}
-        return SegmentCosts(tuple((layer,) for layer in self._segments())).costs(**others)
+        return SegmentCosts(tuple((layer,) for layer in self._segments())).costs(**vars(costs))
 
     def simulated(self) -> Timeline:
         """Return the timeline simulated with the costs, in seconds; messages take no time in it."""

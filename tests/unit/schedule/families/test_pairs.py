@@ -132,7 +132,7 @@ def test_all_to_all_behind_pairs(share: float, figures: tuple[float, ...]) -> No
         (schedules.interleaved_overlap(8, 32, 4), 4),
     )
     for (schedule, chunks), expected in zip(made, figures, strict=True):
-        assert simulate(schedule, full.scaled(1 / chunks)).makespan == pytest.approx(expected, abs=0.051)
+        assert simulate(schedule, full.resized(1 / chunks)).makespan == pytest.approx(expected, abs=0.051)
 
 
 @pytest.mark.parametrize("p", [4, 6])
