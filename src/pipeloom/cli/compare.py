@@ -313,10 +313,11 @@ def _bytes(timeline: Timeline, limit: float | None) -> dict[tuple[str, str], str
     return cells
 
 
-def volumes_of(config: str, sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
+def volumes_of(config: str, sizes: Sizes) -> dict[str, Any]:
     """Return the volumes of the model of `config`, as a pipeline and tensor-parallel; sizes that are None are as configured.
 
-    "refused" holds the reason for each layout that the model cannot have. Raises ConfigError if it can have none of them, or if
+    "refused" holds the reason for each layout that the model cannot have; "linear_layer" what one layer sends per token between
+    activations that are whole on every rank, as columns with gathered output or as rows. Raises ConfigError if it can have none of them, or if
     `config` cannot be read.
     """
     from pipeloom.config import load, load_layout
@@ -345,13 +346,18 @@ def volumes_of(config: str, sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
             layouts.append({"label": label, "workers": layout.world_size, "volumes": sent})
     if not layouts:
         raise ConfigError([f"{row['label']}: {row['reason']}" for row in refused])
-    return {"layouts": layouts, "refused": refused}
+    model, others = config_of_file.model, count - 1
+    inputs, outputs = model.hidden_size, model.intermediate_size
+    values = {"column": others * (outputs + 2 * inputs), "row": others * (2 * outputs + inputs)}
+    linear = {"ranks": count, "inputs": inputs, "outputs": outputs, "values_per_token": values}
+    return {"layouts": layouts, "refused": refused, "linear_layer": linear}
 
 
-def volume_table(rows: dict[str, list[dict[str, Any]]]) -> str:
+def volume_table(rows: dict[str, Any]) -> str:
     """Return a line for each layout: bytes, and messages or collective operations, by kind, of all workers in a step."""
     from pipeloom.schedule.channels import size_words
 
+    linear = rows["linear_layer"]
     by_kind = [{each["kind"]: each for each in row["volumes"]} for row in rows["layouts"]]
     kinds = list(dict.fromkeys(kind for sent in by_kind for kind in sent))
     lines = [["layout", "workers", *kinds, "total"]]
@@ -366,6 +372,12 @@ def volume_table(rows: dict[str, list[dict[str, Any]]]) -> str:
             *aligned(lines),
             "",
             "bytes that all workers send in a step, and the number of messages or collective operations",
+            "a linear layer of {inputs} inputs and {outputs} outputs, whole on each of {ranks} ranks before and after it,".format(
+                **linear
+            ),
+            "  sends {column:,} values per token as columns with gathered output, {row:,} as rows".format(
+                **linear["values_per_token"]
+            ),
             *(f"skipped: {row['label']}: {row['reason']}" for row in rows["refused"]),
         ]
     )

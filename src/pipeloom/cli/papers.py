@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipeloom.cli.options import share
 from pipeloom.cli.output import aligned
-from pipeloom.cli.sweep import full_rank_peaks
 from pipeloom.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -43,7 +42,8 @@ def _zero_bubble_rows(content: dict[str, Any]) -> list[dict[str, Any]]:
 def _moe_rows(content: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one entry per model and schedule: idle of the worst rank, peak activations and parameters, and the formulas' values.
 
-    "crossover" is the number of chunks from which `interleaved-overlap` idles less than DualPipe.
+    "share" is the idle time as a multiple of DualPipe's, or None where DualPipe does not run. "crossover" is the number of chunks
+    from which `interleaved-overlap` idles less than DualPipe.
     """
     from pipeloom.schedule import Costs, simulate
     from pipeloom.schedule.families import build
@@ -56,14 +56,14 @@ def _moe_rows(content: dict[str, Any]) -> list[dict[str, Any]]:
         expected = {  # idle, peak activations
             "dualpipe": ((p / 2 - 1) * both, p + 1),
             "dualpipev": ((p - 1) * both / 2, p + 1 / 2),
-            "interleaved-overlap": ((p - 1) * (forward + backward) / v, p + (p - 1) / v + 1 / v),
+            "interleaved-overlap": ((p - 1) * (forward + backward) / v, p + (p - 1) / v),
         }
         for name, (idle, activations) in expected.items():
             if name == "dualpipe" and p % 2:
                 continue
             schedule = build(name, p, 4 * p, v if name == "interleaved-overlap" else None)
             timeline = simulate(schedule, share(costs, schedule))
-            here = {"idle": max(timeline.idle), "activations": max(full_rank_peaks(timeline))}
+            here = {"idle": max(timeline.idle), "activations": max(timeline.peak_memory)}
             rows.append(
                 {
                     "model": model,
@@ -73,6 +73,7 @@ def _moe_rows(content: dict[str, Any]) -> list[dict[str, Any]]:
                     "here": here,
                     "formula": {"idle": idle, "activations": activations},
                     "parameters": schedule.stages // schedule.positions,
+                    "share": None if p % 2 else here["idle"] / expected["dualpipe"][0],
                     "crossover": (p - 1) * (forward + backward) / ((p / 2 - 1) * both),
                 }
             )
@@ -151,19 +152,22 @@ def _moe_cells(content: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[lis
     """Return the cells, one line per schedule, and the formulas below them."""
     from pipeloom.draw.figures import number
 
-    cells = [["model", "p", "v", "schedule", "idle", "activations", "parameters"]]
+    cells = [["model", "p", "v", "schedule", "idle", "÷ dualpipe", "activations", "params"]]
     for at, row in enumerate(rows):
         first = at == 0 or rows[at - 1]["model"] != row["model"]
         head = [row["model"], str(row["ranks"]), str(row["chunks"])] if first else [""] * 3
-        cells.append([*head, row["schedule"], *map(number, row["here"].values()), f"{row['parameters']} x"])
+        idle, activations = map(number, row["here"].values())
+        share_of = "n/a" if row["share"] is None else number(row["share"])
+        cells.append([*head, row["schedule"], idle, share_of, activations, f"{row['parameters']} x"])
     equal = sum(isclose(row["here"][key], row["formula"][key]) for row in rows for key in row["here"])
-    chunks = {row["ranks"]: row["crossover"] for row in rows}
-    crossover = ", ".join(f"v = {number(chunks[p])} for p = {p}" for p in sorted(chunks))
+    crossover = ", ".join(f"v = {number(6 * (p - 1) / (p - 2))} for p = {p}" for p in (4, 8, 16))
     return cells, [
         *(
             f"{name}: idle {each['idle']}; activations {each['activations']}"
             for name, each in content["formulas"].items()
         ),
         f"{equal} of {2 * len(rows)} simulated figures are those of the formulas",
-        f"the idle times of dualpipe and interleaved-overlap are equal with {crossover}",
+        "dualpipe runs from both ends of the pipeline, so p is even: none for p = 9",
+        "dualpipe and interleaved-overlap idle equally long at v = 6(p - 1)/(p - 2):",
+        f"  {crossover}",
     ]

@@ -52,7 +52,7 @@ def command(
     """Draw a schedule, or write it in another format.
 
     Costs are those of one stage: one number, or one number per stage, separated by commas. With --segments the drawing has a
-    pair's segments before and after overlapping, of the first number where there are several.
+    pair's segments before and after overlapping, of the number that gains most where there are several.
 
     pipeloom schedule interleaved --ranks 4 --microbatches 9 --option rounds=tail
     """
@@ -65,11 +65,11 @@ def command(
 
     table, below = [], None
     if costs.segments is not None:
-        from pipeloom.draw import segment_lanes, segment_table
+        from pipeloom.draw import largest_gain, segment_lanes, segment_table
         from pipeloom.traces.segment_times import read_segments
 
         stages = read_segments(costs.segments)
-        table, below = segment_table(stages), partial(segment_lanes, next(iter(stages.values())))
+        table, below = segment_table(stages), partial(segment_lanes, largest_gain(stages))
     schedule, values = family.schedule(name, sizes, costs, cuts)
     timeline = simulate(schedule, values, overlap_p2p=costs.overlap_p2p)
     output.draw([timeline], below, limit=limits.of(values))

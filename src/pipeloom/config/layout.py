@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise
@@ -267,16 +268,36 @@ def _stage_layers(config: Config, schedule: Schedule, wrong: Collection[str]) ->
         except UsageError as error:
             return [f"parallel.stages = {shown(config.parallel.stages)}: {error}"], ()
     if stages > blocks:
-        nearest = [f"--parallel.pp {blocks * schedule.ranks // stages}"] * (blocks * schedule.ranks >= stages)
-        nearest += [f"--schedule.chunks {blocks // schedule.ranks}"] * (
-            schedule.chunks > 1 and blocks >= schedule.ranks
-        )
+        fewer, chunks = blocks * schedule.ranks // stages, blocks // schedule.ranks
+        sizes = {"--parallel.pp": (fewer, config.schedule.chunks), "--schedule.chunks": (schedule.ranks, chunks)}
+        nearest = [
+            f"{flag} {fewer if flag == '--parallel.pp' else chunks}"
+            for flag, (ranks, count) in sizes.items()
+            if ranks and count != 0 and stages_of(config, ranks, count) <= blocks
+        ]
         nearest += [f"{stages} layers"] * (not config.model.source)
         return [
             f"model.num_hidden_layers = {blocks}: the schedule has {stages} stages, more than there are decoder layers "
             f"({schedule.ranks} ranks of {schedule.chunks}); nearest: {' or '.join(nearest) or 'another schedule.name'}"
         ], ()
     return [], tuple(balance([size.flops for size in stage_sizes(config)], stages))
+
+
+def names_code(name: str) -> bool:
+    """Return whether a schedule's name is that of a file or a function, or a search: not one of a family."""
+    return names_a_file(name) or is_function(name) or name == SEARCH
+
+
+def stages_of(config: Config, ranks: int, chunks: int | None) -> float:
+    """Return the number of stages that the family has on so many ranks, with `chunks` on each; infinite where it refuses them."""
+    if names_code(config.schedule.name):
+        return math.inf
+    try:
+        return build(
+            config.schedule.name, ranks, config.schedule.microbatches, chunks, config.schedule.options
+        ).positions
+    except (UsageError, TypeError):
+        return math.inf
 
 
 def _problems_of_order(config: Config, schedule: Schedule) -> list[str]:

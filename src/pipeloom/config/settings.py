@@ -6,7 +6,6 @@ the `config.toml` of a run.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 import glob
@@ -26,8 +25,9 @@ from pydantic import ValidationError
 
 from pipeloom.config.checks import CLASS_KEYS
 from pipeloom.config.hub import ADAPTER_CONFIG, adapter_keys, is_directory, own_sizes, preset_sizes, sizes
-from pipeloom.config.layout import Layout, examine, read_schedule
+from pipeloom.config.layout import Layout, examine, names_code, read_schedule, stages_of
 from pipeloom.config.problems import sentences
+from pipeloom.config.rates import AUTO, AUTOMATIC, automatic_rates
 from pipeloom.config.sections import COMPUTED, SECTIONS, Config
 from pipeloom.errors import ConfigError, PipeloomError, UsageError, did_you_mean, echo, shortened
 from pipeloom.limits import (
@@ -41,7 +41,7 @@ from pipeloom.limits import (
     read_json,
     usable_cores,
 )
-from pipeloom.schedule.families import build, canonical_name
+from pipeloom.schedule.families import canonical_name
 from pipeloom.schedule.files import names_a_file
 
 BUILT_IN = ("default", "tiny", "moe")
@@ -75,8 +75,7 @@ def load_layout(
     Raises ScheduleError when all keys are valid but the schedule cannot run.
     """
     merged = merge(path, *overrides)
-    if merged.text("model.source"):
-        _fit_pipeline(merged, world_size)
+    _fit_pipeline(merged, world_size)
     config, wrong, fallback = _validate(merged)
     problems = list(wrong.values())
     resolved = config or fallback
@@ -103,25 +102,29 @@ def load_layout(
 
 
 def _fit_pipeline(merged: Merged, world_size: int | None) -> None:
-    """Choose `parallel.pp` and `schedule.chunks`, where the user has not, for the layers of a model in a directory.
+    """Choose `parallel.pp` and `schedule.chunks`, where the user has not, for the layers of the model.
 
-    The pipeline has at most as many ranks as there are workers, or else GPUs, or else cores of this machine.
+    The pipeline of a model in a directory has at most as many ranks as there are workers, or else GPUs, or else cores of this
+    machine.
     """
     config, wrong, _ = _validate(merged)
-    if config is None or wrong or config.parallel.stages or names_a_file(config.schedule.name):
+    chosen = {"parallel.pp", "schedule.chunks"} - merged.given
+    if config is None or wrong or not chosen or config.parallel.stages or names_code(config.schedule.name):
         return
     parallel, schedule, blocks = config.parallel, config.schedule, config.model.num_hidden_layers
-    devices = [] if config.train.device == "cpu" else glob.glob("/dev/nvidia[0-9]*")
-    workers = (world_size or len(devices) or usable_cores()) // max(1, parallel.dp * parallel.tp * parallel.cp)
-    most = min(max(1, workers if world_size else min(workers, parallel.pp)), blocks)
-    ranks = [parallel.pp] if "parallel.pp" in merged.given else range(most, 0, -1)
-    chunks = [schedule.chunks] if "schedule.chunks" in merged.given else [schedule.chunks, 1]
+    most = parallel.pp
+    if config.model.source:
+        devices = [] if config.train.device == "cpu" else glob.glob("/dev/nvidia[0-9]*")
+        workers = (world_size or len(devices) or usable_cores()) // max(1, parallel.dp * parallel.tp * parallel.cp)
+        most = max(1, workers if world_size else min(workers, most))
+    ranks = range(min(most, blocks), 0, -1) if "parallel.pp" in chosen else [parallel.pp]
+    chunks = [schedule.chunks, 1] if "schedule.chunks" in chosen else [schedule.chunks]
     for pp, count in product(ranks, chunks):
-        with contextlib.suppress(PipeloomError):
-            if build(schedule.name, pp, schedule.microbatches, count, schedule.options).positions <= blocks:
+        if stages_of(config, pp, count) <= blocks:
+            if (pp, count) != (parallel.pp, schedule.chunks):
                 fitting = {"parallel.pp": pp} | ({} if count is None else {"schedule.chunks": count})
-                merged.adopt(fitting, f"{config.model.source}/config.json")
-                return
+                merged.adopt(fitting, f"{blocks} layers")
+            return
 
 
 def _folder(origin: str, given: Path | None) -> Path:
@@ -297,17 +300,34 @@ def vocabulary_size(tokenizer: str) -> int | None:
 def _validate(merged: Merged) -> tuple[Config | None, dict[str, str], Config | None]:
     """(the configuration or None, key -> problem, the configuration with wrong keys set back to the default's)."""
     try:
-        return Config.model_validate(merged.values), {}, None
+        config, why = _with_rates(merged.values)
     except ValidationError as error:
         problems = sentences(error, merged.values, merged.origins)
+    else:
+        merged.origins |= {f"optimizer.{key}": f"{AUTO}: {reason}" for key, reason in why.items()}
+        return config, {}, None
     repaired = built_in("default")
     for section, table in merged.values.items():
         if section in repaired and isinstance(table, dict):
             repaired[section] |= {key: value for key, value in table.items() if f"{section}.{key}" not in problems}
     try:
-        return None, problems, Config.model_validate(repaired)
+        return None, problems, _with_rates(repaired)[0]
     except ValidationError:
         return None, problems, None
+
+
+def _with_rates(values: Mapping[str, Any]) -> tuple[Config, dict[str, str]]:
+    """Return the configuration of `values`, and why the optimizer's keys that are "auto" have the values that they have.
+
+    Raises ValidationError.
+    """
+    table = values.get("optimizer")
+    keys = [key for key in AUTOMATIC if isinstance(table, dict) and table.get(key) == AUTO]
+    if keys:
+        values = {**values, "optimizer": {**values["optimizer"], **{key: AUTOMATIC[key] for key in keys}}}
+    config = Config.model_validate(values)
+    section, reason = automatic_rates(config, keys)
+    return config.model_copy(update={"optimizer": section}), dict.fromkeys(keys, reason)
 
 
 def _axes(config: Config) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from pipeloom.draw.figures import figures
 from pipeloom.draw.html import html
-from pipeloom.draw.segments import segment_lanes, segment_table
+from pipeloom.draw.segments import largest_gain, segment_lanes, segment_table
 from pipeloom.draw.svg import LEAST_WIDTH, USUAL_WIDTH, svg
 from pipeloom.draw.terminal import terminal
 from pipeloom.draw.trace import trace
@@ -12,6 +12,7 @@ __all__ = [
     "USUAL_WIDTH",
     "figures",
     "html",
+    "largest_gain",
     "segment_lanes",
     "segment_table",
     "svg",

@@ -32,6 +32,16 @@ def segment_table(stages: Mapping[str, LayerSequence]) -> list[list[str]]:
     return [[head, *WAYS], *([label, *(number(plain(time)) for time in row)] for label, row in times.items())]
 
 
+def largest_gain(stages: Mapping[str, LayerSequence]) -> LayerSequence:
+    """Return the layers whose pair is shortest, in its best way, against its segments one after another."""
+
+    def left(layers: LayerSequence) -> float:
+        serial, *overlapped = map(length, before_and_after(layers).values())
+        return min(overlapped) / (serial or 1.0)
+
+    return min(stages.values(), key=left)
+
+
 def segment_lanes(layers: LayerSequence, width: float) -> str:
     """Return an SVG document of `width` pixels with the lanes of a pair in the three `WAYS`, on one scale of time."""
     sheet, blocks = Sheet(width), before_and_after(layers)

@@ -142,5 +142,7 @@ def test_a_model_sends_more_as_tensor_parallel_ranks_than_as_a_pipeline(pipeloom
     assert (pipeline["kind"], tensor["kind"], spread["kind"]) == ("pipeline", "tensor", "tensor")
     assert pipeline["bytes"] < tensor["bytes"] < spread["bytes"]
     text = pipeloom("compare --volume default --ranks 3").out
+    assert "of 128 inputs and 344 outputs, whole on each of 3 ranks" in text
+    assert "sends 1,200 values per token as columns with gathered output, 1,632 as rows" in text  # 2(o + 2i), 2(2o + i)
     assert "skipped: tensor parallel: parallel.tp = 3: it must divide" in text
     assert "pipeline, interleaved" in text

@@ -49,6 +49,14 @@ def test_it_prints_the_run_and_starts_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_start_says_the_rate_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, "--checkpoint.resume", "auto")
+    line = "  learning rate 0.003 after 2 steps (auto: for a new model of this size); a checkpoint that is resumed keeps its own"
+    assert line in capsys.readouterr().out.splitlines()
+    run(tmp_path, "--optimizer.lr", "0.1")
+    assert "learning rate 0.1" not in capsys.readouterr().out
+
+
 def test_any_model_is_described_on_a_laptop(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,8 +33,15 @@ def test_published_layouts_are_simulated_as_their_formulas_say() -> None:
     assert (idle["GPT-175B", "dualpipe"], idle["GPT-175B", "interleaved-overlap"]) == (3.0, 2.625)
     assert idle["Llama-3-70B", "dualpipe"] < idle["Llama-3-70B", "interleaved-overlap"]  # v = 5, below 9
     assert {row["ranks"]: row["crossover"] for row in rows} == pytest.approx({4: 9, 8: 7, 9: 48 / 7})
+    peaks = {(row["model"], row["schedule"]): row["here"]["activations"] for row in rows}
+    assert (peaks["GPT-175B", "dualpipe"], peaks["GPT-175B", "interleaved-overlap"]) == (9, 8.875)
+    shares = {(row["model"], row["schedule"]): row["share"] for row in rows}
+    assert shares["GPT-175B", "interleaved-overlap"] == 2.625 / 3
+    assert shares["Llama-3-405B", "interleaved-overlap"] is None
     text = papers.table("moe", rows)
-    assert max(map(len, text.splitlines()[:28])) <= 80
+    assert "so p is even: none for p = 9" in text
+    assert "v = 9 for p = 4, v = 7 for p = 8, v = 6.429 for p = 16" in text
+    assert max(map(len, text.splitlines())) <= 80
     assert "46 of 46 simulated figures are those of the formulas" in text
 
 

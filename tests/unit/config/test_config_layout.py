@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -35,11 +36,11 @@ def test_even_sizes(total: int, parts: int) -> None:
 
 
 def test_uneven_microbatches_are_announced() -> None:
-    layout = load_layout(None, {"train.global_batch_size": 32})
+    layout = load_layout(None, {"schedule.microbatches": 9})
     assert layout.microbatch_sizes == (4, 4, 4, 4, 4, 3, 3, 3, 3)
     assert any("5 of 4 and 4 of 3" in note for note in layout.notes)
-    even = load_layout(None, {"train.global_batch_size": 36})
-    assert even.microbatch_sizes == (4,) * 9
+    even = load_layout()
+    assert even.microbatch_sizes == (4,) * 8
     assert not any("micro-batches" in note for note in even.notes)
 
 
@@ -253,3 +254,27 @@ def test_a_zero_level_is_a_sharded_optimizer_and_a_transform(level, given, trans
 def test_slots_of_gathered_stages():
     keys = {"parallel.dp": 2, "parallel.zero": 3, "parallel.unshard_slots": 3, "train.global_batch_size": 36}
     assert load_layout(None, keys).config.schedule.transforms == ("shard=3",)
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "chunks"),
+    [
+        ({}, 2, 2),
+        ({"parallel.pp": 4}, 4, 1),
+        ({"model.num_hidden_layers": 3}, 2, 1),
+        ({"model.num_hidden_layers": 1}, 1, 1),
+        ({"model.num_hidden_layers": 3, "schedule.name": "zbv"}, 1, 2),
+        ({"model.num_hidden_layers": 3, "schedule.chunks": 2}, 1, 2),
+    ],
+)
+def test_ranks_and_chunks_that_nobody_set_fit_the_layers(keys: dict[str, Any], ranks: int, chunks: int) -> None:
+    schedule = load_layout("tiny", keys).schedule
+    assert (schedule.ranks, schedule.chunks) == (ranks, chunks)
+
+
+def test_the_nearest_sizes_are_those_that_the_family_takes() -> None:
+    """zbv has two stages per rank, whatever is asked."""
+    with pytest.raises(ConfigError, match=r"8 stages.*; nearest: --parallel\.pp 2 or 8 layers$"):
+        load_layout("tiny", {"parallel.pp": 4, "schedule.name": "zbv"})
+    with pytest.raises(ConfigError, match=r"nearest: --parallel\.pp 2 or --schedule\.chunks 1 or 8 layers$"):
+        load_layout("tiny", {"parallel.pp": 4, "schedule.chunks": 2})

@@ -10,6 +10,7 @@ import torch
 
 from pipeloom.config import load, load_layout
 from pipeloom.config.rates import batch_factor, learning_rate
+from pipeloom.config.settings import _validate, merge
 from pipeloom.errors import ConfigError
 
 STEPS = 60
@@ -85,3 +86,36 @@ def test_a_decay_longer_than_the_run_is_refused() -> None:
     keys = {"warmup_steps": 4, "lr_schedule": "wsd", "decay_steps": 9}
     with pytest.raises(ConfigError, match=r"decay_steps = 9: .* leaves 6 steps; nearest: 6"):
         load_layout("tiny", {"train.steps": 10, **{f"optimizer.{key}": value for key, value in keys.items()}})
+
+
+LLAMA = {"model.preset": "llama3-8b"}  # 8.03 billion parameters: 6e-4 · (125e6 / 8.03e9)^¼ is 2.1e-4
+
+
+@pytest.mark.parametrize(
+    ("keys", "rate", "why"),
+    [
+        ({}, 3e-3, "for a new model of this size"),
+        (LLAMA, 2.1e-4, "for a new model of this size"),
+        (LLAMA | {"model.weights": "trained"}, 2.1e-5, "that starts from trained"),
+        (LLAMA | {"model.weights": "trained", "lora.r": 8}, 2e-4, "for adapters"),
+        ({"model.weights": "trained"}, 3e-4, "that starts from trained"),
+    ],
+)
+def test_a_rate_that_nobody_set_suits_the_model(keys: dict[str, Any], rate: float, why: str) -> None:
+    merged = merge(None, keys)
+    options, _, _ = _validate(merged)
+    assert options is not None
+    assert (options.optimizer.lr, options.optimizer.min_lr) == (rate, pytest.approx(rate / 10))
+    assert all(merged.origins[f"optimizer.{key}"].startswith("auto: ") for key in ("lr", "min_lr", "warmup_steps"))
+    assert merged.origins["optimizer.lr"].endswith(why)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (12, 3), (40, 10), (300, 10), (1000, 30)])
+def test_warm_up_is_three_percent_of_the_steps(steps: int, warmup: int) -> None:
+    assert load(None, {"train.steps": steps}).optimizer.warmup_steps == warmup
+
+
+def test_a_rate_that_is_set_stays_and_the_last_one_is_a_tenth_of_it() -> None:
+    options = load(None, LLAMA | {"optimizer.lr": 0.02, "optimizer.warmup_steps": 0}).optimizer
+    assert (options.lr, options.min_lr, options.warmup_steps) == (0.02, 0.002, 0)
+    assert load(None, {"optimizer.min_lr": 1e-5}).optimizer.min_lr == 1e-5

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeloom.config import Config
 from pipeloom.config.problems import file_sentence
+from pipeloom.config.sections import OptimizerSection
 from pipeloom.errors import CheckpointError, ConfigError, echo, sentence
 from pipeloom.limits import MOST_STEPS, expanded
 from pipeloom.parallel.exchange import all_gather_json
@@ -135,12 +136,14 @@ class Start:
         manifest: the checkpoint's manifest.
         folder: the folder of the run that continues; None: the run creates a new one.
         notes: messages for the log: checkpoints that were skipped, and changes since this one.
+        optimizer: the section with the checkpoint's values of the automatic keys; None: the run starts at the first step.
     """
 
     path: Path | None = None
     manifest: Manifest | None = None
     folder: Path | None = None
     notes: tuple[str, ...] = ()
+    optimizer: OptimizerSection | None = None
 
 
 def digests(config: Config, data: str) -> dict[str, str]:
@@ -163,6 +166,7 @@ def find_start(
     context: WorkerContext,
     run: Path | None = None,
     claim: RunClaim | None = None,
+    automatic: Collection[str] = (),
 ) -> Start:
     """Find and verify the checkpoint that `checkpoint.resume` selects; collective over all workers.
 
@@ -172,6 +176,7 @@ def find_start(
             None: this is the first attempt. `checkpoint.dir`, where set, replaces the folder. Without either, the newest run
             below `log.dir` is searched.
         claim: locks the folder that the run will save into, if that exists already or is configured, before it is searched.
+        automatic: keys of `[optimizer]` that nobody set, whose values the checkpoint keeps.
 
     Raises:
         CheckpointError: the selected checkpoint is absent or damaged, or all candidates are damaged.
@@ -194,8 +199,12 @@ def find_start(
             notes.append(f"{problem}{after}")
             continue
         facts = RunFacts.read(path)
+        earlier = facts.config.get("optimizer", {})
+        kept = {key: earlier[key] for key in automatic if key in earlier}
+        optimizer = validated(OptimizerSection, config.optimizer.model_dump() | kept, path)
+        config = config.model_copy(update={"optimizer": optimizer})
         notes += _differences(config, mine, facts)
-        return Start(path, manifest, _folder(config, candidates, facts), tuple(notes))
+        return Start(path, manifest, _folder(config, candidates, facts), tuple(notes), optimizer)
     if notes:
         raise CheckpointError("\n".join(notes))
     return Start(folder=Path(candidates["folder"]) if candidates["folder"] else None)
