@@ -317,8 +317,8 @@ def volumes_of(config: str, sizes: Sizes) -> dict[str, Any]:
     """Return the volumes of the model of `config`, as a pipeline and tensor-parallel; sizes that are None are as configured.
 
     "refused" holds the reason for each layout that the model cannot have; "linear_layer" what one layer sends per token between
-    activations that are whole on every rank, as columns with gathered output or as rows. Raises ConfigError if it can have none of them, or if
-    `config` cannot be read.
+    activations that are whole on every rank, as gathered columns or as rows. Raises ConfigError if it can have none of
+    them, or if `config` cannot be read.
     """
     from pipeloom.config import load, load_layout
     from pipeloom.config.volume import volumes

@@ -152,7 +152,7 @@ def _moe_cells(content: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[lis
     """Return the cells, one line per schedule, and the formulas below them."""
     from pipeloom.draw.figures import number
 
-    cells = [["model", "p", "v", "schedule", "idle", "÷ dualpipe", "activations", "params"]]
+    cells = [["model", "p", "v", "schedule", "idle", "ratio", "activations", "params"]]
     for at, row in enumerate(rows):
         first = at == 0 or rows[at - 1]["model"] != row["model"]
         head = [row["model"], str(row["ranks"]), str(row["chunks"])] if first else [""] * 3
@@ -167,6 +167,7 @@ def _moe_cells(content: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[lis
             for name, each in content["formulas"].items()
         ),
         f"{equal} of {2 * len(rows)} simulated figures are those of the formulas",
+        "ratio: the idle time as a multiple of dualpipe's",
         "dualpipe runs from both ends of the pipeline, so p is even: none for p = 9",
         "dualpipe and interleaved-overlap idle equally long at v = 6(p - 1)/(p - 2):",
         f"  {crossover}",

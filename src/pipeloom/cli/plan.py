@@ -51,6 +51,7 @@ class PlanFlags:
     measured: str | None = flag(None, "m=N:TIME", "A measured step of that layout, such as m=4:843ms; scales its time.")
     as_json: bool = flag(False, None, JSON_HELP, "--json")
     output: Path | None = flag(None, "FILE", "Write the best layout as a configuration for `pipeloom train`.")
+    data: str | None = flag(None, "SOURCE", "With --output: the data to train on, as data.source.")
     costs_to: Path | None = flag(
         None, "FILE", "Write the stages' costs, in seconds and bytes, for `search --costs` and other commands."
     )
@@ -248,7 +249,7 @@ def _write(options: PlanFlags, prediction: LayoutCosts, planner: Planner) -> Non
     if options.output is not None:
         source = options.model if Path(options.model).is_dir() else None
         table = options.output.with_suffix(".json") if prediction.searched is not None else None
-        write(options.output, lambda: run_toml(prediction, planner.shape, source, table))
+        write(options.output, lambda: run_toml(prediction, planner.shape, source, table, options.data or ""))
         if table is not None:
             write(table, lambda: to_json(prediction.schedule))
     if options.costs_to is not None:

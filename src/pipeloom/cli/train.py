@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeloom.cli.workers import be_worker, describe_keys, missing_of_trainer, require_torch, start_workers, words_of
-from pipeloom.errors import CapacityError, UsageError, printable
+from pipeloom.errors import CapacityError, ConfigError, UsageError, printable
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
@@ -68,6 +68,7 @@ def _describe(arguments: Sequence[str], name: str | None, memory: float | None) 
     """Print a dry run; needs no torch."""
     from pipeloom.cli.dry_run import report
     from pipeloom.config import load_layout, split_arguments
+    from pipeloom.config.sections import NO_DATA
     from pipeloom.plan import load_device
     from pipeloom.train.workers.worker import is_worker, world_size_given
 
@@ -76,7 +77,7 @@ def _describe(arguments: Sequence[str], name: str | None, memory: float | None) 
     layout = load_layout(path, overrides, world_size=world_size_given() or 0)
     if is_worker() and os.environ["RANK"] != "0":
         return
-    if complete:
+    if complete and layout.config.data.source != NO_DATA:
         from pipeloom.train.workers.preflight import require_files
 
         layout = require_files(layout)
@@ -88,6 +89,8 @@ def _describe(arguments: Sequence[str], name: str | None, memory: float | None) 
     announce(layout)
     device = None if name is None else load_device(name)
     lines, missing = report(layout, device, None if memory is None else memory * 2**30, complete=complete)
+    if layout.config.data.source == NO_DATA:
+        lines.append('data.source = "": it starts with data only: --data.source FILE')
     print("\n".join(lines), flush=True)
     if missing:
         raise CapacityError(missing)
@@ -96,12 +99,15 @@ def _describe(arguments: Sequence[str], name: str | None, memory: float | None) 
 def _train(arguments: Sequence[str], words: Sequence[str]) -> int:
     """Run the command; return the exit code. `words` are those with which workers are started."""
     from pipeloom.config import load_layout, split_arguments
+    from pipeloom.config.sections import NO_DATA
     from pipeloom.train.workers.worker import is_worker, launched_here, world_size_given
 
     require_torch("train")
     path, overrides = split_arguments(arguments)
     given = world_size_given()
     layout = load_layout(path, overrides, world_size=given)
+    if layout.config.data.source == NO_DATA:
+        raise ConfigError('data.source = "": a plan does not know your data; nearest: --data.source FILE')
     if not is_worker():
         from pipeloom.train.workers.preflight import require_machine
 

@@ -13,27 +13,31 @@ AUTO = "auto"
 AUTOMATIC: dict[str, float] = {"lr": 1.0, "min_lr": 0.0, "warmup_steps": 0}
 
 
+def suitable_rate(parameters: int, trained: bool) -> float:
+    """Return the learning rate for all weights of a model of this size, whose weights are `trained` already or not.
+
+    From scratch, small models take 3e-3. Larger ones take GPT-3's rates (arXiv 2005.14165, table 2.1: 6e-4 at 125 M
+    parameters), which fall about with the fourth root of the size. Trained weights are changed with a tenth of that.
+    """
+    rate = 3e-3 if parameters < 20e6 else 6e-4 * (125e6 / parameters) ** 0.25
+    return float(f"{rate / 10 if trained else rate:.2g}")
+
+
 def automatic_rates(config: Config, keys: Collection[str]) -> tuple[OptimizerSection, str]:
     """Return the optimizer's section with values for those `keys` of AUTOMATIC that are "auto", and the reason for the rate.
 
-    From scratch, small models take 3e-3. Larger ones take GPT-3's rates (arXiv 2005.14165, table 2.1: 6e-4 at 125 M
-    parameters), which fall about with the fourth root of the size. Weights that are already trained are changed with a tenth
-    of that, adapters with the rate of QLoRA (arXiv 2305.14314).
+    Adapters take the rate of QLoRA (arXiv 2305.14314).
     """
     options, steps = config.optimizer, config.train.steps
-    count, weights = parameter_count(config.model), config.model.source or config.model.weights
-    lr = 3e-3 if count < 20e6 else 6e-4 * (125e6 / count) ** 0.25
-    why = "for a new model of this size"
+    weights = config.model.source or config.model.weights
+    lr, why = suitable_rate(parameter_count(config.model), bool(weights)), "for a new model of this size"
+    if weights:
+        why = f"for a model of this size that starts from {weights}"
     if config.lora.r:
         lr, why = 2e-4, "for adapters"
-    elif weights:
-        lr, why = lr / 10, f"for a model of this size that starts from {weights}"
-    lr = float(f"{lr:.2g}") if "lr" in keys else options.lr
-    chosen = {
-        "lr": lr,
-        "min_lr": float(f"{lr / 10:.6g}"),
-        "warmup_steps": min(max(10, round(0.03 * steps)), steps // 4),
-    }
+    lr = lr if "lr" in keys else options.lr
+    warmup = min(max(10, round(0.03 * steps)), steps // 4)
+    chosen = {"lr": lr, "min_lr": float(f"{lr / 10:.6g}"), "warmup_steps": warmup}
     return options.model_copy(update={key: chosen[key] for key in keys}), why
 
 

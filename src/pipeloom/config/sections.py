@@ -56,6 +56,7 @@ SamplingName = Literal["auto", "anywhere", "shuffle-then-split", "split-then-shu
 OnNan = Literal["stop", "skip", "rollback"]
 OnSpike = Literal["ignore", "stop", "skip", "rollback"]
 COMPUTED = -1
+NO_DATA = ("",)  # data.source of a plan: a dry run accepts it, and `train` does not start
 
 
 def _is_fault(text: str) -> str:
@@ -153,6 +154,8 @@ def _is_resume(value: Any) -> Any:
 
 def _is_sources(value: Any) -> Any:
     names = [value] if isinstance(value, str) else value
+    if value == "" or (isinstance(names, list | tuple) and tuple(names) == NO_DATA):
+        return NO_DATA
     if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError('it must be a file, a folder, or a list of them, such as ["a.jsonl", "b.jsonl"]')
     return tuple(names)

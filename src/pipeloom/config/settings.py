@@ -113,6 +113,8 @@ def _fit_pipeline(merged: Merged, world_size: int | None) -> None:
         return
     parallel, schedule, blocks = config.parallel, config.schedule, config.model.num_hidden_layers
     most = parallel.pp
+    if most > blocks and "parallel.pp" not in chosen:  # refused before a schedule of thousands of ranks is built
+        return
     if config.model.source:
         devices = [] if config.train.device == "cpu" else glob.glob("/dev/nvidia[0-9]*")
         workers = (world_size or len(devices) or usable_cores()) // max(1, parallel.dp * parallel.tp * parallel.cp)

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from itertools import groupby, islice
 from pathlib import Path
 
+from pipeloom.config.rates import suitable_rate
 from pipeloom.errors import UsageError
+from pipeloom.plan.blocks import RUNTIMES, Split, layers_of, parameters_of
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.plan.model import ModelShape
 from pipeloom.plan.predict import LayoutCosts
@@ -149,12 +151,18 @@ def torch_csv(prediction: LayoutCosts) -> str:
     return to_csv(prediction.schedule)
 
 
-def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None, table: Path | None = None) -> str:
+_SECONDS_AT_RISK = 1800  # between two checkpoints: what a failure costs at most, beside minutes to write one
+
+
+def run_toml(
+    prediction: LayoutCosts, shape: ModelShape, source: str | None, table: Path | None = None, data: str = ""
+) -> str:
     """A configuration for `pipeloom train`. Raises UsageError that names what the trainer does not have.
 
     Args:
         source: the Hugging Face directory that holds the model, or None: its sizes are written.
         table: the file that holds a searched schedule; None: the schedule is the family's.
+        data: the source of the training data; "": it is to be named, and `train` refuses to start before.
     """
     layout = prediction.layout
     refused = {
@@ -189,6 +197,13 @@ def run_toml(prediction: LayoutCosts, shape: ModelShape, source: str | None, tab
             "device": "cuda",
             "recompute": layout.recompute,
         },
+        "optimizer": {
+            "lr": suitable_rate(
+                int(sum(parameters_of(layers_of(shape, Split(RUNTIMES["pipeloom"], 1, 1))))), source is not None
+            )
+        },
+        "data": {"source": data},
+        "checkpoint": {"every": max(1, round(_SECONDS_AT_RISK / prediction.step.total))},
     }
     return "\n".join(
         line

@@ -57,6 +57,18 @@ def test_the_start_says_the_rate_and_why(tmp_path: Path, capsys: pytest.CaptureF
     assert "learning rate 0.1" not in capsys.readouterr().out
 
 
+def test_a_plan_without_data_is_described_and_not_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "start_workers", lambda *_: pytest.fail("a worker was started"))
+    assert run(tmp_path, "--data.source", "") == 0
+    assert 'data.source = "": it starts with data only: --data.source FILE' in capsys.readouterr().out
+    with pytest.raises(
+        ConfigError, match=r'data\.source = "": a plan does not know your data; nearest: --data\.source FILE'
+    ):
+        app(["train", "tiny", "--data.source", ""], standalone_mode=False)
+
+
 def test_any_model_is_described_on_a_laptop(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

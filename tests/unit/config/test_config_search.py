@@ -27,7 +27,7 @@ def problems(**overrides: Any) -> list[str]:
     ("overrides", "first", "memory", "memory_of"),
     [
         ({}, "1f1b", 4, "1f1b"),
-        ({"schedule__chunks": 2}, "interleaved", 12, "interleaved"),
+        ({"schedule__chunks": 2}, "interleaved", 11, "interleaved"),
         ({"schedule__options__placement": "vee"}, "zbv", 8, "zbv"),
         ({"schedule__chunks": 2, "schedule__microbatches": 8, "schedule__options__memory": 8}, "interleaved-zb", 8, ""),
         ({"schedule__options__placement": "vee", "schedule__options__memory": 5}, "v-min", 5, ""),

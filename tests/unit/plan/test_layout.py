@@ -278,6 +278,16 @@ def test_a_configuration_is_one_that_train_accepts(tmp_path):
     assert layout.schedule.microbatches == 4
     assert layout.stage_layers == exported().stages
     assert layout.config.train.global_batch_size == 8
+    assert (layout.config.optimizer.lr, layout.config.optimizer.min_lr) == (2.1e-4, 2.1e-5)
+    seconds = layout.config.checkpoint.every * exported().step.total
+    assert seconds == pytest.approx(1800, abs=exported().step.total)
+
+
+def test_data_that_a_plan_was_given_are_trained_on(tmp_path):
+    path, text = tmp_path / "run.toml", tmp_path / "text.txt"
+    text.write_text("loom " * 1000)
+    path.write_text(run_toml(exported(), load_model("llama3-8b"), None, data=str(text)))
+    assert load_layout(path).config.data.source == (str(text),)
 
 
 @pytest.mark.parametrize(("changes", "words"), [({"recompute": "norms"}, "recompute=norms")])
