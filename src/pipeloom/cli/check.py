@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pipeloom.cli.options import CostFlags
+from pipeloom.cli.options import CostFlags, bytes_with
 from pipeloom.cli.output import JSON_HELP
 from pipeloom.errors import ScheduleError, UsageError
-from pipeloom.limits import memory_amount
 
 if TYPE_CHECKING:
     from pipeloom.schedule import Schedule
@@ -30,10 +29,12 @@ def command(
     costs: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Costs with bytes, for the limits of memory.")
     ] = None,
-    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Check that 20GiB per device suffice.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="GIB", help="Check that 20 or 20GiB per device suffice.")
+    ] = None,
     host_memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Check that 64GiB of host memory per rank suffice for its copies."),
+        typer.Option(metavar="GIB", help="Check that 64 or 64GiB of host memory per rank suffice for its copies."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
@@ -73,9 +74,7 @@ def _require_memory(schedule: Schedule, costs: Path | None, limits: Mapping[str,
     for pool, (flag, text) in zip((DEVICE, HOST_MEMORY), limits.items(), strict=True):
         if text is None:
             continue
-        limit, in_bytes = memory_amount(text) or (0.0, False)
-        if not (in_bytes and values.bytes):
-            raise UsageError(f"{flag} is {text!r:.60}; give bytes, such as 20GiB, and --costs FILE with bytes")
+        limit = bytes_with(values, text, flag)
         peaks = simulate(schedule, values).peak_bytes.get(pool, (0.0,))
         if max(peaks) > limit:
             raise ScheduleError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeloom.cli.options import flag, with_options
+from pipeloom.cli.options import flag, memory_of, with_options
 from pipeloom.cli.output import JSON_HELP, aligned, write
 from pipeloom.cli.show import Study, layers_of, steps_of
-from pipeloom.errors import PipeloomError
+from pipeloom.errors import PipeloomError, UsageError
 from pipeloom.limits import newest_run
 
 if TYPE_CHECKING:
-    from pipeloom.schedule import Costs, Schedule
+    from pipeloom.schedule import Costs, Schedule, Timeline
 
 _LEAST = 1e-6  # share of a step below which nothing is gained
 _ENOUGH = 0.9  # share of the largest saving from which a simpler change is recommended
@@ -28,8 +28,11 @@ _ENOUGH = 0.9  # share of the largest saving from which a simpler change is reco
 class ImproveFlags:
     """The limits of the search, and the files that it writes."""
 
-    memory: float | None = flag(
-        None, "X", "Most stage-micro-batches alive on a rank; default: as many as in the measured step.", min=1.0
+    memory: str | None = flag(
+        None,
+        "GIB",
+        "Memory of a device, such as 80 or 80GiB, for a run of `train`; for other traces, which have no bytes, the most "
+        "stage-micro-batches alive on a rank. Default: as many as in the measured step.",
     )
     time_limit: float = flag(10.0, "S", "Longest search, in seconds.", min=0.1)
     whole: bool = flag(False, None, "Leave backwards whole: no I and W in schedules without them in the trace.")
@@ -77,7 +80,10 @@ def command(
     trace = newest_run(trace) or trace
     steps, memory, notes = steps_of(trace)
     study = Study(steps, predict(steps), (), layers_of(trace, steps), memory, notes)
-    now, changes = compare(study, options.memory, options.time_limit, options.whole)
+    limits = None
+    if options.memory is not None:
+        study, limits = _limited(study, trace, options.memory)
+    now, changes = compare(study, limits, options.time_limit, options.whole)
     best = min(changes, key=lambda each: each.makespan)
     if now in changes and best.makespan > now.makespan * (1 - _LEAST):
         best = now
@@ -93,10 +99,45 @@ def command(
     print("\n".join(_lines(study, now, changes, best, simple)))
 
 
-def compare(study: Study, memory: float | None, seconds: float, whole: bool = False) -> tuple[Change, list[Change]]:
+def _limited(study: Study, trace: Path, memory: str) -> tuple[Study, tuple[float, ...]]:
+    """Return the study with costs in the unit of the limit, and rank -> the most activations: in bytes for a run of `train`."""
+    from pipeloom.schedule.costs import activation_limit
+
+    schedule, sizes = study.typical.schedule, _stage_bytes(trace, study.typical.schedule)
+    limit, in_bytes = memory_of(memory, plain_is_gib=bool(sizes))
+    if not in_bytes:
+        return study, (limit,) * schedule.ranks
+    if not sizes:
+        raise UsageError(
+            f"--memory is {memory!r:.60}, and {trace} has no bytes, which only runs of `train` have; nearest: "
+            f"--memory {max(study.typical.peak_activations)}, in stage-micro-batches"
+        )
+    costs = replace(study.prediction.costs, bytes=sizes)
+    costs, limits = activation_limit(costs, limit, schedule.placement)
+    return replace(study, prediction=replace(study.prediction, costs=costs)), limits
+
+
+def _stage_bytes(trace: Path, schedule: Schedule) -> dict[str, tuple[float, ...]]:
+    """Return the predicted bytes of the stages of a run of `train`, as `Costs.bytes`; empty for any other trace."""
+    file = (trace if trace.is_dir() else trace.parent) / "config.toml"
+    if not file.is_file():
+        return {}
+    from pipeloom.config import load_layout
+    from pipeloom.plan.run import predicted
+    from pipeloom.schedule.costs import DEVICE
+
+    with suppress(PipeloomError):  # a model that cannot be planned, or a file of another run
+        return predicted(load_layout(file)).timeline.costs.bytes_in(DEVICE, schedule.stages)
+    return {}
+
+
+def compare(
+    study: Study, memory: Sequence[float] | None, seconds: float, whole: bool = False
+) -> tuple[Change, list[Change]]:
     """Return (the measured schedule simulated with its costs, all schedules within the memory, simple ones first).
 
     Args:
+        memory: rank -> the largest peak of memory, in units of `Costs.activation`; None: the measured schedule's.
         whole: whether backwards stay whole, unless the measured schedule splits some.
     """
     from pipeloom.schedule import simulate
@@ -110,8 +151,12 @@ def compare(study: Study, memory: float | None, seconds: float, whole: bool = Fa
     costs = with_overhead(replace(study.prediction.costs, microbatch=()), settled(study.steps))
     timeline = simulate(schedule, costs)
     now = Change("as measured", schedule, timeline.makespan, max(timeline.peak_memory))
-    limit = now.peak if memory is None else memory
-    changes = [now] if now.peak <= limit + 1e-9 else []
+    limits = (now.peak,) * schedule.ranks if memory is None else tuple(memory)
+
+    def fits(run: Timeline) -> bool:
+        return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(run.peak_memory, limits, strict=True))
+
+    changes = [now] if fits(timeline) else []
     whole = whole and not schedule.splits_backward
     for words, other in _others(schedule, costs):
         if whole and other.splits_backward:
@@ -121,12 +166,12 @@ def compare(study: Study, memory: float | None, seconds: float, whole: bool = Fa
             run = simulate(other, costs)
         except PipeloomError:  # a family that these costs or sizes do not suit
             continue
-        if max(run.peak_memory) <= limit + 1e-9:
+        if fits(run):
             changes.append(Change(words, other, run.makespan, max(run.peak_memory)))
     searched_for = with_whole_backwards(costs, schedule.stages) if whole else costs
     place = list(schedule.placement)
     best = search(
-        schedule.ranks, schedule.microbatches, searched_for, limit, placement=place, time_limit=seconds
+        schedule.ranks, schedule.microbatches, searched_for, limits, placement=place, time_limit=seconds
     ).schedule
     best = merge_backward(best) if whole else best
     timeline = simulate(best, costs)
@@ -179,12 +224,16 @@ def _as_dict(study: Study, now: Change, changes: list[Change], best: Change, sim
 
 def _lines(study: Study, now: Change, changes: list[Change], best: Change, simple: Change) -> list[str]:
     from pipeloom.draw.figures import number, time_unit
+    from pipeloom.schedule.channels import size_words
 
     factor, unit = time_unit([study.typical])
 
+    in_bytes = bool(study.prediction.costs.bytes)
+
     def row(each: Change) -> list[str]:
         saved = 100 * (1 - each.makespan / now.makespan)
-        return [each.words, number(each.makespan * factor), f"{saved:.1f} %", number(each.peak)]
+        peak = size_words(each.peak) if in_bytes else number(each.peak)
+        return [each.words, number(each.makespan * factor), f"{saved:.1f} %", peak]
 
     ordered = sorted((each for each in changes if each is not now), key=lambda each: each.makespan)
     lines = [
@@ -201,4 +250,5 @@ def _lines(study: Study, now: Change, changes: list[Change], best: Change, simpl
     if best is now:
         return [*lines, "nothing within this memory is shorter than the measured schedule"]
     lines.append(f"change: {simple.words}, which saves {100 * (1 - simple.makespan / now.makespan):.1f} % of the step")
-    return [*lines, "the peak counts stage-micro-batches; assumed:", f"  {study.assumptions()}"]
+    unit = "predicted bytes of activations" if in_bytes else "stage-micro-batches"
+    return [*lines, f"the peak counts {unit}; assumed:", f"  {study.assumptions()}"]

@@ -228,14 +228,11 @@ class CostFlags:
 class LimitFlags:
     """A limit of bytes."""
 
-    memory: str | None = flag(None, "SIZE", "Memory of a device, such as 20GiB; needs --costs with bytes.")
+    memory: str | None = flag(None, "GIB", "Memory of a device, such as 20 or 20GiB; needs --costs with bytes.")
 
     def of(self, costs: Costs) -> float | None:
-        """Return the limit in bytes. Raises UsageError for one in another unit, and for costs without bytes."""
-        amount, in_bytes = memory_of(self.memory)
-        if amount is not None and not (in_bytes and costs.bytes):
-            raise UsageError(f"--memory is {self.memory!r:.60}; give bytes, such as 20GiB, and --costs FILE with bytes")
-        return amount
+        """Return the limit in bytes. Raises UsageError for costs without bytes."""
+        return None if self.memory is None else bytes_with(costs, self.memory)
 
 
 FLAGS = {
@@ -271,14 +268,24 @@ def bytes_of(text: str) -> int:
     return size
 
 
-def memory_of(text: str | None) -> tuple[float | None, bool]:
-    """Return (amount, whether it is in bytes) of a limit such as 6, 20GiB or 512MiB. Raises UsageError for anything else."""
-    if text is None:
-        return None, False
+def bytes_with(costs: Costs, text: str, flag: str = "--memory") -> float:
+    """Return the bytes of a limit, as `memory_of` does. Raises UsageError for costs without bytes."""
+    if not costs.bytes:
+        raise UsageError(f"{flag} is {text!r:.60}, and the costs have no bytes to compare: add --costs FILE with bytes")
+    return memory_of(text, flag=flag)[0]
+
+
+def memory_of(text: str, plain_is_gib: bool = True, flag: str = "--memory") -> tuple[float, bool]:
+    """Return (amount, whether it is in bytes) of a limit such as 20GiB, 512MiB or 20, which is in GiB or else in activations.
+
+    Raises UsageError for anything else.
+    """
     amount = memory_amount(text)
-    if amount is None:
-        raise UsageError(f"--memory is {text!r:.60}; give stage-micro-batches, such as 6, or bytes, such as 20GiB")
-    return amount
+    if amount is None or amount[0] <= 0:
+        plain = "GiB, such as 20" if plain_is_gib else "stage-micro-batches, such as 6"
+        raise UsageError(f"{flag} is {text!r:.60}; give {plain}, or a size, such as 20GiB or 512MiB")
+    number, has_unit = amount
+    return (number * 2**30, True) if plain_is_gib and not has_unit else amount
 
 
 def _costs_in(path: Path) -> Costs:

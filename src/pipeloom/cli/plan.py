@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pipeloom.cli.options import flag, with_options
+from pipeloom.cli.options import flag, memory_of, with_options
 from pipeloom.cli.output import JSON_HELP, aligned, write
 from pipeloom.errors import CapacityError, UsageError, divisors, nearest
 
@@ -28,7 +28,7 @@ class PlanFlags:
 
     model: str = flag(..., "MODEL", "A preset, a Hugging Face directory, a config.json, or a configuration of `train`.")
     devices: int | None = flag(None, "N", "Number of devices; with --layout, that of the layout.", min=1, max=1_000_000)
-    memory: float | None = flag(None, "GIB", "Memory of a device in GiB; default: the device's.", min=0.001)
+    memory: str | None = flag(None, "GIB", "Memory of a device, such as 80 or 80GiB; default: the device's.")
     device: str = flag("h100", "NAME", "a100, h100, h200, b200, gb200 or mi300x.")
     nodes: int | None = flag(None, "N", "Number of nodes; default: as many as the devices fill.", min=1)
     global_batch: int | None = flag(None, "N", "Sequences of a step; default: four million tokens.", min=1)
@@ -181,7 +181,7 @@ def _device(options: PlanFlags) -> Device:
                 f"--nodes {options.nodes} does not divide --devices {options.devices}; {nearest(options.nodes, sizes)}"
             )
         device = replace(device, per_node=options.devices // options.nodes)
-    return device if options.memory is None else replace(device, memory=options.memory * 2**30)
+    return device if options.memory is None else replace(device, memory=memory_of(options.memory)[0])
 
 
 def _request(options: PlanFlags, device: Device) -> PlanRequest:

@@ -16,6 +16,7 @@ from pipeloom.cli.output import OutputFlags, as_dict, peak_lines
 from pipeloom.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
+    from pipeloom.schedule import Costs
     from pipeloom.solver import Progress, SearchResult
 
 
@@ -27,7 +28,8 @@ class SearchFlags:
     memory: str | None = flag(
         None,
         "X",
-        "Most memory of a rank: stage-micro-batches, such as 6, or bytes, such as 20GiB (with --costs FILE); default: no limit.",
+        "Most memory of a rank: stage-micro-batches, such as 6; with --costs FILE that has bytes, GiB, such as 20 or 512MiB; "
+        "default: no limit.",
     )
     objective: str = flag(
         "makespan",
@@ -55,7 +57,8 @@ def command(sizes: Sizes, options: SearchFlags, costs: CostFlags, output: Output
     from pipeloom.solver import search
     from pipeloom.solver.in_bytes import search_in_bytes
 
-    values, (memory, in_bytes) = costs.values(), memory_of(options.memory)
+    values = costs.values()
+    memory, in_bytes = _limit(options, values)
     run: Any = search_in_bytes if in_bytes else search
     with _display() as progress:
         limits: dict[str, Any] = vars(options) | {"placement": _placement(options.placement), "memory": memory}
@@ -75,12 +78,17 @@ def command(sizes: Sizes, options: SearchFlags, costs: CostFlags, output: Output
 
         sys.stdout.write(to_csv(result.schedule))
     elif output.as_json:
-        print(json.dumps(_as_dict(result, options), allow_nan=False))
+        print(json.dumps(_as_dict(result, options, memory), allow_nan=False))
     else:
         output.print_timeline(result.timeline, bound=False)
         print("\n".join(_lines(result)))
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def _limit(options: SearchFlags, costs: Costs) -> tuple[float | None, bool]:
+    """Return the limit of memory and whether it is in bytes; a plain number is in activations where the costs have no bytes."""
+    return (None, False) if options.memory is None else memory_of(options.memory, plain_is_gib=bool(costs.bytes))
 
 
 def _placement(text: str | None) -> str | list[int] | None:
@@ -92,7 +100,7 @@ def _placement(text: str | None) -> str | list[int] | None:
         raise UsageError(f"--placement is {text!r:.200}; give linear, loop, vee, or the rank of each stage") from None
 
 
-def _as_dict(result: SearchResult, options: SearchFlags) -> dict[str, object]:
+def _as_dict(result: SearchResult, options: SearchFlags, memory: float | None) -> dict[str, object]:
     """Return the keys of `schedule --json` and those of the search.
 
     With the objective makespan, `lower_bound` and `gap` are the search's, which take the memory limit into account.
@@ -106,7 +114,7 @@ def _as_dict(result: SearchResult, options: SearchFlags) -> dict[str, object]:
                 name: getattr(result, name) for name in ("objective", "value", "lower_bound", "gap", "proved", "origin")
             },
             **{name: getattr(result, name) for name in ("iterations", "interrupted", "recomputed", "offloaded")},
-            "memory": memory_of(options.memory)[0],
+            "memory": memory,
             "seed": options.seed,
             "seconds": round(result.seconds, 3),
         }

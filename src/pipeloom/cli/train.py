@@ -31,8 +31,10 @@ def command(
         ),
     ] = None,
     memory: Annotated[
-        float | None,
-        typer.Option(metavar="GIB", min=0.001, help="With --dry-run: memory of a device; default: the device's."),
+        str | None,
+        typer.Option(
+            metavar="GIB", help="With --dry-run: memory of a device, such as 80 or 80GiB; default: the device's."
+        ),
     ] = None,
     show_help: Annotated[
         bool,
@@ -64,9 +66,10 @@ def command(
     raise typer.Exit(_train(context.args, words_of(context)))
 
 
-def _describe(arguments: Sequence[str], name: str | None, memory: float | None) -> None:
+def _describe(arguments: Sequence[str], name: str | None, memory: str | None) -> None:
     """Print a dry run; needs no torch."""
     from pipeloom.cli.dry_run import report
+    from pipeloom.cli.options import memory_of
     from pipeloom.config import load_layout, split_arguments
     from pipeloom.config.sections import NO_DATA
     from pipeloom.plan import load_device
@@ -88,7 +91,7 @@ def _describe(arguments: Sequence[str], name: str | None, memory: float | None) 
     name = name or ("h100" if layout.config.train.device == "cuda" else None)
     announce(layout)
     device = None if name is None else load_device(name)
-    lines, missing = report(layout, device, None if memory is None else memory * 2**30, complete=complete)
+    lines, missing = report(layout, device, None if memory is None else memory_of(memory)[0], complete=complete)
     if layout.config.data.source == NO_DATA:
         lines.append('data.source = "": it starts with data only: --data.source FILE')
     print("\n".join(lines), flush=True)

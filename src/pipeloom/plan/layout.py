@@ -140,8 +140,11 @@ def _number(key: str, text: str, real: bool, option: str) -> int | float:
 
 
 def parse(text: str, base: PlannedLayout = PlannedLayout()) -> PlannedLayout:
-    """The layout that `values_of` describes; what the text leaves out is as in `base`."""
-    return replace(base, **values_of(text, "--layout"))  # type: ignore[arg-type]
+    """The layout that `values_of` describes; what the text leaves out is as in `base`, and several chunks are interleaved."""
+    values = values_of(text, "--layout")
+    if values.get("v", 1) != 1:
+        values = {"schedule": "interleaved", **values}
+    return replace(base, **values)  # type: ignore[arg-type]
 
 
 def problems(shape: ModelShape, layout: PlannedLayout) -> list[str]:

@@ -43,9 +43,11 @@ def test_a_schedule_without_copies_needs_no_host_memory(words, tmp_path):
     app([*words, "--host-memory", "1B"], standalone_mode=False)
 
 
-@pytest.mark.parametrize("more", [["--memory", "6"], ["--host-memory", "much"]])
-def test_limits_are_in_bytes(words, more):
-    with pytest.raises(UsageError, match="give bytes, such as 20GiB, and --costs FILE with bytes"):
-        app([*words, *more], standalone_mode=False)
-    with pytest.raises(UsageError, match="--memory is '1GiB'; give bytes"):
+def test_limits_are_in_bytes(words):
+    app([*words, "--memory", "6"], standalone_mode=False)  # GiB
+    with pytest.raises(UsageError, match="--host-memory is 'much'; give GiB, such as 20, or a size, such as 20GiB"):
+        app([*words, "--host-memory", "much"], standalone_mode=False)
+    with pytest.raises(
+        UsageError, match="--memory is '1GiB', and the costs have no bytes to compare: add --costs FILE"
+    ):
         app([*words[:2], "--memory", "1GiB"], standalone_mode=False)

@@ -55,7 +55,18 @@ def test_other_files_are_refused(form, words):
     ("text", "amount"), [("6", (6.0, False)), ("20GiB", (20.0 * GIB, True)), ("1.5 mib", (1.5 * 2**20, True))]
 )
 def test_a_limit_is_in_activations_or_in_bytes(text, amount):
-    assert memory_of(text) == amount
+    assert memory_of(text, plain_is_gib=False) == amount
+
+
+@pytest.mark.parametrize(("text", "amount"), [("6", 6 * GIB), ("0.5", GIB / 2), ("20GiB", 20 * GIB), ("512 B", 512)])
+def test_a_plain_number_is_in_gib_where_there_are_bytes(text, amount):
+    assert memory_of(text) == (amount, True)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "20XB", ""])
+def test_other_limits_are_refused(text):
+    with pytest.raises(UsageError, match=r"--memory is .*; give GiB, such as 20, or a size, such as 20GiB or 512MiB"):
+        memory_of(text)
 
 
 def test_what_stands_is_taken_off_a_limit_in_bytes():
@@ -122,7 +133,7 @@ def test_a_comparison_counts_gib_on_the_worst_rank(costs_file, capsys):
 
 def test_a_limit_without_bytes_is_refused(capsys):
     for words in (["--memory", "20GiB"], ["--memory", "6"]):
-        with pytest.raises(UsageError, match=r"--memory is .*give bytes, such as 20GiB, and --costs FILE with bytes"):
+        with pytest.raises(UsageError, match=r"--memory is .* the costs have no bytes to compare: add --costs FILE"):
             run(capsys, "schedule", "1f1b", "--ranks", "2", "--microbatches", "2", *words)
 
 

@@ -10,6 +10,10 @@ from typer.testing import CliRunner
 
 import pipeloom as pl
 from pipeloom.cli import app
+from pipeloom.config import load_layout, to_toml
+from pipeloom.errors import CapacityError, UsageError
+from pipeloom.plan.run import predicted
+from pipeloom.schedule.costs import activation_limit
 from pipeloom.schedule.csv_form import from_csv
 from pipeloom.schedule.timeline import Timeline
 from pipeloom.traces import timelines as timeline_files
@@ -54,6 +58,25 @@ def test_more_memory_allows_more(tmp_path):
     assert bests[1]["makespan"] < bests[0]["makespan"] - 1e-9
     assert bests[0]["peak"] <= 2
     assert bests[1]["peak"] <= 4
+
+
+def test_bytes_limit_a_run_whose_configuration_gives_them(tmp_path):
+    """Four blocks on two ranks; what stands there is less than half of a MiB, and activations of a micro-batch some KiB."""
+    layout = load_layout("tiny", {"schedule.name": "1f1b", "schedule.microbatches": 8})
+    path = trace(tmp_path, layout.schedule, COSTS)
+    with pytest.raises(
+        UsageError, match=r"--memory is '1MiB', and .* has no bytes, .*; nearest: --memory 2, in stage-"
+    ):
+        improve(path, "--memory", "1MiB")
+    (tmp_path / "config.toml").write_text(to_toml(layout.config))
+    sizes = predicted(layout).timeline.costs
+    costs, limits = activation_limit(sizes, 2**20, layout.schedule.placement)
+    found = json.loads(improve(path, "--memory", "1MiB", "--json"))
+    assert found["now"]["peak"] == pytest.approx(max(pl.simulate(layout.schedule, costs).peak_memory))
+    assert max(limits) >= found["best"]["peak"] >= found["now"]["peak"]
+    assert "predicted bytes of activations" in improve(path, "--memory", "1")  # GiB
+    with pytest.raises(CapacityError, match="stands for the whole step"):
+        improve(path, "--memory", "1KiB")
 
 
 def test_the_best_schedule_is_left_alone(tmp_path):

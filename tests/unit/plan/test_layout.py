@@ -266,6 +266,12 @@ def test_what_if_predicts_the_loss():
     assert memory.startswith("with a tenth less memory: ")
 
 
+def test_several_chunks_are_interleaved_unless_a_schedule_is_named():
+    assert parse_layout("pp=2,v=4").schedule == "interleaved"
+    assert parse_layout("pp=2,v=2,schedule=zbv").schedule == "zbv"
+    assert parse_layout("pp=2,v=1").schedule == "1f1b"
+
+
 def exported():
     return planner(runtime="pipeloom").predict(PlannedLayout(dp=2, tp=2, pp=2, m=4, seq=2048))
 

@@ -161,6 +161,8 @@ def find(name: str, kind: str) -> Source:
     if len(kinds) > 1:
         several = " and ".join(f"{sum(kind_of(file) == each for file in files)} of {each}" for each in sorted(kinds))
         raise ConfigError(f"{option}: it holds files of several kinds, {several}; set data.format to the one to read")
+    if kinds == {"text"} and all(file.suffix.lower() == ".json" and _ARRAY.match(_head(file)) for file in files):
+        kinds = {"jsonl"}
     if kinds == {"text"}:
         _refuse_records(files, option)
     return Source(name, kinds.pop(), tuple(files))
@@ -181,15 +183,13 @@ def _is_dataset(path: Path) -> bool:
 
 
 def _refuse_records(files: Sequence[Path], option: str) -> None:
-    """Raise ConfigError for tables, JSON arrays of objects and JSON lines, whose commas and braces are hardly meant as text.
+    """Raise ConfigError for tables and JSON lines, whose commas and braces are hardly meant as text.
 
-    Tables and arrays are text among other files, as in a folder of source code.
+    Tables are text among other files, as in a folder of source code.
     """
-    suffixes = {file.suffix.lower() for file in files}
-    if suffixes <= {".csv", ".tsv"} or (suffixes == {".json"} and all(_ARRAY.match(_head(file)) for file in files)):
-        what = "JSON arrays of objects" if suffixes == {".json"} else "tables"
+    if {file.suffix.lower() for file in files} <= {".csv", ".tsv"}:
         raise ConfigError(
-            f'{option}: its files are {what}; set data.format = "dataset" to train on a column (data.field), or "text" to train '
+            f'{option}: its files are tables; set data.format = "dataset" to train on a column (data.field), or "text" to train '
             "on them as they are"
         )
     for file in files:
@@ -341,6 +341,15 @@ def _json_kind(value: Any) -> str:
 
 
 def _json_lines(file: Path, source: Source, fields: Fields) -> Iterator[Record | BadRecord]:
+    """Yield the records of a file with an object on each line, or of one array of objects."""
+    if file.suffix.lower() != ".gz" and _ARRAY.match(_head(file)):
+        rows = _parsed(read_file(file, CORPUS_BYTES, "a text").removeprefix(codecs.BOM_UTF8))
+        if isinstance(rows, str):
+            yield BadRecord(str(file), rows)
+            return
+        for at, record in enumerate(rows[0], 1):
+            yield fields.of(f"{file}, record {at}", record)
+        return
     number = 0
     with open_file(file, "a text") as raw:
         opened: Any = gzip.GzipFile(fileobj=raw) if file.suffix.lower() == ".gz" else raw

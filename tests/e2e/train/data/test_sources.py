@@ -70,25 +70,28 @@ def test_a_directory_of_datasets_is_read_without_being_loaded(tmp_path: Path) ->
         texts(tmp_path / "plain", field="body")
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "what"),
-    [
-        ("a.json", '\ufeff[ {"text": "x"},\n {"text": "y"}]', "JSON arrays of objects"),
-        ("a.csv", "text\nx\n", "tables"),
-        ("a.tsv", "text\nx\n", "tables"),
-    ],
-)
-def test_tables_are_not_trained_on_as_text_unasked(tmp_path: Path, name: str, content: str, what: str) -> None:
+def test_an_array_of_objects_is_read_as_records(folder: Path) -> None:
+    array = '\ufeff[ {"text": "one"},\n {"text": 2},\n {"text": "three"}]'
+    (folder / "a.json").write_text(array)
+    one, two, three = read(folder / "a.json")
+    assert [one, three] == [Record(f"{folder}/a.json, record {at}", text) for at, text in ((1, "one"), (3, "three"))]
+    assert two == BadRecord(f"{folder}/a.json, record 2", 'field "text" is a number, not a string')
+    (folder / "a.json").write_text(array[:-1])
+    (broken,) = read(folder / "a.json")
+    assert isinstance(broken, BadRecord)
+    assert broken.why.startswith("it is not JSON: ")
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_tables_are_not_trained_on_as_text_unasked(tmp_path: Path, name: str) -> None:
     (tmp_path / "data").mkdir()
     file = tmp_path / "data" / name
-    file.write_text(content)
-    with pytest.raises(ConfigError, match=rf'its files are {what}; set data.format = "dataset" .* or "text"'):
+    file.write_text("text\nx\n")
+    with pytest.raises(ConfigError, match=r'its files are tables; set data.format = "dataset" .* or "text"'):
         find(str(file), "auto")
     assert find(str(file), "text").kind == "text"
     (tmp_path / "data/b.py").write_text("x = 1\n")
     assert find(str(tmp_path / "data"), "auto").kind == "text"  # beside other files, as in a folder of source code
-    file.write_text("[1, 2]\n")
-    assert name != "a.json" or find(str(file), "auto").kind == "text"
 
 
 def test_a_source_whose_documents_are_all_bad_says_why(folder: Path) -> None:
