@@ -3,7 +3,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON := $(shell command -v $(PYTHON) || command -v python3)
 
-.PHONY: install train test test-all budget full versions lint fuzz growth mutants mutate soak gpu docs clean
+.PHONY: all install train test test-all budget full versions lint fuzz growth mutants mutate soak gpu docs clean
+
+# the environment, and the line that makes `pipeloom` a command of this shell
+all: install
+	@$(activate)
+
+activate = echo "pipeloom is installed in $(VENV); to use it in this shell:  . $(BIN)/activate"
 
 install: $(VENV)/.installed
 
@@ -15,6 +21,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # make train ARGS="--train.steps 20 --parallel.pp 2"
 train: install
 	$(BIN)/pipeloom train $(ARGS)
+	@$(activate)
 
 # The last line names the tests that failed twice, and those that failed beside the others and passed alone.
 TWICE = $(BIN)/python tests/support/twice.py
