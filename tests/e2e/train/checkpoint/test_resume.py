@@ -56,19 +56,19 @@ def test_four_and_four_steps_are_eight(flags: tuple[str, ...], tmp_path: Path) -
 
 
 def test_a_resumed_run_keeps_its_learning_rate(tmp_path: Path) -> None:
-    """Where nobody names a rate, the checkpoint's is taken: warm-up and the last rate too, whatever the number of steps."""
-    rate = ("--optimizer.lr", "0.01", "--optimizer.warmup_steps", "1", "--optimizer.lr_schedule", "constant")
-    assert command(tmp_path, "run", "--train.steps", "2", *rate).returncode == 0
-    flags = ("--train.steps", "4", "--checkpoint.resume", "auto", "--optimizer.lr_schedule", "constant")
-    resumed = command(tmp_path, "run", *flags)
+    """Where nobody names a rate, the checkpoint's is taken, and the last one."""
+    constant = ("--optimizer.lr_schedule", "constant")
+    rates = ("--optimizer.lr", "0.01", "--optimizer.min_lr", "0.005")
+    assert command(tmp_path, "run", "--train.steps", "2", *constant, *rates).returncode == 0
+    resumed = command(tmp_path, "run", "--train.steps", "4", "--checkpoint.resume", "auto", *constant)
     assert resumed.returncode == 0, resumed.stderr
     assert "changed since the checkpoint" not in resumed.stdout
     (folder,) = runs(tmp_path / "run")
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    assert [record["lr"] for record in log if record.get("event", "step") == "step" and "lr" in record] == [0.01] * 4
+    assert [record["lr"] for record in log if record.get("event", "step") == "step" and "lr" in record] == [0.005, 0.01, 0.01, 0.01]
     written = (folder / "config.toml").read_text()
     assert f"lr = 0.01  # {folder / 'step-000002'}" in written
-    assert f"warmup_steps = 1  # {folder / 'step-000002'}" in written
+    assert f"min_lr = 0.005  # {folder / 'step-000002'}" in written
 
 
 LEVELS = {
