@@ -9,9 +9,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from typing import Any
 
 from pipeloom.errors import ArgumentError, PipeloomError
@@ -28,7 +28,7 @@ from pipeloom.schedule.families.construct.list_scheduling import (
 from pipeloom.schedule.families.interleaved import round_sequences, round_sizes
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.placement import loop, name_of
-from pipeloom.schedule.transforms import cut_stages
+from pipeloom.schedule.transforms import cut_stages, merge_backward
 from pipeloom.solver.evaluate import UNREACHED
 from pipeloom.solver.instance import Instance, Sequences
 
@@ -180,7 +180,9 @@ def _weight_grad_apart(instance: Instance, operation: int) -> tuple[int, ...]:
     return (operation,) if longer else (rest, weight)
 
 
-def list_scheduled(instance: Instance, first_rule: bool = False) -> Iterator[tuple[Sequences, str]]:
+def list_scheduled(
+    instance: Instance, first_rule: bool = False, fused: bool = False
+) -> Iterator[tuple[Sequences, str]]:
     """Yield list schedules (sequences and origin) by all rules, or only the first, under several limits per stage.
 
     Those that deadlock are left out. Micro-batches are treated as equal.
@@ -194,10 +196,30 @@ def list_scheduled(instance: Instance, first_rule: bool = False) -> Iterator[tup
         problem = single_route(instance.placement, instance.microbatches, instance.costs, memory_limits, caps)
         for turns, late, patience in rules[:1] if first_rule else rules:
             try:
-                programs = programs_of(problem, PriorityRule(turns, late, patience))
+                programs = programs_of(replace(problem, fused=fused), PriorityRule(turns, late, patience))
             except MemoryDeadlock:
                 continue
             yield instance.numbered([[[a[:2]] for a in program] for program in programs]), "list scheduling"
+
+
+def plain_orders(instance: Instance, starts: Iterable[Schedule]) -> Iterator[Schedule]:
+    """Yield orders without what recomputes or copies, each once: those of starts, of families, and for few micro-batches alive.
+
+    The last are list schedules of whole backwards with at most 1, 2, … alive on a rank. They serve memory limits below those of
+    the families, where what every micro-batch keeps counts although it is recomputed or copied.
+    """
+    families = family_schedules(instance.placement, instance.microbatches, instance.costs, math.inf)
+    largest = max(instance.costs.per_stage("activation", instance.stages))
+    few = (
+        merge_backward(instance.even.schedule_of(sequences, origin))
+        for alive in range(1, instance.stages + 1)
+        for sequences, origin in list_scheduled(replace(instance, memory_limit=alive * largest), fused=True)
+    )
+    programs = set[tuple[tuple[int, ...], ...]]()
+    for schedule in chain(map(plain_order, chain(starts, families)), few):
+        if schedule.placement == instance.placement and schedule.codes not in programs:
+            programs.add(schedule.codes)
+            yield schedule
 
 
 def interleaved_rounds(instance: Instance, patience: Sequence[float] = (1.0, 0.5)) -> Iterator[tuple[Sequences, str]]:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import product
 from random import Random
 
 from pipeloom.errors import ScheduleError
@@ -23,7 +23,7 @@ from pipeloom.schedule.actions import SAVED
 from pipeloom.schedule.costs import TIME_TOLERANCE, StageCosts
 from pipeloom.schedule.offload import copies_beside
 from pipeloom.schedule.timeline import Timeline
-from pipeloom.solver.construct import LARGEST_WALKED, family_schedules, plain_order, sequences_of
+from pipeloom.solver.construct import LARGEST_WALKED, plain_orders, sequences_of
 from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.incumbent import Budget, Incumbent, value_of
 from pipeloom.solver.instance import Instance, Sequences
@@ -72,7 +72,9 @@ def search_with_copies(
     The families with copies beside their own times come first, whatever the budget: the result is never longer than those.
     """
     walked = [instance for instance in instances if instance.nodes <= LARGEST_WALKED]
-    orders = [(instance, schedule) for instance in walked for schedule in _orders(instance, incumbent, starts)]
+    if incumbent.best is not None:
+        starts = [*starts, incumbent.best.schedule]
+    orders = [(instance, schedule) for instance in walked for schedule in plain_orders(instance, starts)]
     plain = [(_simulated(instance, schedule), instance) for instance, schedule in orders]
     for simulated, instance in sorted(plain, key=lambda each: each[0].value(each[1].objective)):
         _offer_beside(simulated, instance, incumbent)
@@ -94,17 +96,6 @@ def search_with_copies(
     best = [(value, plan) for value, _, plan in plans[:EXCHANGED_ORDERS]]
     while best and not (budget.over or incumbent.proved):
         best = [_exchanged(value, plan, incumbent, budget, random) for value, plan in best]
-
-
-def _orders(instance: Instance, incumbent: Incumbent, starts: Sequence[Schedule]) -> Iterator[Schedule]:
-    """Yield the given starts, the best schedule so far and the families, without what recomputes or copies, each order once."""
-    best = [incumbent.best.schedule] if incumbent.best is not None else []
-    families = family_schedules(instance.placement, instance.microbatches, instance.costs, math.inf)
-    programs = set[tuple[tuple[int, ...], ...]]()
-    for schedule in map(plain_order, chain(starts, best, families)):
-        if schedule.placement == instance.placement and schedule.codes not in programs:
-            programs.add(schedule.codes)
-            yield schedule
 
 
 def _offer_beside(timeline: Timeline, instance: Instance, incumbent: Incumbent) -> None:

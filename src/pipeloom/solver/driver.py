@@ -159,7 +159,7 @@ class SearchDriver:
                 self._list_scheduled_starts(starts, group)
             else:
                 self._large_starts(group[0])
-        return _best_of(starts)
+        return best_of(starts)
 
     def _family_starts(self, starts: list[WarmStart], group: list[Instance]) -> None:
         """Offer the families as they are, and add their sequences as warm starts, for every order of the micro-batches."""
@@ -282,7 +282,7 @@ class SearchDriver:
             if self._starts_are_due(PAIR_STARTS_SHARE) or self.incumbent.proved:
                 break
             self._paired(starts, instance, sequences, origin, OTHER_RULES)
-        return _best_of(starts)
+        return best_of(starts)
 
     def _paired(
         self,
@@ -328,7 +328,7 @@ def families_with_pairs(instance: Instance) -> Iterator[Schedule]:
             yield schedule
 
 
-def _best_of(starts: list[WarmStart]) -> list[WarmStart]:
+def best_of(starts: list[WarmStart]) -> list[WarmStart]:
     """Return the starts sorted by value; of those of one instance with equal values, only the first."""
     best: dict[tuple[float, tuple[int, ...], tuple[int, ...]], WarmStart] = {}
     for start in starts:

@@ -221,7 +221,7 @@ class OperationTable:
         self.microbatches = m
         self.time: list[float] = []
         self.change: list[float] = []
-        self.recomputation: dict[int, float] = {}  # node of I -> the time of its recomputation
+        self.recomputation: dict[int, tuple[float, float]] = {}  # node of I -> time and rise of its recomputation
         self.factors = factors = instance.factors
         activation, held = costs.per_stage("activation", stages), costs.per_stage("held", stages)
         for kind, name in enumerate(("forward", "input_grad", "weight_grad")):
@@ -273,7 +273,7 @@ class OperationTable:
         self.change[backward] += freed
         self.rise[forward] = max(0.0, self.change[forward]) + factor * choice.unsaved
         self.rise[backward] = max(held, self.change[backward])
-        self.recomputation[backward] = time
+        self.recomputation[backward] = time, held
 
     def _link(self, first: int, second: int) -> None:
         self.successor[first] = second
@@ -318,7 +318,8 @@ class OperationTable:
             overlaps = self.pair_times.overlaps(*halves, split)
         else:
             time = factors[first % m] * self.pair_times.spread.backward[first // m % stages] + self.wait[first]
-            time += self.recomputation.get(first, 0.0)
+            again, rise = self.recomputation.get(first, (0.0, 0.0))
+            time += again
         number = self._operations[nodes] = len(self.time)
         self.time.append(time)
         self.rank.append(self.rank[first])
@@ -334,8 +335,9 @@ class OperationTable:
         self.successor2.append(self.successor[second] if is_pair else self.none)
         self.successor2_hop.append(self.successor_hop[second] if is_pair else 0.0)
         self.change.append(sum(self.change[node] for node in nodes))
-        rise = self.change[first] if is_pair else self.rise[first]
-        self.rise.append(max(0.0, self.change[-1] if overlaps else rise))
+        if is_pair:
+            rise = self.change[-1] if overlaps else self.change[first]
+        self.rise.append(max(0.0, rise))
         return number
 
     def fixed_order(self, operation: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

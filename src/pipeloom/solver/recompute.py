@@ -2,13 +2,13 @@
 
 For a given order the memory of a rank does not depend on times, so what must be recomputed follows from the order alone: where a
 rank would exceed its limit, the micro-batch whose backward is farthest away is recomputed (of intervals of one size this removes
-the fewest). Orders are those of the families and of the search without recomputation; the best are improved by tabu search, with
-each R bound to its backward, and what is recomputed is then decided again for the order that results.
+the fewest). Orders are `plain_orders` with backwards split and whole: what waits for W fits no tight limit. The best are improved
+by tabu search, with each R bound to its backward, and what is recomputed is then decided again for the order that results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -16,9 +16,8 @@ from random import Random
 from pipeloom.schedule.actions import SAVED
 from pipeloom.schedule.bounds import memory_bound, work_bound
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, StageCosts
-from pipeloom.schedule.transforms import recompute
-from pipeloom.solver.construct import LARGEST_WALKED, family_schedules, plain_order, sequences_of
-from pipeloom.solver.driver import WarmStart, warm_start
+from pipeloom.solver.construct import LARGEST_WALKED, plain_orders, sequences_of
+from pipeloom.solver.driver import WarmStart, best_of, warm_start
 from pipeloom.solver.incumbent import Budget, Incumbent
 from pipeloom.solver.instance import Instance, Recomputation, Sequences
 from pipeloom.solver.tabu import WITH_WHOLE, WITHOUT_PAIRS, TabuSearch
@@ -88,12 +87,15 @@ def search_with_recomputation(
     for instance in instances:
         if instance.nodes > LARGEST_WALKED:
             continue
-        for sequences, origin in _orders(instance, incumbent):
+        best = incumbent.best
+        for schedule in plain_orders(instance, [] if best is None else [best.schedule]):
+            origin = best.origin if best is not None and schedule.name == best.schedule.name else schedule.name
+            sequences = sequences_of(instance, schedule)
             starts += _started(instance, sequences, origin, incumbent)
+            starts += _started(instance, with_whole_backwards(instance, sequences), origin, incumbent)
             if not budget.in_time and incumbent.best is not None:
                 return
-    starts.sort(key=lambda start: start.value)
-    walked = _different(starts)[:WALKED_ORDERS]
+    walked = best_of(starts)[:WALKED_ORDERS]
     while walked and not (budget.over or incumbent.proved):
         for at, start in enumerate(walked):
             walked[at] = _walked(start, incumbent, budget, random)
@@ -117,20 +119,8 @@ def _walked(start: WarmStart, incumbent: Incumbent, budget: Budget, random: Rand
     if incumbent.improves(start.value):
         incumbent.offer(start.value, start.origin, instance, start.search.best)
     plain, origin = replace(instance, recomputed=()), start.origin.removesuffix(SUFFIX)
-    again = _started(plain, _apart(instance, start.search.best), origin, incumbent)
+    again = _started(plain, moved(start.search.best, instance, plain), origin, incumbent)
     return min([start, *again], key=lambda one: one.value)
-
-
-def _orders(instance: Instance, incumbent: Incumbent) -> Iterator[tuple[Sequences, str]]:
-    best = incumbent.best
-    if best is not None and best.schedule.placement == instance.placement:
-        yield sequences_of(instance, plain_order(best.schedule)), best.origin
-    for limit in (instance.memory_limit, float("inf")):
-        for schedule in family_schedules(instance.placement, instance.microbatches, instance.costs, limit):
-            if not instance.order:  # in a B, blocks may need less than in an I, which leaves what waits for W
-                blocks = recompute(schedule)
-                incumbent.offer_fitting(instance, blocks, f"{blocks.name}{SUFFIX}")
-            yield sequences_of(instance, schedule), schedule.name
 
 
 def _started(instance: Instance, sequences: Sequences, origin: str, incumbent: Incumbent) -> list[WarmStart]:
@@ -140,7 +130,8 @@ def _started(instance: Instance, sequences: Sequences, origin: str, incumbent: I
         recomputed = recomputed_for(instance, sequences, choices)
         if recomputed is None:
             continue
-        start = warm_start(replace(instance, recomputed=recomputed), sequences, f"{origin}{SUFFIX}")
+        other = replace(instance, recomputed=recomputed)
+        start = warm_start(other, moved(sequences, instance, other), f"{origin}{SUFFIX}")
         if start is not None:
             starts.append(start)
             incumbent.bounds.setdefault(start.instance, incumbent.bounds[instance])
@@ -152,7 +143,7 @@ def _started(instance: Instance, sequences: Sequences, origin: str, incumbent: I
 def recomputed_for(
     instance: Instance, sequences: Sequences, choices: Choices
 ) -> tuple[tuple[int, Recomputation], ...] | None:
-    """Return (F, its recomputation) of the micro-batches to recompute so that sequences of single nodes fit; None if none do."""
+    """Return (F, its recomputation) of the micro-batches to recompute so that the sequences fit; None if none do."""
     table, m = instance.table, instance.microbatches
     limit, stride = instance.memory_limit + TIME_TOLERANCE, table.stride
     chosen_steps: dict[int, int] = {}
@@ -165,16 +156,17 @@ def recomputed_for(
         return table.factors[node % m] * size
 
     for sequence in sequences:
-        position = {node: at for at, node in enumerate(sequence)}
+        position = {node: at for at, operation in enumerate(sequence) for node in table.nodes[operation]}
         alive: set[int] = set()
         level = 0.0
-        for node in sequence:
+        for operation in sequence:
+            node = table.first[operation]
             kind, forward = divmod(node, stride)
             if kind == 0:
                 alive.add(node)
             elif kind == 1:
                 alive.discard(forward)
-            after = table.change[node] + (size(forward) if kind == 1 else 0.0)
+            after = table.change[operation] + (size(forward) if kind == 1 else 0.0)
             peak = level + max(0.0, after, size(forward, "held") if kind == 1 else 0.0)
             while peak > limit:
                 steps = [(chosen_steps.get(f, -1) + 1, -position[stride + f], f) for f in alive]
@@ -189,16 +181,19 @@ def recomputed_for(
                     level -= gain
                 else:
                     peak += size(f, "unsaved") - running
-            level += table.change[node] - (size(node) if kind == 0 else 0.0)
+            level += table.change[operation] - (size(node) if kind == 0 else 0.0)
             if kind == 1:
                 level += size(forward)
     return tuple(sorted((f, choices[f // m][step]) for f, step in chosen_steps.items()))
 
 
-def _apart(instance: Instance, sequences: Sequences) -> Sequences:
-    return [[node for operation in sequence for node in instance.table.nodes[operation]] for sequence in sequences]
+def with_whole_backwards(instance: Instance, sequences: Sequences) -> Sequences:
+    """Return sequences of single nodes with every W in a B, at the place of its I."""
+    table, stride = instance.table, instance.table.stride
+    return [[table.backward(n) if n >= stride else n for n in sequence if n < 2 * stride] for sequence in sequences]
 
 
-def _different(starts: Iterable[WarmStart]) -> list[WarmStart]:
-    """Return the starts without those that differ from an earlier one in neither value nor origin."""
-    return list({(start.value, start.origin): start for start in starts}.values())
+def moved(sequences: Sequences, source: Instance, target: Instance) -> Sequences:
+    """Return the sequences of one instance as those of another of the same sizes."""
+    nodes, operation = source.table.nodes, target.table.operation
+    return [[operation(*nodes[each]) for each in sequence] for sequence in sequences]

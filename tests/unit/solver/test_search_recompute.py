@@ -16,7 +16,7 @@ from pipeloom.solver.construct import sequences_of
 from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.in_bytes import search_in_bytes
 from pipeloom.solver.instance import Instance, Recomputation
-from pipeloom.solver.recompute import choices_of, recomputed_for
+from pipeloom.solver.recompute import choices_of, moved, recomputed_for, with_whole_backwards
 
 # Norms save half of 94, whole stages 94 beyond the 6 of their inputs; W needs 80; the largest layer saves 20.
 BYTES = {
@@ -31,17 +31,19 @@ BYTES = {
 COSTS = Costs((1, 2, 1, 2), 1.5, 1, recompute=(0.5, 2, 1, 1), parts={"norms": 0.25}, bytes=BYTES, p2p=0.125)
 
 
-@pytest.mark.parametrize(("name", "limit"), [("1f1b", 400), ("zb-h1", 560)])
-def test_tables_say_what_simulation_says(name: str, limit: float) -> None:
+@pytest.mark.parametrize(("name", "limit", "whole"), [("1f1b", 400, False), ("zb-h1", 560, False), ("1f1b", 300, True)])
+def test_tables_say_what_simulation_says(name: str, limit: float, whole: bool) -> None:
     """Makespan and memory of each way to recompute, also of micro-batches of two lengths; each is needed to fit."""
     costs, (memory, *_) = activation_limit(replace(COSTS, microbatch=(1.0, 2.0) * 3), limit, range(4))
     plain = Instance((0, 1, 2, 3), 6, costs, memory)
-    sequences = sequences_of(plain, build(name, 4, 6))
+    order = sequences_of(plain, build(name, 4, 6))
     values = set()
     for choices in choices_of(costs, 4):
+        sequences = with_whole_backwards(plain, order) if whole else order
         recomputed = recomputed_for(plain, sequences, choices)
         assert recomputed
         instance = replace(plain, recomputed=recomputed)
+        sequences = moved(sequences, plain, instance)
         schedule = instance.schedule_of(sequences)
         check(schedule)
         timeline = simulate(schedule, costs)
@@ -49,7 +51,7 @@ def test_tables_say_what_simulation_says(name: str, limit: float) -> None:
         assert evaluation is not None
         assert evaluation.value == pytest.approx(timeline.makespan)
         assert tuple(map(instance.peak, sequences)) == pytest.approx(timeline.peak_memory)
-        assert max(timeline.peak_memory) <= memory < plain.peak(sequences[0])
+        assert max(timeline.peak_memory) <= memory < plain.peak(order[0])
         assert timeline.peak_bytes["device"] == pytest.approx(timeline.peak_memory)
         values.add(evaluation.value)
     assert len(values) > 2
