@@ -225,8 +225,7 @@ class SearchDriver:
         starts.append(start)
         if instance.nodes <= LARGEST_WALKED and not self.pairs:
             self.seeds.setdefault(instance, []).append((start.value, instance, sequences))
-        if self.incumbent.improves(start.value):
-            self.incumbent.offer(start.value, origin, instance, start.sequences)
+        self.incumbent.offer(start.value, origin, instance, start.sequences)
 
     def _improve(self, starts: list[WarmStart]) -> None:
         """Improve the starts, search for a period, and restart, until the budget is spent or the bound reached."""
@@ -368,6 +367,13 @@ class WarmStart:
     origin: str
     search: TabuSearch | None = None
 
+    def tabu(self, random: Random, pairs: bool = False) -> TabuSearch:
+        """Return the tabu search that improves these sequences."""
+        if self.search is None:
+            alone = WITH_WHOLE if self.instance.table.saved else WITHOUT_PAIRS
+            self.search = TabuSearch(self.instance, self.sequences, random, WITH_PAIRS if pairs else alone)
+        return self.search
+
 
 class Portfolio:
     """The walks of one search.
@@ -446,12 +452,9 @@ class Portfolio:
                 self.incumbent.offer(value, start.origin, start.instance, sequences)
             return budget.in_time
 
-        if start.search is None:
-            alone = WITH_WHOLE if start.instance.table.saved else WITHOUT_PAIRS
-            parameters = WITH_PAIRS if self.driver.pairs else alone
-            start.search = TabuSearch(start.instance, start.sequences, self.driver.random, parameters)
-        start.search.walk(moves, self.incumbent.bounds[start.instance], carry_on)
-        start.value = start.search.value
+        search = start.tabu(self.driver.random, self.driver.pairs)
+        search.walk(moves, self.incumbent.bounds[start.instance], carry_on)
+        start.value = search.value
         if moves == whole:
             self.driver.merge_backwards()
 

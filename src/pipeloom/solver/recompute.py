@@ -20,7 +20,6 @@ from pipeloom.solver.construct import LARGEST_WALKED, plain_orders, sequences_of
 from pipeloom.solver.driver import WarmStart, best_of, warm_start
 from pipeloom.solver.incumbent import Budget, Incumbent
 from pipeloom.solver.instance import Instance, Recomputation, Sequences
-from pipeloom.solver.tabu import WITH_WHOLE, WITHOUT_PAIRS, TabuSearch
 
 # Orders that are improved in turn: more share the moves.
 WALKED_ORDERS = 4
@@ -104,22 +103,18 @@ def search_with_recomputation(
 def _walked(start: WarmStart, incumbent: Incumbent, budget: Budget, random: Random) -> WarmStart:
     """Improve the order of a start for a turn, decide again what is recomputed, and return the better of both."""
     instance = start.instance
-    if start.search is None:
-        parameters = WITH_WHOLE if instance.table.saved else WITHOUT_PAIRS
-        start.search = TabuSearch(instance, start.sequences, random, parameters)
-    before = budget.used
+    search, before = start.tabu(random), budget.used
 
     def carry_on(best: Sequences, value: float, done: int) -> bool:
         budget.used = before + done
         return budget.in_time
 
     moves = max(0, min(NODES_OF_A_TURN // instance.nodes, budget.allowed - budget.used))
-    start.search.walk(moves, incumbent.bound, carry_on)
-    start.value = start.search.value
-    if incumbent.improves(start.value):
-        incumbent.offer(start.value, start.origin, instance, start.search.best)
+    search.walk(moves, incumbent.bound, carry_on)
+    start.value = search.value
+    incumbent.offer(start.value, start.origin, instance, search.best)
     plain, origin = replace(instance, recomputed=()), start.origin.removesuffix(SUFFIX)
-    again = _started(plain, moved(start.search.best, instance, plain), origin, incumbent)
+    again = _started(plain, moved(search.best, instance, plain), origin, incumbent)
     return min([start, *again], key=lambda one: one.value)
 
 
@@ -135,8 +130,7 @@ def _started(instance: Instance, sequences: Sequences, origin: str, incumbent: I
         if start is not None:
             starts.append(start)
             incumbent.bounds.setdefault(start.instance, incumbent.bounds[instance])
-            if incumbent.improves(start.value):
-                incumbent.offer(start.value, start.origin, start.instance, start.sequences)
+            incumbent.offer(start.value, start.origin, start.instance, start.sequences)
     return starts
 
 
@@ -176,11 +170,8 @@ def recomputed_for(
                 before, running = size(f), size(f, "unsaved")
                 chosen_steps[f] = step
                 gain = size(f) - before
-                peak -= gain
-                if f != node:
-                    level -= gain
-                else:
-                    peak += size(f, "unsaved") - running
+                level -= gain * (f != node)  # which is added when it ends
+                peak -= gain - (f == node) * (size(f, "unsaved") - running)
             level += table.change[operation] - (size(node) if kind == 0 else 0.0)
             if kind == 1:
                 level += size(forward)
