@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import pipeloom as pl
@@ -51,6 +52,34 @@ SHORTER = [
 ]
 """The same for the README, whose runs are of a few milliseconds a step."""
 PRINTED = {
+    "from_papers.md": [
+        "gpipe                2        27        3.5000 ",
+        "gpipe                8        45        0.8750 ",
+        "gpipe           21  0.7500  0.4286  0.4286      21     24   1x     4     4\n",
+        "1f1b            21  0.7500  0.4286  0.4286      21     24   1x     4   2.5\n",
+        "rank 0  F F F F F F ··B── F B── F B── F B── F B── ··B── ··B── B── B── B──\n"
+        "        0 1 2 0 1 2   0   3 1   4 2   3 0   4 1     2     3   4   3   4\n",
+        " E 0-1 | 8-9\n",
+        "36 figures equal to four decimals, 0 better, 0 worse",
+        "   0    36    12        0       8          4  11 = 5.5 full-rank\n",
+        "   0    36    11        0       8          3  12 = 6 full-rank\n",
+        "   0    36     6        0       2          4  12 = 6 full-rank\n",
+        "rounds=paper\n                24  0.3333",
+        "rounds=tail\n                21  0.1667",
+        "v = 9 for p = 4, v = 7 for p = 8, v = 6.429 for p = 16",
+        "GPT-175B       8   8             dualpipe       3       1            9     2 x",
+        "interleaved-overlap   2.625   0.875        8.875     1 x",
+        "\n1.5                          12           7                   6.5\n",
+        "8 of 8 experts in this process",
+        "\nparameters           15.0\n",
+        "\nparameters            7.9     7.1\n",
+        "\nparameters            4.2     3.7     3.7     3.4\n",
+        "\nparameters            2.6     2.0 ",
+        "no layout of llama3-70b fits into 74.5 GiB on 8 devices; the smallest needs about 152.0 GiB",
+        "  576 KiB in 90 ",
+        "  720 KiB in 225 ",
+        "sends 128 values per token as columns with gathered output, 160 as rows",
+    ],
     "README.md": ["63.0 0.16666666666666666 (12, 10, 8, 6)", "step 19 loss"],
     "schedules.md": ["(5, 5, 5, 2) 130.0 130.0"],
     "tutorial.md": ["eager:extra=2", "prediction: costs of", "the schedule deadlocks; the shortest cycle"],
@@ -94,6 +123,15 @@ def experts() -> dict[str, Any]:
     return {"shape": SHAPE, "seed": 0, "spread": None} | segmented | runpy.run_path("my_experts.py")
 
 
+def papers() -> dict[str, Any]:
+    return {
+        "model": nn.Linear(8, 1),
+        "loss": nn.functional.mse_loss,
+        "batches": [(torch.rand(3, 8), torch.rand(3, 1))],
+        "dist": dist,
+    }
+
+
 def parallel() -> dict[str, Any]:
     sizes = dict(hidden=32, heads=4, kv_heads=2, width=8, inner=64, shape=SHAPE, seed=0, x=torch.rand(2, 8, 32))
     tensor = linear.TensorParallel(Mesh.of(MeshShape(pp=2, dp=2, tp=2)).tp)
@@ -104,6 +142,7 @@ PYTHON: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
     "README.md": (2, dict),
     "checkpoints.md": (2, checkpoints),
     "experts.md": (1, experts),
+    "from_papers.md": (2, papers),
     "hugging_face.md": (4, lambda: dict(BATCH)),
     "long_sequences.md": (4, dict),
     "own_model.md": (2, own_model),
@@ -111,6 +150,14 @@ PYTHON: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
     "schedules.md": (2, dict),
 }
 """Page -> the processes that run its Python blocks, and the names that its blocks use and do not define."""
+
+
+FIGURES = {"from_papers.md"}
+"""Pages on which each command prints the numbers of its comment."""
+
+
+def numbers(text: str) -> set[float]:
+    return {float(number) for number in re.findall(r"(?<![A-Za-z\d.])\d+(?:\.\d+)?", re.sub(r"exit code \d", "", text))}
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +209,7 @@ def test_the_blocks_of_a_page_run_in_order(
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(launch, "subprocess", FORKING)
+    monkeypatch.setenv("COLUMNS", "80")
     printed = ""
     for block in blocks(PAGES[name]):
         if block.skipped:
@@ -173,7 +221,10 @@ def test_the_blocks_of_a_page_run_in_order(
             world, prepare = PYTHON.get(name, (1, dict))
             printed += run_ranks(run_python, world, block.text, prepare)[0]
         elif block.language == "sh":
-            printed += run_console(block.text, SHORTER if checkout else CHANGES)
+            for text in block.text.splitlines() if name in FIGURES else [block.text]:
+                output = run_console(text, SHORTER if checkout else CHANGES)
+                assert name not in FIGURES or numbers(text.partition("#")[2]) <= numbers(output), text
+                printed += output
         elif block.language == "toml":
             Path("block.toml").write_text(block.text, "utf-8")
             load_layout("block.toml")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from pipeloom.cli import app
+from pipeloom.errors import PipeloomError
 
 _FENCE = re.compile(r"(?:^<!-- (.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -46,6 +47,8 @@ def blocks(page: Path) -> list[Block]:
 def run_console(text: str, changes: Sequence[tuple[str, str]]) -> str:
     """Run the commands of a block in the working directory, and return what they print on standard output.
 
+    A command whose comment begins with "exit code N" must be refused with this code, and prints its error.
+
     Args:
         changes: (pattern, words): words that are added to the commands in which the pattern is found.
     """
@@ -72,8 +75,11 @@ def _run(words: Sequence[str], variables: dict[str, str], line: str) -> str:
         return output.getvalue()
     assert words[0] == "pipeloom", line
     result = CliRunner(env=variables).invoke(app, words[1:])
-    assert result.exit_code == 0, f"{line}\n{result.output}\n{result.exception!r}"
-    return result.stdout
+    error = result.exception if isinstance(result.exception, PipeloomError) else None
+    refused = re.search(r"# exit code (\d+)", line)
+    code = result.exit_code if error is None else error.exit_code
+    assert code == int(refused[1] if refused else 0), f"{line}\n{result.output}\n{result.exception!r}"
+    return result.stdout if error is None else f"{result.stdout}{error}\n"
 
 
 def run_python(rank: int, text: str, prepare: Callable[[], dict[str, Any]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,12 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from documents import blocks
+from paths import ROOT
 from pipeloom.config import MeshShape
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
 from pipeloom.parallel.buckets import BucketParameter
 from pipeloom.parallel.data import AFTER_TIES, GradientSync, allreduce_gradients
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding, Shard
+from pipeloom.runtime import Pipeline
+from pipeloom.schedules import gpipe
 from processes import run_ranks
 
 pytestmark = pytest.mark.core
@@ -237,6 +242,36 @@ def by_hand(rank: int) -> None:
         assert (parameter.grad is None) == (wanted is None), name
         if parameter.grad is not None and wanted is not None:
             torch.testing.assert_close(parameter.grad.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def averaged(rank: int) -> None:
+    """The loop of docs/from_papers.md, and DistributedDataParallel and a Pipeline, both under no_sync but for the last batch."""
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
+    by_loop, by_ddp, by_pipeline = (copy.deepcopy(start) for _ in range(3))
+    data = torch.randn(3, 2, 5, 9)[:, rank]  # batches of this rank: inputs, and a target
+    batches = [(rows[:, :8], rows[:, 8:]) for rows in data]
+    loss = nn.functional.mse_loss
+
+    (block,) = [block for block in blocks(ROOT / "docs" / "from_papers.md") if block.language == "python"]
+    exec(block.text, {"batches": batches, "model": by_loop, "loss": loss, "dist": dist})
+
+    model = nn.parallel.DistributedDataParallel(by_ddp)
+    pipeline = Pipeline([by_pipeline], gpipe(1, 1), loss=loss, mesh=Mesh.of(MeshShape(dp=2)))
+    for number, (inputs, targets) in enumerate(batches):
+        last = number == len(batches) - 1
+        with contextlib.nullcontext() if last else model.no_sync():
+            loss(model(inputs), targets).backward()
+        with contextlib.nullcontext() if last else pipeline.no_sync():
+            pipeline.step(inputs, targets)
+    pipeline.close()
+    for mine, ddp, piped in zip(by_loop.parameters(), by_ddp.parameters(), by_pipeline.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, ddp.grad)
+        torch.testing.assert_close(piped.grad, ddp.grad)
+
+
+def test_averages_by_hand_are_those_of_ddp_and_of_a_pipeline() -> None:
+    run_ranks(averaged, 2)
 
 
 def two(rank: int) -> None:
