@@ -21,9 +21,9 @@ _PARTS = {"pp": ("pp",), "dp": ("edp", "ep"), "edp": ("edp",), "ep": ("ep",), "t
 
 
 def uneven_parts(count: int, ranks: int) -> tuple[int, ...]:
-    """Return parts of count // ranks, the last with the remainder."""
+    """Return parts of count // ranks, the last with the remainder; of fewer than `ranks`, the first ranks have one each."""
     base = count // ranks
-    return (*(base,) * (ranks - 1), count - base * (ranks - 1))
+    return (1,) * count + (0,) * (ranks - count) if not base else (*(base,) * (ranks - 1), count - base * (ranks - 1))
 
 
 class Place(NamedTuple):

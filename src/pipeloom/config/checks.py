@@ -338,13 +338,11 @@ def _the_vocabulary_can_be_spread(config: Config) -> Iterator[Problem]:
         if "vocabulary" in words:
             yield "schedule.transforms", 'vocabulary: set parallel.vocabulary = "pp" to spread the output layer'
         return
-    ranks = parallel.pp * parallel.tp
     for holds, reason in (
         (parallel.pp == 1, 'there is one pipeline rank; set parallel.pp to 2 or more, or use "last"'),
         (model.num_nextn_predict_layers > 0, "it runs once a micro-batch; set model.num_nextn_predict_layers = 0"),
         (config.train.reproducible, "its sums depend on the number of ranks; set train.reproducible = false"),
         (schedule.name == "search", "a searched schedule runs as the search found it; name a family, such as 1f1b"),
-        (model.vocab_size < ranks, f"model.vocab_size {model.vocab_size} is below the number of ranks, {ranks}"),
     ):
         if holds:
             yield "parallel.vocabulary", reason

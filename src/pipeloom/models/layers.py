@@ -123,7 +123,7 @@ def _fill(
     )
     numbers = torch.arange(math.prod(leading)).view(leading)
     rows = shard_of(numbers, row_cuts, index).flatten()  # which of the whole matrix's rows are here, ascending
-    height, part = max(BLOCK // width, 1), parameter.view(rows.numel(), -1)
+    height, part = max(BLOCK // width, 1), parameter.view(rows.numel(), parameter.shape[-1])
     generator, buffer = torch.Generator(), torch.empty(min(height, numbers.numel()), width)
     for block in torch.unique(rows.div(height, rounding_mode="floor")).tolist():
         first = block * height

@@ -76,7 +76,7 @@ def not_a_view(out: Tensor) -> Tensor:
 
 def as_rows(x: Tensor) -> Tensor:
     """[..., n] -> [rows, n]."""
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])  # torch infers no size where n is 0
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor:

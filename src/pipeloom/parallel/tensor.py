@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pipeloom.errors import ArgumentError, divisors, nearest
-from pipeloom.mesh_shape import uneven_parts
 from pipeloom.ops.deferred import (
     DeferringLayer,
     WeightGradContext,
@@ -71,12 +70,6 @@ class TensorParallel:
             near = nearest(self.size, divisors(count))
             raise ArgumentError("tp", f"={self.size} does not divide {count} {what}; {near}")
         return (count // self.size,) * self.size
-
-    def split_unevenly(self, count: int) -> tuple[int, ...]:
-        """Return parts of count // size, the last with the remainder. Raises ArgumentError if `count` is less than `size`."""
-        if count < self.size:
-            raise ArgumentError("tp", f"={self.size} is more than a vocabulary of {count}; nearest: {count}")
-        return uneven_parts(count, self.size)
 
 
 def if_parallel(tensor: TensorParallel | None) -> TensorParallel | None:
@@ -489,7 +482,7 @@ def start_input_gradient(
     rows = matmul(as_rows(gradients[0]), adjoint(weights[0].to(gradients[0].dtype)))
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
         addmm(rows, as_rows(gradient), adjoint(weight.to(gradient.dtype)))
-    dx = rows.view(*gradients[0].shape[:-1], -1)
+    dx = rows.view(*gradients[0].shape[:-1], rows.shape[-1])
     return start_reduce_scatter(dx, tensor.axis) if tensor.sequence else _start_sum(dx, tensor)
 
 

@@ -1,7 +1,8 @@
 """Vocabulary parallelism: embedding, output layer and cross entropy sharded over the tensor-parallel ranks.
 
-Each rank holds vocabulary // size rows of a weight [vocabulary, width]; the last rank also holds the remainder. In training no
-rank ever holds a full tensor [tokens, vocabulary] (Megatron-LM, arXiv 1909.08053, section 3).
+Each rank holds vocabulary // size rows of a weight [vocabulary, width]; the last rank also holds the remainder. Where there are
+fewer rows than ranks, the last ranks hold none. In training no rank ever holds a full tensor [tokens, vocabulary] (Megatron-LM,
+arXiv 1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pipeloom.errors import UsageError
+from pipeloom.mesh_shape import uneven_parts
 from pipeloom.parallel.collectives import start_all_reduce, start_gather_columns
 from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.sharding import ParameterSharding, Shard
@@ -36,7 +38,7 @@ class VocabularyEmbedding(nn.Module):
         super().__init__()
         self.tensor = tensor
         self.vocabulary = vocabulary
-        self.parts = tensor.split_unevenly(vocabulary)
+        self.parts = uneven_parts(vocabulary, tensor.size)
         self.weight = nn.Parameter(torch.empty(self.parts[tensor.index], width))
 
     def sharding(self) -> Mapping[str, ParameterSharding]:
@@ -44,10 +46,8 @@ class VocabularyEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the embeddings. Raises UsageError for a token outside the vocabulary; on CUDA a device-side assertion fails."""
-        _refuse_outside(tokens, self.vocabulary, "token")
-        local, outside = _local(tokens, self.parts, self.tensor.index)
-        rows = F.embedding(local, self.weight).masked_fill(outside.unsqueeze(-1), 0)
-        return sum_over_ranks(rows, self.tensor)
+        rows, outside = _look_up(self.weight, sum(self.parts[: self.tensor.index]), tokens, self.vocabulary)
+        return sum_over_ranks(rows.masked_fill(outside.unsqueeze(-1), 0), self.tensor)
 
 
 class VocabularyHead(ColumnLinear):
@@ -58,7 +58,7 @@ class VocabularyHead(ColumnLinear):
     """
 
     def __init__(self, width: int, vocabulary: int, tensor: TensorParallel) -> None:
-        super().__init__(width, tensor.split_unevenly(vocabulary), tensor)
+        super().__init__(width, uneven_parts(vocabulary, tensor.size), tensor)
 
 
 def cross_entropy(
@@ -81,7 +81,7 @@ def cross_entropy(
 
     Raises UsageError for a target outside the vocabulary (on CUDA a device-side assertion fails).
     """
-    call = _LossCall(tensor.axis, tensor.split_unevenly(vocabulary), label_smoothing)
+    call = _LossCall(tensor.axis, uneven_parts(vocabulary, tensor.size), label_smoothing)
     total = (targets != IGNORED).sum() if count is None else count
     return _CrossEntropy.apply(logits, targets.flatten(), total, call)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -89,7 +89,7 @@ def cross_entropy(
 @torch.no_grad()
 def whole_logits(logits: Tensor, tensor: TensorParallel, vocabulary: int) -> Tensor:
     """Gather logits [..., local vocabulary] to [..., vocabulary] on every rank; meant for the few positions of sampling."""
-    return torch.cat(start_gather_columns(logits, tensor.axis, tensor.split_unevenly(vocabulary)).wait(), -1)
+    return torch.cat(start_gather_columns(logits, tensor.axis, uneven_parts(vocabulary, tensor.size)).wait(), -1)
 
 
 class VocabularyShare(nn.Module):
@@ -137,10 +137,7 @@ class VocabularyShare(nn.Module):
 
         Raises UsageError for a token outside the vocabulary; on CUDA a device-side assertion fails.
         """
-        _refuse_outside(tokens, self.vocabulary, "token")
-        local = tokens - self.first
-        outside = (local < 0) | (local >= len(self.weight))
-        return F.embedding(local.masked_fill(outside, 0), self.weight), outside
+        return _look_up(self.weight, self.first, tokens, self.vocabulary)
 
 
 @dataclass(frozen=True)
@@ -161,16 +158,16 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, total: Tensor, call: _LossCall) -> Tensor:
         counts = targets != IGNORED
         _refuse_outside(torch.where(counts, targets, 0), call.vocabulary, "target")
-        local, outside = _local(targets, call.parts, call.axis.index)
         work = _shifted(logits, call.axis)
-        target_logits = work.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill_(outside, 0)
+        place, outside = places_in(targets, sum(call.parts[: call.axis.index]), work.shape[-1])
+        target_logits = work.gather(-1, place).sum(-1).masked_fill_(outside, 0)
         smooth = [work.sum(-1)] if call.smoothing else []
         sums = start_all_reduce(torch.stack([target_logits, work.exp_().sum(-1), *smooth]), call.axis).wait()
         losses = sums[1].log() - (1 - call.smoothing) * sums[0]
         if call.smoothing:
             losses -= call.smoothing / call.vocabulary * sums[2]
         # A copy of the one row, since a view would keep the other sums alive until the backward.
-        ctx.save_for_backward(work, sums[1].clone(), local, outside, counts, total)
+        ctx.save_for_backward(work, sums[1].clone(), place, outside, counts, total)
         ctx.call, ctx.shape, ctx.dtype = call, logits.shape, logits.dtype
         return losses.masked_fill_(~counts, 0).sum() / total
 
@@ -178,14 +175,14 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Compute p - q of each token in place of the exponentials; it can neither run twice nor be differentiated."""
-        work, exponentials, local, outside, counts, total = ctx.saved_tensors
+        work, exponentials, place, outside, counts, total = ctx.saved_tensors
         call: _LossCall = ctx.call
         scale = gradients[0] / total * counts
         work.mul_((scale / exponentials).unsqueeze(-1))
         if call.smoothing:
             work.sub_(scale.unsqueeze(-1) * (call.smoothing / call.vocabulary))
         hit = (scale * (call.smoothing - 1)).masked_fill(outside, 0)
-        work.scatter_add_(-1, local.unsqueeze(-1), hit.unsqueeze(-1))
+        work.scatter_add_(-1, place, hit.unsqueeze(-1))
         return work.view(ctx.shape).to(ctx.dtype), None, None, None
 
 
@@ -193,15 +190,38 @@ def _shifted(logits: Tensor, axis: Axis) -> Tensor:
     """Return a copy [tokens, local vocabulary] of the logits minus each token's maximum over all ranks, in at least fp32."""
     rows = logits.detach().flatten(0, -2)
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
-    largest = start_all_reduce(wide.amax(-1), axis, dist.ReduceOp.MAX).wait()
+    largest = start_all_reduce(largest_of(wide), axis, dist.ReduceOp.MAX).wait()
     return wide.sub_(largest.unsqueeze(-1))
 
 
-def _local(ids: Tensor, parts: Sequence[int], index: int) -> tuple[Tensor, Tensor]:
-    """Return (row of each id in this rank's part, 0 for ids outside of it; mask of the ids outside of it)."""
-    local = ids - sum(parts[:index])
-    outside = (local < 0) | (local >= parts[index])
-    return local.masked_fill(outside, 0), outside
+def largest_of(rows: Tensor) -> Tensor:
+    """[tokens, columns] -> the largest of each row; of a share without columns -inf, which no maximum over shares keeps."""
+    return rows.amax(-1) if rows.shape[-1] else rows.new_full(rows.shape[:-1], -torch.inf)
+
+
+def places_in(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return (place of each id in a share [..., 1], 0 for an id of another one; whether it is of another: [...]).
+
+    Places in a share of nothing are [..., 0]: `gather` reads nothing there, and `scatter_add_` adds nothing.
+
+    Args:
+        first, count: the ids of the share.
+    """
+    local = ids - first
+    outside = (local < 0) | (local >= count)
+    return local.masked_fill(outside, 0).unsqueeze(-1)[..., :count], outside
+
+
+def rows_at(weight: Tensor, places: Tensor) -> Tensor:
+    """Return the rows [..., width] of a share's weight at `places`, as of `places_in`; zeros where it has none."""
+    return F.embedding(places.sum(-1), weight if len(weight) else F.pad(weight, (0, 0, 0, 1)))
+
+
+def _look_up(weight: Tensor, first: int, tokens: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Return (the tokens' rows of a share, any row for a token of another share; whether it is of another)."""
+    _refuse_outside(tokens, vocabulary, "token")
+    places, outside = places_in(tokens, first, len(weight))
+    return rows_at(weight, places), outside
 
 
 def _refuse_outside(ids: Tensor, vocabulary: int, what: str) -> None:

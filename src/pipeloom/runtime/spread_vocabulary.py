@@ -22,7 +22,7 @@ from pipeloom.mesh_shape import uneven_parts
 from pipeloom.ops.layer import Layer
 from pipeloom.parallel.collectives import carrier_of
 from pipeloom.parallel.mesh import Axis, Mesh, group_of_members
-from pipeloom.parallel.vocabulary import IGNORED, VocabularyShare
+from pipeloom.parallel.vocabulary import IGNORED, VocabularyShare, largest_of, places_in, rows_at
 from pipeloom.schedule.model import Schedule, parts
 
 
@@ -66,7 +66,7 @@ class _Tokens:
         logits: of the share, with their graph.
         powers: exp(logits - largest), [tokens, rows].
         facts: the largest logit; then the target's logit, the sum of the powers and that of the logits: [4, tokens].
-        row, outside: the target's row in this share, and whether it is in another.
+        place, outside: of the target in this share, and whether it is in another (`places_in`).
         counts: whether the target counts.
         part: this share's part of the input gradient, of one reduction: the powers times the weight.
         factor: of the powers, so that they sum to one over the ranks.
@@ -77,7 +77,7 @@ class _Tokens:
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
     powers: Tensor = field(default_factory=lambda: torch.empty(0))
     facts: Tensor = field(default_factory=lambda: torch.empty(0))
-    row: Tensor = field(default_factory=lambda: torch.empty(0))
+    place: Tensor = field(default_factory=lambda: torch.empty(0))
     outside: Tensor = field(default_factory=lambda: torch.empty(0))
     counts: Tensor = field(default_factory=lambda: torch.empty(0))
     part: Tensor | None = None
@@ -215,11 +215,9 @@ class SpreadVocabulary:
             rows = tokens.logits.detach().flatten(0, -2)
             rows = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
             tokens.counts = flat != IGNORED
-            local = flat - share.first
-            tokens.outside = (local < 0) | (local >= rows.shape[1])
-            tokens.row = local.masked_fill(tokens.outside, 0).unsqueeze(-1)
-            hits = rows.gather(-1, tokens.row).squeeze(-1).masked_fill_(tokens.outside, 0)
-            largest, total = rows.amax(-1), rows.sum(-1)
+            tokens.place, tokens.outside = places_in(flat, share.first, rows.shape[1])
+            hits = rows.gather(-1, tokens.place).sum(-1).masked_fill_(tokens.outside, 0)
+            largest, total = largest_of(rows), rows.sum(-1)
             tokens.powers = rows.sub_(largest.unsqueeze(-1)).exp_()
             tokens.facts = torch.stack([largest, hits, tokens.powers.sum(-1), total])
             if training and self.fused:
@@ -263,7 +261,7 @@ class SpreadVocabulary:
         else:
             assert tokens.part is not None
             smoothing, weight = share.label_smoothing, share.weight
-            hit = weight[tokens.row.squeeze(-1)].masked_fill_(tokens.outside.unsqueeze(-1), 0).mul_(1 - smoothing)
+            hit = rows_at(weight, tokens.place).masked_fill_(tokens.outside.unsqueeze(-1), 0).mul_(1 - smoothing)
             if smoothing:
                 hit += smoothing / share.vocabulary * weight.sum(0)
             rows = (tokens.part * tokens.factor.unsqueeze(-1)).sub_(hit).mul_(tokens.scale.unsqueeze(-1))
@@ -321,7 +319,7 @@ class SpreadVocabulary:
             if smoothing:
                 rows -= (smoothing / self.share.vocabulary * tokens.scale).unsqueeze(-1)
             hit = (tokens.scale * (smoothing - 1)).masked_fill(tokens.outside, 0)
-            rows.scatter_add_(-1, tokens.row, hit.unsqueeze(-1))
+            rows.scatter_add_(-1, tokens.place, hit.unsqueeze(-1))
         logits = tokens.logits
         if logits.requires_grad:  # else the weight is frozen, and S computed the input gradient
             torch.autograd.backward([logits], [rows.view(logits.shape).to(logits.dtype)])

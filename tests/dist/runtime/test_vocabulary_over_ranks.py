@@ -17,7 +17,7 @@ from pipeloom.schedule.families import build
 from pipeloom.schedule.transforms import transformed
 from processes import run_ranks
 
-WIDTH, VOCABULARY, ROWS, LENGTH, PADDING = 8, 11, 12, 3, 7
+WIDTH, ROWS, LENGTH = 8, 12, 3
 COSTS = Costs(scores=0.5, scores_grad=0.5, combine=0.1)
 
 
@@ -31,43 +31,51 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-def model(blocks: int, embedding: str) -> tuple[list[Any], torch.Tensor]:
+def model(blocks: int, embedding: str, vocabulary: int) -> tuple[list[Any], torch.Tensor]:
     """The embedding (a "spread" one is narrower than the blocks) and blocks, and the output weight."""
     torch.manual_seed(0)
-    rows = nn.Embedding(VOCABULARY, WIDTH - 2 * (embedding == "spread"), PADDING)
-    return [rows, *(Block() for _ in range(blocks))], torch.randn(VOCABULARY, WIDTH)
+    rows = nn.Embedding(vocabulary, WIDTH - 2 * (embedding == "spread"), 2 * vocabulary // 3)
+    return [rows, *(Block() for _ in range(blocks))], torch.randn(vocabulary, WIDTH)
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
+def batch(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and targets: one micro-batch (of 2 rows) has none that counts, and others have different numbers."""
     torch.manual_seed(1)
-    tokens, targets = torch.randint(VOCABULARY, (2, ROWS, LENGTH))
+    tokens, targets = torch.randint(vocabulary, (2, ROWS, LENGTH))
     targets[2:4], targets[7, 1:] = -100, -100
     return tokens, targets
 
 
 def pipeline_of(
-    rank: int, words: list[str], embedding: str, plain: Schedule, smoothing: float, **options: Any
+    rank: int, words: list[str], embedding: str, plain: Schedule, smoothing: float, vocabulary: int, **options: Any
 ) -> Pipeline:
     """A pipeline whose embedding is that of the first layer, spread like the output layer, or tied to it."""
-    layers, weight = model(plain.positions - 1, embedding)
+    layers, weight = model(plain.positions - 1, embedding, vocabulary)
     trunk = [Layer(f"layer{at}", lambda layer=layer: layer) for at, layer in enumerate(layers)]
     shares = [vocabulary_share("head", weight, rank, plain.ranks, smoothing)]
     if embedding != "whole":
         trunk[0] = Layer("rows", nn.Identity)
         rows = layers[0].weight.detach()
-        first = vocabulary_share("layer0", rows, rank, plain.ranks, smoothing, embeds=True, padding=PADDING)
+        first = vocabulary_share("layer0", rows, rank, plain.ranks, smoothing, embeds=True, padding=2 * vocabulary // 3)
         shares = [first] if embedding == "tied" else [first, *shares]
     return Pipeline([*trunk, *shares], transformed(plain, words, COSTS), loss=nn.functional.cross_entropy, **options)
 
 
 def on_one_rank(
-    rank: int, name: str, ranks: int, chunks: int | None, slices: int, form: str, smoothing: float, embedding: str
+    rank: int,
+    name: str,
+    ranks: int,
+    chunks: int | None,
+    slices: int,
+    form: str,
+    smoothing: float,
+    embedding: str,
+    vocabulary: int,
 ) -> Any:
     plain = build(name, ranks, ROWS // 2, chunks, {"slices": slices})
     words = [f"vocabulary={form}", *(["embedding"] if embedding != "whole" else [])]
-    pipeline = pipeline_of(rank, words, embedding, plain, smoothing)
-    tokens, targets = batch()
+    pipeline = pipeline_of(rank, words, embedding, plain, smoothing, vocabulary)
+    tokens, targets = batch(vocabulary)
     losses = [pipeline.step(tokens, targets).item() for _ in range(2)]
     gradients = {key: parameter.grad.tolist() for key, parameter in pipeline.named_parameters()}
     with torch.no_grad():
@@ -77,22 +85,32 @@ def on_one_rank(
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "chunks", "slices", "form", "smoothing", "embedding"),
+    ("name", "ranks", "chunks", "slices", "form", "smoothing", "embedding", "vocabulary"),
     [
-        ("1f1b", 2, None, 1, "fused", 0.0, "tied"),
-        ("1f1b", 4, None, 1, "two", 0.1, "spread"),
-        ("interleaved", 2, 2, 1, "two", 0.0, "whole"),
-        ("zbv", 4, 2, 1, "fused", 0.1, "tied"),
-        ("1f1b", 2, None, 3, "fused", 0.1, "tied"),
-        ("interleaved", 2, 2, 2, "two", 0.0, "spread"),
+        ("1f1b", 2, None, 1, "fused", 0.0, "tied", 11),
+        ("1f1b", 4, None, 1, "two", 0.1, "spread", 11),
+        ("interleaved", 2, 2, 1, "two", 0.0, "whole", 11),
+        ("zbv", 4, 2, 1, "fused", 0.1, "tied", 11),
+        ("1f1b", 2, None, 3, "fused", 0.1, "tied", 11),
+        ("interleaved", 2, 2, 2, "two", 0.0, "spread", 11),
+        ("1f1b", 4, None, 1, "fused", 0.1, "spread", 3),
+        ("1f1b", 4, None, 1, "two", 0.1, "tied", 3),
+        ("zbv", 4, 2, 1, "two", 0.0, "whole", 2),
     ],
 )
 def test_loss_and_gradients(
-    name: str, ranks: int, chunks: int | None, slices: int, form: str, smoothing: float, embedding: str
+    name: str,
+    ranks: int,
+    chunks: int | None,
+    slices: int,
+    form: str,
+    smoothing: float,
+    embedding: str,
+    vocabulary: int,
 ) -> None:
-    layers, weight = model(ranks * (chunks or 1) - 1, embedding)
+    layers, weight = model(ranks * (chunks or 1) - 1, embedding, vocabulary)
     head: Any = layers[0].weight if embedding == "tied" else weight.requires_grad_()
-    tokens, targets = batch()
+    tokens, targets = batch(vocabulary)
 
     def loss(epsilon: float) -> torch.Tensor:
         logits = nn.Sequential(*layers)(tokens) @ head.T
@@ -102,13 +120,13 @@ def test_loss_and_gradients(
         loss(smoothing).backward()
     expected = {f"layer{at}.{key}": p.grad for at, layer in enumerate(layers) for key, p in layer.named_parameters()}
     expected |= {} if embedding == "tied" else {"head.weight": head.grad}
-    results = run_ranks(on_one_rank, ranks, name, ranks, chunks, slices, form, smoothing, embedding)
+    results = run_ranks(on_one_rank, ranks, name, ranks, chunks, slices, form, smoothing, embedding, vocabulary)
     shares = {"tied": ["layer0.weight"], "whole": ["head.weight"], "spread": ["layer0.weight", "head.weight"]}[
         embedding
     ]
     gradients = {key: torch.tensor(value) for _, part, _ in results for key, value in part.items()}
     for key in shares:
-        gradients[key] = torch.cat([torch.tensor(part[key]) for _, part, _ in results])
+        gradients[key] = torch.cat([torch.tensor(part[key]).view(-1, expected[key].shape[1]) for _, part, _ in results])
     assert gradients.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(gradients[key], value, rtol=1e-5, atol=3e-6)
@@ -126,7 +144,7 @@ def refusals(rank: int) -> list[str]:
     plain, words = build("1f1b", 2, ROWS // 2), []
     for transforms, embedding in ((["vocabulary"], "spread"), (["vocabulary", "embedding"], "whole")):
         with pytest.raises(ConfigError) as refused:
-            pipeline_of(rank, transforms, embedding, plain, 0.0, options=RuntimeOptions(monitor=False))
+            pipeline_of(rank, transforms, embedding, plain, 0.0, 11, options=RuntimeOptions(monitor=False))
         words.append(str(refused.value))
     return words
 
