@@ -215,7 +215,7 @@ def _exchange_and_sum(parts: Tensor, axis: Axis) -> PendingCollective[Tensor]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.flatten(0, -2)
+    return x.view(-1, x.shape[-1])
 
 
 def _multiples(count: int, of: int) -> list[int]:

@@ -482,7 +482,7 @@ def start_input_gradient(
     rows = matmul(as_rows(gradients[0]), adjoint(weights[0].to(gradients[0].dtype)))
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
         addmm(rows, as_rows(gradient), adjoint(weight.to(gradient.dtype)))
-    dx = rows.view(*gradients[0].shape[:-1], rows.shape[-1])
+    dx = rows.view(*gradients[0].shape[:-1], -1)
     return start_reduce_scatter(dx, tensor.axis) if tensor.sequence else _start_sum(dx, tensor)
 
 

@@ -98,8 +98,8 @@ def refusals(tensor: TensorParallel, vocabulary: int) -> list[str]:
 
 
 def check_large_logits(tensor: TensorParallel, vocabulary: int) -> None:
-    """Logits whose exponentials overflow: the loss and its gradient are those of one process."""
-    full = normal(1, 5, vocabulary) * 1000
+    """Logits whose exponentials overflow, or all underflow: the loss and its gradient are those of one process."""
+    full = normal(1, 5, vocabulary) * 1000 - 5000
     targets = torch.arange(5).unsqueeze(0) % vocabulary
     reference = full.clone().requires_grad_()
     want = F.cross_entropy(reference.flatten(0, 1), targets.flatten())
