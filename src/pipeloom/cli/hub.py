@@ -106,7 +106,13 @@ def generate(
         Path,
         typer.Argument(metavar="DIR", help="A checkpoint, a run or a folder of runs, or a Hugging Face directory."),
     ],
-    prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="Text to continue; repeatable.")],
+    prompt: Annotated[
+        list[str],
+        typer.Option(
+            metavar="TEXT", help="A message to a model that has a chat template, else text to continue; repeatable."
+        ),
+    ],
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text without the chat template.")] = False,
     tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most new tokens per prompt.")] = 64,
     temperature: Annotated[
         float, typer.Option(metavar="T", help="Divisor of the logits; 0: always the most likely token.")
@@ -155,7 +161,7 @@ def generate(
         def show(part: str) -> None:
             print(printable(part), end="", flush=True)
 
-        results = continue_prompts(opened, pipeline, prompt, tokens, sampling, show if streams else None)
+        results = continue_prompts(opened, pipeline, prompt, tokens, sampling, show if streams else None, raw)
         pipeline.close()
         if streams:
             print(flush=True)

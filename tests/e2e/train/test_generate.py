@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import transformers
 
 from commands import pipeloom
+from corpora import tokenizer_directory
 from hf_families import MODEL_FAMILIES
 from pipeloom.config import load, load_layout
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
@@ -22,7 +24,7 @@ from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.save import write_whole
 from pipeloom.train.hub import conversion as hub
 from pipeloom.train.hub.families import SCHEDULES
-from pipeloom.train.hub.generate import Sampling, continue_prompts, extend, open_model
+from pipeloom.train.hub.generate import Sampling, continue_prompts, extend, open_model, text_of
 
 PROMPTS = [[5, 9, 11], [7, 8, 9, 10, 11, 12, 13], [3]]
 
@@ -112,9 +114,10 @@ def test_top_k_and_top_p_leave_the_likeliest_tokens() -> None:
     assert drawn(Sampling(0.0)) == {1}
 
 
-def written(folder: Path) -> Any:
+def written(folder: Path, vocabulary: int = 256) -> Any:
     torch.manual_seed(3)
-    config = transformers.LlamaConfig(**{**MODEL_FAMILIES["llama"].values, "vocab_size": 256, "eos_token_id": None})
+    values = {**MODEL_FAMILIES["llama"].values, "vocab_size": vocabulary, "eos_token_id": None}
+    config = transformers.LlamaConfig(**values)
     whole = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     whole.save_pretrained(folder)
     return whole
@@ -139,6 +142,36 @@ def test_the_command_gives_the_text_of_a_directory_and_of_its_checkpoint(
     assert row["tokens"] == want
     assert row["prompt"] == "ab"
     assert row["text"].startswith("ab")
+
+
+def test_a_prompt_is_a_message_where_the_directory_has_a_chat_template(tmp_path: Path) -> None:
+    """As `transformers` renders it; `--raw` takes it as it stands."""
+    folder = tokenizer_directory(tmp_path / "hub")
+    whole = written(folder, 300)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": "red"}], add_generation_prompt=True)["input_ids"]
+    plain = tokenizer("red", add_special_tokens=False)["input_ids"]
+    for flags, prompt in ((), asked), (("--raw",), plain):
+        ended = pipeloom("generate", str(folder), *flags, "--prompt", "red", "--tokens", "5", "--greedy", "--json")
+        assert ended.returncode == 0, ended.stderr
+        (row,) = json.loads(ended.stdout)["sequences"]
+        assert row["tokens"] == greedy(whole, prompt, 5)
+        assert row["text"] == tokenizer.decode([*prompt, *row["tokens"]])
+
+
+def test_a_checkpoint_on_plain_text_continues_it_and_an_imported_one_asks(tmp_path: Path) -> None:
+    folder = tokenizer_directory(tmp_path / "hub")
+    written(folder, 300)
+    imported = open_model(hub.import_directory(folder, tmp_path / "ckpt")[0], 1, {})
+    message = text_of(imported).encode("red")
+    assert message == text_of(open_model(folder, 1, {})).encode("red")
+    assert text_of(imported).decode(message) == "<s>[user] red\n[assistant] "
+    for chat, prompt in ((True, message), (False, text_of(imported, raw=True).encode("red"))):
+        assert text_of(replace(imported, chat=chat)).encode("red") == prompt
+    assert len(prompt) < len(message)
+    tokenizer_directory(folder, "{{ raise_exception('no message of the system') }}")
+    with pytest.raises(UsageError, match=r"refuses it: no message of the system; nearest: --raw"):
+        continue_prompts(imported, None, ["red"], 1, Sampling())  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_of_conversations_gets_its_prompts_as_messages_and_streams(tmp_path: Path) -> None:

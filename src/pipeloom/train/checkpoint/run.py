@@ -60,7 +60,7 @@ class RunFacts(BaseModel):
         data: digest of the data.
         config: the configuration, section by section.
         source: the Hugging Face directory that the weights were imported from.
-        chat: whether the data are conversations.
+        chat: whether the data are conversations; None: it was imported.
         replan: the schedule in its place, and the costs that it suits, where `schedule.replan` was on.
     """
 
@@ -74,7 +74,7 @@ class RunFacts(BaseModel):
     data: str | None = None
     config: dict[str, dict[str, Any]] = {}
     source: str | None = None
-    chat: bool = False
+    chat: bool | None = None
     replan: dict[str, Any] = {}
 
     @classmethod

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pipeloom.config import Config
 from pipeloom.errors import ConfigError, shortened
 from pipeloom.parallel.exchange import all_gather_json
+from pipeloom.runtime.batch import IGNORE_INDEX
 from pipeloom.train.data import cache, store
 from pipeloom.train.data.batches import (
     Batch,
@@ -64,11 +65,13 @@ class Data:
     template: Template | None = None
 
     def prompt(self, text: str) -> list[int]:
-        """Return the tokens of a prompt as in the data; of "", the start of the held-out text."""
+        """Return the tokens of a prompt as in the data; of "": the first held-out question, or the start of the held-out text."""
         if text:  # the vocabulary may contain none of its characters
             return prompt_tokens(text, self.tokenizer, self.template) or [0]
-        row: list[int] = self.held_out[0].tokens[0].tolist()
-        return row[: min(_PROMPT_TOKENS, -(-len(row) // 2))]
+        first = self.held_out[0].rows(0)
+        row: list[int] = first.tokens.tolist()
+        question = int((first.targets != IGNORE_INDEX).nonzero()[0])  # places before the one that predicts an answer
+        return row[: question + 1 if question else min(_PROMPT_TOKENS, -(-len(row) // 2))]
 
 
 def open_data(config: Config, context: WorkerContext) -> Data:

@@ -119,7 +119,7 @@ def _template_words(tokenizer: Tokenizer, data: DataSection) -> str:
 
 def template_of(tokenizer: Tokenizer, data: DataSection) -> Template:
     """Return the template for conversations. Raises ConfigError if the tokenizer's is configured, and it has none."""
-    folder = tokenizer.folder if tokenizer.folder is not None and has_template(tokenizer.folder) else None
+    folder = tokenizer.folder if has_template(tokenizer.folder) else None
     if data.template == "tokenizer" and folder is None:
         raise ConfigError(f'data.template = "tokenizer": {tokenizer.name} has no chat template; nearest: "simple"')
     return SimpleTemplate(tokenizer) if folder is None or data.template == "simple" else TokenizerTemplate(folder)

@@ -324,9 +324,9 @@ def prompt_tokens(text: str, tokenizer: Tokenizer, template: Template | None) ->
     return [token for tokens in encoded for token in tokens]
 
 
-def has_template(folder: Path) -> bool:
-    """Return whether a tokenizer's directory has a chat template."""
-    if (folder / "chat_template.jinja").is_file():
-        return True
+def has_template(folder: Path | None) -> bool:
+    """Return whether a tokenizer's directory, if it has one, has a chat template."""
+    if folder is None or (folder / "chat_template.jinja").is_file():
+        return folder is not None
     config = folder / "tokenizer_config.json"
     return config.is_file() and b'"chat_template"' in config.read_bytes()

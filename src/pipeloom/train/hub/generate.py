@@ -31,7 +31,7 @@ from pipeloom.train.checkpoint.run import RunFacts
 from pipeloom.train.collect import sums
 from pipeloom.train.data.sources import BYTES, tokenizer_name
 from pipeloom.train.data.store import template_of
-from pipeloom.train.data.tokenizers import Tokenizer, load_tokenizer, prompt_tokens
+from pipeloom.train.data.tokenizers import BadConversation, Tokenizer, has_template, load_tokenizer, prompt_tokens
 from pipeloom.train.hub.lora_files import base_weights, begin_weights
 
 _PADDING = 2**30  # position of tokens that no other may attend to
@@ -199,14 +199,15 @@ class OpenedModel:
     Attributes:
         layout: layout that `open_pipeline` builds.
         checkpoint: checkpoint with its weights; None: they are in the directory that the layout names.
-        hub: Hugging Face directory that its configuration names as its source or for its weights; None: it names none.
-        chat: whether it was trained on conversations.
+        hub: Hugging Face directory that its configuration names as its source or for its weights, or that it was imported
+            from; None: it names none.
+        chat: whether it was trained on conversations; None: unknown, as of a directory.
     """
 
     layout: Layout
     checkpoint: Path | None
     hub: Path | None
-    chat: bool = False
+    chat: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -252,8 +253,8 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any], trust_code: b
     checkpoint = newest_checkpoint(path)
     facts = RunFacts.read(checkpoint)
     config, model = facts.config, facts.model(checkpoint)
-    source, weights = model.get("source"), model.get("weights")
-    hub = source or (weights if isinstance(weights, str) and weights and is_directory(weights) else None)
+    source, weights = model.get("source"), model.get("weights") or facts.source
+    hub = source or (weights if isinstance(weights, str) and is_directory(weights) else None)
     for key in CLASS_KEYS:
         if model.get(key) and not trust_code:
             raise ConfigError(
@@ -289,15 +290,19 @@ def open_pipeline(opened: OpenedModel, device: torch.device, watchdog: Any = Non
     return pipeline
 
 
-def text_of(opened: OpenedModel) -> Text:
+def text_of(opened: OpenedModel, raw: bool = False) -> Text:
     """Open the tokenizer of `data.tokenizer`; "auto" is that of the model's directory if it has one, else bytes.
+
+    Text is a user's message in the template of the conversations that the model was trained on, or, where its training is
+    unknown, in that of the tokenizer, if it has one; with `raw` and elsewhere it is as it stands.
 
     Raises ConfigError if it cannot be read.
     """
     data = opened.layout.config.data
     name = tokenizer_name(data.tokenizer, str(opened.hub or ""))
     tokenizer = load_tokenizer(name, data.bos, data.eos)
-    template = template_of(tokenizer, data) if opened.chat else None
+    chat = has_template(tokenizer.folder) if opened.chat is None else opened.chat
+    template = template_of(tokenizer, data) if chat and not raw else None
     tokenizer_ends = () if tokenizer.eos is None or name == BYTES else (tokenizer.eos,)
     return Text(
         lambda text: prompt_tokens(text, tokenizer, template),
@@ -313,17 +318,22 @@ def continue_prompts(
     count: int,
     sampling: Sampling,
     stream: Callable[[str], object] | None = None,
+    raw: bool = False,
 ) -> list[tuple[str, list[int]]]:
     """Return (prompt and continuation as text, new tokens) for each prompt; collective, the same on every rank.
 
     Args:
         count: most new tokens per prompt.
         stream: called with each new part of the first prompt's text; the prompt itself is the first.
+        raw: take the prompts as they stand, also where the model has a template for conversations.
 
-    Raises UsageError for a prompt without tokens, or with a token outside the model's vocabulary.
+    Raises UsageError for a prompt without tokens, with a token outside the model's vocabulary, or that the template refuses.
     """
-    text = text_of(opened)
-    encoded = [text.encode(prompt) for prompt in prompts]
+    text = text_of(opened, raw)
+    try:
+        encoded = [text.encode(prompt) for prompt in prompts]
+    except BadConversation as error:
+        raise UsageError(f"{error}; nearest: --raw, which takes the prompt as it stands") from None
     vocabulary = opened.layout.config.model.vocab_size
     for prompt, tokens in zip(prompts, encoded, strict=True):
         unknown = [token for token in tokens if token >= vocabulary]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from corpora import config, data, documents, json_lines, tokenizer_file
+from corpora import TEMPLATE, config, data, documents, json_lines, tokenizer_file
+from corpora import tokenizer_directory as directory
 from pipeloom.errors import ConfigError
 from pipeloom.train.data.batches import PackedRows
 from pipeloom.train.data.prepare import prepare
@@ -22,11 +23,6 @@ CHAT = [
     {"role": "user", "content": "and blue"},
     {"role": "assistant", "content": "blue thread over red"},
 ]
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant] {% endif %}"
-)
 
 
 def chats(count: int = 40) -> list[dict[str, Any]]:
@@ -58,18 +54,11 @@ def test_only_answers_are_learned_under_the_simple_template(tmp_path: Path) -> N
     assert sorted(whole) == sorted(f"{start}<|assistant|>\n{text}" for text in want)
     assert sorted(answers) == sorted(f"the loom weaves red wool\n{text}\n" for text in want)
     assert bytes(found.prompt("red wool")) == b"<|user|>\nred wool\n<|assistant|>\n"
-    assert found.prompt("") == found.held_out[0].tokens[0, :16].tolist()
+    assert bytes(found.prompt("")) == start.partition("the loom")[0].encode()
     everything = data(tmp_path, **keys, loss_on="all")
+    assert everything.prompt("") == everything.held_out[0].tokens[0, :16].tolist()
     _, learned_all = learned(everything.train, found.tokenizer)
     assert sorted(learned_all) == sorted(f"{start[1:]}<|assistant|>\n{text}\n" for text in want)
-
-
-def directory(path: Path, template: str = TEMPLATE) -> Path:
-    path.mkdir()
-    tokenizer_file(path / "tokenizer.json")
-    described = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|endoftext|>"}
-    (path / "tokenizer_config.json").write_text(json.dumps({**described, "chat_template": template}))
-    return path
 
 
 def test_the_tokenizers_own_template_is_used(tmp_path: Path) -> None:
