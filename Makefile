@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON := $(shell command -v $(PYTHON) || command -v python3)
 
-.PHONY: all install train test test-all budget full versions lint fuzz growth mutants mutate soak gpu docs clean
+.PHONY: all install train test test-all budget full versions real lint fuzz growth mutants mutate soak gpu docs clean
 
 # the environment, and the line that makes `pipeloom` a command of this shell
 all: install
@@ -54,6 +54,10 @@ full: install
 # a selection of the tests with other versions of torch and transformers, and a table; ARGS="transformers==5.22.2"
 versions: install
 	$(BIN)/python tests/versions.py $(ARGS)
+
+# a chat model from the Python index, fine-tuned with the defaults and asked for what it knew; ARGS=lora for one of two ways
+real: install
+	$(BIN)/python benchmarks/real.py $(ARGS)
 
 # make fuzz                                       all parts, 10 minutes
 # make fuzz PART=costs ARGS="--cases 10000"       one part; also --seed N, --minutes M
