@@ -168,6 +168,10 @@ def machine(device: str) -> dict[str, str]:
     import torch
 
     found = {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "python": sys.version.split()[0]}
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10, check=False
+    )
+    found["commit"] = commit.stdout.strip() or "unknown"
     if device == "cuda":
         found["device"] = torch.cuda.get_device_name(0)
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -195,7 +199,8 @@ def with_others(results: dict[str, list[dict[str, Any]]], about: dict[str, str])
     """The results of a few parts, and those that the last run on this kind of machine has of the others."""
     file = RESULTS.with_suffix(".json")
     last = json.loads(file.read_text()) if file.exists() else {"machine": {}, "results": {}}
-    if {**last["machine"], "date": ""} != {**about, "date": ""}:
+    when = {"date": "", "commit": ""}
+    if {**last["machine"], **when} != {**about, **when}:
         return results
     known = last["results"] | results
     return {name: known[name] for name in PARTS if name in known}
