@@ -168,18 +168,19 @@ def machine(device: str) -> dict[str, str]:
     import torch
 
     found = {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "python": sys.version.split()[0]}
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10, check=False
-    )
-    found["commit"] = commit.stdout.strip() or "unknown"
+    found["commit"] = _printed("git", "rev-parse", "--short", "HEAD")
     if device == "cuda":
         found["device"] = torch.cuda.get_device_name(0)
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        try:
-            found["driver"] = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.splitlines()[0]
-        except (OSError, IndexError, subprocess.TimeoutExpired):
-            found["driver"] = "unknown"
+        found["driver"] = _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return found
+
+
+def _printed(*command: str) -> str:
+    """The first line that a command prints, or "unknown"."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.splitlines()[0]
+    except (OSError, IndexError, subprocess.TimeoutExpired):
+        return "unknown"
 
 
 HEADER = "| part | what | measured | target | |\n| --- | --- | --- | --- | --- |"
