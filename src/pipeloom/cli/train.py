@@ -166,7 +166,7 @@ def announce(layout: Layout) -> None:
     """Print a one-line summary of the run, and the notes of the layout."""
     from pipeloom.cli.verify import unverified
     from pipeloom.config import parameter_count
-    from pipeloom.config.rates import AUTO
+    from pipeloom.config.rates import AUTO_RATE
     from pipeloom.config.volume import words as volume_words
     from pipeloom.schedule.functions import source_file
 
@@ -180,7 +180,7 @@ def announce(layout: Layout) -> None:
         f"rank{'s' * (schedule.ranks > 1)}{chunks}, {schedule.microbatches} micro-batches{_side_by_side(layout)}; "
         f"{train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens, {train.dtype}"
     )
-    if (reason := layout.origins.get("optimizer.lr", "")).startswith(AUTO):
+    if (reason := layout.origins.get("optimizer.lr", "")).startswith(AUTO_RATE):
         resumed = config.checkpoint.resume != "none"
         print(
             f"  learning rate {config.optimizer.lr:g} after {config.optimizer.warmup_steps} steps ({printable(reason)})"

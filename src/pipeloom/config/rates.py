@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pipeloom.config.sections import Config, OptimizerSection
 from pipeloom.config.stages import parameter_count
 
-AUTO = "auto"
+AUTO_RATE = "auto"
 # Key of `[optimizer]` that may be "auto" -> a valid value in its place, until the rest of the configuration is known.
 AUTOMATIC: dict[str, float] = {"lr": 1.0, "min_lr": 0.0, "warmup_steps": 0}
 
@@ -37,8 +37,8 @@ def automatic_rates(config: Config, keys: Collection[str]) -> tuple[OptimizerSec
         lr, why = 2e-4, "for adapters"
     lr = lr if "lr" in keys else options.lr
     warmup = min(max(10, round(0.03 * steps)), steps // 4)
-    chosen = {"lr": lr, "min_lr": float(f"{lr / 10:.6g}"), "warmup_steps": warmup}
-    return options.model_copy(update={key: chosen[key] for key in keys}), why
+    values = {"lr": lr, "min_lr": float(f"{lr / 10:.6g}"), "warmup_steps": warmup}
+    return options.model_copy(update={key: values[key] for key in keys}), why
 
 
 def learning_rate(step: int, steps: int, options: OptimizerSection, replicas: int = 1) -> float:

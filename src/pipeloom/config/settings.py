@@ -27,7 +27,7 @@ from pipeloom.config.checks import CLASS_KEYS
 from pipeloom.config.hub import ADAPTER_CONFIG, adapter_keys, is_directory, own_sizes, preset_sizes, sizes
 from pipeloom.config.layout import Layout, examine, names_code, read_schedule, stages_of
 from pipeloom.config.problems import sentences
-from pipeloom.config.rates import AUTO, AUTOMATIC, automatic_rates
+from pipeloom.config.rates import AUTO_RATE, AUTOMATIC, automatic_rates
 from pipeloom.config.sections import COMPUTED, SECTIONS, Config
 from pipeloom.errors import ConfigError, PipeloomError, UsageError, did_you_mean, echo, shortened
 from pipeloom.limits import (
@@ -108,19 +108,19 @@ def _fit_pipeline(merged: Merged, world_size: int | None) -> None:
     machine.
     """
     config, wrong, _ = _validate(merged)
-    chosen = {"parallel.pp", "schedule.chunks"} - merged.given
-    if config is None or wrong or not chosen or config.parallel.stages or names_code(config.schedule.name):
+    unset = {"parallel.pp", "schedule.chunks"} - merged.given
+    if config is None or wrong or not unset or config.parallel.stages or names_code(config.schedule.name):
         return
     parallel, schedule, blocks = config.parallel, config.schedule, config.model.num_hidden_layers
     most = parallel.pp
-    if most > blocks and "parallel.pp" not in chosen:  # refused before a schedule of thousands of ranks is built
+    if most > blocks and "parallel.pp" not in unset:  # refused before a schedule of thousands of ranks is built
         return
     if config.model.source:
         devices = [] if config.train.device == "cpu" else glob.glob("/dev/nvidia[0-9]*")
         workers = (world_size or len(devices) or usable_cores()) // max(1, parallel.dp * parallel.tp * parallel.cp)
         most = max(1, workers if world_size else min(workers, most))
-    ranks = range(min(most, blocks), 0, -1) if "parallel.pp" in chosen else [parallel.pp]
-    chunks = [schedule.chunks, 1] if "schedule.chunks" in chosen else [schedule.chunks]
+    ranks = range(min(most, blocks), 0, -1) if "parallel.pp" in unset else [parallel.pp]
+    chunks = [schedule.chunks, 1] if "schedule.chunks" in unset else [schedule.chunks]
     for pp, count in product(ranks, chunks):
         if stages_of(config, pp, count) <= blocks:
             if (pp, count) != (parallel.pp, schedule.chunks):
@@ -306,7 +306,7 @@ def _validate(merged: Merged) -> tuple[Config | None, dict[str, str], Config | N
     except ValidationError as error:
         problems = sentences(error, merged.values, merged.origins)
     else:
-        merged.origins |= {f"optimizer.{key}": f"{AUTO}: {reason}" for key, reason in why.items()}
+        merged.origins |= {f"optimizer.{key}": f"{AUTO_RATE}: {reason}" for key, reason in why.items()}
         return config, {}, None
     repaired = built_in("default")
     for section, table in merged.values.items():
@@ -324,7 +324,7 @@ def _with_rates(values: Mapping[str, Any]) -> tuple[Config, dict[str, str]]:
     Raises ValidationError.
     """
     table = values.get("optimizer")
-    keys = [key for key in AUTOMATIC if isinstance(table, dict) and table.get(key) == AUTO]
+    keys = [key for key in AUTOMATIC if isinstance(table, dict) and table.get(key) == AUTO_RATE]
     if keys:
         values = {**values, "optimizer": {**values["optimizer"], **{key: AUTOMATIC[key] for key in keys}}}
     config = Config.model_validate(values)

@@ -162,11 +162,11 @@ class TopKGate(OfMicrobatch, SharesTokens, DeferringLayer):
 
         def loss(probabilities: Tensor, squares: Tensor) -> Tensor:
             """Return this rank's and slice's terms of the losses, which are sums over tokens once the counts of all are known."""
-            chosen, (rows, weight) = counts, (tokens, share)
+            choices, (rows, weight) = counts, (tokens, share)
             if total is not None:
                 sums = total()
-                chosen, (rows, weight) = sums[:-2].round().long(), sums[-2:].tolist()
-            stats = RoutingStats(chosen, probabilities, squares, round(rows))
+                choices, (rows, weight) = sums[:-2].round().long(), sums[-2:].tolist()
+            stats = RoutingStats(choices, probabilities, squares, round(rows))
             return weight * (self.balance * stats.balance_loss() + self.z * stats.z_loss())
 
         if microbatch is not None:

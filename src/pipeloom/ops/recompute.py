@@ -18,7 +18,7 @@ from pipeloom.ops.stage_state import StageState
 
 
 class StartState:
-    """What a computation starts from besides its arguments: the state of modules, random numbers, and autocast.
+    """Start of a computation besides its arguments: the state of modules, random numbers, and autocast.
 
     Args:
         device: of random numbers, beside those of the CPU.
@@ -29,18 +29,18 @@ class StartState:
         kinds = [kind for kind in {"cpu", device.type} & {"cpu", "cuda"} if torch.is_autocast_enabled(kind)]
         self._autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
         self._random: tuple[Tensor, ...] | None = self._generators()
-        self._modules = StageState(modules)
+        self._buffers_of_modules = StageState(modules)
 
     def forget_unchanged(self) -> None:
         """Drop what the computation, which has ended, has left unchanged. Call it once."""
-        self._modules.forget_unchanged()
+        self._buffers_of_modules.forget_unchanged()
         if self._random is not None and all(map(torch.equal, self._random, self._generators())):
             self._random = None  # it draws nothing
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Return the context of another run. A backward inside the first run may start one before that has ended."""
-        self._modules.swap_in()
+        self._buffers_of_modules.swap_in()
         try:
             with ExitStack() as contexts:
                 for kind, dtype in self._autocast:
@@ -52,7 +52,7 @@ class StartState:
                         torch.cuda.set_rng_state(state, device)
                 yield
         finally:
-            self._modules.swap_out()
+            self._buffers_of_modules.swap_out()
 
     def _generators(self) -> tuple[Tensor, ...]:
         """Return the states of torch's generators, of the CPU and of the device."""
@@ -161,8 +161,8 @@ def recomputed(
     on_aliases = partial(_on_aliases, on_change, run)
 
     def again() -> Any:
-        kept = iter(inputs.saved_tensors)
-        return on_aliases(*(next(kept) if other is None else other[0] for other in others))
+        tensors = iter(inputs.saved_tensors)
+        return on_aliases(*(next(tensors) if other is None else other[0] for other in others))
 
     # The exception that ends a second run early does not pass through TorchScript.
     stops = not any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())

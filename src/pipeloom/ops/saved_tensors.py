@@ -14,7 +14,7 @@ from pipeloom.ops.checksum import version_of
 
 
 class SavedTensor:
-    """What a graph holds in place of a tensor that it saves.
+    """Stand-in of a graph for a tensor that it saves.
 
     Args:
         tensor: None: it is not there yet.
@@ -67,7 +67,7 @@ def saving(pack: Callable[[Tensor], SavedTensor]) -> torch.autograd.graph.saved_
 
 
 class SavedView(NamedTuple):
-    """Where in its storage a saved tensor is that is to come back with another storage."""
+    """Place in its storage of a saved tensor that is to come back with another storage."""
 
     saved: weakref.ref[SavedTensor]
     dtype: torch.dtype

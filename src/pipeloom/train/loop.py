@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.config import Config, Layout
-from pipeloom.config.rates import AUTO, AUTOMATIC, learning_rate
+from pipeloom.config.rates import AUTO_RATE, AUTOMATIC, learning_rate
 from pipeloom.config.volume import boundary_bytes, volumes
 from pipeloom.errors import Interrupted, PipeloomError, Preempted
 from pipeloom.limits import expanded
@@ -84,7 +84,7 @@ def run(layout: Layout, context: WorkerContext, observers: Sequence[StepObserver
     require_agreement([layout], context, data.facts)
     facts = digests(config, "; ".join(data.facts.values()))
     with contextlib.closing(RunClaim()) as claim:
-        automatic = [key for key in AUTOMATIC if layout.origins.get(f"optimizer.{key}", "").startswith(AUTO)]
+        automatic = [key for key in AUTOMATIC if layout.origins.get(f"optimizer.{key}", "").startswith(AUTO_RATE)]
         start = find_start(config, facts, context, restarted_run(), claim, automatic)
         if start.optimizer is not None:
             origins = dict(layout.origins) | {f"optimizer.{key}": str(start.path) for key in automatic}

@@ -200,8 +200,8 @@ def find_start(
             continue
         facts = RunFacts.read(path)
         earlier = facts.config.get("optimizer", {})
-        kept = {key: earlier[key] for key in automatic if key in earlier}
-        optimizer = validated(OptimizerSection, config.optimizer.model_dump() | kept, path)
+        rates = {key: earlier[key] for key in automatic if key in earlier}
+        optimizer = validated(OptimizerSection, config.optimizer.model_dump() | rates, path)
         config = config.model_copy(update={"optimizer": optimizer})
         notes += _differences(config, mine, facts)
         return Start(path, manifest, _folder(config, candidates, facts), tuple(notes), optimizer)
