@@ -25,7 +25,7 @@ SAME = {"parallel.pp": 2, "train.device": "cpu"}
 TEXT = b"the loom weaves thread over thread\n" * 500, b"over thread\n" * 500  # to train on, held out
 # key, what it is on rank 1, how rank 1's value is written
 OTHERS: list[tuple[str, Any, str]] = [
-    ("optimizer.lr", 0.25, "0.25"),
+    ("optimizer.clip_norm", 0.25, "0.25"),
     ("optimizer.betas", [0.5, 0.75], "[0.5, 0.75]"),
     ("train.seed", 12345, "12345"),
     ("train.dtype", "float64", "float64"),
@@ -61,7 +61,7 @@ def disagreements(rank: int) -> dict[str, str]:
         "a bit of the data": refusal([layout()], rank, text(train=bytes(flipped))),
         "held out": refusal([layout()], rank, text(held_out=b"short")),
         "several": refusal([layout(), layout(**{"train.seed": 9})], rank, None),
-        "two at once": refusal([layout(**{"train.seed": 9, "optimizer.lr": 0.5})], rank, TEXT),
+        "two at once": refusal([layout(**{"train.seed": 9, "optimizer.clip_norm": 0.5})], rank, TEXT),
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handshake, "source_digests", lambda root: {"source of pipeloom/train": "abc" if rank else "def"})
@@ -132,7 +132,7 @@ def test_workers_that_differ_do_not_train(what: str, tmp_path: Path) -> None:
     for rank in range(2):
         words, environment = list(flags), {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": port}
         if rank == 1 and what == "lr":
-            words.append("--optimizer.lr=0.25")
+            words.append("--optimizer.clip_norm=0.25")
         if rank == 1 and what == "source":
             environment["PYTHONPATH"] = str(tmp_path / "copy")
         command = [sys.executable, "-m", "pipeloom", "train", "tiny", *words]

@@ -65,7 +65,7 @@ def test_a_resumed_run_keeps_its_learning_rate(tmp_path: Path) -> None:
     assert "changed since the checkpoint" not in resumed.stdout
     (folder,) = runs(tmp_path / "run")
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    assert [record["lr"] for record in log if "lr" in record] == [0.005, 0.01, 0.01, 0.01]
+    assert [record["lr"] for record in log if record["event"] == "step"] == [0.005, 0.01, 0.01, 0.01]
     written = (folder / "config.toml").read_text()
     assert f"lr = 0.01  # {folder / 'step-000002'}" in written
     assert f"min_lr = 0.005  # {folder / 'step-000002'}" in written
