@@ -3,6 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON := $(shell command -v $(PYTHON) || command -v python3)
 
+# the many processes of the tests start from compiled modules
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: all install train test test-all budget full versions real lint fuzz growth mutants mutate soak gpu docs clean
 
 # the environment, and the line that makes `pipeloom` a command of this shell
@@ -26,14 +29,16 @@ train: install
 # The last line names the tests that failed twice, and those that failed beside the others and passed alone.
 TWICE = $(BIN)/python tests/support/twice.py
 
-# the checks, all of tests/unit, and the tests marked `core` of tests/dist and tests/e2e: minutes
-test: install lint
-	$(TWICE) -n 2 -m "(unit or core) and not full"
+CORE = (unit or core) and not slow
 
-# six of the mutants, and the rest of tests/dist and tests/e2e, which wait for clocks and a browser a third of their time
+# the checks, tests/unit and the tests marked `core` of tests/dist and tests/e2e, without those marked `slow`: minutes
+test: install lint
+	$(TWICE) -n 2 -m "$(CORE) and not full"
+
+# six of the mutants, and all other tests, which wait for clocks and a browser a third of their time
 test-all: install
 	$(BIN)/python tests/mutants.py --sample 6 --no-baseline
-	$(TWICE) -n 3 -m "not core and not full" tests/dist tests/e2e
+	$(TWICE) -n 3 -m "not ($(CORE)) and not full" tests/unit tests/dist tests/e2e
 
 # the times that the documentation promises: promised, measured, and the ratio; nothing fails
 budget: install
@@ -90,9 +95,7 @@ docs: install
 lint: install
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/mypy
-	$(BIN)/mypy benchmarks
-	$(BIN)/mypy tests/gpu benchmarks/gpu.py
+	$(BIN)/mypy src benchmarks tests/gpu
 	$(BIN)/lint-imports
 
 clean:

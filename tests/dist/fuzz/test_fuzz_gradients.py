@@ -58,9 +58,7 @@ def runner() -> Iterator[gradients.Runner]:
     runner.close()
 
 
-@pytest.mark.parametrize(
-    "names", [pytest.param(("split", "replicas"), marks=pytest.mark.core), ("recomputed", "two routes")], ids=", ".join
-)
+@pytest.mark.parametrize("names", [("split", "replicas"), ("recomputed", "two routes")], ids=", ".join)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_layer_trains_as_in_one_process(
     kind: str, names: tuple[str, ...], runner: gradients.Runner

@@ -109,7 +109,6 @@ def test_one_process() -> None:
     assert max(errors(0, 1, 1)) < 1e-12
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("world", "cp"), [(2, 1), (4, 1), (2, 2), (4, 2)])
 def test_experts_over_ranks(world: int, cp: int) -> None:
     """The same over 2 and 4 ranks; and where two ranks share each micro-batch's tokens, whose counts the losses need."""

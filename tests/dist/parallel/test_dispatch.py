@@ -270,6 +270,7 @@ def sent_across(rank: int, parallel: ExpertParallel) -> int:
     return total
 
 
+@pytest.mark.slow
 def test_four_ranks_as_two_nodes_send_each_token_once_to_a_node() -> None:
     """Bitwise the flat way; what crosses is counted right, and is less where tokens have two experts in one node."""
     found = run_ranks(two_level_cases, 4)

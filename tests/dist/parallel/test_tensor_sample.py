@@ -34,6 +34,7 @@ def sampled(rank: int, shape: MeshShape) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_every_rank_gets_the_text_of_one_process() -> None:
     (want,) = run_ranks(sampled, 1, MeshShape())
     assert run_ranks(sampled, 2, MeshShape(tp=2)) == [want] * 2

@@ -189,6 +189,7 @@ def summed(rank: int, sequence: bool, part: str) -> tuple[int, float]:
     return counter.count, counter.bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["attention", "mlp", "norms"])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tensor_volume_of_a_part(sequence: bool, part: str) -> None:

@@ -75,7 +75,7 @@ class Cell(NamedTuple):
 
     @property
     def schedule(self) -> pl.Schedule:
-        return RECOMPUTED[self.recomputed](schedule_of(self.family, self.shape.pp))
+        return recomputed(self.family, self.shape.pp, self.recomputed)
 
     @property
     def sizes(self) -> list[list[int]]:
@@ -102,6 +102,11 @@ def schedule_of(family: str, pp: int) -> pl.Schedule:
         plain = schedule_of(family.partition(",")[0], pp)
         return pl.schedules.offload(plain, pl.Costs(host_bandwidth=4))
     return pl.schedules.build(family, pp, 2 * pp + (family not in ("dualpipe", "chimera")))
+
+
+@cache
+def recomputed(family: str, pp: int, what: str) -> pl.Schedule:
+    return RECOMPUTED[what](schedule_of(family, pp))
 
 
 @cache

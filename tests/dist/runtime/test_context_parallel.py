@@ -80,6 +80,7 @@ def against_one_process(
     return loss, worst, evaluated + outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -52,6 +52,7 @@ def step(rank: int, late: int, spread: dict[str, Any], schedule: pl.Schedule) ->
     return pipeline.exposed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spread", "schedule"),
     [

@@ -76,7 +76,6 @@ def test_a_fault_raises_at_its_action(tmp_path: Path) -> None:
     assert all("InjectedFault" in end.words and "(rank 2, B of stage 5 micro-batch 1)" in end.words for end in ends)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_lost_message_is_reported_by_every_rank(transport: Any, tmp_path: Path) -> None:
     """Rank 0 sends the outputs of stage 0 first; its third is micro-batch 2's."""
@@ -136,7 +135,6 @@ def test_the_death_of_the_stores_host_ends_all(tmp_path: Path) -> None:
     assert all("rank 0" in end.words and "gone" in end.words for end in ends[1:])
 
 
-@pytest.mark.core
 def test_a_rank_that_leaves_its_schedule_is_named(tmp_path: Path) -> None:
     """A rank that leaves its schedule without a word: its peers stall, and every rank ends."""
 
@@ -247,6 +245,5 @@ def absent(rank: int) -> str:
     return refusal(lambda: Pipeline(blocks(2), S.gpipe(2, 2), loss=mse, options=options))
 
 
-@pytest.mark.core
 def test_the_handshake_names_a_rank_that_does_not_come() -> None:
     assert "rank 1 did not join the handshake within 6 s" in run_ranks(absent, 2)[0]

@@ -71,6 +71,7 @@ def halted(rank: int, kind: str, pp: int, how: Halt, victim: int) -> None:
         spread(rank, {"timeout": LIMIT})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stop", "loop"])
 @pytest.mark.parametrize(
     ("kind", "pp", "victim"), [("UNSHARD", 1, 1), ("UNSHARD", 2, 3), ("EMBED", 2, 0), ("BROADCAST", 2, 1)]

@@ -31,6 +31,7 @@ def evaluate(rank: int, transport: Any, group_seconds: float, timeout: float, mo
     Pipeline(blocks(4), pl.schedules.one_f_one_b(2, 4), loss=mse, mesh=mesh, options=options).evaluate(*batch(8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "group_seconds", "timeout", "monitor"),
     [

@@ -201,7 +201,6 @@ def _one_sends_never(rank: int, folder: Path) -> None:
     pipeline.step(*data(0, 6))
 
 
-@pytest.mark.core
 def test_a_dispatch_that_never_comes_is_reported(tmp_path: Path) -> None:
     ends = run_until_dead(_one_sends_never, 2, tmp_path, tmp_path)
     assert ends[0].code == 6

@@ -265,6 +265,7 @@ def side_by_side(rank: int, cases: list[tuple[str, str, bool]]) -> list[tuple[fl
     return found
 
 
+@pytest.mark.slow
 def test_replicas_share_one_mean() -> None:
     names = ("gpipe", "interleaved", "zb-h2", "zbv", "1f1b-overlap", "dualpipe")
     cases = [(name, ignored, False) for name in names for ignored in REPLICAS]

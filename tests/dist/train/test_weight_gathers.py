@@ -178,6 +178,7 @@ def readers(rank: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_every_reader_of_weights_waits_for_them() -> None:
     assert run_ranks(readers, 2) == [[], []]
 

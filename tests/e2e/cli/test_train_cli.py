@@ -55,6 +55,7 @@ def test_three_errors_at_once_are_printed_and_nothing_starts() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_core_install_names_the_extra_and_starts_nothing() -> None:
     without_torch = """
 import importlib.util, subprocess, sys

@@ -36,7 +36,6 @@ def train(corpus: Path, log: Path, *flags: str) -> list[str]:
     return ["train", *words]
 
 
-@pytest.mark.core
 def test_an_exception_on_one_rank_ends_all_with_its_traceback(tmp_path: Path, corpus: Path) -> None:
     """With Pythons of their own, as a shell starts them."""
     command = [sys.executable, "-m", "pipeloom", *train(corpus, tmp_path, "--debug.fault", "raise:1:3F2")]
@@ -68,7 +67,6 @@ def test_ctrl_c_exits_130_quietly(tmp_path: Path, corpus: Path) -> None:
     assert "Traceback" not in err
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("matrix", "layouts"),
     [("verify_quick.toml", 26), pytest.param("verify_families.toml", 138, marks=pytest.mark.full)],

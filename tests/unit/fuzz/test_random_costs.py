@@ -15,6 +15,7 @@ from pipeloom.solver.instance import Instance
 CHEAP_B = Costs(27, 9, 25, 1, backward=(31, 23))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_sample(seed: int) -> None:
     assert main(seed, 300, None) == 0

@@ -92,6 +92,7 @@ def test_every_schedule_draws_the_numbers_of_one_process(router: str, k: int) ->
     assert not torch.allclose(other[0], want[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["block", "whole", "mlp", "1/2", "2/2", "option"])
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipev"])
 @pytest.mark.parametrize("kind", [Mixture, Unaware], ids=["source", "torch"])

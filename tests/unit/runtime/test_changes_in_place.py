@@ -167,6 +167,7 @@ class StartingInPlace(Changing):
         return super().forward(x.mul_(0.5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("run", ACCEPTED, ids=lambda run: run.__name__)
 def test_a_change_that_torch_accepts_is_accepted(run: Any, transform: str) -> None:

@@ -35,6 +35,7 @@ def compare(name: str, schedule: pl.Schedule) -> LocalPipeline:
     return pipeline
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_every_family(name: str, family: str) -> None:

@@ -36,6 +36,7 @@ def result(schedule: Schedule, modules: list[nn.Module]) -> tuple[list[Any], Loc
     return [*losses, *(parameter.grad for module in modules for parameter in module.parameters())], pipeline
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [(1, 1), (4, 4), (1, 2)], ids=["whole", "parts", "half"])
 @pytest.mark.parametrize("kind", [Block, lambda seed: Experts(seed, 3, None)], ids=["plain", "segments"])
 @pytest.mark.parametrize("plain", SCHEDULES, ids=lambda schedule: schedule.name)

@@ -53,6 +53,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True], ids=["block", "whole"])
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("kind", [Noisy, lambda seed: Experts(seed, 3, None)], ids=["dropout", "segments"])
@@ -89,6 +90,7 @@ class Parted(nn.Module):
         return self.inner(in_part("norms", torch.tanh, x * self.table)) * self.table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parts", [("norms",), ("mlp",), ("norms", "mlp"), ("2/2",), ("1/4", "norms"), ("norms", "offload")], ids="+".join
 )

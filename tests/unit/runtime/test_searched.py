@@ -12,6 +12,7 @@ from pipeloom.runtime import LocalPipeline
 from pipeloom.runtime.batch import split_sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_gradients_and_peaks(seed: int) -> None:
     random = Random(seed)

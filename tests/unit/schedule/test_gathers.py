@@ -108,6 +108,7 @@ def built(name: str, *sizes: int) -> Schedule:
     return build(name, *sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fewest_gathers_of_every_family(name: str) -> None:
     """As few as the bound by flow on every rank, within the slots, and at most those of torch's rule."""

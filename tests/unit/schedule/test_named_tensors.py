@@ -94,6 +94,7 @@ def relaxed(schedule: Schedule, costs: Costs, overlap: bool) -> list[list[float]
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_times_messages_and_check(family: str) -> None:
     draw = random.Random(family)

@@ -172,6 +172,7 @@ TIMES = {spec.name: 1.3 + 0.1 * at for at, spec in enumerate(fields(Costs)) if s
 OPTIONAL = {spec.name: None for spec in fields(Costs) if spec.default is None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

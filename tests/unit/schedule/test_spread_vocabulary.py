@@ -243,6 +243,7 @@ def optimum(ranks: int, m: int, reductions: int, memory: int) -> int:
     return round(solver.objective_value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["fused", "two"])
 @pytest.mark.parametrize(
     ("name", "chunks", "slices"), [("1f1b", None, 1), ("1f1b", None, 4), ("interleaved", 2, 1), ("zbv", 2, 1)]

@@ -69,6 +69,7 @@ def input_gradients(schedule: Schedule) -> list[list[tuple[int, int]]]:
     return [[a[1:] for c in program for a in parts(c) if a.kind in "BI"] for program in schedule.programs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", SAME_WORK)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_transform_of_every_family(name: str, transform: str) -> None:
@@ -126,6 +127,7 @@ def test_merged_backwards_are_whole(name: str) -> None:
         assert kinds(some, 0).get(2, {"I", "W"}) == {"I", "W"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [0, 1, 2])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_last_stages_weights_wait_for_the_cool_down(name: str, last: int) -> None:

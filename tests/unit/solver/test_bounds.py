@@ -35,6 +35,7 @@ def test_steady_state() -> None:
     assert memory_bound(range(4), 100, Costs(2, 3, 1, 0.5), 2) == 100 * (4 * 5 + 1 + 2 * 0.5 * 3) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 @pytest.mark.parametrize("costs", [Costs(), Costs(10, 12, 8, 1, held=0.5), Costs(3, 1, 0.5, 2, activation=2.5)])
 def test_never_above_what_the_families_do(costs: Costs, objective: str) -> None:

@@ -14,6 +14,7 @@ def kinds(schedule: pl.Schedule) -> set[str]:
     return {cell.kind for program in schedule.programs for cell in program}  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 def test_never_longer_and_never_more_memory(seed: int, objective: str) -> None:

@@ -174,6 +174,7 @@ def test_repeated_words_keep_their_ends() -> None:
     assert long_.value <= short.value + 24 * 30 * 1.2
 
 
+@pytest.mark.slow
 def test_annealing_beats_the_families_at_half_of_the_memory() -> None:
     """p = 8, m = 32, two chunks, 10 : 12 : 8: the best family (v-min) takes 2616, one period searched for a second 2422."""
     instance = Instance(tuple(vee(8, 2)), 32, Costs(10, 12, 8, 1), 8)

@@ -10,6 +10,7 @@ import pipeloom as pl
 from pipeloom.schedule import Costs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_more_moves_are_never_worse(seed: int) -> None:
     costs = Costs(10, 12, 8, 2)

@@ -38,6 +38,7 @@ def test_two_chunks_are_proved_on_all_placements() -> None:
     assert found.value == 59
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 def test_bounds_are_never_above_a_proven_optimum(seed: int, objective: str) -> None:

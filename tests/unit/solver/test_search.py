@@ -17,6 +17,7 @@ from pipeloom.solver.incumbent import Budget
 UNEVEN = Costs(10, 12, 8, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "microbatches", "memory", "moves", "most"),
     [(4, 8, 2, 100, 41), (4, 8, 3, 100, 31), (8, 16, 6, 100, 61), (8, 24, 6, 4500, 87)],
@@ -155,6 +156,7 @@ def test_refusals(arguments: dict[str, Any], error: type[Exception], words: str)
         pl.search(4, 8, **{"iterations": 10, **arguments})
 
 
+@pytest.mark.slow
 def test_a_repeated_stretch_beats_interleaved_within_less_memory() -> None:
     """A size above those that are searched move by move; interleaved would hold 78 stage-micro-batches, here 64 fit."""
     answers: list[Progress] = []
@@ -185,6 +187,7 @@ def test_an_interrupt_during_the_search_of_one_period_keeps_the_best() -> None:
     check(found.schedule)
 
 
+@pytest.mark.slow
 def test_a_size_that_no_cheap_family_fits_has_an_answer_soon() -> None:
     """Half of the memory of 1F1B, two chunks, above the sizes that are searched move by move."""
     answers: list[Progress] = []

@@ -31,6 +31,7 @@ ONE_ROUTE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "most", "proved"), [(0.3, 73.8, False), (0.5, 57.75, True)], ids=["x=.3", "x=.5"])
 def test_ahead_of_interleaved_overlap_and_dualpipe(share: float, most: float, proved: bool) -> None:
     """p = 8, m = 32, v = 4, interleaved-overlap's memory; all in full-rank units."""
@@ -55,6 +56,7 @@ def test_ahead_of_interleaved_overlap_and_dualpipe(share: float, most: float, pr
     assert found.proved == proved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [3, 6, 8.5, 12])
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("share", [0.1, 0.5])
@@ -94,6 +96,7 @@ def test_where_no_pair_gains_it_is_the_other_search() -> None:
     assert found.schedule == pl.search(4, 8, memory=3, iterations=500).schedule
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "costs",
     [

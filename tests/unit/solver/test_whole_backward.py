@@ -27,6 +27,7 @@ def test_the_search_finds_the_optimum(seed: int) -> None:
     assert pl.search(ranks, microbatches, costs, memory, iterations=3000).value == pytest.approx(optimum)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 7, 9])
 def test_the_optimum_is_proved(seed: int) -> None:
     pytest.importorskip("ortools")

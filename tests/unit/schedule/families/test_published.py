@@ -66,6 +66,7 @@ def test_the_grid_is_whole() -> None:
     assert {known for known in KNOWN if known[0] in PLANNED} <= cells
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", sample(), ids=lambda row: "-".join(list(row.values())[:8]))
 def test_no_family_is_longer_than_its_published_generator(row: Row) -> None:
     costs = Costs(*(float(row[name]) for name in ("forward", "input_grad", "weight_grad", "p2p")))

@@ -12,6 +12,7 @@ from pipeloom.schedule.families.construct import steady
 MEASURED = Costs(10, 12, 8, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zbv", "v-half", "v-min", "zb-auto"])
 @pytest.mark.parametrize("costs", [Costs(), MEASURED], ids=["unit", "measured"])
 def test_it_is_as_long_as_planned_whole(name: str, costs: Costs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ CASES: list[Case] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=["zbv", "v-half", "v-min"])
 @pytest.mark.parametrize("p", [4, 6, 8, 10, 12])
 def test_published_bubbles_or_better(case: Case, p: int) -> None:
@@ -47,6 +48,7 @@ def test_zbv_fills_waits_with_weight_gradients_that_take_longest(p: int, idle: i
     assert max(simulate(schedules.zbv(p, m, costs, "span"), costs).spans) <= 2 * m * (2 + 2 + 3) + idle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=["zbv", "v-half", "v-min"])
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 7])
 @pytest.mark.parametrize("costs", [None, Costs(5, 6, 4, 1), Costs(2, 1, 3, 0.5, activation=3.0, held=0.5)])

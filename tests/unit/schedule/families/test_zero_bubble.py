@@ -78,6 +78,7 @@ def test_automatic_weighs_activations() -> None:
         schedules.zb_auto(4, 8, -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize("v", [1, 2, 4])
 @pytest.mark.parametrize("rounds", ["balanced", "tail", "head", "paper"])
