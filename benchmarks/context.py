@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipeloom.decoder_shape import DecoderShape
 from pipeloom.models.decoder import Block
 from pipeloom.parallel.context import ContextParallel, share_tokens
 from pipeloom.parallel.mesh import Axis
+from pipeloom.shapes.decoder import DecoderShape
 from processes import run_ranks
 
 WIDTH, BLOCKS, STEPS = 64, 2, 5

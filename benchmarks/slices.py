@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.decoder_shape import DecoderShape
 from pipeloom.models.decoder import Block
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.schedule import Schedule
+from pipeloom.shapes.decoder import DecoderShape
 from processes import run_ranks, step_bytes
 
 WORLD, WIDTH, MICROBATCHES = 2, 64, 2

@@ -23,10 +23,10 @@ sys.path.append(str(Path(__file__).parent / "support"))
 import pipeloom as pl
 from pipeloom.cli import app
 from pipeloom.cli.failures import exit_code_of
-from pipeloom.config.stages import balance, expand
 from pipeloom.errors import PipeloomError
 from pipeloom.schedule import Costs, Schedule
 from pipeloom.schedule.json_form import to_json
+from pipeloom.shapes.cut import balance, expand
 
 PROMISES: list[Promise] = []
 

@@ -17,7 +17,8 @@ from statistics import mean, median
 from typing import Any
 
 from pipeloom.plan import OFFERED, RUNTIMES, PlannedLayout, Planner, PlanRequest, load_device, load_model, search
-from pipeloom.plan.model import ModelShape, from_config
+from pipeloom.shapes.decoder import ModelShape
+from pipeloom.shapes.hub import from_config
 
 HERE = Path(__file__).parent
 GIB = 2**30

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from fuzz._cases import Case, schedule_of
 from fuzz._layers import DERIVING, LENGTH, WIDTH, build, share, tied_weight
 from pipeloom.errors import PipeloomError
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.ops.layer import KEYWORD, MicrobatchContext
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
+from pipeloom.shapes.mesh import MeshShape
 
 RATE, DECAY = 1e-2, 0.1
 TIMEOUT = 60.0  # seconds for which a rank waits for a message

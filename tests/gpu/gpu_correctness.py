@@ -13,12 +13,12 @@ from gpu_travel import blocks, mse
 from torch import Tensor
 
 import pipeloom as pl
-from pipeloom.decoder_shape import DecoderShape
 from pipeloom.models import layers, token_loss
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.schedule.families import FAMILIES
 from pipeloom.schedule.model import parts
+from pipeloom.shapes.decoder import DecoderShape
 
 RANKS, MICROBATCHES, LENGTH = 4, 8, 16
 

@@ -15,11 +15,11 @@ from gpu_travel import Copies, blocks, mse
 from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.decoder_shape import DecoderShape
 from pipeloom.models import layers, token_loss
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.runtime import Layer, LocalPipeline, RuntimeOptions
 from pipeloom.schedule.transforms import unpair
+from pipeloom.shapes.decoder import DecoderShape
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # bf16, dense
 MICROBATCHES = 8

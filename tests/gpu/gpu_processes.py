@@ -24,12 +24,12 @@ import torch.distributed as dist
 from gpu_setup import Row, Setup, at_most
 
 import pipeloom as pl
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.models import layers, token_loss
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import shardings_of
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.runtime import Pipeline, RuntimeOptions
+from pipeloom.shapes.mesh import MeshShape
 
 ROOT = Path(__file__).resolve().parents[2]
 MICROBATCHES, LENGTH = 4, 16

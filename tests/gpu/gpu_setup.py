@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeloom.decoder_shape import DecoderShape
 from pipeloom.models import layers, token_loss
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.schedule.model import Schedule
+from pipeloom.shapes.decoder import DecoderShape
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,15 @@ from pipeloom.cli.options import message_with_flags
 from pipeloom.config import SECTIONS
 from pipeloom.config.problems import KEYS, naming_keys, sentence
 from pipeloom.config.sections import ModelSection, ParallelSection
-from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import ArgumentError, ConfigError, ScheduleError
 from pipeloom.limits import usable_cores
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.schedule import Costs
+from pipeloom.shapes.decoder import DecoderShape
+from pipeloom.shapes.mesh import MeshShape
 
 HOME = Path(pipeloom.__file__).parent
-LIBRARY = ("schedule", "solver", "traces", "draw", "ops", "parallel", "models", "runtime")
-SINGLE = ("errors.py", "limits.py", "mesh_shape.py", "decoder_shape.py", "schedules.py")
+LIBRARY = ("schedule", "shapes", "solver", "traces", "draw", "ops", "parallel", "models", "runtime")
+SINGLE = ("errors.py", "limits.py", "schedules.py")
 KEY = re.compile(
     r"(?<![\w.])(" + "|".join(f"{s}\\.{k}" for s, model in SECTIONS.items() for k in model.model_fields) + r")(?!\w)"
 )
@@ -87,7 +87,7 @@ def test_the_machine_counts_where_the_system_does_not_say(monkeypatch: pytest.Mo
 
 IMPORTS = """
 import importlib, pkgutil, sys
-import pipeloom.mesh_shape, pipeloom.decoder_shape
+import pipeloom.shapes.mesh, pipeloom.shapes.decoder
 from pipeloom.runtime import Pipeline, LocalPipeline, RuntimeOptions, Layer
 def loaded():
     return sorted(n for n in sys.modules if n.split(".")[0] in ("pydantic", "pydantic_core", "typer", "tomllib")

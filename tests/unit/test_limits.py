@@ -19,9 +19,9 @@ from paths import ROOT
 from pipeloom import limits
 from pipeloom.config import Config
 from pipeloom.errors import LONGEST_ECHO, CapacityError, ConfigError, PipeloomError, UsageError, echo, sentence
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.files import load
+from pipeloom.shapes.mesh import MeshShape
 from pipeloom.train.data.sources import Fields, find, records
 from pipeloom.train.workers.preflight import require_room
 

@@ -12,7 +12,6 @@ from pipeloom.config.layout import flop_costs
 from pipeloom.config.rates import learning_rate
 from pipeloom.config.standing_bytes import element_bytes, rank_parameters, spans
 from pipeloom.errors import UsageError
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.plan import OFFERED, Device, PlanRequest
 from pipeloom.plan.export import train_flags
 from pipeloom.plan.memory import RankMemory
@@ -21,6 +20,7 @@ from pipeloom.plan.run import RunPrediction, predicted
 from pipeloom.plan.search import closest
 from pipeloom.schedule import Timeline, simulate
 from pipeloom.schedule.channels import size_words
+from pipeloom.shapes.mesh import MeshShape
 
 _RELEASES = 0.39  # the largest difference of one layout's published steps (docs/planning.md)
 _ROWS, _COLUMNS = 16, 10  # largest size of the table of workers that fits on a screen

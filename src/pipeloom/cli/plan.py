@@ -218,7 +218,7 @@ def _one(options: PlanFlags, planner: Planner, text: str, device_memory: float) 
     cut = "balanced" if options.runtime == "pipeloom" else "even"
     layout = parse_layout(text, PlannedLayout(seq=options.seq, capacity=options.capacity, cut=cut))
     if options.stages is not None:
-        from pipeloom.config.stages import parse_stages
+        from pipeloom.shapes.cut import parse_stages
 
         try:
             counts = parse_stages(options.stages, planner.shape.layers, layout.built().positions, planner.shape.ahead)

@@ -61,8 +61,8 @@ def command(
 def _layout(arguments: Sequence[str]) -> Layout:
     """Return the layout of the command line: a configuration, a preset of the planner, or a Hugging Face directory."""
     from pipeloom.config import load_layout, split_arguments
-    from pipeloom.config.hub import presets
     from pipeloom.config.settings import BUILT_IN
+    from pipeloom.shapes.hub import presets
 
     path, overrides = split_arguments(arguments)
     keys: dict[str, Any] = {}

@@ -4,15 +4,9 @@ from pipeloom.config.fault import Fault, parse_fault
 from pipeloom.config.layout import Layout, even_sizes, resolve, stage_costs
 from pipeloom.config.sections import SECTIONS, Config, ModelSection
 from pipeloom.config.settings import descriptions, load, load_layout, split_arguments, to_toml
-from pipeloom.config.stages import (
-    LayerSize,
-    held_parameters,
-    layer_sizes,
-    parameter_count,
-    parse_stages,
-    training_flops,
-)
-from pipeloom.mesh_shape import MeshShape
+from pipeloom.config.stages import LayerSize, held_parameters, layer_sizes, parameter_count, training_flops
+from pipeloom.shapes.cut import parse_stages
+from pipeloom.shapes.mesh import MeshShape
 
 __all__ = [
     "SECTIONS",

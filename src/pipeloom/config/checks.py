@@ -12,9 +12,9 @@ from pathlib import Path
 from pipeloom.config.hub import download, source_context_problem
 from pipeloom.config.problems import sentence, shown
 from pipeloom.config.sections import COMPUTED, PARTS_OF_BLOCKS, Config
-from pipeloom.decoder_shape import ROUTERS, sequence_block_problems, shape_problems, whole_sequence_problems
 from pipeloom.errors import divisors, nearest
 from pipeloom.limits import expanded
+from pipeloom.shapes.decoder import ROUTERS, sequence_block_problems, shape_problems, whole_sequence_problems
 
 CLASS_KEYS = ("experts_class", "router_class")
 _SLOTS = 2  # parallel.unshard_slots where nothing sets it

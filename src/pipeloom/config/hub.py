@@ -10,16 +10,16 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from pipeloom.config.problems import file_sentence
-from pipeloom.decoder_shape import context_problem
 from pipeloom.errors import ConfigError, UsageError, did_you_mean, reason_of, shortened
 from pipeloom.limits import MODEL_CONFIG_BYTES, MOST_LAYERS, MOST_WIDTH, expanded, read_json, require_counts
+from pipeloom.shapes.decoder import context_problem
+from pipeloom.shapes.hub import presets
 
 # Key of [model] -> its names in the families' files. For a foreign model most of these keys serve only estimates: of the costs by
 # which stages are balanced, of memory, and of utilisation.
@@ -94,11 +94,6 @@ def _size(key: str) -> Any:
 
 _SIZES: dict[str, Any] = {name: (_size(key), None) for key, names in _SPELLINGS.items() for name in names}
 _SCHEMA = create_model("ModelConfig", __base__=_ConfigFile, **_SIZES)
-
-
-def presets() -> dict[str, dict[str, Any]]:
-    """Name -> `config.json`, with its source under "source", of the models that are known by name."""
-    return dict(json.loads(resources.files("pipeloom.config").joinpath("models.json").read_text(encoding="utf-8")))
 
 
 def preset_sizes(name: str) -> dict[str, Any]:

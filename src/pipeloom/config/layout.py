@@ -15,9 +15,8 @@ from pipeloom.config.problems import naming_keys, shown
 from pipeloom.config.search import NAME as SEARCH
 from pipeloom.config.search import SearchRequest, search_request
 from pipeloom.config.sections import COMPUTED, PARTS_OF_BLOCKS, Config
-from pipeloom.config.stages import LayerSize, attention_share, balance, layer_sizes, parse_stages
+from pipeloom.config.stages import LayerSize, attention_share, layer_sizes
 from pipeloom.errors import ConfigError, ScheduleError, UsageError, did_you_mean
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.schedule import Costs, Schedule, check, simulate
 from pipeloom.schedule.families import build
 from pipeloom.schedule.files import load, names_a_file
@@ -26,6 +25,8 @@ from pipeloom.schedule.model import parts
 from pipeloom.schedule.slices import SequenceCuts, balanced_cuts, even_cuts, longer_than_whole
 from pipeloom.schedule.transforms import recompute_stages, transformed
 from pipeloom.schedule.vocabulary import embedding, vocabulary
+from pipeloom.shapes.cut import balance, parse_stages
+from pipeloom.shapes.mesh import MeshShape
 
 _GATE = "pipeloom.models.gate.TopKGate"
 

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from pipeloom.config.fault import parse_fault
-from pipeloom.decoder_shape import DecoderShape, DecoderSizes
 from pipeloom.errors import ArgumentError, UsageError, echo
 from pipeloom.limits import (
     LEAST_TIMEOUT,
@@ -24,10 +23,11 @@ from pipeloom.limits import (
     MOST_WIDTH,
     MOST_WORKERS,
 )
-from pipeloom.mesh_shape import parse_order
 from pipeloom.schedule.check import TransportName
 from pipeloom.schedule.families import canonical_name
 from pipeloom.schedule.transforms import parsed_transform
+from pipeloom.shapes.decoder import DecoderShape, DecoderSizes
+from pipeloom.shapes.mesh import parse_order
 
 Count = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
 Whole = Annotated[int, Field(ge=0, le=MOST_WIDTH)]

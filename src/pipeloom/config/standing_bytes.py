@@ -7,8 +7,8 @@ from itertools import accumulate, pairwise
 
 from pipeloom.config.layout import Layout, stage_sizes
 from pipeloom.config.sections import Config
-from pipeloom.mesh_shape import uneven_parts
 from pipeloom.schedule.model import Schedule, parts
+from pipeloom.shapes.mesh import uneven_parts
 
 # Bytes of fp32 state per element, besides its value: two moments, or one. For Muon an upper bound: its matrices have one.
 _STATE_BYTES = {"adamw": 8, "sgd": 4, "muon": 8}

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeloom.decoder_shape import DecoderShape
 from pipeloom.ops.block_attention import document_begins
 from pipeloom.ops.layer import MicrobatchContext, SharesTokens
 from pipeloom.ops.parts import in_part
@@ -19,6 +18,7 @@ from pipeloom.parallel.context import attend_in_blocks
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.parallel.tensor import TensorParallel, column_linear, gather_tokens, own_tokens, project, row_linear
 from pipeloom.parallel.vocabulary import VocabularyHead
+from pipeloom.shapes.decoder import DecoderShape
 
 
 def rotary_table(

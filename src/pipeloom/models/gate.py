@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeloom.decoder_shape import RANDOM_ROUTERS, DecoderShape, whole_sequence_problems
 from pipeloom.errors import UsageError
 from pipeloom.ops.deferred import DeferringLayer, apply_linear
 from pipeloom.ops.layer import MicrobatchContext, SharesTokens, attach_loss
@@ -30,6 +29,7 @@ from pipeloom.parallel.router import (
 )
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.parallel.tensor import TensorParallel
+from pipeloom.shapes.decoder import RANDOM_ROUTERS, DecoderShape, whole_sequence_problems
 
 
 @dataclass(frozen=True)

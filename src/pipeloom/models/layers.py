@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeloom.decoder_shape import DecoderShape
-from pipeloom.mesh_shape import uneven_parts
 from pipeloom.models import mtp
 from pipeloom.models.decoder import Block, FinalNorm, Head, OwnTokens
 from pipeloom.models.gate import TopKGate
@@ -27,6 +25,8 @@ from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.sharding import ParameterSharding, shard_of, shardings_of
 from pipeloom.parallel.tensor import TensorParallel, if_parallel
 from pipeloom.parallel.vocabulary import VocabularyEmbedding, VocabularyShare
+from pipeloom.shapes.decoder import DecoderShape
+from pipeloom.shapes.mesh import uneven_parts
 
 EMBEDDING = "model.embed_tokens"
 HEAD = "head"

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import ArgumentError
 from pipeloom.models.decoder import Block, gated
 from pipeloom.models.gate import TopKGate
@@ -40,6 +39,7 @@ from pipeloom.parallel.expert import Experts, PartialSumLinear
 from pipeloom.parallel.router import Routing, dropped_between
 from pipeloom.parallel.sharding import ParameterSharding, Shard
 from pipeloom.parallel.tensor import TensorParallel, enter, sum_over_ranks
+from pipeloom.shapes.decoder import DecoderShape
 
 Arrival = Callable[[], Values]
 """Waits for a communication that has started, and returns its values."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeloom.decoder_shape import sequence_block_problems
 from pipeloom.models.decoder import Attention, visible
 from pipeloom.models.moe import Arrival, SparseBlock, landed, plus
 from pipeloom.ops.layer import MicrobatchContext
@@ -23,6 +22,7 @@ from pipeloom.ops.segments import Compute, Segment, Values
 from pipeloom.ops.slices import SliceState
 from pipeloom.parallel.dispatch import DispatchPlan, begin_dispatch, permute_for_dispatch
 from pipeloom.parallel.router import RouterNoise
+from pipeloom.shapes.decoder import sequence_block_problems
 
 
 class SparseBlockInBlocks(SparseBlock):

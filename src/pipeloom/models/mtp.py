@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeloom.decoder_shape import DecoderShape
 from pipeloom.models.decoder import Block, Head, RMSNorm
 from pipeloom.ops.layer import LossTerm, MicrobatchContext, SharesTokens
 from pipeloom.ops.slices import SliceState
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.parallel.vocabulary import IGNORED, VocabularyEmbedding
+from pipeloom.shapes.decoder import DecoderShape
 
 
 def ahead(tokens: Tensor, targets: Tensor, depth: int, position_ids: Tensor | None = None) -> dict[str, Tensor]:

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeloom.mesh_shape import mirrored_pieces
 from pipeloom.ops.block_attention import KeyExchange, Keys, Local, Open, block_attention, causal_blocks
 from pipeloom.ops.layer import SharesTokens
 from pipeloom.ops.slices import SliceState
@@ -31,6 +30,7 @@ from pipeloom.parallel.collectives import (
     start_reduce_scatter,
 )
 from pipeloom.parallel.mesh import Axis
+from pipeloom.shapes.mesh import mirrored_pieces
 
 Exchange = Literal["gather", "ring"]
 M = TypeVar("M", bound=nn.Module)

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.errors import DistributedError, UsageError
-from pipeloom.mesh_shape import AXES, MeshShape, Place
+from pipeloom.shapes.mesh import AXES, MeshShape, Place
 
 # torch's function that names a group; an internal name, which torch may remove, and the only way to choose a name.
 _NAME_OF_GROUP = "_hash_ranks_to_str"

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeloom.decoder_shape import ROUTERS
 from pipeloom.errors import ArgumentError, did_you_mean
 from pipeloom.ops.token_permute import accumulation_dtype
+from pipeloom.shapes.decoder import ROUTERS
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pipeloom.errors import UsageError
-from pipeloom.mesh_shape import uneven_parts
 from pipeloom.parallel.collectives import start_all_reduce, start_gather_columns
 from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.sharding import ParameterSharding, Shard
 from pipeloom.parallel.tensor import ColumnLinear, TensorParallel, sum_over_ranks
+from pipeloom.shapes.mesh import uneven_parts
 
 IGNORED = -100  # torch's default ignore_index
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pipeloom.plan.blocks import RUNTIMES, Runtime
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.plan.layout import parse as parse_layout
 from pipeloom.plan.memory import RankMemory
-from pipeloom.plan.model import ModelShape
-from pipeloom.plan.model import load as load_model
 from pipeloom.plan.predict import LayoutCosts, Planner
 from pipeloom.plan.search import OFFERED, LayoutPlan, PlanRequest, search
 from pipeloom.plan.time import Device, StepTime
 from pipeloom.plan.time import device as load_device
+from pipeloom.shapes.decoder import ModelShape
+from pipeloom.shapes.hub import load as load_model
+from pipeloom.shapes.ops import RUNTIMES, Runtime
 
 __all__ = [
     "OFFERED",

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from pipeloom.config.rates import suitable_rate
 from pipeloom.errors import UsageError
-from pipeloom.plan.blocks import RUNTIMES, Split, layers_of, parameters_of
 from pipeloom.plan.layout import PlannedLayout
-from pipeloom.plan.model import ModelShape
 from pipeloom.plan.predict import LayoutCosts
 from pipeloom.schedule import Schedule
+from pipeloom.shapes.decoder import ModelShape
+from pipeloom.shapes.ops import RUNTIMES, Split, layers_of, parameters_of
 
 _TORCHTITAN = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 
 from pipeloom.errors import UsageError, did_you_mean, divisors
-from pipeloom.plan.blocks import PARTS
-from pipeloom.plan.model import ModelShape
 from pipeloom.schedule import Costs, Schedule
 from pipeloom.schedule.families import build
 from pipeloom.schedule.slices import balanced_cuts
 from pipeloom.schedule.vocabulary import embedding, vocabulary
+from pipeloom.shapes.decoder import ModelShape
+from pipeloom.shapes.ops import PARTS
 
 RECOMPUTE = ("none", "full", *PARTS)
 CUTS = ("balanced", "even")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from pipeloom.errors import UsageError, echo
 from pipeloom.limits import MODEL_CONFIG_BYTES, read_json
-from pipeloom.plan.blocks import LayerOps
 from pipeloom.plan.layout import PlannedLayout
-from pipeloom.plan.model import ModelShape
 from pipeloom.plan.time import StageSeconds
+from pipeloom.shapes.decoder import ModelShape
+from pipeloom.shapes.ops import LayerOps
 
 _KINDS = ("F", "I", "W", "B", "RB")
 

@@ -6,7 +6,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from pipeloom.plan.blocks import LayerOps, Runtime, parameters_of, placeholders
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.plan.messages import MessageBytes
 from pipeloom.schedule import Schedule, Timeline
@@ -23,6 +22,7 @@ from pipeloom.schedule.actions import (
 )
 from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.model import made_by, parts
+from pipeloom.shapes.ops import LayerOps, Runtime, parameters_of, placeholders
 
 _FOR_BACKWARD = {SAVED, SCORES}  # what a forward leaves for its backward
 

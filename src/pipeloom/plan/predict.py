@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from pipeloom.config.stages import balance
 from pipeloom.config.standing_bytes import spans
 from pipeloom.errors import UsageError
-from pipeloom.plan.blocks import LayerOps, Runtime, Split, layers_of, parameters_of
 from pipeloom.plan.layout import CHUNKS, WHOLE_ROUNDS, PlannedLayout, problems
 from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import OfRanks, RankMemory, rank_memory, stage_memory
-from pipeloom.plan.model import ModelShape
 from pipeloom.plan.time import (
     HOST,
     AxisRates,
@@ -31,6 +28,9 @@ from pipeloom.schedule import Costs, Schedule, simulate
 from pipeloom.schedule.actions import HIDDEN, SCORES
 from pipeloom.schedule.families import canonical_name
 from pipeloom.schedule.slices import SequenceCuts, balanced_cuts
+from pipeloom.shapes.cut import balance
+from pipeloom.shapes.decoder import ModelShape
+from pipeloom.shapes.ops import LayerOps, Runtime, Split, layers_of, parameters_of
 
 
 @dataclass(frozen=True)

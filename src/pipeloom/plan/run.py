@@ -10,18 +10,19 @@ from pipeloom.config import Config, Layout
 from pipeloom.config.standing_bytes import element_bytes, spans, summed_over_slices, with_embedding
 from pipeloom.config.volume import boundary_bytes
 from pipeloom.errors import UsageError
-from pipeloom.plan.blocks import LOGITS, RUNTIMES, LayerOps, Runtime, parameters_of
 from pipeloom.plan.layout import PlannedLayout, problems
 from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import OfRanks, RankMemory, StageMemory, at_peaks, stage_memory, state_bytes
 from pipeloom.plan.messages import MessageBytes, message_bytes
-from pipeloom.plan.model import ModelShape, load
 from pipeloom.plan.predict import Planner
 from pipeloom.plan.time import AxisRates, Device, StepTime, busy_parts
 from pipeloom.schedule import Timeline, simulate
 from pipeloom.schedule.actions import HIDDEN, KEPT, PENDING, SAVED, SCORES
 from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.model import parts
+from pipeloom.shapes.decoder import ModelShape
+from pipeloom.shapes.hub import load
+from pipeloom.shapes.ops import LOGITS, RUNTIMES, LayerOps, Runtime, parameters_of
 
 # Part of our blocks and output layer -> the tensors that its R makes.
 _OF_PARTS = {

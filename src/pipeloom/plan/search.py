@@ -10,12 +10,12 @@ from itertools import product
 from typing import Any
 
 from pipeloom.errors import UsageError, divisors
-from pipeloom.plan.blocks import LayerOps
 from pipeloom.plan.layout import CHUNKS, WHOLE_ROUNDS, PlannedLayout, problems
 from pipeloom.plan.memory import state_bytes
 from pipeloom.plan.predict import LayoutCosts, Planner, balanced, distinct
 from pipeloom.plan.time import HOST, AxisRates, gathers_by_microbatch
 from pipeloom.schedule.placement import named
+from pipeloom.shapes.ops import LayerOps
 
 RECOMPUTED = ("none", "norms+activation", "full")
 # Families whose pairs hide the exchange with experts on other ranks, and the same ones without pairs.

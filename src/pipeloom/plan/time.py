@@ -11,10 +11,10 @@ from operator import add
 from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean
-from pipeloom.plan.blocks import LayerOps, Op, Runtime
 from pipeloom.plan.layout import PlannedLayout
-from pipeloom.plan.model import ModelShape
 from pipeloom.schedule import Costs
+from pipeloom.shapes.decoder import ModelShape
+from pipeloom.shapes.ops import LayerOps, Op, Runtime
 
 # Share of the rate that a collective reaches of a link within a node and of the network (DeepEP's README: 45 and 46 of 50 GB/s
 # over 2 and 4 nodes, NCCL somewhat less), of memory's rate that an elementwise operation reaches, and of a product's

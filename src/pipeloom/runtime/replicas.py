@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.errors import DistributedError
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.ops.checksum import checksums
 from pipeloom.parallel.collectives import start_collective
 from pipeloom.parallel.exchange import all_gather_json
@@ -27,6 +26,7 @@ from pipeloom.runtime import tied_weights as ties
 from pipeloom.runtime.assembly import Assembly
 from pipeloom.runtime.health.status import Names
 from pipeloom.runtime.tensor_spec import memory_of
+from pipeloom.shapes.mesh import MeshShape
 
 _LOG = logging.getLogger("pipeloom")
 

@@ -18,12 +18,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
 from pipeloom.errors import ConfigError, UsageError
-from pipeloom.mesh_shape import uneven_parts
 from pipeloom.ops.layer import Layer
 from pipeloom.parallel.collectives import carrier_of
 from pipeloom.parallel.mesh import Axis, Mesh, group_of_members
 from pipeloom.parallel.vocabulary import IGNORED, VocabularyShare, largest_of, places_in, rows_at
 from pipeloom.schedule.model import Schedule, parts
+from pipeloom.shapes.mesh import uneven_parts
 
 
 def vocabulary_share(

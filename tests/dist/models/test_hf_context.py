@@ -10,15 +10,15 @@ import transformers
 
 from hf_families import MODEL_FAMILIES, make_batch
 from pipeloom import schedules
-from pipeloom.decoder_shape import context_problem
 from pipeloom.errors import ConfigError, UsageError
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.models import VocabularyRanks, cross_entropy, hf
 from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.mesh import ALONE, Mesh
 from pipeloom.parallel.sharding import shard_of
 from pipeloom.runtime import LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.runtime.verify import relative_error
+from pipeloom.shapes.decoder import context_problem
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 

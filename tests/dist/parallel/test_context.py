@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import UsageError
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.models import DecoderShape
 from pipeloom.models.decoder import Attention, attend
 from pipeloom.parallel.context import ContextParallel, Exchange, attend_in_blocks, share_tokens
 from pipeloom.parallel.mesh import ALONE, Axis, Mesh
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 pytestmark = pytest.mark.core

@@ -16,7 +16,6 @@ import pipeloom as pl
 from layouts import tensor_parallel
 from pipeloom import checkpoint
 from pipeloom.errors import ArgumentError, UsageError
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.models.lora import AdaptedLinear
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
 from pipeloom.parallel.mesh import Axis, Mesh
@@ -30,6 +29,7 @@ from pipeloom.parallel.tensor import (
     sum_over_ranks,
 )
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
+from pipeloom.shapes.mesh import MeshShape
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.manifest import read_manifest
 from pipeloom.train.checkpoint.reader import Reader

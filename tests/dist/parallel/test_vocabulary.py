@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_leaves
 
 from layouts import LENGTH, Way, batch, model, step, tensor_parallel
 from pipeloom.errors import UsageError
-from pipeloom.mesh_shape import uneven_parts
 from pipeloom.models import cross_entropy
 from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.sharding import shard_of, shardings_of
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, whole_logits
 from pipeloom.parallel.vocabulary import cross_entropy as spread_cross_entropy
+from pipeloom.shapes.mesh import uneven_parts
 from processes import run_ranks
 
 pytestmark = pytest.mark.core

@@ -10,7 +10,6 @@ import torch
 from layouts import LENGTH, Way, model, step, tensor_parallel
 from pipeloom.config import load_layout, parameter_count
 from pipeloom.config.volume import Volume, boundary_bytes, volumes, words
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.models import cross_entropy, layers, token_loss
 from pipeloom.parallel import collectives
 from pipeloom.parallel.context import ContextParallel
@@ -19,6 +18,7 @@ from pipeloom.runtime import Pipeline, RuntimeOptions
 from pipeloom.schedule.channels import message_counts, size_words, traffic
 from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.transforms import recompute as recomputing
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 pytestmark = pytest.mark.core

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import pipeloom as pl
 from models import WIDTH, batch, mse
 from pipeloom.errors import DistributedError
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.runtime.replicas import BatchCheck
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 pytestmark = pytest.mark.core

@@ -20,12 +20,12 @@ import pipeloom as pl
 from awkward import MODELS
 from models import batch, blocks, mse, serial
 from pipeloom.errors import UsageError
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.runtime.batch import split_sizes
 from pipeloom.schedule.families import FAMILIES
 from pipeloom.schedule.transforms import recompute
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 BOUND = 5e-6

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from pipeloom.errors import ArgumentError, DistributedError, UsageError
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.models import DecoderShape, GateShape, MoELayer, TopKGate, ahead, cross_entropy, layers
 from pipeloom.ops.layer import MicrobatchContext, SharesTokens
 from pipeloom.parallel.context import ContextParallel
@@ -19,6 +18,7 @@ from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import shard_of
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 pytestmark = pytest.mark.core

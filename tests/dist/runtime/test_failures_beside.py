@@ -14,7 +14,6 @@ from torch import nn
 from dying import End, run_until_dead
 from models import batch, blocks, mse
 from pipeloom.config.fault import parse_fault
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.zero import StageShards
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
@@ -22,6 +21,7 @@ from pipeloom.runtime.spread_vocabulary import SpreadVocabulary, vocabulary_shar
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.families import build
 from pipeloom.schedule.transforms import transformed
+from pipeloom.shapes.mesh import MeshShape
 
 pytestmark = pytest.mark.core
 

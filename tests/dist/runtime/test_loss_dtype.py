@@ -12,9 +12,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import pipeloom as pl
 from models import WIDTH, batch, blocks, mse, serial
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, Pipeline
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 pytestmark = pytest.mark.core

@@ -12,9 +12,9 @@ import pipeloom as pl
 from dying import End, run_until_dead
 from models import Block, batch, blocks, mse
 from pipeloom.config.fault import parse_fault
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
+from pipeloom.shapes.mesh import MeshShape
 
 pytestmark = pytest.mark.core
 

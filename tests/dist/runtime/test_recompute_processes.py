@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 import pipeloom as pl
-from pipeloom.decoder_shape import DecoderShape
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.models import layers, token_loss
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.runtime import Pipeline
 from pipeloom.schedule import Schedule, simulate
 from pipeloom.schedule.transforms import recompute
+from pipeloom.shapes.decoder import DecoderShape
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 S = pl.schedules

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import pipeloom as pl
 from models import Block, gradients, worst
 from pipeloom.errors import UsageError
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.runtime.batch import count_targets
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 pytestmark = pytest.mark.core

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 import pipeloom as pl
 from models import batch, blocks, gradients, mse, serial, worst
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.parallel import collectives
 from pipeloom.parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from pipeloom.parallel.mesh import Mesh
@@ -24,6 +23,7 @@ from pipeloom.runtime.p2p.base import BufferPool, Outgoing
 from pipeloom.runtime.tensor_spec import ShapeCache, boundary_of
 from pipeloom.schedule.actions import OUTPUT
 from pipeloom.schedule.channels import Channel, Edge, Message
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 pytestmark = pytest.mark.core

@@ -19,11 +19,11 @@ import pipeloom as pl
 from commands import pipeloom
 from pipeloom import checkpoint
 from pipeloom.config import load, load_layout
-from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.models import cross_entropy, hf, hub_name, layers, tied
 from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.runtime import Pipeline
+from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.reader import Reader, verified

@@ -11,9 +11,9 @@ import torch
 
 from pipeloom.config import load_layout
 from pipeloom.errors import DistributedError, PipeloomError
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.models import tied
 from pipeloom.runtime.replicas import differences
+from pipeloom.shapes.mesh import MeshShape
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.loop import Trainer

@@ -12,12 +12,12 @@ import torch
 from commands import pipeloom
 from paths import ROOT
 from pipeloom.config import Layout, load_layout
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.models import tied
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import ParameterSharding, Shard, shard_of
 from pipeloom.runtime import grad_sync as gradients
+from pipeloom.shapes.mesh import MeshShape
 from pipeloom.train.report.verify import ComparedStep, compare, pipeline_step, serial_step
 from processes import run_ranks
 

@@ -15,10 +15,10 @@ from pipeloom.cli.dry_run import _bytes_lines, expected_timeline, rank_table
 from pipeloom.config import load_layout, parameter_count
 from pipeloom.config.standing_bytes import rank_parameters
 from pipeloom.errors import CapacityError, ConfigError, UsageError
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.plan import load_device
 from pipeloom.plan.memory import RankMemory
 from pipeloom.plan.run import predicted
+from pipeloom.shapes.mesh import MeshShape
 
 H100 = load_device("h100")
 

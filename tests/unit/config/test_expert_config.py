@@ -11,9 +11,9 @@ import torch
 from paths import ROOT
 from pipeloom.config import layer_sizes, load, load_layout, parameter_count, resolve, training_flops
 from pipeloom.config.sections import RouterName
-from pipeloom.decoder_shape import ROUTERS
 from pipeloom.errors import ConfigError
 from pipeloom.models.layers import block_name
+from pipeloom.shapes.decoder import ROUTERS
 from pipeloom.train.build import build_pipeline, model_layers, moe_classes
 
 EXPERTS = {"model.num_experts": 8, "parallel.dp": 4, "train.global_batch_size": 40}

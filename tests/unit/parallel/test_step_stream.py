@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.ops.deferred import StageBackward
 from pipeloom.parallel import data, mesh
 from pipeloom.parallel.buckets import BucketParameter
 from pipeloom.parallel.data import StepStream
 from pipeloom.parallel.mesh import Axis
+from pipeloom.shapes.mesh import MeshShape
 
 
 class FakeStream:

@@ -10,7 +10,6 @@ from functools import cache
 import pytest
 
 from pipeloom.config import load_layout
-from pipeloom.config.stages import expand, parse_stages
 from pipeloom.errors import UsageError
 from pipeloom.plan import (
     OFFERED,
@@ -27,7 +26,6 @@ from pipeloom.plan import predict as prediction_module
 from pipeloom.plan.export import layers_by_rank, layout_string, megatron, run_toml, torch_csv, torchtitan
 from pipeloom.plan.layout import CHUNKS, problems
 from pipeloom.plan.memory import StageMemory, peak
-from pipeloom.plan.model import from_config
 from pipeloom.plan.predict import extrapolated_from, with_its_peaks
 from pipeloom.plan.report import advice, neighbours, reason, what_if
 from pipeloom.plan.run import predicted
@@ -35,6 +33,8 @@ from pipeloom.plan.search import _Sums, estimate
 from pipeloom.plan.time import AxisRates
 from pipeloom.schedule.csv_form import from_csv
 from pipeloom.schedule.families import FAMILIES, ONE_ROUTE
+from pipeloom.shapes.cut import expand, parse_stages
+from pipeloom.shapes.hub import from_config
 
 H100 = load_device("h100")
 

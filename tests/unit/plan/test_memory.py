@@ -11,19 +11,18 @@ import pytest
 
 from paths import ROOT
 from pipeloom.config import load, load_layout
-from pipeloom.config.hub import presets
 from pipeloom.errors import ConfigError
 from pipeloom.plan import RUNTIMES, PlannedLayout, Planner, load_device, load_model
-from pipeloom.plan.blocks import LayerOps, Op, Split, layers_of, parameters_of
 from pipeloom.plan.memory import StageMemory, at_peaks, peak, stage_memory, state_bytes
 from pipeloom.plan.messages import MessageBytes
-from pipeloom.plan.model import from_config
 from pipeloom.plan.run import predicted, shape_of
 from pipeloom.plan.time import AxisRates, stage_times
 from pipeloom.runtime.layer_bytes import LayerBytes, stage_bytes
 from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.families import build
 from pipeloom.schedule.transforms import half_split, recompute
+from pipeloom.shapes.hub import from_config, presets
+from pipeloom.shapes.ops import LayerOps, Op, Split, layers_of, parameters_of
 
 PUBLISHED = json.loads((ROOT / "benchmarks" / "planbench" / "measured.json").read_text())
 GIB = 2**30

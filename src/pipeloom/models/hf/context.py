@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeloom.decoder_shape import context_problem
 from pipeloom.errors import ConfigError
 from pipeloom.models.hf.library import transformers
 from pipeloom.ops.slices import SliceState
 from pipeloom.parallel.context import ContextParallel, attend_in_blocks
+from pipeloom.shapes.decoder import context_problem
 
 _NAME = "pipeloom_context"
 

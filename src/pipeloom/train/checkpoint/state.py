@@ -17,10 +17,10 @@ from torch import Tensor
 
 from pipeloom.errors import CheckpointError, UsageError
 from pipeloom.limits import MOST_STEPS
-from pipeloom.mesh_shape import Place
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.tensor_spec import layout_name, memory_of
+from pipeloom.shapes.mesh import Place
 from pipeloom.train.checkpoint.boxes import Box, boxes_of_run
 from pipeloom.train.checkpoint.folder import DTYPE_NAMES
 from pipeloom.train.checkpoint.reader import Reader

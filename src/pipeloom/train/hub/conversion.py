@@ -17,7 +17,6 @@ from pipeloom.config import ModelSection, load
 from pipeloom.config.checks import CLASS_KEYS
 from pipeloom.config.hub import is_directory, own_values
 from pipeloom.config.sections import LoraSection
-from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.limits import expanded
 from pipeloom.models import hf, hub_name, tied
@@ -25,6 +24,7 @@ from pipeloom.models.hf.library import causal_model, read_config, transformers
 from pipeloom.models.hf.weights import SINGLE, WEIGHTS_INDEX
 from pipeloom.models.layers import PREDICTION_NORMS, block_name, own_name
 from pipeloom.models.lora import LoraOptions, is_adapter, is_transposed, merged
+from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.manifest import BaseWeights

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from pipeloom.mesh_shape import Place
 from pipeloom.runtime import Pipeline
 from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.channels import size_words
+from pipeloom.shapes.mesh import Place
 from pipeloom.train.collect import from_every_rank
 from pipeloom.train.optimizer import Optimizer
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.config import Layout
-from pipeloom.mesh_shape import MeshShape, Place
 from pipeloom.models import cross_entropy
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
 from pipeloom.ops.layer import KEYWORD, MicrobatchContext
@@ -29,6 +28,7 @@ from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.runtime.stage_modules import LayerNames
 from pipeloom.runtime.tied_weights import Tie, share
 from pipeloom.runtime.verify import relative_error
+from pipeloom.shapes.mesh import MeshShape, Place
 from pipeloom.train.build import build_pipeline, model_layers, moe_classes, ties
 from pipeloom.train.data.batches import Batch
 from pipeloom.train.schedule_search import estimated

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.mesh_shape import MeshShape
 from pipeloom.parallel.sharding import ParameterSharding, Shard, shard_of
+from pipeloom.shapes.mesh import MeshShape
 from pipeloom.train.checkpoint.boxes import Box, boxes_of_run, tiling_problem
 from pipeloom.train.checkpoint.state import Holder, pieces_of
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 
-from pipeloom.plan.model import ModelShape
+from pipeloom.shapes.decoder import ModelShape
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.config.stages import balance, expand, parse_stages
 from pipeloom.errors import UsageError
+from pipeloom.shapes.cut import balance, expand, parse_stages
 
 
 def all_cuts(costs: list[int], stages: int) -> list[list[int]]:

@@ -2,80 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pipeloom.config.hub import presets
 from pipeloom.errors import UsageError, did_you_mean, echo
 from pipeloom.limits import MODEL_CONFIG_BYTES, MOST_LAYERS, MOST_WIDTH, read_json
-
-
-@dataclass(frozen=True)
-class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks of the two compressions and widths of a head.
-
-    Attributes:
-        query_rank: width of the compressed query; 0: the query is not compressed.
-        key_value_rank: width of the compressed keys and values.
-        nope, rope, value: widths of a head's part without positions, its part with, and its value.
-    """
-
-    query_rank: int
-    key_value_rank: int
-    nope: int
-    rope: int
-    value: int
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a decoder.
-
-    Attributes:
-        layers: blocks, without the embedding and the output layer.
-        feed_forward: inner width of a dense block.
-        gated: the feed-forward part has a gate (three matrices instead of two).
-        biases: linear layers have biases.
-        positions: rows of a learned table of positions; 0: rotary.
-        experts, experts_per_token, expert_width, shared_width: of a block with experts; `shared_width` is the inner width of
-            what every token passes.
-        sparse: block -> whether it has experts; empty: none has.
-        latent: multi-head latent attention, or None.
-        ahead: blocks behind the last one that predict tokens further ahead (DeepSeek-V3, arXiv 2412.19437, section 2.2).
-        routed_share: of the groups of experts, those that a token may choose from (the same, section 2.1.2).
-    """
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    key_value_heads: int
-    head_width: int
-    feed_forward: int
-    vocabulary: int
-    tied: bool = False
-    gated: bool = True
-    biases: bool = False
-    positions: int = 0
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_width: int = 0
-    shared_width: int = 0
-    sparse: tuple[bool, ...] = ()
-    latent: Latent | None = None
-    ahead: int = 0
-    routed_share: float = 1.0
-
-    def block_is_sparse(self, block: int) -> bool:
-        """Return whether block number `block` has experts."""
-        return bool(self.sparse) and self.sparse[block]
-
-    def with_layers(self, layers: int) -> ModelShape:
-        """The model cut to its first `layers` blocks."""
-        return replace(self, layers=layers, sparse=self.sparse[:layers])
-
+from pipeloom.shapes.decoder import Latent, ModelShape
 
 # Field -> its names in the families' files, the most specific first.
 _KEYS = {
@@ -95,6 +30,11 @@ _KEYS = {
     "dense_first": ("first_k_dense_replace", "dense_layers", "moe_layer_start_index"),
 }
 _UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "starcoder2", "nemotron", "apertus")
+
+
+def presets() -> dict[str, dict[str, Any]]:
+    """Name -> `config.json`, with its source under "source", of the models that are known by name."""
+    return dict(json.loads(resources.files("pipeloom.shapes").joinpath("models.json").read_text(encoding="utf-8")))
 
 
 def from_config(values: Mapping[str, Any], name: str = "model") -> ModelShape:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import ArgumentError, UsageError
-from pipeloom.mesh_shape import ORDER, MeshShape
+from pipeloom.shapes.mesh import ORDER, MeshShape
 
 
 def test_16_ranks_tp_2_pp_4() -> None:
