@@ -120,9 +120,7 @@ def parse_stages(text: str, blocks: int, stages: int, depths: int = 0) -> list[i
         raise UsageError("its layers must be E, then every t, then every m, then L")
     if len(parts) != stages:
         empty = f" ({parts.count('')} of them empty: `||`)" if "" in parts else ""
-        raise UsageError(
-            f"it makes {len(parts)} stages{empty}, but the schedule has {stages} (ranks times chunks)"
-        )
+        raise UsageError(f"it makes {len(parts)} stages{empty}, but the schedule has {stages} (ranks times chunks)")
     if not parts[0] or not parts[-1]:
         raise UsageError("its first stage must hold E and its last one L")
     return [len(part) for part in parts]
