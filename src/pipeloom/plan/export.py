@@ -34,7 +34,7 @@ def layout_string(stages: Sequence[int], ahead: int = 0) -> str:
 
 
 def stage_words(stages: Sequence[int], ahead: int = 0) -> list[str]:
-    """The layers of each stage, such as `Ettt` or `t*5`; stages and `ahead` as for `layout_string`."""
+    """The layers of each stage, such as "Ettt" or "t*5"; stages and `ahead` as for `layout_string`."""
     letters = iter("E" + "t" * (sum(stages) - 2 - ahead) + "m" * ahead + "L")
     words = ["".join(islice(letters, count)) for count in stages]
 

@@ -68,8 +68,8 @@ def split_at_communications(
 ) -> list[ComputeGroup]:
     """Return the groups of the stage for one micro-batch: at least one, the last of them without a communication.
 
-    With `recompute` the computations of `layers.recomputed` run again in the backward; `part_of` returns the part, if any, that
-    all computations of a layer belong to.
+    With `recompute` the computations of `StageModules.recomputed` run again in the backward; `part_of` returns the part, if any,
+    that all computations of a layer belong to.
 
     A segmented layer with hooks runs as a whole: hooks belong to a call of the layer, which its segments do not make.
     """

@@ -127,7 +127,7 @@ class MeshShape:
         """The ranks that differ only along `axes`; each group in rank order, groups by their first rank.
 
         Args:
-            axes: one of pp, dp (all replicas, dp · cp), edp, ep, tp, or several joined by an underscore (`dp_tp`: the ranks of
+            axes: one of pp, dp (all replicas, dp · cp), edp, ep, tp, or several joined by an underscore ("dp_tp": the ranks of
                 one pipeline rank).
         """
         inside = {part for axis in axes.split("_") for part in _parts(axis)}

@@ -1,10 +1,10 @@
 """The search for what to copy to host memory: orders constructed beside the queues of the copies, and then simulated with them.
 
 A rank's memory holds what its forwards have saved until it is copied, what is copied back for the next backwards, and what its
-weight gradients wait for. `timed_order` follows an order of forwards and input gradients, the families' and those of the search,
-and runs a forward once it fits beside these, and a weight gradient where the rank would wait or needs its memory. Copies back are
-added to its timeline where they end in time. The simulation of the result decides: while it exceeds the memory, the order is
-constructed again for less. Then pairs of neighbours in the best order are exchanged at random, and what gains stays.
+weight gradients wait for. `_Construction` follows an order of forwards and input gradients, the families' and those of the
+search, and runs a forward once it fits beside these, and a weight gradient where the rank would wait or needs its memory. Copies
+back are added to its timeline where they end in time. The simulation of the result decides: while it exceeds the memory, the
+order is constructed again for less. Then pairs of neighbours in the best order are exchanged at random, and what gains stays.
 """
 
 from __future__ import annotations

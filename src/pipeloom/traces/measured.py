@@ -370,7 +370,7 @@ def _errors_by_kind(timelines: Sequence[Timeline], costs: Costs) -> dict[str, fl
 SPENT = ("computation", *COMMUNICATIONS, "dependency", "memory", "overhead", "end of step")
 """Uses of a rank's time: computation, exposed communication by kind, idle time by cause (overhead is the host's).
 
-The causes are those of `schedule/idle.py`, with p2p for its "message".
+The causes are the `CAUSES` of `schedule/timeline.py`, with p2p for its "message".
 """
 
 

@@ -55,7 +55,7 @@ class StepEnd:
 
     @property
     def flags(self) -> int:
-        """Requests received by any rank, as bits of `train.signals`."""
+        """Requests received by any rank, as bits of `workers.context`."""
         return together(outcome.flags for outcome in self.outcomes)
 
 
@@ -71,7 +71,7 @@ class StepObserver:
         after_step: called after the step.
         every: interval in steps; 0: none.
         also: steps besides those of the interval.
-        requests: bits of `train.signals`, of which any calls `after_step` whatever the step.
+        requests: bits of `workers.context`, of which any calls `after_step` whatever the step.
         needs: "outcome": that of the step itself, which a step without a barrier then waits for; "norms": norms by layer in
             the outcome; "trace": `Pipeline.timeline` with the times of a GPU.
     """

@@ -84,7 +84,7 @@ class BaseWeights:
     Attributes:
         kind: "hugging face" for a model directory, or "checkpoint" for a checkpoint of Pipeloom's own decoder.
         path: its directory.
-        digest: SHA-256 that identifies the weights (`directory_digest` or `checkpoint_digest` in `train/adapters.py`).
+        digest: SHA-256 that identifies the weights (`directory_digest` or `checkpoint_digest` in `train/hub/lora_files.py`).
     """
 
     kind: str

@@ -73,7 +73,7 @@ def require_memory(memory: float | None) -> None:
 
 
 class Coder:
-    """Encoder of actions as a Schedule's integers: `coder.f(stage, mb)` and so on."""
+    """Encoder of actions as a Schedule's integers: `Coder.f(stage, mb)` and so on."""
 
     def __init__(self, stages: int, microbatches: int) -> None:
         self.stages = stages
