@@ -8,16 +8,80 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from pipeloom.config.hub import download, source_context_problem
 from pipeloom.config.problems import sentence, shown
 from pipeloom.config.sections import COMPUTED, PARTS_OF_BLOCKS, Config
 from pipeloom.errors import divisors, nearest
 from pipeloom.limits import expanded
-from pipeloom.shapes.decoder import ROUTERS, sequence_block_problems, shape_problems, whole_sequence_problems
+from pipeloom.shapes.decoder import RANDOM_ROUTERS, ROUTERS, shape_problems
+from pipeloom.shapes.rules import broken
 
 CLASS_KEYS = ("experts_class", "router_class")
 _SLOTS = 2  # parallel.unshard_slots where nothing sets it
+
+
+def _unless(*plain: object) -> Callable[[Config, object], bool]:
+    return lambda config, value: value not in plain
+
+
+def _has_experts(config: Config) -> bool:
+    return config.model.num_experts > 0 and not config.model.source
+
+
+# Feature of the rules -> the key that a sentence about it names, then others that it depends on; whether it is in use, of the
+# configuration and the first key's value.
+_FEATURES: dict[str, tuple[str, Callable[[Config, Any], object]]] = {
+    "router": ("model.router model.num_experts model.source", lambda c, v: _has_experts(c) and v in RANDOM_ROUTERS),
+    "capacity_factor": ("model.capacity_factor model.num_experts model.source", lambda c, v: _has_experts(c) and v),
+    "experts": ("model.num_experts model.source", lambda c, v: _has_experts(c)),
+    "dense model": ("model.num_experts model.source", lambda c, v: not v and not c.model.source),
+    "num_shared_experts": ("model.num_shared_experts", _unless(0)),
+    "moe_layer_freq": ("model.moe_layer_freq", _unless(1)),
+    "experts_class": ("model.experts_class", _unless("")),
+    "router_class": ("model.router_class", _unless("")),
+    "num_nextn_predict_layers": ("model.num_nextn_predict_layers", _unless(0)),
+    "source": ("model.source", _unless("")),
+    "weights": ("model.weights", _unless("")),
+    "lora_dropout": ("lora.lora_dropout lora.r", lambda c, v: v and c.lora.r),
+    "tp": ("parallel.tp", _unless(1, COMPUTED)),
+    "one tensor rank": ("parallel.tp", lambda c, v: v == 1),
+    "ep": ("parallel.ep", _unless(1)),
+    "ep_nodes": ("parallel.ep_nodes", _unless(1)),
+    "ep_chunks": ("parallel.ep_chunks", _unless(1)),
+    "ep_blocks": ("parallel.ep_blocks", _unless(1)),
+    "cut": ("parallel.cp", _unless(1)),
+    "sp": ("parallel.sp", _unless(False)),
+    "zero": ("parallel.zero", _unless()),
+    "whole weights": ("parallel.zero", _unless(3)),
+    "unshard_slots": ("parallel.unshard_slots", _unless(_SLOTS)),
+    "vocabulary": ("parallel.vocabulary", _unless("last")),
+    "whole vocabulary": ("parallel.vocabulary", lambda c, v: v == "last"),
+    "one pipeline rank": ("parallel.pp", lambda c, v: v == 1),
+    "recomputed part": ("train.recompute", lambda c, v: v in PARTS_OF_BLOCKS),
+    "compile": ("train.compile", _unless("none")),
+    "reproducible": ("train.reproducible", _unless(False)),
+    "search": ("schedule.name", lambda c, v: v == "search"),
+    "slices": ("schedule.slices", _unless(None, 1)),
+    "transforms": ("schedule.transforms", _unless(())),
+    "spread vocabulary": ("schedule.transforms", lambda c, v: "vocabulary" in {word.partition("=")[0] for word in v}),
+    "overlap_p2p": ("schedule.overlap_p2p", lambda c, v: v is False),
+    "receive_depth": ("schedule.receive_depth", _unless(None)),
+    "transport": ("schedule.transport", _unless()),
+    "shared memory": ("schedule.transport", lambda c, v: v == "shared"),
+    "no open receives": ("schedule.transport", lambda c, v: v in ("batched", "shared")),
+    "sorted documents": ("data.documents", lambda c, v: v == "sort"),
+    "source weights": ("data.weights", _unless(())),
+    "sampling": ("data.sampling", _unless("auto", "shuffle-then-split")),
+    "nesterov": ("optimizer.nesterov optimizer.name", lambda c, v: v and c.optimizer.name == "sgd"),
+    "no momentum": ("optimizer.momentum", lambda c, v: not v),
+    "no barrier": ("optimizer.barrier", lambda c, v: not v),
+    "muon": ("optimizer.name", lambda c, v: v == "muon"),
+    "on_nan": ("train.on_nan", _unless("stop", "skip")),
+    "on_spike": ("train.on_spike", _unless("ignore")),
+    "norms": ("log.norms", _unless("none")),
+}
 
 Problem = tuple[str, str] | str
 """A key and the words that follow its value, or a whole sentence."""
@@ -41,21 +105,31 @@ def cross_problems(config: Config, wrong: Collection[str] = ()) -> list[str]:
         if not any(key in wrong or key.partition(".")[0] in wrong for key in keys)
         for problem in check(config)
     ]
+    problems += [(_key(feature), reason) for feature, reason in broken(_features(config, wrong))]
     return [problem if isinstance(problem, str) else _sentence(config, *problem) for problem in problems]
 
 
-def _sentence(config: Config, key: str, words: str) -> str:
+def _key(feature: str) -> str:
+    return _FEATURES[feature][0].partition(" ")[0]
+
+
+def _value(config: Config, key: str) -> Any:
     section, _, name = key.partition(".")
-    return f"{key} = {shown(getattr(getattr(config, section), name))}: {words}"
+    return getattr(getattr(config, section), name)
 
 
-@_reads("parallel.zero", "parallel.unshard_slots")
-def _slots_are_of_gathers(config: Config) -> Iterator[Problem]:
-    if config.parallel.unshard_slots != _SLOTS and config.parallel.zero != 3:
-        yield (
-            "parallel.unshard_slots",
-            f"parallel.zero is {config.parallel.zero}, and only 3 gathers parameters; set parallel.zero = 3",
-        )
+def _sentence(config: Config, key: str, words: str) -> str:
+    return f"{key} = {shown(_value(config, key))}: {words}"
+
+
+def _features(config: Config, wrong: Collection[str] = ()) -> dict[str, Any]:
+    """Return the features in use -> the values of their keys."""
+    used = {}
+    for name, (keys, is_used) in _FEATURES.items():
+        value = _value(config, _key(name))
+        if not any(key in wrong or key.partition(".")[0] in wrong for key in keys.split()) and is_used(config, value):
+            used[name] = value
+    return used
 
 
 @_reads("log.html")
@@ -104,24 +178,6 @@ def _weights_fit_sources(config: Config) -> Iterator[Problem]:
         yield "data.weights", f"there {are} (data.source); give a number for each"
 
 
-@_reads("data.documents", "data.weights", "data.sampling")
-def _sorted_documents_have_an_order(config: Config) -> Iterator[Problem]:
-    data = config.data
-    if data.documents != "sort":
-        return
-    if data.weights:
-        yield (
-            "data.weights",
-            "batches sorted by length take each document of all sources once an epoch; leave the weights out, or set "
-            'data.documents = "pack"',
-        )
-    if data.sampling not in ("auto", "shuffle-then-split"):
-        yield (
-            "data.sampling",
-            'data.documents = "sort" has batches, not rows, in a shuffled order; nearest: "shuffle-then-split"',
-        )
-
-
 @_reads("parallel")
 def _one_axis_is_computed(config: Config) -> Iterator[Problem]:
     """Refuse axes that are still -1: at most one can be computed, and it has been, if the number of workers is known."""
@@ -150,46 +206,30 @@ def _tensor_parallel_divides(config: Config) -> Iterator[Problem]:
         yield "parallel.tp", f"it must divide {' and '.join(uneven)}; {near}"
 
 
-@_reads("model.source", "model.num_nextn_predict_layers", "parallel")
-def _foreign_models_are_cut_by_layers_only(config: Config) -> Iterator[Problem]:
-    for axis in ("tp", "ep"):
-        if config.model.source and getattr(config.parallel, axis) > 1:
-            yield f"parallel.{axis}", "it applies to Pipeloom's own decoder only, not to model.source; nearest: 1"
-    if config.model.source and config.model.num_nextn_predict_layers:
-        yield "model.num_nextn_predict_layers", "it is for Pipeloom's own decoder, not for model.source; nearest: 0"
-
-
 @_reads("model.source", "model.weights")
 def _weights_are_a_checkpoint(config: Config) -> Iterator[Problem]:
     weights = config.model.weights
-    if weights and config.model.source:
-        yield "model.weights", "model.source has its own weights; leave one of the two out"
-    elif weights and not os.path.isdir(expanded(weights)):
+    if weights and not config.model.source and not os.path.isdir(expanded(weights)):
         yield (
             "model.weights",
             download(weights) or "there is no such directory; give a checkpoint or a Hugging Face directory",
         )
 
 
-@_reads("lora", "model.source", "model.weights", "parallel.tp")
+@_reads("lora", "model.source", "model.weights")
 def _adapters_have_weights(config: Config) -> Iterator[Problem]:
-    lora, tp = config.lora, config.parallel.tp
-    if lora.r and not config.model.source and not config.model.weights:
+    if config.lora.r and not config.model.source and not config.model.weights:
         yield (
             "lora.r",
             "there are no pretrained weights to adapt; set model.source to a Hugging Face directory, or model.weights to "
             "a checkpoint or such a directory",
         )
-    if lora.r and lora.lora_dropout and tp > 1:
-        yield "lora.lora_dropout", f"the ranks of parallel.tp {tp} would drop different inputs; nearest: 0"
 
 
 @_reads("parallel.sp", "parallel.tp", "train.seq_len")
 def _sequence_parallel_fits(config: Config) -> Iterator[Problem]:
     tp, length = config.parallel.tp, config.train.seq_len
-    if config.parallel.sp and tp == 1:
-        yield "parallel.sp", "it spreads tokens over the tensor-parallel ranks; set parallel.tp to 2 or more"
-    elif config.parallel.sp and tp > 1 and length % tp:
+    if config.parallel.sp and tp > 1 and length % tp:
         below = length // tp * tp
         near = f"{below} or {below + tp}" if below else str(tp)
         yield "train.seq_len", f"parallel.tp {tp} must divide it under parallel.sp; nearest: {near}"
@@ -208,16 +248,6 @@ def _context_parallel_fits(config: Config) -> Iterator[Problem]:
         yield "train.seq_len", f"parallel.cp {parallel.cp} needs a multiple of {unit}; nearest: {near}"
     if model.source and (problem := source_context_problem(model.source)):
         yield "parallel.cp", problem
-    yield from _problems_of_cut_sequences(config)
-
-
-def _problems_of_cut_sequences(config: Config) -> Iterator[str]:
-    """Yield the library's own conditions on experts for tokens that slices or context parallelism cut."""
-    parallel, model = config.parallel, config.model
-    if model.num_experts and not model.source:
-        yield from map(sentence, whole_sequence_problems(model.router, model.capacity_factor))
-    if parallel.ep_blocks > 1:
-        yield from map(sentence, sequence_block_problems(parallel.ep_blocks, 0, 1, cut=True))
 
 
 @_reads("parallel.ep", "parallel.dp", "parallel.cp")
@@ -232,13 +262,7 @@ def _experts_divide(config: Config) -> Iterator[Problem]:
 def _router_can_choose(config: Config) -> Iterator[Problem]:
     model = config.model
     experts, top_k = model.num_experts, model.num_experts_per_tok
-    if model.source:
-        return
-    if experts == 0:
-        without = {"num_shared_experts": 0, "moe_layer_freq": 1, **dict.fromkeys(CLASS_KEYS, "")}
-        for key, value in without.items():
-            if getattr(model, key) != value:
-                yield f"model.{key}", "there are no experts; set model.num_experts"
+    if model.source or experts == 0:
         return
     wanted = ROUTERS[model.router] or top_k
     if top_k != wanted:
@@ -250,12 +274,7 @@ def _router_can_choose(config: Config) -> Iterator[Problem]:
 @_reads("model", "parallel")
 def _experts_spread(config: Config) -> Iterator[Problem]:
     parallel, experts = config.parallel, config.model.num_experts
-    if config.model.source:
-        return
-    if experts == 0:
-        for key in ("ep", "ep_nodes", "ep_chunks", "ep_blocks"):
-            if getattr(parallel, key) > 1:
-                yield f"parallel.{key}", "the model has no experts; use 1, or set model.num_experts"
+    if config.model.source or experts == 0:
         return
     if experts % parallel.ep:
         near = nearest(parallel.ep, divisors(experts))
@@ -263,13 +282,8 @@ def _experts_spread(config: Config) -> Iterator[Problem]:
     if parallel.ep % parallel.ep_nodes:
         near = nearest(parallel.ep_nodes, divisors(parallel.ep))
         yield "parallel.ep_nodes", f"it must divide parallel.ep {parallel.ep}; {near}"
-    if parallel.ep_chunks > 1 and parallel.ep_blocks > 1:
-        yield "parallel.ep_chunks", f"use either this or parallel.ep_blocks {parallel.ep_blocks}, not both"
-    if parallel.ep_blocks > 1:
-        if parallel.ep_blocks > (length := config.train.seq_len):
-            yield "parallel.ep_blocks", f"a sequence has train.seq_len {length} tokens; nearest: {length}"
-        capacity = config.model.capacity_factor
-        yield from map(sentence, sequence_block_problems(parallel.ep_blocks, capacity, parallel.tp, cut=False))
+    if parallel.ep_blocks > (length := config.train.seq_len):
+        yield "parallel.ep_blocks", f"a sequence has train.seq_len {length} tokens; nearest: {length}"
 
 
 @_reads("train.recompute", "model.num_hidden_layers")
@@ -278,74 +292,6 @@ def _recomputed_blocks_exist(config: Config) -> Iterator[Problem]:
     wrong = [number for number in recomputed if number >= blocks] if isinstance(recomputed, tuple) else []
     if wrong:
         yield "train.recompute", f"there is no block {wrong[0]}; the model has {blocks} (0..{blocks - 1})"
-
-
-@_reads("train.recompute", "train.compile", "model.source")
-def _parts_are_named(config: Config) -> Iterator[Problem]:
-    if config.train.recompute not in PARTS_OF_BLOCKS:
-        return
-    if config.model.source:
-        yield "train.recompute", 'the layers of a model of transformers name no parts; nearest: "full"'
-    if config.train.compile != "none":
-        yield "train.recompute", 'compiled blocks have no parts; set train.compile = "none", or recompute "full"'
-
-
-@_reads("train.compile", "parallel.tp", "model.num_experts", "model.source")
-def _compiled_blocks_run_whole(config: Config) -> Iterator[Problem]:
-    if config.train.compile == "none":
-        return
-    if config.parallel.tp > 1:
-        yield (
-            "train.compile",
-            f"blocks that parallel.tp = {config.parallel.tp} divides exchange inside; set parallel.tp = 1",
-        )
-    if config.model.num_experts and not config.model.source:
-        yield (
-            "train.compile",
-            'a block with experts runs in segments, which are not compiled; set train.compile = "none"',
-        )
-
-
-@_reads("schedule.overlap_p2p", "schedule.receive_depth", "schedule.transport")
-def _transport_posts_receives(config: Config) -> Iterator[Problem]:
-    schedule = config.schedule
-    if schedule.overlap_p2p is False and schedule.transport == "shared":
-        yield (
-            "schedule.overlap_p2p",
-            'the shared-memory transport posts no receives; set schedule.transport = "individual"',
-        )
-    if schedule.receive_depth is not None and schedule.transport in ("batched", "shared"):
-        yield (
-            "schedule.receive_depth",
-            f"the {schedule.transport} transport does not keep receives open for each channel; set schedule.transport = "
-            '"individual", or leave the key out',
-        )
-
-
-@_reads("schedule.transforms", "schedule.slices", "schedule.name")
-def _a_searched_schedule_is_not_transformed(config: Config) -> Iterator[Problem]:
-    if config.schedule.transforms and config.schedule.name == "search":
-        yield "schedule.transforms", "a searched schedule runs as the search found it; leave them out"
-    if (config.schedule.slices or 1) > 1 and config.schedule.name == "search":
-        yield "schedule.slices", "schedules are searched for whole sequences; name a family, such as 1f1b"
-
-
-@_reads("schedule", "parallel", "model", "train.reproducible")
-def _the_vocabulary_can_be_spread(config: Config) -> Iterator[Problem]:
-    parallel, model, schedule = config.parallel, config.model, config.schedule
-    words = [word.partition("=")[0] for word in schedule.transforms]
-    if parallel.vocabulary == "last":
-        if "vocabulary" in words:
-            yield "schedule.transforms", 'vocabulary: set parallel.vocabulary = "pp" to spread the output layer'
-        return
-    for holds, reason in (
-        (parallel.pp == 1, 'there is one pipeline rank; set parallel.pp to 2 or more, or use "last"'),
-        (model.num_nextn_predict_layers > 0, "it runs once a micro-batch; set model.num_nextn_predict_layers = 0"),
-        (config.train.reproducible, "its sums depend on the number of ranks; set train.reproducible = false"),
-        (schedule.name == "search", "a searched schedule runs as the search found it; name a family, such as 1f1b"),
-    ):
-        if holds:
-            yield "parallel.vocabulary", reason
 
 
 @_reads("train.global_batch_size", "parallel.dp", "schedule.microbatches")
@@ -380,32 +326,6 @@ def _the_rate_has_room_to_decay(config: Config) -> Iterator[Problem]:
             "optimizer.decay_steps",
             f"train.steps {steps} less optimizer.warmup_steps {options.warmup_steps} leaves {most} steps; nearest: {most}",
         )
-
-
-@_reads("optimizer.name", "optimizer.nesterov", "optimizer.momentum")
-def _nesterov_has_momentum(config: Config) -> Iterator[Problem]:
-    if config.optimizer.name == "sgd" and config.optimizer.nesterov and not config.optimizer.momentum:
-        yield (
-            "optimizer.momentum",
-            "optimizer.nesterov = true needs momentum; set it above 0, or optimizer.nesterov = false",
-        )
-
-
-# Key -> its values that a run without a barrier can have, and why it cannot have others.
-_WITHOUT_BARRIER = {
-    "optimizer.name": (("adamw", "sgd"), "ranks gather whole matrices in each step, which is a barrier"),
-    "train.on_nan": (("stop", "skip"), "without a barrier a step is known to be bad only after the next has begun"),
-    "train.on_spike": (("ignore",), "without a barrier a step is known to be bad only after the next has begun"),
-    "log.norms": (("none",), "without a barrier a step is final only after the next one has begun"),
-}
-
-
-@_reads("optimizer.barrier", *_WITHOUT_BARRIER)
-def _barrier_where_it_is_needed(config: Config) -> Iterator[Problem]:
-    for key, (allowed, why) in _WITHOUT_BARRIER.items():
-        section, _, name = key.partition(".")
-        if not config.optimizer.barrier and getattr(getattr(config, section), name) not in allowed:
-            yield key, f'{why}; set optimizer.barrier = true, or {key} = "{allowed[0]}"'
 
 
 @_reads("data.source", "data.validation")
@@ -453,8 +373,8 @@ def _profiled_step_runs(config: Config) -> Iterator[Problem]:
 
 def slice_problems(config: Config) -> Iterator[str]:
     """Yield a sentence for each setting that is about whole sequences, for a schedule that cuts them into slices."""
-    if config.train.compile != "none":
-        yield f'train.compile = "{config.train.compile}": compiled blocks keep no state of a slice; nearest: "none"'
+    whole = _features(config)
+    for feature, reason in set(broken(whole | {"slices": 2, "cut": True})) - set(broken(whole)):
+        yield _sentence(config, _key(feature), reason)
     if config.model.source and (problem := source_context_problem(config.model.source)):
         yield f"schedule.slices: {problem}"
-    yield from _problems_of_cut_sequences(config)

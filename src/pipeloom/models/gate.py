@@ -29,7 +29,8 @@ from pipeloom.parallel.router import (
 )
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.parallel.tensor import TensorParallel
-from pipeloom.shapes.decoder import RANDOM_ROUTERS, DecoderShape, whole_sequence_problems
+from pipeloom.shapes.decoder import RANDOM_ROUTERS, DecoderShape
+from pipeloom.shapes.rules import require_rules
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ class TopKGate(OfMicrobatch, SharesTokens, DeferringLayer):
         """Raise ArgumentError for a part of the tokens of sequences where random numbers or a capacity are of whole ones."""
         if self.context is not None or (microbatch is not None and microbatch.place is not None):
             router = self.gate.router if self.training else "softmax"
-            for problem in whole_sequence_problems(router, self.capacity_factor):
-                raise problem
+            random = router if router in RANDOM_ROUTERS else ""
+            require_rules(cut=True, router=random, capacity_factor=self.capacity_factor)
 
     def draw(self, tokens: Tensor, microbatch: MicrobatchContext | None) -> RouterNoise:
         """Return the random numbers for tokens [tokens, width], which are all of the micro-batch."""

@@ -22,7 +22,7 @@ from pipeloom.ops.segments import Compute, Segment, Values
 from pipeloom.ops.slices import SliceState
 from pipeloom.parallel.dispatch import DispatchPlan, begin_dispatch, permute_for_dispatch
 from pipeloom.parallel.router import RouterNoise
-from pipeloom.shapes.decoder import sequence_block_problems
+from pipeloom.shapes.rules import require_rules
 
 
 class SparseBlockInBlocks(SparseBlock):
@@ -40,12 +40,8 @@ class SparseBlockInBlocks(SparseBlock):
     ) -> Sequence[Segment]:
         """Return the one segment, x -> the block's output. Raises ArgumentError as the class says."""
         mlp, cut = self.mlp, slice_state is not None or self.self_attn.context is not None
-        tp, blocks = (
-            (1 if mlp.tensor is None else mlp.tensor.size),
-            (1 if mlp.parallel is None else mlp.parallel.blocks),
-        )
-        for problem in sequence_block_problems(blocks, mlp.gate.capacity_factor, tp, cut):
-            raise problem
+        tp, blocks = 1 if mlp.tensor is None else mlp.tensor.size, 1 if mlp.parallel is None else mlp.parallel.blocks
+        require_rules(ep_blocks=blocks, capacity_factor=mlp.gate.capacity_factor, tp=tp > 1 and tp, cut=cut)
         run = partial(run_in_sequence_blocks, self, microbatch, position_ids)
         return [Compute("block in sequence blocks", run)]
 
@@ -55,7 +51,7 @@ def run_in_sequence_blocks(
 ) -> Values:
     """The block with its sequences in blocks: dispatch(i) beside attention(i+1), combine(i) beside what follows (AMPipe).
 
-    Nothing is dropped for its place here (`sequence_block_problems`).
+    Nothing is dropped for its place here (`shapes.rules`).
     """
     (x,) = values
     mlp, expert = block.mlp, block.mlp.parallel

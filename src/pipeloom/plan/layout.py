@@ -11,6 +11,7 @@ from pipeloom.schedule.slices import balanced_cuts
 from pipeloom.schedule.vocabulary import embedding, vocabulary
 from pipeloom.shapes.decoder import ModelShape
 from pipeloom.shapes.ops import PARTS
+from pipeloom.shapes.rules import broken
 
 RECOMPUTE = ("none", "full", *PARTS)
 CUTS = ("balanced", "even")
@@ -163,25 +164,25 @@ def problems(shape: ModelShape, layout: PlannedLayout) -> list[str]:
     if layout.etp not in (0, 1, layout.tp):
         reasons.append(f"etp={layout.etp} is neither 1 nor tp; nearest: etp=1")
     divides("ep", layout.ep, layout.expert_ranks, "ranks of dp x cp x tp / etp")
-    if layout.ep > 1 and not shape.experts:
-        reasons.append(f"ep={layout.ep}: the model has no experts; nearest: ep=1")
-    elif layout.ep > 1:
+    if layout.ep > 1 and shape.experts:
         divides("ep", layout.ep, shape.experts, "experts")
     divides("cp", 2 * layout.cp if layout.cp > 1 else 1, layout.seq, "tokens of a sequence")
-    if layout.slices > 1 and layout.capacity:
-        reasons.append(f"slices={layout.slices}: a capacity counts whole sequences; nearest: capacity=0")
     if layout.slices > 1:
         try:
             balanced_cuts(layout.seq, layout.slices, multiple=layout.slice_multiple)
         except UsageError as error:
             reasons.append(f"slices={layout.slices}: {error}")
-    if layout.vocabulary == "pp":
-        for holds, words in (
-            (layout.pp == 1, "there is one pipeline rank"),
-            (shape.ahead, "the blocks that predict further ahead use the output layer too"),
-        ):
-            if holds:
-                reasons.append(f"vocabulary=pp: {words}; nearest: vocabulary=last")
+    features = {
+        "ep": layout.ep if layout.ep > 1 else 0,
+        "dense model": not shape.experts,
+        "capacity_factor": layout.capacity,
+        "cut": layout.slices > 1,
+        "vocabulary": layout.vocabulary if layout.vocabulary == "pp" else "",
+        "one pipeline rank": layout.pp == 1,
+        "num_nextn_predict_layers": shape.ahead,
+    }
+    used = {name: value for name, value in features.items() if value}
+    reasons += [f"{name.removesuffix('_factor')}={used[name]}: {reason}" for name, reason in broken(used)]
     if layout.pp * layout.v > shape.layers:
         nearest = max(1, shape.layers // layout.pp)
         reasons.append(

@@ -223,33 +223,6 @@ def shape_problems(shape: Any) -> Iterator[ArgumentError]:
         yield ArgumentError("moe_layer_freq", problem)
 
 
-_CUT = "whole sequences, which slices or context parallelism cut"
-
-
-def whole_sequence_problems(router: str, capacity_factor: float) -> Iterator[ArgumentError]:
-    """Yield an error for each option of a gate that is about whole sequences, where slices or context parallelism cut them."""
-    if router in RANDOM_ROUTERS:
-        yield ArgumentError("router", f'="{router}" draws numbers for {_CUT}; nearest: "softmax" or "sigmoid"')
-    if capacity_factor:
-        yield ArgumentError("capacity_factor", f"={capacity_factor:g} counts choices of {_CUT}; nearest: 0")
-
-
-def sequence_block_problems(blocks: int, capacity_factor: float, tp: int, cut: bool) -> Iterator[ArgumentError]:
-    """Yield an error for each option that a block with its sequences in `blocks` cannot have.
-
-    Args:
-        cut: whether slices or context parallelism cut the sequences.
-    """
-    if cut:
-        yield ArgumentError("ep_blocks", f"={blocks} needs {_CUT}; use ep_chunks")
-    if capacity_factor:  # which tokens exceed a capacity is known only when all are routed
-        yield ArgumentError(
-            "ep_blocks", f"={blocks} needs capacity_factor 0, not {capacity_factor:g}; or use ep_chunks"
-        )
-    if tp > 1:
-        yield ArgumentError("ep_blocks", f"={blocks} needs tp 1, not {tp}; or use ep_chunks")
-
-
 def context_problem(values: Mapping[str, Any]) -> str:
     """Return why the values of a `config.json` allow no context parallelism: attention other than causal over all tokens; ""."""
     family, kinds = str(values.get("model_type")), values.get("layer_types")

@@ -91,7 +91,7 @@ def test_bad_layouts_name_key_value_and_the_nearest(text, words):
     [
         ({"tp": 3}, "tp=3 does not divide the 32 attention heads; nearest: tp=2"),
         ({"tp": 16}, "tp=16 does not divide the 8 key and value heads; nearest: tp=8"),
-        ({"ep": 2, "dp": 2}, "the model has no experts; nearest: ep=1"),
+        ({"ep": 2, "dp": 2}, "ep=2: the model has no experts; nearest: 1"),
         ({"pp": 64}, "pp=64 times v=1 is more than the 32 blocks; nearest: v=1"),
         ({"cp": 3}, "cp=6 does not divide the 4096 tokens"),
     ],

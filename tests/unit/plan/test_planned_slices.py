@@ -75,7 +75,7 @@ def test_short_slices_and_capacities_are_not_searched(planner):
     request = PlanRequest(8, 80e9, 8, 2048, ("1f1b",), slices=(1, 2, 4), fixed={"pp": 4, "dp": 2})
     assert {each.layout.slices for each in search(planner, request).estimates} == {1, 2}
     assert (
-        "a capacity counts whole sequences; nearest: capacity=0"
+        "capacity=1.0: it counts choices of whole sequences, which slices or context parallelism cut; nearest: 0"
         in problems(load_model("mixtral-8x7b"), replace(sliced(2), capacity=1.0))[0]
     )
     with pytest.raises(UsageError, match="slices=4: 30 tokens cannot be cut into 4 slices of multiples of 4"):
