@@ -32,7 +32,7 @@ def _has_experts(config: Config) -> bool:
 
 # Feature of the rules -> the key that a sentence about it names, then others that it depends on; whether it is in use, of the
 # configuration and the first key's value.
-_FEATURES: dict[str, tuple[str, Callable[[Config, Any], object]]] = {
+FEATURES: dict[str, tuple[str, Callable[[Config, Any], object]]] = {
     "router": ("model.router model.num_experts model.source", lambda c, v: _has_experts(c) and v in RANDOM_ROUTERS),
     "capacity_factor": ("model.capacity_factor model.num_experts model.source", lambda c, v: _has_experts(c) and v),
     "experts": ("model.num_experts model.source", lambda c, v: _has_experts(c)),
@@ -43,7 +43,6 @@ _FEATURES: dict[str, tuple[str, Callable[[Config, Any], object]]] = {
     "router_class": ("model.router_class", _unless("")),
     "num_nextn_predict_layers": ("model.num_nextn_predict_layers", _unless(0)),
     "source": ("model.source", _unless("")),
-    "weights": ("model.weights", _unless("")),
     "lora_dropout": ("lora.lora_dropout lora.r", lambda c, v: v and c.lora.r),
     "tp": ("parallel.tp", _unless(1, COMPUTED)),
     "one tensor rank": ("parallel.tp", lambda c, v: v == 1),
@@ -110,7 +109,7 @@ def cross_problems(config: Config, wrong: Collection[str] = ()) -> list[str]:
 
 
 def _key(feature: str) -> str:
-    return _FEATURES[feature][0].partition(" ")[0]
+    return FEATURES[feature][0].partition(" ")[0]
 
 
 def _value(config: Config, key: str) -> Any:
@@ -125,7 +124,7 @@ def _sentence(config: Config, key: str, words: str) -> str:
 def _features(config: Config, wrong: Collection[str] = ()) -> dict[str, Any]:
     """Return the features in use -> the values of their keys."""
     used = {}
-    for name, (keys, is_used) in _FEATURES.items():
+    for name, (keys, is_used) in FEATURES.items():
         value = _value(config, _key(name))
         if not any(key in wrong or key.partition(".")[0] in wrong for key in keys.split()) and is_used(config, value):
             used[name] = value

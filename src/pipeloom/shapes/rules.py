@@ -36,8 +36,6 @@ ep_chunks | ep_blocks | use either this or parallel.ep_blocks {ep_blocks}, not b
 ep, ep_nodes, ep_chunks, ep_blocks | dense model | the model has no experts; nearest: 1, or set model.num_experts
 num_shared_experts, moe_layer_freq, experts_class, router_class | dense model | there are no experts; set model.num_experts
 tp, ep | source | it applies to Pipeloom's own decoder only, not to model.source; nearest: 1
-num_nextn_predict_layers | source | it is for Pipeloom's own decoder, not for model.source; nearest: 0
-weights | source | model.source has its own weights; leave one of the two out
 lora_dropout | tp | the ranks of parallel.tp {tp} would drop different inputs; nearest: 0
 sp | one tensor rank | it spreads tokens over the tensor-parallel ranks; set parallel.tp to 2 or more
 unshard_slots | whole weights | parallel.zero is {zero}, and only 3 gathers parameters; set parallel.zero = 3

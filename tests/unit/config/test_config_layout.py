@@ -208,7 +208,10 @@ SPREAD = {"parallel.vocabulary": "pp"}
         ({**SPREAD, "parallel.pp": 1}, 'parallel.vocabulary = "pp": there is one pipeline rank'),
         ({**SPREAD, "schedule.name": "search"}, 'parallel.vocabulary = "pp": a searched schedule runs as'),
         ({**SPREAD, "schedule.name": "dualpipe", "schedule.microbatches": 4}, "has two routes"),
-        ({**SPREAD, "model.num_nextn_predict_layers": 1}, "the blocks that predict further ahead use the output layer too"),
+        (
+            {**SPREAD, "model.num_nextn_predict_layers": 1},
+            "the blocks that predict further ahead use the output layer too",
+        ),
         ({**SPREAD, "train.reproducible": True}, "set train.reproducible = false"),
         ({"schedule.name": "chimera", "schedule.slices": 2}, "would take different routes"),
     ],
