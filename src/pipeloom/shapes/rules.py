@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pipeloom.errors import ArgumentError
 
 
-class Rule(NamedTuple):
+class Exclusion(NamedTuple):
     """Two features that do not go together.
 
     Attributes:
@@ -62,10 +62,10 @@ norms | no barrier | a step is final only after the next one has begun; set opti
 """
 
 
-def _read(rows: str) -> Iterator[Rule]:
+def _read(rows: str) -> Iterator[Exclusion]:
     for row in rows.strip().splitlines():
         features, other, reason = row.split(" | ")
-        yield from (Rule(feature, other, reason) for feature in features.split(", "))
+        yield from (Exclusion(feature, other, reason) for feature in features.split(", "))
 
 
 RULES = tuple(_read(_ROWS))

@@ -10,7 +10,7 @@ import pytest
 from pipeloom.config import load_layout
 from pipeloom.config.checks import FEATURES
 from pipeloom.errors import ConfigError
-from pipeloom.shapes.rules import RULES, Rule
+from pipeloom.shapes.rules import RULES, Exclusion
 
 EXPERTS = {"model.num_experts": 4}
 # Feature -> keys with which it is in use, where they are not simply another value of its key than the default.
@@ -72,7 +72,7 @@ def problems(keys: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.feature} and {rule.other}")
-def test_two_features_that_do_not_go_together_are_refused(rule: Rule, tmp_path: Path) -> None:
+def test_two_features_that_do_not_go_together_are_refused(rule: Exclusion, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         '{"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 512}'
     )
