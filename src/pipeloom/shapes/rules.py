@@ -87,5 +87,5 @@ def require_rules(**features: Any) -> None:
     used = {name: value for name, value in features.items() if value}
     for name, reason in broken(used):
         value = used[name]
-        shown = f'"{value}"' if isinstance(value, str) else f"{value:g}"
-        raise ArgumentError(name, f"={shown} {reason.removeprefix('it ')}")
+        text = f'"{value}"' if isinstance(value, str) else f"{value:g}"
+        raise ArgumentError(name, f"={text} {reason.removeprefix('it ')}")
