@@ -30,7 +30,7 @@ from parts import run_parts
 from pipeloom.config import load_layout
 from pipeloom.plan import parse_layout
 from pipeloom.plan.measured import read
-from pipeloom.plan.run import predicted, shape_of
+from pipeloom.plan.run import predicted
 from pipeloom.schedule.channels import size_words
 from small_run import small_run
 
@@ -159,7 +159,7 @@ def steps() -> None:
                 measured[title] = min(seconds, measured.get(title, seconds))
         profiles.append(profile(folder))
         (folder / "profile.json").write_text(json.dumps(fastest(profiles)))
-        layers = read(folder / "profile.json", shape_of(load_layout(folder / "run.toml").config))
+        layers = read(folder / "profile.json", load_layout(folder / "run.toml").config.model.shape())
         planned = {
             title: predicted(load_layout(folder / "run.toml", keys), measured_layers=layers).timeline.makespan
             for title, keys in STEPS.items()

@@ -17,7 +17,7 @@ from statistics import mean, median
 from typing import Any
 
 from pipeloom.plan import OFFERED, RUNTIMES, PlannedLayout, Planner, PlanRequest, load_device, load_model, search
-from pipeloom.shapes.decoder import ModelShape
+from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.hub import from_config
 
 HERE = Path(__file__).parent
@@ -39,16 +39,18 @@ def layout_of(row: dict[str, Any]) -> PlannedLayout:
     return PlannedLayout(**axes, m=row["microbatches"], cut="even", capacity=1.0 if row["shape"].experts else 0.0)
 
 
-def published_formula(shape: ModelShape, layout: PlannedLayout, rank: int) -> float:
+def published_formula(shape: DecoderShape, layout: PlannedLayout, rank: int) -> float:
     """Bytes on a rank: 2 + 4 + 12 / dp a parameter, and 34 s b h / t a layer (with fused attention)."""
-    head, width = shape.head_width, shape.feed_forward
-    block = shape.hidden * head * (2 * shape.heads + 2 * shape.key_value_heads) + 3 * shape.hidden * width
-    count = block * shape.layers / layout.pp
+    head, width = shape.head_width, shape.intermediate_size
+    heads = 2 * shape.num_attention_heads + 2 * shape.num_key_value_heads
+    block = shape.hidden_size * (head * heads + 3 * width)
+    count = block * shape.num_hidden_layers / layout.pp
     if rank in (0, layout.pp - 1):
-        count += shape.vocabulary * shape.hidden * (2 if layout.pp == 1 else 1)
+        count += shape.vocab_size * shape.hidden_size * (2 if layout.pp == 1 else 1)
     state = count / layout.tp * (6 + 12 / layout.dp)
     alive = min(layout.m, layout.pp - rank)
-    return state + 34 * layout.seq * layout.micro_batch * shape.hidden / layout.tp * shape.layers / layout.pp * alive
+    layers = shape.num_hidden_layers / layout.pp * alive
+    return state + 34 * layout.seq * layout.micro_batch * shape.hidden_size / layout.tp * layers
 
 
 def score_memory() -> dict[str, float]:
@@ -66,7 +68,7 @@ def score_memory() -> dict[str, float]:
             error = memory.allocated / GIB / measured - 1
             errors.append(abs(error))
             other = ""
-            if not shape.experts:
+            if not shape.num_experts:
                 formula.append(abs(published_formula(shape, layout, rank) / GIB / measured - 1))
                 other = f"{100 * formula[-1]:7.1f}%"
             print(f"{name:34} {rank:4} {measured:8.2f} {memory.allocated / GIB:9.2f} {100 * error:+6.2f}% {other:>8}")

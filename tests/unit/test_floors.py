@@ -29,7 +29,7 @@ KEY = re.compile(
     r"(?<![\w.])(" + "|".join(f"{s}\\.{k}" for s, model in SECTIONS.items() for k in model.model_fields) + r")(?!\w)"
 )
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
-OTHERS = {"--nproc-per-node"}  # torchrun's
+OTHERS = {"--nproc-per-node", "--local-dir"}  # of torchrun and of hf download
 
 
 def library_files() -> list[Path]:
@@ -138,9 +138,13 @@ def test_a_command_says_the_flag(costs: dict[str, float], words: str) -> None:
 
 
 def test_a_shape_has_the_configurations_attributes() -> None:
-    assert set(DecoderShape.__dataclass_fields__) == set(ModelSection.model_fields) - {
-        *("source", "preset", "weights", "experts_class", "router_class")
+    own = set(ModelSection.model_fields) - {"source", "preset", "weights", "experts_class", "router_class"}
+    assert set(DecoderShape.__dataclass_fields__) - own == {
+        *("gated", "mlp_bias", "n_positions", "shared_expert_intermediate_size", "shared_expert_gate"),
+        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group"),
+        *("model_type", "name", "assumed"),
     }
+    assert own <= set(DecoderShape.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def export(
             f"checkpoint_id={str(out)!r})"
         )
         return
-    from pipeloom.config.hub import ADAPTER_CONFIG
+    from pipeloom.shapes.hub import ADAPTER_CONFIG
     from pipeloom.train.hub.conversion import export as write
 
     source = write(checkpoint, out, merge)

@@ -153,15 +153,17 @@ def _planner(options: PlanFlags, device: Device) -> Planner:
     runtime = RUNTIMES[options.runtime]
     if options.model.endswith(".toml") or options.model in BUILT_IN:
         from pipeloom.config import load
-        from pipeloom.plan.run import runtime_of, shape_of
+        from pipeloom.plan.run import runtime_of
 
         config = load(options.model)
-        shape, runtime = shape_of(config), runtime_of(config, None if config.train.device == "cpu" else device)
+        shape, runtime = config.model.shape(), runtime_of(config, None if config.train.device == "cpu" else device)
     else:
         shape = load_model(options.model)
+    if shape.assumptions:
+        print(f"{shape.name}: {shape.assumptions}", file=sys.stderr)
     if options.layers is not None:
-        if options.layers > shape.layers:
-            raise UsageError(f"--layers {options.layers}: {shape.name} has {shape.layers}; nearest: {shape.layers}")
+        if options.layers > (most := shape.num_hidden_layers):
+            raise UsageError(f"--layers {options.layers}: {shape.name} has {most}; nearest: {most}")
         shape = shape.with_layers(options.layers)
     if options.costs is None:
         return Planner(shape, device, runtime)
@@ -221,7 +223,8 @@ def _one(options: PlanFlags, planner: Planner, text: str, device_memory: float) 
         from pipeloom.shapes.cut import parse_stages
 
         try:
-            counts = parse_stages(options.stages, planner.shape.layers, layout.built().positions, planner.shape.ahead)
+            shape, stages = planner.shape, layout.built().positions
+            counts = parse_stages(options.stages, shape.num_hidden_layers, stages, shape.num_nextn_predict_layers)
         except UsageError as error:
             raise UsageError(f"--stages {options.stages!r:.200}: {error}") from None
         layout = replace(layout, stages=tuple(counts))

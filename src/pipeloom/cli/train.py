@@ -180,6 +180,8 @@ def announce(layout: Layout) -> None:
         f"rank{'s' * (schedule.ranks > 1)}{chunks}, {schedule.microbatches} micro-batches{_side_by_side(layout)}; "
         f"{train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens, {train.dtype}"
     )
+    if config.model.source and (words := config.model.shape().assumptions):
+        print(words)
     if (reason := layout.origins.get("optimizer.lr", "")).startswith(AUTO_RATE):
         resumed = config.checkpoint.resume != "none"
         print(

@@ -237,12 +237,12 @@ def _recorded(layout: Layout) -> set[str]:
 
 def _digests_of_others(layout: Layout) -> dict[str, str]:
     """Return name -> digest of each part of a layout's model whose code is not Pipeloom's."""
-    from pipeloom.config.hub import is_verified
     from pipeloom.schedule.functions import source_file
+    from pipeloom.shapes.hub import content_of, is_verified
 
     model = layout.config.model
     files: dict[str, tuple[str, Path | None]] = {}
-    if model.source and not is_verified(model.source):
+    if model.source and not is_verified(content_of(model.source, "model.source")):
         files["the model's family"] = "", expanded(model.source) / "config.json"
     for key in layout.classes:
         file = source_file(getattr(model, key))

@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeloom.config.hub import download, source_context_problem
 from pipeloom.config.problems import sentence, shown
 from pipeloom.config.sections import COMPUTED, PARTS_OF_BLOCKS, Config
 from pipeloom.errors import divisors, nearest
 from pipeloom.limits import expanded
-from pipeloom.shapes.decoder import RANDOM_ROUTERS, ROUTERS, shape_problems
+from pipeloom.shapes.decoder import RANDOM_ROUTERS, ROUTERS, context_problem, shape_problems
+from pipeloom.shapes.hub import content_of, download
 from pipeloom.shapes.rules import broken
 
 CLASS_KEYS = ("experts_class", "router_class")
@@ -245,7 +245,7 @@ def _context_parallel_fits(config: Config) -> Iterator[Problem]:
         below = length // unit * unit
         near = f"{below} or {below + unit}" if below else str(unit)
         yield "train.seq_len", f"parallel.cp {parallel.cp} needs a multiple of {unit}; nearest: {near}"
-    if model.source and (problem := source_context_problem(model.source)):
+    if model.source and (problem := context_problem(content_of(model.source, "model.source"))):
         yield "parallel.cp", problem
 
 
@@ -375,5 +375,5 @@ def slice_problems(config: Config) -> Iterator[str]:
     whole = _features(config)
     for feature, reason in set(broken(whole | {"slices": 2, "cut": True})) - set(broken(whole)):
         yield _sentence(config, _key(feature), reason)
-    if config.model.source and (problem := source_context_problem(config.model.source)):
+    if config.model.source and (problem := context_problem(content_of(config.model.source, "model.source"))):
         yield f"schedule.slices: {problem}"

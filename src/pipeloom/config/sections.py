@@ -27,6 +27,7 @@ from pipeloom.schedule.check import TransportName
 from pipeloom.schedule.families import canonical_name
 from pipeloom.schedule.transforms import parsed_transform
 from pipeloom.shapes.decoder import DecoderShape, DecoderSizes
+from pipeloom.shapes.hub import foreign_shape
 from pipeloom.shapes.mesh import parse_order
 
 Count = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
@@ -249,7 +250,14 @@ class ModelSection(Section, DecoderSizes):
     mtp_loss_coef: NotNegative
 
     def shape(self) -> DecoderShape:
-        """Return these values as the library's type. Raises ArgumentError for sizes that contradict each other."""
+        """Return these values, or those of the file of a foreign model, as the library's type.
+
+        Raises:
+            ArgumentError: sizes contradict each other.
+            ConfigError: the file cannot be read.
+        """
+        if self.source:
+            return foreign_shape(self.source, f'model.source = "{self.source}"')
         return DecoderShape(**self.model_dump(exclude={"source", "preset", "weights", "experts_class", "router_class"}))
 
 

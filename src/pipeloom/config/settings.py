@@ -24,7 +24,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeloom.config.checks import CLASS_KEYS
-from pipeloom.config.hub import ADAPTER_CONFIG, adapter_keys, is_directory, own_sizes, preset_sizes, sizes
 from pipeloom.config.layout import Layout, examine, names_code, read_schedule, stages_of
 from pipeloom.config.problems import sentences
 from pipeloom.config.rates import AUTO_RATE, AUTOMATIC, automatic_rates
@@ -43,6 +42,19 @@ from pipeloom.limits import (
 )
 from pipeloom.schedule.families import canonical_name
 from pipeloom.schedule.files import names_a_file
+from pipeloom.shapes.hub import (
+    ADAPTER_CONFIG,
+    FAMILIES,
+    Family,
+    ForeignError,
+    adapter_keys,
+    content_of,
+    foreign_shape,
+    is_directory,
+    model_keys,
+    own_shape,
+    presets,
+)
 
 BUILT_IN = ("default", "tiny", "moe")
 SHORT = {"html": "log.html"}  # flag that all commands share -> the key that it sets
@@ -257,18 +269,45 @@ def _adopt_described(merged: Merged) -> None:
     adapter."""
     source, weights, tokenizer = (merged.text(key) for key in ("model.source", "model.weights", "data.tokenizer"))
     if (preset := merged.text("model.preset")) and not source:
-        merged.adopt({f"model.{name}": value for name, value in preset_sizes(preset).items()}, f"preset {preset}")
+        merged.adopt({f"model.{name}": value for name, value in _preset_keys(preset).items()}, f"preset {preset}")
     if source:
-        described = sizes(source)
+        described = model_keys(foreign_shape(source, f'model.source = "{source}"'), ours=False)
         _adopt(merged, "model.source", f"{source}/config.json", described, set(merged.values["model"]) - {"source"})
     elif weights and is_directory(weights):
-        described = own_sizes(weights)  # the other keys say how our own decoder trains, such as dropout
+        described = own_keys(weights)  # the other keys say how our own decoder trains, such as dropout
         _adopt(merged, "model.weights", f"{weights}/config.json", described, set(described))
     elif not preset and tokenizer not in ("", "auto", "bytes") and (size := vocabulary_size(tokenizer)) is not None:
         merged.adopt({"model.vocab_size": size}, tokenizer)
     if adapter := merged.text("lora.adapter"):
         fixed = {"r", "lora_alpha", "target_modules"}
-        _adopt(merged, "lora.adapter", f"{adapter}/{ADAPTER_CONFIG}", adapter_keys(adapter), fixed)
+        described = adapter_keys(adapter, f'lora.adapter = "{adapter}"')
+        _adopt(merged, "lora.adapter", f"{adapter}/{ADAPTER_CONFIG}", described, fixed)
+
+
+def _preset_keys(name: str) -> dict[str, Any]:
+    """Keys of `[model]` for a preset. Raises ConfigError for a name that is none, or a model that our own decoder lacks."""
+    known = presets()
+    if name not in known:
+        raise ConfigError(
+            f'model.preset = "{name}" is not known{did_you_mean(name, known)}; presets: {", ".join(known)}'
+        )
+    try:
+        return model_keys(own_shape(known[name]), ours=True)
+    except ForeignError as error:
+        ours = [each for each, values in known.items() if FAMILIES.get(values["model_type"], Family()).ours]
+        raise ConfigError(
+            f'model.preset = "{name}": {error}; nearest: {", ".join(ours)}, or model.source with a directory of it'
+        ) from None
+
+
+def own_keys(directory: str) -> dict[str, Any]:
+    """Keys of `[model]` with which our own decoder computes the model in a directory. Raises ConfigError where it cannot."""
+    where = f'model.weights = "{directory}"'
+    try:
+        content = content_of(directory, where)
+        return model_keys(own_shape(content, f"{where}: {expanded(directory) / 'config.json'}"), ours=True)
+    except ForeignError as error:
+        raise ConfigError(f"{where}: {error}; nearest: model.source, which trains the model of transformers") from None
 
 
 def _adopt(merged: Merged, key: str, file: str, values: Mapping[str, Any], fixed: Collection[str]) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeloom.errors import ArgumentError
 from pipeloom.models import mtp
 from pipeloom.models.decoder import Block, FinalNorm, Head, OwnTokens
 from pipeloom.models.gate import TopKGate
@@ -191,8 +192,13 @@ def layers(
             where they are tied of the one weight, as layers behind the norm; the first layer gets the tokens' rows, and the
             schedule has been through the transforms `vocabulary` and `embedding`.
 
-    Building a block raises ArgumentError for numbers of heads or experts, or an inner width, that the ranks do not divide.
+    Raises ArgumentError for a shape that the decoder lacks; building a block, for numbers of heads or experts, or an inner
+    width, that the ranks do not divide.
     """
+    if shape.foreign:
+        raise ArgumentError(
+            "shape", f" has {', '.join(shape.foreign)}, which the decoder lacks; nearest: models.hf.layers"
+        )
     deviation = math.sqrt(2 / (5 * shape.hidden_size))
     residual = deviation / math.sqrt(2 * shape.num_hidden_layers)
     same = {HEAD_WEIGHT: EMBEDDING_WEIGHT} if shape.tie_word_embeddings else {}

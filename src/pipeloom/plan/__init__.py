@@ -9,17 +9,17 @@ from pipeloom.plan.predict import LayoutCosts, Planner
 from pipeloom.plan.search import OFFERED, LayoutPlan, PlanRequest, search
 from pipeloom.plan.time import Device, StepTime
 from pipeloom.plan.time import device as load_device
-from pipeloom.shapes.decoder import ModelShape
+from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.hub import load as load_model
 from pipeloom.shapes.ops import RUNTIMES, Runtime
 
 __all__ = [
     "OFFERED",
     "RUNTIMES",
+    "DecoderShape",
     "Device",
     "LayoutCosts",
     "LayoutPlan",
-    "ModelShape",
     "PlanRequest",
     "PlannedLayout",
     "Planner",

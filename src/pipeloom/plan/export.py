@@ -12,7 +12,8 @@ from pipeloom.errors import UsageError
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.plan.predict import LayoutCosts
 from pipeloom.schedule import Schedule
-from pipeloom.shapes.decoder import ModelShape
+from pipeloom.shapes.decoder import DecoderShape
+from pipeloom.shapes.hub import model_keys
 from pipeloom.shapes.ops import RUNTIMES, Split, layers_of, parameters_of
 
 _TORCHTITAN = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
@@ -155,7 +156,7 @@ _SECONDS_AT_RISK = 1800  # between two checkpoints: what a failure costs at most
 
 
 def run_toml(
-    prediction: LayoutCosts, shape: ModelShape, source: str | None, table: Path | None = None, data: str = ""
+    prediction: LayoutCosts, shape: DecoderShape, source: str | None, table: Path | None = None, data: str = ""
 ) -> str:
     """A configuration for `pipeloom train`. Raises UsageError that names what the trainer does not have.
 
@@ -165,10 +166,8 @@ def run_toml(
         data: the source of the training data; "": it is to be named, and `train` refuses to start before.
     """
     layout = prediction.layout
-    refused = {
-        f"recompute={layout.recompute}": layout.recompute not in ("none", "full"),
-    } | ({} if source else _not_trained(shape))
-    if wrong := [what for what, applies in refused.items() if applies]:
+    wrong = [f"recompute={layout.recompute}"] * (layout.recompute not in ("none", "full"))
+    if wrong := [*wrong, *(() if source else (f"{part} without a Hugging Face directory" for part in shape.foreign))]:
         raise UsageError(
             f"--output: `pipeloom train` does not have {', '.join(wrong)}; choose another layout with --layout"
         )
@@ -234,39 +233,12 @@ def train_flags(layout: PlannedLayout, now: PlannedLayout) -> list[str]:
     return [f"--{_FLAGS[key]} {getattr(layout, key)}" for key in changed]
 
 
-def _not_trained(shape: ModelShape) -> dict[str, bool]:
-    """Part of a model that `[model]` cannot describe without a Hugging Face directory -> whether the model has it."""
-    return {
-        "multi-head latent attention without a Hugging Face directory": shape.latent is not None,
-        "biases and feed-forward parts without a gate": not shape.gated,
-    }
-
-
-def model_section(shape: ModelShape) -> dict[str, object]:
+def model_section(shape: DecoderShape) -> dict[str, object]:
     """The keys of `[model]`. Raises UsageError for a model that they cannot describe."""
-    if wrong := [what for what, applies in _not_trained(shape).items() if applies]:
-        raise UsageError(f"{shape.name} has {', '.join(wrong)}, which `[model]` cannot describe")
-    sizes: dict[str, object] = {
-        "num_hidden_layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.key_value_heads,
-        "head_dim": shape.head_width,
-        "intermediate_size": shape.feed_forward,
-        "vocab_size": shape.vocabulary,
-        "tie_word_embeddings": shape.tied,
-    }
-    if shape.ahead:
-        sizes["num_nextn_predict_layers"] = shape.ahead
-    if shape.experts:
-        sizes |= {
-            "num_experts": shape.experts,
-            "num_experts_per_tok": shape.experts_per_token,
-            "moe_intermediate_size": shape.expert_width,
-            "num_shared_experts": shape.shared_width // shape.expert_width,
-            "moe_layer_freq": [int(each) for each in shape.sparse],
-        }
-    return sizes
+    if shape.foreign:
+        raise UsageError(f"{shape.name} has {', '.join(shape.foreign)}, which `[model]` cannot describe")
+    keys = model_keys(shape, ours=True)
+    return keys | ({"num_nextn_predict_layers": ahead} if (ahead := shape.num_nextn_predict_layers) else {})
 
 
 EXPORTS = {"megatron": megatron, "torchtitan": torchtitan, "torch-csv": torch_csv}

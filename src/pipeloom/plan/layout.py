@@ -9,7 +9,7 @@ from pipeloom.schedule import Costs, Schedule
 from pipeloom.schedule.families import build
 from pipeloom.schedule.slices import balanced_cuts
 from pipeloom.schedule.vocabulary import embedding, vocabulary
-from pipeloom.shapes.decoder import ModelShape
+from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.ops import PARTS
 from pipeloom.shapes.rules import broken
 
@@ -148,7 +148,7 @@ def parse(text: str, base: PlannedLayout = PlannedLayout()) -> PlannedLayout:
     return replace(base, **values)  # type: ignore[arg-type]
 
 
-def problems(shape: ModelShape, layout: PlannedLayout) -> list[str]:
+def problems(shape: DecoderShape, layout: PlannedLayout) -> list[str]:
     """Return a sentence for each thing that makes the layout impossible for the model."""
     reasons = []
 
@@ -157,15 +157,15 @@ def problems(shape: ModelShape, layout: PlannedLayout) -> list[str]:
             nearest = max(each for each in divisors(total) if each < size)
             reasons.append(f"{key}={size} does not divide the {total} {what}; nearest: {key}={nearest}")
 
-    divides("tp", layout.tp, shape.heads, "attention heads")
-    if shape.latent is None:
-        divides("tp", layout.tp, shape.key_value_heads, "key and value heads")
-    divides("tp", layout.tp, shape.feed_forward, "elements of the feed-forward width")
+    divides("tp", layout.tp, shape.num_attention_heads, "attention heads")
+    if not shape.kv_lora_rank:
+        divides("tp", layout.tp, shape.num_key_value_heads, "key and value heads")
+    divides("tp", layout.tp, shape.intermediate_size, "elements of the feed-forward width")
     if layout.etp not in (0, 1, layout.tp):
         reasons.append(f"etp={layout.etp} is neither 1 nor tp; nearest: etp=1")
     divides("ep", layout.ep, layout.expert_ranks, "ranks of dp x cp x tp / etp")
-    if layout.ep > 1 and shape.experts:
-        divides("ep", layout.ep, shape.experts, "experts")
+    if layout.ep > 1 and shape.num_experts:
+        divides("ep", layout.ep, shape.num_experts, "experts")
     divides("cp", 2 * layout.cp if layout.cp > 1 else 1, layout.seq, "tokens of a sequence")
     if layout.slices > 1:
         try:
@@ -174,18 +174,18 @@ def problems(shape: ModelShape, layout: PlannedLayout) -> list[str]:
             reasons.append(f"slices={layout.slices}: {error}")
     features = {
         "ep": layout.ep if layout.ep > 1 else 0,
-        "dense model": not shape.experts,
+        "dense model": not shape.num_experts,
         "capacity_factor": layout.capacity,
         "cut": layout.slices > 1,
         "vocabulary": layout.vocabulary if layout.vocabulary == "pp" else "",
         "one pipeline rank": layout.pp == 1,
-        "num_nextn_predict_layers": shape.ahead,
+        "num_nextn_predict_layers": shape.num_nextn_predict_layers,
     }
     used = {name: value for name, value in features.items() if value}
     reasons += [f"{name.removesuffix('_factor')}={used[name]}: {reason}" for name, reason in broken(used)]
-    if layout.pp * layout.v > shape.layers:
-        nearest = max(1, shape.layers // layout.pp)
+    if layout.pp * layout.v > shape.num_hidden_layers:
+        nearest = max(1, shape.num_hidden_layers // layout.pp)
         reasons.append(
-            f"pp={layout.pp} times v={layout.v} is more than the {shape.layers} blocks; nearest: v={nearest}"
+            f"pp={layout.pp} times v={layout.v} is more than the {shape.num_hidden_layers} blocks; nearest: v={nearest}"
         )
     return reasons

@@ -10,7 +10,7 @@ from pipeloom.errors import UsageError, echo
 from pipeloom.limits import MODEL_CONFIG_BYTES, read_json
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.plan.time import StageSeconds
-from pipeloom.shapes.decoder import ModelShape
+from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.ops import LayerOps
 
 _KINDS = ("F", "I", "W", "B", "RB")
@@ -70,13 +70,13 @@ def kind_of_layer(layer: LayerOps) -> tuple[str, bool]:
     return layer.kind.replace("S", "L"), any(op.expert for op in layer.ops)
 
 
-def read(path: Path, shape: ModelShape) -> MeasuredLayers:
+def read(path: Path, shape: DecoderShape) -> MeasuredLayers:
     """The profile in a file. Raises UsageError for one that is none, or of another model."""
     try:
         form = read_json(path, MODEL_CONFIG_BYTES, "a profile")
     except OSError as error:
         raise UsageError(f"--costs {echo(str(path))} cannot be read: {error.strerror}") from None
-    letters = ["E", *"t" * shape.layers, *"m" * shape.ahead, "L"]
+    letters = ["E", *"t" * shape.num_hidden_layers, *"m" * shape.num_nextn_predict_layers, "L"]
     try:
         seconds: dict[tuple[str, bool], dict[str, tuple[float, float]]] = {}
         (sequences, seq), costs = form["microbatch"], form["costs"]
@@ -87,7 +87,7 @@ def read(path: Path, shape: ModelShape) -> MeasuredLayers:
             )
         for each in form["layers"]:
             at = min(each["layers"])
-            sparse = letters[at] in "tm" and shape.block_is_sparse(min(at, shape.layers) - 1)
+            sparse = letters[at] in "tm" and shape.expert_blocks[min(at, shape.num_hidden_layers) - 1]
             samples = each["seconds_of_one_sequence"], each["seconds"]
             seconds[letters[at], sparse] = {
                 kind: _line(sequences, *(float(sample[kind]["median"]) for sample in samples)) for kind in _KINDS

@@ -29,7 +29,7 @@ from pipeloom.schedule.actions import HIDDEN, SCORES
 from pipeloom.schedule.families import canonical_name
 from pipeloom.schedule.slices import SequenceCuts, balanced_cuts
 from pipeloom.shapes.cut import balance
-from pipeloom.shapes.decoder import ModelShape
+from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.ops import LayerOps, Runtime, Split, layers_of, parameters_of
 
 
@@ -81,7 +81,7 @@ class Planner:
     With `measured_layers` times are those of the pipeline alone: without sums over replicas, optimizer and hosts.
     """
 
-    shape: ModelShape
+    shape: DecoderShape
     device: Device
     runtime: Runtime
     measured_layers: MeasuredLayers | None = None
@@ -90,7 +90,7 @@ class Planner:
     @property
     def row(self) -> float:
         """Bytes of one token between two stages."""
-        return float(self.runtime.element * self.shape.hidden)
+        return float(self.runtime.element * self.shape.hidden_size)
 
     def layers(self, layout: PlannedLayout) -> list[LayerOps]:
         """[embedding, block, …, output layer (or its norm and a share)] of one device, for a whole micro-batch."""
@@ -206,7 +206,9 @@ class Planner:
         step = StepTime(*spent, max(0.0, makespan - busy), *slowest, host)
         tokens = layout.sequences * layout.seq / step.total / layout.world
         nodes = expert_nodes(layout, self.device)
-        return LayoutCosts(layout, stages, tuple(memory), step, tokens, self.shape.ahead, nodes, searched, placed)
+        return LayoutCosts(
+            layout, stages, tuple(memory), step, tokens, self.shape.num_nextn_predict_layers, nodes, searched, placed
+        )
 
     def _parts(
         self, layout: PlannedLayout
@@ -215,7 +217,7 @@ class Planner:
         short, layers = extrapolated_from(layout)[0], self.layers(layout)
         schedule, links = built(replace(short, vocabulary="last")), AxisRates.of(layout, self.device, self.shape)
         stages = self.cut(layout, self.timed_layers(layout), links, schedule.positions)
-        count = self.shape.layers + self.shape.ahead + 2
+        count = self.shape.num_hidden_layers + self.shape.num_nextn_predict_layers + 2
         if sum(stages) != count or len(stages) != schedule.positions:
             raise UsageError(
                 f"stages={list(stages)}: they must be {schedule.positions} stages of {count} layers in all"
@@ -229,7 +231,9 @@ class Planner:
         """Costs in proportion to operations, by which our trainer places S and T."""
         flops = [sum(op.flops for op in layer.ops) for layer in layers]
         tokens = layout.micro_batch * layout.seq / layout.cp
-        flops[0] = tokens * self.shape.hidden / layout.tp / 3  # an addition for each weight of a row, in the backward
+        flops[0] = (
+            tokens * self.shape.hidden_size / layout.tp / 3
+        )  # an addition for each weight of a row, in the backward
         work = [sum(flops[slice(*span)]) for span in of_stage]
         unit = 3 * sum(work) / len(work)
         # rounded, so that layouts of the same proportions share a schedule
@@ -278,7 +282,7 @@ class Planner:
 
 
 @lru_cache(maxsize=4096)
-def _recomputed(shape: ModelShape, split: Split, part: str, shares: int) -> tuple[LayerOps, ...]:
+def _recomputed(shape: DecoderShape, split: Split, part: str, shares: int) -> tuple[LayerOps, ...]:
     """The model's layers with a part recomputed; those of one kind are one object."""
     layers = layers_of(shape, split, shares)
     copies = {key: layer.recomputed(part) for key, layer in distinct(layers).items()}

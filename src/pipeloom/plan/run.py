@@ -20,8 +20,6 @@ from pipeloom.schedule import Timeline, simulate
 from pipeloom.schedule.actions import HIDDEN, KEPT, PENDING, SAVED, SCORES
 from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.model import parts
-from pipeloom.shapes.decoder import ModelShape
-from pipeloom.shapes.hub import load
 from pipeloom.shapes.ops import LOGITS, RUNTIMES, LayerOps, Runtime, parameters_of
 
 # Part of our blocks and output layer -> the tensors that its R makes.
@@ -56,32 +54,6 @@ class RunPrediction(OfRanks):
     ranks: tuple[RankMemory, ...]
     timeline: Timeline
     step: StepTime | None
-
-
-def shape_of(config: Config) -> ModelShape:
-    """The shape of the model. Raises UsageError for a Hugging Face directory that cannot be planned."""
-    model = config.model
-    if model.source:
-        return replace(load(model.source), ahead=model.num_nextn_predict_layers)
-    experts = model.num_experts
-    return ModelShape(
-        name="the model",
-        layers=model.num_hidden_layers,
-        hidden=model.hidden_size,
-        heads=model.num_attention_heads,
-        key_value_heads=model.num_key_value_heads,
-        head_width=model.head_width,
-        feed_forward=model.intermediate_size,
-        vocabulary=model.vocab_size,
-        tied=model.tie_word_embeddings,
-        biases=model.attention_bias or model.qkv_bias,
-        experts=experts,
-        experts_per_token=model.num_experts_per_tok if experts else 0,
-        expert_width=model.expert_width if experts else 0,
-        shared_width=model.num_shared_experts * model.expert_width if experts else 0,
-        sparse=tuple(map(bool, model.expert_blocks)) if experts else (),
-        ahead=model.num_nextn_predict_layers,
-    )
 
 
 def runtime_of(config: Config, device: Device | None) -> Runtime:
@@ -126,7 +98,7 @@ def predicted(
 
     Raises UsageError for a model that cannot be planned, or that its axes do not divide.
     """
-    planned, shape = layout_of(layout), shape_of(layout.config)
+    planned, shape = layout_of(layout), layout.config.model.shape()
     if reasons := problems(shape, planned):
         raise UsageError("; ".join(reasons))
     speed = device or Device("cpu", 1.0, 0.0, 1e30, 1e30, 1e30, layout.world_size, 1.0)

@@ -250,17 +250,19 @@ def _powers(most: int) -> list[int]:
 def _spreads(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
     """Every size of the axes that uses all devices, with every size of a micro-batch and what may be recomputed."""
     shape, device = planner.shape, planner.device
-    for tp in _powers(min(device.per_node, shape.heads)):
+    for tp in _powers(min(device.per_node, shape.num_attention_heads)):
         for cp in _powers(max(1, min(16, request.seq // 4096))):
             if request.devices % (tp * cp):
                 continue
             for pp in divisors(request.devices // (tp * cp)):
                 dp = request.devices // (tp * cp * pp)
-                if pp > shape.layers or request.sequences % dp:
+                if pp > shape.num_hidden_layers or request.sequences % dp:
                     continue
                 # Megatron gives each expert to one rank of tp, the others divide it
-                etp = 1 if shape.experts and planner.runtime.whole_experts else 0
-                expert_ranks = _powers(min(dp * cp * (tp if etp else 1), shape.experts)) if shape.experts else [1]
+                etp = 1 if shape.num_experts and planner.runtime.whole_experts else 0
+                expert_ranks = (
+                    _powers(min(dp * cp * (tp if etp else 1), shape.num_experts)) if shape.num_experts else [1]
+                )
                 for micro_batch in (1, 2, 4):
                     if request.sequences % (dp * micro_batch):
                         continue
@@ -309,7 +311,9 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
 
 def _is_offered(planner: Planner, layout: PlannedLayout, schedule: str, chunks: int) -> bool:
     """Return whether a schedule is of use to a layout and takes its sizes."""
-    fits = layout.pp * chunks <= planner.shape.layers and not (schedule in WHOLE_ROUNDS and layout.m % layout.pp)
+    fits = layout.pp * chunks <= planner.shape.num_hidden_layers and not (
+        schedule in WHOLE_ROUNDS and layout.m % layout.pp
+    )
     hides = layout.ep > 1 and not (layout.recompute == "full" and planner.runtime.name == "megatron")
     return fits and (hides or schedule not in OVERLAPPED) and (layout.m >= 2 * layout.pp or schedule != "dualpipev")
 

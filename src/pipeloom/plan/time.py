@@ -13,7 +13,7 @@ from typing import Any
 from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.schedule import Costs
-from pipeloom.shapes.decoder import ModelShape
+from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.ops import LayerOps, Op, Runtime
 
 # Share of the rate that a collective reaches of a link within a node and of the network (DeepEP's README: 45 and 46 of 50 GB/s
@@ -125,7 +125,7 @@ class AxisRates:
     dp: float
 
     @classmethod
-    def of(cls, layout: PlannedLayout, device: Device, shape: ModelShape) -> AxisRates:
+    def of(cls, layout: PlannedLayout, device: Device, shape: DecoderShape) -> AxisRates:
         """tp is the fastest axis, then cp and ep, dp, pp."""
 
         def rate(reach: int) -> float:
@@ -148,17 +148,17 @@ def expert_nodes(layout: PlannedLayout, device: Device) -> int:
     return -(-layout.ep // max(1, device.per_node // (1 if layout.etp == 1 else layout.tp)))
 
 
-def _expert_rate(layout: PlannedLayout, device: Device, shape: ModelShape) -> float:
+def _expert_rate(layout: PlannedLayout, device: Device, shape: DecoderShape) -> float:
     """Bytes of rows sent to experts on other ranks per second.
 
     Between nodes a token is sent once to each that holds one of its experts (of k experts spread over n nodes
     n (1 - (1 - 1/n)^k)), and from there to the ranks; node-limited routing lets fewer nodes hold them.
     """
-    ep, nodes, experts = layout.ep, expert_nodes(layout, device), shape.experts_per_token
+    ep, nodes, experts = layout.ep, expert_nodes(layout, device), shape.num_experts_per_tok
     inside, within = ep / nodes, LINK_SHARE * device.link
     if nodes == 1 or not experts:
         return within
-    reached = max(1.0, nodes * shape.routed_share)
+    reached = max(1.0, nodes * shape.topk_group / shape.n_group)
     across = reached * (1 - (1 - 1 / reached) ** experts) / experts * (nodes - 1) / nodes
     return (ep - 1) / ep / (across / (NETWORK_SHARE * device.network) + (inside - 1) / inside / within)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeloom.errors import ArgumentError, divisors, echo, nearest
@@ -73,6 +73,18 @@ class DecoderShape(DecoderSizes):
         aux_loss_coef, z_loss_coef: factors of the load-balance loss and of the mean squared logsumexp of the router's logits.
         num_nextn_predict_layers: blocks behind the last one that predict tokens further ahead, in training alone.
         mtp_loss_coef: factor of the mean of their losses.
+        gated: the feed-forward part has a gate (three matrices instead of two); like the sizes below, of foreign models.
+        mlp_bias: the matrices of the feed-forward part have a bias.
+        n_positions: rows of a learned table of positions; 0: rotary.
+        shared_expert_intermediate_size: width of what every token of a block with experts passes; 0: num_shared_experts.
+        shared_expert_gate: a weight per token multiplies what the shared expert returns.
+        kv_lora_rank: width of the compressed keys and values of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434);
+            0: none. q_lora_rank: that of the compressed query; 0: it is not compressed.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: widths of such a head's part without positions, its part with, its value.
+        n_group, topk_group: groups of experts, and those that a token may choose from (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
+        model_type: family of a `config.json`; "": our own decoder, whose sizes must fit each other.
+        name: of the model, for messages.
+        assumed: sizes that a `config.json` does not give.
 
     Raises ArgumentError for a size below 1, heads of odd width, key and value heads that do not divide the query heads, or a
     moe_layer_freq below 1, of another length than the blocks, with entries other than 1 and 0, or without a 1.
@@ -104,79 +116,62 @@ class DecoderShape(DecoderSizes):
     z_loss_coef: float = 0.001
     num_nextn_predict_layers: int = 0
     mtp_loss_coef: float = 0.1
+    gated: bool = True
+    mlp_bias: bool = False
+    n_positions: int = 0
+    shared_expert_intermediate_size: int = 0
+    shared_expert_gate: bool = True
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    n_group: int = 1
+    topk_group: int = 1
+    model_type: str = field(default="", compare=False)
+    name: str = field(default="the model", compare=False)
+    assumed: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
         for name in ("num_hidden_layers", *sizes):
             if getattr(self, name) < 1:
                 raise ArgumentError(name, f"={getattr(self, name)} is below 1; nearest: 1")
-        for problem in shape_problems(self):
+        for problem in () if self.model_type else shape_problems(self):
             raise problem
 
+    @property
+    def shared_width(self) -> int:
+        """Inner width of what every token of a block with experts passes."""
+        return self.shared_expert_intermediate_size or self.num_shared_experts * self.expert_width
 
-@dataclass(frozen=True)
-class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks of the two compressions and widths of a head.
+    @property
+    def foreign(self) -> list[str]:
+        """The parts of the model that our own decoder lacks."""
+        parts = {
+            "multi-head latent attention": self.kv_lora_rank,
+            "feed-forward parts without a gate": not self.gated,
+            "biases of the feed-forward part": self.mlp_bias,
+            "shared experts of another width, or without a gate": self.shared_expert_intermediate_size
+            or (self.num_shared_experts and not self.shared_expert_gate),
+        }
+        return [part for part, present in parts.items() if present]
 
-    Attributes:
-        query_rank: width of the compressed query; 0: the query is not compressed.
-        key_value_rank: width of the compressed keys and values.
-        nope, rope, value: widths of a head's part without positions, its part with, and its value.
-    """
+    @property
+    def assumptions(self) -> str:
+        """The sizes that a `config.json` does not give, as a sentence; "" where it gives all."""
+        sizes = ", ".join(f"{key} = {str(getattr(self, key)).lower()}" for key in self.assumed)
+        return f"config.json does not say, and assumed is: {sizes}" if sizes else ""
 
-    query_rank: int
-    key_value_rank: int
-    nope: int
-    rope: int
-    value: int
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a decoder.
-
-    Attributes:
-        layers: blocks, without the embedding and the output layer.
-        feed_forward: inner width of a dense block.
-        gated: the feed-forward part has a gate (three matrices instead of two).
-        biases: linear layers have biases.
-        positions: rows of a learned table of positions; 0: rotary.
-        experts, experts_per_token, expert_width, shared_width: of a block with experts; `shared_width` is the inner width of
-            what every token passes.
-        sparse: block -> whether it has experts; empty: none has.
-        latent: multi-head latent attention, or None.
-        ahead: blocks behind the last one that predict tokens further ahead (DeepSeek-V3, arXiv 2412.19437, section 2.2).
-        routed_share: of the groups of experts, those that a token may choose from (the same, section 2.1.2).
-    """
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    key_value_heads: int
-    head_width: int
-    feed_forward: int
-    vocabulary: int
-    tied: bool = False
-    gated: bool = True
-    biases: bool = False
-    positions: int = 0
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_width: int = 0
-    shared_width: int = 0
-    sparse: tuple[bool, ...] = ()
-    latent: Latent | None = None
-    ahead: int = 0
-    routed_share: float = 1.0
-
-    def block_is_sparse(self, block: int) -> bool:
-        """Return whether block number `block` has experts."""
-        return bool(self.sparse) and self.sparse[block]
-
-    def with_layers(self, layers: int) -> ModelShape:
+    def with_layers(self, layers: int) -> DecoderShape:
         """The model cut to its first `layers` blocks."""
-        return replace(self, layers=layers, sparse=self.sparse[:layers])
+        sparse = self.expert_blocks[:layers]
+        return replace(
+            self,
+            num_hidden_layers=layers,
+            num_experts=self.num_experts * any(sparse),
+            moe_layer_freq=1 if all(sparse) or not any(sparse) else tuple(map(int, sparse)),
+        )
 
 
 def expert_blocks(experts: int, blocks: int, frequency: int | tuple[int, ...]) -> tuple[bool, ...]:

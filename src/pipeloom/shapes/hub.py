@@ -1,35 +1,164 @@
-"""The shape of a model, as the planner needs it: from a preset, a Hugging Face `config.json`, or `[model]`."""
+"""Hugging Face directories: the one reader of `config.json` and of `adapter_config.json`.
+
+Needs neither `transformers` nor `peft`. It checks the types of what it reads by hand, since the library, which has no pydantic,
+reads these files too.
+"""
 
 from __future__ import annotations
 
+import difflib
 import json
+import math
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pipeloom.errors import UsageError, did_you_mean, echo
-from pipeloom.limits import MODEL_CONFIG_BYTES, MOST_LAYERS, MOST_WIDTH, read_json
-from pipeloom.shapes.decoder import Latent, ModelShape
+from pipeloom.errors import ConfigError, UsageError, did_you_mean, echo, reason_of, shortened
+from pipeloom.limits import MODEL_CONFIG_BYTES, MOST_LAYERS, MOST_WIDTH, expanded, read_json, require_counts
+from pipeloom.shapes.decoder import DecoderShape
 
-# Field -> its names in the families' files, the most specific first.
-_KEYS = {
-    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "key_value_heads": ("num_key_value_heads", "num_kv_heads"),
-    "head_width": ("head_dim",),
-    "feed_forward": ("intermediate_size", "n_inner", "ffn_dim", "d_inner"),
-    "vocabulary": ("vocab_size",),
-    "experts": ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
-    "experts_per_token": ("num_experts_per_tok", "moe_k", "moe_topk"),
-    "expert_width": ("moe_intermediate_size",),
-    "shared_width": ("shared_expert_intermediate_size",),
-    "shared_count": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
-    "ahead": ("num_nextn_predict_layers",),
-    "dense_first": ("first_k_dense_replace", "dense_layers", "moe_layer_start_index"),
+# Size -> its names in the families' files, the most specific first.
+SPELLINGS = {
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "d_inner", "ffn_hidden_size"),
+    "num_experts": ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("num_experts_per_tok", "moe_k", "moe_topk"),
+    "num_shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    "first_k_dense_replace": ("first_k_dense_replace", "dense_layers", "moe_layer_start_index"),
+    "n_positions": ("n_positions", "max_position_embeddings"),
+    "qk_nope_head_dim": ("qk_nope_head_dim", "qk_head_dim"),
+    "qk_rope_head_dim": ("qk_rope_head_dim", "qk_pos_emb_head_dim"),
 }
-_UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "starcoder2", "nemotron", "apertus")
+_NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the files of a family leave out.
+
+    Attributes:
+        usual: values of keys that a file may give otherwise.
+        always: values whatever the file says.
+        ours: our own decoder computes it.
+    """
+
+    usual: Mapping[str, Any] = field(default_factory=dict)
+    always: Mapping[str, Any] = field(default_factory=dict)
+    ours: bool = False
+
+
+_PLAIN = {"attention_bias": False, "qkv_bias": False, "qk_norm": False, "mlp_bias": False}
+_DENSE = {**_PLAIN, "num_experts": 0}
+_UNGATED = Family({"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}, {"gated": False})
+FAMILIES = {
+    "": Family(ours=True),  # a file of ours, in the words of `DecoderShape`
+    "llama": Family(always={key: value for key, value in _DENSE.items() if key != "attention_bias"}, ours=True),
+    "mistral": Family({"num_key_value_heads": 8}, _DENSE, True),
+    "qwen2": Family({"num_key_value_heads": 32}, {**_DENSE, "qkv_bias": True}, True),
+    "qwen3": Family(
+        {"num_key_value_heads": 32, "head_dim": 128}, {"qkv_bias": False, "qk_norm": True, "num_experts": 0}, True
+    ),
+    "mixtral": Family(
+        {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
+        {**_PLAIN, "norm_topk_prob": True, "moe_intermediate_size": None},
+        True,
+    ),
+    "qwen2_moe": Family(
+        {"num_key_value_heads": 16, "qkv_bias": True, "norm_topk_prob": False},
+        {"attention_bias": False, "qk_norm": False},
+        True,
+    ),
+    "qwen3_moe": Family(
+        {"num_key_value_heads": 4, "norm_topk_prob": False}, {"qkv_bias": False, "qk_norm": True}, True
+    ),
+    **dict.fromkeys(("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon"), _UNGATED),
+    **dict.fromkeys(("phi", "starcoder2", "nemotron", "apertus"), _UNGATED),
+}
+# `model_type` of the families with which `pipeloom verify --hf-families` passes (tests/data/hf_families.toml).
+_VERIFIED = """
+    apertus biogpt bloom codegen cohere cohere2 deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 falcon
+    falcon_h1 flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj
+    granite granitemoe granitemoehybrid hunyuan_v1_dense hunyuan_v1_moe jamba lfm2 llama llama4_text mamba mamba2
+    minimax_m2 ministral mistral mixtral mpt nemotron nemotron_h olmo olmo2 olmo3 olmoe openai-gpt opt persimmon phi
+    phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next recurrent_gemma seed_oss
+    smollm3 stablelm starcoder2 xglm
+"""
+VERIFIED_FAMILIES = frozenset(_VERIFIED.split())
+_NUMBERS = ("rope_theta", "rms_norm_eps", "dropout", "capacity_factor", "aux_loss_coef", "z_loss_coef", "mtp_loss_coef")
+_SWITCHES = (
+    *(
+        "tie_word_embeddings",
+        "attention_bias",
+        "qkv_bias",
+        "qk_norm",
+        "mlp_bias",
+        "norm_topk_prob",
+        "shared_expert_gate",
+    ),
+    "gated",
+)
+
+
+_NULL = ("num_key_value_heads", "head_dim")  # null has a meaning of its own: as many as queries; of the hidden size
+
+
+def _json(value: Any) -> str:
+    return shortened(json.dumps(value))
+
+
+def _typed(where: str, values: Mapping[str, Any], key: str, kind: Any, words: str) -> Any:
+    """Return the value of a key, None where it is absent. Raises ConfigError for one of another type."""
+    value = values.get(key)
+    if isinstance(value, float) and not math.isfinite(value):
+        words = "a finite number"
+    elif value is None or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
+        return value
+    raise ConfigError(f"{where}: {key} = {_json(value)}: it must be {words}")
+
+
+class _Values:
+    """The values of a `config.json`, with what its family leaves out; errors begin with `where`."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.where, self.assumed = where, list[str]()
+        kind = _typed(where, values, "model_type", str, "text") or ""
+        text = _typed(where, values, "text_config", dict, "a table") or {}
+        self.kind = str(text.get("model_type", kind)) if text else kind
+        self.family = FAMILIES.get(self.kind, Family())
+        given = {key: value for key, value in {**values, **text}.items() if value is not None or key in _NULL}
+        self.given = {**self.family.usual, **given, **self.family.always}
+
+    def size(self, key: str, default: int | None = None, least: int = 0, *, counted: bool = False) -> int:
+        """Return a size; where it is absent, or a list (one for each layer), the default, and `assumed` says so if `counted`."""
+        spelled = next((name for name in SPELLINGS.get(key, (key,)) if self.given.get(name) is not None), None)
+        value = None if spelled is None else self.given[spelled]
+        if value is None or (isinstance(value, list) and default is not None):
+            if default is None:
+                raise ConfigError(f"{self.where} has no {' or '.join(SPELLINGS.get(key, (key,)))}")
+            self.assumed += [key] * counted
+            return default
+        most = MOST_LAYERS if key == "num_hidden_layers" else MOST_WIDTH
+        if type(value) is not int or not least <= value <= most:
+            raise ConfigError(
+                f"{self.where}: {spelled} = {_json(value)}: it must be a whole number from {least} to {most:,}"
+            )
+        return value
+
+    def rope(self) -> Mapping[str, Any]:
+        for key in ("rope_parameters", "rope_scaling"):
+            if found := _typed(self.where, self.given, key, dict, "a table"):
+                return dict(found)
+        return {}
+
+
+class ForeignError(ConfigError):
+    """A model that our own decoder does not compute."""
 
 
 def presets() -> dict[str, dict[str, Any]]:
@@ -37,80 +166,98 @@ def presets() -> dict[str, dict[str, Any]]:
     return dict(json.loads(resources.files("pipeloom.shapes").joinpath("models.json").read_text(encoding="utf-8")))
 
 
-def from_config(values: Mapping[str, Any], name: str = "model") -> ModelShape:
-    """The shape in a Hugging Face configuration. Raises UsageError, which names the key, for one that cannot be planned."""
+def from_config(values: Mapping[str, Any], name: str = "model", where: str = "") -> DecoderShape:
+    """Return the shape in a `config.json`, whose `assumed` lists the sizes that it leaves out.
+
+    Args:
+        name: of the model.
+        where: what errors begin with; default: the name.
+
+    Raises:
+        ConfigError: it names a key that is missing, or has a value of another type.
+    """
     if not isinstance(values, Mapping):
-        raise UsageError(f"{name}: a model's configuration is an object, and this is {echo(values)}")
-    values = {**values, **values.get("text_config", {})} if isinstance(values.get("text_config"), dict) else values
-
-    def number(key: str, *, least: int = 0, default: int | None = None) -> int:
-        spelled = next((word for word in (*_KEYS.get(key, ()), key) if values.get(word) is not None), None)
-        if spelled is None:
-            if default is None:
-                raise UsageError(f"{name}: it has no {_KEYS[key][0]!r}")
-            return default
-        value = values[spelled]
-        most = MOST_LAYERS if key == "layers" else MOST_WIDTH
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise UsageError(
-                f"{name}: {spelled!r} is {value!r:.100}; it must be a whole number from {least} to {most:,}"
-            )
-        return value
-
-    layers, hidden = number("layers", least=1), number("hidden", least=1)
-    heads = number("heads", least=1)
-    experts = number("experts", default=0)
-    family = str(values.get("model_type", ""))
-    ungated = family in _UNGATED
-    feed_forward = number("feed_forward", default=4 * hidden, least=1)
-    expert_width = number("expert_width", default=feed_forward) if experts else 0
-    shared = number("shared_width", default=number("shared_count", default=0) * expert_width) if experts else 0
-    step = number("decoder_sparse_step", default=1, least=1)
-    groups = number("n_group", default=1, least=1)
-    latent = None
-    if rank := number("kv_lora_rank", default=0):
-        rope = number("qk_rope_head_dim", default=number("qk_pos_emb_head_dim", default=64))
-        nope = number("qk_nope_head_dim", default=number("qk_head_dim", default=128))
-        latent = Latent(number("q_lora_rank", default=0), rank, nope, rope, number("v_head_dim", default=128))
-    return ModelShape(
+        raise ConfigError(f"{where or name}: a model's configuration is an object, and this is {echo(values)}")
+    read = _Values(values, where or name)
+    given, family = read.given, read.family
+    layers, hidden, vocabulary = (read.size(key, least=1) for key in _NEEDED)
+    heads = read.size("num_attention_heads", 1, 1, counted=True)
+    width = read.size("intermediate_size", 4 * hidden, 1, counted=family.always.get("gated", True))
+    experts, sparse = read.size("num_experts", 0), _expert_blocks(read, layers)
+    options: dict[str, Any] = {}
+    for keys, kind, words in ((_NUMBERS, (int, float), "a number"), (_SWITCHES, bool, "true or false")):
+        found = {key: _typed(read.where, given, key, kind, words) for key in keys}
+        options |= {key: value for key, value in found.items() if value is not None}
+    if (theta := _typed(read.where, read.rope(), "rope_theta", (int, float), "a number")) is not None:
+        options["rope_theta"] = theta
+    if "tie_word_embeddings" not in options and not family.ours:
+        options["tie_word_embeddings"] = True  # the default of transformers, which leaves defaults out
+        read.assumed.append("tie_word_embeddings")
+    sizes: dict[str, Any] = {}
+    if experts and any(sparse):
+        inner = read.size("moe_intermediate_size", width, 1, counted=read.kind not in ("", "mixtral"))
+        shared = read.size("shared_expert_intermediate_size", 0)
+        copies, odd = divmod(shared, inner)
+        sizes = {
+            "num_experts": experts,
+            "num_experts_per_tok": read.size("num_experts_per_tok", 2 if family.ours else 1, 1, counted=True),
+            "moe_intermediate_size": inner,
+            "num_shared_experts": copies if shared and not odd else read.size("num_shared_experts", 0),
+            "shared_expert_intermediate_size": shared if odd else 0,
+            "moe_layer_freq": 1 if all(sparse) else tuple(map(int, sparse)),
+            "n_group": (groups := read.size("n_group", 1, 1)),
+            "topk_group": read.size("topk_group", groups, 1),
+        }
+        options.setdefault("shared_expert_gate", bool(shared) or family.ours)
+    if rank := read.size("kv_lora_rank", 0):
+        sizes |= {"kv_lora_rank": rank, "q_lora_rank": read.size("q_lora_rank", 0)}
+        usual = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+        sizes |= {key: read.size(key, value, counted=True) for key, value in usual.items()}
+    if router := _typed(read.where, given, "router", str, "text") if not read.kind else None:
+        sizes["router"] = router
+    return DecoderShape(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=1 if given.get("multi_query") else read.size("num_key_value_heads", heads, 1),
+        intermediate_size=width,
+        vocab_size=vocabulary,
+        head_dim=read.size("head_dim", 0) or (None if hidden % heads == 0 else hidden // heads),
+        num_nextn_predict_layers=read.size("num_nextn_predict_layers", 0),
+        n_positions=0 if family.always.get("gated", True) else read.size("n_positions", 0),
+        model_type=read.kind,
         name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        key_value_heads=1 if values.get("multi_query") else number("key_value_heads", default=heads, least=1),
-        head_width=number("head_width", default=hidden // heads, least=1),
-        feed_forward=feed_forward,
-        vocabulary=number("vocabulary", least=1),
-        tied=bool(values.get("tie_word_embeddings", ungated)),
-        gated=not ungated,
-        biases=ungated or bool(values.get("attention_bias", False)),
-        positions=number("n_positions", default=number("max_position_embeddings", default=0)) if ungated else 0,
-        experts=experts,
-        experts_per_token=number("experts_per_token", default=1) if experts else 0,
-        expert_width=expert_width,
-        shared_width=shared,
-        sparse=_sparse(values, layers, number("dense_first", default=0), step) if experts else (),
-        latent=latent,
-        ahead=number("ahead", default=0),
-        routed_share=min(1.0, number("topk_group", default=groups, least=1) / groups),
+        assumed=tuple(read.assumed),
+        **sizes,
+        **options,
     )
 
 
-def _sparse(values: Mapping[str, Any], layers: int, dense_first: int, step: int) -> tuple[bool, ...]:
-    """Block -> whether it has experts, in the words of the families: dense blocks first, a list of blocks, every n-th one."""
-    listed = values.get("mlp_only_layers")
-    dense = set(listed) if isinstance(listed, list) else set()
-    frequency = values.get("moe_layer_freq", 1)
-    if isinstance(frequency, list) and frequency:
-        return tuple(bool(frequency[block % len(frequency)]) for block in range(layers))
-    every = frequency if isinstance(frequency, int) and frequency > 0 else 1
+def _expert_blocks(read: _Values, blocks: int) -> tuple[bool, ...]:
+    """Return, for each of `blocks` blocks, whether it has experts, in a file that has some.
+
+    Qwen-MoE has `decoder_sparse_step` (every n-th block, beginning with the n-th) and `mlp_only_layers` (dense ones), DeepSeek
+    `moe_layer_freq` (every n-th block, beginning with block 0; or a list) and `first_k_dense_replace`.
+    """
+    first, step = read.size("first_k_dense_replace", 0), read.size("decoder_sparse_step", 1)
+    frequency = read.given.get("moe_layer_freq")
+    listed = frequency if isinstance(frequency, list | tuple) and frequency else [1]
+    every = frequency if type(frequency) is int and frequency > 0 else 1
+    dense = _typed(read.where, read.given, "mlp_only_layers", list, "a list of whole numbers") or []
+    if not all(type(block) is int for block in dense):
+        raise ConfigError(f"{read.where}: mlp_only_layers = {_json(dense)}: it must be a list of whole numbers")
     return tuple(
-        block >= dense_first and block not in dense and (block + 1) % step == 0 and block % every == 0
-        for block in range(layers)
+        block >= first
+        and block not in dense
+        and step > 0
+        and (block + 1) % step == 0
+        and block % every == 0
+        and bool(listed[block % len(listed)])
+        for block in range(blocks)
     )
 
 
-def load(model: str) -> ModelShape:
+def load(model: str) -> DecoderShape:
     """The shape that `model` names: a preset, a `config.json`, or a directory that holds one.
 
     Raises UsageError for a name that is neither, with the nearest preset, and for a file that is not a model's.
@@ -125,3 +272,188 @@ def load(model: str) -> ModelShape:
         nearest = did_you_mean(model.lower(), known)
         raise UsageError(f"{model!r:.200} is neither a preset, a config.json, nor a directory with one{nearest}")
     return from_config(read_json(path, MODEL_CONFIG_BYTES, "a model's configuration"), path.parent.name or path.stem)
+
+
+def is_directory(path: str) -> bool:
+    """Return whether `path` is a Hugging Face directory."""
+    return (expanded(path) / "config.json").is_file()
+
+
+def content_of(source: str, where: str) -> dict[str, Any]:
+    """The `config.json` of a directory. Raises ConfigError, with a message that begins with `where`, where it cannot be read."""
+    path = expanded(source) / "config.json"
+    try:
+        content = read_json(path, MODEL_CONFIG_BYTES, "a model's configuration")
+        if isinstance(content, dict):
+            require_counts(content)
+    except (OSError, UsageError) as error:
+        reason = download(source) or f"{path} cannot be read: {reason_of(error)}{_nearest_folder(source)}"
+        raise ConfigError(f"{where}: {reason}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where}: {path} is not a JSON object")
+    return content
+
+
+def is_verified(values: Mapping[str, Any]) -> bool:
+    """Return whether the model of a `config.json` is of a family that has been verified in pipelines."""
+    text = values.get("text_config") or {}
+    return not VERIFIED_FAMILIES.isdisjoint({str(values.get("model_type")), str(text.get("model_type"))})
+
+
+def foreign_shape(source: str, where: str) -> DecoderShape:
+    """Return the shape of the model in a directory, as `transformers` trains it: without blocks that predict further ahead.
+
+    Raises ConfigError, with a message that begins with `where`, for files that cannot be read and models with an encoder.
+    """
+    content = content_of(source, where)
+    if content.get("is_encoder_decoder"):
+        classes = content.get("architectures")
+        name = str(classes[0] if isinstance(classes, list) and classes else content.get("model_type"))
+        raise ConfigError(
+            f"{where}: {shortened(name)} has an encoder and a decoder; supported: causal language models, which are a decoder "
+            "alone"
+        )
+    path = expanded(source) / "config.json"
+    return replace(from_config(content, path.parent.name, f"{where}: {path}"), num_nextn_predict_layers=0)
+
+
+def _not_plain(values: Mapping[str, Any]) -> str:
+    """Return the features of a `config.json` that our own decoder lacks, as `key = value`; empty where there are none."""
+    rope, kind = values.get("rope_parameters") or values.get("rope_scaling") or {}, str(values.get("model_type"))
+    turns = rope.get("rope_type", rope.get("type", "default"))
+    window = values.get("sliding_window", 4096 if kind == "mistral" else None)  # files that leave it out mean this
+    if kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe") and not values.get("use_sliding_window", False):
+        window = None
+    choices = {
+        "hidden_act": (values.get("hidden_act", "silu"), "silu"),
+        "rope_type": (turns, "default"),
+        "partial_rotary_factor": (rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)), 1.0),
+        "mlp_bias": (values.get("mlp_bias", False), False),
+        "sliding_window": (window or None, None),
+    }
+    return ", ".join(f"{key} = {json.dumps(value)}" for key, (value, plain) in choices.items() if value != plain)
+
+
+def own_shape(values: Mapping[str, Any], where: str = "config.json") -> DecoderShape:
+    """Return the shape with which our own decoder computes the model of a `config.json`.
+
+    Raises:
+        ForeignError: it cannot.
+        ConfigError: with a message that begins with `where`; a size is missing.
+    """
+    shape, why = from_config(values, where=where), _not_plain(values)
+    kind = shape.model_type or "model"
+    if missing := [key for key in ("num_attention_heads", "intermediate_size") if key in shape.assumed]:
+        raise ConfigError(f"{where} has no {missing[0]}")
+    lacks = shape.foreign or values.get("text_config") or (kind == "qwen2_moe" and not shape.num_shared_experts)
+    lacks = lacks or (not shape.num_experts and kind in ("mixtral", "qwen2_moe", "qwen3_moe"))
+    if FAMILIES.get(shape.model_type, Family()).ours and not why and not lacks:
+        return shape
+    raise ForeignError(f"Pipeloom's own decoder cannot compute this {kind}{f' ({why})' if why else ''}")
+
+
+_KEYS = (
+    *(
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+        "vocab_size",
+    ),
+    *("tie_word_embeddings", "num_experts", "moe_layer_freq"),
+)
+_OF_OUR_DECODER = ("rope_theta", "rms_norm_eps", "attention_bias", "qkv_bias", "qk_norm", "num_shared_experts")
+
+
+def model_keys(shape: DecoderShape, *, ours: bool) -> dict[str, Any]:
+    """Return the trainer's keys for a shape; `ours`: of our own decoder, for which more of them matter."""
+    keys = [*_KEYS, *(_OF_OUR_DECODER if ours else ()), *(["head_dim"] if shape.head_dim else [])]
+    if shape.num_experts:
+        keys += ["num_experts_per_tok", "moe_intermediate_size", *(["norm_topk_prob"] if ours else [])]
+    if not shape.model_type:
+        keys += ["router", "num_nextn_predict_layers"]
+    values = {key: getattr(shape, key) for key in keys}
+    if isinstance(shape.moe_layer_freq, tuple):
+        values["moe_layer_freq"] = list(shape.moe_layer_freq)
+    return values
+
+
+def own_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the trainer's keys with which our own decoder computes the model of a `config.json`; None where it cannot."""
+    try:
+        return model_keys(own_shape(values), ours=True)
+    except ForeignError:
+        return None
+
+
+def download(source: str) -> str:
+    """Return how to get a model that `source` names as the Hugging Face Hub does (org/name); "" for any other name."""
+    name = re.fullmatch(r"\w[\w.-]*/([\w.-]+)", source)
+    if name is None or expanded(source).exists():
+        return ""
+    return f"there is no such directory, and nothing is downloaded; first: hf download {source} --local-dir {name[1]}"
+
+
+def _nearest_folder(source: str) -> str:
+    """Return the folders with a `config.json` whose names are like that of `source`, where there is none, as a question."""
+    folder = expanded(source)
+    names = [path.parent.name for path in folder.parent.glob("*/config.json")] if not folder.exists() else []
+    near = difflib.get_close_matches(folder.name, names, n=3, cutoff=0.55)
+    return f"; did you mean {' or '.join(repr(str(Path(source).parent / name)) for name in near)}?" if near else ""
+
+
+ADAPTER_CONFIG = "adapter_config.json"
+_MOST_RANK = 65_536  # wider than the weights of published models, so that a damaged file asks for no terabytes
+_MOST_ADAPTER_BYTES = 10_000_000
+# Options of peft that make an adapter compute something other than s B A x on whole linear layers; None or empty: unused.
+_UNSUPPORTED = (
+    *("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "layers_pattern"),
+    *("target_parameters", "exclude_modules", "trainable_token_indices", "megatron_config", "layer_replication"),
+    *("lora_bias", "alora_invocation_tokens", "use_bdlora"),
+)
+
+
+def adapter_keys(adapter: str, where: str) -> dict[str, Any]:
+    """Return the trainer's keys that describe the adapter in the directory `adapter`.
+
+    Raises ConfigError, with a message that begins with `where`, where its configuration cannot be read, or asks for more than
+    low-rank products on linear layers.
+    """
+    values = read_adapter_config(expanded(adapter), where)
+    for key in _UNSUPPORTED:
+        if values.get(key):
+            raise ConfigError(f"{where}: it uses {key}, which is not supported")
+    where = f"{where}: {ADAPTER_CONFIG}"
+    for key, only in (("peft_type", "LORA"), ("bias", "none")):
+        if values.get(key, "none") != only:
+            raise ConfigError(f"{where}: {key} = {_json(values.get(key))}: it must be {only!r}")
+    rank = values.get("r")
+    if type(rank) is not int or not 1 <= rank <= _MOST_RANK:
+        raise ConfigError(f"{where}: r = {_json(rank)}: it must be a whole number from 1 to {_MOST_RANK:,}")
+    modules = values.get("target_modules")
+    words = "text or a list of texts, and not empty"
+    if not modules or not isinstance(modules, str | list) or not all(isinstance(name, str) for name in modules):
+        raise ConfigError(f"{where}: target_modules = {_json(modules)}: it must be {words}")
+    alpha = _typed(where, values, "lora_alpha", (int, float), "a number")
+    if alpha is None:
+        raise ConfigError(f"{where}: it has no lora_alpha")
+    scaled = _typed(where, values, "use_rslora", bool, "true or false")
+    return {
+        "r": rank,
+        "lora_alpha": alpha * (math.sqrt(rank) if scaled else 1.0),
+        "lora_dropout": _typed(where, values, "lora_dropout", (int, float), "a number") or 0.0,
+        "target_modules": modules if isinstance(modules, str) else sorted(modules),
+    }
+
+
+def read_adapter_config(folder: Path, where: str) -> dict[str, Any]:
+    """Return the content of `adapter_config.json` in `folder`. Raises ConfigError with a message that begins with `where`."""
+    path = folder / ADAPTER_CONFIG
+    try:
+        content = read_json(path, _MOST_ADAPTER_BYTES, "an adapter's configuration")
+    except (OSError, UsageError) as error:
+        raise ConfigError(f"{where}: {path} cannot be read: {reason_of(error)}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where}: {path} is not a JSON object")
+    return content

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 
-from pipeloom.shapes.decoder import ModelShape
+from pipeloom.shapes.decoder import DecoderShape
 
 
 @dataclass(frozen=True)
@@ -273,22 +273,22 @@ def placeholders(layers: list[LayerOps], element: int) -> float:
     return element * sum(shapes)
 
 
-def layers_of(shape: ModelShape, split: Split, shares: int = 0) -> list[LayerOps]:
+def layers_of(shape: DecoderShape, split: Split, shares: int = 0) -> list[LayerOps]:
     """[embedding, block, …, block, output layer]; between the last two, those that predict tokens further ahead.
 
     With `shares` of the vocabulary on so many ranks, the first layer gets rows, the last one is a norm, and a share is behind it.
     """
     dense = _block(shape, split, sparse=False)
-    sparse = _block(shape, split, sparse=True) if any(shape.sparse) else dense
-    blocks = [sparse if shape.block_is_sparse(block) else dense for block in range(shape.layers)]
-    ahead = [_prediction(shape, split, blocks[-1])] * shape.ahead
+    sparse = _block(shape, split, sparse=True) if any(shape.expert_blocks) else dense
+    blocks = [sparse if experts else dense for experts in shape.expert_blocks]
+    ahead = [_prediction(shape, split, blocks[-1])] * shape.num_nextn_predict_layers
     layers = [_embedding(shape, split), *blocks, *ahead, _output(shape, split)]
     return [*_without_vocabulary(layers, shape), vocabulary_share(shape, split, shares)] if shares else layers
 
 
-def _embedding(shape: ModelShape, split: Split) -> LayerOps:
-    table = shape.vocabulary * shape.hidden / split.tp + shape.positions * shape.hidden
-    hidden = split.part(split.tokens * shape.hidden)
+def _embedding(shape: DecoderShape, split: Split) -> LayerOps:
+    table = shape.vocab_size * shape.hidden_size / split.tp + shape.n_positions * shape.hidden_size
+    hidden = split.part(split.tokens * shape.hidden_size)
     op = Op(
         "embedding",
         saves=(("ids", 8.0 * split.tokens),),
@@ -300,22 +300,22 @@ def _embedding(shape: ModelShape, split: Split) -> LayerOps:
     return LayerOps("E", (op,), 0.0, 8.0 * split.tokens)
 
 
-def _prediction(shape: ModelShape, split: Split, block: LayerOps) -> LayerOps:
+def _prediction(shape: DecoderShape, split: Split, block: LayerOps) -> LayerOps:
     """A norm of the embedding of the token ahead and one of the hidden states, a product of both, and a block like the last."""
-    hidden = split.part(split.tokens * shape.hidden)
+    hidden = split.part(split.tokens * shape.hidden_size)
     norms = (_norm(shape, split, "embedding", "embedding_norm"), _norm(shape, split, "states", "states_norm"))
-    weight = (shape.hidden, 2 * shape.hidden)
+    weight = (shape.hidden_size, 2 * shape.hidden_size)
     joint = _linear(split, "joint", ("joined", 2 * hidden), weight, split.tokens / split.parts)
     return replace(block, kind="m", ops=(*norms, joint, *block.ops))
 
 
-def _output(shape: ModelShape, split: Split) -> LayerOps:
+def _output(shape: DecoderShape, split: Split) -> LayerOps:
     """The last norm, the product with the vocabulary, and the loss; also of the states of blocks that predict further ahead."""
-    split = replace(split, tokens=split.tokens * (1 + shape.ahead))
-    elements, hidden = split.tokens * shape.hidden, split.part(split.tokens * shape.hidden)
-    logits, weight = (each * shape.vocabulary / split.tp for each in (split.tokens * split.element, shape.hidden))
+    split = replace(split, tokens=split.tokens * (1 + shape.num_nextn_predict_layers))
+    elements, hidden = split.tokens * shape.hidden_size, split.part(split.tokens * shape.hidden_size)
+    logits, weight = (each * shape.vocab_size / split.tp for each in (split.tokens * split.element, shape.hidden_size))
     saved, scratch = (logits / split.element * each for each in split.runtime.loss_bytes)
-    scratch /= 1 + shape.ahead  # one loss after the other
+    scratch /= 1 + shape.num_nextn_predict_layers  # one loss after the other
     placeholder = weight * split.element if split.runtime.gradient_placeholders else 0.0
     product = Op(
         "logits",
@@ -329,53 +329,55 @@ def _output(shape: ModelShape, split: Split) -> LayerOps:
     )
     loss = Op("loss", ((LOGITS, saved),), scratch=scratch, traffic=3 * logits)
     norm = _norm(shape, split, "input", "last_norm")
-    return LayerOps("L", (norm, product, loss), 0.0, hidden, tied=weight * shape.tied)
+    return LayerOps("L", (norm, product, loss), 0.0, hidden, tied=weight * shape.tie_word_embeddings)
 
 
-def _without_vocabulary(layers: Sequence[LayerOps], shape: ModelShape) -> list[LayerOps]:
-    op = replace(layers[0].ops[0], saves=(), scratch=0.0, weights=((float(shape.positions * shape.hidden), 1),))
+def _without_vocabulary(layers: Sequence[LayerOps], shape: DecoderShape) -> list[LayerOps]:
+    op = replace(layers[0].ops[0], saves=(), scratch=0.0, weights=((float(shape.n_positions * shape.hidden_size), 1),))
     first, last = replace(layers[0], ops=(op,), input=layers[1].input), layers[-1]
     return [first, *layers[1:-1], replace(last, kind="N", ops=last.ops[:1], tied=0.0)]
 
 
-def vocabulary_share(shape: ModelShape, split: Split, ranks: int) -> LayerOps:
+def vocabulary_share(shape: DecoderShape, split: Split, ranks: int) -> LayerOps:
     """One of `ranks` shares of the product with the vocabulary and of the loss, where pipeline (and tensor) ranks have one each.
 
     From the broadcast of the last stage's output until T it keeps that copy, the logits, and their exponentials in fp32.
     """
     _, product, loss = _output(shape, replace(split, tp=ranks)).ops
     logits, wide = product.out, max(4, split.element) / split.element
-    copy = (("hidden", float(split.element * split.tokens * shape.hidden)),)
+    copy = (("hidden", float(split.element * split.tokens * shape.hidden_size)),)
     # T computes the weight's gradient beside its sum.
     gradient = sum(size * count for size, count in product.weights) * split.element
-    weights = product.weights if shape.tied else product.weights * 2  # the embedding's, which it looks up
+    weights = (
+        product.weights if shape.tie_word_embeddings else product.weights * 2
+    )  # the embedding's, which it looks up
     product = replace(product, saves=copy, gradients=0.0, scratch=0.0, tp_bytes=0.0, weights=weights)
     loss = replace(loss, saves=(("scores", logits * (1 + wide)),), scratch=gradient)
     return LayerOps("S", (product, loss), 0.0, 0.0)
 
 
-def _norm(shape: ModelShape, split: Split, operand: str, makes: str) -> Op:
+def _norm(shape: DecoderShape, split: Split, operand: str, makes: str) -> Op:
     """It keeps its input; where it is not fused the normed values before their weight too, and instead of an input in bf16 an
     fp32 copy of it; and a scale per token."""
-    hidden, wide = split.part(split.tokens * shape.hidden), max(split.element, 4) // split.element
+    hidden, wide = split.part(split.tokens * shape.hidden_size), max(split.element, 4) // split.element
     source = (f"{operand}_wide" if wide > 1 else operand, wide * hidden)
     unfused = (source, (f"{operand}_unit", hidden), (f"{operand}_scale", 4.0 * split.tokens / split.parts))
     saves = ((operand, hidden),) if split.runtime.fused_norm else unfused
-    return Op(makes, saves, 2 * hidden, weights=((shape.hidden, 1),), traffic=2 * hidden, makes=makes)
+    return Op(makes, saves, 2 * hidden, weights=((shape.hidden_size, 1),), traffic=2 * hidden, makes=makes)
 
 
 def _exchanged(split: Split, elements: float) -> float:
     return elements * split.element * (split.tp - 1) / split.tp
 
 
-def _block(shape: ModelShape, split: Split, *, sparse: bool) -> LayerOps:
-    attention = _latent_attention(shape, split) if shape.latent is not None else _attention(shape, split)
-    tokens, hidden = split.tokens, split.part(split.tokens * shape.hidden)
+def _block(shape: DecoderShape, split: Split, *, sparse: bool) -> LayerOps:
+    attention = _latent_attention(shape, split) if shape.kv_lora_rank else _attention(shape, split)
+    tokens, hidden = split.tokens, split.part(split.tokens * shape.hidden_size)
     if sparse:
         feed_forward = _experts(shape, split)
     else:
-        width = shape.feed_forward / split.tp
-        feed_forward = _mlp(shape, split, ("norm_2", hidden), tokens, width, exchanged=tokens * shape.hidden)
+        width = shape.intermediate_size / split.tp
+        feed_forward = _mlp(shape, split, ("norm_2", hidden), tokens, width, exchanged=tokens * shape.hidden_size)
     ops = (_norm(shape, split, "input", "norm_1"), *attention, _norm(shape, split, "middle", "norm_2"), *feed_forward)
     waits = sparse and split.ep > 1 and split.runtime.segments
     return LayerOps("t", ops, hidden, hidden, waits=waits)
@@ -429,9 +431,9 @@ def _widened(split: Split, elements: float) -> float:
     return 4.0 * elements * (split.runtime.copies_mixed and split.element < 4)
 
 
-def _core(shape: ModelShape, split: Split, query: float, key: float, value: float, out: float, width: float) -> Op:
+def _core(shape: DecoderShape, split: Split, query: float, key: float, value: float, out: float, width: float) -> Op:
     """Fused, causal attention; `width`: this rank's query and value widths, of all heads, added."""
-    statistics = 4.0 * split.tokens * shape.heads / split.tp
+    statistics = 4.0 * split.tokens * shape.num_attention_heads / split.tp
     result = "heads" if split.runtime.copies_mixed else "mixed"
     return Op(
         "attention",
@@ -445,13 +447,13 @@ def _core(shape: ModelShape, split: Split, query: float, key: float, value: floa
     )
 
 
-def _attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
-    tokens, hidden = split.tokens, split.part(split.tokens * shape.hidden)
-    queries = shape.heads * shape.head_width / split.tp
-    keys = shape.key_value_heads * shape.head_width / split.tp
+def _attention(shape: DecoderShape, split: Split) -> tuple[Op, ...]:
+    tokens, hidden = split.tokens, split.part(split.tokens * shape.hidden_size)
+    queries = shape.num_attention_heads * shape.head_width / split.tp
+    keys = shape.num_key_value_heads * shape.head_width / split.tp
     expanded = queries if split.runtime.repeats_keys else keys
     query, key = (tokens * width * split.element for width in (queries, expanded))
-    exchanged = tokens * shape.hidden
+    exchanged = tokens * shape.hidden_size
     core = _core(shape, split, query, key, key, query, 2 * queries)
     if split.runtime.packed:
         positions = ("positions", float(tokens * shape.head_width * split.element))
@@ -459,10 +461,16 @@ def _attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
         core = replace(core, saves=(*core.saves, positions, *masks))
     return (
         _linear(
-            split, "qkv", ("norm_1", hidden), (queries + 2 * keys, shape.hidden), tokens, exchanged, largest=queries
+            split,
+            "qkv",
+            ("norm_1", hidden),
+            (queries + 2 * keys, shape.hidden_size),
+            tokens,
+            exchanged,
+            largest=queries,
         ),
         core,
-        _linear(split, "o", ("mixed", query), (shape.hidden, queries), tokens, exchanged, joins=True),
+        _linear(split, "o", ("mixed", query), (shape.hidden_size, queries), tokens, exchanged, joins=True),
     )
 
 
@@ -477,52 +485,51 @@ def _small_norm(name: str, operand: str, kept_width: float, split: Split, width:
     return Op(name, saves, size, weights=((width, 1),), traffic=size, makes=name)
 
 
-def _latent_attention(shape: ModelShape, split: Split) -> tuple[Op, ...]:
-    latent, tokens = shape.latent, split.tokens
-    assert latent is not None
-    hidden = split.part(tokens * shape.hidden)
-    heads, query_width = shape.heads / split.tp, latent.nope + latent.rope
-    rank, shared = latent.key_value_rank, latent.key_value_rank + latent.rope
-    query, value = (tokens * heads * width * split.element for width in (query_width, latent.value))
+def _latent_attention(shape: DecoderShape, split: Split) -> tuple[Op, ...]:
+    tokens = split.tokens
+    hidden = split.part(tokens * shape.hidden_size)
+    heads, query_width = shape.num_attention_heads / split.tp, shape.qk_nope_head_dim + shape.qk_rope_head_dim
+    rank, shared = shape.kv_lora_rank, shape.kv_lora_rank + shape.qk_rope_head_dim
+    query, value = (tokens * heads * width * split.element for width in (query_width, shape.v_head_dim))
 
     def linear(name: str, operand: str, out: float, inner: float, makes: str = "") -> Op:
         size = hidden if operand == "norm_1" else tokens * inner * split.element
         return _linear(split, name, (operand, size), (out, inner), tokens, makes=makes)
 
-    core = _core(shape, split, query, query, value, value, heads * (query_width + latent.value))
-    if split.runtime.copies_mixed and query_width != latent.value:  # which no fused attention on a CPU takes
+    core = _core(shape, split, query, query, value, value, heads * (query_width + shape.v_head_dim))
+    if split.runtime.copies_mixed and query_width != shape.v_head_dim:  # which no fused attention on a CPU takes
         matrix = tokens * split.context * heads * split.element
         saves = (("query", query), ("key", query), ("value", value), ("probabilities", matrix))
         core = replace(core, saves=saves, scratch=2 * matrix)
     ops: list[Op] = []
-    if narrow := latent.query_rank:
+    if narrow := shape.q_lora_rank:
         ops += [
-            linear("query_down", "norm_1", narrow, shape.hidden),
+            linear("query_down", "norm_1", narrow, shape.hidden_size),
             _small_norm("query_norm", "query_down", narrow, split, narrow),
             linear("query_up", "query_norm", heads * query_width, narrow, "query"),
         ]
     else:
-        ops.append(linear("query_up", "norm_1", heads * query_width, shape.hidden))
+        ops.append(linear("query_up", "norm_1", heads * query_width, shape.hidden_size))
     return (
         *ops,
-        linear("latent_down", "norm_1", shared, shape.hidden),
+        linear("latent_down", "norm_1", shared, shape.hidden_size),
         _small_norm("latent_norm", "latent", shared, split, rank),
-        linear("latent_up", "latent_norm", heads * (latent.nope + latent.value), rank, "key"),
+        linear("latent_up", "latent_norm", heads * (shape.qk_nope_head_dim + shape.v_head_dim), rank, "key"),
         core,
         _linear(
             split,
             "o",
             ("mixed", value),
-            (shape.hidden, heads * latent.value),
+            (shape.hidden_size, heads * shape.v_head_dim),
             tokens,
-            tokens * shape.hidden,
+            tokens * shape.hidden_size,
             joins=True,
         ),
     )
 
 
 def _mlp(
-    shape: ModelShape,
+    shape: DecoderShape,
     split: Split,
     operand: tuple[str, float],
     rows: float,
@@ -536,7 +543,7 @@ def _mlp(
     wide, expert = width * (2 if shape.gated else 1), prefix == "expert_"
     tall, out = rows * wide * split.element, rows * width * split.element
     unfused = ((silu, out),) if shape.gated and not split.runtime.fused_gate else ()
-    up, down = (wide, shape.hidden), (shape.hidden, width)
+    up, down = (wide, shape.hidden_size), (shape.hidden_size, width)
     return (
         _linear(
             split, f"{prefix}up", operand, up, rows, exchanged, count=count, expert=expert, makes=inner, largest=width
@@ -548,29 +555,29 @@ def _mlp(
     )
 
 
-def _experts(shape: ModelShape, split: Split) -> tuple[Op, ...]:
+def _experts(shape: DecoderShape, split: Split) -> tuple[Op, ...]:
     """Router, shared experts, dispatch, experts, combine.
 
     Each rank of a tp group routes its own part of the tokens, and a rank's experts receive as many rows as it sends on average.
     Where the ranks of tp divide each expert's inner width (etp = tp), they gather what their experts receive.
     """
-    hidden = split.part(split.tokens * shape.hidden)
-    rows = split.tokens * shape.experts_per_token * split.etp / split.tp
+    hidden = split.part(split.tokens * shape.hidden_size)
+    rows = split.tokens * shape.num_experts_per_tok * split.etp / split.tp
     if split.capacity:
-        rows = shape.experts * ceil(split.capacity * rows / shape.experts)
-    local, moved = shape.experts // split.ep, rows * shape.hidden * split.element
-    routing = split.tokens / split.parts * shape.experts
+        rows = shape.num_experts * ceil(split.capacity * rows / shape.num_experts)
+    local, moved = shape.num_experts // split.ep, rows * shape.hidden_size * split.element
+    routing = split.tokens / split.parts * shape.num_experts
     operand = ("norm_2", hidden)
     shared: tuple[Op, ...] = ()
     if width := shape.shared_width / split.tp:
-        shared = _mlp(shape, split, operand, split.tokens, width, "shared_", split.tokens * shape.hidden)
+        shared = _mlp(shape, split, operand, split.tokens, width, "shared_", split.tokens * shape.hidden_size)
     # logits, probabilities and their gradient's factor in fp32, and a mask
     router = Op(
         "router",
         (operand, ("routing", 13.0 * routing)),
         2 * hidden,
-        weights=((shape.experts * shape.hidden, 1),),
-        flops=2 * routing * shape.hidden,
+        weights=((shape.num_experts * shape.hidden_size, 1),),
+        flops=2 * routing * shape.hidden_size,
         traffic=26 * routing,
     )
     exchange = Op(

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from hf_families import MODEL_FAMILIES, make_batch
 from pipeloom.cli import app
-from pipeloom.config.hub import VERIFIED_FAMILIES
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.models import cross_entropy, hf
 from pipeloom.models.hf import weights
@@ -22,6 +21,7 @@ from pipeloom.models.hf.parts import TransposedLinear
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.runtime import LocalPipeline
+from pipeloom.shapes.hub import VERIFIED_FAMILIES
 from pipeloom.train.hub.families import SCHEDULES, VARIANTS, Variant, compare, verify_family
 from processes import run_ranks
 

@@ -84,7 +84,7 @@ def test_latent_attention_that_no_fused_kernel_takes(tmp_path: Path) -> None:
     run = planned_run(layout)
     block, measured = run.planner.layers(run.layout)[1], layer_bytes(layout)[1]
     assert block.saved == pytest.approx(measured.saved + measured.input, rel=0.01)
-    assert run.planner.shape.ahead == 0
+    assert run.planner.shape.num_nextn_predict_layers == 0
 
 
 def test_layers_that_need_values_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,10 +103,13 @@ def test_layouts_that_the_model_does_not_allow_say_why(changes, words):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({}, "it has no 'num_hidden_layers'"),
-        ({"num_hidden_layers": 0}, "'num_hidden_layers' is 0"),
+        ({}, "has no num_hidden_layers or n_layer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0: it must be a whole number from 1"),
         ([], r"a model's configuration is an object, and this is \[\]"),
-        ({"num_hidden_layers": 2, "hidden_size": 8.5, "num_attention_heads": 1}, "'hidden_size' is 8.5"),
+        (
+            {"num_hidden_layers": 2, "hidden_size": 8.5, "num_attention_heads": 1},
+            "hidden_size = 8.5: it must be a whole number",
+        ),
     ],
 )
 def test_files_that_are_no_models_are_refused(values, words):
@@ -126,15 +129,15 @@ SMALL = {
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({}, {"key_value_heads": 8, "head_width": 8, "gated": True, "sparse": ()}),
-        ({"model_type": "falcon", "multi_query": True}, {"key_value_heads": 1, "gated": False, "tied": True}),
-        ({"num_experts": 4, "mlp_only_layers": [1]}, {"sparse": (True, False, True, True), "expert_width": 96}),
-        ({"num_experts": 4, "decoder_sparse_step": 2}, {"sparse": (False, True, False, True)}),
+        ({}, {"num_key_value_heads": 8, "head_width": 8, "gated": True, "num_experts": 0}),
+        ({"model_type": "falcon", "multi_query": True}, {"num_key_value_heads": 1, "gated": False, "tie_word_embeddings": True}),
+        ({"num_experts": 4, "mlp_only_layers": [1]}, {"expert_blocks": (True, False, True, True), "expert_width": 96}),
+        ({"num_experts": 4, "decoder_sparse_step": 2}, {"expert_blocks": (False, True, False, True)}),
         ({"n_routed_experts": 4, "first_k_dense_replace": 3, "n_shared_experts": 2, "moe_intermediate_size": 16},
-         {"sparse": (False, False, False, True), "expert_width": 16, "shared_width": 32}),
+         {"expert_blocks": (False, False, False, True), "expert_width": 16, "shared_width": 32}),
         ({"moe_num_experts": 4, "moe_k": 3, "moe_layer_freq": [1, 0]},
-         {"sparse": (True, False, True, False), "experts_per_token": 3}),
-        ({"text_config": {"hidden_size": 128}}, {"hidden": 128}),
+         {"expert_blocks": (True, False, True, False), "num_experts_per_tok": 3}),
+        ({"text_config": {"hidden_size": 128}}, {"hidden_size": 128}),
     ],
 )  # fmt: skip
 def test_the_words_of_the_families_are_read(values, expected):
@@ -349,7 +352,7 @@ def test_experts_on_several_nodes_receive_a_token_once_each():
     across = 4 * (1 - 0.75**8) / 8 * (nodes - 1) / nodes  # routing reaches half of the nodes, 8 experts a token
     seconds = across / (0.8 * H100.network) + 7 / 8 / (0.45 * H100.link)
     assert AxisRates.of(layout, H100, shape).ep == pytest.approx(63 / 64 / seconds)
-    assert AxisRates.of(layout, H100, replace(shape, routed_share=1.0)).ep < 0.8 * 63 / 64 / seconds
+    assert AxisRates.of(layout, H100, replace(shape, topk_group=shape.n_group)).ep < 0.8 * 63 / 64 / seconds
     assert AxisRates.of(replace(layout, ep=8), H100, shape).ep == 0.45 * H100.link
     assert AxisRates.of(replace(layout, ep=8, tp=2, etp=0), H100, shape).ep < 0.45 * H100.link  # 16 ranks apart
 

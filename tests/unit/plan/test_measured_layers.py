@@ -12,10 +12,9 @@ from pipeloom.config import load
 from pipeloom.errors import UsageError
 from pipeloom.plan import RUNTIMES, PlannedLayout, Planner, load_device
 from pipeloom.plan.measured import read
-from pipeloom.plan.run import shape_of
 from pipeloom.schedule import Costs, simulate
 
-SHAPE = shape_of(load("tiny", {"model.num_hidden_layers": 6}))
+SHAPE = load("tiny", {"model.num_hidden_layers": 6}).model.shape()
 # F, I, W, B, (R;B) of the embedding, of a block, and of the output layer
 KINDS = ("F", "I", "W", "B", "RB")
 TIMES = {"E": (1, 2, 3, 4, 5), "t": (10, 12, 8, 19, 29), "L": (5, 4, 3, 6, 11)}

@@ -15,7 +15,7 @@ from pipeloom.errors import ConfigError
 from pipeloom.plan import RUNTIMES, PlannedLayout, Planner, load_device, load_model
 from pipeloom.plan.memory import StageMemory, at_peaks, peak, stage_memory, state_bytes
 from pipeloom.plan.messages import MessageBytes
-from pipeloom.plan.run import predicted, shape_of
+from pipeloom.plan.run import predicted
 from pipeloom.plan.time import AxisRates, stage_times
 from pipeloom.runtime.layer_bytes import LayerBytes, stage_bytes
 from pipeloom.schedule import Costs, simulate
@@ -73,18 +73,19 @@ CARDS = {
 @pytest.mark.parametrize("name", presets())
 def test_presets_are_trained_as_they_are_planned(name):
     shape = load_model(name)
-    if shape.latent is not None or not shape.gated:
+    if shape.foreign:
         with pytest.raises(ConfigError, match=f'model.preset = "{name}": Pipeloom\'s own decoder cannot'):
             load(None, {"model.preset": name})
         return
-    assert replace(shape_of(load(None, {"model.preset": name})), name=name) == shape
+    assert load(None, {"model.preset": name}).model.shape() == shape
 
 
 @pytest.mark.parametrize("name", presets())
 def test_presets_have_the_parameters_of_their_cards(name):
     shape = load_model(name)
     layers = layers_of(shape, Split(RUNTIMES["pipeloom"], 1, 1))
-    total = sum(sum(layer.parameters) for layer in layers) - (shape.vocabulary * shape.hidden if shape.tied else 0)
+    total = sum(sum(layer.parameters) for layer in layers)
+    total -= shape.vocab_size * shape.hidden_size * shape.tie_word_embeddings
     assert total / 1e9 == pytest.approx(CARDS[name], rel=0.005)
 
 
@@ -153,8 +154,8 @@ def test_receive_buffers_hold_inputs_that_are_counted_as_kept():
 
 
 def test_a_tied_weight_is_there_once_on_a_rank_with_both_layers():
-    shape = replace(load_model("llama3-8b"), tied=True, layers=2)
-    layers, table = layers_of(shape, Split(RUNTIMES["megatron"], 1, 1, tp=2)), shape.vocabulary * shape.hidden / 2
+    shape = replace(load_model("llama3-8b"), tie_word_embeddings=True, num_hidden_layers=2)
+    layers, table = layers_of(shape, Split(RUNTIMES["megatron"], 1, 1, tp=2)), shape.vocab_size * shape.hidden_size / 2
     total = sum(sum(layer.parameters) for layer in layers)
     assert sum(parameters_of(layers)) == total - table
     assert sum(parameters_of(layers[1:])) == total - table
@@ -332,7 +333,7 @@ def test_experts_send_what_leaves_their_rank():
     shape = load_model("mixtral-8x7b")
     blocks = [layers_of(shape, Split(RUNTIMES["megatron"], 4096, 4096, ep=ep))[1] for ep in (1, 2, 8)]
     sent = [sum(op.ep_bytes for op in block.ops) for block in blocks]
-    whole = 2 * 4096 * 2 * shape.hidden * 2  # there and back, two experts a token, bf16
+    whole = 2 * 4096 * 2 * shape.hidden_size * 2  # there and back, two experts a token, bf16
     assert sent == [0, whole / 2, whole * 7 / 8]
 
 

@@ -96,8 +96,9 @@ def test_of_a_profile_a_share_takes_its_part():
 @pytest.fixture(scope="module")
 def planner():
     """Of a model whose output layer costs about nine of its eight blocks."""
-    shape = replace(load_model("llama3-8b").with_layers(8), hidden=1024, feed_forward=2048, heads=8, vocabulary=64_000)
-    return Planner(replace(shape, key_value_heads=8), load_device("h100"), RUNTIMES["pipeloom"])
+    shape = load_model("llama3-8b").with_layers(8)
+    shape = replace(shape, hidden_size=1024, intermediate_size=2048, num_attention_heads=8, vocab_size=64_000)
+    return Planner(replace(shape, num_key_value_heads=8), load_device("h100"), RUNTIMES["pipeloom"])
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_the_search_spreads_an_output_layer_that_is_longer_than_a_stage(planner)
 def test_a_small_output_layer_is_spread_only_where_that_is_asked_for(planner):
     fixed = {"pp": 4, "tp": 1, "cp": 1, "recompute": "none", "micro_batch": 1}
     request = PlanRequest(4, 80e9, 8, 4096, ("1f1b",), vocabulary=("last", "pp"), fixed=fixed)
-    small = replace(planner, shape=replace(planner.shape, vocabulary=2048))
+    small = replace(planner, shape=replace(planner.shape, vocab_size=2048))
     assert {each.layout.vocabulary for each in search(small, request).estimates} == {"last"}
     forced = replace(request, fixed=fixed | {"vocabulary": "pp"})
     assert search(small, forced).best.layout.vocabulary == "pp"
@@ -138,7 +139,7 @@ def test_where_it_cannot_be_spread(planner):
     assert not problems(planner.shape, spread)
     for shape, layout in (
         (planner.shape, replace(spread, pp=1)),
-        (replace(planner.shape, ahead=1), spread),
+        (replace(planner.shape, num_nextn_predict_layers=1), spread),
     ):
         assert problems(shape, layout)[0].endswith('nearest: "last"')
     with pytest.raises(UsageError, match="megatron does not spread the output layer"):

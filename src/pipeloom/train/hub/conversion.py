@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from pipeloom.config import ModelSection, load
 from pipeloom.config.checks import CLASS_KEYS
-from pipeloom.config.hub import is_directory, own_values
 from pipeloom.config.sections import LoraSection
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.limits import expanded
@@ -25,6 +24,7 @@ from pipeloom.models.hf.weights import SINGLE, WEIGHTS_INDEX
 from pipeloom.models.layers import PREDICTION_NORMS, block_name, own_name
 from pipeloom.models.lora import LoraOptions, is_adapter, is_transposed, merged
 from pipeloom.shapes.decoder import DecoderShape
+from pipeloom.shapes.hub import is_directory, own_shape, own_values
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.manifest import BaseWeights
@@ -318,7 +318,7 @@ def hub_config(shape: DecoderShape) -> Any:
     }
     known = kind().to_dict()
     config = kind(**values, **{key: value for key, value in of_family.items() if key in known})
-    computed = DecoderShape(**(own_values(config.to_dict()) or {}))
+    computed = own_shape(config.to_dict())
     for key in _FEATURES if experts else _FEATURES[:3]:
         wanted, value = getattr(shape, key), getattr(computed, key)
         if wanted != value and not (key == "qkv_bias" and shape.attention_bias):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeloom.config import Layout, load_layout
 from pipeloom.config.checks import CLASS_KEYS
-from pipeloom.config.hub import ADAPTER_CONFIG, is_directory, own_sizes, read_adapter_config
+from pipeloom.config.settings import own_keys
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
 from pipeloom.models.decoder import Attention, KeyValueCache
 from pipeloom.models.hf.library import read_config
@@ -24,6 +24,7 @@ from pipeloom.ops.random_state import stable_seed
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.parallel.vocabulary import whole_logits
 from pipeloom.runtime import LocalPipeline, Pipeline
+from pipeloom.shapes.hub import ADAPTER_CONFIG, is_directory, read_adapter_config
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import load
@@ -244,7 +245,7 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any], trust_code: b
     if (path / "config.json").is_file():
         kind = "model.weights"
         try:
-            own_sizes(str(path))
+            own_keys(str(path))
         except ConfigError:  # the model of transformers, or refused there with the reason
             kind = "model.source"
         return OpenedModel(load_layout(None, {kind: str(path), **layout, **flags}), None, path)

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeloom.config import Config
-from pipeloom.config.hub import ADAPTER_CONFIG, is_directory
 from pipeloom.errors import CheckpointError, ConfigError, did_you_mean
 from pipeloom.limits import expanded
 from pipeloom.models import hub_name, layers
@@ -23,6 +22,7 @@ from pipeloom.models.hf.weights import Folder, PretrainedWeights
 from pipeloom.models.lora import ALL_LINEAR, LoraOptions, is_adapter, is_linear
 from pipeloom.models.stored_tensors import StoredTensors
 from pipeloom.runtime import Pipeline
+from pipeloom.shapes.hub import ADAPTER_CONFIG, is_directory
 from pipeloom.train.build import lora_options
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import on_every_rank, opened_together

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Literal
 
 from pipeloom.config import Config, Layout, held_parameters, parameter_count
-from pipeloom.config.hub import is_directory
 from pipeloom.config.sections import TrainSection
 from pipeloom.errors import CapacityError, ConfigError, printable
 from pipeloom.limits import MOST_LOCAL_WORKERS, MOST_THREADS, WORKER_BYTES, expanded, usable_cores
+from pipeloom.shapes.hub import is_directory
 from pipeloom.train.data.sources import BYTES, find, tokenizer_name
 
 _STARTED_BY = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")

@@ -9,8 +9,19 @@ from typing import Any
 import pytest
 
 from pipeloom.config import load_layout
-from pipeloom.config.hub import adapter_keys, own_sizes, sizes
+from pipeloom.config.settings import own_keys
 from pipeloom.errors import ConfigError
+from pipeloom.shapes.decoder import DecoderShape
+from pipeloom.shapes.hub import adapter_keys, foreign_shape
+
+
+def foreign(folder: str) -> DecoderShape:
+    return foreign_shape(folder, f'model.source = "{folder}"')
+
+
+def adapter(folder: str) -> dict[str, Any]:
+    return adapter_keys(folder, f'lora.adapter = "{folder}"')
+
 
 MODEL = {
     **{"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64},
@@ -27,7 +38,7 @@ ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_p
         ({"rope_parameters": {"rope_theta": float("inf")}}, "it must be a finite number"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be at most 100000"),
         ({"num_hidden_layers": [2]}, "it must be a whole number"),
-        ({"hidden_size": -32}, "hidden_size = -32: it must be at least 0"),
+        ({"hidden_size": -32}, "hidden_size = -32: it must be a whole number from 1 to "),
         ({"vocab_size": 64.0}, "vocab_size = 64.0: it must be a whole number"),
         ({"mlp_only_layers": ["x" * 900]}, "mlp_only_layers"),
         ({"model_type": 5}, "model_type = 5: it must be text"),
@@ -37,22 +48,22 @@ def test_a_value_of_another_type_in_a_models_configuration_is_named(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, **changes}))
-    for key, read in (("source", sizes), ("weights", own_sizes)):
+    for key, read in (("source", foreign), ("weights", own_keys)):
         with pytest.raises(ConfigError, match=rf'^model\.{key} = ".*": .*config\.json.*{words}') as error:
             read(str(tmp_path))
         assert len(str(error.value)) < 500 + 2 * len(str(tmp_path))
 
 
 def test_a_width_for_each_layer_and_null_count_as_absent(tmp_path: Path) -> None:
-    assert own_sizes(str(written(tmp_path, {**MODEL, "rope_theta": None})))["rope_theta"] == 10_000.0
+    assert own_keys(str(written(tmp_path, {**MODEL, "rope_theta": None})))["rope_theta"] == 10_000.0
     widths = {**MODEL, "intermediate_size": [64, 32], "num_attention_heads": None}
-    assert sizes(str(written(tmp_path, widths)))["intermediate_size"] == 128
+    assert foreign(str(written(tmp_path, widths))).intermediate_size == 128
 
 
 def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
     folder = written(tmp_path, {**MODEL, "architectures": ["BartModel"], "is_encoder_decoder": True})
     with pytest.raises(ConfigError, match="BartModel has an encoder and a decoder; supported"):
-        sizes(str(folder))
+        foreign(str(folder))
 
 
 def written(folder: Path, content: Any) -> Path:
@@ -64,7 +75,7 @@ def written(folder: Path, content: Any) -> Path:
 def test_what_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
     for name in ("config.json", "adapter_config.json"):
         (tmp_path / name).write_text(text)
-    for read in (sizes, own_sizes, adapter_keys):
+    for read in (foreign, own_keys, adapter):
         with pytest.raises(ConfigError, match=r"config\.json (is not a JSON object|cannot be read: .* is not JSON)"):
             read(str(tmp_path))
 
@@ -72,8 +83,8 @@ def test_what_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"r": 10**30}, "r = 1.*: it must be at most"),
-        ({"r": 0}, "r = 0: it must be at least 1"),
+        ({"r": 10**30}, "r = 1.*: it must be a whole number from 1 to 65,536"),
+        ({"r": 0}, "r = 0: it must be a whole number from 1"),
         ({"lora_alpha": "x"}, 'lora_alpha = "x": it must be a number'),
         ({"lora_dropout": "x"}, 'lora_dropout = "x": it must be a number'),
         ({"target_modules": 5}, "target_modules"),
@@ -87,7 +98,7 @@ def test_a_value_of_another_type_in_an_adapters_configuration_is_named(
 ) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({**ADAPTER, **changes}))
     with pytest.raises(ConfigError, match=rf"adapter_config\.json: {words}"):
-        adapter_keys(str(tmp_path))
+        adapter(str(tmp_path))
 
 
 @pytest.mark.parametrize(
