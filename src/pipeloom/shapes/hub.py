@@ -39,7 +39,7 @@ _NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
 
 
 @dataclass(frozen=True)
-class Family:
+class HubFamily:
     """What the files of a family leave out.
 
     Attributes:
@@ -55,26 +55,26 @@ class Family:
 
 _PLAIN = {"attention_bias": False, "qkv_bias": False, "qk_norm": False, "mlp_bias": False}
 _DENSE = {**_PLAIN, "num_experts": 0}
-_UNGATED = Family({"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}, {"gated": False})
+_UNGATED = HubFamily({"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}, {"gated": False})
 FAMILIES = {
-    "": Family(ours=True),  # a file of ours, in the words of `DecoderShape`
-    "llama": Family(always={key: value for key, value in _DENSE.items() if key != "attention_bias"}, ours=True),
-    "mistral": Family({"num_key_value_heads": 8}, _DENSE, True),
-    "qwen2": Family({"num_key_value_heads": 32}, {**_DENSE, "qkv_bias": True}, True),
-    "qwen3": Family(
+    "": HubFamily(ours=True),  # a file of ours, in the words of `DecoderShape`
+    "llama": HubFamily(always={key: value for key, value in _DENSE.items() if key != "attention_bias"}, ours=True),
+    "mistral": HubFamily({"num_key_value_heads": 8}, _DENSE, True),
+    "qwen2": HubFamily({"num_key_value_heads": 32}, {**_DENSE, "qkv_bias": True}, True),
+    "qwen3": HubFamily(
         {"num_key_value_heads": 32, "head_dim": 128}, {"qkv_bias": False, "qk_norm": True, "num_experts": 0}, True
     ),
-    "mixtral": Family(
+    "mixtral": HubFamily(
         {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
         {**_PLAIN, "norm_topk_prob": True, "moe_intermediate_size": None},
         True,
     ),
-    "qwen2_moe": Family(
+    "qwen2_moe": HubFamily(
         {"num_key_value_heads": 16, "qkv_bias": True, "norm_topk_prob": False},
         {"attention_bias": False, "qk_norm": False},
         True,
     ),
-    "qwen3_moe": Family(
+    "qwen3_moe": HubFamily(
         {"num_key_value_heads": 4, "norm_topk_prob": False}, {"qkv_bias": False, "qk_norm": True}, True
     ),
     **dict.fromkeys(("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon"), _UNGATED),
@@ -130,7 +130,7 @@ class _Values:
         kind = _typed(where, values, "model_type", str, "text") or ""
         text = _typed(where, values, "text_config", dict, "a table") or {}
         self.kind = str(text.get("model_type", kind)) if text else kind
-        self.family = FAMILIES.get(self.kind, Family())
+        self.family = FAMILIES.get(self.kind, HubFamily())
         given = {key: value for key, value in {**values, **text}.items() if value is not None or key in _NULL}
         self.given = {**self.family.usual, **given, **self.family.always}
 
@@ -347,7 +347,7 @@ def own_shape(values: Mapping[str, Any], where: str = "config.json") -> DecoderS
         raise ConfigError(f"{where} has no {missing[0]}")
     lacks = shape.foreign or values.get("text_config") or (kind == "qwen2_moe" and not shape.num_shared_experts)
     lacks = lacks or (not shape.num_experts and kind in ("mixtral", "qwen2_moe", "qwen3_moe"))
-    if FAMILIES.get(shape.model_type, Family()).ours and not why and not lacks:
+    if FAMILIES.get(shape.model_type, HubFamily()).ours and not why and not lacks:
         return shape
     raise ForeignError(f"Pipeloom's own decoder cannot compute this {kind}{f' ({why})' if why else ''}")
 
