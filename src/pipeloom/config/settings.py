@@ -44,7 +44,7 @@ from pipeloom.schedule.families import canonical_name
 from pipeloom.schedule.files import names_a_file
 from pipeloom.shapes.hub import (
     ADAPTER_CONFIG,
-    FAMILIES,
+    HUB_FAMILIES,
     ForeignError,
     HubFamily,
     adapter_keys,
@@ -294,7 +294,7 @@ def _preset_keys(name: str) -> dict[str, Any]:
     try:
         return model_keys(own_shape(known[name]), ours=True)
     except ForeignError as error:
-        ours = [each for each, values in known.items() if FAMILIES.get(values["model_type"], HubFamily()).ours]
+        ours = [each for each, values in known.items() if HUB_FAMILIES.get(values["model_type"], HubFamily()).ours]
         raise ConfigError(
             f'model.preset = "{name}": {error}; nearest: {", ".join(ours)}, or model.source with a directory of it'
         ) from None

@@ -56,7 +56,7 @@ class HubFamily:
 _PLAIN = {"attention_bias": False, "qkv_bias": False, "qk_norm": False, "mlp_bias": False}
 _DENSE = {**_PLAIN, "num_experts": 0}
 _UNGATED = HubFamily({"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}, {"gated": False})
-FAMILIES = {
+HUB_FAMILIES = {
     "": HubFamily(ours=True),  # a file of ours, in the words of `DecoderShape`
     "llama": HubFamily(always={key: value for key, value in _DENSE.items() if key != "attention_bias"}, ours=True),
     "mistral": HubFamily({"num_key_value_heads": 8}, _DENSE, True),
@@ -130,7 +130,7 @@ class _Values:
         kind = _typed(where, values, "model_type", str, "text") or ""
         text = _typed(where, values, "text_config", dict, "a table") or {}
         self.kind = str(text.get("model_type", kind)) if text else kind
-        self.family = FAMILIES.get(self.kind, HubFamily())
+        self.family = HUB_FAMILIES.get(self.kind, HubFamily())
         given = {key: value for key, value in {**values, **text}.items() if value is not None or key in _NULL}
         self.given = {**self.family.usual, **given, **self.family.always}
 
@@ -347,7 +347,7 @@ def own_shape(values: Mapping[str, Any], where: str = "config.json") -> DecoderS
         raise ConfigError(f"{where} has no {missing[0]}")
     lacks = shape.foreign or values.get("text_config") or (kind == "qwen2_moe" and not shape.num_shared_experts)
     lacks = lacks or (not shape.num_experts and kind in ("mixtral", "qwen2_moe", "qwen3_moe"))
-    if FAMILIES.get(shape.model_type, HubFamily()).ours and not why and not lacks:
+    if HUB_FAMILIES.get(shape.model_type, HubFamily()).ours and not why and not lacks:
         return shape
     raise ForeignError(f"Pipeloom's own decoder cannot compute this {kind}{f' ({why})' if why else ''}")
 

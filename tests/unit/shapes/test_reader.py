@@ -13,7 +13,7 @@ from pipeloom.config.settings import own_keys
 from pipeloom.errors import ArgumentError, ConfigError
 from pipeloom.models import layers
 from pipeloom.shapes.decoder import DecoderShape
-from pipeloom.shapes.hub import FAMILIES, from_config, model_keys, own_shape
+from pipeloom.shapes.hub import HUB_FAMILIES, from_config, model_keys, own_shape
 from pipeloom.shapes.hub import load as load_model
 
 SMALL = {
@@ -81,7 +81,7 @@ def test_spellings_of_a_family_are_read() -> None:
 def test_families_of_our_own_decoder(kind: str, changes: dict[str, Any], expected: dict[str, Any]) -> None:
     shape = own_shape({**SMALL, "model_type": kind, **changes})
     assert {key: getattr(shape, key) for key in expected} == expected
-    assert FAMILIES[kind].ours
+    assert HUB_FAMILIES[kind].ours
 
 
 def test_a_file_without_a_family_is_ours(tmp_path: Path) -> None:
