@@ -40,16 +40,16 @@ _NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
 
 @dataclass(frozen=True)
 class HubFamily:
-    """What the files of a family leave out.
+    """Values of keys in the files of a family.
 
     Attributes:
-        usual: values of keys that a file may give otherwise.
-        always: values whatever the file says.
+        defaults: those that a file may give otherwise.
+        fixed: those that hold whatever the file says.
         ours: our own decoder computes it.
     """
 
-    usual: Mapping[str, Any] = field(default_factory=dict)
-    always: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     ours: bool = False
 
 
@@ -58,7 +58,7 @@ _DENSE = {**_PLAIN, "num_experts": 0}
 _UNGATED = HubFamily({"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}, {"gated": False})
 HUB_FAMILIES = {
     "": HubFamily(ours=True),  # a file of ours, in the words of `DecoderShape`
-    "llama": HubFamily(always={key: value for key, value in _DENSE.items() if key != "attention_bias"}, ours=True),
+    "llama": HubFamily(fixed={key: value for key, value in _DENSE.items() if key != "attention_bias"}, ours=True),
     "mistral": HubFamily({"num_key_value_heads": 8}, _DENSE, True),
     "qwen2": HubFamily({"num_key_value_heads": 32}, {**_DENSE, "qkv_bias": True}, True),
     "qwen3": HubFamily(
@@ -132,7 +132,7 @@ class _Values:
         self.kind = str(text.get("model_type", kind)) if text else kind
         self.family = HUB_FAMILIES.get(self.kind, HubFamily())
         given = {key: value for key, value in {**values, **text}.items() if value is not None or key in _NULL}
-        self.given = {**self.family.usual, **given, **self.family.always}
+        self.given = {**self.family.defaults, **given, **self.family.fixed}
 
     def size(self, key: str, default: int | None = None, least: int = 0, *, counted: bool = False) -> int:
         """Return a size; where it is absent, or a list (one for each layer), the default, and `assumed` says so if `counted`."""
@@ -152,8 +152,8 @@ class _Values:
 
     def rope(self) -> Mapping[str, Any]:
         for key in ("rope_parameters", "rope_scaling"):
-            if found := _typed(self.where, self.given, key, dict, "a table"):
-                return dict(found)
+            if table := _typed(self.where, self.given, key, dict, "a table"):
+                return dict(table)
         return {}
 
 
@@ -182,12 +182,12 @@ def from_config(values: Mapping[str, Any], name: str = "model", where: str = "")
     given, family = read.given, read.family
     layers, hidden, vocabulary = (read.size(key, least=1) for key in _NEEDED)
     heads = read.size("num_attention_heads", 1, 1, counted=True)
-    width = read.size("intermediate_size", 4 * hidden, 1, counted=family.always.get("gated", True))
+    width = read.size("intermediate_size", 4 * hidden, 1, counted=family.fixed.get("gated", True))
     experts, sparse = read.size("num_experts", 0), _expert_blocks(read, layers)
     options: dict[str, Any] = {}
     for keys, kind, words in ((_NUMBERS, (int, float), "a number"), (_SWITCHES, bool, "true or false")):
-        found = {key: _typed(read.where, given, key, kind, words) for key in keys}
-        options |= {key: value for key, value in found.items() if value is not None}
+        typed = {key: _typed(read.where, given, key, kind, words) for key in keys}
+        options |= {key: value for key, value in typed.items() if value is not None}
     if (theta := _typed(read.where, read.rope(), "rope_theta", (int, float), "a number")) is not None:
         options["rope_theta"] = theta
     if "tie_word_embeddings" not in options and not family.ours:
@@ -211,8 +211,8 @@ def from_config(values: Mapping[str, Any], name: str = "model", where: str = "")
         options.setdefault("shared_expert_gate", bool(shared) or family.ours)
     if rank := read.size("kv_lora_rank", 0):
         sizes |= {"kv_lora_rank": rank, "q_lora_rank": read.size("q_lora_rank", 0)}
-        usual = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-        sizes |= {key: read.size(key, value, counted=True) for key, value in usual.items()}
+        widths = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+        sizes |= {key: read.size(key, value, counted=True) for key, value in widths.items()}
     if router := _typed(read.where, given, "router", str, "text") if not read.kind else None:
         sizes["router"] = router
     return DecoderShape(
@@ -224,7 +224,7 @@ def from_config(values: Mapping[str, Any], name: str = "model", where: str = "")
         vocab_size=vocabulary,
         head_dim=read.size("head_dim", 0) or (None if hidden % heads == 0 else hidden // heads),
         num_nextn_predict_layers=read.size("num_nextn_predict_layers", 0),
-        n_positions=0 if family.always.get("gated", True) else read.size("n_positions", 0),
+        n_positions=0 if family.fixed.get("gated", True) else read.size("n_positions", 0),
         model_type=read.kind,
         name=name,
         assumed=tuple(read.assumed),
