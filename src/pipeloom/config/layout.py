@@ -18,6 +18,7 @@ from pipeloom.config.sections import COMPUTED, PARTS_OF_BLOCKS, Config
 from pipeloom.config.stages import LayerSize, attention_share, layer_sizes
 from pipeloom.errors import ConfigError, ScheduleError, UsageError, did_you_mean
 from pipeloom.schedule import Costs, Schedule, check, simulate
+from pipeloom.schedule.actions import equal_part
 from pipeloom.schedule.families import build
 from pipeloom.schedule.files import load, names_a_file
 from pipeloom.schedule.functions import importable_from, is_function, source_file, user_object
@@ -120,10 +121,10 @@ def examine(
     cuts, cut_problems = _cuts(config, schedule)
     problems += cut_problems
     if schedule is not None:
-        for find in (_problems_of_order, _problems_of_replanning, _problems_of_parts):
+        for find in (_problems_of_order, _problems_of_replanning):
             problems += find(config, schedule)
         stage_problems, stage_layers = _stage_layers(config, schedule, wrong)
-        problems += stage_problems
+        problems += [*stage_problems, *_problems_of_parts(config, schedule, stage_layers)]
     if schedule is not None and broken is None and "debug.fault" not in wrong:
         fault = parse_fault(config.debug.fault)
         if fault is not None and (problem := fault_problem(fault, schedule, config.train.steps)):
@@ -328,16 +329,23 @@ def _problems_of_order(config: Config, schedule: Schedule) -> list[str]:
     ]
 
 
-def _problems_of_parts(config: Config, schedule: Schedule) -> list[str]:
-    """Return a sentence for each part that the schedule recomputes and that no layer names."""
+def _problems_of_parts(config: Config, schedule: Schedule, stage_layers: tuple[int, ...]) -> list[str]:
+    """Return a sentence for each part that the schedule recomputes and that no layer names, or that no stage has a layer of."""
     named = () if config.model.source or config.train.compile != "none" else PARTS_OF_BLOCKS
     problems = []
-    for part in sorted(schedule.recomputed_parts.difference(named)):
+    for part in sorted(part for part in schedule.remade_parts.difference(named) if "+" not in part):
+        count = part.partition("/")[2]
+        equal = [f"{number}/{count}" for number in range(1, int(count or 0) + 1)]
+        there = [each for each in equal if any(equal_part(each, layers) for layers in stage_layers)]
+        if part in there or (count and not stage_layers):
+            continue
+        reason = f"no layer names a part so{did_you_mean(part, named)}"
+        if count:
+            rule = f"layer i of n is in part floor(i * {count} / n) + 1"
+            reason = f"no stage has a layer in it ({rule}); there are {', '.join(there)}"
         key = "transforms" if f"recompute={part}" in config.schedule.transforms else "name"
-        problems.append(
-            f"schedule.{key} = {shown(getattr(config.schedule, key))}: it recomputes part {part!r}, and no layer names a part so"
-            f"{did_you_mean(part, named)}"
-        )
+        value = shown(getattr(config.schedule, key))
+        problems.append(f"schedule.{key} = {value}: it recomputes part {part!r}, and {reason}")
     return problems
 
 

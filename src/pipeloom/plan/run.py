@@ -17,7 +17,7 @@ from pipeloom.plan.messages import MessageBytes, message_bytes
 from pipeloom.plan.predict import Planner
 from pipeloom.plan.time import AxisRates, Device, StepTime, busy_parts
 from pipeloom.schedule import Timeline, simulate
-from pipeloom.schedule.actions import HIDDEN, KEPT, PENDING, SAVED, SCORES
+from pipeloom.schedule.actions import HIDDEN, KEPT, PENDING, SAVED, SCORES, equal_part
 from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.model import parts
 from pipeloom.shapes.ops import LOGITS, RUNTIMES, LayerOps, Runtime, parameters_of
@@ -36,6 +36,8 @@ _OF_PARTS = {
         *("shared_inner", "shared_gated"),
     ),
 }
+# Part -> the tensor of another part that is its argument, and held where both are recomputed.
+_ARGUMENTS = {"attention": "norm_1", "mlp": "norm_2"}
 _STANDING = ("params", "grads", "optimizer", "shards", "grad_shards", "messages", "temporaries")
 
 
@@ -168,11 +170,23 @@ def _bytes(
             moving |= {HIDDEN: memory.hidden, SCORES: memory.scores}
         values.append(moving | state)
     sizes = {name: [value[name] for value in values] for name in values[0]}
-    for part in schedule.recomputed_parts:
-        sizes[f"{SAVED}:{part}"] = [
-            sum(layer.tensors.get(name, 0.0) for layer in layers for name in _OF_PARTS[part]) for layers in groups
-        ]
+    for name in schedule.remade_parts:
+        sizes[f"{SAVED}:{name}"] = [_freed(layers, name.split("+")) for layers in groups]
     return {name: tuple(each) for name, each in sizes.items()}, activations
+
+
+def _freed(layers: Sequence[LayerOps], names: Sequence[str]) -> float:
+    """Return the bytes that a stage saves and does not hold where these parts of its layers, named or equal, are recomputed."""
+    again = [any(at in equal_part(name, len(layers)) for name in names) for at in range(len(layers))]
+    freed, behind = 0.0, False  # a layer that is recomputed, and whose output is not held for the next one
+    for layer, mark in zip(layers, again, strict=True):
+        parts = [name for name in names if name in _OF_PARTS]
+        made = {tensor for name in parts for tensor in _OF_PARTS[name]} - {_ARGUMENTS.get(name) for name in parts}
+        made = {*layer.tensors} - {LOGITS, "input"} if mark else made
+        made |= {"input"} if behind and not mark else set()
+        freed += sum(layer.tensors.get(name, 0.0) for name in made)
+        behind = mark
+    return freed
 
 
 def with_temporaries(layout: Layout, timeline: Timeline, stages: Sequence[StageMemory]) -> Timeline:

@@ -9,7 +9,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate
+from itertools import accumulate, chain, combinations
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from pipeloom.ops.parts import observing
 from pipeloom.ops.saved_tensors import SavedTensor, saving
 from pipeloom.ops.segments import carries
 from pipeloom.runtime.tensor_spec import tensors_in
-from pipeloom.schedule.actions import KEPT, PENDING, SAVED
+from pipeloom.schedule.actions import KEPT, PENDING, SAVED, equal_part
 from pipeloom.schedule.model import Schedule, parts
 
 _TEMPORARIES = "temporary", "temporary of I", "temporary of B"
@@ -166,14 +166,18 @@ def _pass(
     )
 
 
+_Storages = Mapping[int, tuple[weakref.ref[Any], float]]
+"""Key of a storage -> itself, since the key may be another one's once it is freed, and its bytes."""
+
+
 class _Parts:
     """The storages that each part of a layer takes, saves and returns in one forward, whose `run` is a `PartObserver`."""
 
     def __init__(self) -> None:
-        self._calls: list[str] = []  # those that have not ended, the outer ones first
-        # Part -> key of a storage -> the storage, since the key may be another one's once it is freed.
-        self._arguments: dict[str, dict[int, weakref.ref[Any]]] = defaultdict(dict)
-        self._outputs: dict[str, dict[int, weakref.ref[Any]]] = defaultdict(dict)
+        self._open: list[str] = []  # the calls that have not ended, the outer ones first
+        self._ended: list[
+            tuple[tuple[str, ...], _Storages, _Storages]
+        ] = []  # name behind those around it, takes, returns
         self._saved_in: dict[int, list[tuple[str, ...]]] = defaultdict(
             list
         )  # key of a storage -> the calls that save it
@@ -187,34 +191,47 @@ class _Parts:
         keywords: Mapping[str, Any],
     ) -> Any:
         """Return `run(*values, **keywords)`."""
-        self._calls.append(name)
+        self._open.append(name)
+        call, takes = tuple(self._open), _references((values, keywords))
         try:
             result = run(*values, **keywords)
         finally:
-            self._calls.pop()
-        for storages, tensors in ((self._arguments, (values, keywords)), (self._outputs, result)):
-            storages[name].update((storage_key(t), weakref.ref(t.untyped_storage())) for t in tensors_in(tensors))
+            self._open.pop()
+        self._ended.append((call, takes, _references(result)))
         return result
 
     def note_saved(self, key: int) -> None:
         """Note that autograd saves a tensor of this storage now."""
-        self._saved_in[key].append(tuple(self._calls))
+        self._saved_in[key].append(tuple(self._open))
 
     def freed(self, sizes: Mapping[int, float]) -> dict[str, float]:
-        """Return name of a part -> the bytes of what is saved, of these storages, and not held where the part is recomputed."""
-        return {
-            name: sum(
-                size
-                for key, size in sizes.items()
-                if not _alive(arguments, key)
-                and (_alive(self._outputs[name], key) or all(name in calls for calls in self._saved_in[key]))
-            )
-            for name, arguments in self._arguments.items()
-        }
+        """Return each part, and all that can be recomputed together (`mlp+norms`) -> the bytes of what is saved, of these
+        storages, that are not held then."""
+        names = list(dict.fromkeys(call[-1] for call, _, _ in self._ended))
+        together = chain.from_iterable(combinations(sorted(names), count) for count in range(2, len(names) + 1))
+        return {"+".join(each): self._freed(sizes, set(each)) for each in (*((name,) for name in names), *together)}
+
+    def _freed(self, sizes: Mapping[int, float], names: set[str]) -> float:
+        # A part inside a part belongs to the outer one.
+        outer = [each for each in self._ended if each[0][-1] in names and names.isdisjoint(each[0][:-1])]
+        takes, returns = zip(*(each[1:] for each in outer), strict=True)
+        taken, returned = (
+            {key for storages in calls for key, (ref, _) in storages.items() if ref() is not None}
+            for calls in (takes, returns)
+        )
+        dropped = {key for key in sizes if key in returned or all(names.intersection(c) for c in self._saved_in[key])}
+        # What nothing saves is held as an argument.
+        held = {id(ref): size for storages in takes for ref, size in storages.values() if ref() is None}
+        freed: float = sum(sizes[key] for key in dropped - taken) - sum(held.values())
+        return max(0.0, freed)
 
 
-def _alive(storages: Mapping[int, weakref.ref[Any]], key: int) -> bool:
-    return key in storages and storages[key]() is not None
+def _references(values: Any) -> _Storages:
+    """Return the storages of the tensors in `values`."""
+    return {
+        storage_key(t): (weakref.ref(t.untyped_storage()), float(t.untyped_storage().nbytes()))
+        for t in tensors_in(values)
+    }
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, float]:
@@ -245,10 +262,33 @@ def stage_bytes(schedule: Schedule, spans: Sequence[Sequence[LayerBytes]]) -> di
         values.append(again | {SAVED: max(0.0, rest)} | temporaries)
     names = (KEPT, SAVED, PENDING, "layer", "forward", *_TEMPORARIES)
     sizes = {name: tuple(value[name] for value in values) for name in names}
-    parted = sorted({part for layers in spans for each in layers for part in each.parts})
-    return sizes | {
-        f"{SAVED}:{n}": tuple(sum(each.parts.get(n, 0.0) for each in layers) for layers in spans) for n in parted
-    }
+    divided = schedule.remade_parts.union(part for layers in spans for each in layers for part in each.parts)
+    return sizes | {f"{SAVED}:{n}": tuple(_freed(layers, n.split("+")) for layers in spans) for n in sorted(divided)}
+
+
+def _freed(layers: Sequence[LayerBytes], names: Sequence[str]) -> float:
+    """Return the bytes that a stage saves and does not hold where these parts of its layers, named or equal, are recomputed."""
+    again = [any(at in equal_part(name, len(layers)) for name in names) for at in range(len(layers))]
+    inside = ("+".join(sorted(name for name in names if name in each.parts)) for each in layers)
+    named = sum(each.parts.get(part, 0.0) for each, part, whole in zip(layers, inside, again, strict=True) if not whole)
+    levels = (_levels(layers, each, drops_outputs=True)[-1] for each in ([False] * len(layers), again))
+    return max(0.0, next(levels) - next(levels) + named)
+
+
+def _levels(layers: Sequence[LayerBytes], again: Sequence[bool], *, drops_outputs: bool = False) -> list[float]:
+    """Return what the layers up to each one hold from F on, 0 first.
+
+    Args:
+        again: whether each layer is recomputed, and so holds its input alone.
+        drops_outputs: what one that is recomputed returns is not held for the next one.
+    """
+    levels, behind = [0.0], False  # a layer that is recomputed
+    for at, (each, mark) in enumerate(zip(layers, again, strict=True)):
+        reads = each.saves_input and not (behind and drops_outputs)
+        joint = at > 0 and (mark or reads or (layers[at - 1].saves_output and not behind))
+        levels.append(levels[-1] + joint * each.input + (each.loss if mark else each.saved))
+        behind = mark
+    return levels
 
 
 def _values(layers: Sequence[LayerBytes], first: bool, blocks: bool, whole: bool = False) -> dict[str, float]:
@@ -260,11 +300,7 @@ def _values(layers: Sequence[LayerBytes], first: bool, blocks: bool, whole: bool
             the others save.
         whole: all its layers are recomputed together.
     """
-    levels = [0.0]  # what the layers up to each one hold from F on
-    for before, each in zip((None, *layers), layers, strict=False):
-        again = each.again and blocks
-        joint = before is not None and (again or each.saves_input or (before.saves_output and not before.again))
-        levels.append(levels[-1] + joint * each.input + (each.loss if again else each.saved))
+    levels = _levels(layers, [each.again and blocks for each in layers])
     rebuilt = [(each.saved - each.loss) * (each.again and blocks) for each in layers]
     # While a layer is recomputed, what those behind it held is gone; what W reads of them is there.
     gone = [levels[-1] - level for level in levels[1:]]

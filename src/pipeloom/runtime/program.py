@@ -20,10 +20,10 @@ from pipeloom.schedule.actions import (
     KEPT,
     OUTPUT,
     PENDING,
-    SAVED,
     Action,
     Cell,
     Kind,
+    equal_part,
     fraction_of,
     kind_of,
 )
@@ -150,11 +150,8 @@ class StageProgram:
 
     def part_of(self, microbatch: int, at: int, layers: int) -> str | None:
         """Return the part among those recomputed that layer `at` of so many is in: `2/4` of the second quarter of them."""
-        for part in self.parts.get(microbatch, ()):
-            fraction = fraction_of(f"{SAVED}:{part}")
-            if fraction is not None and at * fraction[1] // layers + 1 == fraction[0]:
-                return part
-        return None
+        parts = (part for part in self.parts.get(microbatch, ()) if at in equal_part(part, layers))
+        return next(parts, None)
 
     @cached_property
     def unsaved(self) -> frozenset[int]:

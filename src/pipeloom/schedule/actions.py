@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
@@ -64,9 +64,25 @@ def fraction_of(value: str) -> tuple[int, int] | None:
     return (int(part), int(count)) if slash else None
 
 
+def equal_part(part: str, layers: int) -> range:
+    """Return the layers of a stage, of so many, in one of k equal parts (`2/4`): layer i of n is in part floor(i k / n) + 1.
+
+    Of a part with a name, which is inside of layers, there are none.
+    """
+    if (fraction := fraction_of(f":{part}")) is None:
+        return range(0)
+    number, count = fraction
+    return range(-(-(number - 1) * layers // count), -(-number * layers // count))
+
+
 def whole_of(value: str) -> str:
     """Return the value that `value` is a part of, `saved` of `saved:norms`; itself if it is no part."""
     return value.partition(":")[0]
+
+
+def together(values: Collection[str]) -> str:
+    """Return the name of parts of one value, all of them: `saved:mlp+norms` of `saved:norms` and `saved:mlp`."""
+    return f"{whole_of(min(values))}:{'+'.join(sorted(value.partition(':')[2] for value in values))}"
 
 
 PART = r"(?:[a-z][a-z0-9_]{0,31}|[1-9][0-9]{0,2}/[1-9][0-9]{0,2})"

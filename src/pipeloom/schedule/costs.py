@@ -10,7 +10,7 @@ from operator import add, mul
 from typing import Any
 
 from pipeloom.errors import ArgumentError, CapacityError, UsageError
-from pipeloom.schedule.actions import COMPUTE, GRADS, KEPT, OUTPUT, PARAMS, PENDING, SAVED, TIMES, whole_of
+from pipeloom.schedule.actions import COMPUTE, GRADS, KEPT, OUTPUT, PARAMS, PENDING, SAVED, TIMES, together, whole_of
 from pipeloom.schedule.model import Schedule
 
 LARGEST_COST = (
@@ -82,9 +82,10 @@ class Costs:
         bytes: {name: bytes, as a number or one per stage}. Of a stage and micro-batch: `"saved"`, `"kept"`, `"pending"` and the
             values that registered kinds make; `"layer"`: the most that one layer saves, which a block (R;B) holds; and
             `"forward"`: the most that a forward that saves nothing holds while it runs. A part is `"saved:norms"`; one without a
-            size has the share that its name says (`1/4`), or 0. Any other name, such as `"params"`, `"grads"` or `"optimizer"`,
-            is there for the whole step; but `"params"` of a stage only while they are gathered if it gathers them, and `"grads"`
-            until they are reduced if a REDUCE_GRAD of it says when.
+            size has the share that its name says (`1/4`), or 0. Parts that are recomputed together are `"saved:mlp+norms"`
+            (default: their sum): what one makes may be another's argument, which is held. Any other name, such as `"params"`,
+            `"grads"` or `"optimizer"`, is there for the whole step; but `"params"` of a stage only while they are gathered if it
+            gathers them, and `"grads"` until they are reduced if a REDUCE_GRAD of it says when.
         pools: {name: pool} of the bytes that are not in the pool "device".
         host_bandwidth: of the copies O and L to host memory and back, each way: a copy takes bytes["saved"] / host_bandwidth, or
             without bytes the part of `activation` beyond `kept` / host_bandwidth; OKEPT and LKEPT the same of what is kept.
@@ -211,11 +212,14 @@ class Costs:
         return {name: self._spread(f"bytes[{name!r}]", amounts[name], stages) for name in names}
 
     def share_of(self, value: str, stages: int) -> tuple[float, ...]:
-        """stage -> the size of a part, such as `saved:norms`, as a share of the whole; raises as `per_stage`."""
+        """stage -> the share of the whole that a part has, or parts together (`saved:mlp+norms`); raises as `per_stage`."""
         whole, _, part = value.partition(":")
         amounts = dict(self.bytes)
         if value not in amounts or whole not in amounts:
-            return (_equal_share(part, 0.0),) * stages
+            if "+" not in part:
+                return (_equal_share(part, 0.0),) * stages
+            shares = (self.share_of(f"{whole}:{each}", stages) for each in part.split("+"))
+            return tuple(min(1.0, sum(each)) for each in zip(*shares, strict=True))
         sizes = (self._spread(f"bytes[{name!r}]", amounts[name], stages) for name in (value, whole))
         return tuple(min(1.0, size / total) if total else 0.0 for size, total in zip(*sizes, strict=True))
 
@@ -502,14 +506,19 @@ def durations(schedule: Schedule, costs: Costs) -> list[float]:
 def copied_shares(schedule: Schedule, costs: Costs) -> dict[int, float]:
     """code of a copy of what a forward saves -> the share that travels, where a computation makes a part of it again."""
     copies = [number for number, kind in enumerate(schedule.kinds) if kind.queue != COMPUTE and kind.divides == SAVED]
-    remade = frozenset().union(*schedule.remade.values()) if copies else frozenset()
-    sizes = {value: costs.share_of(value, schedule.stages) for value in remade if value != whole_of(value)}
     shares = {}
-    for (stage, unit), values in schedule.remade.items() if sizes else ():
-        again = sum(sizes[value][stage] for value in values if value in sizes)
+    for (stage, unit), again in remade_shares(schedule, costs).items() if copies else ():
         for number in copies if again else ():
             shares[number * schedule.kind_stride + stage * schedule.units + unit] = 1 - again
     return shares
+
+
+def remade_shares(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], float]:
+    """(stage, unit) -> the share of what its forward saves that recomputed parts make again together."""
+    named = {place: {v for v in values if v.startswith(f"{SAVED}:")} for place, values in schedule.remade.items()}
+    names = {place: together(values) for place, values in named.items() if values}
+    by_name = {name: costs.share_of(name, schedule.stages) for name in {*names.values()}}
+    return {(stage, unit): by_name[name][stage] for (stage, unit), name in names.items()}
 
 
 def _sizes(field: str, sizes: Any, depths: tuple[int, ...]) -> tuple[tuple[str, Any], ...]:

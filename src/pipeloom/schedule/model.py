@@ -26,6 +26,7 @@ from pipeloom.schedule.actions import (
     INPUT_GRADIENT,
     MOST_KINDS,
     PENDING,
+    SAVED,
     STAGE_VALUES,
     Action,
     Cell,
@@ -35,6 +36,7 @@ from pipeloom.schedule.actions import (
     kind_of,
     kinds,
     parse_cell,
+    together,
     whole_of,
 )
 
@@ -295,6 +297,12 @@ class Schedule:
         """The names of the parts of layers that an R of their own recomputes; equal parts, such as `1/4`, have none."""
         values = {value for values in self.parted.values() for value in values}
         return frozenset(value.partition(":")[2] for value in values if "/" not in value)
+
+    @cached_property
+    def remade_parts(self) -> frozenset[str]:
+        """The parts of what a forward saves that R of their own make, and those that are made together (`mlp+norms`)."""
+        values = [{v for v in each if v.startswith(f"{SAVED}:")} for each in {*self.remade.values()}]
+        return frozenset(v.partition(":")[2] for each in values if each for v in (*each, together(each)))
 
     def _united(self, values: Sequence[Collection[str]]) -> dict[tuple[int, int], frozenset[str]]:
         """(stage, unit) -> all `values` of the kinds of its actions, given by the number of the kind."""

@@ -30,7 +30,7 @@ from pipeloom.schedule.actions import (
     kind_of,
     whole_of,
 )
-from pipeloom.schedule.costs import DEVICE, HOST_MEMORY, WHILE_RUNNING, Costs, PairTimes, copied_shares
+from pipeloom.schedule.costs import DEVICE, HOST_MEMORY, WHILE_RUNNING, Costs, PairTimes, copied_shares, remade_shares
 from pipeloom.schedule.graph import EntryWait, Graph, entry_waits
 from pipeloom.schedule.model import Schedule, parts
 
@@ -587,9 +587,15 @@ def _changes(
             if brief:
                 passing |= {len(changes) + unit: held * factor for unit, factor in enumerate(factors)}
             changes += [change * factor for factor in factors]
+    again = remade_shares(schedule, costs) if SAVED in sizes else {}
+    makers = {v: n for n, kind in enumerate(schedule.kinds) if kind.part and kind.queue == COMPUTE for v in kind.makes}
     for (stage, unit), values in schedule.remade.items():
         place = stage * schedule.units + unit
         left = sum(sizes[v][stage] for v in values if v in sizes)
+        if (stage, unit) in again and left:  # parts together are less than their sum
+            ratio, left = again[stage, unit] * sizes[SAVED][stage] / left, again[stage, unit] * sizes[SAVED][stage]
+            for value in values & makers.keys():
+                changes[makers[value] * schedule.kind_stride + place] *= ratio
         changes[place] -= factors[unit] * left
         if unsaved is not None:
             passing[place] = changes[place] + factors[unit] * min(left, unsaved[stage])

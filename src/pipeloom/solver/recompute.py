@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 
-from pipeloom.schedule.actions import SAVED
+from pipeloom.schedule.actions import SAVED, together
 from pipeloom.schedule.bounds import memory_bound, work_bound
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, StageCosts
 from pipeloom.solver.construct import LARGEST_WALKED, plain_orders, sequences_of
@@ -37,18 +37,18 @@ def choices_of(costs: Costs, stages: int) -> list[Choices]:
     spread = StageCosts.of(costs, stages)
     activation, inputs = costs.per_stage("activation", stages), costs.per_stage("kept", stages)
     amounts = dict(costs.bytes)
-    names = sorted(name for name in amounts if name.startswith(f"{SAVED}:"))
+    names = sorted(name for name in amounts if name.startswith(f"{SAVED}:") and "+" not in name)
     layer = costs.while_running("layer", stages) or activation
     unsaved = costs.while_running("forward", stages) or (0.0,) * stages
     saved = [(1 - share) * size for share, size in zip(inputs, activation, strict=True)]
-    shares = {name: costs.share_of(name, stages) for name in names}
     # Parts of more than all that is saved are in part inside each other, and free less together than their sum.
-    joint = len(names) > 1 and max(map(sum, zip(*shares.values(), strict=True))) <= 1 + TIME_TOLERANCE
+    summed = map(sum, zip(*(costs.share_of(name, stages) for name in names), strict=True))
+    joint = len(names) > 1 and (together(names) in amounts or max(summed) <= 1 + TIME_TOLERANCE)
     parts: list[tuple[Recomputation, ...]] = []
     for group in [*([name] for name in names), *([names] if joint else [])]:
         letters = tuple(f"R:{name.partition(':')[2]}" for name in group)
         times = [spread.time_of(f"recompute:{name.partition(':')[2]}") for name in group]
-        stage_sizes = [sum(shares[name][s] for name in group) * saved[s] for s in range(stages)]
+        stage_sizes = [share * size for share, size in zip(costs.share_of(together(group), stages), saved, strict=True)]
         parts.append(
             tuple(
                 Recomputation(letters, sum(time[s] for time in times), size, size, min(size, unsaved[s]))

@@ -80,10 +80,22 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dualpipev, R blocks": ("dualpipev", 4, BLOCK),
     "1f1b-overlap, experts": ("1f1b-overlap", 4, EXPERTS),
 }
+# Sets of parts, and of whole layers, under each way to run.
+SETS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    f"{schedule}, R of {parts}": (
+        *(schedule, 4),
+        GLOO | {"schedule.transforms": [f"recompute={part}" for part in parts.split("+")]},
+    )
+    for schedule in ("gpipe", "1f1b", "interleaved", "zbv")
+    for parts in ("norms+attention", "norms+mlp", "norms+attention+mlp", "mlp+activation", "1/2")
+}
+LAYOUTS |= {
+    name: SETS[name] for name in ("interleaved, R of norms+attention+mlp", "1f1b, R of mlp+activation", "zbv, R of 1/2")
+}
 
 
 def layout_of(name: str) -> Layout:
-    schedule, count, keys = LAYOUTS[name]
+    schedule, count, keys = (LAYOUTS | SETS)[name]
     shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4}
     flags = {f"model.{key}": value for key, value in shape.items()} | {
         "train.seq_len": 64,
@@ -245,10 +257,11 @@ def test_the_planner_predicts_what_measured_layers_do(name: str) -> None:
         assert sums[0] == pytest.approx(sums[1], rel=0.02)
 
 
-def test_allocated_bytes() -> None:
+@pytest.mark.parametrize("names", [[*LAYOUTS], pytest.param([*SETS], marks=pytest.mark.full)], ids=["layouts", "sets"])
+def test_allocated_bytes(names: list[str]) -> None:
     """From measured layers, and from the planner's."""
-    by_rank, wrong = run_ranks(allocated_in_a_step, 2, list(LAYOUTS)), {}
-    for at, name in enumerate(LAYOUTS):
+    by_rank, wrong = run_ranks(allocated_in_a_step, 2, names), {}
+    for at, name in enumerate(names):
         layout = layout_of(name)
         costs, rows = predicted(layout)
         planned = planned_run(layout)

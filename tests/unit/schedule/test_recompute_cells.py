@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 import pipeloom as pl
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule import Costs, Schedule, check, simulate
-from pipeloom.schedule.actions import Action, parse_cell
+from pipeloom.schedule.actions import Action, equal_part, parse_cell
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.json_form import from_json, to_json
@@ -208,3 +209,22 @@ def test_bytes_by_value_and_pool() -> None:
             Costs(bytes=wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"bytes\['saved'\] has 3 values and the schedule 1 stages"):
         simulate(one("0F0", "0B0"), Costs(bytes={"saved": (1, 2, 3)})).peak_bytes  # noqa: B018
+
+
+def test_parts_together_have_a_size_of_their_own() -> None:
+    """Less than their sum, where one's argument is what the other makes; R of each makes its part of that."""
+    schedule = Schedule.of([["0F0", "0R0:norms", "0R0:mlp", "0B0"]], placement=[0], microbatches=1)
+    sizes = {"saved": 100, "saved:norms": 30, "saved:mlp": 50}
+    summed, joint = (simulate(schedule, Costs(bytes=each)) for each in (sizes, sizes | {"saved:mlp+norms": 40}))
+    assert [level for _, level in summed.bytes_curves["device"][0]] == [20, 50, 100, 0]
+    assert [level for _, level in joint.bytes_curves["device"][0]] == [60, 75, 100, 0]
+    copied = Schedule.of([["0F0", "0O0", "0R0:norms", "0R0:mlp", "0L0", "0B0"]], placement=[0], microbatches=1)
+    costs = Costs(bytes=sizes | {"saved:mlp+norms": 40}, host_bandwidth=10)
+    assert max(simulate(copied, costs).peak_bytes["host"]) == 60
+
+
+def test_each_layer_is_in_one_of_equal_parts() -> None:
+    for layers, count in product(range(1, 8), range(1, 9)):
+        part_of = {at: number for number in range(1, count + 1) for at in equal_part(f"{number}/{count}", layers)}
+        assert part_of == {at: at * count // layers + 1 for at in range(layers)}
+    assert not equal_part("norms", 3)

@@ -187,7 +187,7 @@ def test_the_costs_of_parts_are_the_sums_over_a_stages_layers():
     assert dict(costs["bytes"])["saved:norms"] == (4.0, 7.0)
 
 
-def test_the_bytes_of_a_part_are_those_that_no_one_else_holds():
+def test_the_bytes_of_parts_are_those_that_no_one_else_holds():
     class Parted(torch.nn.Module):
         def forward(self, x):
             y = in_part("outer", self.outer, x.exp())  # saved by exp, and an argument of the part
@@ -199,4 +199,11 @@ def test_the_bytes_of_a_part_are_those_that_no_one_else_holds():
     x = torch.ones(25, requires_grad=True)  # 100 bytes
     measured, _ = measured_layer(Parted(), (x,), {})
     assert measured.saved == 100 + 2 * 100 + 200 + 200  # exp; cos and sigmoid; the outputs of both parts
-    assert measured.parts == {"outer": 200 + 200, "inner": 100, "other": 200}
+    alone = {
+        "outer": 200 + 200,
+        "inner": 100 - 100,
+        "other": 200,
+    }  # the argument of inner is held, and nothing saves it
+    # Together: what outer returns is held as the argument of other, and inner belongs to outer.
+    together = {"inner+other": 200, "other+outer": 200 + 200, "inner+outer": 400, "inner+other+outer": 400}
+    assert measured.parts == alone | together

@@ -49,7 +49,8 @@ def profiled(layout: Layout, context: WorkerContext, repeats: int) -> DeviceProf
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     with context.waiting("the other processes to measure layers", "evaluation"):
         sizes = split_layer_bytes(layout)
-        names = list(dict.fromkeys(part for each in sizes for part in each.parts))  # in the order of their first calls
+        parts = (part for each in sizes for part in each.parts if "+" not in part)
+        names = list(dict.fromkeys(parts))  # in the order of their first calls
         times = layer_times(layout, device, repeats, names if layout.config.train.compile == "none" else ())
         return DeviceProfile(name, times, sizes, segment_times(layout, device, repeats), links)
 
