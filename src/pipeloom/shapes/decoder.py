@@ -38,6 +38,11 @@ class DecoderSizes:
         return count
 
     @property
+    def foreign(self) -> list[str]:
+        """The parts of the model that our own decoder lacks: none of a `[model]` section."""
+        return []
+
+    @property
     def expert_blocks(self: Any) -> tuple[bool, ...]:
         """block -> whether its feed-forward part is a mixture of experts."""
         return expert_blocks(self.num_experts, self.num_hidden_layers, self.moe_layer_freq)
