@@ -57,7 +57,7 @@ class Way(NamedTuple):
 
 WAYS = {
     "whole": Way(("--model.source", str(MODEL)), 12),
-    "lora": Way(("--model.weights", str(MODEL), "--lora.r", "16"), 24),
+    "lora": Way(("--model.weights", str(MODEL), "--lora.r", "8"), 64),
 }
 
 
