@@ -181,10 +181,10 @@ def _freed(layers: Sequence[LayerOps], names: Sequence[str]) -> float:
     freed, behind = 0.0, False  # a layer that is recomputed, and whose output is not held for the next one
     for layer, mark in zip(layers, again, strict=True):
         parts = [name for name in names if name in _OF_PARTS]
-        made = {tensor for name in parts for tensor in _OF_PARTS[name]} - {_ARGUMENTS.get(name) for name in parts}
-        made = {*layer.tensors} - {LOGITS, "input"} if mark else made
-        made |= {"input"} if behind and not mark else set()
-        freed += sum(layer.tensors.get(name, 0.0) for name in made)
+        outputs = {tensor for name in parts for tensor in _OF_PARTS[name]} - {_ARGUMENTS.get(name) for name in parts}
+        outputs = {*layer.tensors} - {LOGITS, "input"} if mark else outputs
+        outputs |= {"input"} if behind and not mark else set()
+        freed += sum(layer.tensors.get(name, 0.0) for name in outputs)
         behind = mark
     return freed
 

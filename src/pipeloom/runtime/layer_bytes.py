@@ -215,14 +215,14 @@ class _Parts:
         # A part inside a part belongs to the outer one.
         outer = [each for each in self._ended if each[0][-1] in names and names.isdisjoint(each[0][:-1])]
         takes, returns = zip(*(each[1:] for each in outer), strict=True)
-        taken, returned = (
+        arguments, returned = (
             {key for storages in calls for key, (ref, _) in storages.items() if ref() is not None}
             for calls in (takes, returns)
         )
         dropped = {key for key in sizes if key in returned or all(names.intersection(c) for c in self._saved_in[key])}
         # What nothing saves is held as an argument.
         held = {id(ref): size for storages in takes for ref, size in storages.values() if ref() is None}
-        freed: float = sum(sizes[key] for key in dropped - taken) - sum(held.values())
+        freed: float = sum(sizes[key] for key in dropped - arguments) - sum(held.values())
         return max(0.0, freed)
 
 
