@@ -73,7 +73,7 @@ class _Model:
         self.cp = require_solver()
         self.model = model = self.cp.CpModel()
         self.horizon = math.floor(UNIT * longest)
-        self.costs, self.spread, self.ranks, self.microbatches = costs, StageCosts.of(costs, ranks), ranks, microbatches
+        self.costs, self.spread, self.ranks, self.microbatches = costs, StageCosts(costs, ranks), ranks, microbatches
         self.ways = choices_of(costs, ranks) if costs.recompute is not None else []
         self.start: dict[tuple[str, int, int], Any] = {}  # (F or I, stage, micro-batch)
         self.end: dict[tuple[int, int], Any] = {}  # of I or B

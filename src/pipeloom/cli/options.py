@@ -201,13 +201,10 @@ class CostFlags:
         """Return the costs. Raises UsageError for a value that is not a number or not a valid cost."""
         from pipeloom.schedule import Costs
 
-        plain = ("forward", "input_grad", "weight_grad", "p2p", "held", "all_to_all", "pair", "host_bandwidth")
         base = Costs() if self.costs is None else _costs_in(self.costs)
-        defaults = {each.name: each.default for each in fields(self)}
-        given = {name: text for name in plain if (text := getattr(self, name)) is not None}
-        if self.costs is not None:
-            given = {name: text for name, text in given.items() if text != defaults[name]}
-        numbers: dict[str, Any] = {name: _numbers(FLAGS[name], text) for name, text in given.items()}
+        names = {spec.name for spec in fields(Costs)} - {"message"}
+        given = {each.name: text for each in fields(self) if (text := getattr(self, each.name)) != each.default}
+        numbers: dict[str, Any] = {name: _numbers(FLAGS[name], given[name]) for name in names & given.keys()}
         if isinstance(numbers.get("p2p"), tuple):
             raise UsageError(f"--p2p is {self.p2p!r:.200}; give one number, the time of a message between two ranks")
         if self.microbatch_costs is not None:
@@ -220,7 +217,7 @@ class CostFlags:
             from pipeloom.traces.segment_times import read_segments
 
             layers = next(iter(read_segments(self.segments).values()))
-            return SegmentCosts((layers,)).costs(**numbers)
+            return SegmentCosts((layers,)).costs(**vars(base) | numbers)
         return replace(base, **numbers)
 
 
@@ -407,23 +404,18 @@ def share(costs: Costs, schedule: Schedule) -> Costs:
     """
     factor = schedule.ranks / schedule.positions
 
-    def spread(flag: str, values: Any) -> Any:
+    def spread(name: str, values: Any) -> Any:
         if not isinstance(values, tuple):
             return values
         if len(values) != schedule.ranks:
             raise UsageError(
-                f"{flag} has {len(values)} values; compare takes costs of 1/p of the model: give one number, or "
-                f"{schedule.ranks}"
+                f"{FLAGS.get(name, f'{name} of --costs')} has {len(values)} values; compare takes costs of 1/p of the model: "
+                f"give one number, or {schedule.ranks}"
             )
         positions = (at * schedule.ranks // schedule.positions for at in schedule.position_of)
-        return tuple(spread(flag, values[at]) for at in positions)
+        return tuple(spread(name, values[at]) for at in positions)
 
-    words = {name: FLAGS.get(name, f"{name} of --costs") for name in (*costs.by_stage(), "pair", "pair_split")}
-    values = {name: spread(flag, getattr(costs, name)) for name, flag in words.items()}
-    for name in ("bytes", "parts"):
-        sizes = dict(getattr(costs, name)).items()
-        values[name] = {key: spread(f"{name}[{key!r:.100}] of --costs", size) for key, size in sizes}
-    return replace(costs, **values).resized(factor)
+    return costs.changed(spread).resized(factor)
 
 
 def with_slowdown(costs: Costs, schedule: Schedule, factor: float) -> Costs:

@@ -139,9 +139,9 @@ class CostOptions(_Options):
     forward: StageTimes
     input_grad: StageTimes
     weight_grad: StageTimes
-    backward: Annotated[Any, BeforeValidator(_per_stage)] = None
+    backward: StageTimes = None
     p2p: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    held: Annotated[float, Field(ge=0, le=1)] = 1.0
+    held: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
 
 
 class SearchOptions(_Options):
@@ -250,11 +250,11 @@ def _placement(
 def _costs(given: CostOptions | None, stages: int) -> tuple[Costs | None, list[str]]:
     if given is None:
         return None, []
+    costs = Costs(**given.model_dump())
     problems = [
         f"schedule.options.costs.{name} = {list(value)}: {len(value)} values for {stages} stages; "
         f"give one number, or {stages}"
-        for name in ("forward", "input_grad", "weight_grad", "backward")
+        for name in costs.stage_times()
         if isinstance(value := getattr(given, name), tuple) and len(value) != stages
     ]
-    values = given.model_dump()
-    return (None if problems else Costs(**values)), problems
+    return (None if problems else costs), problems

@@ -199,7 +199,7 @@ def _pane(timeline: Timeline, unit: tuple[float, str]) -> dict[str, Any]:
 def _costs(timeline: Timeline) -> dict[str, Any]:
     """Return the costs for the page's simulator: a value for each stage, matrices where they were given."""
     costs, stages = timeline.costs, timeline.schedule.stages
-    spread = StageCosts.of(costs, stages)
+    spread = StageCosts(costs, stages)
     return {
         **{kind.time: spread.time_of(kind.time) for kind in kinds() if isinstance(kind.time, str)},
         "activation": costs.per_stage("activation", stages),

@@ -13,6 +13,7 @@ from typing import Any
 from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.schedule import Costs
+from pipeloom.schedule.actions import TIMES
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.ops import LayerOps, Op, Runtime
 
@@ -246,19 +247,11 @@ def _product_seconds(op: Op, element: int, device: Device) -> float:
 
 def costs(times: Sequence[StageSeconds], layout: PlannedLayout, row: float, links: AxisRates) -> Costs:
     """`Costs` in seconds; a message is a micro-batch's activations between two stages, divided by tp; `row`: bytes of a token."""
-    whole: Any = tuple(each.backward for each in times)
-    again: Any = tuple(each.recompute for each in times)
+    names = [spec.name for spec in fields(StageSeconds) if spec.name in TIMES]
+    rows = {name: tuple(getattr(each, name) for each in times) for name in names}
+    given: dict[str, Any] = {name: values for name, values in rows.items() if None not in values}
     message = layout.micro_batch * layout.seq / layout.cp * row / layout.tp
-    return Costs(
-        forward=tuple(each.forward for each in times),
-        input_grad=tuple(each.input_grad for each in times),
-        weight_grad=tuple(each.weight_grad for each in times),
-        backward=None if None in whole else whole,
-        recompute=None if None in again else again,
-        p2p=LATENCY,
-        message=message,
-        bandwidth=links.pp,
-    )
+    return Costs(**given, p2p=LATENCY, message=message, bandwidth=links.pp)
 
 
 def with_pairs(costs: Costs, times: Sequence[StageSeconds]) -> Costs:

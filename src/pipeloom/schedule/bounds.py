@@ -32,7 +32,7 @@ def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backwar
     least_share = min(cost_model.slice_times or (1 / schedule.slices,)) if schedule.slices > 1 else 1.0
     least_size = min(cost_model.slice_sizes or (1 / schedule.slices,)) if schedule.slices > 1 else 1.0
     factors = cost_model.factors(schedule.microbatches)
-    spread = StageCosts.of(cost_model, schedule.stages)
+    spread = StageCosts(cost_model, schedule.stages)
     before, _ = neighbours(schedule)
     prefix, suffix = [0.0] * schedule.stages, [0.0] * schedule.stages
     sums = [0.0] * len(schedule.routes)
@@ -130,7 +130,7 @@ def memory_bound(
         return 0.0
     count = len(placement)
     costs = costs.least_split(count)
-    spread = StageCosts.of(costs, count)
+    spread = StageCosts(costs, count)
     activation, held = costs.per_stage("activation", count), costs.per_stage("held", count)
     factors = costs.factors(microbatches)
     smallest, whole = min(factors), sum(factors)
@@ -165,7 +165,7 @@ def _ways(placement: Sequence[int], costs: Costs, factor: float) -> tuple[list[f
     there to the end of the first stage's W.
     """
     count = len(placement)
-    spread = StageCosts.of(costs, count)
+    spread = StageCosts(costs, count)
     chain, head, tail = [0.0] * count, [0.0] * count, [0.0] * count
     for s in range(1, count):
         here, there = placement[s - 1], placement[s]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from operator import add, mul
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeloom.errors import ArgumentError, CapacityError, UsageError
-from pipeloom.schedule.actions import COMPUTE, GRADS, KEPT, OUTPUT, PARAMS, PENDING, SAVED, TIMES, together, whole_of
+from pipeloom.schedule.actions import COMPUTE, GRADS, KEPT, OUTPUT, PARAMS, PENDING, SAVED, TIMES, kind_of, together, whole_of
 from pipeloom.schedule.model import Schedule
 
 LARGEST_COST = (
@@ -26,18 +26,20 @@ PerStage = float | tuple[float, ...]
 PerLink = float | tuple[tuple[float, ...], ...]
 PerPair = PerStage | tuple[tuple[float, ...], ...]
 
-# What a field holds, for `Costs.scaled` and `Costs.resized`.
-_STAGE_TIME, _TIME, _RATE, _STAGE_SIZE = "time of a stage", "time", "rate", "size of a stage"
+STAGE_TIME, STAGE_SIZE, STAGE_SHARE = "time of a stage", "size of a stage", "share of a stage"
+"""Contents of those fields of `Costs` that belong to stages of layers."""
+
+_TIME, _RATE = "time", "rate"
 
 _PER_STAGE = (0, 1), "a number, or a tuple with one number for each stage"
 _PER_PAIR = (0, 1, 2), f"{_PER_STAGE[1]}, or a matrix {{}}[stage of forward][stage of backward]"
 _NUMBER = (0,), "a number"
-_NAMES = (), ""  # checked by `_sizes`
+_BY_NAME = (0, 1), ""  # {name: value}; these are the depths of its values
 
 
 def _cost(default: Any, holds: str = "", form: tuple[tuple[int, ...], str] = _PER_STAGE) -> Any:
     """A field of `Costs`; `form`: the depths of its values, and these in words."""
-    return field(default=default, metadata={"holds": holds, "depths": form[0], "words": form[1]})
+    return field(default=default, metadata={"holds": holds, "form": form})
 
 
 def _tuple_of(each: str) -> tuple[tuple[int, ...], str]:
@@ -99,46 +101,45 @@ class Costs:
         UsageError: a value that is negative, not finite, or of a shape that its field does not accept.
     """
 
-    forward: PerStage = _cost(1.0, _STAGE_TIME)
-    input_grad: PerStage = _cost(1.0, _STAGE_TIME)
-    weight_grad: PerStage = _cost(1.0, _STAGE_TIME)
+    forward: PerStage = _cost(1.0, STAGE_TIME)
+    input_grad: PerStage = _cost(1.0, STAGE_TIME)
+    weight_grad: PerStage = _cost(1.0, STAGE_TIME)
     p2p: PerLink = _cost(0.0, _TIME, ((0, 2), "a number, or a matrix p2p[source][destination]"))
     message: float = _cost(0.0, form=_NUMBER)
     bandwidth: float = _cost(math.inf, _RATE, _NUMBER)
-    activation: PerStage = _cost(1.0, _STAGE_SIZE)
-    held: PerStage = _cost(1.0)
-    kept: PerStage = _cost(0.0)
-    all_to_all: PerStage = _cost(0.0)
-    pair: PerPair | None = _cost(None, _STAGE_TIME, _PER_PAIR)
-    pair_split: PerPair | None = _cost(None, _STAGE_TIME, _PER_PAIR)
-    backward: PerStage | None = _cost(None, _STAGE_TIME)
-    recompute: PerStage | None = _cost(None, _STAGE_TIME)
-    gather: PerStage | None = _cost(None, _STAGE_TIME)
-    reduce: PerStage | None = _cost(None, _STAGE_TIME)
+    activation: PerStage = _cost(1.0, STAGE_SIZE)
+    held: PerStage = _cost(1.0, STAGE_SHARE)
+    kept: PerStage = _cost(0.0, STAGE_SHARE)
+    all_to_all: PerStage = _cost(0.0, STAGE_SHARE)
+    pair: PerPair | None = _cost(None, STAGE_TIME, _PER_PAIR)
+    pair_split: PerPair | None = _cost(None, STAGE_TIME, _PER_PAIR)
+    backward: PerStage | None = _cost(None, STAGE_TIME)
+    recompute: PerStage | None = _cost(None, STAGE_TIME)
+    gather: PerStage | None = _cost(None, STAGE_TIME)
+    reduce: PerStage | None = _cost(None, STAGE_TIME)
     scores: PerStage = _cost(0.5, _TIME)
     scores_grad: PerStage = _cost(0.5, _TIME)
     broadcast: PerStage = _cost(0.0, _TIME)
     combine: PerStage = _cost(0.0, _TIME)
-    parts: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = _cost((), _STAGE_TIME, _NAMES)
+    parts: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = _cost((), STAGE_TIME, _BY_NAME)
     microbatch: tuple[float, ...] = _cost((), form=_tuple_of("micro-batch"))
     slice_times: tuple[float, ...] = _cost((), form=_tuple_of("slice"))
     slice_sizes: tuple[float, ...] = _cost((), form=_tuple_of("slice"))
-    tensors: Mapping[str, float] | tuple[tuple[str, float], ...] = _cost((), form=_NAMES)
-    bytes: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = _cost((), _STAGE_SIZE, _NAMES)
-    pools: Mapping[str, str] | tuple[tuple[str, str], ...] = _cost((), form=_NAMES)
+    tensors: Mapping[str, float] | tuple[tuple[str, float], ...] = _cost((), form=((0,), ""))
+    bytes: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = _cost((), STAGE_SIZE, _BY_NAME)
+    pools: Mapping[str, str] | tuple[tuple[str, str], ...] = _cost((), form=((), ""))
     host_bandwidth: float = _cost(math.inf, _RATE, _NUMBER)
     collective_bandwidth: float = _cost(math.inf, _RATE, _NUMBER)
     host_links: tuple[float, ...] = _cost((), form=_tuple_of("rank"))
     beside: float = _cost(2.0, form=_NUMBER)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tensors", _sizes("tensors", self.tensors, (0,)))
-        for name in ("bytes", "parts"):
-            object.__setattr__(self, name, _sizes(name, getattr(self, name), (0, 1)))
-        object.__setattr__(self, "pools", tuple(sorted(dict(self.pools).items())))
         for spec in fields(self):
-            value, (holds, depths, words) = getattr(self, spec.name), spec.metadata.values()
-            if not depths or (value is None and spec.default is None):
+            value, (holds, (depths, words)) = getattr(self, spec.name), spec.metadata.values()
+            if not words:  # {name: value}
+                value = _sizes(spec.name, value, depths) if depths else tuple(sorted(dict(value).items()))
+                object.__setattr__(self, spec.name, value)
+            if not words or (value is None and spec.default is None):
                 continue
             value = _plain_tuples(value)
             if _depth(value) not in depths:
@@ -166,34 +167,36 @@ class Costs:
 
     def scaled(self, factor: float) -> Costs:
         """Return these costs with every time multiplied by `factor`, as in another unit or at another speed; sizes stay."""
-        slower = {name: getattr(self, name) / factor for name in self._names(_RATE)}
-        return replace(self, **self._multiplied(factor, _STAGE_TIME, _TIME), **slower)
+        slower = {name: getattr(self, name) / factor for name, _ in self._fields(_RATE)}
+        return replace(self.changed(_times(factor), STAGE_TIME, _TIME), **slower)
 
     def resized(self, factor: float) -> Costs:
         """Return the costs of stages `factor` times as large: their times, activations and bytes; not S, T, hops and messages."""
-        return replace(self, **self._multiplied(factor, _STAGE_TIME, _STAGE_SIZE))
+        return self.changed(_times(factor), STAGE_TIME, STAGE_SIZE)
 
-    def _multiplied(self, factor: float, *held: str) -> dict[str, Any]:
-        def times(value: Any) -> Any:
-            if isinstance(value, tuple):
-                return tuple(map(times, value))
-            return value * factor if isinstance(value, Real) else value  # a name, or None
+    def changed(self, change: Callable[[str, Any], Any], *contents: str) -> Costs:
+        """Return these costs with `change(name, value)` for each value given in the fields with these contents.
 
-        return {name: times(getattr(self, name)) for name in self._names(*held)}
+        Args:
+            change: of a value by name, `name` is that of the field and its own: `parts['norms']`.
+            contents: STAGE_TIME, STAGE_SIZE and STAGE_SHARE; all that belongs to stages of layers if there are none.
+        """
+        values: dict[str, Any] = {}
+        for name, (_, words) in self._fields(*(contents or (STAGE_TIME, STAGE_SIZE, STAGE_SHARE))):
+            value = getattr(self, name)
+            if not words:
+                values[name] = {key: change(f"{name}[{key!r:.100}]", each) for key, each in value}
+            elif value is not None:
+                values[name] = change(name, value)
+        return replace(self, **values)
 
     @classmethod
-    def _names(cls, *held: str) -> list[str]:
-        return [spec.name for spec in fields(cls) if spec.metadata["holds"] in held]
-
-    @classmethod
-    def by_stage(cls) -> list[str]:
-        """Return the names of the fields that have a number, or one per stage of layers."""
-        forms = (spec for spec in fields(cls) if spec.metadata["depths"] == _PER_STAGE[0])
-        return [spec.name for spec in forms if spec.metadata["holds"] != _TIME]
+    def _fields(cls, *contents: str) -> list[tuple[str, tuple[tuple[int, ...], str]]]:
+        return [(spec.name, spec.metadata["form"]) for spec in fields(cls) if spec.metadata["holds"] in contents]
 
     def stage_times(self) -> list[str]:
         """Return the names of the times of a stage that are given, without those of pairs and parts."""
-        names = (name for name in self._names(_STAGE_TIME) if name in self.by_stage())
+        names = (name for name, form in self._fields(STAGE_TIME) if form == _PER_STAGE)
         return [name for name in names if getattr(self, name) is not None]
 
     def per_stage(self, name: str, stages: int) -> tuple[float, ...]:
@@ -252,11 +255,7 @@ class Costs:
     def _spread(self, name: str, value: Any, stages: int) -> tuple[float, ...]:
         if not isinstance(value, tuple):
             return (float(value),) * stages
-        if len(value) != stages:
-            raise ArgumentError(
-                name, f" has {len(value)} values and the schedule {stages} stages: give one number or {stages}"
-            )
-        return tuple(map(float, value))
+        return _of_each(name, value, stages, "stages", "one number or ")
 
     def per_pair(self, name: str, stages: int) -> tuple[tuple[float, ...], ...] | None:
         """`pair` or `pair_split` as `[forward's stage][backward's stage]`, or None; raises UsageError for another size."""
@@ -271,15 +270,8 @@ class Costs:
 
     def factors(self, microbatches: int) -> tuple[float, ...]:
         """`microbatch` with one number per micro-batch; raises UsageError when there is not one for each."""
-        if not self.microbatch:
-            return (1.0,) * microbatches
-        if len(self.microbatch) != microbatches:
-            raise ArgumentError(
-                "microbatch",
-                f" has {len(self.microbatch)} values and the schedule {microbatches} micro-batches: "
-                f"give {microbatches}",
-            )
-        return tuple(map(float, self.microbatch))
+        given = self.microbatch or (1.0,) * microbatches
+        return _of_each("microbatch", given, microbatches, "micro-batches")
 
     def time_factors(self, schedule: Schedule) -> tuple[float, ...]:
         """unit -> the factor on its times: that of its micro-batch times its slice's share; raises UsageError for other sizes."""
@@ -293,9 +285,7 @@ class Costs:
         factors, count = self.factors(schedule.microbatches), schedule.slices
         if count == 1:
             return factors
-        shares = getattr(self, name) or (1 / count,) * count
-        if len(shares) != count:
-            raise ArgumentError(name, f" has {len(shares)} values and the schedule {count} slices: give {count}")
+        shares = _of_each(name, getattr(self, name) or (1 / count,) * count, count, "slices")
         return tuple(factor * share for factor in factors for share in shares)
 
     def least_split(self, stages: int) -> Costs:
@@ -339,48 +329,27 @@ class Costs:
 
     def check_links(self, ranks: int) -> None:
         """Raise UsageError where `p2p` is a matrix of another size, or `host_links` has another number of ranks."""
-        if self.host_links and len(self.host_links) != ranks:
-            raise ArgumentError(
-                "host_links", f" has {len(self.host_links)} numbers, and the schedule has {ranks} ranks"
-            )
+        _of_each("host_links", self.host_links or (0.0,) * ranks, ranks, "ranks")
         if isinstance(self.p2p, tuple) and (len(self.p2p) != ranks or any(len(row) != ranks for row in self.p2p)):
             raise ArgumentError("p2p", f" is not a {ranks} x {ranks} matrix, and the schedule has {ranks} ranks")
 
 
-@dataclass(frozen=True)
 class StageCosts:
-    """Costs spread over the stages of one schedule, for the simulator and the bounds: the times that `Kind.time` names."""
+    """Costs spread over the stages of one schedule, for the simulator and the bounds.
 
-    forward: tuple[float, ...]
-    input_grad: tuple[float, ...]
-    weight_grad: tuple[float, ...]
-    backward: tuple[float, ...]
-    recompute: tuple[float, ...]
-    recompute_backward: tuple[float, ...]
-    recompute_input_grad: tuple[float, ...]
-    copy: tuple[float, ...]
-    copy_kept: tuple[float, ...]
-    gather: tuple[float, ...]
-    reduce: tuple[float, ...]
-    scores: tuple[float, ...]
-    scores_grad: tuple[float, ...]
-    broadcast: tuple[float, ...]
-    combine: tuple[float, ...]
-    parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    An attribute for each name in `TIMES`: stage -> the time; `parts`: part -> stage -> the time of R of this part.
+    """
 
-    def time_of(self, name: str) -> tuple[float, ...]:
-        """stage -> the time called `name` in `Kind.time`: a field, or of a part, such as `recompute:norms`."""
-        whole, _, part = name.partition(":")
-        times: tuple[float, ...] = getattr(self, whole)
-        return self.parts.get(part, tuple(time * _equal_share(part, 1.0) for time in times)) if part else times
+    if TYPE_CHECKING:
 
-    @classmethod
-    def of(cls, costs: Costs, stages: int) -> StageCosts:
+        def __getattr__(self, name: str) -> tuple[float, ...]: ...
+
+    def __init__(self, costs: Costs, stages: int) -> None:
         def total(first: str, second: str) -> tuple[float, ...]:
             return tuple(map(add, times[first], times[second]))
 
-        names = (name for name in TIMES if getattr(costs, name, None) is not None)
-        times = {name: costs.per_stage(name, stages) for name in names}
+        given = (name for name in TIMES if getattr(costs, name, None) is not None)
+        times = {name: costs.per_stage(name, stages) for name in given}
         times.setdefault("backward", total("input_grad", "weight_grad"))
         times.setdefault("recompute", times["forward"])
         for name, amounts in ("gather", PARAMS), ("reduce", GRADS):
@@ -389,8 +358,18 @@ class StageCosts:
         for name, sizes in ("copy", costs.saved(stages)), ("copy_kept", costs.kept_bytes(stages)):
             times[name] = tuple(size / costs.host_bandwidth for size in sizes)
         times |= {f"recompute_{name}": total("recompute", name) for name in ("backward", "input_grad")}
-        parts = {part: costs._spread(f"parts[{part!r}]", time, stages) for part, time in dict(costs.parts).items()}
-        return cls(**times, parts=parts)
+        vars(self).update(times)
+        self.parts = {part: costs._spread(f"parts[{part!r}]", time, stages) for part, time in dict(costs.parts).items()}
+
+    def time_of(self, name: str) -> tuple[float, ...]:
+        """stage -> the time called `name` in `Kind.time`: a field, or of a part, such as `recompute:norms`."""
+        whole, _, part = name.partition(":")
+        times: tuple[float, ...] = getattr(self, whole)
+        return self.parts.get(part, tuple(time * _equal_share(part, 1.0) for time in times)) if part else times
+
+    def by_letter(self, letters: str) -> dict[str, tuple[float, ...]]:
+        """letter of a kind -> stage -> its time."""
+        return {letter: self.time_of(str(kind_of(letter).time)) for letter in letters}
 
 
 @dataclass(frozen=True)
@@ -414,7 +393,7 @@ class PairTimes:
     @classmethod
     def of(cls, costs: Costs, stages: int) -> PairTimes:
         given, given_split = costs.per_pair("pair", stages), costs.per_pair("pair_split", stages)
-        return cls(StageCosts.of(costs, stages), costs.per_stage("all_to_all", stages), given, given_split)
+        return cls(StageCosts(costs, stages), costs.per_stage("all_to_all", stages), given, given_split)
 
     def time(
         self,
@@ -431,35 +410,22 @@ class PairTimes:
             factors: of the two micro-batches.
             recomputed: the layers of its backward are recomputed.
         """
-        spread, (a, b) = self.spread, factors
-        again = spread.recompute[backward] if recomputed else 0.0
-        if a == b:
-            return a * self._even(forward, backward, split, again)
+        spread, (a, b), weight = self.spread, factors, self.spread.weight_grad[backward]
+        first, again = spread.forward[forward], spread.recompute[backward] if recomputed else 0.0
         alone = (spread.input_grad if split else spread.backward)[backward] + again
-        if (self.given if not split else self.given_split or self.given) is not None:
-            gain = spread.forward[forward] + alone - self._even(forward, backward, split, again)
-            return a * spread.forward[forward] + b * alone - min(a, b) * gain
-        x, y = self.share[forward], self.share[backward]
-        talk = a * x * spread.forward[forward] + b * y * spread.input_grad[backward]
-        if talk == 0:
-            return a * spread.forward[forward] + b * alone
-        compute = a * (1 - x) * spread.forward[forward] + b * ((1 - y) * spread.input_grad[backward] + again)
-        return max(compute + (0.0 if split else b * spread.weight_grad[backward]), talk)
-
-    def _even(self, forward: int, backward: int, split: bool, again: float = 0.0) -> float:
-        """`time` where both micro-batches have the factor 1, with a recomputation that takes `again`."""
-        spread, x, y = self.spread, self.share[forward], self.share[backward]
-        weight = spread.weight_grad[backward]
         if split and self.given_split is not None:
-            return self.given_split[forward][backward] + again
-        if self.given is not None:
-            given = self.given[forward][backward] + again
-            return max(spread.forward[forward], given - weight) if split else given
-        talk = x * spread.forward[forward] + y * spread.input_grad[backward]
-        if talk == 0:
-            return spread.forward[forward] + (spread.input_grad if split else spread.backward)[backward] + again
-        compute = (1 - x) * spread.forward[forward] + (1 - y) * spread.input_grad[backward] + again
-        return max(compute + (0.0 if split else weight), talk)
+            pair = self.given_split[forward][backward] + again
+        elif self.given is not None:
+            whole = self.given[forward][backward] + again
+            pair = max(first, whole - weight) if split else whole
+        else:
+            x, y, second = self.share[forward], self.share[backward], spread.input_grad[backward]
+            talk = a * x * first + b * y * second
+            if talk == 0:
+                return a * first + b * alone
+            compute = a * (1 - x) * first + b * (1 - y) * second + b * again
+            return max(compute + (0.0 if split else b * weight), talk)
+        return a * pair if a == b else a * first + b * alone - min(a, b) * (first + alone - pair)
 
     def overlaps(self, forward: int, backward: int, split: bool) -> bool:
         """Return whether the two halves run in turns, segment by segment, so that the pair frees memory while it allocates.
@@ -472,7 +438,7 @@ class PairTimes:
         if self.given is None and (self.given_split is None or not split):
             return False
         alone = (self.spread.input_grad if split else self.spread.backward)[backward]
-        return self._even(forward, backward, split) < self.spread.forward[forward] + alone
+        return self.time(forward, backward, split) < self.spread.forward[forward] + alone
 
     def least(self, forward: int, backward: int) -> float:
         """Return the time of a pair with these stages and of the backward's W, in the pair or after it, whichever is shorter."""
@@ -487,7 +453,7 @@ def _equal_share(part: str, otherwise: float) -> float:
 
 def durations(schedule: Schedule, costs: Costs) -> list[float]:
     """code -> time of that action (no pairs), one entry for each action that a code can stand for."""
-    spread = StageCosts.of(costs, schedule.stages)
+    spread = StageCosts(costs, schedule.stages)
     by_time, by_size = costs.time_factors(schedule), costs.size_factors(schedule)
     alike = schedule.slices == 1 and not costs.microbatch
     times: list[float] = []
@@ -521,6 +487,22 @@ def remade_shares(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], flo
     return {(stage, unit): by_name[name][stage] for (stage, unit), name in names.items()}
 
 
+def _of_each(name: str, values: tuple[float, ...], count: int, words: str, more: str = "") -> tuple[float, ...]:
+    """Return `values` as floats. Raises ArgumentError unless there are `count`, of those of a schedule that `words` names."""
+    if len(values) != count:
+        raise ArgumentError(name, f" has {len(values)} values and the schedule {count} {words}: give {more}{count}")
+    return tuple(map(float, values))
+
+
+def _times(factor: float) -> Callable[[str, Any], Any]:
+    """Return a change of `Costs.changed` that multiplies each number."""
+
+    def times(name: str, value: Any) -> Any:
+        return tuple(times(name, each) for each in value) if isinstance(value, tuple) else value * factor
+
+    return times
+
+
 def _sizes(field: str, sizes: Any, depths: tuple[int, ...]) -> tuple[tuple[str, Any], ...]:
     """The sizes by name of a field as sorted pairs. Raises UsageError for anything but names with sizes of such a depth."""
     shape = "; it must give each name its size, as in {'skip': 2.0}"
@@ -532,9 +514,9 @@ def _sizes(field: str, sizes: Any, depths: tuple[int, ...]) -> tuple[tuple[str, 
         if (
             not isinstance(name, str)
             or _depth(size) not in depths
-            or not all(0 <= n < math.inf for n in _numbers(size))
+            or not all(0 <= n <= LARGEST_COST for n in _numbers(size))
         ):
-            raise ArgumentError(field, f" has {name!r:.100}: {size!r:.100}{shape}, at least 0")
+            raise ArgumentError(field, f" has {name!r:.100}: {size!r:.100}{shape}, from 0 to {LARGEST_COST:g}")
     return tuple(sorted(dict(pairs).items()))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
 from math import ceil
-from operator import mul
+from operator import add, mul
 from statistics import fmean
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -620,7 +620,7 @@ def _measured_costs(
     A stage whose backward is never split counts half of B as I and half as W. `backward` is given where a stage has both.
     The time of a block (R;B) counts as that of B, and so R as 0.
     """
-    times: dict[tuple[str, int], list[float]] = {}
+    times: dict[str, dict[int, list[float]]] = {}  # time of the kind -> stage -> samples
     groups: dict[tuple[str, int], float] = {}  # (time of the kind, unit) -> that of the rank that began last
     by_slice, by_size = [0.0] * schedule.slices, [0.0] * schedule.slices
     for rank, program in enumerate(schedule.programs):
@@ -631,45 +631,38 @@ def _measured_costs(
                 moments.insert(1, turns[rank][at] if turns else (start + end) / 2)
             for action, begin, stop in zip(actions, moments, moments[1:], strict=False):
                 kind = kind_of(action.kind)
-                fused = kind.fuses
-                times.setdefault((fused[-1] if fused else action.kind, action.stage), []).append(stop - begin)
-                if kind.group and isinstance(kind.time, str):
-                    group = kind.time, schedule.unit_of(action)
+                name = str(kind_of(kind.fuses[-1]).time if kind.fuses else kind.time)
+                if kind.execute is None:  # a registered kind may name another's time
+                    times.setdefault(name, {}).setdefault(action.stage, []).append(stop - begin)
+                if kind.group:
+                    group = name, schedule.unit_of(action)
                     groups[group] = min(stop - begin, groups.get(group, stop - begin))
                 if not kind.of_stage and kind.queue == COMPUTE:
                     (by_size if kind.vocabulary else by_slice)[action.slice or 0] += stop - begin
 
-    def mean(kind: str, stage: int) -> float:
-        samples = times.get((kind, stage))
-        if samples is None and kind != "F":
-            samples = [time / 2 for time in times.get(("B", stage), [0.0])]
-        return schedule.slices * fmean(samples or [0.0])
+    def means(name: str) -> tuple[float, ...]:
+        samples = times.get(name, {})
+        if name in ("input_grad", "weight_grad"):
+            samples = {s: [time / 2 for time in row] for s, row in times.get("backward", {}).items()} | samples
+        return tuple(schedule.slices * fmean(samples.get(s, [0.0])) for s in range(schedule.stages))
 
-    stages = range(schedule.stages)
-    spread: dict[str, Any] = {}
-    for name, letter in (("scores", "S"), ("scores_grad", "T")) if schedule.vocabulary else ():
-        spread[name] = tuple(mean(letter, s) if s in schedule.vocabulary else 0.0 for s in stages)
+    names = ["forward", "input_grad", "weight_grad", *(["recompute"] if schedule.remade else [])]
+    names += [str(kind.time) for kind in schedule.kinds if kind.vocabulary and schedule.vocabulary]
+    spread: dict[str, Any] = {name: means(name) for name in names}
     for name in {name for name, _ in groups}:
         spread[name] = schedule.slices * fmean(time for (group, _), time in groups.items() if group == name)
-    letters = sorted({kind for kind, _ in times if kind.startswith("R:")})
-    again = {
-        letter: tuple(mean(letter, s) if (letter, s) in times else 0.0 for s in stages)
-        for letter in (*letters, *(["R"] if schedule.remade else []))
-    }
-    parted = tuple(mean("I", s) + mean("W", s) for s in stages)
-    whole = tuple(mean("B", s) if ("B", s) in times else parted[s] for s in stages)
+    if times.get("backward", {}).keys() & times.get("input_grad", {}).keys():
+        whole, parted = means("backward"), map(add, spread["input_grad"], spread["weight_grad"])
+        spread["backward"] = tuple(
+            w if s in times["backward"] else p for s, (w, p) in enumerate(zip(whole, parted, strict=True))
+        )
 
     def shares(spent: list[float]) -> tuple[float, ...]:
         whole_step = sum(spent)
         return tuple(time / whole_step for time in spent) if schedule.slices > 1 and whole_step else ()
 
     return Costs(
-        forward=tuple(mean("F", s) for s in stages),
-        input_grad=tuple(mean("I", s) for s in stages),
-        weight_grad=tuple(mean("W", s) for s in stages),
-        backward=whole if any(("B", s) in times and ("I", s) in times for s in stages) else None,
-        recompute=again.get("R"),
-        parts={letter.partition(":")[2]: again[letter] for letter in letters},
+        parts={name.partition(":")[2]: means(name) for name in times if name.startswith("recompute:")},
         slice_times=shares(by_slice),
         slice_sizes=shares(by_size),
         **spread,

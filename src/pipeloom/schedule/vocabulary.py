@@ -161,15 +161,14 @@ def costs_of_all(costs: Costs, schedule: Schedule) -> Costs:
     """Return `costs` for all stages of `schedule`: those given for its stages of layers alone are 0 on the vocabulary's."""
     layers, shares = schedule.vocabulary.start, len(schedule.vocabulary)
 
-    def longer(value: Any) -> Any:
-        if isinstance(value, tuple) and len(value) == layers and not isinstance(value[0], tuple):
-            return (*value, *(0.0,) * shares)
-        return value
+    def longer(name: str, value: Any) -> Any:
+        if not isinstance(value, tuple) or len(value) != layers:
+            return value
+        if isinstance(value[0], tuple):  # the times of pairs
+            return (*(longer(name, row) for row in value), *((0.0,) * (layers + shares),) * shares)
+        return (*value, *(0.0,) * shares)
 
-    changed: dict[str, Any] = {name: longer(getattr(costs, name)) for name in costs.by_stage()}
-    for name in ("bytes", "parts"):
-        changed[name] = {key: longer(value) for key, value in getattr(costs, name)}
-    return replace(costs, **changed)
+    return costs.changed(longer)
 
 
 @dataclass

@@ -18,7 +18,7 @@ def pairs_gain(instance: Instance) -> bool:
     The times of the halves are those of `Costs.least_split`, which matters where a B is cheaper than I + W.
     """
     times = PairTimes.of(instance.costs, instance.stages)
-    alone = StageCosts.of(instance.costs.least_split(instance.stages), instance.stages)
+    alone = StageCosts(instance.costs.least_split(instance.stages), instance.stages)
 
     def gains(forward: int, backward: int) -> bool:
         return any(

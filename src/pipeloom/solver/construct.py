@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise, product
+from operator import mul
 from typing import Any
 
 from pipeloom.errors import ArgumentError, PipeloomError
 from pipeloom.schedule.actions import Action, kind_of
-from pipeloom.schedule.costs import TIME_TOLERANCE, WHILE_RUNNING, Costs
+from pipeloom.schedule.costs import STAGE_SIZE, STAGE_TIME, TIME_TOLERANCE, WHILE_RUNNING, Costs
 from pipeloom.schedule.families import BASELINES, ONE_ROUTE, build
 from pipeloom.schedule.families.construct.list_scheduling import (
     MemoryDeadlock,
@@ -109,26 +110,24 @@ def cut_costs(costs: Costs, cut: Sequence[int]) -> Costs:
         if getattr(costs, name):
             raise ArgumentError(name, " belongs to stages; leave it out of the costs of layers")
 
-    def merged(name: str, value: Any, join: Any = sum) -> tuple[float, ...]:
+    def merged(name: str, value: Any) -> tuple[float, ...]:
         values = (float(value),) * layers if not isinstance(value, tuple) else value
         if len(values) != layers:
             raise ArgumentError(
                 name, f" has {len(values)} values and the model {layers} layers: give one number or {layers}"
             )
+        join: Any = max if name in largest else sum
         return tuple(join(values[a:b]) for a, b in pairwise(edges))
 
-    values: dict[str, Any] = {name: merged(name, getattr(costs, name)) for name in (*costs.stage_times(), "activation")}
-    activation = costs.per_stage("activation", layers)
+    largest = {f"bytes[{name!r}]" for name in WHILE_RUNNING}
+    stages = costs.changed(merged, STAGE_TIME, STAGE_SIZE)
+    shares: dict[str, Any] = {}
     for name in ("held", "kept"):
-        amounts = tuple(a * s for a, s in zip(activation, costs.per_stage(name, layers), strict=True))
-        totals = zip(merged(name, amounts), values["activation"], strict=True)
-        shares = (part / whole if whole else 1.0 for part, whole in totals)
-        values[name] = tuple(min(1.0, share) if name == "kept" else share for share in shares)  # sums are rounded
-    values["bytes"] = {
-        name: merged(name, value, max if name in WHILE_RUNNING else sum) for name, value in dict(costs.bytes).items()
-    }
-    values["parts"] = {name: merged(name, value) for name, value in dict(costs.parts).items()}
-    return replace(costs, **values)
+        amounts = tuple(map(mul, *(costs.per_stage(each, layers) for each in ("activation", name))))
+        totals = zip(merged(name, amounts), stages.per_stage("activation", len(cut)), strict=True)
+        of_sums = (part / whole if whole else 1.0 for part, whole in totals)
+        shares[name] = tuple(min(1.0, share) if name == "kept" else share for share in of_sums)  # sums are rounded
+    return replace(stages, **shares)
 
 
 def plain_order(schedule: Schedule) -> Schedule:

@@ -202,7 +202,7 @@ class _Construction:
         self.amount, self.copy = [0.0] * stride, [0.0] * stride
         evaluation = evaluate(instance, plan.along)
         if evaluation is not None:
-            times = StageCosts.of(instance.costs, stages)
+            times = StageCosts(instance.costs, stages)
             shares, sizes = (instance.costs.per_stage(name, stages) for name in ("kept", "activation"))
             for node in range(stride):
                 stage, factor = node // m, table.factors[node % m]

@@ -280,7 +280,7 @@ class OperationTable:
         self.predecessor[second] = first
 
     def _saved(self) -> dict[int, float]:
-        spread, m = StageCosts.of(self._costs, self.stages), self.microbatches
+        spread, m = StageCosts(self._costs, self.stages), self.microbatches
         stages = zip(spread.input_grad, spread.weight_grad, spread.backward, strict=True)
         return {
             self.stride + stage * m + at: (i + w - b) * factor

@@ -129,7 +129,7 @@ class ProgramTable:
     def __init__(self, instance: Instance, recomputes: bool, copies: bool) -> None:
         self.instance = instance
         costs, stages, place = instance.costs, instance.stages, instance.placement
-        spread, factors = StageCosts.of(costs, stages), costs.factors(instance.microbatches)
+        spread, factors = StageCosts(costs, stages), costs.factors(instance.microbatches)
 
         def by_node(values: Sequence[float]) -> list[float]:
             return [value * factor for value in values for factor in factors]

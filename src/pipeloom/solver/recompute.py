@@ -34,7 +34,7 @@ Choices = tuple[
 
 def choices_of(costs: Costs, stages: int) -> list[Choices]:
     """Return the ways to recompute: a whole stage, alone or behind its parts, in an action or in blocks with the backwards."""
-    spread = StageCosts.of(costs, stages)
+    spread = StageCosts(costs, stages)
     activation, inputs = costs.per_stage("activation", stages), costs.per_stage("kept", stages)
     amounts = dict(costs.bytes)
     names = sorted(name for name in amounts if name.startswith(f"{SAVED}:") and "+" not in name)

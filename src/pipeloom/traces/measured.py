@@ -10,7 +10,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from pipeloom.errors import ScheduleError, UsageError
-from pipeloom.schedule.costs import Costs, StageCosts, durations
+from pipeloom.schedule.costs import STAGE_TIME, Costs, StageCosts, durations
 from pipeloom.schedule.graph import Graph
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.simulate import simulate
@@ -117,39 +117,28 @@ def costs_of(timelines: Sequence[Timeline]) -> Costs:
 
     The hop is the median of those that a rank waited for; 0 where none did.
     """
-    stages = timelines[0].schedule.stages
+    schedule = timelines[0].schedule
 
     def medians(rows: Iterable[Iterable[float]]) -> tuple[float, ...]:
         return tuple(median(column) for column in zip(*rows, strict=True))
-
-    def middle(name: str) -> tuple[float, ...]:
-        return medians(timeline.costs.per_stage(name, stages) for timeline in timelines)
 
     def shares(name: str) -> tuple[float, ...]:
         middles = medians(getattr(timeline.costs, name) for timeline in timelines)
         return tuple(each / sum(middles) for each in middles)
 
-    spread: dict[str, Any] = {name: middle(name) for name in _OF_SHARES if timelines[0].schedule.vocabulary}
+    spread = [StageCosts(timeline.costs, schedule.stages) for timeline in timelines]
+    names = set.intersection(*(set(timeline.costs.stage_times()) for timeline in timelines))
+    names |= {str(kind.time) for kind in schedule.kinds if kind.vocabulary and schedule.vocabulary}
+    times: dict[str, Any] = {name: medians(each.time_of(name) for each in spread) for name in names}
     waited = [seconds for t in timelines for seconds in hops(t.schedule, t.starts, t.ends)]
     return Costs(
-        forward=middle("forward"),
-        input_grad=middle("input_grad"),
-        weight_grad=middle("weight_grad"),
-        backward=middle("backward") if all(t.costs.backward is not None for t in timelines) else None,
-        recompute=middle("recompute") if all(t.costs.recompute is not None for t in timelines) else None,
-        parts={
-            part: medians(StageCosts.of(t.costs, stages).time_of(f"recompute:{part}") for t in timelines)
-            for part in dict(timelines[0].costs.parts)
-        },
+        parts={part: medians(each.time_of(f"recompute:{part}") for each in spread) for part in spread[0].parts},
         p2p=max(0.0, median(waited)) if waited else 0.0,
         microbatch=_factors(timelines),
         slice_times=shares("slice_times"),
         slice_sizes=shares("slice_sizes"),
-        **spread,
+        **times,
     )
-
-
-_OF_SHARES = ("scores", "scores_grad", "broadcast", "combine")
 
 
 def _factors(timelines: Sequence[Timeline]) -> tuple[float, ...]:
@@ -224,11 +213,9 @@ def with_overhead(costs: Costs, timelines: Sequence[Timeline]) -> Costs:
     A hop, measured to the start of the action that waited for it, has it already.
     """
     more, stages = median(overhead(timeline) for timeline in timelines), timelines[0].schedule.stages
-    times = {name: costs.per_stage(name, stages) for name in costs.stage_times()}
-    times.setdefault("backward", tuple(map(sum, zip(times["input_grad"], times["weight_grad"], strict=True))))
-    longer: dict[str, Any] = {name: tuple(seconds + more for seconds in row) for name, row in times.items()}
     assert not isinstance(costs.p2p, tuple)  # fitted costs have one hop
-    return replace(costs, **longer, p2p=max(0.0, costs.p2p - more))
+    whole = replace(costs, backward=StageCosts(costs, stages).backward, p2p=max(0.0, costs.p2p - more))
+    return whole.changed(lambda name, row: tuple(seconds + more for seconds in row), STAGE_TIME)
 
 
 @dataclass(frozen=True)
@@ -314,7 +301,9 @@ def predict_another(costs: Costs, fitted: Schedule, timelines: Sequence[Timeline
     steps = settled(timelines)
     schedule = steps[-1].schedule
 
-    def recut(values: Sequence[float]) -> tuple[float, ...]:
+    def recut(name: str, values: Any) -> Any:
+        if not isinstance(values, tuple):
+            return values * fitted.positions / schedule.positions
         by_position = [
             fmean(value for value, at in zip(values, fitted.position_of, strict=True) if at == position)
             for position in range(fitted.positions)
@@ -322,12 +311,7 @@ def predict_another(costs: Costs, fitted: Schedule, timelines: Sequence[Timeline
         new = _spread(by_position, schedule.positions)
         return tuple(new[at] for at in schedule.position_of)
 
-    there: dict[str, Any] = {
-        name: recut(costs.per_stage(name, fitted.stages))
-        for name in ("forward", "input_grad", "weight_grad", "backward")
-        if getattr(costs, name) is not None
-    }
-    return simulate(schedule, replace(costs, **there)).makespan, median(step.makespan for step in steps)
+    return simulate(schedule, costs.changed(recut, STAGE_TIME)).makespan, median(step.makespan for step in steps)
 
 
 def _spread(values: Sequence[float], count: int) -> list[float]:

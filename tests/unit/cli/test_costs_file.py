@@ -9,7 +9,7 @@ import pytest
 
 import pipeloom as pl
 from pipeloom.cli import app
-from pipeloom.cli.options import memory_of
+from pipeloom.cli.options import CostFlags, memory_of
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.schedule.costs import activation_limit
 from pipeloom.solver.in_bytes import search_in_bytes
@@ -152,3 +152,28 @@ def test_compare_takes_costs_of_each_pth_of_the_model(capsys, tmp_path):
     words = f"compare interleaved --ranks 2 --microbatches 2 --costs {file} --json"
     (row,) = json.loads(run(capsys, *words.split()))["schedules"]
     assert row["busy"] == [2 * (1.0 + 3.0 + 2.0 + 4.0)] * 2
+
+
+def test_segments_replace_only_the_times_that_they_give(capsys, costs_file, tmp_path):
+    """`profile --output` writes costs and segments into one file, which both flags read."""
+    words = (
+        "schedule",
+        "1f1b",
+        "--ranks",
+        "2",
+        "--microbatches",
+        "2",
+        "--costs",
+        costs_file,
+        "--segments",
+        "0.5",
+        "--json",
+    )
+    costs = json.loads(run(capsys, *words, "--p2p", "3"))["costs"]
+    assert costs["bytes"] == json.loads(json.dumps(costs_dict(COSTS)))["bytes"]
+    assert (costs["p2p"], costs["pair"] is None) == (3.0, False)
+    assert costs["forward"] != COSTS.forward
+
+
+def test_flags_that_are_not_given_are_the_defaults_of_costs():
+    assert CostFlags().values() == pl.Costs()

@@ -51,10 +51,10 @@ def test_memory_and_the_first_schedule(overrides: dict[str, Any], first: str, me
 
 
 def test_costs_given_leave_the_placement_open() -> None:
-    costs = {"forward": [1, 2, 3, 4], "input_grad": 1, "weight_grad": 2.5, "p2p": 0.5}
+    costs = {"forward": [1, 2, 3, 4], "input_grad": 1, "weight_grad": 2.5, "p2p": 0.5, "held": 1.5}
     request = layout(schedule__options__costs=costs, train__steps=1).search
     assert request.placement is None
-    assert request.costs == pl.Costs((1.0, 2.0, 3.0, 4.0), 1.0, 2.5, 0.5)
+    assert request.costs == pl.Costs((1.0, 2.0, 3.0, 4.0), 1.0, 2.5, 0.5, held=1.5)
     assert layout(schedule__options__costs=costs, schedule__options__placement="loop").search.placement == (0, 1, 2, 3)
 
 

@@ -21,6 +21,7 @@ from pipeloom.traces.measured import (
     slow_stages,
     step_time,
     time_spent,
+    with_overhead,
 )
 
 
@@ -65,6 +66,41 @@ def test_costs_of_stages_are_cut_and_joined_for_another_number_of_them(
     costs = pl.Costs(forward=times, input_grad=0, weight_grad=0)
     other = pl.simulate(pl.schedules.gpipe(ranks, 2))
     assert predict_another(costs, pl.schedules.gpipe(len(times), 2), [other])[0] == pytest.approx(makespan)
+
+
+def test_all_times_of_stages_are_joined_for_another_number_of_them() -> None:
+    times = {
+        "forward": (1, 2, 3, 4),
+        "backward": (2, 2, 4, 4),
+        "recompute": (1, 1, 3, 3),
+        "parts": {"norms": (1, 0, 0, 1)},
+    }
+    joined = {"forward": (3, 7), "backward": (4, 8), "recompute": (2, 6), "parts": {"norms": (1, 1)}}
+    for part in ("", "norms"):
+        other = pl.simulate(recompute(pl.schedules.gpipe(2, 2), False, part=part))
+        simulated, _ = predict_another(pl.Costs(**times), pl.schedules.gpipe(4, 2), [other])
+        assert simulated == pl.simulate(other.schedule, pl.Costs(**joined)).makespan
+
+
+def test_the_host_takes_its_time_before_each_action_of_a_part_too() -> None:
+    """A step in which each action starts 0.5 after the one before, which two of three recomputed parts name."""
+    schedule = recompute(pl.schedules.gpipe(1, 3), False, part="norms")
+    costs = pl.Costs(2, 1, 3, parts={"norms": (0.25,)})
+    run = pl.simulate(schedule, costs)
+    late = [[time + 0.5 * at for at, time in enumerate(row)] for row in run.starts]
+    ends = [[time + 0.5 * at for at, time in enumerate(row)] for row in run.ends]
+    step = Timeline.measured(schedule, late, ends)
+    longer = with_overhead(costs_of([step]), [step])
+    assert (longer.forward, longer.input_grad, longer.weight_grad, longer.backward) == ((2.5,), (2.5,), (2.5,), (4.5,))
+    assert longer.parts == (("norms", (0.75,)),)
+
+
+def test_fitted_costs_have_the_times_of_gathers_and_sums_that_the_steps_have() -> None:
+    steps = [
+        pl.simulate(pl.schedules.gpipe(2, 2), pl.Costs(gather=(0.5, time), reduce=1.5)) for time in (0.5, 1.0, 4.0)
+    ]
+    costs = costs_of(steps)
+    assert (costs.gather, costs.reduce, costs.recompute) == ((0.5, 1.0), (1.5, 1.5), None)
 
 
 def test_costs_of_replicas_are_those_of_their_position() -> None:

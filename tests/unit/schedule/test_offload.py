@@ -268,7 +268,7 @@ def test_offload_on_a_shared_link_takes_no_longer() -> None:
 
 
 def test_links_that_do_not_fit() -> None:
-    with pytest.raises(UsageError, match="host_links has 2 numbers, and the schedule has 4 ranks"):
+    with pytest.raises(UsageError, match="host_links has 2 values and the schedule 4 ranks: give 4"):
         simulate(pl.schedules.one_f_one_b(4, 4), Costs(host_links=(0, 0)))
     with pytest.raises(UsageError, match=r"beside is 0\.5; a copy beside another takes at least 1 times as long"):
         Costs(beside=0.5)

@@ -205,8 +205,7 @@ class _Rounds:
     ) -> None:
         self.microbatches, self.costs, self.memory_limit = microbatches, costs, memory_limit
         self.before_backwards, self.before_forwards = before
-        spread = StageCosts.of(costs, 2 * ranks)
-        self.time = {"F": spread.forward, "I": spread.input_grad, "W": spread.weight_grad}
+        self.time = StageCosts(costs, 2 * ranks).by_letter("FIW")
         self.ends: dict[str, list[list[float]]] = {kind: [[] for _ in range(2 * ranks)] for kind in ("F", "I")}
         self.ranks = [_RoundsRank((rank, 2 * ranks - 1 - rank)) for rank in range(ranks)]
         # The least idle time of the worst rank that each rank assumes: the slack that it had in the construction before.

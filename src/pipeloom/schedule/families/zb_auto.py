@@ -118,12 +118,7 @@ class _Alternation:
 
     def __init__(self, ranks: int, microbatches: int, costs: Costs, memory_limit: float, rules: _RoundRules) -> None:
         self.microbatches, self.costs, self.memory_limit, self.rules = microbatches, costs, memory_limit + 1e-9, rules
-        spread = StageCosts.of(costs, ranks)
-        self.time: dict[KindName, tuple[float, ...]] = {
-            "F": spread.forward,
-            "I": spread.input_grad,
-            "W": spread.weight_grad,
-        }
+        self.time = StageCosts(costs, ranks).by_letter("FIW")
         self.activation = costs.per_stage("activation", ranks)
         self.held = costs.per_stage("held", ranks)
         self.ranks = [_AlternatingRank() for _ in range(ranks)]

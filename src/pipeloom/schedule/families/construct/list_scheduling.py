@@ -94,14 +94,8 @@ class _Growth:
     def __init__(self, problem: SchedulingProblem, rule: PriorityRule) -> None:
         stages = len(problem.placement)
         self.problem, self.rule = problem, rule
-        spread = StageCosts.of(problem.costs, stages)
         self.backward_kind: KindName = "B" if problem.fused else "I"
-        self.time: dict[KindName, tuple[float, ...]] = {
-            "F": spread.forward,
-            "I": spread.input_grad,
-            "B": spread.backward,
-            "W": spread.weight_grad,
-        }
+        self.time = StageCosts(problem.costs, stages).by_letter("FIBW")
         self.activation = problem.costs.per_stage("activation", stages)
         self.held = (0.0,) * stages if problem.fused else problem.costs.per_stage("held", stages)
         self.order = [0] * stages
