@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Real
 from operator import add, mul
 from typing import TYPE_CHECKING, Any
@@ -34,12 +34,11 @@ _TIME, _RATE = "time", "rate"
 _PER_STAGE = (0, 1), "a number, or a tuple with one number for each stage"
 _PER_PAIR = (0, 1, 2), f"{_PER_STAGE[1]}, or a matrix {{}}[stage of forward][stage of backward]"
 _NUMBER = (0,), "a number"
-_BY_NAME = (0, 1), ""  # {name: value}; these are the depths of its values
 
 
-def _cost(default: Any, holds: str = "", form: tuple[tuple[int, ...], str] = _PER_STAGE) -> Any:
-    """A field of `Costs`; `form`: the depths of its values, and these in words."""
-    return field(default=default, metadata={"holds": holds, "form": form})
+def _cost(default: Any, holds: str = "", form: tuple[tuple[Any, ...], str] = _PER_STAGE, named: bool = False) -> Any:
+    """A field of `Costs`; `form`: the depths of its values, and these in words; `named`: of {name: value}."""
+    return field(default=default, metadata={"holds": holds, "form": form, "named": named})
 
 
 def _tuple_of(each: str) -> tuple[tuple[int, ...], str]:
@@ -121,13 +120,13 @@ class Costs:
     scores_grad: PerStage = _cost(0.5, _TIME)
     broadcast: PerStage = _cost(0.0, _TIME)
     combine: PerStage = _cost(0.0, _TIME)
-    parts: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = _cost((), STAGE_TIME, _BY_NAME)
+    parts: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = _cost((), STAGE_TIME, named=True)
     microbatch: tuple[float, ...] = _cost((), form=_tuple_of("micro-batch"))
     slice_times: tuple[float, ...] = _cost((), form=_tuple_of("slice"))
     slice_sizes: tuple[float, ...] = _cost((), form=_tuple_of("slice"))
-    tensors: Mapping[str, float] | tuple[tuple[str, float], ...] = _cost((), form=((0,), ""))
-    bytes: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = _cost((), STAGE_SIZE, _BY_NAME)
-    pools: Mapping[str, str] | tuple[tuple[str, str], ...] = _cost((), form=((), ""))
+    tensors: Mapping[str, float] | tuple[tuple[str, float], ...] = _cost((), form=_NUMBER, named=True)
+    bytes: Mapping[str, PerStage] | tuple[tuple[str, PerStage], ...] = _cost((), STAGE_SIZE, named=True)
+    pools: Mapping[str, str] | tuple[tuple[str, str], ...] = _cost((), form=((None,), "the name of a pool"), named=True)
     host_bandwidth: float = _cost(math.inf, _RATE, _NUMBER)
     collective_bandwidth: float = _cost(math.inf, _RATE, _NUMBER)
     host_links: tuple[float, ...] = _cost((), form=_tuple_of("rank"))
@@ -135,21 +134,20 @@ class Costs:
 
     def __post_init__(self) -> None:
         for spec in fields(self):
-            value, (holds, (depths, words)) = getattr(self, spec.name), spec.metadata.values()
-            if not words:  # {name: value}
-                value = _sizes(spec.name, value, depths) if depths else tuple(sorted(dict(value).items()))
-                object.__setattr__(self, spec.name, value)
-            if not words or (value is None and spec.default is None):
+            value, (holds, (depths, words), named) = getattr(self, spec.name), spec.metadata.values()
+            if value is None and spec.default is None:
                 continue
-            value = _plain_tuples(value)
-            if _depth(value) not in depths:
-                raise ArgumentError(spec.name, f" is {value!r:.200}; it must be {words.format(spec.name)}")
+            value = _pairs(spec.name, value) if named else _plain_tuples(value)
             object.__setattr__(self, spec.name, value)
-            for number in _numbers(value):
-                if not (math.isfinite(number) or (holds == _RATE and number == math.inf)) or number < 0:
-                    raise ArgumentError(spec.name, f" is {number}; a cost is a finite number of at least 0")
-                if number > LARGEST_COST and holds != _RATE:
-                    raise ArgumentError(spec.name, f" is {number:g}; the largest cost is {LARGEST_COST:g}")
+            for key, each in value if named else (("", value),):
+                name = _item(spec.name, key) if named else spec.name
+                if _depth(each) not in depths:
+                    raise ArgumentError(name, f" is {each!r:.200}; it must be {words.format(name)}")
+                for number in _numbers(each):
+                    if not (math.isfinite(number) or (holds == _RATE and number == math.inf)) or number < 0:
+                        raise ArgumentError(name, f" is {number}; a cost is a finite number of at least 0")
+                    if number > LARGEST_COST and holds != _RATE:
+                        raise ArgumentError(name, f" is {number:g}; the largest cost is {LARGEST_COST:g}")
             if holds == _RATE and value == 0:
                 raise ArgumentError(spec.name, " is 0; it must be above 0")
         if self.beside < 1:
@@ -167,7 +165,7 @@ class Costs:
 
     def scaled(self, factor: float) -> Costs:
         """Return these costs with every time multiplied by `factor`, as in another unit or at another speed; sizes stay."""
-        slower = {name: getattr(self, name) / factor for name, _ in self._fields(_RATE)}
+        slower = {spec.name: getattr(self, spec.name) / factor for spec in self._fields(_RATE)}
         return replace(self.changed(_times(factor), STAGE_TIME, _TIME), **slower)
 
     def resized(self, factor: float) -> Costs:
@@ -182,22 +180,26 @@ class Costs:
             contents: STAGE_TIME, STAGE_SIZE and STAGE_SHARE; all that belongs to stages of layers if there are none.
         """
         values: dict[str, Any] = {}
-        for name, (_, words) in self._fields(*(contents or (STAGE_TIME, STAGE_SIZE, STAGE_SHARE))):
-            value = getattr(self, name)
-            if not words:
-                values[name] = {key: change(f"{name}[{key!r:.100}]", each) for key, each in value}
+        for spec in self._fields(*(contents or (STAGE_TIME, STAGE_SIZE, STAGE_SHARE))):
+            value = getattr(self, spec.name)
+            if spec.metadata["named"]:
+                values[spec.name] = {key: change(_item(spec.name, key), each) for key, each in value}
             elif value is not None:
-                values[name] = change(name, value)
+                values[spec.name] = change(spec.name, value)
         return replace(self, **values)
 
     @classmethod
-    def _fields(cls, *contents: str) -> list[tuple[str, tuple[tuple[int, ...], str]]]:
-        return [(spec.name, spec.metadata["form"]) for spec in fields(cls) if spec.metadata["holds"] in contents]
+    def _fields(cls, *contents: str) -> list[Field[Any]]:
+        return [spec for spec in fields(cls) if spec.metadata["holds"] in contents]
 
     def stage_times(self) -> list[str]:
         """Return the names of the times of a stage that are given, without those of pairs and parts."""
-        names = (name for name, form in self._fields(STAGE_TIME) if form == _PER_STAGE)
-        return [name for name in names if getattr(self, name) is not None]
+        specs = (
+            spec
+            for spec in self._fields(STAGE_TIME)
+            if spec.metadata["form"] == _PER_STAGE and not spec.metadata["named"]
+        )
+        return [spec.name for spec in specs if getattr(self, spec.name) is not None]
 
     def per_stage(self, name: str, stages: int) -> tuple[float, ...]:
         """The value called `name` as one number per stage; raises UsageError when there is not one for each."""
@@ -503,21 +505,19 @@ def _times(factor: float) -> Callable[[str, Any], Any]:
     return times
 
 
-def _sizes(field: str, sizes: Any, depths: tuple[int, ...]) -> tuple[tuple[str, Any], ...]:
-    """The sizes by name of a field as sorted pairs. Raises UsageError for anything but names with sizes of such a depth."""
-    shape = "; it must give each name its size, as in {'skip': 2.0}"
+def _pairs(field: str, sizes: Any) -> tuple[tuple[str, Any], ...]:
+    """The values by name of a field as sorted pairs. Raises ArgumentError for anything else."""
     try:
-        pairs = [(name, _plain_tuples(size)) for name, size in (sizes.items() if isinstance(sizes, Mapping) else sizes)]
+        pairs: dict[Any, Any] = dict(sizes)
     except (TypeError, ValueError):
-        raise ArgumentError(field, f" is {sizes!r:.200}{shape}") from None
-    for name, size in pairs:
-        if (
-            not isinstance(name, str)
-            or _depth(size) not in depths
-            or not all(0 <= n <= LARGEST_COST for n in _numbers(size))
-        ):
-            raise ArgumentError(field, f" has {name!r:.100}: {size!r:.100}{shape}, from 0 to {LARGEST_COST:g}")
-    return tuple(sorted(dict(pairs).items()))
+        pairs = {None: sizes}
+    if not all(isinstance(name, str) for name in pairs):
+        raise ArgumentError(field, f" is {sizes!r:.200}; it must give each name its value, as in {{'skip': 2.0}}")
+    return tuple(sorted((name, _plain_tuples(size)) for name, size in pairs.items()))
+
+
+def _item(field: str, name: str) -> str:
+    return f"{field}[{name!r:.100}]"
 
 
 def _plain_tuples(value: Any) -> Any:
@@ -537,7 +537,7 @@ def _depth(value: Any) -> int | None:
 def _numbers(value: Any) -> Iterator[float]:
     if isinstance(value, Real):
         yield float(value)
-    else:
+    elif isinstance(value, tuple):
         for item in value:
             yield from _numbers(item)
 
