@@ -50,12 +50,8 @@ def _searched(planner: Planner, prediction: LayoutCosts, memory: float, seconds:
     sizes = {name: costs.bytes_in("device", start.stages)[name] for name in (SAVED, PENDING, "temporaries")}
     held = tuple(late / whole if whole else 0.0 for late, whole in zip(sizes[PENDING], sizes[SAVED], strict=True))
     largest = max(costs.slice_sizes, default=1.0)
-    unit = replace(costs, activation=sizes[SAVED], held=held, bytes=(), slice_times=(), slice_sizes=())
-    unit = replace(
-        unit.resized(1 / slices),
-        message=costs.message / slices,
-        activation=tuple(largest * size for size in sizes[SAVED]),
-    )
+    activation = tuple(largest * size for size in sizes[SAVED])
+    unit = replace(costs.even(1 / slices), activation=activation, held=held, bytes=())
     limits = [
         (memory - runtime.overhead - rank.standing) / (1 + runtime.margin)
         - max(sizes["temporaries"][stage] for stage in mine)

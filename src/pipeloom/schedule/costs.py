@@ -172,6 +172,11 @@ class Costs:
         """Return the costs of stages `factor` times as large: their times, activations and bytes; not S, T, hops and messages."""
         return self.changed(_times(factor), STAGE_TIME, STAGE_SIZE)
 
+    def even(self, factor: float) -> Costs:
+        """Return the costs of micro-batches or slices that are all alike, `factor` times as large, messages too."""
+        alike = replace(self, message=self.message * factor, microbatch=(), slice_times=(), slice_sizes=())
+        return alike.resized(factor)
+
     def changed(self, change: Callable[[str, Any], Any], *contents: str) -> Costs:
         """Return these costs with `change(name, value)` for each value given in the fields with these contents.
 

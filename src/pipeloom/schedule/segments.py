@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import add
 from typing import Any, Literal, NamedTuple
 
 from pipeloom.errors import UsageError
@@ -200,26 +201,23 @@ class SegmentCosts:
         F and I alone are their segments one after the other; B alone hides all-to-all behind W where `split`. `all_to_all` is
         the communication's share of F + I.
         """
-        forward, input_grad, weight_grad, backward, talk = [], [], [], [], []
-        for layers in self.stages:
-            forward.append(length(run_block(layers, ())))
-            input_grad.append(length(run_block((), layers, "later")))
-            weight_grad.append(sum(layer.attention.weight_grad + layer.experts.weight_grad for layer in layers))
-            backward.append(length(run_block((), layers, self._weights)))
-            moved = sum(layer.dispatch + layer.combine + sum(layer.backward_talk) for layer in layers)
-            whole = forward[-1] + input_grad[-1]
-            talk.append(moved / whole if whole else 0.0)
+        forward = [length(run_block(layers, ())) for layers in self.stages]
+        input_grad = [length(run_block((), layers, "later")) for layers in self.stages]
+        talk = [sum(x.dispatch + x.combine + sum(x.backward_talk) for x in layers) for layers in self.stages]
+        whole = map(add, forward, input_grad)
         count = range(len(self.stages))
-        return replace(
-            Costs(**others),
-            forward=_spread(forward),
-            input_grad=_spread(input_grad),
-            weight_grad=_spread(weight_grad),
-            backward=_spread(backward),
-            all_to_all=_spread(talk),
-            pair=_spread([tuple(self.pair(s, t) for t in count) for s in count]),
-            pair_split=_spread([tuple(self.pair(s, t, False) for t in count) for s in count]),
-        )
+        times: dict[str, Sequence[Any]] = {
+            "forward": forward,
+            "input_grad": input_grad,
+            "weight_grad": [
+                sum(x.attention.weight_grad + x.experts.weight_grad for x in layers) for layers in self.stages
+            ],
+            "backward": [length(run_block((), layers, self._weights)) for layers in self.stages],
+            "all_to_all": [moved / time if time else 0.0 for moved, time in zip(talk, whole, strict=True)],
+            "pair": [tuple(self.pair(s, t) for t in count) for s in count],
+            "pair_split": [tuple(self.pair(s, t, False) for t in count) for s in count],
+        }
+        return replace(Costs(**others), **{name: _spread(values) for name, values in times.items()})
 
 
 def _spread(values: Sequence[Any]) -> Any:

@@ -96,7 +96,7 @@ class Instance:
         factors, costs = self.factors, self.costs
         mean, largest = sum(factors) / len(factors), max(factors)
         size = largest / mean if mean else 1.0
-        alike = replace(costs, microbatch=(), message=costs.message * mean).resized(mean)
+        alike = costs.even(mean)
         activation = alike.activation
         larger = tuple(a * size for a in activation) if isinstance(activation, tuple) else activation * size
         return replace(self, costs=replace(alike, activation=larger), order=())

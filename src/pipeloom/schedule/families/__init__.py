@@ -8,7 +8,6 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +136,7 @@ def build(
         require_slices(slices)
         arguments["microbatches"] *= slices
         if "costs" in parameters and (costs is not None or slices > 1):
-            arguments["costs"] = costs if slices == 1 else _costs_of_slices(costs or Costs(), slices)
+            arguments["costs"] = costs if slices == 1 else (costs or Costs()).even(1 / slices)
         schedule = run_user_code(name, "schedule", lambda: family(**arguments)) if ":" in name else family(**arguments)
     if not isinstance(schedule, Schedule):
         raise UsageError(f"{name} returned {type(schedule).__name__}, not a Schedule")
@@ -148,13 +147,6 @@ def build(
     if slices > 1:
         schedule = by_slices(schedule, slices)
     return split_cooldown(schedule, costs) if cooldown == "split" else schedule
-
-
-def _costs_of_slices(costs: Costs, slices: int) -> Costs:
-    """Return the mean costs of a slice, for families that plan its order as that of a micro-batch."""
-    return replace(
-        costs.resized(1 / slices), message=costs.message / slices, microbatch=(), slice_times=(), slice_sizes=()
-    )
 
 
 def _parameters(name: str, family: Family) -> Mapping[str, inspect.Parameter]:
