@@ -105,6 +105,9 @@ def check_values() -> None:
         pl.ScheduleError, match="nothing frees what is kept apart of stage 0 micro-batch 0, which 0MARK0 leaves"
     ):
         checked("0F0", "0MARK0", "0B0")
+    pl.register_kind(pl.Kind("PROBE", "probe", time="forward"), execute=lambda modules, microbatch: None)
+    probed = pl.Timeline.measured(checked("0F0", "0PROBE0", "0B0").schedule, ((0, 2, 3),), ((2, 3, 5),))
+    assert probed.costs.forward == (2,)  # without the probe's, whose time is that of a forward in a simulation
     # The hash of micro-batch 0 begins when the gradients exist and computation goes on beside it; the next one waits for it.
     timeline = checked("0F0", "0F1", "0B0", "0HASH0", "0B1", "0HASH1", microbatches=2)
     assert timeline.starts == ((0, 1, 2, 4, 4, 8),)

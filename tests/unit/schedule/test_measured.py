@@ -80,6 +80,7 @@ def test_all_times_of_stages_are_joined_for_another_number_of_them() -> None:
         other = pl.simulate(recompute(pl.schedules.gpipe(2, 2), False, part=part))
         simulated, _ = predict_another(pl.Costs(**times), pl.schedules.gpipe(4, 2), [other])
         assert simulated == pl.simulate(other.schedule, pl.Costs(**joined)).makespan
+    assert predict_another(pl.Costs(1, 0, 0), pl.schedules.gpipe(4, 2), [pl.simulate(pl.schedules.gpipe(2, 2))])[0] == 6
 
 
 def test_the_host_takes_its_time_before_each_action_of_a_part_too() -> None:
@@ -90,9 +91,9 @@ def test_the_host_takes_its_time_before_each_action_of_a_part_too() -> None:
     late = [[time + 0.5 * at for at, time in enumerate(row)] for row in run.starts]
     ends = [[time + 0.5 * at for at, time in enumerate(row)] for row in run.ends]
     step = Timeline.measured(schedule, late, ends)
-    longer = with_overhead(costs_of([step]), [step])
+    longer = with_overhead(replace(costs_of([step]), p2p=2.0), [step])
     assert (longer.forward, longer.input_grad, longer.weight_grad, longer.backward) == ((2.5,), (2.5,), (2.5,), (4.5,))
-    assert longer.parts == (("norms", (0.75,)),)
+    assert (longer.parts, longer.p2p) == ((("norms", (0.75,)),), 1.5)
 
 
 def test_fitted_costs_have_the_times_of_gathers_and_sums_that_the_steps_have() -> None:
@@ -101,6 +102,7 @@ def test_fitted_costs_have_the_times_of_gathers_and_sums_that_the_steps_have() -
     ]
     costs = costs_of(steps)
     assert (costs.gather, costs.reduce, costs.recompute) == ((0.5, 1.0), (1.5, 1.5), None)
+    assert costs_of([*steps, pl.simulate(steps[0].schedule)]).gather is None
 
 
 def test_costs_of_replicas_are_those_of_their_position() -> None:

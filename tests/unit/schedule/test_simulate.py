@@ -166,6 +166,11 @@ def test_costs_refuse(make: object, words: str) -> None:
         make()  # type: ignore[operator]
 
 
+def test_costs_of_slices_and_of_mean_micro_batches() -> None:
+    costs = Costs((1, 2), 3, 4, 0.5, message=8, microbatch=(1, 3), slice_times=(0.25, 0.75), slice_sizes=(0.5, 0.5))
+    assert costs.even(0.5) == Costs((0.5, 1), 1.5, 2, 0.5, message=4, activation=0.5)
+
+
 def test_resized_costs() -> None:
     half = Costs((1, 2), 3, 4, 0.5, activation=8, pair=6, parts={"norms": (2, 4)}, bytes={"saved": 6}).resized(0.5)
     assert half == Costs((0.5, 1), 1.5, 2, 0.5, activation=4, pair=3, parts={"norms": (1, 2)}, bytes={"saved": 3})

@@ -329,9 +329,9 @@ def test_gradients_of_rows_come_in_the_order_of_backwards() -> None:
 
 def test_costs_of_layers_are_0_on_stages_of_shares_those_of_pairs_too() -> None:
     schedule = transformed(build("1f1b", 2, 4), ["vocabulary=two"])
-    costs = Costs(forward=(1, 2), pair=(3, 4), pair_split=((5, 6), (7, 8)), held=0.5, parts={"norms": (1, 2)})
+    costs = Costs(forward=(1, 2), pair=(3, 4), pair_split=((5, 6), (7, 8)), held=(0.5, 1), parts={"norms": (1, 2)})
     longer = costs_of_all(costs, schedule)
     assert longer.per_stage("forward", 4) == (1, 2, 0, 0)
     assert longer.per_pair("pair", 4) == ((3,) * 4, (4,) * 4, (0,) * 4, (0,) * 4)
     assert longer.per_pair("pair_split", 4) == ((5, 6, 0, 0), (7, 8, 0, 0), (0,) * 4, (0,) * 4)
-    assert (longer.held, longer.parts) == (0.5, (("norms", (1, 2, 0, 0)),))
+    assert (longer.held, longer.parts) == ((0.5, 1, 0, 0), (("norms", (1, 2, 0, 0)),))
