@@ -10,7 +10,7 @@ from operator import add, mul
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.errors import ArgumentError, CapacityError, UsageError
-from pipeloom.schedule.actions import COMPUTE, GRADS, KEPT, OUTPUT, PARAMS, PENDING, SAVED, TIMES, kind_of, together, whole_of
+from pipeloom.schedule.actions import COMPUTE, GRADS, KEPT, OUTPUT, PARAMS, PENDING, SAVED, kind_of, together, whole_of
 from pipeloom.schedule.model import Schedule
 
 LARGEST_COST = (
@@ -197,14 +197,11 @@ class Costs:
     def _fields(cls, *contents: str) -> list[Field[Any]]:
         return [spec for spec in fields(cls) if spec.metadata["holds"] in contents]
 
-    def stage_times(self) -> list[str]:
-        """Return the names of the times of a stage that are given, without those of pairs and parts."""
-        specs = (
-            spec
-            for spec in self._fields(STAGE_TIME)
-            if spec.metadata["form"] == _PER_STAGE and not spec.metadata["named"]
-        )
-        return [spec.name for spec in specs if getattr(self, spec.name) is not None]
+    def stage_times(self, *more: str) -> list[str]:
+        """Return the names of the times of a stage of layers, or with `more` contents, that are given; not of pairs and parts."""
+        plain = [spec for spec in self._fields(STAGE_TIME, *more) if not spec.metadata["named"]]
+        alone = (spec.name for spec in plain if spec.metadata["form"] == _PER_STAGE)
+        return [name for name in alone if getattr(self, name) is not None]
 
     def per_stage(self, name: str, stages: int) -> tuple[float, ...]:
         """The value called `name` as one number per stage; raises UsageError when there is not one for each."""
@@ -344,7 +341,7 @@ class Costs:
 class StageCosts:
     """Costs spread over the stages of one schedule, for the simulator and the bounds.
 
-    An attribute for each name in `TIMES`: stage -> the time; `parts`: part -> stage -> the time of R of this part.
+    An attribute for each time that a `Kind` names: stage -> the time; `parts`: part -> stage -> the time of R of this part.
     """
 
     if TYPE_CHECKING:
@@ -355,8 +352,7 @@ class StageCosts:
         def total(first: str, second: str) -> tuple[float, ...]:
             return tuple(map(add, times[first], times[second]))
 
-        given = (name for name in TIMES if getattr(costs, name, None) is not None)
-        times = {name: costs.per_stage(name, stages) for name in given}
+        times = {name: costs.per_stage(name, stages) for name in costs.stage_times(_TIME)}
         times.setdefault("backward", total("input_grad", "weight_grad"))
         times.setdefault("recompute", times["forward"])
         for name, amounts in ("gather", PARAMS), ("reduce", GRADS):
