@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeloom import schedules
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule import Costs, Schedule, Timeline, check, lower_bound, period, simulate
-from pipeloom.schedule.actions import TIMES
+from pipeloom.schedule.actions import TIMES as NAMES_OF_TIMES
 from pipeloom.schedule.costs import StageCosts
 from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.transforms import transformed, unpair
@@ -171,7 +171,7 @@ def test_costs_refuse(make: object, words: str) -> None:
 def test_costs_of_stages_have_each_time_that_a_kind_names() -> None:
     times = {name: (at + 1.0, at + 2.0) for at, name in enumerate(("backward", "gather", "scores", "combine"))}
     spread = StageCosts(Costs((1, 2), 3, 4, **times), 2)
-    assert vars(spread).keys() == {*TIMES, "parts"}
+    assert vars(spread).keys() == {*NAMES_OF_TIMES, "parts"}
     assert {name: spread.time_of(name) for name in times} == times
     assert (spread.forward, spread.input_grad, spread.recompute_backward) == ((1, 2), (3, 3), (2, 4))
 
