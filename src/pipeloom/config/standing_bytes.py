@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -60,6 +61,28 @@ def summed_over_slices(layout: Layout, stage: int, state: float) -> float:
     cells = (action for program in schedule.programs for cell in program for action in parts(cell))
     on_host = any(action.kind == "OKEPT" and action.stage == stage for action in cells)
     return 0.0 if on_host or schedule.slices == 1 else state * sizes["grads"] / sizes["params"]
+
+
+def summed_over_ranks(layout: Layout) -> list[float]:
+    """Return rank -> bytes beside the gradients while those of weights that other pipeline ranks hold too are summed.
+
+    The step's last action has ended then. Each holder has a copy of its own, and those of the others (`tied_weights.sum_over`).
+    """
+    schedule, model, mesh = layout.schedule, layout.config.model, layout.mesh
+    tied = model.vocab_size * model.hidden_size / mesh.tp * (model.tie_word_embeddings and not schedule.vocabulary)
+    layers = [
+        (size.parameters - size.experts) / mesh.tp + size.experts / mesh.ep for size in stage_sizes(layout.config)
+    ]
+    places = list(zip(schedule.position_of, schedule.placement, strict=True))
+    holders = [frozenset(rank for at, rank in places if at == position) for position in range(schedule.positions)]
+    summed = defaultdict[frozenset[int], float](float, {holders[0] | holders[-1]: tied})  # holders -> parameters
+    for position, (start, end) in enumerate(pairwise([0, *accumulate(layout.stage_layers)])):
+        summed[holders[position]] += sum(layers[start:end]) - tied * [0, schedule.positions - 1].count(position)
+    size = element_bytes(layout.config)["grads"] * (not layout.config.lora.r)  # those of adapters are small
+    shared = {ranks: len(ranks) * size * count for ranks, count in summed.items() if len(ranks) > 1}
+    return [
+        max((each for ranks, each in shared.items() if rank in ranks), default=0.0) for rank in range(schedule.ranks)
+    ]
 
 
 def rank_parameters(layout: Layout) -> list[int]:

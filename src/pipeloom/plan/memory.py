@@ -176,6 +176,7 @@ def at_peaks(
     slices: Sequence[float] = (),
     *,
     from_first: bool = False,
+    at_end: Sequence[float] = (),
 ) -> dict[str, tuple[float, ...]]:
     """Return what is there at each rank's peak: temporaries and messages, at its first stage, and each stage's gradients.
 
@@ -185,6 +186,7 @@ def at_peaks(
         messages: each rank's.
         slices: as for `peak`.
         from_first: a stage's gradients exist from its first weight gradient on, and not from the step's start.
+        at_end: of each rank besides what is there for the whole step, when its last action has ended.
     """
     schedule, factors = timeline.schedule, timeline.costs.factors(timeline.schedule.microbatches)
     temporaries, moved, present = [0.0] * len(stages), [0.0] * len(stages), list(gradients)
@@ -194,6 +196,9 @@ def at_peaks(
         absent = {number: gradients[number] * from_first for number in mine}
         summed = most = message = 0.0  # gradients of keys and values; all bytes at the peak, and those of messages
         missing = dict(absent)
+        if at_end and at_end[rank]:
+            message, missing = entries.buffers, dict.fromkeys(mine, 0.0)
+            most = levels[-1] + at_end[rank] + message
         for position, cell in enumerate(schedule.programs[rank]):
             start, end = timeline.starts[rank][position], timeline.ends[rank][position]
             before, extra, added = bisect_right(times, start), 0.0, 0.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from pipeloom.config import Config, Layout
-from pipeloom.config.standing_bytes import element_bytes, spans, summed_over_slices, with_embedding
+from pipeloom.config.standing_bytes import element_bytes, spans, summed_over_ranks, summed_over_slices, with_embedding
 from pipeloom.config.volume import boundary_bytes
 from pipeloom.errors import UsageError
 from pipeloom.plan.layout import PlannedLayout, problems
@@ -160,8 +160,11 @@ def _bytes(
     for stage, memory in enumerate(activations):
         counts = parameters_of(groups[stage], has_embedding=stage in ties)
         held = list(zip(counts, (replicas, planned.expert_replicas), strict=True))
-        weights, gradients, optimizer, _ = state_bytes(held, 0.0, planned, runtime)
-        whole, summed, _, _ = state_bytes(held, 0.0, replace(planned, zero=0), runtime)
+        trained = [(_adapters(layout, groups[stage]), replicas)] if layout.config.lora.r else held
+        frozen = [*held, *trained] if layout.config.lora.r else held
+        weights, whole = (state_bytes(frozen, 0.0, each, runtime)[0] for each in (planned, replace(planned, zero=0)))
+        _, gradients, optimizer, _ = state_bytes(trained, 0.0, planned, runtime)
+        summed = state_bytes(trained, 0.0, replace(planned, zero=0), runtime)[1]
         shards = {"shards": weights} if planned.zero == 3 else {}
         shards |= {"grad_shards": gradients} if planned.zero >= 2 else {}
         state = {"params": whole, "grads": summed, "optimizer": optimizer} | shards
@@ -193,7 +196,15 @@ def with_temporaries(layout: Layout, timeline: Timeline, stages: Sequence[StageM
     """Return the timeline with what is there at each rank's peak besides its bytes: temporaries, messages, gradients."""
     sizes = timeline.costs.bytes_in(DEVICE, layout.schedule.stages)
     shares = layout.cuts.sizes if layout.cuts is not None else ()
-    there = at_peaks(timeline, stages, sizes["grads"], layout_messages(layout), shares, from_first=not has_sums(layout))
+    there = at_peaks(
+        timeline,
+        stages,
+        sizes["grads"],
+        layout_messages(layout),
+        shares,
+        from_first=not has_sums(layout),
+        at_end=summed_over_ranks(layout),
+    )
     return replace(timeline, costs=replace(timeline.costs, bytes=sizes | there))
 
 
@@ -260,6 +271,16 @@ def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> Sta
         extra_input=max(0.0, memory.extra_input - layer, plain.extra_input * mixed),
         summed=summed_over_slices(layout, stage, sum(_keys_and_values(layer) for layer in layers)),
     )
+
+
+def _adapters(layout: Layout, layers: Sequence[LayerOps]) -> float:
+    """Return about as many parameters as adapters of every product in the blocks have, of which one side is the hidden state.
+
+    What reads one input is one product here, such as q, k and v: an input's factor for each of them is left out.
+    """
+    rank, hidden = layout.config.lora.r, layout.config.model.hidden_size
+    products = [op for layer in layers if layer.kind in "tm" for op in layer.ops if op.deferred]
+    return sum(rank * (hidden + size / hidden) * count for op in products for size, count in op.weights)
 
 
 def _keys_and_values(layer: LayerOps) -> float:

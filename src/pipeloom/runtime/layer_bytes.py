@@ -46,7 +46,9 @@ class LayerBytes:
         state: what the layer keeps of slices for later ones, such as keys and values; part of what is saved, too.
         again: whether the layer is recomputed in its backward.
         loss: those of `saved` that the loss saves, which then is not recomputed.
-        parts: name of a part of the layer -> those of `saved` that are not held from F on where an R of the part makes them.
+        parts: name of a part of the layer, or of several together (`mlp+norms`) -> those of `saved` that are not held from F on
+            where R of them make them.
+        trained: parameters that are trained, a number; with adapters, these alone.
     """
 
     saved: float
@@ -63,12 +65,15 @@ class LayerBytes:
     again: bool = False
     loss: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
+    trained: int = 0
 
     def scaled(self, factor: float) -> LayerBytes:
         """Return these bytes times `factor`."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         scaled = {name: value * factor for name, value in values.items() if not isinstance(value, (bool, Mapping))}
-        return replace(self, **scaled, parts={name: size * factor for name, size in self.parts.items()})
+        return replace(
+            self, **scaled | {"trained": self.trained}, parts={name: size * factor for name, size in self.parts.items()}
+        )
 
 
 def measured_layer(
@@ -305,7 +310,7 @@ def _values(layers: Sequence[LayerBytes], first: bool, blocks: bool, whole: bool
     # While a layer is recomputed, what those behind it held is gone; what W reads of them is there.
     gone = [levels[-1] - level for level in levels[1:]]
     pending = list(accumulate((each.pending for each in reversed(layers)), initial=0.0))[-2::-1]
-    layer = max((again - left for again, left in zip(rebuilt, gone, strict=True) if again), default=0.0)
+    layer = max((0.0, *(again - left for again, left in zip(rebuilt, gone, strict=True))))
     rises, split_rises = (
         [
             again + max(0.0 if again else each.forward, each.split + waiting if split else each.backward) - left

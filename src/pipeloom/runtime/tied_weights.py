@@ -166,8 +166,11 @@ def sum_over(
             works.append(call([tensor], other, Tag.TIED_WEIGHT))
     for work in works:
         work.wait()
-    everyone = [_unflatten(received[holder].to(whole[0].device), [*whole, marks]) for holder in holders]
-    *sums, marks = [sum(terms[1:], start=terms[0]) for terms in zip(*everyone, strict=True)]
+    first, *others = (_unflatten(received[holder].to(whole[0].device), [*whole, marks]) for holder in holders)
+    for terms in others:  # in place, in one of the copies
+        for total, term in zip(first, terms, strict=True):
+            total.add_(term)
+    *sums, marks = first
     if all(part is not None for part in parts):
         return list(sums)
     return [each if mark else None for each, mark in zip(sums, marks.tolist(), strict=True)]
@@ -180,8 +183,9 @@ def _flatten(values: Sequence[Tensor]) -> Tensor:
 
 def _unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     pieces = torch.split(flat, [value.nbytes for value in like])
-    # Copies, which are aligned for every dtype.
-    return [piece.clone().view(value.dtype).view(value.shape) for piece, value in zip(pieces, like, strict=True)]
+    # A dtype cannot begin at every byte: a copy can.
+    aligned = (p.clone() if p.storage_offset() % v.itemsize else p for p, v in zip(pieces, like, strict=True))
+    return [piece.view(value.dtype).view(value.shape) for piece, value in zip(aligned, like, strict=True)]
 
 
 Groups = list[tuple[str, ...]]

@@ -19,6 +19,7 @@ from pipeloom import checkpoint
 from pipeloom.config import load, load_layout
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.models.lora import is_adapter
+from pipeloom.plan.run import predicted as planned_run
 from pipeloom.runtime import Pipeline
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.manifest import read_manifest
@@ -26,6 +27,7 @@ from pipeloom.train.hub import conversion as hub
 from pipeloom.train.hub.generate import open_model, open_pipeline
 from pipeloom.train.hub.lora_files import base_weights, begin_weights, require_targets
 from pipeloom.train.optimizer import Optimizer
+from pipeloom.train.report.step_bytes import predicted
 from processes import run_ranks
 
 WIDE = {"train.dtype": "float64"}  # AdamW's first steps have the size of the rate whatever the gradient's
@@ -249,3 +251,26 @@ def test_a_tied_weight_is_not_merged_and_a_whole_model_has_nothing_to_merge(tmp_
     saved({"model.source": str(tmp_path / "hub")}, tmp_path / "run", 1)
     with pytest.raises(ConfigError, match="holds no adapters to merge"):
         hub.export(tmp_path / "run", tmp_path / "out", merge=True)
+
+
+def test_predicted_bytes_have_gradients_and_moments_of_the_adapters_alone(tmp_path: Path) -> None:
+    written(tmp_path / "base")
+    flags = {"model.source": str(tmp_path / "base"), "lora.r": 2, "parallel.pp": 1, "schedule.name": "1f1b"}
+    _, pipeline, _ = build(flags)
+    layout = load_layout(None, {**FLAGS, **flags})
+    parameters = [parameter for _, parameter in pipeline.named_parameters()]
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    (rank,) = predicted(layout)[1]
+    assert 0 < trained < sum(parameter.numel() for parameter in parameters) / 2
+    assert rank.standing == sum(parameter.nbytes for parameter in parameters) + trained * (4 + 8)
+    assert planned_run(layout).ranks[0].standing - rank.messages == pytest.approx(rank.standing, rel=0.06)
+    pipeline.close()
+
+
+def test_bytes_under_a_large_output_layer_are_predicted(tmp_path: Path) -> None:
+    """When a block is recomputed, the logits are gone, which are more than it makes again."""
+    written(tmp_path / "base")
+    flags = {"model.source": str(tmp_path / "base"), "lora.r": 2, "parallel.pp": 2, "schedule.name": "zbv"}
+    layout = load_layout(None, {**FLAGS, **flags, "train.recompute": "full"})
+    sizes = predicted(layout)[0].bytes_in("device", layout.schedule.stages)
+    assert all(size >= 0 for size in sizes["layer"])

@@ -52,6 +52,11 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "1f1b, bf16": ("1f1b", 4, {"train.dtype": "bfloat16"}),
     "zbv, uneven, gloo": ("zbv", 4, UNEVEN | {"schedule.transport": "individual"}),
     "1f1b, tied": ("1f1b", 4, {"model.tie_word_embeddings": True}),
+    # The sum of the tied weight's gradients, when the step has ended, is the peak of both ranks.
+    "1f1b, tied and large": (
+        *("1f1b", 4),
+        GLOO | {"model.tie_word_embeddings": True, "model.vocab_size": 8192, "train.seq_len": 16},
+    ),
     "1f1b, gloo": ("1f1b", 4, {"schedule.transport": "individual"}),
     "1f1b, experts": ("1f1b", 4, EXPERTS),
     "1f1b, R blocks": ("1f1b", 4, BLOCK),

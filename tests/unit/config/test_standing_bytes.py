@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeloom.config import load_layout
-from pipeloom.config.standing_bytes import stage_parameters, summed_over_slices, with_embedding
+from pipeloom.config.standing_bytes import stage_parameters, summed_over_ranks, summed_over_slices, with_embedding
 from pipeloom.plan.run import predicted
 
 
@@ -26,3 +26,21 @@ def test_a_tied_output_layer_has_no_weight_of_its_own_beside_the_embedding() -> 
     assert stage_parameters(apart)[3] - stage_parameters(vee)[3] == table
     planned = [sum(each.parameters for each in predicted(layout).ranks) for layout in (apart, vee)]
     assert planned[0] - planned[1] == 4 * table
+
+
+def test_sums_over_ranks_hold_a_copy_of_each_holder() -> None:
+    """Of a tied weight those of the first and the last rank, in fp32; of two routes those of all weights; else nothing."""
+    tied = {"model.tie_word_embeddings": True, "parallel.pp": 4, "schedule.microbatches": 8}
+    model = load_layout("tiny", {"schedule.name": "1f1b", **tied}).config.model
+    sum_of_two = 2 * 4 * model.vocab_size * model.hidden_size
+    assert summed_over_ranks(load_layout("tiny", {"schedule.name": "1f1b", **tied})) == [sum_of_two, 0, 0, sum_of_two]
+    assert (
+        summed_over_ranks(load_layout("tiny", {"schedule.name": "1f1b"} | tied | {"train.dtype": "bfloat16"}))[0]
+        == sum_of_two
+    )
+    assert (
+        summed_over_ranks(load_layout("tiny", {"schedule.name": "zbv", "model.num_hidden_layers": 8, **tied}))
+        == [0] * 4
+    )
+    layout = load_layout("tiny", {"schedule.name": "dualpipe", "parallel.pp": 2, "schedule.microbatches": 4})
+    assert summed_over_ranks(layout) == [2 * 4 * sum(stage_parameters(layout)[:2])] * 2

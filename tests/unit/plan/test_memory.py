@@ -111,6 +111,12 @@ def test_gradients_count_from_a_stages_first_weight_gradient():
     assert at_peak(schedule, stages, 9.0) == pytest.approx([52.0])
 
 
+def test_sums_at_the_steps_end_count_beside_all_gradients():
+    schedule, stages = build("gpipe", 1, 4), [StageMemory(10.0, 0.0, 3.0)]
+    for at_end, most in (10.0, 133.0), (40.0, 140.0):
+        assert at_peak(schedule, stages, 100.0, from_first=True, at_end=[at_end]) == pytest.approx([most])
+
+
 @pytest.mark.parametrize(("name", "temporary"), [("1f1b", 3.0), ("zb-h1", 50.0)])
 def test_an_i_has_temporaries_of_its_own(name, temporary):
     stages = [StageMemory(10.0, 4.0, 3.0, extra_input=50.0)]

@@ -44,3 +44,10 @@ def test_equal_parts_are_whole_layers() -> None:
     assert sizes["saved:2/2"] == (100, 50)
     assert sizes["saved:norms"] == (80, 80)
     assert sizes["saved:2/2+norms"] == (100 + 40, 50 + 80)
+
+
+def test_a_block_that_makes_less_than_has_gone_holds_nothing_more() -> None:
+    """The output layer, which is not recomputed, saves 100; they are gone when the block makes its 10 again."""
+    schedule = Schedule.of([["0F0", "(0R0;0B0)"]], placement=[0], microbatches=1)
+    layers = LayerBytes(saved=10, input=1, again=True), LayerBytes(saved=100, input=1)
+    assert stage_bytes(schedule, [layers])["layer"] == (0,)

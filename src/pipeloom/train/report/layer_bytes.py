@@ -123,7 +123,8 @@ def measured_in(layout: Layout, layer: Layer, x: Tensor, last: bool) -> tuple[La
     with _Shapes():
         measured, output = measured_layer(module, (x,), keywords, loss, layout.schedule.splits_backward, sums)
     state = sum(each.nbytes for piece in history.pieces.values() for each in piece.on_device)
-    measured = replace(measured, state=float(state))
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    measured = replace(measured, state=float(state), trained=trained)
     if last:
         return measured, x
     return measured, torch.empty_like(_single(names.taken_from(output, {})[0])).requires_grad_()

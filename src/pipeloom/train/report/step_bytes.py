@@ -72,16 +72,23 @@ def predicted_costs(layout: Layout, layers: Sequence[LayerBytes], device: str = 
         )
         for stage in stages:
             unsaved[stage] = max(0.0, unsaved[stage] - temporary[stages[0]])
-    costs = _lasting_costs(layout, amounts)
+    costs = _lasting_costs(layout, layers, amounts)
     of_ranks = {"messages": tuple(messages), "temporary": tuple(temporary), "forward": tuple(unsaved)}
     return replace(costs, bytes=dict(costs.bytes) | of_ranks)
 
 
-def _lasting_costs(layout: Layout, amounts: Mapping[str, tuple[float, ...]]) -> Costs:
+def _lasting_costs(layout: Layout, layers: Sequence[LayerBytes], amounts: Mapping[str, tuple[float, ...]]) -> Costs:
     """Return costs with the bytes of each stage, without messages and temporaries of backwards."""
     counts, largest = stage_parameters(layout), max(layout.microbatch_sizes)
     moving = {name: sizes for name, sizes in amounts.items() if not name.startswith("temporary")}
     standing = {name: tuple(size * count for count in counts) for name, size in element_bytes(layout.config).items()}
+    if layout.config.lora.r:  # weights are frozen, and adapters come beside them
+        trained = [
+            sum(layer.trained for layer in layers[slice(*span)]) for span in spans(layout.schedule, layout.stage_layers)
+        ]
+        for name, size in element_bytes(layout.config).items():
+            frozen = standing[name] if name == "params" else (0.0,) * len(trained)
+            standing[name] = tuple(size * count + more for count, more in zip(trained, frozen, strict=True))
     costs = Costs(microbatch=tuple(size / largest for size in layout.microbatch_sizes), bytes=moving | standing)
     return costs if layout.cuts is None else layout.cuts.costs(costs)
 
@@ -102,7 +109,7 @@ def predicted_ranks(layout: Layout, timeline: Timeline) -> list[RankBytes]:
 def predicted_timeline(layout: Layout, layers: Sequence[LayerBytes]) -> Timeline:
     """Return the step with the bytes of whole layers, one of each kind given."""
     amounts, states = _amounts(layout, layers)
-    timeline = simulate(layout.schedule, _lasting_costs(layout, amounts))
+    timeline = simulate(layout.schedule, _lasting_costs(layout, layers, amounts))
     return with_temporaries(layout, timeline, _stage_memories(amounts, states))
 
 
@@ -200,8 +207,8 @@ class BytesCheck:
         except Exception as error:  # such as a user's class that needs more than shapes: it must not end a run
             self._report.say(f"bytes at the peak: not predicted: {error}")
         expected = [ranks[mesh.place(at).pp].total for at in range(mesh.world)] if ranks else []
-        most = max(range(mesh.world), key=measured.__getitem__)
-        beside = f" (predicted {size_words(expected[most])})" if expected else ""
-        self._report.say(f"bytes at the peak: at most {size_words(measured[most])}{beside}, on rank {most}")
+        beside = [f" (predicted {size_words(each)})" for each in expected] or [""] * mesh.world
+        rows = (f"rank {at} {size_words(each)}{beside[at]}" for at, each in enumerate(measured))
+        self._report.say(f"bytes at the peak: {', '.join(rows)}")
         self._report.record("bytes", measured=measured, predicted=expected)
         self.measured, self.predicted = measured, expected
