@@ -64,24 +64,34 @@ def summed_over_slices(layout: Layout, stage: int, state: float) -> float:
 
 
 def summed_over_ranks(layout: Layout) -> list[float]:
-    """Return rank -> bytes beside the gradients while those of weights that other pipeline ranks hold too are summed.
-
-    The step's last action has ended then. Each holder has a copy of its own, and those of the others (`tied_weights.sum_over`).
-    """
+    """Return `copies_in_sums` in bytes, 0 with adapters, whose gradients are small."""
     schedule, model, mesh = layout.schedule, layout.config.model, layout.mesh
     tied = model.vocab_size * model.hidden_size / mesh.tp * (model.tie_word_embeddings and not schedule.vocabulary)
     layers = [
         (size.parameters - size.experts) / mesh.tp + size.experts / mesh.ep for size in stage_sizes(layout.config)
     ]
+    counts = [sum(layers[start:end]) for start, end in pairwise([0, *accumulate(layout.stage_layers)])]
+    size = element_bytes(layout.config)["grads"] * (not layout.config.lora.r)
+    return [size * count for count in copies_in_sums(schedule, counts, tied)]
+
+
+def copies_in_sums(schedule: Schedule, counts: Sequence[float], tied: float) -> list[float]:
+    """Return rank -> gradients beside its own while those of weights that other pipeline ranks hold too are summed, a number.
+
+    The step's last action has ended then. Each holder has a copy of its own, and those of the others (`tied_weights.sum_over`).
+
+    Args:
+        counts: position in a route -> the parameters of its layers.
+        tied: parameters of the embedding that the output layer has, too.
+    """
     places = list(zip(schedule.position_of, schedule.placement, strict=True))
     holders = [frozenset(rank for at, rank in places if at == position) for position in range(schedule.positions)]
     summed = defaultdict[frozenset[int], float](float, {holders[0] | holders[-1]: tied})  # holders -> parameters
-    for position, (start, end) in enumerate(pairwise([0, *accumulate(layout.stage_layers)])):
-        summed[holders[position]] += sum(layers[start:end]) - tied * [0, schedule.positions - 1].count(position)
-    size = element_bytes(layout.config)["grads"] * (not layout.config.lora.r)  # those of adapters are small
-    shared = {ranks: len(ranks) * size * count for ranks, count in summed.items() if len(ranks) > 1}
+    for position, count in enumerate(counts):
+        summed[holders[position]] += count - tied * [0, schedule.positions - 1].count(position)
+    copies = {ranks: len(ranks) * count for ranks, count in summed.items() if len(ranks) > 1}
     return [
-        max((each for ranks, each in shared.items() if rank in ranks), default=0.0) for rank in range(schedule.ranks)
+        max((each for ranks, each in copies.items() if rank in ranks), default=0.0) for rank in range(schedule.ranks)
     ]
 
 

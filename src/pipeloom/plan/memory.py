@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from pipeloom.config.standing_bytes import copies_in_sums
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.plan.messages import MessageBytes
 from pipeloom.schedule import Schedule, Timeline
@@ -246,12 +247,20 @@ def rank_memory(
     """
     of_stage = [stage_memory([layers[at] for at in range(*span)]) for span in spans]
     replicas = layout.dp * layout.cp
+    of_position = {position: span for position, span in zip(schedule.position_of, spans, strict=True)}
+    counts = [
+        sum(map(sum, (layer.parameters for layer in layers[slice(*of_position[at])])))
+        for at in range(schedule.positions)
+    ]
+    copies = copies_in_sums(schedule, counts, 0.0 if schedule.vocabulary else sum(layer.tied for layer in layers))
     result = []
     for rank, stages in enumerate(schedule.stages_of):
         held = [layers[at] for stage in stages for at in range(*spans[stage])]
         # (parameters, ranks that hold the same ones)
         groups = list(zip(parameters_of(held), (replicas, layout.expert_replicas), strict=True))
         saved, extra, action = peak(schedule, rank, of_stage, slices)
+        if runtime.name == "pipeloom" and 4 * copies[rank] > saved + extra:
+            saved, extra, action = 0.0, 4 * copies[rank], "the sum of gradients over ranks, behind the last action"
         largest = max((sum(layer.parameters) for layer in held), default=0.0)
         buffers = runtime.workspace + (placeholders(held, runtime.element) if runtime.gradient_placeholders else 0.0)
         moving = saved, extra, runtime.margin * (saved + extra)
