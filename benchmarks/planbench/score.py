@@ -36,7 +36,7 @@ def rows() -> list[dict[str, Any]]:
 def layout_of(row: dict[str, Any]) -> PlannedLayout:
     """The row's layout; Megatron cuts blocks evenly and pads experts to their capacity."""
     axes = {axis: row[axis] for axis in ("tp", "cp", "pp", "dp", "ep", "seq")}
-    return PlannedLayout(**axes, m=row["microbatches"], cut="even", capacity=1.0 if row["shape"].experts else 0.0)
+    return PlannedLayout(**axes, m=row["microbatches"], cut="even", capacity=1.0 if row["shape"].num_experts else 0.0)
 
 
 def published_formula(shape: DecoderShape, layout: PlannedLayout, rank: int) -> float:

@@ -104,11 +104,11 @@ def _measure(layout: Layout, processes: int, repeats: int, words: Sequence[str])
 
 def _require_memory(layout: Layout, processes: int) -> None:
     """Raise CapacityError where the weights and gradients of one layer of each kind exceed this machine's memory."""
-    from pipeloom.config.stages import layer_sizes
+    from pipeloom.shapes.layers import layer_sizes
     from pipeloom.train.workers.preflight import memory_of_machine
 
     config = layout.config
-    count = sum(size.parameters for size in set(layer_sizes(config.model, config.train.seq_len)))
+    count = sum(size.parameters for size in set(layer_sizes(config.model.shape(), config.train.seq_len)))
     need, memory = 8 * count * processes, memory_of_machine()
     if config.train.device != "cuda" and need > memory:
         raise CapacityError(

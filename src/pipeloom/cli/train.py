@@ -165,10 +165,10 @@ def _attempts(arguments: Sequence[str], layout: Layout) -> int:
 def announce(layout: Layout) -> None:
     """Print a one-line summary of the run, and the notes of the layout."""
     from pipeloom.cli.verify import unverified
-    from pipeloom.config import parameter_count
     from pipeloom.config.rates import AUTO_RATE
     from pipeloom.config.volume import words as volume_words
     from pipeloom.schedule.functions import source_file
+    from pipeloom.shapes.layers import parameter_count
 
     config, schedule = layout.config, layout.schedule
     options = "".join(f", {key} {value}" for key, value in schedule.options if key != "chunks")
@@ -176,7 +176,7 @@ def announce(layout: Layout) -> None:
     chunks = f" of {schedule.chunks} stages" if schedule.chunks > 1 else ""
     train = config.train
     print(
-        f"training {_short(parameter_count(config.model))} parameters: {first}{schedule.name}{options}, {schedule.ranks} "
+        f"training {_short(parameter_count(config.model.shape()))} parameters: {first}{schedule.name}{options}, {schedule.ranks} "
         f"rank{'s' * (schedule.ranks > 1)}{chunks}, {schedule.microbatches} micro-batches{_side_by_side(layout)}; "
         f"{train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens, {train.dtype}"
     )

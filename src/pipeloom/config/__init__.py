@@ -4,7 +4,6 @@ from pipeloom.config.fault import Fault, parse_fault
 from pipeloom.config.layout import Layout, even_sizes, resolve, stage_costs
 from pipeloom.config.sections import SECTIONS, Config, ModelSection
 from pipeloom.config.settings import descriptions, load, load_layout, split_arguments, to_toml
-from pipeloom.config.stages import LayerSize, held_parameters, layer_sizes, parameter_count, training_flops
 from pipeloom.shapes.cut import parse_stages
 from pipeloom.shapes.mesh import MeshShape
 
@@ -12,22 +11,17 @@ __all__ = [
     "SECTIONS",
     "Config",
     "Fault",
-    "LayerSize",
     "Layout",
     "MeshShape",
     "ModelSection",
     "descriptions",
     "even_sizes",
-    "held_parameters",
-    "layer_sizes",
     "load",
     "load_layout",
-    "parameter_count",
     "parse_fault",
     "parse_stages",
     "resolve",
     "split_arguments",
     "stage_costs",
     "to_toml",
-    "training_flops",
 ]

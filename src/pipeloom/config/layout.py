@@ -15,7 +15,6 @@ from pipeloom.config.problems import naming_keys, shown
 from pipeloom.config.search import NAME as SEARCH
 from pipeloom.config.search import SearchRequest, search_request
 from pipeloom.config.sections import COMPUTED, PARTS_OF_BLOCKS, Config
-from pipeloom.config.stages import LayerSize, attention_share, layer_sizes
 from pipeloom.errors import ConfigError, ScheduleError, UsageError, did_you_mean
 from pipeloom.schedule import Costs, Schedule, check, simulate
 from pipeloom.schedule.actions import equal_part
@@ -27,6 +26,8 @@ from pipeloom.schedule.slices import SequenceCuts, balanced_cuts, even_cuts, lon
 from pipeloom.schedule.transforms import recompute_stages, transformed
 from pipeloom.schedule.vocabulary import embedding, vocabulary
 from pipeloom.shapes.cut import balance, parse_stages
+from pipeloom.shapes.decoder import shape_problems
+from pipeloom.shapes.layers import LayerSize, attention_share, layer_sizes, whole_layers
 from pipeloom.shapes.mesh import MeshShape
 
 _GATE = "pipeloom.models.gate.TopKGate"
@@ -95,7 +96,9 @@ def examine(
     """
     folders, config = folders or {}, _sharded(config)
     problems = cross_problems(config, wrong)
-    classes, unusable = user_classes(config, folders) if not any(key.startswith("model") for key in wrong) else ({}, [])
+    known = not any(key.startswith("model") for key in wrong)
+    classes, unusable = user_classes(config, folders) if known else ({}, [])
+    sized = known and (bool(config.model.source) or not any(shape_problems(config.model)))
     problems += unusable
     computed = COMPUTED in (config.parallel.pp, config.parallel.dp, config.parallel.tp)
     if computed or (wrong and any(key.partition(".")[0] in ("schedule", "parallel") for key in wrong)):
@@ -118,12 +121,12 @@ def examine(
     except ScheduleError as error:
         broken = error
     stage_layers: tuple[int, ...] = ()
-    cuts, cut_problems = _cuts(config, schedule)
+    cuts, cut_problems = _cuts(config, schedule if sized else None)
     problems += cut_problems
     if schedule is not None:
         for find in (_problems_of_order, _problems_of_replanning):
             problems += find(config, schedule)
-        stage_problems, stage_layers = _stage_layers(config, schedule, wrong)
+        stage_problems, stage_layers = _stage_layers(config, schedule) if sized else ([], ())
         problems += [*stage_problems, *_problems_of_parts(config, schedule, stage_layers)]
     if schedule is not None and broken is None and "debug.fault" not in wrong:
         fault = parse_fault(config.debug.fault)
@@ -166,7 +169,7 @@ def _cuts(config: Config, schedule: Schedule | None) -> tuple[SequenceCuts | Non
         cut = even_cuts
     multiple = 2 * axes.cp * axes.tp if axes.cp * axes.tp > 1 else 1
     try:
-        return cut(length, schedule.slices, attention_share(config.model, length), multiple), []
+        return cut(length, schedule.slices, attention_share(whole_layers(config.model.shape(), length)), multiple), []
     except UsageError as error:
         return None, [f"train.seq_len = {length}: {error}"]
 
@@ -216,7 +219,7 @@ def even_sizes(total: int, parts: int) -> tuple[int, ...]:
 
 def stage_sizes(config: Config) -> list[LayerSize]:
     """As `layer_sizes`, of the layers that stages hold: of a vocabulary that is spread over the ranks, only the norm."""
-    sizes = layer_sizes(config.model, config.train.seq_len)
+    sizes = list(layer_sizes(config.model.shape(), config.train.seq_len))
     if config.parallel.vocabulary == "pp":
         sizes[0] = replace(sizes[0], parameters=0)
         sizes[-1] = replace(sizes[-1], parameters=config.model.hidden_size, flops=0)
@@ -230,7 +233,7 @@ def flop_costs(config: Config, schedule: Schedule, stage_layers: tuple[int, ...]
     """
     flops = stage_costs(config, stage_layers)
     unit = sum(flops) / len(flops)
-    part = layer_sizes(config.model, config.train.seq_len)[-1].flops / schedule.ranks / unit / 3
+    part = layer_sizes(config.model.shape(), config.train.seq_len)[-1].flops / schedule.ranks / unit / 3
     layers = tuple(flops[position] / unit / 3 if position < len(flops) else 0.0 for position in schedule.position_of)
     two = any(word.replace(" ", "") == "vocabulary=two" for word in config.schedule.transforms)
     scores, gradients = (part, 2 * part) if two else (2 * part, part)
@@ -258,9 +261,7 @@ def _more_ranks_than_layers(config: Config, wrong: Collection[str]) -> str:
     )
 
 
-def _stage_layers(config: Config, schedule: Schedule, wrong: Collection[str]) -> tuple[list[str], tuple[int, ...]]:
-    if any(key.startswith("model") for key in wrong):
-        return [], ()
+def _stage_layers(config: Config, schedule: Schedule) -> tuple[list[str], tuple[int, ...]]:
     blocks, stages = config.model.num_hidden_layers, schedule.positions
     if config.parallel.stages:
         try:
@@ -425,7 +426,7 @@ def make_schedule(config: Config, folder: Path | None = None) -> Schedule:
             'parallel.vocabulary = "pp"'
         )
     if spread := config.parallel.vocabulary == "pp" and not schedule.vocabulary:
-        problems, stage_layers = _stage_layers(config, schedule, ())
+        problems, stage_layers = _stage_layers(config, schedule)
         if problems:
             raise ConfigError(problems)
         costs = flop_costs(config, schedule, stage_layers)

@@ -6,7 +6,8 @@ import math
 from collections.abc import Collection
 
 from pipeloom.config.sections import Config, OptimizerSection
-from pipeloom.config.stages import parameter_count
+from pipeloom.errors import ArgumentError
+from pipeloom.shapes.layers import parameter_count
 
 AUTO_RATE = "auto"
 # Key of `[optimizer]` that may be "auto" -> a valid value in its place, until the rest of the configuration is known.
@@ -30,7 +31,11 @@ def automatic_rates(config: Config, keys: Collection[str]) -> tuple[OptimizerSec
     """
     options, steps = config.optimizer, config.train.steps
     weights = config.model.source or config.model.weights
-    lr, why = suitable_rate(parameter_count(config.model), bool(weights)), "for a new model of this size"
+    try:
+        count = parameter_count(config.model.shape())
+    except ArgumentError:  # sizes that contradict each other, which are reported with the other problems
+        count = 0
+    lr, why = suitable_rate(count, bool(weights)), "for a new model of this size"
     if weights:
         why = f"for a model of this size that starts from {weights}"
     if config.lora.r:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from pipeloom.config.layout import Layout
 from pipeloom.config.sections import Config
-from pipeloom.config.stages import layer_sizes
 from pipeloom.schedule.channels import message_counts, size_words
+from pipeloom.shapes.layers import layer_sizes
 
 _ITEM = {"bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -127,7 +127,7 @@ def _data(layout: Layout) -> Volume:
 def _held(layout: Layout) -> Iterator[tuple[float, float]]:
     """(parameters that all replicas hold, of experts) of each stage's layers; tensor-parallel parts together."""
     config = layout.config
-    sizes = layer_sizes(config.model, config.train.seq_len)
+    sizes = layer_sizes(config.model.shape(), config.train.seq_len)
     start = 0
     for layers in layout.stage_layers:
         mine = sizes[start : start + layers]

@@ -14,7 +14,7 @@ from pipeloom.plan.predict import LayoutCosts
 from pipeloom.schedule import Schedule
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.hub import model_keys
-from pipeloom.shapes.ops import RUNTIMES, Split, layers_of, parameters_of
+from pipeloom.shapes.layers import parameter_count
 
 _TORCHTITAN = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
 
@@ -196,11 +196,7 @@ def run_toml(
             "device": "cuda",
             "recompute": layout.recompute,
         },
-        "optimizer": {
-            "lr": suitable_rate(
-                int(sum(parameters_of(layers_of(shape, Split(RUNTIMES["pipeloom"], 1, 1))))), source is not None
-            )
-        },
+        "optimizer": {"lr": suitable_rate(parameter_count(shape), source is not None)},
         "data": {"source": data},
         "checkpoint": {"every": max(1, round(_SECONDS_AT_RISK / prediction.step.total))},
     }

@@ -30,6 +30,7 @@ from pipeloom.schedule.families import canonical_name
 from pipeloom.schedule.slices import SequenceCuts, balanced_cuts
 from pipeloom.shapes.cut import balance
 from pipeloom.shapes.decoder import DecoderShape
+from pipeloom.shapes.layers import attention_share
 from pipeloom.shapes.ops import LayerOps, Runtime, Split, layers_of, parameters_of
 
 
@@ -106,8 +107,7 @@ class Planner:
         """Cuts of sequences into slices of equal time; None: they are whole."""
         if layout.slices == 1:
             return None
-        ops = [op for layer in self.layers(replace(layout, slices=1)) if layer.kind in "tm" for op in layer.ops]
-        attention = sum(op.flops for op in ops if op.attends) / sum(op.flops for op in ops)
+        attention = attention_share(self.layers(replace(layout, slices=1)))
         return balanced_cuts(layout.seq, layout.slices, attention, layout.slice_multiple)
 
     def _layers(self, layout: PlannedLayout, tokens: int) -> list[LayerOps]:
@@ -229,11 +229,7 @@ class Planner:
 
     def _placed(self, layout: PlannedLayout, layers: list[LayerOps], of_stage: list[tuple[int, int]]) -> Costs:
         """Costs in proportion to operations, by which our trainer places S and T."""
-        flops = [sum(op.flops for op in layer.ops) for layer in layers]
-        tokens = layout.micro_batch * layout.seq / layout.cp
-        flops[0] = (
-            tokens * self.shape.hidden_size / layout.tp / 3
-        )  # an addition for each weight of a row, in the backward
+        flops = [layer.flops / 3 for layer in layers]
         work = [sum(flops[slice(*span)]) for span in of_stage]
         unit = 3 * sum(work) / len(work)
         # rounded, so that layouts of the same proportions share a schedule

@@ -91,8 +91,8 @@ class DecoderShape(DecoderSizes):
         name: of the model, for messages.
         assumed: sizes that a `config.json` does not give.
 
-    Raises ArgumentError for a size below 1, heads of odd width, key and value heads that do not divide the query heads, or a
-    moe_layer_freq below 1, of another length than the blocks, with entries other than 1 and 0, or without a 1.
+    Raises ArgumentError for a size below 1, heads of odd width, key and value heads that do not divide the query heads, or, with
+    experts, a moe_layer_freq below 1, of another length than the blocks, with entries other than 1 and 0, or without a 1.
     """
 
     num_hidden_layers: int
@@ -219,7 +219,7 @@ def shape_problems(shape: Any) -> Iterator[ArgumentError]:
     if heads % groups:
         near = nearest(groups, divisors(heads))
         yield ArgumentError("num_key_value_heads", f"={groups} does not divide {heads} attention heads; {near}")
-    if problem := frequency_problem(shape.moe_layer_freq, shape.num_hidden_layers):
+    if shape.num_experts and (problem := frequency_problem(shape.moe_layer_freq, shape.num_hidden_layers)):
         yield ArgumentError("moe_layer_freq", problem)
 
 

@@ -208,7 +208,7 @@ def from_config(values: Mapping[str, Any], name: str = "model", where: str = "")
             "n_group": (groups := read.size("n_group", 1, 1)),
             "topk_group": read.size("topk_group", groups, 1),
         }
-        options.setdefault("shared_expert_gate", bool(shared) or family.ours)
+        options.setdefault("shared_expert_gate", bool(shared) or (family.ours and "n_shared_experts" not in given))
     if rank := read.size("kv_lora_rank", 0):
         sizes |= {"kv_lora_rank": rank, "q_lora_rank": read.size("q_lora_rank", 0)}
         widths = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
+from typing import Any
 
 from pipeloom.shapes.decoder import DecoderShape
 
@@ -128,6 +129,7 @@ class Op:
         attends: fused attention.
         makes: the tensor that it has to compute again where that is recomputed.
         joins: a product whose output is added to the residual stream, so that both have one gradient.
+        additions: of the backward, which no product makes.
     """
 
     name: str
@@ -144,6 +146,7 @@ class Op:
     attends: bool = False
     makes: str = ""
     joins: bool = False
+    additions: float = 0.0
 
     @property
     def deferred(self) -> bool:
@@ -254,6 +257,11 @@ class LayerOps:
         experts = sum(size * count for op in self.ops if op.expert for size, count in op.weights)
         return shared, experts
 
+    @cached_property
+    def flops(self) -> float:
+        """Operations of the forward and the backward: a product for each of two gradients."""
+        return sum(3 * op.flops + op.additions for op in self.ops)
+
 
 def parameters_of(layers: Sequence[LayerOps], *, has_embedding: bool = False) -> tuple[float, float]:
     """(parameters that every rank of an ep group has, those of experts) of layers on one rank.
@@ -296,6 +304,7 @@ def _embedding(shape: DecoderShape, split: Split) -> LayerOps:
         scratch=table * split.element,
         weights=((table, 1),),
         traffic=2 * hidden,
+        additions=(1 + shape.num_nextn_predict_layers) * split.tokens * shape.hidden_size / split.tp,
     )
     return LayerOps("E", (op,), 0.0, 8.0 * split.tokens)
 
@@ -328,7 +337,7 @@ def _output(shape: DecoderShape, split: Split) -> LayerOps:
         tp_bytes=_exchanged(split, elements),
     )
     loss = Op("loss", ((LOGITS, saved),), scratch=scratch, traffic=3 * logits)
-    norm = _norm(shape, split, "input", "last_norm")
+    norm = _norm(shape, split, "input", "last_norm", 1 + shape.num_nextn_predict_layers)
     return LayerOps("L", (norm, product, loss), 0.0, hidden, tied=weight * shape.tie_word_embeddings)
 
 
@@ -356,14 +365,14 @@ def vocabulary_share(shape: DecoderShape, split: Split, ranks: int) -> LayerOps:
     return LayerOps("S", (product, loss), 0.0, 0.0)
 
 
-def _norm(shape: DecoderShape, split: Split, operand: str, makes: str) -> Op:
+def _norm(shape: DecoderShape, split: Split, operand: str, makes: str, count: int = 1) -> Op:
     """It keeps its input; where it is not fused the normed values before their weight too, and instead of an input in bf16 an
     fp32 copy of it; and a scale per token."""
     hidden, wide = split.part(split.tokens * shape.hidden_size), max(split.element, 4) // split.element
     source = (f"{operand}_wide" if wide > 1 else operand, wide * hidden)
     unfused = (source, (f"{operand}_unit", hidden), (f"{operand}_scale", 4.0 * split.tokens / split.parts))
     saves = ((operand, hidden),) if split.runtime.fused_norm else unfused
-    return Op(makes, saves, 2 * hidden, weights=((shape.hidden_size, 1),), traffic=2 * hidden, makes=makes)
+    return Op(makes, saves, 2 * hidden, weights=((shape.hidden_size, count),), traffic=2 * hidden, makes=makes)
 
 
 def _exchanged(split: Split, elements: float) -> float:
@@ -396,6 +405,7 @@ def _linear(
     makes: str = "",
     joins: bool = False,
     largest: float = 0.0,
+    bias: bool = False,
 ) -> Op:
     """A product of `rows` rows with this rank's part of a weight (out, in), or of `count` experts.
 
@@ -412,7 +422,7 @@ def _linear(
         + _beside(split, (largest or out) * inner * count)
         + _widened(split, rows * ((largest or out) + inner)),
         out * rows * split.element,
-        ((out * inner, count),),
+        ((out * inner, count), *(((out, count),) if bias else ())),
         expert,
         flops=2 * rows * out * inner,
         tp_bytes=_exchanged(split, exchanged),
@@ -459,29 +469,26 @@ def _attention(shape: DecoderShape, split: Split) -> tuple[Op, ...]:
         positions = ("positions", float(tokens * shape.head_width * split.element))
         masks = () if split.runtime.copies_mixed else (("mask", float(tokens * split.context * split.element)),)
         core = replace(core, saves=(*core.saves, positions, *masks))
-    return (
-        _linear(
-            split,
-            "qkv",
-            ("norm_1", hidden),
-            (queries + 2 * keys, shape.hidden_size),
-            tokens,
-            exchanged,
-            largest=queries,
-        ),
-        core,
-        _linear(split, "o", ("mixed", query), (shape.hidden_size, queries), tokens, exchanged, joins=True),
-    )
+    norms: list[Op] = []
+    if shape.qk_norm:
+        for name, width in (("queries", queries), ("keys", keys)):
+            norm = _small_norm(f"{name}_norm", name, width, split, width, width / shape.head_width)
+            norms.append(replace(norm, weights=((shape.head_width, 1),)))
+    widths, bias = (queries + 2 * keys, shape.hidden_size), shape.qkv_bias or shape.attention_bias
+    project = _linear(split, "qkv", ("norm_1", hidden), widths, tokens, exchanged, largest=queries, bias=bias)
+    back = (shape.hidden_size, queries)
+    output = _linear(split, "o", ("mixed", query), back, tokens, exchanged, joins=True, bias=shape.attention_bias)
+    return (project, *norms, core, output)
 
 
-def _small_norm(name: str, operand: str, kept_width: float, split: Split, width: float) -> Op:
-    """As `_norm`, of the first `width` of `kept_width` columns."""
+def _small_norm(name: str, operand: str, kept_width: float, split: Split, width: float, heads: float = 1) -> Op:
+    """As `_norm`, of the first `width` of `kept_width` columns, in `heads` parts with a scale each."""
     tokens = split.tokens * split.element
     size = 2.0 * tokens * width
     saves: tuple[tuple[str, float], ...] = ((operand, tokens * kept_width),)
     if not split.runtime.fused_norm:
         wide = ((f"{operand}_wide", 4.0 * split.tokens * width),) if split.element < 4 else saves
-        saves = (*wide, (f"{operand}_unit", tokens * width), (f"{operand}_scale", 4.0 * split.tokens))
+        saves = (*wide, (f"{operand}_unit", tokens * width), (f"{operand}_scale", 4.0 * split.tokens * heads))
     return Op(name, saves, size, weights=((width, 1),), traffic=size, makes=name)
 
 
@@ -544,14 +551,11 @@ def _mlp(
     tall, out = rows * wide * split.element, rows * width * split.element
     unfused = ((silu, out),) if shape.gated and not split.runtime.fused_gate else ()
     up, down = (wide, shape.hidden_size), (shape.hidden_size, width)
+    both: dict[str, Any] = {"count": count, "expert": expert, "bias": shape.mlp_bias}
     return (
-        _linear(
-            split, f"{prefix}up", operand, up, rows, exchanged, count=count, expert=expert, makes=inner, largest=width
-        ),
+        _linear(split, f"{prefix}up", operand, up, rows, exchanged, makes=inner, largest=width, **both),
         Op(f"{prefix}activation", ((inner, tall), *unfused), tall + out, traffic=tall + out, makes=gated),
-        _linear(
-            split, f"{prefix}down", (gated, out), down, rows, exchanged, count=count, expert=expert, joins=not expert
-        ),
+        _linear(split, f"{prefix}down", (gated, out), down, rows, exchanged, joins=not expert, **both),
     )
 
 
@@ -571,13 +575,17 @@ def _experts(shape: DecoderShape, split: Split) -> tuple[Op, ...]:
     shared: tuple[Op, ...] = ()
     if width := shape.shared_width / split.tp:
         shared = _mlp(shape, split, operand, split.tokens, width, "shared_", split.tokens * shape.hidden_size)
+        if shape.shared_expert_gate:
+            gate = _linear(split, "shared_score", operand, (1, shape.hidden_size), split.tokens / split.parts)
+            shared += (gate, Op("shared_gate", (("shared_outputs", hidden),), 2 * hidden, traffic=3 * hidden))
+    matrices = 2 if shape.router == "noisy" else 1
     # logits, probabilities and their gradient's factor in fp32, and a mask
     router = Op(
         "router",
         (operand, ("routing", 13.0 * routing)),
         2 * hidden,
-        weights=((shape.num_experts * shape.hidden_size, 1),),
-        flops=2 * routing * shape.hidden_size,
+        weights=((shape.num_experts * shape.hidden_size, matrices),),
+        flops=2 * routing * shape.hidden_size * matrices,
         traffic=26 * routing,
     )
     exchange = Op(

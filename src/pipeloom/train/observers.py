@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 
-from pipeloom.config import Config, training_flops
+from pipeloom.config import Config
 from pipeloom.models.gate import balance, gates_of, take_loads
 from pipeloom.models.layers import block_name
 from pipeloom.parallel.collectives import carrier_of
 from pipeloom.runtime import Pipeline
 from pipeloom.schedule import Timeline
+from pipeloom.shapes.layers import training_flops
 from pipeloom.train.collect import maxima
 from pipeloom.train.data.batches import Batch
 from pipeloom.train.report.metrics import StepMetrics, memory_in_use, model_flops_utilization, simulated
@@ -149,6 +150,7 @@ class StepLog:
         self.traces: deque[Timeline] = deque(maxlen=TRACES)
         self.slowed: Callable[[], bool] = lambda: False
         self._config, self._pipeline, self._report, self._experts = config, pipeline, report, experts
+        self._shape = config.model.shape()
         self._clear()
 
     def _clear(self) -> None:
@@ -161,7 +163,7 @@ class StepLog:
         self._seconds += end.seconds
         self._steps += 1
         self._tokens += rows * length
-        self._flops += training_flops(self._config.model, length, rows)
+        self._flops += training_flops(self._shape, length, rows)
 
     def after_step(self, end: StepEnd) -> None:
         """Report the figures since the last log line, and the bubble of this step; collective."""

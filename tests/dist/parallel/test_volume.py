@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from layouts import LENGTH, Way, model, step, tensor_parallel
-from pipeloom.config import load_layout, parameter_count
+from pipeloom.config import load_layout
 from pipeloom.config.volume import Volume, boundary_bytes, volumes, words
 from pipeloom.models import cross_entropy, layers, token_loss
 from pipeloom.parallel import collectives
@@ -18,6 +18,7 @@ from pipeloom.runtime import Pipeline, RuntimeOptions
 from pipeloom.schedule.channels import message_counts, size_words, traffic
 from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.transforms import recompute as recomputing
+from pipeloom.shapes.layers import parameter_count
 from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
@@ -114,7 +115,7 @@ def test_data_parallel_volume() -> None:
     keys = {"parallel.dp": 4, "train.global_batch_size": 16}
     layout = _layout(**keys)
     assert not layout.config.model.tie_word_embeddings
-    count = parameter_count(layout.config.model)
+    count = parameter_count(layout.config.model.shape())
     (volume,) = volumes(layout)
     assert volume == Volume("data", 1, 2 * 3 * 4 * count)
     (sharded,) = volumes(_layout(**keys, **{"train.dtype": "bfloat16", "optimizer.zero1": True}))

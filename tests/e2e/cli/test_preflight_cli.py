@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pipeloom.cli import train, workers
-from pipeloom.config import load_layout, parameter_count
+from pipeloom.config import load_layout
+from pipeloom.shapes.layers import parameter_count
 from pipeloom.train.workers import preflight
 
 Run = Callable[[str], Any]
@@ -106,7 +107,7 @@ def test_dense_weights_are_held_by_every_replica_whatever_the_experts(
     sections = {"model.num_hidden_layers": 4, "model.vocab_size": 20000, "model.num_experts": 4}
     model = load_layout("tiny", sections).config.model
     experts = 4 * 4 * 3 * model.hidden_size * model.expert_width
-    need = 16 * (4 * (parameter_count(model) - experts) + 2 * experts)
+    need = 16 * (4 * (parameter_count(model.shape()) - experts) + 2 * experts)
     monkeypatch.setattr(preflight, "memory_of_machine", lambda: int(room * need))
     monkeypatch.setattr(preflight, "WORKER_BYTES", 0)
     flags = " ".join(f"--{key} {value}" for key, value in sections.items())

@@ -12,12 +12,13 @@ import pytest
 import pipeloom.train.observers  # noqa: F401  # imports torch here, not in a test's call
 from pipeloom.cli import app, train
 from pipeloom.cli.dry_run import _bytes_lines, expected_timeline, rank_table
-from pipeloom.config import load_layout, parameter_count
+from pipeloom.config import load_layout
 from pipeloom.config.standing_bytes import rank_parameters
 from pipeloom.errors import CapacityError, ConfigError, UsageError
 from pipeloom.plan import load_device
 from pipeloom.plan.memory import RankMemory
 from pipeloom.plan.run import predicted
+from pipeloom.shapes.layers import parameter_count
 from pipeloom.shapes.mesh import MeshShape
 
 H100 = load_device("h100")
@@ -168,7 +169,7 @@ def test_ranks_hold_the_whole_model(flags: dict[str, object]) -> None:
     layout = load_layout("tiny", flags)
     held = sum(rank_parameters(layout))
     assert max(rank_parameters(layout)) < 0.8 * held
-    assert held == parameter_count(layout.config.model) * len(layout.schedule.routes)
+    assert held == parameter_count(layout.config.model.shape()) * len(layout.schedule.routes)
     timeline = expected_timeline(layout)
     assert timeline.schedule == layout.schedule
     assert min(timeline.busy) > 0.3 * max(timeline.busy)

@@ -10,20 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.config import (
-    even_sizes,
-    layer_sizes,
-    load,
-    load_layout,
-    parameter_count,
-    resolve,
-    stage_costs,
-    training_flops,
-)
+from pipeloom.config import even_sizes, load, load_layout, resolve, stage_costs
 from pipeloom.errors import ConfigError, ScheduleError
 from pipeloom.schedule.csv_form import to_csv
 from pipeloom.schedule.families import build
 from pipeloom.schedule.transforms import recompute
+from pipeloom.shapes.layers import layer_sizes, parameter_count, training_flops
 
 
 @given(st.integers(1, 60), st.integers(1, 20))
@@ -103,22 +95,22 @@ def test_a_function_in_the_working_directory_is_a_schedule(tmp_path: Path, monke
 
 def test_layer_sizes_of_a_shape_counted_by_hand() -> None:
     model = load("tiny").model  # width 32, 4 heads of 8, 2 key-value heads, 64 inside, vocabulary 256
-    sizes = layer_sizes(model, 16)
+    sizes = layer_sizes(model.shape(), 16)
     matrices = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64
     assert [size.letter for size in sizes] == ["E", "t", "t", "t", "t", "L"]
     assert [size.parameters for size in sizes] == [256 * 32, *[matrices + 64] * 4, 256 * 32 + 32]
     assert sizes[1].flops == 3 * 16 * (2 * matrices + 2 * 16 * 32)
     assert sizes[-1].flops == 3 * 16 * 2 * 256 * 32
-    assert parameter_count(model) == sum(size.parameters for size in sizes)
+    assert parameter_count(model.shape()) == sum(size.parameters for size in sizes)
     wide = load("tiny", {"model.head_dim": 20, "model.qkv_bias": True}).model
     matrices = 32 * 80 + 2 * 32 * 40 + 80 * 32 + 3 * 32 * 64
-    block = layer_sizes(wide, 16)[1]
+    block = layer_sizes(wide.shape(), 16)[1]
     assert (block.parameters, block.flops) == (matrices + 80 + 2 * 40 + 64, 3 * 16 * (2 * matrices + 2 * 16 * 80))
     both = load("tiny", {"model.attention_bias": True}).model
-    assert layer_sizes(both, 16)[1].parameters - sizes[1].parameters == 32 + 2 * 16 + 32
+    assert layer_sizes(both.shape(), 16)[1].parameters - sizes[1].parameters == 32 + 2 * 16 + 32
     tied = load("tiny", {"model.tie_word_embeddings": True}).model
-    assert parameter_count(tied) == parameter_count(model) - 256 * 32
-    assert training_flops(model, 16, 3) == 3 * sum(size.flops for size in sizes)
+    assert parameter_count(tied.shape()) == parameter_count(model.shape()) - 256 * 32
+    assert training_flops(model.shape(), 16, 3) == 3 * sum(size.flops for size in sizes)
 
 
 def test_the_fault_is_parsed() -> None:

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from paths import ROOT
-from pipeloom.config import layer_sizes, load, load_layout, parameter_count, resolve, training_flops
+from pipeloom.config import load, load_layout, resolve
 from pipeloom.config.sections import RouterName
 from pipeloom.errors import ConfigError
 from pipeloom.models.layers import block_name
 from pipeloom.shapes.decoder import ROUTERS
+from pipeloom.shapes.layers import layer_sizes, parameter_count, training_flops
 from pipeloom.train.build import build_pipeline, model_layers, moe_classes
 
 EXPERTS = {"model.num_experts": 8, "parallel.dp": 4, "train.global_batch_size": 40}
@@ -37,23 +38,23 @@ def test_all_experts_are_held_and_the_chosen_ones_are_counted_as_work() -> None:
     experts = config(model__moe_intermediate_size=24).model
     shared = config(model__moe_intermediate_size=24, model__num_shared_experts=2, model__router="noisy").model
     expert, gate = 3 * 32 * 24, 8 * 32
-    blocks = [layer_sizes(model, 1)[1] for model in (dense, experts, shared)]
+    blocks = [layer_sizes(model.shape(), 1)[1] for model in (dense, experts, shared)]
     assert blocks[1].parameters - blocks[0].parameters == 7 * expert + gate
     assert blocks[1].flops - blocks[0].flops == 6 * (expert + gate), "two experts, not one, and the gate"
     assert blocks[2].parameters - blocks[1].parameters == gate + 2 * expert + 32
     assert blocks[2].flops - blocks[1].flops == 6 * (gate + 2 * expert + 32)
-    assert parameter_count(experts) - parameter_count(dense) == 4 * (7 * expert + gate)
-    assert training_flops(experts, 1, 3) - training_flops(dense, 1, 3) == 3 * 4 * 6 * (expert + gate)
+    assert parameter_count(experts.shape()) - parameter_count(dense.shape()) == 4 * (7 * expert + gate)
+    assert training_flops(experts.shape(), 1, 3) - training_flops(dense.shape(), 1, 3) == 3 * 4 * 6 * (expert + gate)
 
 
 def test_dense_blocks_among_those_with_experts_are_counted_and_balanced() -> None:
     """Stages are even in cost, not in blocks: with all 8 experts chosen the first two are the most."""
     every, dense = config().model, config(model__num_experts=0).model
-    sparse, plain = layer_sizes(every, 16)[1], layer_sizes(dense, 16)[1]
+    sparse, plain = layer_sizes(every.shape(), 16)[1], layer_sizes(dense.shape(), 16)[1]
     for frequency, blocks in ((2, (1, 0, 1, 0)), ([0, 0, 1, 1], (0, 0, 1, 1)), (3, (1, 0, 0, 1))):
         mixed = config(model__moe_layer_freq=frequency).model
         assert mixed.expert_blocks == mixed.shape().expert_blocks == tuple(map(bool, blocks))
-        assert layer_sizes(mixed, 16)[1:-1] == [sparse if block else plain for block in blocks]
+        assert list(layer_sizes(mixed.shape(), 16)[1:-1]) == [sparse if block else plain for block in blocks]
     keys = {"model__num_experts_per_tok": 8, "model__num_hidden_layers": 8, "parallel__pp": 2, "schedule__name": "1f1b"}
     layout = resolve(config(**keys, model__moe_layer_freq=[1, 1, 0, 0, 0, 0, 0, 0]))
     assert layout.stage_layers[0] < layout.stage_layers[1]

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeloom.config import layer_sizes, load
+from pipeloom.config import load
 from pipeloom.config.sections import ModelSection
 from pipeloom.models import cross_entropy, hub_name, layers
 from pipeloom.models.decoder import RMSNorm, rotary_table, rotate
+from pipeloom.shapes.layers import layer_sizes
 
 
 def shape(**changes: Any) -> ModelSection:
@@ -144,7 +145,7 @@ def test_the_loss_is_the_mean_in_fp32() -> None:
 def test_layers_have_the_sizes_that_the_configuration_counts(changes: dict[str, Any]) -> None:
     model = shape(**changes)
     built = [layer() for layer in layers(model, seed=0)]
-    counted = [size.parameters for size in layer_sizes(model, 16)]
+    counted = [size.parameters for size in layer_sizes(model.shape(), 16)]
     assert [sum(p.numel() for p in module.parameters()) for module in built] == counted
 
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeloom.config import layer_sizes, load
+from pipeloom.config import load
 from pipeloom.models import DecoderShape, ahead, layers, tied, token_loss
 from pipeloom.runtime import LocalPipeline
 from pipeloom.schedules import build
+from pipeloom.shapes.layers import layer_sizes
 from pipeloom.train.step import Outcome
 
 DEPTHS, COEFFICIENT, VOCABULARY = 2, 0.5, 24
@@ -102,7 +103,7 @@ def test_evaluation_skips_the_predictions(pipeline: LocalPipeline) -> None:
 
 def test_the_output_layer_runs_once_for_each_depth_too() -> None:
     plain, predicting = (
-        layer_sizes(load("tiny", {"model.num_nextn_predict_layers": depths}).model, 16) for depths in (0, 2)
+        layer_sizes(load("tiny", {"model.num_nextn_predict_layers": depths}).model.shape(), 16) for depths in (0, 2)
     )
     assert [size.letter for size in predicting] == [*(size.letter for size in plain[:-1]), "m", "m", "L"]
     assert predicting[-1].flops == 3 * plain[-1].flops

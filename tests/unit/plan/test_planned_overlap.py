@@ -93,7 +93,9 @@ def test_the_search_pairs_where_experts_are_on_other_ranks():
     assert min(layout.ep for layout in paired) > 1
     assert all(layout.m >= 2 * layout.pp for layout in paired if layout.schedule == "dualpipev")
     assert all(layout.m % layout.pp == 0 for layout in paired if layout.schedule == "interleaved-overlap")
-    many = search(planner(), replace(request, sequences=512, fixed={"pp": 4, "ep": 16, "m": 32}))
+    many = search(
+        planner(), replace(request, memory=1.2 * H100.memory, sequences=512, fixed={"pp": 4, "ep": 16, "m": 32})
+    )
     assert many.best.layout.schedule in OVERLAPPED
 
 

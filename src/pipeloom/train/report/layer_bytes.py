@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipeloom.config import Layout
-from pipeloom.config.stages import layer_sizes
 from pipeloom.errors import ConfigError, PipeloomError, UsageError
 from pipeloom.models import ahead
 from pipeloom.ops.layer import KEYWORD, Layer, MicrobatchContext, SlicePlace
 from pipeloom.ops.slices import STATE, SequenceHistory, SliceState
 from pipeloom.runtime.layer_bytes import LayerBytes, measured_layer
 from pipeloom.runtime.stage_modules import LayerNames
+from pipeloom.shapes.layers import layer_sizes
 from pipeloom.train.build import PARAMETER_DTYPES, model_layers, moe_classes, recomputed, training_loss
 
 # A layer whose forward needs values, such as one with experts, runs on the CPU: the most operations of its forward and backward
@@ -39,7 +39,7 @@ def layer_bytes(layout: Layout) -> tuple[LayerBytes, ...]:
         ConfigError: a layer's forward fails.
     """
     config, rows = layout.config, max(layout.microbatch_sizes)
-    sizes = layer_sizes(config.model, config.train.seq_len)
+    sizes = layer_sizes(config.model.shape(), config.train.seq_len)
     dtype, classes = PARAMETER_DTYPES[config.train.dtype], moe_classes(layout)
     meta, cpu = (model_layers(config, dtype, torch.device(name), classes=classes) for name in ("meta", "cpu"))
     names = recomputed(config)
@@ -73,12 +73,12 @@ def layer_bytes(layout: Layout) -> tuple[LayerBytes, ...]:
 def _measured_on_cpu(layout: Layout, layer: Layer, x: Tensor, at: int, last: bool) -> tuple[LayerBytes, Tensor]:
     """Return the result of `measured_in` from a run on the CPU, where a long sequence is shortened and the bytes are scaled."""
     model, (rows, seq_len) = layout.config.model, x.shape[:2]
-    parameters, tokens = layer_sizes(model, seq_len)[at].parameters, seq_len
+    parameters, tokens = layer_sizes(model.shape(), seq_len)[at].parameters, seq_len
     if parameters > MOST_PARAMETERS:
         raise UsageError(
             f"a layer has {parameters:,} parameters, more than the {MOST_PARAMETERS:,.0f} that a dry run builds"
         )
-    while tokens > 16 and layer_sizes(model, tokens)[at].flops * rows > MOST_FLOPS:
+    while tokens > 16 and layer_sizes(model.shape(), tokens)[at].flops * rows > MOST_FLOPS:
         tokens //= 2
     generator = torch.Generator().manual_seed(layout.config.train.seed)
     if x.is_floating_point():

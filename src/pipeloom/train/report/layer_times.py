@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from pipeloom.config import Layout
-from pipeloom.config.stages import layer_sizes
 from pipeloom.models import ahead
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients, run_backward
 from pipeloom.ops.layer import Layer, MicrobatchContext
@@ -24,6 +23,7 @@ from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.runtime.tied_weights import layer_of
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.actions import Action
+from pipeloom.shapes.layers import layer_sizes
 from pipeloom.train.build import PARAMETER_DTYPES, compiled, model_layers, moe_classes, ties, training_loss
 
 IN_TURN = 4
@@ -66,7 +66,7 @@ class LayerTimes:
 def kinds_of_layers(layout: Layout) -> list[tuple[int, ...]]:
     """Return the numbers of the layers of each kind, which have equal sizes, in the order of their first ones."""
     numbers: dict[Any, list[int]] = defaultdict(list)
-    for at, size in enumerate(layer_sizes(layout.config.model, layout.config.train.seq_len)):
+    for at, size in enumerate(layer_sizes(layout.config.model.shape(), layout.config.train.seq_len)):
         numbers[size].append(at)
     return [tuple(each) for each in numbers.values()]
 
@@ -74,7 +74,7 @@ def kinds_of_layers(layout: Layout) -> list[tuple[int, ...]]:
 def layers_in_turn(layout: Layout, kinds: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return the numbers of those layers of each of the `kinds` that are measured."""
     config = layout.config
-    sizes = layer_sizes(config.model, config.train.seq_len)
+    sizes = layer_sizes(config.model.shape(), config.train.seq_len)
     measured = []
     for numbers in kinds:
         weights = sizes[numbers[0]].parameters * PARAMETER_DTYPES[config.train.dtype].itemsize

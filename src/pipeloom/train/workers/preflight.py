@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from pipeloom.config import Config, Layout, held_parameters, parameter_count
+from pipeloom.config import Config, Layout
 from pipeloom.config.sections import TrainSection
 from pipeloom.errors import CapacityError, ConfigError, printable
 from pipeloom.limits import MOST_LOCAL_WORKERS, MOST_THREADS, WORKER_BYTES, expanded, usable_cores
 from pipeloom.shapes.hub import is_directory
+from pipeloom.shapes.layers import held_parameters, parameter_count
 from pipeloom.train.data.sources import BYTES, find, tokenizer_name
 
 _STARTED_BY = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
@@ -110,11 +111,12 @@ def require_room(workers: int, what: str = "parallel.pp x dp x tp") -> None:
 def require_memory(layout: Layout) -> None:
     """Raise CapacityError where weights, gradients and AdamW's moments of a run on the CPU exceed the memory of this machine."""
     memory, config = memory_of_machine(), layout.config
-    need = 16 * held_parameters(config.model, layout.mesh.replicas, config.parallel.ep)
+    shape = config.model.shape()
+    need = 16 * held_parameters(shape, layout.mesh.replicas, config.parallel.ep)
     host = config.train.device == "cpu" or (config.train.device == "auto" and not Path("/dev/nvidiactl").exists())
     if host and need > memory:
         raise CapacityError(
-            f"the model has {parameter_count(config.model):,} parameters: weights, gradients and AdamW's averages take about "
+            f"the model has {parameter_count(shape):,} parameters: weights, gradients and AdamW's averages take about "
             f"{need / 1e9:,.0f} GB, and this machine has {memory / 1e9:,.0f} GB; use a smaller model, or several machines"
         )
 
