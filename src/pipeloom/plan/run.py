@@ -26,9 +26,11 @@ from pipeloom.shapes.ops import LOGITS, RUNTIMES, LayerOps, Runtime, parameters_
 _OF_PARTS = {
     "norms": (
         *("input_unit", "input_scale", "norm_1", "middle_unit", "middle_scale", "norm_2", "query_norm", "last_norm"),
+        *("queries_unit", "queries_scale", "keys_unit", "keys_scale"),
     ),
     "attention": (
         *("query", "key", "value", "heads", "statistics", "probabilities", "mixed", "query_norm", "positions", "mask"),
+        *(f"{name}{of}" for name in ("queries", "keys") for of in ("", "_wide", "_unit", "_scale")),
     ),
     "activation": ("silu", "gated", "expert_silu", "expert_gated", "shared_gated"),
     "mlp": (

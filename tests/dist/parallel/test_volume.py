@@ -134,7 +134,7 @@ def test_experts_volume() -> None:
     assert experts.bytes == 4 * model_.num_hidden_layers * rows * model_.hidden_size * 4 / 2
     assert experts.count == 4 * model_.num_hidden_layers * 4
     spread = 3 * model_.hidden_size * model_.expert_width * 4 * model_.num_hidden_layers
-    assert data.bytes == 2 * 1 * 4 * (parameter_count(model_) - spread)  # experts have one replica each
+    assert data.bytes == 2 * 1 * 4 * (parameter_count(model_.shape()) - spread)  # experts have one replica each
 
 
 def exchanged(rank: int, recomputed: str) -> tuple[int, float]:
