@@ -72,9 +72,10 @@ def test_two_runs_are_equal_bit_by_bit_and_tell_what_they_did(tmp_path: Path) ->
     paths = [re.search(rf"^{word}: +(\S+)", done.stdout, re.MULTILINE) for word in ("log", "trace", "svg")]
     assert all(match is not None and Path(match[1]).is_file() for match in paths)
     (bytes_,) = events(first, "bytes")
-    assert bytes_["measured"] == pytest.approx(bytes_["predicted"], rel=0.15)  # tiny: gradients are most of it
-    most = bytes_["measured"].index(max(bytes_["measured"]))
-    assert f"(predicted {size_words(bytes_['predicted'][most])}), on rank {most}\n" in done.stdout
+    assert bytes_["measured"] == pytest.approx(bytes_["predicted"], rel=0.03)  # whether the device is named or not
+    sizes = zip(*(map(size_words, bytes_[name]) for name in ("measured", "predicted")), strict=True)
+    ranks = [f"rank {rank} {one} (predicted {other})" for rank, (one, other) in enumerate(sizes)]
+    assert f"bytes at the peak: {', '.join(ranks)}\n" in done.stdout
     (traced,) = first.glob("runs/*/timelines.json")
     assert len(json.loads(traced.read_text())["timelines"]) == 5  # without the second, whose bytes were counted
     bubble = events(first, "bubble")[0]

@@ -155,7 +155,10 @@ class BytesCheck:
     """
 
     def __init__(self, layout: Layout, pipeline: Pipeline, optimizer: Optimizer, report: Report | None) -> None:
-        self._layout, self._pipeline, self._optimizer, self._report = layout, pipeline, optimizer, report
+        # The device may be configured as "auto"; messages on a CPU are in memory that is not torch's.
+        train = layout.config.train.model_copy(update={"device": pipeline.device.type})
+        self._layout = replace(layout, config=layout.config.model_copy(update={"train": train}))
+        self._pipeline, self._optimizer, self._report = pipeline, optimizer, report
         self._steps, self._due = 0, False
         self.measured: list[float] = []
         self.predicted: list[float] = []
