@@ -15,6 +15,7 @@ from pipeloom.models import layers
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.hub import HUB_FAMILIES, from_config, model_keys, own_shape
 from pipeloom.shapes.hub import load as load_model
+from pipeloom.shapes.layers import parameter_count
 
 SMALL = {
     **{"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 100, "intermediate_size": 96},
@@ -50,6 +51,7 @@ def test_the_trainer_and_the_planner_read_one_shape(tmp_path: Path, values: dict
     model = load(None, {"model.source": source}).model
     shape = load_model(source)
     assert model.shape() == shape
+    assert parameter_count(model.shape()) == parameter_count(shape)
     assert shape.model_type == values.get("text_config", values)["model_type"]
     described = {key: getattr(model, key) for key in model_keys(shape, ours=False)}
     assert described == {key: getattr(shape, key) for key in described}
@@ -61,6 +63,9 @@ def test_spellings_of_a_family_are_read() -> None:
     assert shape.expert_blocks == (False, *[True] * 27)
     assert not shape.shared_expert_gate
     assert not shape.assumed
+    assert parameter_count(shape) == 21_825_436_160  # "21B"
+    assert not from_config({**SMALL, **EXPERTS, "n_shared_experts": 1}).shared_expert_gate  # DeepSeek's word
+    assert from_config({**SMALL, **EXPERTS, "num_shared_experts": 1}).shared_expert_gate
 
 
 @pytest.mark.parametrize(
