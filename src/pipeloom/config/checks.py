@@ -8,79 +8,17 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 from pipeloom.config.problems import sentence, shown
-from pipeloom.config.sections import COMPUTED, PARTS_OF_BLOCKS, Config
+from pipeloom.config.rules import RULES, features_of, key_of, value_of
+from pipeloom.config.sections import COMPUTED, Config
 from pipeloom.errors import divisors, nearest
 from pipeloom.limits import expanded
-from pipeloom.shapes.decoder import RANDOM_ROUTERS, ROUTERS, context_problem, shape_problems
+from pipeloom.shapes.decoder import ROUTERS, context_problem, shape_problems
 from pipeloom.shapes.hub import content_of, download
 from pipeloom.shapes.rules import broken
 
 CLASS_KEYS = ("experts_class", "router_class")
-_SLOTS = 2  # parallel.unshard_slots where nothing sets it
-
-
-def _unless(*plain: object) -> Callable[[Config, object], bool]:
-    return lambda config, value: value not in plain
-
-
-def _has_experts(config: Config) -> bool:
-    return config.model.num_experts > 0 and not config.model.source
-
-
-# Feature of the rules -> the key that a sentence about it names, then others that it depends on; whether it is in use, of the
-# configuration and the first key's value.
-FEATURES: dict[str, tuple[str, Callable[[Config, Any], object]]] = {
-    "router": ("model.router model.num_experts model.source", lambda c, v: _has_experts(c) and v in RANDOM_ROUTERS),
-    "capacity_factor": ("model.capacity_factor model.num_experts model.source", lambda c, v: _has_experts(c) and v),
-    "experts": ("model.num_experts model.source", lambda c, v: _has_experts(c)),
-    "dense model": ("model.num_experts model.source", lambda c, v: not v and not c.model.source),
-    "num_shared_experts": ("model.num_shared_experts", _unless(0)),
-    "moe_layer_freq": ("model.moe_layer_freq", _unless(1)),
-    "experts_class": ("model.experts_class", _unless("")),
-    "router_class": ("model.router_class", _unless("")),
-    "num_nextn_predict_layers": ("model.num_nextn_predict_layers", _unless(0)),
-    "source": ("model.source", _unless("")),
-    "lora_dropout": ("lora.lora_dropout lora.r", lambda c, v: v and c.lora.r),
-    "tp": ("parallel.tp", _unless(1, COMPUTED)),
-    "one tensor rank": ("parallel.tp", lambda c, v: v == 1),
-    "ep": ("parallel.ep", _unless(1)),
-    "ep_nodes": ("parallel.ep_nodes", _unless(1)),
-    "ep_chunks": ("parallel.ep_chunks", _unless(1)),
-    "ep_blocks": ("parallel.ep_blocks", _unless(1)),
-    "cut": ("parallel.cp", _unless(1)),
-    "sp": ("parallel.sp", _unless(False)),
-    "zero": ("parallel.zero", _unless()),
-    "whole weights": ("parallel.zero", _unless(3)),
-    "unshard_slots": ("parallel.unshard_slots", _unless(_SLOTS)),
-    "vocabulary": ("parallel.vocabulary", _unless("last")),
-    "whole vocabulary": ("parallel.vocabulary", lambda c, v: v == "last"),
-    "one pipeline rank": ("parallel.pp", lambda c, v: v == 1),
-    "recomputed part": ("train.recompute", lambda c, v: v in PARTS_OF_BLOCKS),
-    "compile": ("train.compile", _unless("none")),
-    "reproducible": ("train.reproducible", _unless(False)),
-    "search": ("schedule.name", lambda c, v: v == "search"),
-    "slices": ("schedule.slices", _unless(None, 1)),
-    "transforms": ("schedule.transforms", _unless(())),
-    "spread vocabulary": ("schedule.transforms", lambda c, v: "vocabulary" in {word.partition("=")[0] for word in v}),
-    "overlap_p2p": ("schedule.overlap_p2p", lambda c, v: v is False),
-    "receive_depth": ("schedule.receive_depth", _unless(None)),
-    "transport": ("schedule.transport", _unless()),
-    "shared memory": ("schedule.transport", lambda c, v: v == "shared"),
-    "no open receives": ("schedule.transport", lambda c, v: v in ("batched", "shared")),
-    "sorted documents": ("data.documents", lambda c, v: v == "sort"),
-    "source weights": ("data.weights", _unless(())),
-    "sampling": ("data.sampling", _unless("auto", "shuffle-then-split")),
-    "nesterov": ("optimizer.nesterov optimizer.name", lambda c, v: v and c.optimizer.name == "sgd"),
-    "no momentum": ("optimizer.momentum", lambda c, v: not v),
-    "no barrier": ("optimizer.barrier", lambda c, v: not v),
-    "muon": ("optimizer.name", lambda c, v: v == "muon"),
-    "on_nan": ("train.on_nan", _unless("stop", "skip")),
-    "on_spike": ("train.on_spike", _unless("ignore")),
-    "norms": ("log.norms", _unless("none")),
-}
 
 Problem = tuple[str, str] | str
 """A key and the words that follow its value, or a whole sentence."""
@@ -104,31 +42,12 @@ def cross_problems(config: Config, wrong: Collection[str] = ()) -> list[str]:
         if not any(key in wrong or key.partition(".")[0] in wrong for key in keys)
         for problem in check(config)
     ]
-    problems += [(_key(feature), reason) for feature, reason in broken(_features(config, wrong))]
+    problems += [(key_of(feature), reason) for feature, reason in broken(features_of(config, wrong), RULES)]
     return [problem if isinstance(problem, str) else _sentence(config, *problem) for problem in problems]
 
 
-def _key(feature: str) -> str:
-    return FEATURES[feature][0].partition(" ")[0]
-
-
-def _value(config: Config, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
-
-
 def _sentence(config: Config, key: str, words: str) -> str:
-    return f"{key} = {shown(_value(config, key))}: {words}"
-
-
-def _features(config: Config, wrong: Collection[str] = ()) -> dict[str, Any]:
-    """Return the features in use -> the values of their keys."""
-    used = {}
-    for name, (keys, is_used) in FEATURES.items():
-        value = _value(config, _key(name))
-        if not any(key in wrong or key.partition(".")[0] in wrong for key in keys.split()) and is_used(config, value):
-            used[name] = value
-    return used
+    return f"{key} = {shown(value_of(config, key))}: {words}"
 
 
 @_reads("log.html")
@@ -369,8 +288,8 @@ def _profiled_step_runs(config: Config) -> Iterator[Problem]:
 
 def slice_problems(config: Config) -> Iterator[str]:
     """Yield a sentence for each setting that is about whole sequences, for a schedule that cuts them into slices."""
-    whole = _features(config)
-    for feature, reason in set(broken(whole | {"slices": 2, "cut": True})) - set(broken(whole)):
-        yield _sentence(config, _key(feature), reason)
+    whole = features_of(config)
+    for feature, reason in set(broken(whole | {"slices": 2, "cut": True}, RULES)) - set(broken(whole, RULES)):
+        yield _sentence(config, key_of(feature), reason)
     if config.model.source and (problem := context_problem(content_of(config.model.source, "model.source"))):
         yield f"schedule.slices: {problem}"

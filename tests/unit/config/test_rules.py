@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pipeloom.config import load_layout
-from pipeloom.config.checks import FEATURES
+from pipeloom.config.rules import FEATURES, RULES
 from pipeloom.errors import ConfigError
-from pipeloom.shapes.rules import RULES, Exclusion
+from pipeloom.shapes.rules import Exclusion
 
 EXPERTS = {"model.num_experts": 4}
 # Feature -> keys with which it is in use, where they are not simply another value of its key than the default.

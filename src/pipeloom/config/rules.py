@@ -1,0 +1,125 @@
+"""What does not go with what: the features of a configuration, and the rules between them that name keys.
+
+Rules that the planner and the layers share are in `shapes/rules.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from pipeloom.config.sections import COMPUTED, PARTS_OF_BLOCKS, Config
+from pipeloom.shapes import rules
+from pipeloom.shapes.decoder import RANDOM_ROUTERS
+
+# features | what they do not go with | why, and what to use instead
+_ROWS = """
+ep_chunks | ep_blocks | use either this or parallel.ep_blocks {ep_blocks}, not both
+num_shared_experts, moe_layer_freq, experts_class, router_class | dense model | there are no experts; set model.num_experts
+tp, ep | source | it applies to Pipeloom's own decoder only, not to model.source; nearest: 1
+lora_dropout | tp | the ranks of parallel.tp {tp} would drop different inputs; nearest: 0
+sp | one tensor rank | it spreads tokens over the tensor-parallel ranks; set parallel.tp to 2 or more
+unshard_slots | whole weights | parallel.zero is {zero}, and only 3 gathers parameters; set parallel.zero = 3
+recomputed part | source | the layers of a model of transformers name no parts; nearest: "full"
+recomputed part | compile | compiled blocks have no parts; set train.compile = "none", or recompute "full"
+compile | tp | blocks that parallel.tp = {tp} divides exchange inside; set parallel.tp = 1
+compile | experts | a block with experts runs in segments, which are not compiled; set train.compile = "none"
+compile | slices | compiled blocks keep no state of a slice; nearest: "none"
+vocabulary | reproducible | its sums depend on the number of ranks; set train.reproducible = false
+vocabulary | search | a searched schedule runs as the search found it; name a family, such as 1f1b
+spread vocabulary | whole vocabulary | vocabulary: set parallel.vocabulary = "pp" to spread the output layer
+transforms | search | a searched schedule runs as the search found it; leave them out
+slices | search | schedules are searched for whole sequences; name a family, such as 1f1b
+overlap_p2p | shared memory | the shared-memory transport posts no receives; set schedule.transport = "individual"
+receive_depth | no open receives | the {transport} transport keeps no receives open; set schedule.transport = "individual"
+source weights | sorted documents | batches sorted by length take each document of all sources once an epoch; leave them out
+sampling | sorted documents | batches sorted by length have a shuffled order of their own; nearest: "shuffle-then-split"
+no momentum | nesterov | optimizer.nesterov = true needs momentum; set it above 0, or optimizer.nesterov = false
+muon | no barrier | ranks gather whole matrices in each step, which is a barrier; set optimizer.barrier = true
+on_nan, on_spike | no barrier | a step is known to be bad only after the next has begun; set optimizer.barrier = true
+norms | no barrier | a step is final only after the next one has begun; set optimizer.barrier = true
+"""
+RULES = (*rules.RULES, *rules.read(_ROWS))
+_SLOTS = 2  # parallel.unshard_slots where nothing sets it
+
+
+def _unless(*plain: object) -> Callable[[Config, object], bool]:
+    return lambda config, value: value not in plain
+
+
+def _has_experts(config: Config) -> bool:
+    return config.model.num_experts > 0 and not config.model.source
+
+
+# Feature of the rules -> the key that a sentence about it names, then others that it depends on; whether it is in use, of the
+# configuration and the first key's value.
+FEATURES: dict[str, tuple[str, Callable[[Config, Any], object]]] = {
+    "router": ("model.router model.num_experts model.source", lambda c, v: _has_experts(c) and v in RANDOM_ROUTERS),
+    "capacity_factor": ("model.capacity_factor model.num_experts model.source", lambda c, v: _has_experts(c) and v),
+    "experts": ("model.num_experts model.source", lambda c, v: _has_experts(c)),
+    "dense model": ("model.num_experts model.source", lambda c, v: not v and not c.model.source),
+    "num_shared_experts": ("model.num_shared_experts", _unless(0)),
+    "moe_layer_freq": ("model.moe_layer_freq", _unless(1)),
+    "experts_class": ("model.experts_class", _unless("")),
+    "router_class": ("model.router_class", _unless("")),
+    "num_nextn_predict_layers": ("model.num_nextn_predict_layers", _unless(0)),
+    "source": ("model.source", _unless("")),
+    "lora_dropout": ("lora.lora_dropout lora.r", lambda c, v: v and c.lora.r),
+    "tp": ("parallel.tp", _unless(1, COMPUTED)),
+    "one tensor rank": ("parallel.tp", lambda c, v: v == 1),
+    "ep": ("parallel.ep", _unless(1)),
+    "ep_nodes": ("parallel.ep_nodes", _unless(1)),
+    "ep_chunks": ("parallel.ep_chunks", _unless(1)),
+    "ep_blocks": ("parallel.ep_blocks", _unless(1)),
+    "cut": ("parallel.cp", _unless(1)),
+    "sp": ("parallel.sp", _unless(False)),
+    "zero": ("parallel.zero", _unless()),
+    "whole weights": ("parallel.zero", _unless(3)),
+    "unshard_slots": ("parallel.unshard_slots", _unless(_SLOTS)),
+    "vocabulary": ("parallel.vocabulary", _unless("last")),
+    "whole vocabulary": ("parallel.vocabulary", lambda c, v: v == "last"),
+    "one pipeline rank": ("parallel.pp", lambda c, v: v == 1),
+    "recomputed part": ("train.recompute", lambda c, v: v in PARTS_OF_BLOCKS),
+    "compile": ("train.compile", _unless("none")),
+    "reproducible": ("train.reproducible", _unless(False)),
+    "search": ("schedule.name", lambda c, v: v == "search"),
+    "slices": ("schedule.slices", _unless(None, 1)),
+    "transforms": ("schedule.transforms", _unless(())),
+    "spread vocabulary": ("schedule.transforms", lambda c, v: "vocabulary" in {word.partition("=")[0] for word in v}),
+    "overlap_p2p": ("schedule.overlap_p2p", lambda c, v: v is False),
+    "receive_depth": ("schedule.receive_depth", _unless(None)),
+    "transport": ("schedule.transport", _unless()),
+    "shared memory": ("schedule.transport", lambda c, v: v == "shared"),
+    "no open receives": ("schedule.transport", lambda c, v: v in ("batched", "shared")),
+    "sorted documents": ("data.documents", lambda c, v: v == "sort"),
+    "source weights": ("data.weights", _unless(())),
+    "sampling": ("data.sampling", _unless("auto", "shuffle-then-split")),
+    "nesterov": ("optimizer.nesterov optimizer.name", lambda c, v: v and c.optimizer.name == "sgd"),
+    "no momentum": ("optimizer.momentum", lambda c, v: not v),
+    "no barrier": ("optimizer.barrier", lambda c, v: not v),
+    "muon": ("optimizer.name", lambda c, v: v == "muon"),
+    "on_nan": ("train.on_nan", _unless("stop", "skip")),
+    "on_spike": ("train.on_spike", _unless("ignore")),
+    "norms": ("log.norms", _unless("none")),
+}
+
+
+def key_of(feature: str) -> str:
+    """Return the key that a sentence about a feature names."""
+    return FEATURES[feature][0].partition(" ")[0]
+
+
+def value_of(config: Config, key: str) -> Any:
+    """Return the value of `section.key`."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def features_of(config: Config, wrong: Collection[str] = ()) -> dict[str, Any]:
+    """Return the features in use -> the values of their keys."""
+    used = {}
+    for name, (keys, is_used) in FEATURES.items():
+        value = value_of(config, key_of(name))
+        if not any(key in wrong or key.partition(".")[0] in wrong for key in keys.split()) and is_used(config, value):
+            used[name] = value
+    return used
