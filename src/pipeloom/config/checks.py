@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from pipeloom.config.problems import sentence, shown
-from pipeloom.config.rules import RULES, features_of, key_of, value_of
+from pipeloom.config.rules import EXCLUSIONS, features_of, key_of, value_of
 from pipeloom.config.sections import COMPUTED, Config
 from pipeloom.errors import divisors, nearest
 from pipeloom.limits import expanded
@@ -42,7 +42,7 @@ def cross_problems(config: Config, wrong: Collection[str] = ()) -> list[str]:
         if not any(key in wrong or key.partition(".")[0] in wrong for key in keys)
         for problem in check(config)
     ]
-    problems += [(key_of(feature), reason) for feature, reason in broken(features_of(config, wrong), RULES)]
+    problems += [(key_of(feature), reason) for feature, reason in broken(features_of(config, wrong), EXCLUSIONS)]
     return [problem if isinstance(problem, str) else _sentence(config, *problem) for problem in problems]
 
 
@@ -289,7 +289,7 @@ def _profiled_step_runs(config: Config) -> Iterator[Problem]:
 def slice_problems(config: Config) -> Iterator[str]:
     """Yield a sentence for each setting that is about whole sequences, for a schedule that cuts them into slices."""
     whole = features_of(config)
-    for feature, reason in set(broken(whole | {"slices": 2, "cut": True}, RULES)) - set(broken(whole, RULES)):
+    for feature, reason in set(broken(whole | {"slices": 2, "cut": True}, EXCLUSIONS)) - set(broken(whole, EXCLUSIONS)):
         yield _sentence(config, key_of(feature), reason)
     if config.model.source and (problem := context_problem(content_of(config.model.source, "model.source"))):
         yield f"schedule.slices: {problem}"

@@ -39,7 +39,7 @@ muon | no barrier | ranks gather whole matrices in each step, which is a barrier
 on_nan, on_spike | no barrier | a step is known to be bad only after the next has begun; set optimizer.barrier = true
 norms | no barrier | a step is final only after the next one has begun; set optimizer.barrier = true
 """
-RULES = (*rules.RULES, *rules.read(_ROWS))
+EXCLUSIONS = (*rules.RULES, *rules.read(_ROWS))
 _SLOTS = 2  # parallel.unshard_slots where nothing sets it
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeloom.config import load_layout
-from pipeloom.config.rules import FEATURES, RULES
+from pipeloom.config.rules import EXCLUSIONS, FEATURES
 from pipeloom.errors import ConfigError
 from pipeloom.shapes.rules import Exclusion
 
@@ -71,7 +71,7 @@ def problems(keys: dict[str, Any]) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.feature} and {rule.other}")
+@pytest.mark.parametrize("rule", EXCLUSIONS, ids=lambda rule: f"{rule.feature} and {rule.other}")
 def test_two_features_that_do_not_go_together_are_refused(rule: Exclusion, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         '{"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 512}'
