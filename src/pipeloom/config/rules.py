@@ -1,4 +1,4 @@
-"""What does not go with what: the features of a configuration, and the rules between them that name keys.
+"""Features of a configuration, and the rules between them that name keys: what does not go with what.
 
 Rules that the planner and the layers share are in `shapes/rules.py`.
 """
