@@ -1,7 +1,7 @@
 """Set-up of all tests: their own modules on the path, one thread per process, and a budget of CPU time for each tier.
 
 The folder below `tests/` is the tier: `unit` (no processes), `dist` (processes on loopback), `e2e` (the command, a browser).
-`make test` runs `unit` and what is marked `core` in the others; `make test-all` runs the rest.
+`make test` runs `unit` and what is marked `core` in the others, but nothing marked `slow`; `make test-all` runs the rest.
 """
 
 from __future__ import annotations

@@ -174,14 +174,14 @@ def announce(layout: Layout) -> None:
     options = "".join(f", {key} {value}" for key, value in schedule.options if key != "chunks")
     first = "search, starting with " if layout.search is not None else ""
     chunks = f" of {schedule.chunks} stages" if schedule.chunks > 1 else ""
-    train = config.train
+    train, shape = config.train, config.model.shape()
     print(
-        f"training {_short(parameter_count(config.model.shape()))} parameters: {first}{schedule.name}{options}, {schedule.ranks} "
+        f"training {_short(parameter_count(shape))} parameters: {first}{schedule.name}{options}, {schedule.ranks} "
         f"rank{'s' * (schedule.ranks > 1)}{chunks}, {schedule.microbatches} micro-batches{_side_by_side(layout)}; "
         f"{train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens, {train.dtype}"
     )
-    if config.model.source and (words := config.model.shape().assumptions):
-        print(words)
+    if shape.assumptions:
+        print(shape.assumptions)
     if (reason := layout.origins.get("optimizer.lr", "")).startswith(AUTO_RATE):
         resumed = config.checkpoint.resume != "none"
         print(

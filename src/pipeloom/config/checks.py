@@ -289,7 +289,8 @@ def _profiled_step_runs(config: Config) -> Iterator[Problem]:
 def slice_problems(config: Config) -> Iterator[str]:
     """Yield a sentence for each setting that is about whole sequences, for a schedule that cuts them into slices."""
     whole = features_of(config)
-    for feature, reason in set(broken(whole | {"slices": 2, "cut": True}, EXCLUSIONS)) - set(broken(whole, EXCLUSIONS)):
-        yield _sentence(config, key_of(feature), reason)
+    known = list(broken(whole, EXCLUSIONS))  # which `cross_problems` reports
+    more = [each for each in broken(whole | {"slices": 2, "cut": True}, EXCLUSIONS) if each not in known]
+    yield from (_sentence(config, key_of(feature), reason) for feature, reason in more)
     if config.model.source and (problem := context_problem(content_of(config.model.source, "model.source"))):
         yield f"schedule.slices: {problem}"

@@ -81,3 +81,10 @@ def test_two_features_that_do_not_go_together_are_refused(rule: Exclusion, tmp_p
         USED[rule.feature] | USED[rule.other] | ({"model.source": str(tmp_path)} if rule.other == "source" else {})
     )
     assert any(problem.startswith(f"{key} = ") and problem.endswith(end) for problem in both), both
+
+
+def test_what_slices_exclude_is_said_in_the_order_of_the_rules() -> None:
+    keys = {"model.capacity_factor": 1.5, "train.compile": "blocks", "schedule.transforms": ["slices=2"]}
+    found = problems({**USED["router"], **keys, "parallel.ep_blocks": 2})
+    named = [problem.partition(" = ")[0] for problem in found if "slices" in problem or "slice;" in problem]
+    assert named == ["model.router", "model.capacity_factor", "parallel.ep_blocks", "train.compile"]

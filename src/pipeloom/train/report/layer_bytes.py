@@ -72,19 +72,19 @@ def layer_bytes(layout: Layout) -> tuple[LayerBytes, ...]:
 
 def _measured_on_cpu(layout: Layout, layer: Layer, x: Tensor, at: int, last: bool) -> tuple[LayerBytes, Tensor]:
     """Return the result of `measured_in` from a run on the CPU, where a long sequence is shortened and the bytes are scaled."""
-    model, (rows, seq_len) = layout.config.model, x.shape[:2]
-    parameters, tokens = layer_sizes(model.shape(), seq_len)[at].parameters, seq_len
+    shape, (rows, seq_len) = layout.config.model.shape(), x.shape[:2]
+    parameters, tokens = layer_sizes(shape, seq_len)[at].parameters, seq_len
     if parameters > MOST_PARAMETERS:
         raise UsageError(
             f"a layer has {parameters:,} parameters, more than the {MOST_PARAMETERS:,.0f} that a dry run builds"
         )
-    while tokens > 16 and layer_sizes(model.shape(), tokens)[at].flops * rows > MOST_FLOPS:
+    while tokens > 16 and layer_sizes(shape, tokens)[at].flops * rows > MOST_FLOPS:
         tokens //= 2
     generator = torch.Generator().manual_seed(layout.config.train.seed)
     if x.is_floating_point():
         short = torch.randn(rows, tokens, *x.shape[2:], generator=generator).to(x.dtype).requires_grad_()
     else:
-        short = torch.randint(0, model.vocab_size, (rows, tokens), generator=generator)
+        short = torch.randint(0, shape.vocab_size, (rows, tokens), generator=generator)
     try:
         measured, output = measured_in(layout, layer, short, last)
     except PipeloomError:
