@@ -15,8 +15,9 @@ def test_nothing_grows(tmp_path: Path) -> None:
 
 
 def test_growth_is_named() -> None:
-    before, after = growth.Held(100_000, 9, 3, 400), growth.Held(101_025, 10, 3, 408)
+    before, after = growth.Held(100_000, 9, 3, 400), growth.Held(101_025, 18, 4, 408)
     assert growth.growth({1: (before, after)}) == [
         "rank 1: kib grew from 100000 to 101025",
-        "rank 1: descriptors grew from 9 to 10",
+        "rank 1: descriptors grew from 9 to 18",
+        "rank 1: threads grew from 3 to 4",
     ]
