@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeloom.errors import UsageError, echo
-from pipeloom.limits import MODEL_CONFIG_BYTES, read_json
+from pipeloom.foreign import number_in
+from pipeloom.limits import MODEL_CONFIG_BYTES, MOST_WIDTH, read_json
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.plan.time import StageSeconds
+from pipeloom.schedule.costs import Costs
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.ops import LayerOps
 
@@ -79,7 +81,8 @@ def read(path: Path, shape: DecoderShape) -> MeasuredLayers:
     letters = ["E", *"t" * shape.num_hidden_layers, *"m" * shape.num_nextn_predict_layers, "L"]
     try:
         seconds: dict[tuple[str, bool], dict[str, tuple[float, float]]] = {}
-        (sequences, seq), costs = form["microbatch"], form["costs"]
+        where, (sequences, seq), costs = f"--costs {echo(str(path))}", form["microbatch"], form["costs"]
+        number_in(f"{where}: microbatch", sequences, 1, MOST_WIDTH, whole=True)
         count = sum(len(each["layers"]) for each in form["layers"])
         if count != len(letters):
             raise UsageError(
@@ -90,10 +93,12 @@ def read(path: Path, shape: DecoderShape) -> MeasuredLayers:
             sparse = letters[at] in "tm" and shape.expert_blocks[min(at, shape.num_hidden_layers) - 1]
             samples = each["seconds_of_one_sequence"], each["seconds"]
             seconds[letters[at], sparse] = {
-                kind: _line(sequences, *(float(sample[kind]["median"]) for sample in samples)) for kind in _KINDS
+                kind: _line(sequences, *(number_in(f"{where}: {kind}", sample[kind]["median"]) for sample in samples))
+                for kind in _KINDS
             }
-        return MeasuredLayers(seconds, seq, costs.get("p2p", 0.0), costs.get("bandwidth", float("inf")))
-    except (KeyError, TypeError, ValueError) as error:
+        link = Costs(p2p=costs.get("p2p", 0.0), bandwidth=costs.get("bandwidth", float("inf")))
+        return MeasuredLayers(seconds, seq, link.p2p, link.bandwidth)  # type: ignore[arg-type]  # a profile has one link
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise UsageError(
             f"--costs {echo(str(path))}: it is not a profile ({type(error).__name__}: {error}); `pipeloom profile --output` "
             "writes one"

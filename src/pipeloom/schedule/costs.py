@@ -10,12 +10,14 @@ from operator import add, mul
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.errors import ArgumentError, CapacityError, UsageError
+from pipeloom.foreign import LARGEST_NUMBER
+from pipeloom.limits import number as digits
 from pipeloom.schedule.actions import COMPUTE, GRADS, KEPT, OUTPUT, PARAMS, PENDING, SAVED, kind_of, together, whole_of
 from pipeloom.schedule.model import Schedule
 
-LARGEST_COST = (
-    1e100  # the sums and products of larger numbers would overflow, and every schedule would seem to deadlock
-)
+LARGEST_COST = LARGEST_NUMBER  # with larger ones every schedule would seem to deadlock
+LARGEST_SIZE = 1e18  # of memory and messages, an exabyte: rounding in sums of larger ones would show in the peaks
+_LEAST_RATE = 1e-30  # the largest size takes less than the largest cost at it
 TIME_TOLERANCE = 1e-9
 """Times and amounts of memory that differ by less count as equal: rounding makes sums depend on their order."""
 
@@ -141,15 +143,16 @@ class Costs:
             object.__setattr__(self, spec.name, value)
             for key, each in value if named else (("", value),):
                 name = _item(spec.name, key) if named else spec.name
-                if _depth(each) not in depths:
+                if _depth(each) not in depths or (None in depths and not _is_name(each)):
                     raise ArgumentError(name, f" is {each!r:.200}; it must be {words.format(name)}")
+                most = math.inf if holds == _RATE else LARGEST_COST if holds in (_TIME, STAGE_TIME) else LARGEST_SIZE
                 for number in _numbers(each):
-                    if not (math.isfinite(number) or (holds == _RATE and number == math.inf)) or number < 0:
+                    if not number >= 0 or (number == math.inf and holds != _RATE):
                         raise ArgumentError(name, f" is {number}; a cost is a finite number of at least 0")
-                    if number > LARGEST_COST and holds != _RATE:
-                        raise ArgumentError(name, f" is {number:g}; the largest cost is {LARGEST_COST:g}")
-            if holds == _RATE and value == 0:
-                raise ArgumentError(spec.name, " is 0; it must be above 0")
+                    if number > most:
+                        raise ArgumentError(name, f" is {digits(number)}; the largest cost is {most:g}")
+            if holds == _RATE and value < _LEAST_RATE:  # type: ignore[operator]  # a number
+                raise ArgumentError(spec.name, f" is {value:g}; it must be above {0 if value == 0 else _LEAST_RATE:g}")
         if self.beside < 1:
             raise ArgumentError("beside", f" is {self.beside:g}; a copy beside another takes at least 1 times as long")
         self._require_shares()
@@ -512,9 +515,13 @@ def _pairs(field: str, sizes: Any) -> tuple[tuple[str, Any], ...]:
         pairs: dict[Any, Any] = dict(sizes)
     except (TypeError, ValueError):
         pairs = {None: sizes}
-    if not all(isinstance(name, str) for name in pairs):
+    if not all(map(_is_name, pairs)):
         raise ArgumentError(field, f" is {sizes!r:.200}; it must give each name its value, as in {{'skip': 2.0}}")
     return tuple(sorted((name, _plain_tuples(size)) for name, size in pairs.items()))
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable()
 
 
 def _item(field: str, name: str) -> str:
@@ -537,7 +544,7 @@ def _depth(value: Any) -> int | None:
 
 def _numbers(value: Any) -> Iterator[float]:
     if isinstance(value, Real):
-        yield float(value)
+        yield value  # type: ignore[misc]  # a whole number may be too large for a float
     elif isinstance(value, tuple):
         for item in value:
             yield from _numbers(item)

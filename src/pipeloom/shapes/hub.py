@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import ConfigError, UsageError, did_you_mean, echo, reason_of, shortened
+from pipeloom.foreign import as_json, number_in, refuse_unknown, typed
 from pipeloom.limits import MODEL_CONFIG_BYTES, MOST_LAYERS, MOST_WIDTH, expanded, read_json, require_counts
 from pipeloom.shapes.decoder import DecoderShape
 
@@ -35,7 +36,7 @@ SPELLINGS = {
     "qk_nope_head_dim": ("qk_nope_head_dim", "qk_head_dim"),
     "qk_rope_head_dim": ("qk_rope_head_dim", "qk_pos_emb_head_dim"),
 }
-_NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
+_NEEDED = {"num_hidden_layers": 1, "hidden_size": 2, "vocab_size": 1}  # the least values that are no mistake
 
 
 @dataclass(frozen=True)
@@ -108,28 +109,14 @@ _SWITCHES = (
 _NULL = ("num_key_value_heads", "head_dim")  # null has a meaning of its own: as many as queries; of the hidden size
 
 
-def _json(value: Any) -> str:
-    return shortened(json.dumps(value))
-
-
-def _typed(where: str, values: Mapping[str, Any], key: str, kind: Any, words: str) -> Any:
-    """Return the value of a key, None where it is absent. Raises ConfigError for one of another type."""
-    value = values.get(key)
-    if isinstance(value, float) and not math.isfinite(value):
-        words = "a finite number"
-    elif value is None or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
-        return value
-    raise ConfigError(f"{where}: {key} = {_json(value)}: it must be {words}")
-
-
 class _Values:
     """The values of a `config.json`, with what its family leaves out; errors begin with `where`."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.where, self.assumed = where, list[str]()
-        kind = _typed(where, values, "model_type", str, "text") or ""
-        text = _typed(where, values, "text_config", dict, "a table") or {}
-        self.kind = str(text.get("model_type", kind)) if text else kind
+        kind = typed(where, values, "model_type", str, "text") or ""
+        text = typed(where, values, "text_config", dict, "a table") or {}
+        self.kind = typed(where, text, "model_type", str, "text") or kind
         self.family = HUB_FAMILIES.get(self.kind, HubFamily())
         given = {key: value for key, value in {**values, **text}.items() if value is not None or key in _NULL}
         self.given = {**self.family.defaults, **given, **self.family.fixed}
@@ -144,15 +131,11 @@ class _Values:
             self.assumed += [key] * counted
             return default
         most = MOST_LAYERS if key == "num_hidden_layers" else MOST_WIDTH
-        if type(value) is not int or not least <= value <= most:
-            raise ConfigError(
-                f"{self.where}: {spelled} = {_json(value)}: it must be a whole number from {least} to {most:,}"
-            )
-        return value
+        return int(number_in(f"{self.where}: {spelled}", value, least, most, whole=True))
 
     def rope(self) -> Mapping[str, Any]:
         for key in ("rope_parameters", "rope_scaling"):
-            if table := _typed(self.where, self.given, key, dict, "a table"):
+            if table := typed(self.where, self.given, key, dict, "a table"):
                 return dict(table)
         return {}
 
@@ -180,15 +163,19 @@ def from_config(values: Mapping[str, Any], name: str = "model", where: str = "")
         raise ConfigError(f"{where or name}: a model's configuration is an object, and this is {echo(values)}")
     read = _Values(values, where or name)
     given, family = read.given, read.family
-    layers, hidden, vocabulary = (read.size(key, least=1) for key in _NEEDED)
+    layers, hidden, vocabulary = (read.size(key, least=least) for key, least in _NEEDED.items())
     heads = read.size("num_attention_heads", 1, 1, counted=True)
+    shared = 1 if given.get("multi_query") else read.size("num_key_value_heads", heads, 1)
+    if not family.ours and "num_attention_heads" not in read.assumed and (heads % shared or heads > hidden):
+        where = f"{read.where}: num_attention_heads = {heads}, which do not share num_key_value_heads = {shared}"
+        raise ConfigError(f"{where} and hidden_size = {hidden}")
     width = read.size("intermediate_size", 4 * hidden, 1, counted=family.fixed.get("gated", True))
     experts, sparse = read.size("num_experts", 0), _expert_blocks(read, layers)
     options: dict[str, Any] = {}
     for keys, kind, words in ((_NUMBERS, (int, float), "a number"), (_SWITCHES, bool, "true or false")):
-        typed = {key: _typed(read.where, given, key, kind, words) for key in keys}
-        options |= {key: value for key, value in typed.items() if value is not None}
-    if (theta := _typed(read.where, read.rope(), "rope_theta", (int, float), "a number")) is not None:
+        values_of_kind = {key: typed(read.where, given, key, kind, words) for key in keys}
+        options |= {key: value for key, value in values_of_kind.items() if value is not None}
+    if (theta := typed(read.where, read.rope(), "rope_theta", (int, float), "a number")) is not None:
         options["rope_theta"] = theta
     if "tie_word_embeddings" not in options and not family.ours:
         options["tie_word_embeddings"] = True  # the default of transformers, which leaves defaults out
@@ -196,30 +183,30 @@ def from_config(values: Mapping[str, Any], name: str = "model", where: str = "")
     sizes: dict[str, Any] = {}
     if experts and any(sparse):
         inner = read.size("moe_intermediate_size", width, 1, counted=read.kind not in ("", "mixtral"))
-        shared = read.size("shared_expert_intermediate_size", 0)
-        copies, odd = divmod(shared, inner)
+        common = read.size("shared_expert_intermediate_size", 0)
+        copies, odd = divmod(common, inner)
         sizes = {
             "num_experts": experts,
             "num_experts_per_tok": read.size("num_experts_per_tok", 2 if family.ours else 1, 1, counted=True),
             "moe_intermediate_size": inner,
-            "num_shared_experts": copies if shared and not odd else read.size("num_shared_experts", 0),
-            "shared_expert_intermediate_size": shared if odd else 0,
+            "num_shared_experts": copies if common and not odd else read.size("num_shared_experts", 0),
+            "shared_expert_intermediate_size": common if odd else 0,
             "moe_layer_freq": 1 if all(sparse) else tuple(map(int, sparse)),
             "n_group": (groups := read.size("n_group", 1, 1)),
             "topk_group": read.size("topk_group", groups, 1),
         }
-        options.setdefault("shared_expert_gate", bool(shared) or (family.ours and "n_shared_experts" not in given))
+        options.setdefault("shared_expert_gate", bool(common) or (family.ours and "n_shared_experts" not in given))
     if rank := read.size("kv_lora_rank", 0):
         sizes |= {"kv_lora_rank": rank, "q_lora_rank": read.size("q_lora_rank", 0)}
         widths = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
         sizes |= {key: read.size(key, value, counted=True) for key, value in widths.items()}
-    if router := _typed(read.where, given, "router", str, "text") if not read.kind else None:
+    if router := typed(read.where, given, "router", str, "text") if not read.kind else None:
         sizes["router"] = router
     return DecoderShape(
         num_hidden_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
-        num_key_value_heads=1 if given.get("multi_query") else read.size("num_key_value_heads", heads, 1),
+        num_key_value_heads=shared,
         intermediate_size=width,
         vocab_size=vocabulary,
         head_dim=read.size("head_dim", 0) or (None if hidden % heads == 0 else hidden // heads),
@@ -243,9 +230,9 @@ def _expert_blocks(read: _Values, blocks: int) -> tuple[bool, ...]:
     frequency = read.given.get("moe_layer_freq")
     listed = frequency if isinstance(frequency, list | tuple) and frequency else [1]
     every = frequency if type(frequency) is int and frequency > 0 else 1
-    dense = _typed(read.where, read.given, "mlp_only_layers", list, "a list of whole numbers") or []
+    dense = typed(read.where, read.given, "mlp_only_layers", list, "a list of whole numbers") or []
     if not all(type(block) is int for block in dense):
-        raise ConfigError(f"{read.where}: mlp_only_layers = {_json(dense)}: it must be a list of whole numbers")
+        raise ConfigError(f"{read.where}: mlp_only_layers = {as_json(dense)}: it must be a list of whole numbers")
     return tuple(
         block >= first
         and block not in dense
@@ -406,12 +393,21 @@ def _nearest_folder(source: str) -> str:
 ADAPTER_CONFIG = "adapter_config.json"
 _MOST_RANK = 65_536  # wider than the weights of published models, so that a damaged file asks for no terabytes
 _MOST_ADAPTER_BYTES = 10_000_000
-# Options of peft that make an adapter compute something other than s B A x on whole linear layers; None or empty: unused.
-_UNSUPPORTED = (
-    *("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "layers_pattern"),
-    *("target_parameters", "exclude_modules", "trainable_token_indices", "megatron_config", "layer_replication"),
-    *("lora_bias", "alora_invocation_tokens", "use_bdlora"),
+# Keys of peft that say nothing about what the adapter in the file computes, whatever their values.
+_HARMLESS = (
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("fan_in_fan_out", "megatron_core", "qalora_group_size", "runtime_config"),
+    *("loftq_config", "eva_config", "corda_config"),  # of `init_lora_weights`
 )
+_USED = ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias", "init_lora_weights")
+_PLAIN_BEGINNINGS = (
+    None,
+    True,
+    False,
+    "gaussian",
+    "orthogonal",
+    "eva",
+)  # which leave the model's own weights as they are
 
 
 def adapter_keys(adapter: str, where: str) -> dict[str, Any]:
@@ -421,28 +417,29 @@ def adapter_keys(adapter: str, where: str) -> dict[str, Any]:
     low-rank products on linear layers.
     """
     values = read_adapter_config(expanded(adapter), where)
-    for key in _UNSUPPORTED:
-        if values.get(key):
-            raise ConfigError(f"{where}: it uses {key}, which is not supported")
     where = f"{where}: {ADAPTER_CONFIG}"
     for key, only in (("peft_type", "LORA"), ("bias", "none")):
         if values.get(key, "none") != only:
-            raise ConfigError(f"{where}: {key} = {_json(values.get(key))}: it must be {only!r}")
-    rank = values.get("r")
-    if type(rank) is not int or not 1 <= rank <= _MOST_RANK:
-        raise ConfigError(f"{where}: r = {_json(rank)}: it must be a whole number from 1 to {_MOST_RANK:,}")
+            raise ConfigError(f"{where}: {key} = {as_json(values.get(key))}: it must be {only!r}")
+    refuse_unknown(where, values, _USED, _HARMLESS)
+    if values.get("init_lora_weights") not in _PLAIN_BEGINNINGS:
+        raise ConfigError(
+            f"{where}: init_lora_weights = {as_json(values['init_lora_weights'])}: such an adapter belongs to weights that peft "
+            "changed when it began; save it with peft's path_initial_model_for_weight_conversion"
+        )
     modules = values.get("target_modules")
     words = "text or a list of texts, and not empty"
     if not modules or not isinstance(modules, str | list) or not all(isinstance(name, str) for name in modules):
-        raise ConfigError(f"{where}: target_modules = {_json(modules)}: it must be {words}")
-    alpha = _typed(where, values, "lora_alpha", (int, float), "a number")
+        raise ConfigError(f"{where}: target_modules = {as_json(modules)}: it must be {words}")
+    rank = number_in(f"{where}: r", values.get("r"), 1, _MOST_RANK, whole=True)
+    alpha = typed(where, values, "lora_alpha", (int, float), "a number")
     if alpha is None:
         raise ConfigError(f"{where}: it has no lora_alpha")
-    scaled = _typed(where, values, "use_rslora", bool, "true or false")
+    scaled = typed(where, values, "use_rslora", bool, "true or false")
     return {
         "r": rank,
         "lora_alpha": alpha * (math.sqrt(rank) if scaled else 1.0),
-        "lora_dropout": _typed(where, values, "lora_dropout", (int, float), "a number") or 0.0,
+        "lora_dropout": typed(where, values, "lora_dropout", (int, float), "a number") or 0.0,
         "target_modules": modules if isinstance(modules, str) else sorted(modules),
     }
 

@@ -15,12 +15,13 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from io import BytesIO
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeloom.errors import PipeloomError, ScheduleError, UsageError, reason_of, shortened
-from pipeloom.limits import SCHEDULE_BYTES, read_file
+from pipeloom.errors import ScheduleError, UsageError, reason_of, shortened
+from pipeloom.foreign import is_number, number_in
+from pipeloom.limits import MOST_WORKERS, SCHEDULE_BYTES, read_file
 from pipeloom.schedule.actions import Action, Cell, Pair, kind_of, parse_cell
 from pipeloom.schedule.check import check
 from pipeloom.schedule.model import Schedule, parts
@@ -48,7 +49,8 @@ class _Row(NamedTuple):
 
     rank: int
     steps: list[list[_NamedEvent]]
-    memory: float  # GB, 0 where the trace does not give it
+    memory: float = 0.0  # GB, 0 where the trace does not give it
+    marked: bool = True  # where its steps begin and end
 
 
 def accepts(path: Path) -> bool:
@@ -72,20 +74,7 @@ def _trace_files(folder: Path) -> list[Path]:
 
 
 def read(path: Path) -> MeasuredSteps:
-    """Return the steps of a trace or of a folder of traces. Raises as `TraceReader.read`."""
-    try:
-        return _steps_in(path)
-    except PipeloomError:
-        files = _trace_files(path) if path.is_dir() else [path]
-        world = max((_info(_read(file)).get("world_size", 1) for file in files), default=1)
-        if world <= len(files):
-            raise
-        raise UsageError(
-            f"{path} holds the traces of {len(files)} of {world} processes; give a folder with those of all, a file for each"
-        ) from None
-
-
-def _steps_in(path: Path) -> MeasuredSteps:
+    """Return the steps of a trace or of a folder of traces. Raises as `TraceReader.read`, also where a process has no trace."""
     ranks = _ranks_of_folder(path) if path.is_dir() else _ranks_of_file(path)
     rows = [row for rank, events in ranks if (row := _row(events, rank, path)).steps]
     if rows:
@@ -97,18 +86,22 @@ def _steps_in(path: Path) -> MeasuredSteps:
 def _ranks_of_file(path: Path) -> list[tuple[int, list[dict[str, Any]]]]:
     """Return (rank, events) of each process of one file that has an action, or of all where none has."""
     processes: dict[Any, list[dict[str, Any]]] = {}
-    for event in _events_of(_read(path), path):
-        processes.setdefault(event.get("pid"), []).append(event)
-    pids = sorted(processes, key=lambda pid: (str(type(pid)), pid if isinstance(pid, (int, str)) else str(pid)))
-    every = [processes[pid] for pid in pids]
-    return list(enumerate([events for events in every if _row(events, 0, path).steps] or every))
+    trace = _read(path)
+    for event in _events_of(trace, path):
+        processes.setdefault(str(event.get("pid")), []).append(event)
+    every = [processes[pid] for pid in sorted(processes, key=lambda pid: (len(pid), pid))]
+    with_actions = [events for events in every if _row(events, 0, path).steps]
+    _require_all(path, trace, len(with_actions) or 1)
+    return list(enumerate(with_actions or every))
 
 
 def _ranks_of_folder(folder: Path) -> list[tuple[int, list[dict[str, Any]]]]:
     """Return (rank, events) of each file."""
     ranks: dict[int, list[dict[str, Any]]] = {}
-    for at, path in enumerate(_trace_files(folder)):
+    files = _trace_files(folder)
+    for at, path in enumerate(files):
         trace = _read(path)
+        _require_all(folder, trace, len(files))
         rank = _rank_of(trace, path, at)
         if rank in ranks:
             raise UsageError(f"{folder}: two files are of rank {rank}; keep one trace for each rank, of one run")
@@ -127,6 +120,16 @@ def _without_replicas(rows: Sequence[_Row]) -> tuple[list[_Row], list[str]]:
     return best_rows, notes
 
 
+def _require_all(path: Path, trace: Any, count: int) -> None:
+    """Raise UsageError where the run that a trace is of had more processes than the `count` that are in `path`."""
+    if (
+        world := number_in(f"{path}: world_size", _info(trace).get("world_size", 1), 1, MOST_WORKERS, whole=True)
+    ) > count:
+        raise UsageError(
+            f"{path} holds the traces of {count} of {world} processes; give a folder with those of all, a file for each"
+        )
+
+
 def _info(trace: Any) -> dict[str, Any]:
     """Return what a trace of torch says about its process."""
     info = trace.get("distributedInfo") if isinstance(trace, dict) else None
@@ -135,11 +138,9 @@ def _info(trace: Any) -> dict[str, Any]:
 
 def _rank_of(trace: Any, path: Path, default: int) -> int:
     """Return the rank given in a trace, else in the name of its file, else `default`."""
-    rank = _info(trace).get("rank")
-    if isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0:
-        return rank
-    number = _NUMBER.search(path.name)
-    return int(number[1]) if number else default
+    number, info = _NUMBER.search(path.name), _info(trace)
+    default = int(number[1]) if number else default
+    return int(number_in(f"{path}: rank", info.get("rank", default), 0, MOST_WORKERS, whole=True))
 
 
 def _read(path: Path) -> Any:
@@ -181,7 +182,7 @@ def _inferred(ranks: Sequence[Sequence[dict[str, Any]]], path: Path) -> list[_Ro
                 reason = reason if "0 backwards" in actions else actions
             else:
                 steps.append([_NamedEvent(start / 1e6, end / 1e6, action) for start, end, action in actions])
-        rows += [_Row(rank, steps, 0.0)] if steps else []
+        rows += [_Row(rank, steps)] if steps else []
     if len(rows) < max(2, len(ranks)):
         raise UsageError(
             f"{path}: no event has the name of an action, such as 0F0, PP:3B2 or 0F5|3B1, and none can be inferred: {reason}. "
@@ -195,8 +196,8 @@ def _row(events: Sequence[dict[str, Any]], rank: int, path: Path) -> _Row:
     slices = [event for event in events if event["ph"] == "X"]
     counters = [event.get("args") for event in events if event["ph"] == "C" and event.get("name") == "memory"]
     levels = [args.get("GB") for args in counters if isinstance(args, dict)]
-    memory = [level for level in levels if isinstance(level, (int, float)) and math.isfinite(level)]
-    return _Row(rank, _steps(slices, rank, path), max(memory, default=0.0))
+    marked = any(_STEP.fullmatch(str(event.get("name", ""))) for event in slices)
+    return _Row(rank, _steps(slices, rank, path), max(filter(is_number, levels), default=0.0), marked)
 
 
 def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list[_NamedEvent]]:
@@ -220,7 +221,7 @@ def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list
         if cell is not None and not idle:
             arguments = event.get("args")
             entry = arguments.get("entry") if isinstance(arguments, dict) else None
-            entry = entry if isinstance(entry, int) and entry >= 0 else math.inf
+            entry = entry if is_number(entry) and entry >= 0 else math.inf
             start, end = _interval(event, name, path)
             if not on_device:
                 start, end = _computing(start, end, operators.get(event.get("tid"), []))
@@ -229,16 +230,30 @@ def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list
     if len(steps) > 1 and not device:  # on a device the work of a step runs on into the host's next one
         groups = [[action for action in outermost if low <= action.start < high] for low, high in sorted(steps)]
     else:
-        groups = []
-        counts: dict[Cell, int] = {}
-        for action in outermost:
-            number = counts[action.cell] = counts.get(action.cell, 0) + 1
-            if kind_of(parts(action.cell)[0].kind).of_stage:  # a step may have several
-                number = max(1, len(groups))
-            while len(groups) < number:
-                groups.append([])
-            groups[number - 1].append(action)
+        groups = _cut_by_repetition(outermost)
     return [group for group in groups if group]
+
+
+def _cut_by_repetition(events: Sequence[_NamedEvent]) -> list[list[_NamedEvent]]:
+    """Return the events step by step: an action of a micro-batch that repeats begins another one.
+
+    Gathers and reductions of stages have no micro-batch; as many of them as come before the first step belong to the next.
+    """
+
+    def of_stage(event: _NamedEvent) -> bool:
+        return kind_of(parts(event.cell)[0].kind).of_stage
+
+    groups: list[list[_NamedEvent]] = [[]]
+    before = [event.cell for event in takewhile(of_stage, events)]
+    seen: set[Cell] = set()
+    for event in events:
+        if event.cell in seen and not of_stage(event):
+            last, seen = groups[-1], set()
+            first = len(last) - len(before) if [each.cell for each in last[-len(before) :]] == before else len(last)
+            groups[-1:] = [last[:first], last[first:]]
+        seen.add(event.cell)
+        groups[-1].append(event)
+    return groups
 
 
 def _operators(events: Iterable[dict[str, Any]], path: Path) -> dict[Any, list[tuple[float, float]]]:
@@ -273,9 +288,8 @@ def _outermost(events: Sequence[_NamedEvent]) -> list[_NamedEvent]:
 def _interval(event: dict[str, Any], name: str, path: Path) -> tuple[float, float]:
     """Start and end of an event in seconds."""
     start, duration = event.get("ts"), event.get("dur")
-    for value in (start, duration):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise UsageError(f"{path}: the event {name!r:.60} has no ts and dur")
+    if not (is_number(start) and is_number(duration)):
+        raise UsageError(f"{path}: the event {name!r:.60} has no ts and dur")
     assert start is not None
     assert duration is not None
     if duration < 0 or abs(start) > 1e18 or duration > 1e15:
@@ -328,6 +342,10 @@ def _timelines(path: Path, rows: Sequence[_Row], notes: list[str]) -> MeasuredSt
             reason = reason or ScheduleError(f"{path}: {error}")
     if not timelines:
         assert reason is not None
+        if count > 1 and not all(row.marked for row in rows):
+            raise UsageError(
+                f"{path}: cannot tell its steps apart: record ProfilerStep marks (profiler.step() after each)"
+            )
         raise reason
     if count > len(timelines):
         left = count - len(timelines)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import UsageError
-from pipeloom.limits import SCHEDULE_BYTES, read_json
+from pipeloom.foreign import number_in
+from pipeloom.limits import MOST_LAYERS, SCHEDULE_BYTES, read_json
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes
 
 _COMPUTATIONS, _COMMUNICATIONS = (
@@ -42,8 +43,9 @@ def _of_file(path: Path) -> tuple[LayerSegments, ...]:
         content = content.get("segments", content)  # of a file of `pipeloom profile`
         if content is None:
             raise UsageError(f"{path} has no segment times: its model has no experts")
-        return (_layer(content),) * int(content.get("layers", 1))
-    except (OSError, TypeError, KeyError, ValueError, AttributeError) as error:
+        layers: int = number_in(f"{path}: layers", content.get("layers", 1), 1, MOST_LAYERS, whole=True)
+        return (_layer(content),) * layers
+    except (OSError, TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
         raise UsageError(f"{path} is not a file of segment times ({error!r:.100}); it holds {_FORM}") from None
 
 

@@ -85,7 +85,7 @@ def from_json(text: str, source: str = "json") -> tuple[Timeline, ...]:
         return tuple(_timeline(form, schedules, source) for form in content["timelines"])
     except PipeloomError:
         raise
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise UsageError(f"{source}: not as a run writes it: {type(error).__name__} {error}") from None
 
 

@@ -43,6 +43,15 @@ def test_costs_are_read_as_they_are_written():
         ([], "costs are an object"),
         ({"foward": 1}, "no cost 'foward'; did you mean 'forward'"),
         ({"p2p": -1}, "p2p is -1"),
+        ({"bytes": {"saved": 10**400}}, "bytes['saved'] is a number of about 401 digits; the largest cost is 1e+18"),
+        ({"bytes": {"saved": float("nan")}}, "bytes['saved'] is nan; a cost is a finite number"),
+        ({"bytes": {"saved": float("inf")}}, "bytes['saved'] is inf; a cost is a finite number"),
+        ({"activation": 1e30}, "activation is 1e+30; the largest cost is 1e+18"),
+        ({"message": 1e30}, "message is 1e+30; the largest cost is 1e+18"),
+        ({"bandwidth": 1e-300}, "bandwidth is 1e-300; it must be above 1e-30"),
+        ({"pools": {"saved": ["device"]}}, "pools['saved'] is ('device',); it must be the name of a pool"),
+        ({"pools": {"saved": "a\x1b[31m"}}, "it must be the name of a pool"),
+        ({"bytes": {"a\x1b[31m": 5}}, "it must give each name its value"),
     ],
 )
 def test_other_files_are_refused(form, words):
@@ -177,3 +186,11 @@ def test_segments_replace_only_the_times_that_they_give(capsys, costs_file, tmp_
 
 def test_flags_that_are_not_given_are_the_defaults_of_costs():
     assert CostFlags().values() == pl.Costs()
+
+
+def test_the_largest_sizes_and_the_least_rates_give_times_and_peaks():
+    costs = pl.Costs(activation=1e18, message=1e18, bandwidth=1e-30, held=0.7)
+    for name in ("1f1b", "zb-h1", "v-half", "zbv"):
+        timeline = pl.simulate(pl.schedules.build(name, 4, 8), costs)
+        assert min(timeline.peak_memory) > 0
+        assert timeline.makespan < 1e50

@@ -54,10 +54,19 @@ def test_a_file_gives_costs_and_pairs(pipeloom: Run, tmp_path: Path) -> None:
     assert float(row[WAYS[2]]) == found["costs"]["pair"] < float(row[WAYS[0]])
 
 
-@pytest.mark.parametrize("content", ["", [], {"attention": 3}, TIMES | {"gate": 1}, TIMES | {"dispatch": "x"}])
+@pytest.mark.parametrize(
+    "content", ["", [], {"attention": 3}, TIMES | {"gate": 1}, TIMES | {"dispatch": "x"}, TIMES | {"combine": 10**400}]
+)
 def test_another_file_is_refused_with_its_form(content: Any, tmp_path: Path) -> None:
     (tmp_path / "times.json").write_text(json.dumps(content))
     with pytest.raises(UsageError, match=r"not a file of segment times .*; it holds an object with \"attention\""):
+        read_segments(str(tmp_path / "times.json"))
+
+
+@pytest.mark.parametrize("layers", [0, -1, 10**400, 2.5, "2", True])
+def test_the_number_of_layers_is_a_whole_one_within_limits(layers: Any, tmp_path: Path) -> None:
+    (tmp_path / "times.json").write_text(json.dumps(TIMES | {"layers": layers}))
+    with pytest.raises(UsageError, match=r"layers = .*: it must be a whole number from 1 to 100,000"):
         read_segments(str(tmp_path / "times.json"))
 
 

@@ -133,3 +133,25 @@ def test_the_command_reads_a_profile_and_searches_what_was_measured(tmp_path, ca
     layouts = json.loads(capsys.readouterr().out)["layouts"]
     assert layouts
     assert not any(axis in each["layout"] for each in layouts for axis in ("tp=", "cp=", "ep="))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"microbatch": [0, 16]}, "microbatch = 0: it must be a whole number from 1"),
+        ({"microbatch": [2]}, "it is not a profile"),
+        ({"costs": {"p2p": "x"}}, "p2p is 'x'"),
+        ({"costs": {"bandwidth": 0}}, "bandwidth is 0; it must be above 0"),
+        ({"costs": []}, "it is not a profile"),
+        ({"layers": [{**profile()["layers"][0], "layers": []}, *profile()["layers"][1:]]}, "it measures 7 layers"),
+        (
+            {"layers": [{**profile()["layers"][0], "seconds": {"F": {"median": 10**400}}}, *profile()["layers"][1:]]},
+            "F = 1",
+        ),
+    ],
+)
+def test_numbers_of_a_profile_are_finite_and_in_range(tmp_path, changes, words):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(profile(**changes)))
+    with pytest.raises(UsageError, match=words):
+        read(path, SHAPE)

@@ -13,7 +13,7 @@ import pytest
 
 import pipeloom as pl
 from paths import ROOT
-from pipeloom.errors import PipeloomError
+from pipeloom.errors import PipeloomError, UsageError
 from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.transforms import transformed
 from pipeloom.traces import reader_of
@@ -154,6 +154,12 @@ def test_events_that_form_no_schedule_are_refused(tmp_path: Path) -> None:
             "do not name a valid stage or micro-batch 99999999",
         ),
         ({"traceEvents": [{"ph": "X", "name": "0F0", "ts": 1, "dur": 1}]}, "has no backward"),
+        ({"traceEvents": [{"ph": "X", "name": "0F0", "ts": 10**400, "dur": 1}]}, "has no ts and dur"),
+        (
+            {"traceEvents": [], "distributedInfo": {"world_size": "2"}},
+            'world_size = "2": it must be a whole number from 1',
+        ),
+        ({"traceEvents": [], "distributedInfo": {"world_size": 2}}, "holds the traces of 1 of 2 processes"),
     ],
 )
 def test_a_damaged_chrome_trace_is_refused(trace: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -231,6 +237,51 @@ def test_steps_of_the_profiler_and_times_of_the_device(tmp_path: Path) -> None:
         traces[f"rank{rank}_trace.json"]["traceEvents"] += on_gpu
     found = load(folder_of(tmp_path / "device", traces))
     assert [timeline.makespan for timeline in found.timelines] == pytest.approx([270e-6])
+
+
+def test_steps_without_marks_are_cut_where_an_action_repeats(tmp_path: Path) -> None:
+    """Also where stages are gathered before the first action of a step, and steps have different numbers of micro-batches."""
+    costs = Costs(forward=1e-3, input_grad=1e-3, weight_grad=1e-3, gather=1e-4, reduce=1e-4)
+    for name, words, counts in (("1f1b", [], (4, 6, 4)), ("zbv", [], (4, 4)), ("interleaved", ["shard=2"], (4, 4, 4))):
+        steps = [transformed(pl.schedules.build(name, 2, count), words, costs) for count in counts]
+        events = []
+        for at, schedule in enumerate(steps):
+            for event in pl.draw.trace(simulate(schedule, costs), 1e6)["traceEvents"]:
+                if event["ph"] == "X":
+                    events.append({**event, "ts": event["ts"] + at * 1e6})
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps({"traceEvents": events}))
+        assert [timeline.schedule.programs for timeline in load(file).timelines] == [each.programs for each in steps]
+
+
+def test_steps_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
+    """The recording begins in the middle of a step."""
+    cells = [
+        (rank, cell)
+        for rank, row in enumerate((FIRST, SECOND))
+        for cell in [*row[-2:], *later(row, 100), *later(row, 300)]
+    ]
+    events = [{"ph": "X", "name": name, "pid": rank, "ts": start, "dur": took} for rank, (name, start, took) in cells]
+    (tmp_path / "cut.json").write_text(json.dumps({"traceEvents": events}))
+    with pytest.raises(UsageError, match=r"cut\.json: cannot tell its steps apart: record ProfilerStep marks"):
+        load(tmp_path / "cut.json")
+
+
+def test_a_counter_that_is_no_number_counts_as_none(tmp_path: Path) -> None:
+    events = [{"ph": "X", "name": name, "pid": 0, "ts": at, "dur": 1} for at, name in enumerate(("0F0", "0B0"))]
+    levels = [10**400, "x", float("nan"), True, 2.5]
+    events += [{"ph": "C", "name": "memory", "pid": 0, "ts": 0, "args": {"GB": level}} for level in levels]
+    (tmp_path / "a.json").write_text(json.dumps({"traceEvents": events}))
+    assert load(tmp_path / "a.json").memory == (2.5,)
+
+
+def test_a_pipeline_without_the_trace_of_a_process_is_refused(tmp_path: Path) -> None:
+    """Rank 0 alone forms a schedule of one rank, which nobody ran."""
+    alone = [("PP:0F0", 0, 10), ("PP:0B0", 40, 20)]
+    with pytest.raises(UsageError, match="half holds the traces of 1 of 2 processes; give a folder with those of all"):
+        load(folder_of(tmp_path / "half", {"rank0.json": kineto(0, alone)}))
+    with pytest.raises(UsageError, match="rank = -1: it must be a whole number from 0"):
+        load(folder_of(tmp_path / "odd", {"a.json": kineto(-1, alone), "b.json": kineto(1, SECOND)}))
 
 
 def test_folders_that_hold_no_step_are_refused(tmp_path: Path) -> None:

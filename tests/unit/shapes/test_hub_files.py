@@ -27,7 +27,11 @@ MODEL = {
     **{"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64},
     **{"intermediate_size": 64, "rms_norm_eps": 1e-5},
 }
-ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+ADAPTER = {
+    **{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "some_later_option": None},
+    **{"task_type": "CAUSAL_LM", "peft_version": "0.21.2", "megatron_core": "megatron.core", "use_dora": False},
+    **{"rank_pattern": {}, "layers_to_transform": None, "init_lora_weights": True, "fan_in_fan_out": True},
+}
 
 
 @pytest.mark.parametrize(
@@ -38,10 +42,22 @@ ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_p
         ({"rope_parameters": {"rope_theta": float("inf")}}, "it must be a finite number"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be at most 100000"),
         ({"num_hidden_layers": [2]}, "it must be a whole number"),
-        ({"hidden_size": -32}, "hidden_size = -32: it must be a whole number from 1 to "),
+        ({"hidden_size": -32}, "hidden_size = -32: it must be a whole number from 2 to "),
         ({"vocab_size": 64.0}, "vocab_size = 64.0: it must be a whole number"),
         ({"mlp_only_layers": ["x" * 900]}, "mlp_only_layers"),
         ({"model_type": 5}, "model_type = 5: it must be text"),
+        ({"model_type": ["llama"]}, r'model_type = \["llama"\]: it must be text'),
+        ({"text_config": {"model_type": ["llama"]}}, r'model_type = \["llama"\]: it must be text'),
+        ({"hidden_size": 1}, "hidden_size = 1: it must be a whole number from 2 to "),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps = 1.*: it must be a finite number"),
+        (
+            {"model_type": "some_family", "num_attention_heads": 32, "num_key_value_heads": 3},
+            "num_attention_heads = 32, which do not share num_key_value_heads = 3 and hidden_size = 32",
+        ),
+        (
+            {"model_type": "some_family", "num_attention_heads": 64, "num_key_value_heads": 64},
+            "num_attention_heads = 64, which do not share num_key_value_heads = 64 and hidden_size = 32",
+        ),
     ],
 )
 def test_a_value_of_another_type_in_a_models_configuration_is_named(
@@ -91,6 +107,14 @@ def test_what_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
         ({"target_modules": []}, "target_modules"),
         ({"peft_type": "IA3"}, "peft_type = \"IA3\": it must be 'LORA'"),
         ({"bias": "all"}, "bias = \"all\": it must be 'none'"),
+        ({"lora_alpha": 10**400}, "lora_alpha = 1.*: it must be a finite number"),
+        ({"use_dora": True}, "use_dora = true is not supported"),
+        ({"some_later_option": {"x": 1}}, r'some_later_option = \{"x": 1\} is not supported'),
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            'init_lora_weights = "pissa_niter_4": such an adapter belongs to weights',
+        ),
+        ({"init_lora_weights": ["pissa"]}, "init_lora_weights"),
     ],
 )
 def test_a_value_of_another_type_in_an_adapters_configuration_is_named(
