@@ -38,7 +38,7 @@ test: install lint
 # six of the mutants, and all other tests, which wait for clocks and a browser a third of their time
 test-all: install
 	$(BIN)/python tests/mutants.py --sample 6 --no-baseline
-	$(TWICE) -n 4 -m "not ($(CORE)) and not full" tests/unit tests/dist tests/e2e
+	$(TWICE) -n 3 -m "not ($(CORE)) and not full" tests/unit tests/dist tests/e2e
 
 # the times that the documentation promises: promised, measured, and the ratio; nothing fails
 budget: install

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from commands import answer
 from pipeloom.config import Layout, load_layout
 from pipeloom.errors import PipeloomError
+from pipeloom.plan.memory import ranks_of
 from pipeloom.schedule import Costs, Schedule, simulate
 from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.families import build
@@ -49,7 +50,7 @@ from pipeloom.traces.measured import predict
 from pipeloom.traces.timelines import costs_dict
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.report.device_profile import DeviceProfile, measured_costs, profiled
-from pipeloom.train.report.step_bytes import predicted_ranks, predicted_timeline
+from pipeloom.train.report.step_bytes import predicted_timeline
 from pipeloom.train.report.verify import make_batch
 from pipeloom.train.tuning import tune_process
 from processes import run_ranks, step_bytes
@@ -134,7 +135,7 @@ def shortest(profiles: Sequence[DeviceProfile]) -> DeviceProfile:
 def peaks(layout: Layout, profile: DeviceProfile, schedule: Schedule) -> list[float]:
     """rank -> the predicted bytes of a step."""
     changed = replace(layout, schedule=schedule)
-    return [row.total for row in predicted_ranks(changed, predicted_timeline(changed, profile.bytes))]
+    return [*predicted_timeline(changed, profile.bytes).peak_bytes["device"]]
 
 
 def work(rank: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
@@ -153,7 +154,8 @@ def work(rank: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
     costs, profiles = costs_from(profile), [profile]
     box: list[Any] = [None]
     if rank == 0:
-        standing = [row.standing for row in predicted_ranks(layouts[1], predicted_timeline(layouts[1], profile.bytes))]
+        held = ranks_of(predicted_timeline(layouts[1], profile.bytes))
+        standing = [row.standing - row.buffers for row in held]
         full = peaks(layouts[1], profile, layouts[1].schedule)
         limit = max(standing) + SHARE * max(peak - held for peak, held in zip(full, standing, strict=True))
         fitting = [
@@ -189,7 +191,7 @@ def work(rank: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
     rows = []
     for at, (each, pipeline) in enumerate(zip(candidates, pipelines, strict=True)):
         layout = replace(layouts[each.chunks], schedule=each.schedule)
-        row = predicted_ranks(layout, predicted_timeline(layout, profile.bytes))[rank]
+        row = ranks_of(predicted_timeline(layout, profile.bytes))[rank]
         pipeline.zero_grad()  # as `train` does before each step
         weights = sum(parameter.nbytes for _, parameter in pipeline.named_parameters())
         allocated = step_bytes(pipeline, batch.tokens, batch.targets) + pipeline.stats.receive_bytes

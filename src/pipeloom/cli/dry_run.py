@@ -10,16 +10,16 @@ from pipeloom.cli.output import aligned
 from pipeloom.config import Config, Layout
 from pipeloom.config.layout import flop_costs
 from pipeloom.config.rates import learning_rate
-from pipeloom.config.standing_bytes import element_bytes, rank_parameters, spans
 from pipeloom.errors import UsageError
 from pipeloom.plan import OFFERED, Device, PlanRequest
 from pipeloom.plan.export import train_flags
 from pipeloom.plan.memory import RankMemory
 from pipeloom.plan.report import gib
-from pipeloom.plan.run import RunPrediction, predicted
+from pipeloom.plan.run import RunPrediction, element_bytes, predicted, rank_parameters
 from pipeloom.plan.search import closest
 from pipeloom.schedule import Timeline, simulate
 from pipeloom.schedule.channels import size_words
+from pipeloom.shapes.cut import spans
 from pipeloom.shapes.mesh import MeshShape
 
 _RELEASES = 0.39  # the largest difference of one layout's published steps (docs/planning.md)

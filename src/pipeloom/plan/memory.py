@@ -1,31 +1,18 @@
-"""Memory of each rank: what stands for the whole run, and the peak along the rank's own program."""
+"""Memory of each rank: what stands for the whole run, and what micro-batches hold at the peak of its timeline."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from pipeloom.config.standing_bytes import copies_in_sums
 from pipeloom.plan.layout import PlannedLayout
-from pipeloom.plan.messages import MessageBytes
 from pipeloom.schedule import Schedule, Timeline
-from pipeloom.schedule.actions import (
-    HIDDEN,
-    INPUT_GRADIENT,
-    PENDING,
-    SAVED,
-    SCORES,
-    WEIGHT_GRADIENT,
-    Cell,
-    Kind,
-    kind_of,
-)
+from pipeloom.schedule.actions import GRADS, PARAMS
 from pipeloom.schedule.costs import DEVICE
-from pipeloom.schedule.model import made_by, parts
+from pipeloom.schedule.timeline import MESSAGES, TEMPORARIES
 from pipeloom.shapes.ops import LayerOps, Runtime, parameters_of, placeholders
-
-_FOR_BACKWARD = {SAVED, SCORES}  # what a forward leaves for its backward
+from pipeloom.shapes.stage_bytes import LayerBytes, copies_in_sums, stage_bytes
 
 
 class OfRanks:
@@ -87,186 +74,69 @@ class RankMemory:
         return self.allocated + self.reserve + self.overhead
 
 
-@dataclass(frozen=True)
-class StageMemory:
-    """Bytes of one micro-batch on one stage: held from F, still held between I and W, and above that at the peak of a B.
-
-    Attributes:
-        kept: held from F whether the stage is recomputed or not, besides `saved`.
-        layer: of the layer that a block (R;B) recomputes, while it runs; `extra` is above this.
-        extra_input: as `extra`, of an I.
-        hidden, scores: of a share of the output layer, from the broadcast and from S to T.
-        summed: of the gradients of all slices' keys and values; a slice's backward adds to those of the slices before it.
-    """
-
-    saved: float
-    pending: float
-    extra: float
-    kept: float = 0.0
-    layer: float = 0.0
-    extra_input: float = 0.0
-    summed: float = 0.0
-    hidden: float = 0.0
-    scores: float = 0.0
-
-
-def stage_memory(layers: Sequence[LayerOps]) -> StageMemory:
-    """Sum the layers of a stage; a backward runs from the last to the first and frees what it used."""
-    if layers and layers[0].kind == "S":
-        (share,) = layers
-        tensors = share.tensors
-        return StageMemory(0.0, 0.0, share.backward_peak, hidden=tensors[HIDDEN], scores=tensors[SCORES])
-    freed = pending = extra = extra_input = 0.0
-    for layer in reversed(layers):
-        extra = max(extra, layer.backward_peak - freed)
-        extra_input = max(extra_input, layer.input_peak - freed + pending)
-        freed, pending = freed + layer.saved, pending + layer.pending
-    return StageMemory(freed, pending, extra, extra_input=extra_input)
-
-
-def _extra(stage: StageMemory, kind: Kind) -> float:
-    """Bytes of a whole micro-batch that an action needs above what it starts with, the values that it makes included."""
-    if not kind.is_backward or _FOR_BACKWARD.isdisjoint(kind.frees):
-        return 0.0
-    return stage.extra_input if PENDING in kind.makes else stage.extra
-
-
-def peak(
-    schedule: Schedule, rank: int, stages: Sequence[StageMemory], slices: Sequence[float] = ()
-) -> tuple[float, float, str]:
-    """(saved tensors, temporaries, action) at the rank's peak, which depends on the order of its program alone.
+def ranks_of(timeline: Timeline, runtime: Runtime | None = None) -> list[RankMemory]:
+    """Pipeline rank -> its memory at the peak of a timeline with all its bytes.
 
     Args:
-        slices: each slice's share of a micro-batch; empty: sequences are whole.
+        runtime: with what its libraries and allocator hold besides; None: nothing.
     """
-    held, best = 0.0, (0.0, 0.0, "-")
-    alike = not (schedule.remade or schedule.parted)  # micro-batches do what the others do
-    known: dict[object, tuple[float, float, float]] = {}
-    for cell in schedule.programs[rank]:
-        key = tuple((each.kind, each.stage, each.slice) for each in parts(cell)) if alike else cell
-        if key not in known:
-            known[key] = _effects(schedule, cell, stages, slices)
-        claimed, change, extra = known[key]
-        if held + claimed + extra > best[0] + best[1]:
-            best = (held + claimed, extra, str(cell).removesuffix("OVERLAP_F_B"))
-        held += change
-    return best
+    workspace, margin, overhead = (
+        (runtime.workspace, runtime.margin, runtime.overhead) if runtime is not None else (0.0, 0.0, 0.0)
+    )
+    rows = []
+    for peak, program in zip(timeline.bytes_at_peak[DEVICE], timeline.schedule.programs, strict=True):
+        held = defaultdict[str, float](float, peak.bytes)
+        parameters, gradients = (
+            held[shards if shards in held else whole] for shards, whole in (("shards", PARAMS), ("grad_shards", GRADS))
+        )
+        optimizer, gathered, buffers = held["optimizer"], held["gathered"], held["buffers"] + held[MESSAGES]
+        extra = held[TEMPORARIES]
+        moving = peak.total - parameters - gradients - optimizer - gathered - buffers - extra
+        at_end = peak.at == len(program)
+        action = "the sum of gradients over ranks, behind the last action" if at_end else str(program[peak.at])
+        rows.append(
+            RankMemory(
+                *(parameters, gradients, optimizer, gathered, workspace + buffers, moving, extra),
+                margin * (moving + extra),
+                overhead,
+                action.removesuffix("OVERLAP_F_B"),
+            )
+        )
+    return rows
 
 
-def _effects(
-    schedule: Schedule, cell: Cell, stages: Sequence[StageMemory], slices: Sequence[float]
-) -> tuple[float, float, float]:
-    """(what a cell makes, how much more there is behind it, what it needs besides), in bytes."""
-    claimed = change = extra = 0.0
-    for action in parts(cell):
-        stage, kind, values = stages[action.stage], kind_of(action.kind), made_by(schedule, action)
-        share = slices[action.slice or 0] if slices else 1.0
-        sizes = {SAVED: stage.saved, HIDDEN: stage.hidden, SCORES: stage.scores}
-        claimed += share * sum(sizes.get(name, 0.0) for name in values)
-        for name, size in (*sizes.items(), (PENDING, stage.pending)):
-            change += share * size * ((name in values) - (name in kind.frees))
-        extra = max(extra, share * _extra(stage, kind))
-    return claimed, change, extra
-
-
-def at_peaks(
-    timeline: Timeline,
-    stages: Sequence[StageMemory],
-    gradients: Sequence[float],
-    messages: Sequence[MessageBytes],
-    slices: Sequence[float] = (),
-    *,
-    from_first: bool = False,
-    at_end: Sequence[float] = (),
-) -> dict[str, tuple[float, ...]]:
-    """Return what is there at each rank's peak: temporaries and messages, at its first stage, and each stage's gradients.
-
-    Args:
-        timeline: with bytes of everything but temporaries and messages.
-        gradients: bytes of each stage's.
-        messages: each rank's.
-        slices: as for `peak`.
-        from_first: a stage's gradients exist from its first weight gradient on, and not from the step's start.
-        at_end: of each rank besides what is there for the whole step, when its last action has ended.
-    """
-    schedule, factors = timeline.schedule, timeline.costs.factors(timeline.schedule.microbatches)
-    temporaries, moved, present = [0.0] * len(stages), [0.0] * len(stages), list(gradients)
-    for rank, mine in enumerate(schedule.stages_of):
-        curve, entries = timeline.bytes_curves[DEVICE][rank], messages[rank]
-        times, levels = [time for time, _ in curve], [level for _, level in curve]
-        absent = {number: gradients[number] * from_first for number in mine}
-        summed = most = message = 0.0  # gradients of keys and values; all bytes at the peak, and those of messages
-        missing = dict(absent)
-        if at_end and at_end[rank]:
-            message, missing = entries.buffers, dict.fromkeys(mine, 0.0)
-            most = levels[-1] + at_end[rank] + message
-        for position, cell in enumerate(schedule.programs[rank]):
-            start, end = timeline.starts[rank][position], timeline.ends[rank][position]
-            before, extra, added = bisect_right(times, start), 0.0, 0.0
-            level = max(levels[max(before - 1, 0) : max(bisect_left(times, end), before)], default=0.0)
-            there = dict(absent)
-            for action in parts(cell):
-                stage, kind, at = stages[action.stage], kind_of(action.kind), action.slice or 0
-                factor = factors[action.microbatch]
-                share = factor * slices[at] if slices else factor
-                extra = max(extra, share * _extra(stage, kind))
-                if WEIGHT_GRADIENT in kind.makes:
-                    absent.pop(action.stage, None)
-                if INPUT_GRADIENT in kind.makes and stage.summed:  # the last slice's adds as what is saved goes
-                    is_last = at + 1 == len(slices)
-                    added += factor * stage.summed * sum(slices[:at]) if is_last else -share * stage.summed
-            sent = entries.buffers - entries.used[position] + entries.sent[position]
-            total = level + extra + summed - sum(there.values()) + sent
-            summed += added
-            if total > most:
-                most, message, missing = total, sent, there
-        for number in missing:
-            present[number] -= missing[number]
-        moved[mine[0]], left = message, sum(present[number] for number in mine)
-        rise = most - message - max(levels, default=0.0) + sum(missing.values())
-        temporaries[mine[0]] = max(0.0, rise)
-        for number in mine if rise < 0 and left else ():  # the most is saved at another action
-            present[number] *= 1 + rise / left
-    return {"temporaries": tuple(temporaries), "messages": tuple(moved), "grads": tuple(present)}
-
-
-def rank_memory(
+def planned_bytes(
     layers: Sequence[LayerOps],
     spans: Sequence[tuple[int, int]],
     layout: PlannedLayout,
     schedule: Schedule,
     runtime: Runtime,
-    slices: Sequence[float] = (),
-) -> list[RankMemory]:
-    """Pipeline rank -> its memory.
+) -> dict[str, tuple[float, ...]]:
+    """Return `Costs.bytes` of a layout's stages, where what a rank holds for the whole step is at the first of its stages.
 
     Args:
-        slices: as for `peak`.
         layers: [embedding, block, …, output layer], as `layers_of` returns them.
         spans: stage -> (its first layer, the layer behind its last).
     """
-    of_stage = [stage_memory([layers[at] for at in range(*span)]) for span in spans]
-    replicas = layout.dp * layout.cp
-    of_position = {position: span for position, span in zip(schedule.position_of, spans, strict=True)}
-    counts = [
-        sum(map(sum, (layer.parameters for layer in layers[slice(*of_position[at])])))
-        for at in range(schedule.positions)
-    ]
-    copies = copies_in_sums(schedule, counts, 0.0 if schedule.vocabulary else sum(layer.tied for layer in layers))
-    result = []
-    for rank, stages in enumerate(schedule.stages_of):
+    sizes = {key: LayerBytes.of_ops(layer) for key, layer in {id(layer): layer for layer in layers}.items()}
+    amounts = stage_bytes(schedule, [[sizes[id(layer)] for layer in layers[slice(*span)]] for span in spans])
+    amounts["layer"] = tuple(max((each.saved for each in layers[slice(*span)]), default=0.0) for span in spans)
+    if runtime.name == "pipeloom":
+        spans_of = dict(zip(schedule.position_of, spans, strict=True))
+        counts = [sum(parameters_of(layers[slice(*spans_of[at])])) for at in range(schedule.positions)]
+        tied = 0.0 if schedule.vocabulary else sum(layer.tied for layer in layers)
+        amounts["end_sums"] = tuple(4 * count for count in copies_in_sums(schedule, counts, tied))
+    standing = {name: [0.0] * schedule.stages for name in (PARAMS, GRADS, "optimizer", "gathered", "buffers")}
+    for stages in schedule.stages_of:
         held = [layers[at] for stage in stages for at in range(*spans[stage])]
         # (parameters, ranks that hold the same ones)
-        groups = list(zip(parameters_of(held), (replicas, layout.expert_replicas), strict=True))
-        saved, extra, action = peak(schedule, rank, of_stage, slices)
-        if runtime.name == "pipeloom" and 4 * copies[rank] > saved + extra:
-            saved, extra, action = 0.0, 4 * copies[rank], "the sum of gradients over ranks, behind the last action"
+        groups = list(zip(parameters_of(held), (layout.dp * layout.cp, layout.expert_replicas), strict=True))
         largest = max((sum(layer.parameters) for layer in held), default=0.0)
-        buffers = runtime.workspace + (placeholders(held, runtime.element) if runtime.gradient_placeholders else 0.0)
-        moving = saved, extra, runtime.margin * (saved + extra)
-        state = state_bytes(groups, largest, layout, runtime)
-        result.append(RankMemory(*state, buffers, *moving, runtime.overhead, action))
-    return result
+        buffers = placeholders(held, runtime.element) if runtime.gradient_placeholders else 0.0
+        state = *state_bytes(groups, largest, layout, runtime), buffers
+        for values, amount in zip(standing.values(), state, strict=True):
+            values[stages[0]] = amount
+    return amounts | {name: tuple(values) for name, values in standing.items()}
 
 
 def state_bytes(

@@ -33,6 +33,12 @@ class MessageBytes:
         """The buffers that are not used when the most are, and the most that is sent."""
         return self.buffers - max(self.used, default=0.0) + max(self.sent, default=0.0)
 
+    @property
+    def beside(self) -> tuple[float, ...]:
+        """Bytes beside the values of stages during each entry, and at the end."""
+        rows = zip(self.used, self.sent, strict=True)
+        return *(self.buffers - used + sent for used, sent in rows), self.buffers
+
 
 def message_bytes(
     schedule: Schedule, size: Callable[[Message], float], *, depth: int, ahead: bool, shared: bool

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from pipeloom.config.standing_bytes import spans
 from pipeloom.errors import UsageError
 from pipeloom.plan.layout import CHUNKS, WHOLE_ROUNDS, PlannedLayout, problems
 from pipeloom.plan.measured import MeasuredLayers
-from pipeloom.plan.memory import OfRanks, RankMemory, rank_memory, stage_memory
+from pipeloom.plan.memory import OfRanks, RankMemory, planned_bytes, ranks_of
 from pipeloom.plan.time import (
     HOST,
     AxisRates,
@@ -24,11 +23,10 @@ from pipeloom.plan.time import (
     state_seconds,
     with_pairs,
 )
-from pipeloom.schedule import Costs, Schedule, simulate
-from pipeloom.schedule.actions import HIDDEN, SCORES
+from pipeloom.schedule import Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.families import canonical_name
 from pipeloom.schedule.slices import SequenceCuts, balanced_cuts
-from pipeloom.shapes.cut import balance
+from pipeloom.shapes.cut import balance, spans
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.layers import attention_share
 from pipeloom.shapes.ops import LayerOps, Runtime, Split, layers_of, parameters_of
@@ -186,17 +184,10 @@ class Planner:
         if reasons := problems(self.shape, layout):
             raise UsageError("; ".join(reasons))
         family, layers, links, stages, placed = self._parts(layout)
-        schedule, timed, cuts = searched or family, self.timed_layers(layout), self.cuts(layout)
+        schedule = searched or family
         of_stage = spans(schedule, stages)
-        times: dict[tuple[int, int], StageSeconds] = {}
-        for span in set(of_stage):
-            times[span] = self.stage_seconds(timed[slice(*span)], layout, links)
-        shares = () if cuts is None else cuts.sizes
-        whole = searched or built(with_its_peaks(layout), placed)
-        memory = rank_memory(layers, of_stage, layout, whole, self.runtime, shares)
-        seconds = [times[span] for span in of_stage]
-        in_seconds = self.costs(seconds, layout, links, schedule)
-        makespan, busy = _pipeline(layout, in_seconds, searched, placed)
+        seconds, in_seconds = self._stages(layout, schedule, layers, links, of_stage)
+        makespan, busy, timeline = _pipeline(layout, in_seconds, searched, placed)
         slowest = (0.0, 0.0)
         for mine in schedule.stages_of:
             shared, experts = parameters_of([layers[at] for stage in mine for at in range(*of_stage[stage])])
@@ -207,8 +198,24 @@ class Planner:
         tokens = layout.sequences * layout.seq / step.total / layout.world
         nodes = expert_nodes(layout, self.device)
         return LayoutCosts(
-            layout, stages, tuple(memory), step, tokens, self.shape.num_nextn_predict_layers, nodes, searched, placed
+            *(layout, stages, tuple(ranks_of(timeline, self.runtime)), step, tokens),
+            *(self.shape.num_nextn_predict_layers, nodes, searched, placed),
         )
+
+    def _stages(
+        self,
+        layout: PlannedLayout,
+        schedule: Schedule,
+        layers: list[LayerOps],
+        links: AxisRates,
+        of_stage: Sequence[tuple[int, int]],
+    ) -> tuple[list[StageSeconds], Costs]:
+        """Return the stages' times, and `Costs` in seconds and bytes."""
+        timed = self.timed_layers(layout)
+        times = {span: self.stage_seconds(timed[slice(*span)], layout, links) for span in set(of_stage)}
+        seconds = [times[span] for span in of_stage]
+        sizes = planned_bytes(layers, of_stage, layout, schedule, self.runtime)
+        return seconds, replace(self.costs(seconds, layout, links, schedule), bytes=sizes)
 
     def _parts(
         self, layout: PlannedLayout
@@ -241,34 +248,10 @@ class Planner:
     def stage_costs(self, layout: PlannedLayout) -> Costs:
         """`Costs` of the layout's stages in seconds and bytes, for `simulate` and `search`.
 
-        "params", "grads", "optimizer" and "buffers" stand for the whole step; of the temporaries the largest of each rank's
-        stages does too.
+        "params", "grads", "optimizer", "gathered" and "buffers" stand for the whole step.
         """
-        schedule, layers, links, counts, _ = self._parts(layout)
-        of_stage = spans(schedule, counts)
-        stages, timed, cuts = [layers[slice(*span)] for span in of_stage], self.timed_layers(layout), self.cuts(layout)
-        times = [self.stage_seconds(timed[slice(*span)], layout, links) for span in of_stage]
-        memory = [stage_memory(each) for each in stages]
-        shares = () if cuts is None else cuts.sizes
-        ranks = rank_memory(layers, of_stage, layout, schedule, self.runtime, shares)
-        standing = {"params": [0.0] * len(stages), "grads": [0.0] * len(stages), "optimizer": [0.0] * len(stages)}
-        standing |= {"buffers": [0.0] * len(stages), "temporaries": [0.0] * len(stages)}
-        for rank, mine in zip(ranks, schedule.stages_of, strict=True):
-            amounts = rank.parameters, rank.gradients, rank.optimizer, rank.gathered + rank.buffers
-            for values, amount in zip(standing.values(), amounts, strict=False):
-                values[mine[0]] = amount
-            standing["temporaries"][mine[0]] = max(shares, default=1.0) * max(
-                memory[stage].extra_input if schedule.splits_backward else memory[stage].extra for stage in mine
-            )
-        sizes = {
-            "saved": tuple(each.saved for each in memory),
-            "pending": tuple(each.pending for each in memory),
-            "layer": tuple(max((layer.saved for layer in each), default=0.0) for each in stages),
-        }
-        if layout.vocabulary == "pp":
-            sizes |= {name: tuple(getattr(each, name) for each in memory) for name in (HIDDEN, SCORES)}
-        sizes |= {name: tuple(values) for name, values in standing.items()}
-        return replace(self.costs(times, layout, links, schedule), bytes=sizes)
+        schedule, layers, links, stages, _ = self._parts(layout)
+        return self._stages(layout, schedule, layers, links, spans(schedule, stages))[1]
 
     def measured(self, prediction: LayoutCosts, microbatches: int, seconds: float) -> LayoutCosts:
         """The prediction with its times scaled so that the same layout with `microbatches` takes the measured `seconds`."""
@@ -319,14 +302,15 @@ def with_its_peaks(layout: PlannedLayout) -> PlannedLayout:
 
 def _pipeline(
     layout: PlannedLayout, costs: Costs, searched: Schedule | None, placed: Costs | None
-) -> tuple[float, float]:
-    """(makespan, mean busy time of a rank) in seconds."""
+) -> tuple[float, float, Timeline]:
+    """(makespan, mean busy time of a rank) in seconds, and a timeline that shows the peaks."""
     layouts = [layout] if searched is not None else extrapolated_from(layout)
     runs = [simulate(searched or built(each, placed), costs) for each in layouts]
     step, more = max(1, layouts[-1].m - layouts[0].m), layout.m - layouts[-1].m
     figures = [(run.makespan, sum(run.busy) / layout.pp) for run in (runs[0], runs[-1])]
     makespan, busy = (last + more * (last - first) / step for first, last in zip(*figures, strict=True))
-    return makespan, busy
+    whole = searched or built(with_its_peaks(layout), placed)
+    return makespan, busy, runs[0] if runs[0].schedule == whole else simulate(whole, costs)
 
 
 @lru_cache(maxsize=256)

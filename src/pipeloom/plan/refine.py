@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.plan.predict import LayoutCosts, Planner, built
-from pipeloom.schedule.actions import PENDING, SAVED
+from pipeloom.schedule.actions import KEPT, PENDING, SAVED
+from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.slices import by_slices
 from pipeloom.solver import search
 
@@ -47,15 +48,16 @@ def _searched(planner: Planner, prediction: LayoutCosts, memory: float, seconds:
     layout, runtime, slices = prediction.layout, planner.runtime, prediction.layout.slices
     start = built(replace(layout, m=layout.m * slices, slices=1))
     costs = planner.stage_costs(layout)
-    sizes = {name: costs.bytes_in("device", start.stages)[name] for name in (SAVED, PENDING, "temporaries")}
-    held = tuple(late / whole if whole else 0.0 for late, whole in zip(sizes[PENDING], sizes[SAVED], strict=True))
+    sizes = costs.bytes_in(DEVICE, start.stages)
+    saved = [sum(each) for each in zip(sizes[KEPT], sizes[SAVED], strict=True)]
+    held = tuple(late / whole if whole else 0.0 for late, whole in zip(sizes[PENDING], saved, strict=True))
     largest = max(costs.slice_sizes, default=1.0)
-    activation = tuple(largest * size for size in sizes[SAVED])
+    activation = tuple(largest * size for size in saved)
     unit = replace(costs.even(1 / slices), activation=activation, held=held, bytes=())
     limits = [
         (memory - runtime.overhead - rank.standing) / (1 + runtime.margin)
-        - max(sizes["temporaries"][stage] for stage in mine)
-        - (slices - 1) * largest * sum(sizes[SAVED][stage] for stage in mine)
+        - largest * max(sizes[name][stage] for name in ("backward", "input_grad") for stage in mine)
+        - (slices - 1) * largest * sum(saved[stage] for stage in mine)
         for rank, mine in zip(prediction.ranks, start.stages_of, strict=True)
     ]
     units = search(

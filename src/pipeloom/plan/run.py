@@ -4,43 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from pipeloom.config import Config, Layout
-from pipeloom.config.standing_bytes import element_bytes, spans, summed_over_ranks, summed_over_slices, with_embedding
+from pipeloom.config.layout import stage_sizes
 from pipeloom.config.volume import boundary_bytes
 from pipeloom.errors import UsageError
 from pipeloom.plan.layout import PlannedLayout, problems
 from pipeloom.plan.measured import MeasuredLayers
-from pipeloom.plan.memory import OfRanks, RankMemory, StageMemory, at_peaks, stage_memory, state_bytes
+from pipeloom.plan.memory import OfRanks, RankMemory, ranks_of, state_bytes
 from pipeloom.plan.messages import MessageBytes, message_bytes
 from pipeloom.plan.predict import Planner
 from pipeloom.plan.time import AxisRates, Device, StepTime, busy_parts
-from pipeloom.schedule import Timeline, simulate
-from pipeloom.schedule.actions import HIDDEN, KEPT, PENDING, SAVED, SCORES, equal_part
-from pipeloom.schedule.costs import DEVICE
-from pipeloom.schedule.model import parts
-from pipeloom.shapes.ops import LOGITS, RUNTIMES, LayerOps, Runtime, parameters_of
+from pipeloom.schedule import Schedule, Timeline, simulate
+from pipeloom.schedule.actions import GRADS
+from pipeloom.shapes.cut import spans
+from pipeloom.shapes.mesh import uneven_parts
+from pipeloom.shapes.ops import RUNTIMES, LayerOps, Runtime, parameters_of
+from pipeloom.shapes.stage_bytes import LayerBytes, copies_in_sums, stage_bytes
 
-# Part of our blocks and output layer -> the tensors that its R makes.
-_OF_PARTS = {
-    "norms": (
-        *("input_unit", "input_scale", "norm_1", "middle_unit", "middle_scale", "norm_2", "query_norm", "last_norm"),
-        *("queries_unit", "queries_scale", "keys_unit", "keys_scale"),
-    ),
-    "attention": (
-        *("query", "key", "value", "heads", "statistics", "probabilities", "mixed", "query_norm", "positions", "mask"),
-        *(f"{name}{of}" for name in ("queries", "keys") for of in ("", "_wide", "_unit", "_scale")),
-    ),
-    "activation": ("silu", "gated", "expert_silu", "expert_gated", "shared_gated"),
-    "mlp": (
-        *("inner", "silu", "gated", "expert_inner", "expert_silu", "expert_gated", "expert_outputs"),
-        *("shared_inner", "shared_gated"),
-    ),
-}
-# Part -> the tensor of another part that is its argument, and held where both are recomputed.
-_ARGUMENTS = {"attention": "norm_1", "mlp": "norm_2"}
-_STANDING = ("params", "grads", "optimizer", "shards", "grad_shards", "messages", "temporaries")
+# Bytes of fp32 state per element, besides its value: two moments, or one. For Muon an upper bound: its matrices have one.
+_STATE_BYTES = {"adamw": 8, "sgd": 4, "muon": 8}
 
 
 @dataclass(frozen=True)
@@ -120,15 +104,7 @@ def predicted(
     groups = [layers[start:end] for start, end in of_stage]
     times = [planner.stage_seconds(timed[start:end], planned, links) for start, end in of_stage]
     run = planner.costs(times, planned, links, layout.schedule)
-    sizes, activations = _bytes(layout, planned, groups, planner.runtime)
-    if layout.cuts is not None:  # a weight's gradient is as large beside a slice's tensors
-        pieces = [timed[start:end] for start, end in of_stage]
-        sliced = [_activations(layout, stage, layers) for stage, layers in enumerate(pieces)]
-        activations = [
-            replace(each, extra=planned.slices * piece.extra, extra_input=planned.slices * piece.extra_input)
-            for each, piece in zip(activations, sliced, strict=True)
-        ]
-    run = replace(run, bytes=sizes)
+    run = replace(run, bytes=_bytes(layout, planned, layers, timed, planner.runtime))
     if layout.cuts is not None:  # which may be even in tokens instead
         run = layout.cuts.costs(run)
     rows = layout.microbatch_sizes
@@ -136,7 +112,7 @@ def predicted(
         run = replace(run, microbatch=tuple(each / max(rows) for each in rows))
     if device is None and measured_layers is None:
         run = replace(run, p2p=0.0, broadcast=0.0, combine=0.0)
-    timeline = with_temporaries(layout, simulate(layout.schedule, run), activations)
+    timeline = with_messages(layout, simulate(layout.schedule, run))
     step = None
     if device is not None:
         state = [
@@ -146,68 +122,57 @@ def predicted(
         busy = sum(timeline.busy) / planned.pp
         spent = busy_parts(busy, times, sum(rows) / max(rows), planned.pp, layout.schedule.has_pairs)
         step = StepTime(*spent, max(0.0, timeline.makespan - busy), *max(state))
-    return RunPrediction(planner, planned, tuple(_ranks(layout, planner.runtime, timeline)), timeline, step)
+    return RunPrediction(planner, planned, tuple(ranks_of(timeline, planner.runtime)), timeline, step)
 
 
 def _bytes(
-    layout: Layout, planned: PlannedLayout, groups: Sequence[Sequence[LayerOps]], runtime: Runtime
-) -> tuple[dict[str, tuple[float, ...]], list[StageMemory]]:
-    """`Costs.bytes` of the stages: of a micro-batch, and what stands for the whole step, at the first stage of its rank; and the
-    same of a micro-batch with the temporaries, which are left out."""
-    schedule = layout.schedule
-    replicas = planned.dp * planned.cp
-    activations = [_activations(layout, stage, layers) for stage, layers in enumerate(groups)]
-    ties = with_embedding(schedule)
-    values = []
-    for stage, memory in enumerate(activations):
-        counts = parameters_of(groups[stage], has_embedding=stage in ties)
+    layout: Layout, planned: PlannedLayout, layers: Sequence[LayerOps], timed: Sequence[LayerOps], runtime: Runtime
+) -> dict[str, tuple[float, ...]]:
+    """Return `Costs.bytes` of the stages: of a micro-batch, and what stands for the whole step."""
+    schedule, replicas, ties = layout.schedule, planned.dp * planned.cp, with_embedding(layout.schedule)
+    each = [
+        LayerBytes.of_ops(layer, again=again, parts=True, slices=schedule.slices)
+        for layer, again in zip(layers, [*_recomputed(layout), False], strict=False)
+    ]
+    if schedule.slices > 1:  # a weight's gradient is as large beside a slice's tensors
+        slices = schedule.slices
+        each = [
+            replace(whole, backward=slices * piece.backward_peak, split=slices * piece.input_peak)
+            for whole, piece in zip(each, timed, strict=True)
+        ]
+    of_stage, values = spans(schedule, layout.stage_layers), []
+    for stage, span in enumerate(of_stage):
+        group = layers[slice(*span)]
+        counts = parameters_of(group, has_embedding=stage in ties)
         held = list(zip(counts, (replicas, planned.expert_replicas), strict=True))
-        trained = [(_adapters(layout, groups[stage]), replicas)] if layout.config.lora.r else held
+        trained = [(_adapters(layout, group), replicas)] if layout.config.lora.r else held
         frozen = [*held, *trained] if layout.config.lora.r else held
         weights, whole = (state_bytes(frozen, 0.0, each, runtime)[0] for each in (planned, replace(planned, zero=0)))
         _, gradients, optimizer, _ = state_bytes(trained, 0.0, planned, runtime)
         summed = state_bytes(trained, 0.0, replace(planned, zero=0), runtime)[1]
         shards = {"shards": weights} if planned.zero == 3 else {}
         shards |= {"grad_shards": gradients} if planned.zero >= 2 else {}
-        state = {"params": whole, "grads": summed, "optimizer": optimizer} | shards
-        moving = {KEPT: memory.kept, SAVED: memory.saved, PENDING: memory.pending, "layer": memory.layer}
-        if schedule.vocabulary:
-            moving |= {HIDDEN: memory.hidden, SCORES: memory.scores}
-        values.append(moving | state)
-    sizes = {name: [value[name] for value in values] for name in values[0]}
-    for name in schedule.remade_parts:
-        sizes[f"{SAVED}:{name}"] = [_freed(layers, name.split("+")) for layers in groups]
-    return {name: tuple(each) for name, each in sizes.items()}, activations
+        values.append({"params": whole, gradients_name(layout): summed, "optimizer": optimizer} | shards)
+    sizes = {name: tuple(value[name] for value in values) for name in values[0]}
+    return sizes | moving_bytes(layout, each)
 
 
-def _freed(layers: Sequence[LayerOps], names: Sequence[str]) -> float:
-    """Return the bytes that a stage saves and does not hold where these parts of its layers, named or equal, are recomputed."""
-    again = [any(at in equal_part(name, len(layers)) for name in names) for at in range(len(layers))]
-    freed, behind = 0.0, False  # a layer that is recomputed, and whose output is not held for the next one
-    for layer, mark in zip(layers, again, strict=True):
-        parts = [name for name in names if name in _OF_PARTS]
-        outputs = {tensor for name in parts for tensor in _OF_PARTS[name]} - {_ARGUMENTS.get(name) for name in parts}
-        outputs = {*layer.tensors} - {LOGITS, "input"} if mark else outputs
-        outputs |= {"input"} if behind and not mark else set()
-        freed += sum(layer.tensors.get(name, 0.0) for name in outputs)
-        behind = mark
-    return freed
+def moving_bytes(layout: Layout, layers: Sequence[LayerBytes]) -> dict[str, tuple[float, ...]]:
+    """Return `Costs.bytes` of what comes and goes on the stages, with the sums over pipeline ranks at the step's end."""
+    of_stage, sizes = spans(layout.schedule, layout.stage_layers), element_bytes(layout.config)
+    groups = [layers[start:end] for start, end in of_stage]
+    moving = stage_bytes(layout.schedule, groups, sizes["grads"] / sizes["params"])
+    return moving | {"end_sums": tuple(summed_over_ranks(layout))}
 
 
-def with_temporaries(layout: Layout, timeline: Timeline, stages: Sequence[StageMemory]) -> Timeline:
-    """Return the timeline with what is there at each rank's peak besides its bytes: temporaries, messages, gradients."""
-    sizes = timeline.costs.bytes_in(DEVICE, layout.schedule.stages)
-    shares = layout.cuts.sizes if layout.cuts is not None else ()
-    there = at_peaks(
-        timeline,
-        stages,
-        sizes["grads"],
-        layout_messages(layout),
-        shares,
-        from_first=not has_sums(layout),
-        at_end=summed_over_ranks(layout),
-    )
-    return replace(timeline, costs=replace(timeline.costs, bytes=sizes | there))
+def gradients_name(layout: Layout) -> str:
+    """Return the name in `Costs.bytes` of gradients, which exist before the step where they have buffers."""
+    return GRADS if has_sums(layout) else "new_grads"
+
+
+def with_messages(layout: Layout, timeline: Timeline) -> Timeline:
+    """Return the timeline with the bytes of messages."""
+    return replace(timeline, messages=tuple(each.beside for each in layout_messages(layout)))
 
 
 def layout_messages(layout: Layout, device: str = "") -> list[MessageBytes]:
@@ -227,54 +192,6 @@ def layout_messages(layout: Layout, device: str = "") -> list[MessageBytes]:
     )
 
 
-def _activations(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> StageMemory:
-    """Bytes of a micro-batch on a stage, or on a rank's share of the vocabulary."""
-    if stage in layout.schedule.vocabulary:
-        return stage_memory(layers)
-    return _stage_memory(layout, stage, layers)
-
-
-def _stage_memory(layout: Layout, stage: int, layers: Sequence[LayerOps]) -> StageMemory:
-    """Bytes of a micro-batch on a stage, of which blocks (R;B) may recompute the layers one by one in the backward."""
-    schedule, start = layout.schedule, spans(layout.schedule, layout.stage_layers)[stage][0]
-    if not layers:
-        return StageMemory(0.0, 0.0, 0.0)
-    cells = (action for program in schedule.programs for cell in program for action in parts(cell))
-    kinds = {action.kind for action in cells if action.stage == stage}
-    blocks = not kinds.isdisjoint(("RB", "RI"))
-    marks = [blocks and mark for mark in _recomputed(layout)[start : start + len(layers)]]
-    copies = [
-        replace(layer, dropped=frozenset(layer.tensors) - {LOGITS}) if mark else layer
-        for layer, mark in zip(layers, marks, strict=True)
-    ]
-    memory = stage_memory(copies)
-    inputs = [layer.input * (mark or "input" in layer.tensors) for layer, mark in zip(layers, marks, strict=True)]
-    first = stage in {route[0] for route in schedule.routes}  # its inputs are views of the batch
-    first = first and not (schedule.spreads_embedding and "R" in kinds)
-    held = memory.saved - inputs[0]
-    plain = stage_memory(layers)
-    rest = max(0.0, plain.saved - layers[0].input * ("input" in layers[0].tensors) - held)  # of those not in blocks
-    # While a layer is recomputed, what those behind it held is gone.
-    behind = [memory.saved - level for level in accumulate(copy.saved for copy in copies)]
-    rises = (copy.rebuilt - rest for copy, rest, mark in zip(copies, behind, marks, strict=True) if mark)
-    layer = max(0.0, 0.0, *rises)
-    always = layers[0].input * (not first) + held * blocks
-    if schedule.slices > 1:  # for later slices
-        always += sum(
-            _keys_and_values(layer) for layer, mark in zip(layers, marks, strict=True) if mark or "R" in kinds
-        )
-    mixed = not kinds.isdisjoint("BI")
-    return StageMemory(
-        rest if blocks else held,
-        memory.pending,
-        max(0.0, memory.extra - layer, plain.extra * mixed),
-        always,
-        layer,
-        extra_input=max(0.0, memory.extra_input - layer, plain.extra_input * mixed),
-        summed=summed_over_slices(layout, stage, sum(_keys_and_values(layer) for layer in layers)),
-    )
-
-
 def _adapters(layout: Layout, layers: Sequence[LayerOps]) -> float:
     """Return about as many parameters as adapters of every product in the blocks have, of which one side is the hidden state.
 
@@ -283,10 +200,6 @@ def _adapters(layout: Layout, layers: Sequence[LayerOps]) -> float:
     rank, hidden = layout.config.lora.r, layout.config.model.hidden_size
     products = [op for layer in layers if layer.kind in "tm" for op in layer.ops if op.deferred]
     return sum(rank * (hidden + size / hidden) * count for op in products for size, count in op.weights)
-
-
-def _keys_and_values(layer: LayerOps) -> float:
-    return layer.tensors.get("key", 0.0) + layer.tensors.get("value", 0.0)
 
 
 def _recomputed(layout: Layout) -> list[bool]:
@@ -298,28 +211,57 @@ def _recomputed(layout: Layout) -> list[bool]:
     return [at - 1 in numbers for at in range(count)]
 
 
-def _ranks(layout: Layout, runtime: Runtime, timeline: Timeline) -> list[RankMemory]:
-    sizes, schedule = timeline.costs.bytes_in(DEVICE, layout.schedule.stages), layout.schedule
-    rows = []
-    for most, mine in zip(timeline.peak_bytes[DEVICE], schedule.stages_of, strict=True):
-        held = {name: sum(sizes[name][stage] for stage in mine) if name in sizes else 0.0 for name in _STANDING}
-        gathered = "shards" in sizes
-        parameters = held["shards"] if gathered else held["params"]
-        gradients = held["grad_shards"] if "grad_shards" in sizes else held["grads"]
-        standing = parameters + gradients + held["optimizer"] + held["messages"] + held["temporaries"]
-        moving = most - standing
-        rows.append(
-            RankMemory(
-                parameters=parameters,
-                gradients=gradients,
-                optimizer=held["optimizer"],
-                gathered=0.0,
-                buffers=runtime.workspace + held["messages"],
-                activations=moving,
-                temporaries=held["temporaries"],
-                reserve=runtime.margin * (moving + held["temporaries"]),
-                overhead=runtime.overhead,
-                peak_action="",
-            )
-        )
-    return rows
+def stage_parameters(layout: Layout) -> list[int]:
+    """Return stage -> parameters of its layers, before tensor or expert parallelism divides them.
+
+    A tied output layer has none on a rank that holds the embedding.
+    """
+    sizes = [size.parameters for size in stage_sizes(layout.config)]
+    counts = [sum(sizes[start:end]) for start, end in spans(layout.schedule, layout.stage_layers)]
+    model, shares = layout.config.model, layout.schedule.vocabulary
+    if shares:
+        width = model.hidden_size * (1 if model.tie_word_embeddings else 2)
+        counts[shares.start :] = [rows * width for rows in uneven_parts(model.vocab_size, len(shares))]
+    for stage in with_embedding(layout.schedule) if model.tie_word_embeddings and not shares else ():
+        counts[stage] -= model.vocab_size * model.hidden_size
+    return counts
+
+
+def with_embedding(schedule: Schedule) -> list[int]:
+    """Return the stages with the output layer on ranks that hold the embedding too."""
+    routes = schedule.routes
+    return [
+        last
+        for *_, last in routes
+        if any(first in schedule.stages_of[schedule.placement[last]] for first, *_ in routes)
+    ]
+
+
+def summed_over_ranks(layout: Layout) -> list[float]:
+    """Return `copies_in_sums` of the stages in bytes, 0 with adapters, whose gradients are small."""
+    schedule, model, mesh = layout.schedule, layout.config.model, layout.mesh
+    tied = model.vocab_size * model.hidden_size / mesh.tp * (model.tie_word_embeddings and not schedule.vocabulary)
+    layers = [
+        (size.parameters - size.experts) / mesh.tp + size.experts / mesh.ep for size in stage_sizes(layout.config)
+    ]
+    counts = [sum(layers[start:end]) for start, end in pairwise([0, *accumulate(layout.stage_layers)])]
+    size = element_bytes(layout.config)["grads"] * (not layout.config.lora.r)
+    return [size * count for count in copies_in_sums(schedule, counts, tied)]
+
+
+def rank_parameters(layout: Layout) -> list[int]:
+    """Return rank -> parameters of all stages of that pipeline rank, before tensor or expert parallelism divides them."""
+    counts = stage_parameters(layout)
+    return [sum(counts[stage] for stage in stages) for stages in layout.schedule.stages_of]
+
+
+def element_bytes(config: Config) -> dict[str, float]:
+    """Return the bytes of one parameter: "params", "grads" and "optimizer", whose state ZeRO-1 divides by the replicas.
+
+    Gradients of bf16 parameters are accumulated in fp32.
+    """
+    size = {"float64": 8, "bfloat16": 2}.get(config.train.dtype, 4)
+    wide = max(size, 4)
+    state: float = _STATE_BYTES[config.optimizer.name] * wide // 4 + (wide if size < 4 else 0)
+    replicas = config.parallel.dp * config.parallel.cp if config.optimizer.zero1 else 1
+    return {"params": size, "grads": wide, "optimizer": state / replicas}

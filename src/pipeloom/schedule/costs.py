@@ -83,12 +83,15 @@ class Costs:
         slice_sizes: each slice's share of a micro-batch's tokens: of the activation, the bytes and the message; empty: equal.
         tensors: sizes of named tensors, {name: size}, in the unit of `message`; default for each: `message`.
         bytes: {name: bytes, as a number or one per stage}. Of a stage and micro-batch: `"saved"`, `"kept"`, `"pending"` and the
-            values that registered kinds make; `"layer"`: the most that one layer saves, which a block (R;B) holds; and
-            `"forward"`: the most that a forward that saves nothing holds while it runs. A part is `"saved:norms"`; one without a
+            values that registered kinds make; `"layer"`: the most that one layer saves, which a block (R;B) holds;
+            `"forward"`: the most that a forward that saves nothing holds while it runs; `"backward"` and `"input_grad"`: what a B
+            and an I hold besides while they run; `"slice_grads"`: gradients of the keys and values of all slices, which later
+            slices add to. A part is `"saved:norms"`; one without a
             size has the share that its name says (`1/4`), or 0. Parts that are recomputed together are `"saved:mlp+norms"`
             (default: their sum): what one makes may be another's argument, which is held. Any other name, such as `"params"`,
             `"grads"` or `"optimizer"`, is there for the whole step; but `"params"` of a stage only while they are gathered if it
-            gathers them, and `"grads"` until they are reduced if a REDUCE_GRAD of it says when.
+            gathers them, `"grads"` until they are reduced if a REDUCE_GRAD of it says when, `"new_grads"` from the end of its
+            first B or W on, and `"end_sums"` once its rank's last action has ended.
         pools: {name: pool} of the bytes that are not in the pool "device".
         host_bandwidth: of the copies O and L to host memory and back, each way: a copy takes bytes["saved"] / host_bandwidth, or
             without bytes the part of `activation` beyond `kept` / host_bandwidth; OKEPT and LKEPT the same of what is kept.
@@ -550,37 +553,51 @@ def _numbers(value: Any) -> Iterator[float]:
             yield from _numbers(item)
 
 
-WHILE_RUNNING = "layer", "forward"
-"""Names of bytes that an action holds only while it runs: a block (R;B), and a forward that saves nothing."""
+WHILE_RUNNING = "layer", "forward", "backward", "input_grad"
+"""Names of bytes that an action holds only while it runs: a block (R;B), a forward that saves nothing, a B or T, and an I."""
 
-# Names of bytes that come and go with micro-batches, and of what actions hold while they run.
-_MOVING = (SAVED, KEPT, PENDING, *WHILE_RUNNING)
+LATE = "new_grads", "slice_grads", "end_sums"
+"""Names of bytes that come as an action ends: gradients that are not there before the step, those of the keys and values of
+earlier slices, and copies in the sum of gradients over pipeline ranks."""
+
+# Names of bytes that come and go with micro-batches, and of what actions and the end of the step hold besides.
+_MOVING = (SAVED, KEPT, PENDING, *WHILE_RUNNING, *LATE[1:])
 
 
 def activation_limit(costs: Costs, memory: float, placement: Sequence[int]) -> tuple[Costs, tuple[float, ...]]:
     """Return (costs whose activations are bytes, rank -> the most of them) for a limit of `memory` bytes on each device.
 
+    Beside them is the most that a backward of the rank's stages needs. A forward that saves nothing has this room, too.
+
     Raises UsageError for costs without the bytes of what is saved, CapacityError where what stands for the whole step exceeds it.
     """
     if SAVED not in dict(costs.bytes):
         raise UsageError("a limit in bytes needs costs with bytes of what a stage saves: costs.bytes has no 'saved'")
-    count = len(placement)
+    count, nothing = len(placement), (0.0,) * len(placement)
     sizes = costs.bytes_in(DEVICE, count)
-    standing = [0.0] * (max(placement) + 1)
-    for name, size in sizes.items():
-        for stage, rank in enumerate(placement if whole_of(name) not in _MOVING else ()):
-            standing[rank] += size[stage]
-    if max(standing) >= memory:
+    largest, later = max(costs.slice_sizes, default=1.0), 1 - (costs.slice_sizes or (1.0,))[-1]
+    unit = largest * max(costs.microbatch, default=1.0)
+    backward, split, summed, last = (sizes.get(name, nothing) for name in (*WHILE_RUNNING[2:], *LATE[1:]))
+    standing, beside, at_end = ([0.0] * (max(placement) + 1) for _ in range(3))
+    for stage, rank in enumerate(placement):
+        standing[rank] += sum(size[stage] for name, size in sizes.items() if whole_of(name) not in _MOVING)
+        beside[rank] = max(beside[rank], unit * max(backward[stage], split[stage]) + later * summed[stage])
+        at_end[rank] += last[stage]
+    least = [level + max(more) for level, *more in zip(standing, beside, at_end, strict=True)]
+    if max(least) >= memory:
         raise CapacityError(
-            f"weights, gradients and all else that stands for the whole step take {max(standing) / 2**30:.3g} GiB on the "
+            f"weights, gradients and all else that stands for the whole step take {max(least) / 2**30:.3g} GiB on the "
             f"fullest rank, and there are {memory / 2**30:.3g} GiB"
         )
-    limits = tuple(memory - each for each in standing)
-    saved = tuple(map(sum, zip(sizes[SAVED], sizes.get(KEPT, (0.0,) * count), strict=True)))
+    limits = tuple(memory - level - more for level, more in zip(standing, beside, strict=True))
+    if forward := sizes.get("forward"):
+        rest = (max(0.0, size - beside[rank]) for size, rank in zip(forward, placement, strict=True))
+        costs = replace(costs, bytes=dict(costs.bytes) | {"forward": tuple(rest)})
+    saved = tuple(map(sum, zip(sizes[SAVED], sizes.get(KEPT, nothing), strict=True)))
     pending = sizes.get(PENDING, saved)
     held = tuple(late / whole if whole else 0.0 for late, whole in zip(pending, saved, strict=True))
     alike = len(set(saved)) == len(set(held)) == 1
-    shares = tuple(k / whole if whole else 0.0 for k, whole in zip(sizes.get(KEPT, (0.0,) * count), saved, strict=True))
+    shares = tuple(k / whole if whole else 0.0 for k, whole in zip(sizes.get(KEPT, nothing), saved, strict=True))
     if not alike:
         return replace(costs, activation=saved, held=held, kept=shares), limits
     return replace(costs, activation=saved[0], held=held[0], kept=shares), limits

@@ -5,10 +5,11 @@ Among these are the gaps of each rank, cut by the cause of the wait, and the cri
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, product, starmap
 from math import ceil
 from operator import add, mul
 from statistics import fmean
@@ -18,6 +19,7 @@ from pipeloom.errors import UsageError
 from pipeloom.schedule.actions import (
     COMPUTE,
     GRADS,
+    INPUT_GRADIENT,
     KEPT,
     KEPT_ON_HOST,
     ON_HOST,
@@ -25,12 +27,22 @@ from pipeloom.schedule.actions import (
     PARAMS,
     PENDING,
     SAVED,
+    SCORES,
     STAGE_VALUES,
     WEIGHT_GRADIENT,
     kind_of,
     whole_of,
 )
-from pipeloom.schedule.costs import DEVICE, HOST_MEMORY, WHILE_RUNNING, Costs, PairTimes, copied_shares, remade_shares
+from pipeloom.schedule.costs import (
+    DEVICE,
+    HOST_MEMORY,
+    LATE,
+    WHILE_RUNNING,
+    Costs,
+    PairTimes,
+    copied_shares,
+    remade_shares,
+)
 from pipeloom.schedule.graph import EntryWait, Graph, entry_waits
 from pipeloom.schedule.model import Schedule, parts
 
@@ -98,6 +110,28 @@ class Exposed:
     end: float = 0.0
 
 
+ACTIVATIONS, MESSAGES, TEMPORARIES = "activations", "messages", "temporaries"
+"""Names in `Peak.bytes` of what is no name of `Costs.bytes`: what micro-batches hold, messages besides, and what an action,
+or the end of the step, needs besides."""
+
+_Moment = tuple[int, bool, float, str]
+"""Entry of a program (its length: behind the last), whether at its start, the change of its rank's memory, and its name."""
+
+
+class Peak(NamedTuple):
+    """The most bytes of a rank at once.
+
+    Attributes:
+        at: the entry of its program that begins or runs then; its length: the step's end.
+        total: the bytes.
+        bytes: name of `Costs.bytes` that is there for the whole step, ACTIVATIONS, MESSAGES or TEMPORARIES -> of this.
+    """
+
+    at: int
+    total: float
+    bytes: Mapping[str, float]
+
+
 class Idle(NamedTuple):
     """A rank's idle time, by phase."""
 
@@ -121,6 +155,7 @@ class Timeline:
         source: `"simulated"` or `"measured"`.
         overlap_p2p: whether messages were simulated as travelling while their receiver computes.
         exposed: rank -> communications other than messages, of a measured step; empty where they were not measured.
+        messages: rank -> bytes of messages during each entry and at the end, besides the values of `costs.bytes`; empty: none.
     """
 
     schedule: Schedule
@@ -130,6 +165,7 @@ class Timeline:
     source: str = "simulated"
     overlap_p2p: bool = True
     exposed: tuple[Exposed, ...] = ()
+    messages: tuple[tuple[float, ...], ...] = ()
 
     @classmethod
     def measured(
@@ -259,7 +295,7 @@ class Timeline:
                 KEPT: [share * size for share, size in zip(inputs, activation, strict=True)],
                 PENDING: [share * size for share, size in zip(held, activation, strict=True)],
             },
-            *(costs.while_running(value, stages) for value in WHILE_RUNNING),
+            *(costs.while_running(value, stages) for value in ("layer", "forward")),
         )
 
     @cached_property
@@ -271,7 +307,7 @@ class Timeline:
         schedule, one = self.schedule, [self.schedule.slices] * self.schedule.stages
         change, passing = _changes(schedule, Costs(), {SAVED: one, PENDING: one})
         if schedule.has_queues:
-            curves = [self._curve(rank, change, passing) for rank in range(schedule.ranks)]
+            curves = [self._curve(rank, self._moments(rank, change, passing)) for rank in range(schedule.ranks)]
             return tuple(ceil(max((level for _, level in curve), default=0) - 1e-9) for curve in curves)
         peaks = []
         for rank in range(schedule.ranks):
@@ -285,7 +321,8 @@ class Timeline:
     @cached_property
     def memory_curve(self) -> tuple[tuple[tuple[float, float], ...], ...]:
         """rank -> (time, memory from then on), in program order; memory by `Costs.activation` and `Costs.held`."""
-        return tuple(self._curve(rank, *self._memory) for rank in range(self.schedule.ranks))
+        ranks = range(self.schedule.ranks)
+        return tuple(self._curve(rank, self._moments(rank, *self._memory)) for rank in ranks)
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
@@ -308,31 +345,48 @@ class Timeline:
         What an action makes counts from its start, what it frees until its end; of an I that frees what is saved and leaves what
         is pending, which is a part of it, the difference counts.
         """
+        return {
+            pool: tuple(self._curve(rank, moves, sum(begun.values())) for rank, (begun, moves) in enumerate(ranks))
+            for pool, ranks in self._bytes_moments.items()
+        }
+
+    @cached_property
+    def peak_bytes(self) -> dict[str, tuple[float, ...]]:
+        """pool -> rank -> the most bytes at once; empty without `Costs.bytes`."""
+        return {pool: tuple(peak.total for peak in peaks) for pool, peaks in self.bytes_at_peak.items()}
+
+    @cached_property
+    def bytes_at_peak(self) -> dict[str, tuple[Peak, ...]]:
+        """pool -> rank -> what the most bytes at once consist of; empty without `Costs.bytes`."""
+        return {pool: tuple(starmap(_peak, ranks)) for pool, ranks in self._bytes_moments.items()}
+
+    @cached_property
+    def _bytes_moments(self) -> dict[str, list[tuple[dict[str, float], list[_Moment]]]]:
+        """pool -> rank -> (name of `Costs.bytes` -> what is there at the step's start, the changes in order of time)."""
         costs, schedule = self.costs, self.schedule
         moving = {whole_of(value) for kind in schedule.kinds for value in (*kind.makes, *kind.frees)} - STAGE_VALUES
         on_host = {ON_HOST: costs.saved(schedule.stages), KEPT_ON_HOST: costs.kept_bytes(schedule.stages)}
         on_host = {value: sizes for value, sizes in on_host.items() if value in moving}
         copied = {HOST_MEMORY: on_host} if on_host else {}
-        curves = {}
+        pools: dict[str, list[tuple[dict[str, float], list[_Moment]]]] = {}
         for pool in sorted({DEVICE, *copied, *dict(costs.pools).values()}) if costs.bytes else ():
             sizes = costs.bytes_in(pool, schedule.stages) | copied.get(pool, {})
-            brief = [sizes.pop(name, None) for name in WHILE_RUNNING]
+            passing = {name: sizes.pop(name, None) for name in (*WHILE_RUNNING, *LATE)}
             values = {name: sizes.pop(name) for name in list(sizes) if whole_of(name) in moving}
-            changes = _changes(schedule, costs, values, *brief)
-            held = {name: sizes[name] for name in STAGE_VALUES.intersection(sizes)}
-            passing = [self._stage_moments(rank, held) for rank in range(schedule.ranks)]
-            standing = [sum(size[s] for size in sizes.values() for s in stages) for stages in schedule.stages_of]
-            standing = [level - begun for level, (begun, _) in zip(standing, passing, strict=True)]
-            curves[pool] = tuple(
-                self._curve(rank, *changes, level, moments)
-                for rank, (level, (_, moments)) in enumerate(zip(standing, passing, strict=True))
-            )
-        return curves
+            changes = _changes(schedule, costs, values, passing["layer"], passing["forward"])
+            beside, messages = self._beside(passing), self.messages if pool == DEVICE else ()
+            pools[pool] = []
+            for rank, stages in enumerate(schedule.stages_of):
+                begun = {name: sum(size[stage] for stage in stages) for name, size in sizes.items()}
+                moments = [*self._stage_moments(rank, sizes, begun), *self._late_moments(rank, passing)]
+                sent = messages[rank] if messages else ()
+                pools[pool].append((begun, self._moments(rank, *changes, beside, sent, moments)))
+        return pools
 
     def _stage_moments(
-        self, rank: int, sizes: Mapping[str, Sequence[float]]
-    ) -> tuple[float, list[tuple[float, float]]]:
-        """Return the bytes of the rank's values of stages that come and go, and (time, change) of each time that they do.
+        self, rank: int, sizes: Mapping[str, Sequence[float]], begun: dict[str, float]
+    ) -> Iterator[_Moment]:
+        """Yield each time that one of the rank's values of stages comes or goes, and take what comes from `begun`.
 
         Gathered parameters count from the start of their gather. Gradients count from the start of the first action that adds to
         them until the end of their reduction, during which later ones count too.
@@ -345,7 +399,8 @@ class Timeline:
             for stage in schedule.stage_actions.get(letter, ())
             if value in sizes and schedule.placement[stage] == rank
         }
-        moments: list[tuple[float, float]] = []
+        for (value, _), size in passing.items():
+            begun[value] -= size
         for at, cell in enumerate(schedule.programs[rank] if passing else ()):
             for action in parts(cell):
                 kind = kind_of(action.kind)
@@ -353,41 +408,97 @@ class Timeline:
                     key = value, action.stage
                     if key in passing and key not in there:
                         there.add(key)
-                        moments.append((self.starts[rank][at], passing[key]))
+                        yield at, True, passing[key], value
                 for value in (*kind.frees, *kind.takes):
                     key = value, action.stage
                     if key in there:
                         there.discard(key)
-                        moments.append((self.ends[rank][at], -passing[key]))
-        return sum(passing.values()), moments
+                        yield at, False, -passing[key], value
 
-    @cached_property
-    def peak_bytes(self) -> dict[str, tuple[float, ...]]:
-        """pool -> rank -> the most bytes at once; empty without `Costs.bytes`."""
-        return {
-            pool: tuple(max((level for _, level in curve), default=0.0) for curve in curves)
-            for pool, curves in self.bytes_curves.items()
-        }
+    def _late_moments(self, rank: int, sizes: Mapping[str, Sequence[float] | None]) -> Iterator[_Moment]:
+        """Yield the changes at the ends of a rank's entries by bytes called as in LATE."""
+        schedule, (new, summed, last) = self.schedule, (sizes[name] for name in LATE)
+        shares = self.costs.size_factors(schedule)
+        without = {*schedule.stages_of[rank]} if new else set()  # stages whose gradients are not there yet
+        for at, cell in enumerate(schedule.programs[rank] if new or summed else ()):
+            for action in parts(cell):
+                kind, stage, part = kind_of(action.kind), action.stage, action.slice or 0
+                if new and WEIGHT_GRADIENT in kind.makes and stage in without:
+                    without.discard(stage)
+                    yield at, False, new[stage], GRADS
+                if summed and INPUT_GRADIENT in kind.makes and not kind.vocabulary:
+                    # The last slice's backward comes first, and makes those of the others, which free their own.
+                    unit = schedule.unit_of(action)
+                    before = sum(shares[unit - part : unit]) if part + 1 == schedule.slices else -shares[unit]
+                    yield at, False, before * summed[stage], TEMPORARIES
+        if last:
+            yield (
+                len(schedule.programs[rank]),
+                True,
+                sum(last[stage] for stage in schedule.stages_of[rank]),
+                TEMPORARIES,
+            )
 
-    def _curve(
+    def _beside(self, sizes: Mapping[str, Sequence[float] | None]) -> dict[int, float]:
+        """Return code -> what a backward, of layers or of a share of the vocabulary, holds besides its values while it runs."""
+        schedule, beside = self.schedule, dict[int, float]()
+        factors = self.costs.size_factors(schedule)
+        for number, kind in enumerate(schedule.kinds):
+            of_stage = sizes["input_grad" if PENDING in kind.makes else "backward"]
+            if of_stage and kind.is_backward and not {SAVED, SCORES}.isdisjoint(kind.frees):
+                place = number * schedule.kind_stride
+                beside |= {place + at: size * factor for at, (size, factor) in enumerate(product(of_stage, factors))}
+        return beside
+
+    def _moments(
         self,
         rank: int,
         change: list[float],
         passing: dict[int, float],
-        level: float = 0.0,
-        more: Sequence[tuple[float, float]] = (),
-    ) -> tuple[tuple[float, float], ...]:
-        moments = list(more)
-        for steps, start, end in zip(
-            self._steps(rank, change, passing), self.starts[rank], self.ends[rank], strict=True
-        ):
-            for at, step in enumerate(steps):
-                moments.append((start if not at and (len(steps) > 1 or step > 0) else end, step))
-        if self.schedule.has_queues:
-            moments.sort(key=lambda moment: (plain(moment[0]), moment[1] > 0))
+        beside: Mapping[int, float] | None = None,
+        messages: Sequence[float] = (),
+        others: Iterable[_Moment] = (),
+    ) -> list[_Moment]:
+        """Return the changes of a rank's memory in order of time, those of entries without queues in the order of its program.
+
+        Args:
+            change, passing: as of `_changes`.
+            beside: code -> what its action holds besides while it runs.
+            messages: of the rank, as in `messages`.
+            others: changes by other values.
+        """
+        schedule = self.schedule
+        starts, ends, before = self.starts[rank], self.ends[rank], 0.0
+        of_entries: list[list[_Moment]] = [[] for _ in range(len(starts) + 1)]
+        computed = frozenset(self._computations[rank]) if messages else ()
+        if beside:
+            firsts, seconds = schedule.split_entries(rank)
+        for at, steps in enumerate(self._steps(rank, change, passing)):
+            row, at_start = of_entries[at], len(steps) > 1 or steps[0] > 0
+            if at in computed:
+                row.append((at, True, messages[at] - before, MESSAGES))
+                before = messages[at]
+            if at_start:
+                row.append((at, True, steps[0], ACTIVATIONS))
+            if beside and (most := max(beside.get(firsts[at], 0.0), beside.get(seconds[at], 0.0))):
+                row += (at, True, most, TEMPORARIES), (at, False, -most, TEMPORARIES)
+            row += [(at, False, step, ACTIVATIONS) for step in steps[at_start:]]
+        if messages:
+            of_entries[-1].append((len(starts), True, messages[-1] - before, MESSAGES))
+        for moment in others:
+            of_entries[moment[0]].append(moment)
+        moments = [moment for row in of_entries for moment in row]
+        if schedule.has_queues:
+            times = (*starts, max(ends, default=0.0)), (*ends, max(ends, default=0.0))
+            moments.sort(key=lambda moment: (plain(times[not moment[1]][moment[0]]), moment[2] > 0))
+        return moments
+
+    def _curve(self, rank: int, moments: Iterable[_Moment], level: float = 0.0) -> tuple[tuple[float, float], ...]:
+        starts, ends = self.starts[rank], self.ends[rank]
         points = [(min(starts[0] for starts in self.starts if starts), level)] if level else []
-        for time, step in moments:
+        for at, begins, step, _ in moments:
             level += step
+            time = max(ends, default=0.0) if at == len(ends) else (starts if begins else ends)[at]
             points.append((time, plain(level)))
         return tuple(points)
 
@@ -554,6 +665,18 @@ class Timeline:
         return f"Timeline({self.schedule!r}, {self.source}, makespan={self.makespan:g}, bubble_ratio={self.bubble_ratio:.4f})"
 
 
+def _peak(begun: Mapping[str, float], moments: Sequence[_Moment]) -> Peak:
+    levels = [sum(begun.values())]
+    for _, _, step, _ in moments:
+        levels.append(levels[-1] + step)
+    most = levels.index(max(levels))
+    sizes = defaultdict[str, float](float, begun)
+    for _, _, step, name in moments[:most]:
+        sizes[name] += step
+    at = moments[most - 1][0] if most else 0
+    return Peak(at, plain(levels[most]), {name: plain(size) for name, size in sizes.items()})
+
+
 def _changes(
     schedule: Schedule,
     costs: Costs,
@@ -584,6 +707,7 @@ def _changes(
         for stage in range(schedule.stages):
             change = sum(sign * size[stage] for size, sign in net if sign)
             held = sum(sizes[value][stage] for value in brief) if layer is None else layer[stage]
+            held = max(held, change)
             if brief:
                 passing |= {len(changes) + unit: held * factor for unit, factor in enumerate(factors)}
             changes += [change * factor for factor in factors]

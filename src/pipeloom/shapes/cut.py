@@ -14,11 +14,22 @@ from itertools import accumulate, pairwise
 
 from pipeloom.errors import UsageError
 from pipeloom.limits import MOST_LAYERS
+from pipeloom.schedule.model import Schedule
 
 _REPEATED_LETTER = re.compile(r"([EtL|])\*(\d{1,9})")
 _REPEATED_GROUP = re.compile(r"\(([EtL|]*)\)(?:\*(\d{1,9}))?")
 _MARKS = 1_000  # most repetitions in a text, so that nested ones are soon expanded
 _MOST_LETTERS = 2 * MOST_LAYERS  # letters of the text written out: layers, and as many ends of stages
+
+
+def spans(schedule: Schedule, stage_layers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return stage -> (index of its first layer, index after its last layer).
+
+    A share of the vocabulary is one layer behind all others, which lists of the layers of stages do not have.
+    """
+    count = sum(stage_layers)
+    ends = [*pairwise([0, *accumulate(stage_layers)]), *[(count, count + 1)] * len(schedule.vocabulary)]
+    return [ends[position] for position in schedule.position_of]
 
 
 def balance(costs: Sequence[int], stages: int) -> list[int]:

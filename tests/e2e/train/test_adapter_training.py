@@ -27,7 +27,8 @@ from pipeloom.train.hub import conversion as hub
 from pipeloom.train.hub.generate import open_model, open_pipeline
 from pipeloom.train.hub.lora_files import base_weights, begin_weights, require_targets
 from pipeloom.train.optimizer import Optimizer
-from pipeloom.train.report.step_bytes import predicted
+from pipeloom.train.report.layer_bytes import layer_bytes
+from pipeloom.train.report.step_bytes import predicted, predicted_costs
 from processes import run_ranks
 
 WIDE = {"train.dtype": "float64"}  # AdamW's first steps have the size of the rate whatever the gradient's
@@ -260,10 +261,10 @@ def test_predicted_bytes_have_gradients_and_moments_of_the_adapters_alone(tmp_pa
     layout = load_layout(None, {**FLAGS, **flags})
     parameters = [parameter for _, parameter in pipeline.named_parameters()]
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    (rank,) = predicted(layout)[1]
+    (rank,) = predicted(layout)
     assert 0 < trained < sum(parameter.numel() for parameter in parameters) / 2
-    assert rank.standing == sum(parameter.nbytes for parameter in parameters) + trained * (4 + 8)
-    assert planned_run(layout).ranks[0].standing - rank.messages == pytest.approx(rank.standing, rel=0.06)
+    assert rank.standing - rank.buffers == sum(parameter.nbytes for parameter in parameters) + trained * (4 + 8)
+    assert planned_run(layout).ranks[0].standing == pytest.approx(rank.standing, rel=0.06)
     pipeline.close()
 
 
@@ -272,5 +273,5 @@ def test_bytes_under_a_large_output_layer_are_predicted(tmp_path: Path) -> None:
     written(tmp_path / "base")
     flags = {"model.source": str(tmp_path / "base"), "lora.r": 2, "parallel.pp": 2, "schedule.name": "zbv"}
     layout = load_layout(None, {**FLAGS, **flags, "train.recompute": "full"})
-    sizes = predicted(layout)[0].bytes_in("device", layout.schedule.stages)
+    sizes = predicted_costs(layout, layer_bytes(layout)).bytes_in("device", layout.schedule.stages)
     assert all(size >= 0 for size in sizes["layer"])

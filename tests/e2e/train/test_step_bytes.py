@@ -238,14 +238,18 @@ def allocated_in_a_step(rank: int, names: list[str]) -> list[int]:
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in LAYOUTS if not any(each in name for each in ("R blocks", "R of", "slices, R", "the last"))],
+    [
+        n
+        for n in LAYOUTS
+        if not any(each in n for each in ("R blocks", "R of", "slices, R", "the last", "tied and large"))
+    ],
 )
 def test_saved_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without blocks and parts, whose hooks take the place of these, and without keys and values that no backward needs yet:
-    what they hold is among the bytes allocated.
+    what they hold is among the bytes allocated. Where the sum at the end is the peak, nothing is saved.
     """
     layout = layout_of(name)
-    wanted = [each.activations for each in predicted(layout)[1]]
+    wanted = [each.activations for each in predicted(layout)]
     assert saved_in_a_step(layout, monkeypatch) == pytest.approx(wanted, rel=0.01)
 
 
@@ -254,11 +258,11 @@ def test_saved_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_planner_predicts_what_measured_layers_do(name: str) -> None:
     layout = layout_of(name)
-    planned, measured = planned_run(layout).ranks, predicted(layout)[1]
+    planned, measured = planned_run(layout).ranks, predicted(layout)
     for one, other in zip(planned, measured, strict=True):
         if "R blocks" not in name:  # there a measured forward, with what it holds while it runs, is the fullest
             assert one.activations == pytest.approx(other.activations, rel=0.01)
-        sums = one.activations + one.temporaries, other.activations + other.temporary
+        sums = one.activations + one.temporaries, other.activations + other.temporaries
         assert sums[0] == pytest.approx(sums[1], rel=0.02)
 
 
@@ -268,23 +272,23 @@ def test_allocated_bytes(names: list[str]) -> None:
     by_rank, wrong = run_ranks(allocated_in_a_step, 2, names), {}
     for at, name in enumerate(names):
         layout = layout_of(name)
-        costs, rows = predicted(layout)
+        rows = predicted(layout)
         planned = planned_run(layout)
-        if name.endswith("of the last"):  # a search counts all gradients, and all buffers of messages besides
+        if name.endswith("of the last"):  # a search counts all buffers of messages
             counts = predicted_costs(layout, layer_bytes(layout))
-            sizes, peaks = counts.bytes_in("device", 2), simulate(layout.schedule, counts).peak_bytes["device"]
-            more = zip(peaks, sizes["grads"], sizes["messages"], strict=True)
-            assert [peak - sum(less) for peak, *less in more] == pytest.approx([r.total - r.messages for r in rows])
+            more = zip(
+                simulate(layout.schedule, counts).peak_bytes["device"], dict(counts.bytes)["messages"], strict=True
+            )
+            assert [peak - sent for peak, sent in more] == pytest.approx([row.total - row.buffers for row in rows])
         for rank, row in enumerate(rows):
-            grads = costs.bytes_in("device", layout.schedule.stages)["grads"]
             kept_sums = layout.config.train.dtype == "bfloat16"  # fp32 sums stay from step to step
-            held = 0 if kept_sums else sum(grads[stage] for stage in layout.schedule.stages_of[rank])
+            standing = row.parameters + row.optimizer + row.gradients * kept_sums
             sizes, measured = [row.total, planned.ranks[rank].total], by_rank[rank][at]
             if name.endswith(
                 "of the last"
             ):  # the planner recomputes all micro-batches alike, and counts backwards alone
                 sizes.pop()
-            errors = [(size - row.standing + held) / measured - 1 for size in sizes]
+            errors = [(size - standing) / measured - 1 for size in sizes]
             print(f"| {name} | {rank} | {measured:,} | {errors[0]:+.1%} | {errors[-1]:+.1%} |")
             if max(map(abs, errors)) > 0.03:
                 wrong[name, rank] = errors

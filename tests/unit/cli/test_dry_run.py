@@ -13,11 +13,10 @@ import pipeloom.train.observers  # noqa: F401  # imports torch here, not in a te
 from pipeloom.cli import app, train
 from pipeloom.cli.dry_run import _bytes_lines, expected_timeline, rank_table
 from pipeloom.config import load_layout
-from pipeloom.config.standing_bytes import rank_parameters
 from pipeloom.errors import CapacityError, ConfigError, UsageError
 from pipeloom.plan import load_device
 from pipeloom.plan.memory import RankMemory
-from pipeloom.plan.run import predicted
+from pipeloom.plan.run import predicted, rank_parameters
 from pipeloom.shapes.layers import parameter_count
 from pipeloom.shapes.mesh import MeshShape
 

@@ -25,12 +25,12 @@ from pipeloom.plan import (
 from pipeloom.plan import predict as prediction_module
 from pipeloom.plan.export import layers_by_rank, layout_string, megatron, run_toml, torch_csv, torchtitan
 from pipeloom.plan.layout import CHUNKS, problems
-from pipeloom.plan.memory import StageMemory, peak
 from pipeloom.plan.predict import extrapolated_from, with_its_peaks
 from pipeloom.plan.report import advice, neighbours, reason, what_if
 from pipeloom.plan.run import predicted
 from pipeloom.plan.search import _Sums, estimate
 from pipeloom.plan.time import AxisRates
+from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.csv_form import from_csv
 from pipeloom.schedule.families import FAMILIES, ONE_ROUTE
 from pipeloom.shapes.cut import expand, parse_stages
@@ -385,8 +385,10 @@ def test_peaks_are_those_of_the_whole_program(name, pp, v, m, slices):
     """However few or uneven the rounds are; of families that are not here the whole program is built."""
     layout = PlannedLayout(pp=pp, v=min(v, max(CHUNKS[name])), m=m, schedule=name, slices=slices)
     whole, few = layout.built(), with_its_peaks(layout).built()
-    stages = [StageMemory(10 + stage % 3, 4 + stage % 2, 2) for stage in range(whole.stages)]
-    peaks = [[peak(each, rank, stages)[:2] for rank in range(pp)] for each in (whole, few)]
+    stages = range(whole.stages)
+    sizes = {"saved": tuple(10 + at % 3 for at in stages), "pending": tuple(4 + at % 2 for at in stages)}
+    costs = Costs(bytes=sizes | {"backward": 2, "input_grad": 2})
+    peaks = [simulate(each, costs).peak_bytes for each in (whole, few)]
     assert peaks[1] == peaks[0]
 
 

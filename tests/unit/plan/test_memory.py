@@ -13,14 +13,11 @@ from paths import ROOT
 from pipeloom.config import load, load_layout
 from pipeloom.errors import ConfigError
 from pipeloom.plan import RUNTIMES, PlannedLayout, Planner, load_device, load_model
-from pipeloom.plan.memory import StageMemory, at_peaks, peak, stage_memory, state_bytes
-from pipeloom.plan.messages import MessageBytes
+from pipeloom.plan.memory import state_bytes
 from pipeloom.plan.run import predicted
 from pipeloom.plan.time import AxisRates, stage_times
-from pipeloom.runtime.layer_bytes import LayerBytes, stage_bytes
 from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.families import build
-from pipeloom.schedule.transforms import half_split, recompute
 from pipeloom.shapes.hub import from_config, presets
 from pipeloom.shapes.ops import LayerOps, Op, Split, layers_of, parameters_of
 
@@ -87,76 +84,6 @@ def test_presets_have_the_parameters_of_their_cards(name):
     total = sum(sum(layer.parameters) for layer in layers)
     total -= shape.vocab_size * shape.hidden_size * shape.tie_word_embeddings
     assert total / 1e9 == pytest.approx(CARDS[name], rel=0.005)
-
-
-def at_peak(schedule, stages, gradients=0.0, messages=None, slices=(), **options):
-    """Each rank's bytes at its peak: those of the simulation, and what `at_peaks` adds."""
-    names = {"saved": [each.saved for each in stages], "pending": [each.pending for each in stages]}
-    costs = Costs(bytes={name: tuple(sizes) for name, sizes in names.items()} | {"grads": gradients})
-    if slices:
-        costs = replace(costs, slice_times=slices, slice_sizes=slices)
-    timeline = simulate(schedule, costs)
-    nothing = [MessageBytes(0.0, (0.0,) * len(program), (0.0,) * len(program)) for program in schedule.programs]
-    there = at_peaks(timeline, stages, [gradients] * len(stages), messages or nothing, slices, **options)
-    changed = [sum(there[name][stage] for name in there) - gradients for stage in range(len(stages))]
-    own = [sum(changed[stage] for stage in mine) for mine in schedule.stages_of]
-    return [level + more for level, more in zip(timeline.peak_bytes["device"], own, strict=True)]
-
-
-def test_gradients_count_from_a_stages_first_weight_gradient():
-    """Under gpipe none is there while all micro-batches are alive."""
-    schedule, stages = build("gpipe", 1, 4), [StageMemory(10.0, 0.0, 3.0)]
-    assert at_peak(schedule, stages, 100.0, from_first=True) == pytest.approx([133.0])  # at 0B1
-    assert at_peak(schedule, stages, 9.0, from_first=True) == pytest.approx([43.0])  # at 0B0
-    assert at_peak(schedule, stages, 9.0) == pytest.approx([52.0])
-
-
-def test_sums_at_the_steps_end_count_beside_all_gradients():
-    schedule, stages = build("gpipe", 1, 4), [StageMemory(10.0, 0.0, 3.0)]
-    for at_end, most in (10.0, 133.0), (40.0, 140.0):
-        assert at_peak(schedule, stages, 100.0, from_first=True, at_end=[at_end]) == pytest.approx([most])
-
-
-@pytest.mark.parametrize(("name", "temporary"), [("1f1b", 3.0), ("zb-h1", 50.0)])
-def test_an_i_has_temporaries_of_its_own(name, temporary):
-    stages = [StageMemory(10.0, 4.0, 3.0, extra_input=50.0)]
-    assert at_peak(build(name, 1, 4), stages) == pytest.approx([10.0 + temporary])
-
-
-def test_what_waits_for_w_is_no_temporary_of_an_i_that_leaves_it():
-    """Blocks of two layers: 20 again, 6 beside, and 15 of the other layer's W, where 30 wait in the end."""
-    layer = LayerBytes(20.0, 1.0, 1.0, True, pending=15.0, backward=4.0, split=6.0, again=True)
-    schedule = recompute(half_split(build("1f1b", 1, 1)))
-    sizes = {name: size for name, (size,) in stage_bytes(schedule, [[layer, layer]]).items()}
-    temporary, extra = sizes.pop("temporary"), sizes.pop("temporary of I")
-    timeline = simulate(schedule, Costs(bytes=sizes | {"temporary of B": 0.0, "grads": 0.0}))
-    messages = [MessageBytes(0.0, (0.0,) * 3, (0.0,) * 3)]
-    there = at_peaks(timeline, [StageMemory(0.0, 0.0, 0.0, extra_input=extra)], [0.0], messages)
-    (most,) = timeline.peak_bytes["device"]
-    assert most == sizes["pending"]
-    assert temporary == sum(there["temporaries"]) == 11.0
-
-
-def test_smaller_micro_batches_have_smaller_temporaries():
-    schedule, stages = build("gpipe", 1, 2), [StageMemory(0.0, 0.0, 30.0)]
-    timeline = simulate(schedule, Costs(microbatch=(0.5, 0.5), bytes={"saved": 0.0, "grads": 0.0}))
-    entries = MessageBytes(0.0, (0.0,) * 4, (0.0,) * 4)
-    assert at_peaks(timeline, stages, [0.0], [entries])["temporaries"] == (15.0,)
-
-
-def test_summed_gradients_of_keys_and_values_shrink_slice_by_slice():
-    """3 slices of one stage: 2/3 are summed when the last one's backward ends, and are there until the second's does."""
-    schedule, thirds = build("seq1f1b", 1, 1, None, {"slices": 3}), (1 / 3,) * 3
-    stages = [StageMemory(15.0, 0.0, 0.0, summed=12.0)]
-    assert at_peak(schedule, stages, slices=thirds) == pytest.approx([10.0 + 8.0])
-    late = [StageMemory(0.0, 0.0, 0.0, summed=12.0)]
-    assert at_peak(schedule, late, slices=thirds) == pytest.approx([8.0])
-
-
-def test_receive_buffers_hold_inputs_that_are_counted_as_kept():
-    schedule, stages = build("gpipe", 1, 1), [StageMemory(10.0, 0.0, 0.0)]
-    assert at_peak(schedule, stages, messages=[MessageBytes(7.0, (5.0, 3.0), (0.0, 0.0))]) == pytest.approx([14.0])
-    assert at_peak(schedule, stages, messages=[MessageBytes(7.0, (5.0, 7.0), (0.0, 4.0))]) == pytest.approx([14.0])
 
 
 def test_a_tied_weight_is_there_once_on_a_rank_with_both_layers():
@@ -247,42 +174,13 @@ def test_a_recomputed_layer_keeps_its_input_and_rebuilds_the_rest():
     assert layer.backward_peak == 147 + 23
 
 
-def test_a_stages_backward_frees_layer_by_layer():
-    layer = hand_made()
-    head = LayerOps("L", (Op("loss", (("logits", 50.0),), gradients=1, scratch=30),), 0.0)
-    assert stage_memory([layer, head]).extra == 31
-    assert stage_memory([layer, layer]).extra == 23
-    heavy = replace(layer, residual=200.0)
-    assert stage_memory([heavy, head]).extra == 220 - 50  # the loss's tensors are free by then
-
-
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe"])
-def test_the_peak_along_a_program_is_the_simulated_one(name):
+def test_bytes_and_activations_have_the_same_peak(name):
     schedule = build(name, 4, 8)
-    stages = [StageMemory(10.0 + stage, 4.0, 0.0) for stage in range(schedule.stages)]
-    costs = Costs(
-        activation=tuple(each.saved for each in stages), held=tuple(each.pending / each.saved for each in stages)
-    )
+    saved = tuple(10.0 + stage for stage in range(schedule.stages))
+    costs = Costs(activation=saved, held=tuple(4 / each for each in saved), bytes={"saved": saved, "pending": 4.0})
     timeline = simulate(schedule, costs)
-    for rank in range(4):
-        saved, extra, _ = peak(schedule, rank, stages)
-        # a pair claims its forward before its backward frees, in the planner; the simulation lets its halves run in turns
-        within = 14.0 if name == "dualpipe" else 1e-9
-        assert extra == 0
-        assert timeline.peak_memory[rank] - 1e-9 <= saved <= timeline.peak_memory[rank] + within
-
-
-def test_a_micro_batch_that_is_recomputed_saves_less_than_the_others():
-    schedule = recompute(build("1f1b", 2, 4), True, actions=[(0, 0)])
-    saved, _, action = peak(schedule, 0, [StageMemory(1.0, 0.0, 0.0)] * 2)
-    assert (saved, action) == (2.0, "0R0")
-
-
-def test_temporaries_count_where_the_backward_runs():
-    schedule = build("1f1b", 2, 4)
-    stages = [StageMemory(10.0, 0.0, 3.0), StageMemory(10.0, 0.0, 50.0)]
-    assert peak(schedule, 0, stages) == (20.0, 3.0, "0B0")
-    assert peak(schedule, 1, stages) == (10.0, 50.0, "1B0")
+    assert timeline.peak_memory == pytest.approx(timeline.peak_bytes["device"])
 
 
 @pytest.mark.parametrize(("zero", "bytes_a_parameter"), [(0, 18), (1, 6 + 12 / 4), (2, 2 + 16 / 4), (3, 18 / 4)])

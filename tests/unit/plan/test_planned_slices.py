@@ -10,7 +10,6 @@ from pipeloom.errors import UsageError
 from pipeloom.plan import OFFERED, RUNTIMES, PlannedLayout, Planner, PlanRequest, load_device, load_model, search
 from pipeloom.plan.export import megatron, run_toml, torch_csv
 from pipeloom.plan.layout import problems
-from pipeloom.plan.memory import peak
 from pipeloom.plan.predict import built
 from pipeloom.schedule import simulate
 
@@ -44,22 +43,12 @@ def test_cuts_give_every_slice_the_same_time(planner):
 
 
 def test_memory_along_the_program_is_that_of_the_simulation(planner):
-    """Saved bytes of each rank, of `peak` and of `simulate`, which know nothing of each other."""
+    """What is held of each rank, of a prediction and of costs in bytes."""
     layout = replace(sliced(4), stages=(9, 8, 8, 9))
     costs, schedule = planner.stage_costs(layout), built(layout)
-    kept = replace(costs, bytes={"saved": costs.bytes_in("device", 4)["saved"]})
+    kept = replace(costs, bytes={name: costs.bytes_in("device", 4)[name] for name in ("kept", "saved")})
     peaks = simulate(schedule, kept).peak_bytes["device"]
     assert [rank.activations for rank in planner.predict(layout).ranks] == pytest.approx(peaks, rel=0.02)
-
-
-def test_temporaries_are_of_one_slice(planner):
-    from pipeloom.plan.memory import StageMemory
-
-    schedule = PlannedLayout(schedule="gpipe", m=2, slices=2).built()
-    saved, extra, action = peak(schedule, 0, [StageMemory(8.0, 0.0, 4.0)], (0.75, 0.25))
-    assert (saved, extra) == (16.0, 1.0)
-    assert action.startswith("0B")
-    assert peak(schedule, 0, [StageMemory(8.0, 0.0, 4.0)], (0.25, 0.75))[:2] == (16.0, 3.0)
 
 
 def test_the_search_slices_long_sequences_and_only_if_it_may(planner):

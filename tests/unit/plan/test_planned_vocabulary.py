@@ -74,8 +74,7 @@ def test_the_last_stage_keeps_its_norm_alone(spread):
 
 def test_t_has_the_weights_gradient_beside_its_sum(spread):
     """Both ranks are at their peaks in a T."""
-    sizes = spread.timeline.costs.bytes_in("device", 4)
-    there = [sizes["temporaries"][stage] + sum(sizes["grads"][s] for s in (stage, stage + 2)) for stage in (0, 1)]
+    there = [rank.temporaries + rank.gradients for rank in spread.ranks]
     share = 4096 // 2 * 64 * 4
     assert max(there) >= share
 

@@ -193,7 +193,7 @@ def test_bytes_by_value_and_pool() -> None:
     )
     timeline = simulate(one("0F0", "0F1", "0B0", "(0R1;0I1)", "0W1", microbatches=2), costs)
     assert timeline.bytes_curves["device"] == (
-        ((0, 1000), (0, 1104), (1, 1108), (4, 1004), (4, 1029), (6, 1030), (7, 1000)),
+        ((0, 1000), (0, 1104), (1, 1108), (4, 1004), (4, 1030), (6, 1030), (7, 1000)),
     )
     assert timeline.peak_bytes == {"device": (1108,), "host": (12,)}
     assert simulate(one("0F0", "0B0")).peak_bytes == {}

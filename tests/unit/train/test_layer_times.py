@@ -11,8 +11,9 @@ from pipeloom.cli.profile import _form
 from pipeloom.config import load_layout
 from pipeloom.ops.deferred import WeightGradContext
 from pipeloom.runtime import in_part
-from pipeloom.runtime.layer_bytes import LayerBytes, measured_layer
+from pipeloom.runtime.layer_bytes import measured_layer
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes
+from pipeloom.shapes.stage_bytes import LayerBytes
 from pipeloom.train.report import layer_times as module
 from pipeloom.train.report import link_times as links
 from pipeloom.train.report.device_profile import DeviceProfile

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeloom.config import Layout
-from pipeloom.config.standing_bytes import spans
 from pipeloom.config.volume import boundary_bytes
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.runtime.layer_bytes import LayerBytes
 from pipeloom.schedule import Costs
 from pipeloom.schedule.transforms import half_split, recompute
+from pipeloom.shapes.cut import spans
+from pipeloom.shapes.stage_bytes import LayerBytes
 from pipeloom.train.report.layer_bytes import layer_bytes
 from pipeloom.train.report.layer_times import LayerTimes, SegmentTimes, layer_times, segment_times
 from pipeloom.train.report.link_times import LinkTimes, copy_times, link_times

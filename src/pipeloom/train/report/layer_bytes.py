@@ -17,9 +17,10 @@ from pipeloom.errors import ConfigError, PipeloomError, UsageError
 from pipeloom.models import ahead
 from pipeloom.ops.layer import KEYWORD, Layer, MicrobatchContext, SlicePlace
 from pipeloom.ops.slices import STATE, SequenceHistory, SliceState
-from pipeloom.runtime.layer_bytes import LayerBytes, measured_layer
+from pipeloom.runtime.layer_bytes import measured_layer
 from pipeloom.runtime.stage_modules import LayerNames
 from pipeloom.shapes.layers import layer_sizes
+from pipeloom.shapes.stage_bytes import LayerBytes
 from pipeloom.train.build import PARAMETER_DTYPES, model_layers, moe_classes, recomputed, training_loss
 
 # A layer whose forward needs values, such as one with experts, runs on the CPU: the most operations of its forward and backward

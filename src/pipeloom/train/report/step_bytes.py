@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pipeloom.config import Layout
-from pipeloom.config.standing_bytes import element_bytes, spans, stage_parameters, summed_over_slices
 from pipeloom.ops.live_bytes import LiveBytes
-from pipeloom.plan.memory import StageMemory
-from pipeloom.plan.run import layout_messages, with_temporaries
+from pipeloom.plan.memory import RankMemory, ranks_of
+from pipeloom.plan.run import (
+    element_bytes,
+    gradients_name,
+    layout_messages,
+    moving_bytes,
+    stage_parameters,
+    with_messages,
+)
 from pipeloom.plan.run import predicted as planned
 from pipeloom.runtime import Pipeline
-from pipeloom.runtime.layer_bytes import LayerBytes, stage_bytes
 from pipeloom.schedule import Costs, Timeline, simulate
-from pipeloom.schedule.actions import PENDING, SAVED
 from pipeloom.schedule.channels import size_words
-from pipeloom.schedule.costs import DEVICE
+from pipeloom.schedule.timeline import MESSAGES
+from pipeloom.shapes.cut import spans
+from pipeloom.shapes.stage_bytes import LayerBytes
 from pipeloom.train.collect import gather
 from pipeloom.train.observers import StepEnd, StepObserver
 from pipeloom.train.optimizer import Optimizer
@@ -30,118 +36,54 @@ if TYPE_CHECKING:
     from pipeloom.train.report.report import Report
 
 
-@dataclass(frozen=True)
-class RankBytes:
-    """Predicted bytes of one rank at the peak of a step.
-
-    Attributes:
-        standing: weights, gradients and the optimizer's state.
-        messages: buffers of receives and sends, besides inputs that a stage keeps.
-        activations: what micro-batches hold at the peak, a forward that saves nothing included while it runs.
-        temporary: the largest temporary of a layer.
-    """
-
-    standing: float
-    messages: float
-    activations: float
-    temporary: float
-
-    @property
-    def total(self) -> float:
-        return self.standing + self.messages + self.activations + self.temporary
-
-
 def predicted_costs(layout: Layout, layers: Sequence[LayerBytes], device: str = "") -> Costs:
     """Return costs with the bytes of each stage, for the largest micro-batch; the times are equal.
 
-    "messages" and "temporary" are those of the rank, at the first of its stages, and "forward" is what exceeds this temporary.
-    Messages in memory that CPU ranks share are not torch's.
+    "messages" are the most of the rank, at the first of its stages. Those in memory that CPU ranks share are not torch's.
 
     Args:
         device: type of the stages' device; default: as configured.
     """
-    schedule = layout.schedule
-    amounts, states = _amounts(layout, layers)
-    largest_slice = max(layout.cuts.sizes) if layout.cuts is not None else 1.0
-    messages, temporary = [0.0] * schedule.stages, [0.0] * schedule.stages
-    unsaved = list(amounts["forward"])
-    for stages, sizes in zip(schedule.stages_of, layout_messages(layout, device), strict=True):
+    messages = [0.0] * layout.schedule.stages
+    for stages, sizes in zip(layout.schedule.stages_of, layout_messages(layout, device), strict=True):
         messages[stages[0]] = sizes.most
-        temporary[stages[0]] = max(
-            amounts["temporary"][stage] * largest_slice + states[stage] * (1 - 1 / schedule.slices) for stage in stages
-        )
-        for stage in stages:
-            unsaved[stage] = max(0.0, unsaved[stage] - temporary[stages[0]])
-    costs = _lasting_costs(layout, layers, amounts)
-    of_ranks = {"messages": tuple(messages), "temporary": tuple(temporary), "forward": tuple(unsaved)}
-    return replace(costs, bytes=dict(costs.bytes) | of_ranks)
+    costs = _costs(layout, layers)
+    return replace(costs, bytes=dict(costs.bytes) | {MESSAGES: tuple(messages)})
 
 
-def _lasting_costs(layout: Layout, layers: Sequence[LayerBytes], amounts: Mapping[str, tuple[float, ...]]) -> Costs:
-    """Return costs with the bytes of each stage, without messages and temporaries of backwards."""
+def _costs(layout: Layout, layers: Sequence[LayerBytes]) -> Costs:
+    """Return costs with the bytes of each stage, without messages."""
     counts, largest = stage_parameters(layout), max(layout.microbatch_sizes)
-    moving = {name: sizes for name, sizes in amounts.items() if not name.startswith("temporary")}
-    standing = {name: tuple(size * count for count in counts) for name, size in element_bytes(layout.config).items()}
+    sizes = element_bytes(layout.config)
+    standing = {name: tuple(size * count for count in counts) for name, size in sizes.items()}
     if layout.config.lora.r:  # weights are frozen, and adapters come beside them
         trained = [
             sum(layer.trained for layer in layers[slice(*span)]) for span in spans(layout.schedule, layout.stage_layers)
         ]
-        for name, size in element_bytes(layout.config).items():
+        for name, size in sizes.items():
             frozen = standing[name] if name == "params" else (0.0,) * len(trained)
             standing[name] = tuple(size * count + more for count, more in zip(trained, frozen, strict=True))
-    costs = Costs(microbatch=tuple(size / largest for size in layout.microbatch_sizes), bytes=moving | standing)
+    standing[gradients_name(layout)] = standing.pop("grads")
+    factors = tuple(size / largest for size in layout.microbatch_sizes)
+    costs = Costs(microbatch=factors, bytes=moving_bytes(layout, layers) | standing)
     return costs if layout.cuts is None else layout.cuts.costs(costs)
-
-
-def predicted_ranks(layout: Layout, timeline: Timeline) -> list[RankBytes]:
-    """Return the bytes of each pipeline rank, before tensor or expert parallelism divides them."""
-    peaks, sizes = timeline.peak_bytes[DEVICE], timeline.costs.bytes_in(DEVICE, layout.schedule.stages)
-    rows = []
-    for peak, stages in zip(peaks, layout.schedule.stages_of, strict=True):
-        standing, messages, temporary = (
-            sum(sizes[name][stage] for name in names for stage in stages)
-            for names in (("params", "grads", "optimizer"), ("messages",), ("temporaries",))
-        )
-        rows.append(RankBytes(standing, messages, peak - standing - messages - temporary, temporary))
-    return rows
 
 
 def predicted_timeline(layout: Layout, layers: Sequence[LayerBytes]) -> Timeline:
     """Return the step with the bytes of whole layers, one of each kind given."""
-    amounts, states = _amounts(layout, layers)
-    timeline = simulate(layout.schedule, _lasting_costs(layout, layers, amounts))
-    return with_temporaries(layout, timeline, _stage_memories(amounts, states))
+    return with_messages(layout, simulate(layout.schedule, _costs(layout, layers)))
 
 
-def predicted(layout: Layout) -> tuple[Costs, list[RankBytes]]:
-    """Return the costs and the bytes of each pipeline rank: of whole layers, from one layer of each kind; of layers that ranks
-    divide, and of gathered ones, as a dry run.
+def predicted(layout: Layout) -> Sequence[RankMemory]:
+    """Return the bytes of each pipeline rank: of whole layers, from one layer of each kind; of layers that ranks divide, and of
+    gathered ones, as a dry run.
 
     Raises as `layer_bytes`, and UsageError for divided layers that cannot be planned.
     """
     mesh = layout.mesh
     if mesh.tp * mesh.cp * mesh.ep > 1 or layout.schedule.vocabulary or layout.schedule.stage_actions:
-        run = planned(layout)
-        return run.timeline.costs, [
-            RankBytes(row.standing - row.buffers, row.buffers, row.activations, row.temporaries) for row in run.ranks
-        ]
-    timeline = predicted_timeline(layout, layer_bytes(layout))
-    return timeline.costs, predicted_ranks(layout, timeline)
-
-
-def _amounts(layout: Layout, layers: Sequence[LayerBytes]) -> tuple[dict[str, tuple[float, ...]], list[float]]:
-    """Return `stage_bytes`, and of each stage the bytes of the gradients of keys and values that slices sum."""
-    groups = [layers[start:end] for start, end in spans(layout.schedule, layout.stage_layers)]
-    states = [summed_over_slices(layout, at, sum(layer.state for layer in group)) for at, group in enumerate(groups)]
-    return stage_bytes(layout.schedule, groups), states
-
-
-def _stage_memories(amounts: Mapping[str, tuple[float, ...]], states: Sequence[float]) -> list[StageMemory]:
-    whole, split = amounts["temporary of B"], amounts["temporary of I"]
-    return [
-        StageMemory(amounts[SAVED][at], amounts[PENDING][at], whole[at], extra_input=split[at], summed=state)
-        for at, state in enumerate(states)
-    ]
+        return planned(layout).ranks
+    return ranks_of(predicted_timeline(layout, layer_bytes(layout)))
 
 
 class BytesCheck:
@@ -206,7 +148,7 @@ class BytesCheck:
         mesh, ranks = self._layout.mesh, []
         try:
             with torch.random.fork_rng([]):
-                ranks = predicted(self._layout)[1]
+                ranks = list(predicted(self._layout))
         except Exception as error:  # such as a user's class that needs more than shapes: it must not end a run
             self._report.say(f"bytes at the peak: not predicted: {error}")
         expected = [ranks[mesh.place(at).pp].total for at in range(mesh.world)] if ranks else []
