@@ -7,7 +7,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,9 +54,6 @@ def command(
     context: typer.Context,
     matrix: Annotated[Path | None, typer.Option(metavar="FILE", help="Verify the layouts of a TOML file.")] = None,
     tolerance: Annotated[float, typer.Option(metavar="X", min=0, max=1, help="Largest error that passes.")] = TOLERANCE,
-    hf_families: Annotated[
-        bool, typer.Option("--hf-families", help="Verify tiny models of Hugging Face families: [FILE.toml] [FAMILY …].")
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
     """Compare loss and gradients with one process.
@@ -67,15 +64,8 @@ def command(
     CONFIG and the flags are those of `pipeloom train`. A matrix has [[layout]] tables, and an optional [base] table for the keys
     that all layouts share. A list in a layout stands for each of its values in turn. One pool of workers runs all layouts. With
     skip_invalid = true, invalid combinations are skipped and counted.
-
-    --hf-families verifies tiny models (all of the file, or those named) against transformers, on two ranks in this process, under
-    1F1B, interleaved and ZBV, under ZBV with recomputation too, and under 1F1B with recomputation and packed documents where the
-    family keeps these apart. The error of a gradient is ||a - b|| / ||b||, and the tolerance 1e-5. FILE.toml is a file as
-    tests/data/hf_families.toml of Pipeloom's source tree, the default there.
     """
     require_torch("verify")
-    if hf_families:
-        raise typer.Exit(verify_families(context.args, as_json))
     raise typer.Exit(_verify(read_request(context.args, matrix, tolerance, as_json), words_of(context)))
 
 
@@ -96,29 +86,6 @@ def _verify(request: Request, words: Sequence[str]) -> int:
         print(f"a schedule is code from {file}", file=sys.stderr)
     code, verdicts = run_workers("verify", words, request.largest.world_size)
     return _failed(code, request.as_json) if code else _conclude(request, json.loads(verdicts))
-
-
-def verify_families(words: Sequence[str], as_json: bool) -> int:
-    """Run `verify --hf-families`; return 0, or 1 if an error exceeds the tolerance. Raises PipeloomError."""
-    from pipeloom.train.hub import families
-
-    file = next((word for word in words if word.endswith(".toml")), None)
-    selected = families.read_families(Path(file) if file else None, [word for word in words if word != file])
-    verdicts = []
-    for verdict in families.verify_families(selected, TOLERANCE):
-        verdicts.append(asdict(verdict))
-        if not as_json:
-            name = f"{verdict.family:<12} {verdict.schedule:<23} W {verdict.separate:4.0%}"
-            print(row(verdicts[-1] | {"layout": name}, 0), flush=True)
-    passed = sum(verdict["passed"] for verdict in verdicts)
-    if as_json:
-        _print_json({"passed": passed == len(verdicts), "tolerance": TOLERANCE, "verdicts": verdicts})
-    else:
-        print(
-            f"{passed} of {len(verdicts)} pass at {TOLERANCE:g}: {len(selected)} families, fp32, eager attention, "
-            "||a-b|| / ||b|| of each gradient; W: share of the parameters whose weight gradient can be computed in W"
-        )
-    return int(passed < len(verdicts))
 
 
 def read_request(arguments: Sequence[str], matrix: Path | None, tolerance: float, as_json: bool) -> Request:
@@ -210,7 +177,7 @@ def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:
 def unverified(layout: Layout) -> list[str]:
     """Return names of the layers that are not Pipeloom's, and with which no `pipeloom verify` has passed in this `log.dir`.
 
-    Hugging Face families of `verify --hf-families` count as verified. Code that has changed since is not verified.
+    Hugging Face families of `VERIFIED_FAMILIES` count as verified. Code that has changed since is not verified.
     """
     passed = _recorded(layout)
     return [name for name, digest in _digests_of_others(layout).items() if digest not in passed]

@@ -81,7 +81,7 @@ HUB_FAMILIES = {
     **dict.fromkeys(("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon"), _UNGATED),
     **dict.fromkeys(("phi", "starcoder2", "nemotron", "apertus"), _UNGATED),
 }
-# `model_type` of the families with which `pipeloom verify --hf-families` passes (tests/data/hf_families.toml).
+# `model_type` of the families of tests/data/hf_families.toml, which pass tests/dist/models/test_hf.py.
 _VERIFIED = """
     apertus biogpt bloom codegen cohere cohere2 deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 falcon
     falcon_h1 flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj

@@ -14,7 +14,7 @@ import transformers
 
 from commands import pipeloom
 from corpora import tokenizer_directory
-from hf_families import MODEL_FAMILIES
+from hf_families import MODEL_FAMILIES, SCHEDULES
 from pipeloom.config import load, load_layout
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
 from pipeloom.models import cross_entropy, hf
@@ -23,7 +23,6 @@ from pipeloom.runtime import LocalPipeline
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.save import write_whole
 from pipeloom.train.hub import conversion as hub
-from pipeloom.train.hub.families import SCHEDULES
 from pipeloom.train.hub.generate import Sampling, continue_prompts, extend, open_model, text_of
 
 PROMPTS = [[5, 9, 11], [7, 8, 9, 10, 11, 12, 13], [3]]

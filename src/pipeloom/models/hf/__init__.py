@@ -7,7 +7,6 @@ from typing import Any
 
 from pipeloom.models.hf.cut import Cut, cut
 from pipeloom.models.hf.library import RANGE, causal_model, read_config, transformers
-from pipeloom.models.hf.parts import separate_share
 from pipeloom.models.layers import VocabularyRanks, hub_name
 from pipeloom.ops.layer import Layer
 from pipeloom.parallel.context import ContextParallel
@@ -33,14 +32,6 @@ class ModelLayers(list[Layer]):
     def config(self) -> Any:
         """The model's configuration, as `transformers` keeps it."""
         return self.cut.config
-
-    @property
-    def separate_share(self) -> float:
-        """The share of the parameters, by elements, whose gradients wait for W where a schedule splits the backward.
-
-        The gradients of the others, such as expert weights in three dimensions, norms and embeddings, are computed with I.
-        """
-        return separate_share(self.cut.model)
 
 
 def layers(

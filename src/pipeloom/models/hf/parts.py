@@ -507,16 +507,6 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
-def separate_share(model: nn.Module) -> float:
-    """Return the share of a model's parameters, by elements, in weights of plain linear layers, `Conv1D` included."""
-    matrices = {
-        id(part.weight): part.get_parameter("weight").numel()
-        for part in model.modules()
-        if type(part) is nn.Linear or isinstance(part, TransposedLinear) or is_conv1d(part)
-    }
-    return sum(matrices.values()) / sum(parameter.numel() for parameter in model.parameters())
-
-
 def with_separate_weight_gradients(module: nn.Module) -> None:
     """Replace every plain `Conv1D` inside `module` by a `TransposedLinear`."""
     for part in list(module.modules()):
