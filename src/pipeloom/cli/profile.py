@@ -94,8 +94,7 @@ def _measure(layout: Layout, processes: int, repeats: int, words: Sequence[str])
         from pipeloom.train.tuning import tune_process
 
         nonlocal result
-        if layout.config.train.tune_cpu:
-            tune_process()
+        tune_process()
         result = json.dumps(_form(layout, profiled(layout, context, repeats)), allow_nan=False)
 
     code = be_worker(layout_of_workers(processes, layout.config.train.device, _TIMEOUT), body)

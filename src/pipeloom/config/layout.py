@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ from pipeloom.schedule.families import build
 from pipeloom.schedule.files import load, names_a_file
 from pipeloom.schedule.functions import importable_from, is_function, source_file, user_object
 from pipeloom.schedule.model import parts
-from pipeloom.schedule.slices import SequenceCuts, balanced_cuts, even_cuts, longer_than_whole
+from pipeloom.schedule.slices import SequenceCuts, balanced_cuts
 from pipeloom.schedule.transforms import recompute_stages, transformed
 from pipeloom.schedule.vocabulary import embedding, vocabulary
 from pipeloom.shapes.cut import balance, parse_stages
@@ -138,7 +138,7 @@ def examine(
         return None, problems
     sizes = even_sizes(config.train.global_batch_size // config.parallel.dp, schedule.microbatches)
     with naming_keys():
-        mesh = MeshShape(**config.parallel.model_dump(include={"pp", "dp", "cp", "tp", "ep", "ep_nodes", "order"}))
+        mesh = MeshShape(**config.parallel.model_dump(include={"pp", "dp", "cp", "tp", "ep", "ep_nodes"}))
     return Layout(
         config=config,
         schedule=_with_blocks(config, schedule, stage_layers),
@@ -147,7 +147,6 @@ def examine(
         mesh=mesh,
         notes=(
             *_notes(config, schedule, stage_layers, sizes),
-            *_losing_slices(config, schedule, cuts),
             *([request.note] if request is not None else []),
         ),
         fault=parse_fault(config.debug.fault),
@@ -164,26 +163,13 @@ def _cuts(config: Config, schedule: Schedule | None) -> tuple[SequenceCuts | Non
         return None, []
     if problems := list(slice_problems(config)):
         return None, problems
-    cut, axes, length = balanced_cuts, config.parallel, config.train.seq_len
-    if config.schedule.slice_cuts == "even":
-        cut = even_cuts
+    axes, length = config.parallel, config.train.seq_len
     multiple = 2 * axes.cp * axes.tp if axes.cp * axes.tp > 1 else 1
     try:
-        return cut(length, schedule.slices, attention_share(whole_layers(config.model.shape(), length)), multiple), []
+        share = attention_share(whole_layers(config.model.shape(), length))
+        return balanced_cuts(length, schedule.slices, share, multiple), []
     except UsageError as error:
         return None, [f"train.seq_len = {length}: {error}"]
-
-
-def _losing_slices(config: Config, schedule: Schedule, cuts: SequenceCuts | None) -> Iterator[str]:
-    """Yield a sentence where the step takes longer than one of whole sequences."""
-    if cuts is None or config.schedule.slice_cuts == "balanced" or names_a_file(config.schedule.name):
-        return
-    words = tuple(word for word in config.schedule.transforms if not word.startswith("slices"))
-    section = config.schedule.model_copy(update={"slices": None, "transforms": words})
-    if warning := longer_than_whole(
-        schedule, make_schedule(config.model_copy(update={"schedule": section})), cuts.costs()
-    ):
-        yield warning
 
 
 def _with_blocks(config: Config, schedule: Schedule, stage_layers: tuple[int, ...]) -> Schedule:

@@ -154,7 +154,7 @@ _MODEL = (
 )
 KEYS = {
     **{name: f"model.{name}" for name in (*_MODEL, "intermediate_size", "vocab_size")},
-    **{axis: f"parallel.{axis}" for axis in ("pp", "dp", "tp", "ep", "ep_nodes", "ep_blocks", "order")},
+    **{axis: f"parallel.{axis}" for axis in ("pp", "dp", "tp", "ep", "ep_nodes", "ep_blocks")},
     "choices": "model.num_experts_per_tok",
     "nodes": "parallel.ep_nodes",
 }

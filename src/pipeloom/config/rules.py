@@ -31,7 +31,6 @@ spread vocabulary | whole vocabulary | vocabulary: set parallel.vocabulary = "pp
 transforms | search | a searched schedule runs as the search found it; leave them out
 slices | search | schedules are searched for whole sequences; name a family, such as 1f1b
 overlap_p2p | shared memory | the shared-memory transport posts no receives; set schedule.transport = "individual"
-receive_depth | no open receives | the {transport} transport keeps no receives open; set schedule.transport = "individual"
 source weights | sorted documents | batches sorted by length take each document of all sources once an epoch; leave them out
 sampling | sorted documents | batches sorted by length have a shuffled order of their own; nearest: "shuffle-then-split"
 no momentum | nesterov | optimizer.nesterov = true needs momentum; set it above 0, or optimizer.nesterov = false
@@ -87,10 +86,7 @@ FEATURES: dict[str, tuple[str, Callable[[Config, Any], object]]] = {
     "transforms": ("schedule.transforms", _unless(())),
     "spread vocabulary": ("schedule.transforms", lambda c, v: "vocabulary" in {word.partition("=")[0] for word in v}),
     "overlap_p2p": ("schedule.overlap_p2p", lambda c, v: v is False),
-    "receive_depth": ("schedule.receive_depth", _unless(None)),
-    "transport": ("schedule.transport", _unless()),
     "shared memory": ("schedule.transport", lambda c, v: v == "shared"),
-    "no open receives": ("schedule.transport", lambda c, v: v in ("batched", "shared")),
     "sorted documents": ("data.documents", lambda c, v: v == "sort"),
     "source weights": ("data.weights", _unless(())),
     "sampling": ("data.sampling", _unless("auto", "shuffle-then-split")),

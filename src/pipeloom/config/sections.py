@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from pipeloom.config.fault import parse_fault
-from pipeloom.errors import ArgumentError, UsageError, echo
+from pipeloom.errors import UsageError
 from pipeloom.limits import (
     LEAST_TIMEOUT,
     MOST_CELLS,
@@ -28,7 +28,6 @@ from pipeloom.schedule.families import canonical_name
 from pipeloom.schedule.transforms import parsed_transform
 from pipeloom.shapes.decoder import DecoderShape, DecoderSizes
 from pipeloom.shapes.hub import foreign_shape
-from pipeloom.shapes.mesh import parse_order
 
 Count = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
 Whole = Annotated[int, Field(ge=0, le=MOST_WIDTH)]
@@ -57,6 +56,13 @@ SamplingName = Literal["auto", "anywhere", "shuffle-then-split", "split-then-shu
 OnNan = Literal["stop", "skip", "rollback"]
 OnSpike = Literal["ignore", "stop", "skip", "rollback"]
 COMPUTED = -1
+# Key that is derived now -> its former default, and what holds in its place; other values are accepted with a note.
+DERIVED: dict[str, tuple[Any, str]] = {
+    "parallel.order": ("tp-ep-dp-pp", "workers are numbered along tp first, then ep, dp and pp"),
+    "schedule.slice_cuts": ("balanced", "slices take the same time"),
+    "schedule.receive_depth": (None, "a channel keeps two receives open, and more where the schedule needs more"),
+    "train.tune_cpu": (True, "workers on CPUs keep freed memory, and multiply with oneDNN where that is faster"),
+}
 NO_DATA = ("",)  # data.source of a plan: a dry run accepts it, and `train` does not start
 
 
@@ -72,13 +78,6 @@ def _is_degree(degree: int) -> int:
     if degree != COMPUTED and degree < 1:
         raise ValueError("it must be at least 1, or -1 to be computed from the number of workers; nearest: 1")
     return degree
-
-
-def _is_order(text: str) -> str:
-    try:
-        return parse_order(text)
-    except ArgumentError as error:
-        raise ValueError(f"it {error.words.removeprefix(f'={echo(text)} ')}") from None
 
 
 def _is_recompute(value: Any) -> Any:
@@ -286,7 +285,6 @@ class ParallelSection(Section):
     ep_nodes: Workers
     ep_chunks: Count
     ep_blocks: Count
-    order: Annotated[str, AfterValidator(_is_order)]
     stages: str
     vocabulary: Literal["last", "pp"]
 
@@ -298,11 +296,9 @@ class ScheduleSection(Section):
     microbatches: Annotated[int, Field(ge=1, le=MOST_CELLS)]
     chunks: Chunks | None = None
     slices: Annotated[int, Field(ge=1, le=MOST_CELLS)] | None = None
-    slice_cuts: Literal["balanced", "even"]
     options: dict[str, Any]
     overlap_p2p: bool | None = None
     transport: TransportName
-    receive_depth: Annotated[int, Field(ge=1, le=MOST_CELLS)] | None = None
     shapes: ShapesName
     transforms: Transforms
     replan: StepsOrNone
@@ -323,7 +319,6 @@ class TrainSection(Section):
     compile_backend: Literal["inductor", "aot_eager"]
     device: DeviceName
     devices: tuple[Whole, ...] = Field(strict=False)
-    tune_cpu: bool
     threads: Threads
     deterministic: bool
     reproducible: bool

@@ -25,9 +25,9 @@ from pydantic import ValidationError
 
 from pipeloom.config.checks import CLASS_KEYS
 from pipeloom.config.layout import Layout, examine, names_code, read_schedule, stages_of
-from pipeloom.config.problems import sentences
+from pipeloom.config.problems import sentences, shown
 from pipeloom.config.rates import AUTO_RATE, AUTOMATIC, automatic_rates
-from pipeloom.config.sections import COMPUTED, SECTIONS, Config
+from pipeloom.config.sections import COMPUTED, DERIVED, SECTIONS, Config
 from pipeloom.errors import ConfigError, PipeloomError, UsageError, did_you_mean, echo, shortened
 from pipeloom.limits import (
     CONFIG_BYTES,
@@ -110,7 +110,8 @@ def load_layout(
     if problems or layout is None:
         raise ConfigError(problems)
     changes = ((config or resolved, resolved, "environment (WORLD_SIZE)"), (resolved, layout.config, "parallel.zero"))
-    return replace(layout, origins=_origins(merged, layout.config, changes))
+    notes = *layout.notes, *filter(None, merged.derived.values())
+    return replace(layout, origins=_origins(merged, layout.config, changes), notes=notes)
 
 
 def _fit_pipeline(merged: Merged, world_size: int | None) -> None:
@@ -171,11 +172,13 @@ class Merged:
         values: section -> key -> value, as TOML gives them.
         origins: "section.key" -> file or flag that set it last.
         given: the keys that a file of the user's or a flag sets, not only the package's own configurations.
+        derived: the keys of `DERIVED` that were set -> a note.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     given: set[str] = field(default_factory=set)
+    derived: dict[str, str] = field(default_factory=dict)
 
     def lay(self, tables: Mapping[str, Any], origin: str | None, *, default: bool = False) -> None:
         """Merge `tables` over the present values. Chunks and options belong to a schedule: naming another family drops them.
@@ -191,6 +194,14 @@ class Merged:
                 before.pop("chunks", None)
                 before["options"] = {}
         for section, table in copy.deepcopy(dict(tables)).items():
+            for key, (usual, rule) in DERIVED.items():
+                if (
+                    isinstance(table, dict)
+                    and key.startswith(f"{section}.")
+                    and (name := key.partition(".")[2]) in table
+                ):
+                    value = table.pop(name)
+                    self.derived[key] = f"{key} = {shown(value)} has no effect: {rule}" if value != usual else ""
             _overlay(self.values, section, table)
             for key in [f"{section}.{key}" for key in table] if isinstance(table, dict) else [section]:
                 self.origins[key] = origin or f"--{key}"

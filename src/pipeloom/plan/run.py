@@ -186,7 +186,7 @@ def layout_messages(layout: Layout, device: str = "") -> list[MessageBytes]:
     return message_bytes(
         layout.schedule,
         lambda message: sizes[message.microbatch] * shares[message.slice or 0],
-        depth=section.receive_depth or 2,
+        depth=2,  # as RuntimeOptions, where the schedule needs no more
         ahead=section.overlap_p2p is not False,
         shared=(device or layout.config.train.device) == "cpu" and section.transport in ("auto", "shared"),
     )

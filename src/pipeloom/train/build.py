@@ -53,7 +53,6 @@ def build_pipeline(
     options = RuntimeOptions(
         transport=config.schedule.transport,
         overlap_p2p=config.schedule.overlap_p2p,
-        receive_depth=config.schedule.receive_depth or RuntimeOptions.receive_depth,
         shapes=config.schedule.shapes,
         timeout=config.train.seconds,
         watchdog=watchdog,

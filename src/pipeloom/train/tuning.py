@@ -1,6 +1,6 @@
 """Process-wide settings that make training faster: the C library's heap, the library of matrix products, garbage collection.
 
-The library itself leaves its process as it is; only the trainer's workers change these settings (`[train] tune_cpu`).
+The library itself leaves its process as it is; only the trainer's workers change these settings.
 """
 
 from __future__ import annotations

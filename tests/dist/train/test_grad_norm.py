@@ -35,7 +35,6 @@ CASES: dict[str, dict[str, Any]] = {
     "zero1": {"parallel.dp": 2, "optimizer.zero1": True},
     "tp 2": {"parallel.tp": 2, "parallel.sp": True},
     "ep 2": EXPERTS,
-    "ep 2, tp 2, dp 4, another order": {**EXPERTS, "parallel.dp": 4, "parallel.tp": 2, "parallel.order": "ep-dp-tp-pp"},
     "two routes": {"parallel.pp": 2, "schedule.name": "dualpipe", "schedule.microbatches": 4},
     "pp 2, dp 2, zero1": {"parallel.pp": 2, "parallel.dp": 2, "optimizer.zero1": True},
     "pp 2, tp 2": {"parallel.pp": 2, "parallel.tp": 2},

@@ -121,7 +121,6 @@ def test_the_command_trains_on_four_workers_and_says_what_each_holds(tmp_path: P
     source = tmp_path / "text.py"
     source.write_bytes(bytes(TEXT.tolist()))
     axes = ["--parallel.pp", "1", "--parallel.dp", "2", "--parallel.tp", "2", "--train.global_batch_size", "12"]
-    axes += ["--parallel.order", "dp-tp-pp-ep"]
     others = [
         "--schedule.name",
         "1f1b",

@@ -42,7 +42,7 @@ ONE = {"parallel.pp": 1, "schedule.name": "1f1b", "schedule.microbatches": 2}
 def trained(**changes: Any) -> tuple[Notes, dict[str, Tensor]]:
     """What six steps told, and the weights, buffers and optimizer state after them."""
     keys = {key.replace("__", "."): value for key, value in changes.items()}
-    layout = load_layout("tiny", {**ONE, "train.steps": 6, "log.every": 3, "train.tune_cpu": False, **keys})
+    layout = load_layout("tiny", {**ONE, "train.steps": 6, "log.every": 3, **keys})
     pipeline = build_pipeline(layout, CPU)
     notes = Notes()
     trainer = Trainer(layout.config, pipeline, context(), notes)  # type: ignore[arg-type]

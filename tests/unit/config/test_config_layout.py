@@ -166,17 +166,13 @@ def test_too_few_micro_batches_are_said_to_leave_ranks_idle() -> None:
     assert enough == ()
 
 
-def test_slices_are_cut_where_they_take_the_same_time_or_warn() -> None:
+def test_slices_are_cut_where_they_take_the_same_time() -> None:
     keys = {"schedule.name": "1f1b", "schedule.microbatches": 8, "parallel.pp": 4, "train.seq_len": 1024}
     balanced = load_layout("tiny", {**keys, "schedule.slices": 4})
     assert (balanced.schedule.slices, balanced.schedule.microbatches, balanced.notes) == (4, 8, ())
     assert balanced.cuts is not None
     assert balanced.cuts.times == pytest.approx([0.25] * 4, abs=0.001)
     assert balanced.cuts.sizes[0] > 1.5 * balanced.cuts.sizes[3]  # attention takes half of the time
-    even = load_layout("tiny", {**keys, "schedule.slices": 4, "schedule.slice_cuts": "even"})
-    assert even.cuts is not None
-    assert even.cuts.sizes == (0.25,) * 4
-    assert even.notes[0].startswith("4 slices of unequal time take ")
     spread = load_layout("tiny", {**keys, "schedule.transforms": ["slices=4"], "parallel.tp": 2, "parallel.cp": 2})
     assert spread.cuts is not None
     assert not any(position % 8 for position in spread.cuts.positions)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.config import SECTIONS, descriptions, load, split_arguments, to_toml
+from pipeloom.config import SECTIONS, descriptions, load, load_layout, split_arguments, to_toml
 from pipeloom.config.settings import built_in, read_toml
 from pipeloom.errors import ConfigError, UsageError, from_machine
 
@@ -195,3 +195,13 @@ def test_a_relative_tokenizer_is_kept_as_an_absolute_path(tmp_path: Path, monkey
     for word in ("auto", "bytes"):
         write(tmp_path / word, "")
         assert load(None, {"data.tokenizer": word}).data.tokenizer == word
+
+
+def test_a_key_that_is_derived_now_is_accepted_with_a_line(tmp_path: Path) -> None:
+    former = '[parallel]\norder = "tp-ep-dp-pp"\n[schedule]\nslice_cuts = "even"\n[train]\ntune_cpu = true\n'
+    layout = load_layout(write(tmp_path / "old.toml", former), {"train.tune_cpu": False, "parallel.pp": 2})
+    assert [note.partition(":")[0] for note in layout.notes] == [
+        'schedule.slice_cuts = "even" has no effect',
+        "train.tune_cpu = false has no effect",
+    ]
+    assert "slice_cuts" not in to_toml(layout.config)

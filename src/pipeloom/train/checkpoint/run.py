@@ -122,7 +122,7 @@ _MODEL_KEYS = (
 # moves the decay of the learning rate too, but changing it is the usual reason to resume.
 _FREE = re.compile(
     r"(parallel|schedule|log|checkpoint|debug|sample)\..*|data\.(source|cache)|optimizer\.(zero1|barrier)"
-    r"|train\.(steps|devices?|threads|tune_cpu|recompute|deterministic|reproducible|timeout|check_every|on_nan|on_spike|rollbacks|restarts)"
+    r"|train\.(steps|devices?|threads|recompute|deterministic|reproducible|timeout|check_every|on_nan|on_spike|rollbacks|restarts)"
     r"|train\.(profile_(from|steps)|memory_snapshot)"
 )
 

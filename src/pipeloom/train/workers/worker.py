@@ -160,7 +160,7 @@ def start(layout: Layout, requests: Requests | None = None, watching: list[Watch
     devices = usable_devices(train, local_world)
     device = claim_device(devices, local_rank)
     require_interface(local_world, world)
-    if train.tune_cpu and device.type == "cpu":
+    if device.type == "cpu":
         from pipeloom.train.tuning import tune_process
 
         tune_process()

@@ -91,13 +91,13 @@ def test_experts_and_router_biases_move_too(first: str, second: str, tmp_path: P
 
 
 def test_shares_of_the_vocabulary_are_parts_of_one_weight(tmp_path: Path) -> None:
-    run_ranks(saved_and_loaded, 4, "vocabulary, tp 2", "dp fastest", str(tmp_path), {})
+    run_ranks(saved_and_loaded, 4, "vocabulary, tp 2", "dp 2, tp 2, zero", str(tmp_path), {})
     same(tmp_path / "first/step-000002", tmp_path / "second/step-000002")
 
 
 def test_bf16_with_masters_in_slices(tmp_path: Path) -> None:
     changes = {"train__dtype": "bfloat16"}
-    run_ranks(saved_and_loaded, 4, "dp 2, tp 2, zero", "dp fastest", str(tmp_path), changes)
+    run_ranks(saved_and_loaded, 4, "dp 2, tp 2, zero", "dp 2, pp 2, zero", str(tmp_path), changes)
     same(tmp_path / "first/step-000002", tmp_path / "second/step-000002")
     masters = [key for key in contents(tmp_path / "first/step-000002") if key.endswith(".master")]
     assert len(masters) > 20
