@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import runpy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pipeloom.cli import papers
+from paths import ROOT
 from pipeloom.schedule import simulate
 from pipeloom.schedule.families.zb_auto import zb_auto
 
+papers = SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / "papers.py")))
 PAPER = papers.paper("zero-bubble")
 
 
