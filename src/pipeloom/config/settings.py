@@ -194,14 +194,16 @@ class Merged:
                 before.pop("chunks", None)
                 before["options"] = {}
         for section, table in copy.deepcopy(dict(tables)).items():
-            for key, (usual, rule) in DERIVED.items():
+            for key, (default_value, rule) in DERIVED.items():
                 if (
                     isinstance(table, dict)
                     and key.startswith(f"{section}.")
                     and (name := key.partition(".")[2]) in table
                 ):
                     value = table.pop(name)
-                    self.derived[key] = f"{key} = {shown(value)} has no effect: {rule}" if value != usual else ""
+                    self.derived[key] = (
+                        f"{key} = {shown(value)} has no effect: {rule}" if value != default_value else ""
+                    )
             _overlay(self.values, section, table)
             for key in [f"{section}.{key}" for key in table] if isinstance(table, dict) else [section]:
                 self.origins[key] = origin or f"--{key}"
