@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,13 @@ def json_lines(path: Path, records: Iterable[Any]) -> Path:
     return path
 
 
-def tokenizer_file(path: Path, size: int = 300) -> Path:
+def tokenizer_file(path: Path, size: int = 300, specials: Sequence[str] = ("<|endoftext|>", "<s>")) -> Path:
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     made.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=["<|endoftext|>", "<s>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=size, special_tokens=[*specials], initial_alphabet=alphabet, show_progress=False
     )
     made.train_from_iterator(documents(), trainer)
     made.save(str(path))
@@ -61,10 +61,10 @@ TEMPLATE = (
 )
 
 
-def tokenizer_directory(path: Path, template: str = TEMPLATE) -> Path:
+def tokenizer_directory(path: Path, template: str = TEMPLATE, more: Sequence[str] = ()) -> Path:
     """A tokenizer of 300 tokens with a chat template, as `transformers` saves it."""
     path.mkdir(exist_ok=True)
-    tokenizer_file(path / "tokenizer.json")
+    tokenizer_file(path / "tokenizer.json", specials=("<|endoftext|>", "<s>", *more))
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|endoftext|>"}
     (path / "tokenizer_config.json").write_text(json.dumps({**described, "chat_template": template}))
     return path

@@ -25,7 +25,7 @@ import numpy as np
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.limits import CONFIG_BYTES, expanded, open_file, read_json, usable_cores
 
-FORMAT = 2
+FORMAT = 3
 INDEX = "index.json"
 _CHUNK = 4 * 2**20
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch.distributed as dist
 
 from pipeloom.config import Config
@@ -137,7 +138,7 @@ def opened(config: Config, plan: Plan) -> Data:
         for source, each in zip(sources, plan, strict=True)
     ]
     arrangement = _arrangement(config, stores)
-    lines = [source_store.words for source_store in stores]
+    lines = [f"{source_store.words}{_cut(source_store, length)}" for source_store in stores]
     if arrangement == "sort":
         sorted_parts = _sorted(config, stores, plan)
         whole: Rows | Mixture | SortedDocuments = sorted_parts[0]
@@ -257,6 +258,18 @@ def _parts(config: Config, stores: list[store.Store]) -> list[tuple[Spans | None
         return [split(source_store.starts, _every(config)) for source_store in stores]
     whole = [Spans(source_store.starts[:-1], source_store.starts[1:]) for source_store in stores]
     return [*((spans, None) for spans in whole[:-1]), (None, whole[-1])]
+
+
+def _cut(source_store: store.Store, length: int) -> str:
+    """Return in words how many conversations do not fit in a row."""
+    sizes = np.diff(source_store.starts) - 1
+    longer = sizes[sizes > length] if source_store.chat else sizes[:0]
+    if not len(longer):
+        return ""
+    tokens = int((longer - length).sum())
+    return (
+        f"; {len(longer):,} of more than {length:,} tokens are cut, and {tokens:,} tokens lose what stands before them"
+    )
 
 
 def _every(config: Config) -> int:

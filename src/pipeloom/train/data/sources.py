@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from pipeloom.errors import ConfigError, UsageError, shortened
+from pipeloom.foreign import unknown_keys
 from pipeloom.limits import CORPUS_BYTES, CORPUS_FILES, LINE_BYTES, expanded, open_file, read_file
+from pipeloom.train.data.conversations import BESIDE, HARMLESS, PAIRS, REFUSED, BadConversation, conversation
 
 STDLIB = "stdlib"
 _NOT_OURS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -112,7 +114,7 @@ class Record:
 
     Attributes:
         place: the file and the line or row, for messages.
-        value: a text, or a list of messages.
+        value: a text, or a `Conversation`.
         first, last: whether it begins and ends its document.
     """
 
@@ -241,36 +243,36 @@ def records(fields: Fields) -> Iterator[Record | BadRecord]:
         raise ConfigError(f'data.source = "{shortened(source.name)}": cannot read {path}: {reason}') from None
 
 
-# Fields that are a conversation together: a question, what belongs to it if it is there and not empty, and the answer.
-_PAIRS = (("prompt", "", "completion"), ("instruction", "input", "output"))
-# ShareGPT's names of those who speak -> the roles of chat templates
-_SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
-
-
 class Fields:
     """Extracts what to train on from the records of a source.
 
     Args:
-        field: field of records to train on; empty: "messages", "conversations", "text", or a question and its answer (`_PAIRS`),
+        field: field of records to train on; empty: "messages", "conversations", "text", or a question and its answer (`PAIRS`),
             whichever the first record has.
 
     Attributes:
         names: the fields to train on, once they are fields.
+        unknown: keys of the records that are neither used nor harmless.
     """
 
     def __init__(self, source: Source, field: str) -> None:
         self.source = source
         self.names: tuple[str, ...] = (field,) if field else ()
+        self.unknown: set[str] = set()
 
     def choose(self, names: Any) -> None:
         """Choose from the names in the first record, unless a field is set. Raises ConfigError if it is not clear which."""
         if self.names:
             return
-        for candidates in (("messages",), ("conversations",), ("text",), *_PAIRS):
+        for candidates in (("messages",), ("conversations",), ("text",), *PAIRS):
             fields = tuple(name for name in candidates if name in names)
             if fields and {candidates[0], candidates[-1]} <= set(fields):
                 self.names = fields
                 return
+        for key in REFUSED.keys() & names:
+            raise ConfigError(
+                f'data.source = "{shortened(self.source.name)}": its records have {key}, and {REFUSED[key]}'
+            )
         known = ", ".join(shortened(str(name), 40) for name in list(names)[:20])
         raise ConfigError(
             f'data.source = "{shortened(self.source.name)}": its first record has none of "text", "messages", "conversations", '
@@ -291,41 +293,25 @@ class Fields:
         if not isinstance(record, dict):
             return BadRecord(place, f"it is {_json_kind(record)}, not an object")
         self.choose(record)
-        if len(self.names) > 1:
-            *question, answer = (record.get(name) for name in self.names)
-            if question[-1] in (None, ""):  # an instruction without input
-                question = question[:1]
-            messages = question[0] if isinstance(question[0], list) else [_message("user", *question)]
-            return Record(
-                place, [*messages, *(answer if isinstance(answer, list) else [_message("assistant", answer)])]
-            )
-        (name,) = self.names
+        name, value = self.names[0], record.get(self.names[0])
         if name not in record:
             return BadRecord(place, f'it has no field "{shortened(name)}"')
-        value = record[name]
+        messages = isinstance(value, list) and all(isinstance(each, dict) for each in value)
+        beside = BESIDE if messages or len(self.names) > 1 else ()
+        self.unknown.update(unknown_keys(record, {*self.names, *beside, *HARMLESS}))
+        if beside:
+            try:
+                return Record(place, conversation(record, self.names))
+            except BadConversation as error:
+                return BadRecord(place, str(error))
         if isinstance(value, str):
             try:
                 value.encode()
             except UnicodeEncodeError:
                 return BadRecord(place, f'field "{name}" holds half of a surrogate pair, which is not text')
             return Record(place, value)
-        if isinstance(value, list) and all(isinstance(each, dict) for each in value):
-            return Record(place, [_spoken(each) for each in value])
         kind = "a list without messages" if isinstance(value, list) else _json_kind(value)
         return BadRecord(place, f'field "{shortened(name)}" is {kind}, not a string')
-
-
-def _spoken(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message in ShareGPT's form, `{"from": "human", "value": …}`, with a role and content; any other as it is."""
-    speaker, text = message.get("from"), message.get("value")
-    if "role" in message or not isinstance(speaker, str):
-        return message
-    return {"role": _SPEAKERS.get(speaker, speaker), "content": text}
-
-
-def _message(role: str, *parts: Any) -> dict[str, Any]:
-    texts = [part for part in parts if isinstance(part, str)]
-    return {"role": role, "content": "\n\n".join(texts) if len(texts) == len(parts) else None}
 
 
 def _json_kind(value: Any) -> str:
@@ -428,7 +414,8 @@ def _dataset(file: Path, source: Source, fields: Fields) -> Iterator[Record | Ba
                     raise ConfigError(f'{option}: it has no split "train", only {", ".join(dataset)}')
                 dataset = dataset["train"]
             fields.choose_column(dataset.column_names or list(next(iter(dataset), {})), where)
-            names = list(fields.names)
+            names = [*fields.names, *({*BESIDE, *REFUSED} & {*(dataset.column_names or ())} - {*fields.names})]
+            fields.unknown |= {*(dataset.column_names or ())} - {*names, *HARMLESS}
             for batch in dataset.select_columns(names).iter(batch_size=_ROWS):
                 for values in zip(*(batch[name] for name in names), strict=True):
                     number += 1

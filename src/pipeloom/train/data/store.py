@@ -14,9 +14,9 @@ from pipeloom.config.sections import DataSection
 from pipeloom.errors import ConfigError, UsageError, shortened
 from pipeloom.limits import open_file
 from pipeloom.train.data import cache
+from pipeloom.train.data.conversations import BadConversation, Conversation
 from pipeloom.train.data.sources import BadRecord, Fields, Record, Source, records
 from pipeloom.train.data.tokenizers import (
-    BadConversation,
     Piece,
     SimpleTemplate,
     Template,
@@ -104,7 +104,11 @@ def opened(entry: cache.Entry, source: Source) -> Store:
     bad = f"{facts['left out']:,} bad one{'s' * (facts['left out'] > 1)}"
     left_out = f", {bad} left out ({first})" if facts["left out"] else ""
     field = f', field "{facts["field"]}"' if facts["field"] else ""
-    words = f"{source.words}{field}: {len(entry['starts']) - 1:,} documents{left_out}, {len(entry['tokens']):,} tokens"
+    if facts["chat"]:
+        disliked = f", {facts['disliked']:,} more without one" if facts["disliked"] else ""
+        left_out += f", {facts['conversations']:,} conversations with {facts['answers']:,} answers to learn{disliked}"
+    unknown = f"; keys that are not used: {', '.join(facts['unknown'][:20])}" if facts["unknown"] else ""
+    words = f"{source.words}{field}: {len(entry['starts']) - 1:,} documents{left_out}, {len(entry['tokens']):,} tokens{unknown}"
     counts = entry.get("counts")
     return Store(entry["tokens"], entry["starts"], counts, entry.path.name, words, facts["chat"])
 
@@ -133,7 +137,7 @@ class _Tokenization:
         self._fields = Fields(source, data.field)
         self._chat: bool | None = None
         self._template: Template | None = None
-        self._bad = 0
+        self._bad = self._conversations = self._disliked = 0
         self._shown: list[str] = []
         self._end = 0
 
@@ -143,9 +147,10 @@ class _Tokenization:
         writer.add("tokens", self._type)  # also where all documents are left out
         writer.add("starts", "<i8", [0])
         batch: list[tuple[list[Piece], bool]] = []
-        characters = 0
+        characters = answers = 0
         for pieces, last in self._documents():
             batch.append((pieces, last))
+            answers += sum(piece.counts and isinstance(piece.content, str) for piece in pieces)
             characters += sum(len(piece.content) for piece in pieces if isinstance(piece.content, str))
             if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
                 self._flush(batch, writer)
@@ -153,31 +158,39 @@ class _Tokenization:
         self._flush(batch, writer)
         field = "" if self._source.kind == "text" else '", "'.join(self._fields.names)
         writer.facts |= {"left out": self._bad, "first left out": self._shown, "field": field, "chat": bool(self._chat)}
+        writer.facts |= {"answers": answers, "conversations": self._conversations, "disliked": self._disliked}
+        writer.facts["unknown"] = [shortened(key, 40) for key in sorted(self._fields.unknown)]
 
     def _documents(self) -> Iterator[tuple[list[Piece], bool]]:
         """Yield the pieces of each document, or of a part of one, and whether the document ends with them."""
         for record in records(self._fields):
             try:
-                pieces = self._pieces(record)
+                rows = self._rows(record)
             except BadConversation as error:
                 self._refuse(record.place, str(error))
                 continue
-            if pieces and isinstance(record, Record):  # an empty text is no document
-                yield pieces, record.last
+            for pieces in rows:
+                if pieces and isinstance(record, Record):  # an empty text is no document
+                    yield pieces, record.last
 
-    def _pieces(self, record: Record | BadRecord) -> list[Piece]:
-        """Return the pieces of a record. Raises BadConversation if there is something wrong with it."""
+    def _rows(self, record: Record | BadRecord) -> list[list[Piece]]:
+        """Return the pieces of each document of a record. Raises BadConversation if there is something wrong with it."""
         if isinstance(record, BadRecord):
             raise BadConversation(record.why)
         kinds = ("a text", "texts"), ("a conversation", "conversations")
-        chat = isinstance(record.value, list)
+        chat = isinstance(record.value, Conversation)
         self._chat = chat if self._chat is None else self._chat
         if chat != self._chat:
             raise BadConversation(f"it is {kinds[chat][0]}, and those before are {kinds[self._chat][1]}")
         if not chat:
-            return self._plain(record)
+            return [self._plain(record)]
+        if not any(record.value.learned):
+            self._disliked += 1
+            return []
         self._template = self._template or template_of(self._tokenizer, self._data)
-        return self._template.pieces(record.value)
+        rows = self._template.rows(record.value)
+        self._conversations += 1
+        return rows if self._data.loss_on == "answers" else rows[-1:]  # the last one holds all messages
 
     def _plain(self, record: Record) -> list[Piece]:
         if not record.value:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
+import json
+import re
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +16,17 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import ConfigError, UsageError, did_you_mean, shortened
+from pipeloom.foreign import typed
 from pipeloom.limits import TOKENIZER_BYTES, expanded, read_file, read_json
+from pipeloom.train.data.conversations import (
+    ANSWERS,
+    ARGUMENT,
+    REASONING,
+    BadConversation,
+    Conversation,
+    markers,
+    with_text_arguments,
+)
 from pipeloom.train.data.sources import AUTO, BYTES, NONE
 
 # Usual names of the token that ends a document, tried where no configuration names it.
@@ -194,17 +208,17 @@ def _specials(folder: Path) -> dict[str, str | None]:
     if not path.is_file():
         return _UNMARKED
     content = read_json(path, TOKENIZER_BYTES, "a tokenizer's configuration")
-    specials: dict[str, str | None] = {}
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} is not a JSON object")
+    specials = {}
     for key in _UNMARKED:
-        value = content.get(key) if isinstance(content, dict) else None
+        value = content.get(key)
         value = value.get("content") if isinstance(value, dict) else value
-        specials[key] = value if isinstance(value, str) else None
+        specials[key] = typed(str(path), {key: value}, key, str, "text")
     return specials
 
 
 # -- conversations -----------------------------------------------------------------------------------------------------
-
-ANSWERS = "assistant"
 
 
 class Piece(NamedTuple):
@@ -214,57 +228,45 @@ class Piece(NamedTuple):
     counts: bool
 
 
-class BadConversation(ValueError):
-    """A conversation that cannot be rendered as text, with the reason."""
-
-
 class Template(Protocol):
     """Renders conversations as pieces. `name` is part of the cache's key."""
 
     name: str
 
-    def pieces(self, messages: Sequence[Any]) -> list[Piece]:
-        """Return the pieces of one conversation. Raises BadConversation if it cannot be rendered."""
+    def rows(self, given: Conversation) -> list[list[Piece]]:
+        """Return the pieces of each document of a conversation: one, or one for each answer that is learned.
+
+        Raises BadConversation if it cannot be rendered.
+        """
 
     def prompt(self, text: str) -> list[Piece]:
         """Return the pieces of a user's message, up to where the answer begins."""
 
 
-def checked(messages: Sequence[Any]) -> list[dict[str, str]]:
-    """Return the messages as dictionaries of role and content.
-
-    Raises BadConversation for a message of another form, and if there is no answer.
-    """
-    conversation = []
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise BadConversation(f'message {number} is not {{"role": text, "content": text}}')
-        try:
-            (message["role"] + message["content"]).encode()
-        except UnicodeEncodeError:
-            raise BadConversation(f"message {number} holds half of a surrogate pair, which is not text") from None
-        conversation.append({"role": message["role"], "content": message["content"]})
-    if not any(message["role"] == ANSWERS for message in conversation):
-        raise BadConversation(f'no message has the role "{ANSWERS}", so there is nothing to learn')
-    return conversation
-
-
 class SimpleTemplate:
-    r"""Template of `<|role|>`, a newline, the content; answers end with the tokenizer's eos, everything else with a newline."""
+    r"""Template of `<|role|>`, a newline, the content; answers end with the tokenizer's eos, everything else with a newline.
+
+    Calls stand in lines of their own behind an answer's text, as `<|call|>` and JSON, and tools before all messages.
+    """
 
     name = "simple"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._bos, self._eos = tokenizer.bos, tokenizer.eos
 
-    def pieces(self, messages: Sequence[Any]) -> list[Piece]:
+    def rows(self, given: Conversation) -> list[list[Piece]]:
         pieces = [] if self._bos is None else [Piece(self._bos, False)]
-        for message in checked(messages):
-            answer = message["role"] == ANSWERS
+        if given.tools:
+            pieces.append(Piece(f"<|tools|>\n{json.dumps(given.tools, ensure_ascii=False)}\n", False))
+        for message, learned in zip(given.messages, given.learned, strict=True):
+            if extra := message.keys() & REASONING:
+                raise BadConversation(f'data.template = "simple" has no place for {min(extra)}')
+            calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
+            text = "\n".join([message["content"]] * bool(message["content"]) + [f"<|call|>{call}" for call in calls])
             pieces.append(Piece(f"<|{message['role']}|>\n", False))
-            pieces.append(Piece(message["content"], answer))
-            pieces.append(Piece("\n" if self._eos is None or not answer else self._eos, answer))
-        return pieces
+            pieces.append(Piece(text, learned))
+            pieces.append(Piece("\n" if self._eos is None or message["role"] != ANSWERS else self._eos, learned))
+        return [pieces]
 
     def prompt(self, text: str) -> list[Piece]:
         begin = [] if self._bos is None else [Piece(self._bos, False)]
@@ -274,46 +276,119 @@ class SimpleTemplate:
 class TokenizerTemplate:
     """The chat template of a tokenizer's directory, as `transformers` renders it.
 
-    An answer is the text that the template appends to the prompt that asks for it. Training therefore sees the same pieces as
-    generation: the tokens of the prompt, and then those of the answer with the token that ends it.
+    Where the template marks what the assistant generates, that is learned. Elsewhere an answer is the text that the template
+    appends to the prompt that asks for it, up to the special token that ends it. Training therefore sees the same pieces as
+    generation: the tokens of the prompt, and then those of the answer. Where the template writes earlier answers in another way
+    (without their reasoning, for instance), each answer is a document of its own, with those before it as context.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._tokenizer = transformers_tokenizer(folder)
-        self.name = f"template {self._tokenizer.chat_template}"
+        self._tokenizer = tokenizer = transformers_tokenizer(folder)
+        self.name = f"template {tokenizer.chat_template}"
+        self._words = f"the chat template of {shortened(folder.name)}"
+        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        ends = "|".join(map(re.escape, sorted(special | {*tokenizer.all_special_tokens}, key=len, reverse=True)))
+        self._ended = re.compile(f"(.*(?:{ends or '(?!)'}))\\s*", re.DOTALL)
+        self._end = re.compile(f"\\s*(?:{ends or '(?!)'})")
+        self._require_all_cached = lru_cache(4_096)(self._require_all)
 
-    def pieces(self, messages: Sequence[Any]) -> list[Piece]:
-        given = checked(messages)
-        pieces, done = [], ""
-        for number, message in enumerate(given):
+    def rows(self, given: Conversation) -> list[list[Piece]]:
+        marked, marks = markers(given)
+        as_text = self._require_all_cached(json.dumps([marked.messages, marked.tools, marks]))
+        if isinstance(as_text, str):
+            raise BadConversation(as_text)
+        messages = with_text_arguments(given.messages) if as_text else given.messages
+        text, spans = self._render(messages, given.tools, False)
+        if spans:
+            return [self._marked(text, spans, given)]
+        answers, done, chained = [], "", True
+        for number, message in enumerate(messages):
             if message["role"] != ANSWERS:
                 continue
-            prompt, whole = self._render(given[:number], True), self._render(given[: number + 1], False)
-            plain = self._render(given[:number], False)
-            if plain.startswith(done) and whole.startswith(plain) and not whole.startswith(prompt):
+            prompt, whole = (self._render(messages[: number + at], given.tools, not at)[0] for at in (0, 1))
+            if not whole.startswith(prompt):
+                same = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(whole))
                 raise BadConversation(
-                    f"the tokenizer's chat template prompts for an answer with {shortened(prompt.removeprefix(plain))!r}, which "
-                    f'it does not write before message {number + 1}; use data.template = "simple"'
+                    f"{self._words} prompts for an answer with {shortened(prompt[same:])!r}, which it does not write before "
+                    f'message {number + 1}; use data.template = "simple"'
                 )
-            if not prompt.startswith(done) or not whole.startswith(prompt):
-                raise BadConversation(
-                    f"the tokenizer's chat template writes message {number + 1} differently when others follow it; "
-                    'use data.template = "simple"'
-                )
-            pieces += [Piece(prompt[len(done) :], False), Piece(whole[len(prompt) :], True)]
-            done = whole
-        return pieces
+            chained = chained and prompt.startswith(done)
+            done = self._up_to_end(whole, len(prompt))
+            answers.append((prompt, done, given.learned[number]))
+        if not chained:
+            return [
+                [Piece(prompt, False), Piece(done[len(prompt) :], True)] for prompt, done, learned in answers if learned
+            ]
+        pieces, before = [], 0
+        for prompt, done, learned in answers:
+            pieces += [Piece(prompt[before:], False), Piece(done[len(prompt) :], learned)]
+            before = len(done)
+        return [pieces]
 
     def prompt(self, text: str) -> list[Piece]:
-        return [Piece(self._render([{"role": "user", "content": text}], True), False)]
+        return [Piece(self._render([{"role": "user", "content": text}], None, True)[0], False)]
 
-    def _render(self, messages: list[dict[str, str]], prompts: bool) -> str:
+    def _marked(self, text: str, spans: list[tuple[int, int]], given: Conversation) -> list[Piece]:
+        """Return the pieces of a text in which the template marks the answers; the token that ends one is learned with it."""
+        learned = [
+            each for each, message in zip(given.learned, given.messages, strict=True) if message["role"] == ANSWERS
+        ]
+        if len(learned) != len(spans) and all(learned):
+            learned = [True] * len(spans)
+        if len(learned) != len(spans):
+            raise BadConversation(
+                f"{self._words} marks {len(spans)} answers of {len(learned)}, some of which are not learned"
+            )
+        pieces, before = [], 0
+        for (start, end), counts in zip(spans, learned, strict=True):
+            end = len(self._up_to_end(text[:end], start))
+            after = None if self._ended.fullmatch(text, start, end) else self._end.match(text, end)
+            end = end if after is None else after.end()
+            pieces += [Piece(text[before:start], False), Piece(text[start:end], counts)]
+            before = end
+        return pieces
+
+    def _up_to_end(self, text: str, start: int) -> str:
+        """Return the text up to the last special token behind `start`, if nothing but blanks follows that."""
+        ended = self._ended.fullmatch(text, start)
+        return text if ended is None else text[: ended.end(1)]
+
+    def _require_all(self, form: str) -> bool | str:
+        """Return whether arguments of calls are given as JSON text, or why the template does not suit conversations of a form.
+
+        Args:
+            form: messages, tools, and what the marks in them stand for (`markers`), as JSON.
+        """
+        messages, tools, marks = json.loads(form)
+        reason = ""
+        for as_text in (False, True):
+            try:
+                text, _ = self._render(with_text_arguments(messages) if as_text else messages, tools, False)
+            except BadConversation as error:
+                reason = reason or str(error)
+                continue
+            left_out = [what for mark, what in marks.items() if mark not in text]
+            if not left_out and f"'{ARGUMENT}'" not in text and f'\\"{ARGUMENT}' not in text:
+                return as_text
+            reason = f"{self._words} leaves {left_out[0]} out" if left_out else reason
+        return reason or f"{self._words} does not write the arguments of calls as JSON"
+
+    def _render(self, messages: Any, tools: Any, prompts: bool) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text, and where in it the template marks what the assistant generates."""
+        utilities: Any = importlib.import_module("transformers.utils.chat_template_utils")
         try:
-            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompts)
+            (text,), spans = utilities.render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=self._tokenizer.get_chat_template(tools=tools),
+                return_assistant_tokens_mask=True,
+                add_generation_prompt=prompts,
+                **self._tokenizer.special_tokens_map,
+            )
         except Exception as error:
             words = next(iter(str(error).splitlines()), type(error).__name__)
-            raise BadConversation(f"the tokenizer's chat template refuses it: {words}") from None
-        return text
+            raise BadConversation(f"{self._words} refuses it: {words}") from None
+        return text, spans[0]
 
 
 def prompt_tokens(text: str, tokenizer: Tokenizer, template: Template | None) -> list[int]:

@@ -30,9 +30,10 @@ from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import load
 from pipeloom.train.checkpoint.run import RunFacts
 from pipeloom.train.collect import sums
+from pipeloom.train.data.conversations import BadConversation
 from pipeloom.train.data.sources import BYTES, tokenizer_name
 from pipeloom.train.data.store import template_of
-from pipeloom.train.data.tokenizers import BadConversation, Tokenizer, has_template, load_tokenizer, prompt_tokens
+from pipeloom.train.data.tokenizers import Tokenizer, has_template, load_tokenizer, prompt_tokens
 from pipeloom.train.hub.lora_files import base_weights, begin_weights
 
 _PADDING = 2**30  # position of tokens that no other may attend to

@@ -72,9 +72,14 @@ def test_the_tokenizers_own_template_is_used(tmp_path: Path) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     first = chats()[0]["messages"]
     text = theirs.apply_chat_template(first, tokenize=False)
-    assert text.removesuffix("\n") in whole  # the last token is a target only
+    assert (
+        text.removesuffix("<|endoftext|>\n") in whole
+    )  # the last token is a target only, and what follows it is not read
     last = first[-1]["content"]
-    assert f"the loom weaves red wool<|endoftext|>\n{last}<|endoftext|>\n" in answers
+    assert f"the loom weaves red wool<|endoftext|>{last}<|endoftext|>" in answers
+    assert (
+        "38 conversations with 76 answers to learn" in found.words or "40 conversations with 80 answers" in found.words
+    )
     asked = theirs.apply_chat_template([{"role": "user", "content": "red"}], tokenize=False, add_generation_prompt=True)
     assert found.tokenizer.decode(torch.tensor(found.prompt("red"))) == asked
     simple = data(tmp_path, **keys, model__vocab_size=400, template="simple")
@@ -82,12 +87,12 @@ def test_the_tokenizers_own_template_is_used(tmp_path: Path) -> None:
     thinking = directory(
         tmp_path / "thinking", TEMPLATE.replace("[assistant] {% endif %}", "[assistant] <think>{% endif %}")
     )
-    with pytest.raises(
-        ConfigError, match=r"line 1: .*prompts for an answer with '\[assistant\] <think>', which it does not write"
-    ):
+    with pytest.raises(ConfigError, match=r"line 1: .*prompts for an answer with '<think>', which it does not write"):
         data(tmp_path, **keys | {"tokenizer": str(thinking)}, model__vocab_size=400)
     changing = directory(tmp_path / "changing", "{{ messages | length }}" + TEMPLATE)
-    with pytest.raises(ConfigError, match=r'chat\.jsonl, line 1: .*writes message 3 differently.*"simple"'):
+    with pytest.raises(
+        ConfigError, match=r'line 1: the chat template of changing prompts .* before message 3; .*"simple"'
+    ):
         data(tmp_path, **keys | {"tokenizer": str(changing)}, model__vocab_size=400)
 
 
@@ -178,6 +183,10 @@ def test_special_tokens_of_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "no.json").write_text("{}")
     with pytest.raises(ConfigError, match="it is not a tokenizer"):
         load_tokenizer(str(tmp_path / "no.json"))
+    named = tmp_path / "folder" / "tokenizer_config.json"
+    named.write_text(json.dumps({"eos_token": {"content": 5}}))
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: eos_token = 5: it must be text"):
+        load_tokenizer(folder)
     json_lines(tmp_path / "a.jsonl", [{"text": "x"}])
     with pytest.raises(ConfigError, match=r"model\.vocab_size = 256: the tokenizer .* has 300 tokens; nearest: 300"):
         prepare(config(tmp_path, source=str(tmp_path / "a.jsonl"), tokenizer=name, model__vocab_size=256))
