@@ -6,7 +6,7 @@ A key of a message that is neither used nor harmless is refused: it could change
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,21 +32,11 @@ REFUSED = {
 }
 _USED = ("role", "content", "from", "value", "weight", "tool_calls", "tool_call_id", "function_call", "name")
 REASONING = ("reasoning_content", "reasoning", "thinking")
-HARMLESS = (
-    *(
-        "id",
-        "idx",
-        "index",
-        "uuid",
-        "message_id",
-        "parent_id",
-        "conversation_id",
-        "conversation_hash",
-        "turn_identifier",
-    ),
-    *("timestamp", "created_at", "date", "model", "source", "dataset", "split", "language", "lang", "meta", "metadata"),
-    *("toxic", "redacted", "country", "state", "hashed_ip", "header", "finish_reason", "usage", "token_count"),
-)
+_OF_FILES = """
+    id idx index uuid message_id parent_id conversation_id conversation_hash turn_identifier timestamp created_at date model
+    source dataset split language lang meta metadata toxic redacted country state hashed_ip header finish_reason usage token_count
+"""
+HARMLESS = frozenset(_OF_FILES.split())
 
 
 class BadConversation(ValueError):
@@ -75,9 +65,7 @@ def conversation(record: Mapping[str, Any], names: Sequence[str]) -> Conversatio
         if record.get(key):
             raise BadConversation(f"it has {key}, and {why}")
     given = list(record[names[0]]) if len(names) == 1 else _pair([record.get(name) for name in names])
-    before = [
-        message for pair in _parsed(record.get("history") or [], "history", (list,)) for message in _exchange(pair)
-    ]
+    before = _history(_parsed(record.get("history") or [], "history", list))
     if system := record.get("system"):
         before.insert(0, {"role": "system", "content": system})
     read = [_message(number, message) for number, message in enumerate([*before, *given], 1 - len(before))]
@@ -103,10 +91,12 @@ def _pair(fields: list[Any]) -> list[Any]:
     return [*asked, *(answer if isinstance(answer, list) else [{"role": ANSWERS, "content": answer}])]
 
 
-def _exchange(pair: Any) -> list[dict[str, Any]]:
-    if not isinstance(pair, list | tuple) or len(pair) != 2:
-        raise BadConversation(f"an entry of history is {as_json(pair)}, not [question, answer]")
-    return [{"role": role, "content": text} for role, text in zip(("user", ANSWERS), pair, strict=True)]
+def _history(pairs: list[Any]) -> list[dict[str, Any]]:
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        raise BadConversation("history is not a list of [question, answer]")
+    return [
+        {"role": role, "content": text} for pair in pairs for role, text in zip(("user", ANSWERS), pair, strict=True)
+    ]
 
 
 def _message(number: int, given: Any) -> tuple[dict[str, Any], bool]:
@@ -117,8 +107,7 @@ def _message(number: int, given: Any) -> tuple[dict[str, Any], bool]:
     if "role" not in message:
         message |= {"role": speaker, "content": message.pop("value", None)}
         if speaker == "function_call":
-            calls = _parsed(message["content"], f"{what}: its call", (dict, list))
-            message |= {"tool_calls": calls if isinstance(calls, list) else [calls], "content": ""}
+            message |= {"tool_calls": [_parsed(message["content"], f"{what}: its call")], "content": ""}
     try:
         refuse_unknown(what, message, (*_USED, *REASONING), HARMLESS)
     except ConfigError as error:
@@ -161,30 +150,26 @@ def _call(given: Any, what: str) -> dict[str, Any]:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str):
         raise BadConversation(f"{what} has a call without the name of a function: {as_json(given)}")
-    arguments = _parsed(
-        function.get("arguments", function.get("parameters")) or {}, f"{what}: the arguments of {shortened(name, 60)}"
-    )
+    arguments = _parsed(function.get("arguments") or {}, f"{what}: the arguments of {shortened(name, 60)}")
     identity = {"id": given["id"]} if isinstance(given.get("id"), str) else {}
     return {**identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _tools(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    tools = record.get("tools") or record.get("functions") or []
-    if isinstance(tools, str):
-        tools = _parsed(tools, "tools", (list,))
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadConversation(f"tools is {as_json(tools)}, not a list of functions")
+    tools = [
+        _parsed(tool, "a tool") for tool in _parsed(record.get("tools") or record.get("functions") or [], "tools", list)
+    ]
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools] or None
 
 
-def _parsed(value: Any, what: str, kinds: tuple[type, ...] = (dict,)) -> Any:
+def _parsed(value: Any, what: str, kind: type = dict) -> Any:
     """Return an object, or a list, that may be given as JSON text."""
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         parsed = None
-    if not isinstance(parsed, kinds):
-        raise BadConversation(f"{what} is {as_json(value)}, not JSON of {'an object' if dict in kinds else 'a list'}")
+    if not isinstance(parsed, kind):
+        raise BadConversation(f"{what} is {as_json(value)}, not JSON of {'an object' if kind is dict else 'a list'}")
     return parsed
 
 
@@ -211,38 +196,25 @@ def markers(given: Conversation) -> tuple[Conversation, dict[str, str]]:
                 marked[key] = mark(f"{key} of message {number}")
         if "tool_calls" in message:
             what = f"a call in message {number}"
-            names = [
-                {"name": mark(what), "arguments": {ARGUMENT: mark(f"{what}'s arguments")}}
-                for _ in message["tool_calls"]
-            ]
             marked["tool_calls"] = [
-                {**call, "function": function} for call, function in zip(message["tool_calls"], names, strict=True)
+                {
+                    **call,
+                    "function": {"name": mark(what), "arguments": {mark(f"the arguments of {what} as JSON"): "x"}},
+                }
+                for call in message["tool_calls"]
             ]
         messages.append(marked)
     tools = given.tools and [
-        {**tool, "function": {**tool["function"], "name": mark("tools")}}
-        if isinstance(tool["function"], dict)
-        else tool
-        for tool in given.tools
+        {**tool, "function": {**_parsed(tool["function"], "a tool"), "name": mark("tools")}} for tool in given.tools
     ]
     return Conversation(messages, tools, given.learned), marks
 
 
-ARGUMENT = "pipeloomargument"
-
-
-def with_text_arguments(messages: Collection[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_text_arguments(messages: Any) -> Any:
     """Return the messages with the arguments of calls as JSON text, as some templates expect them."""
-    return [
-        {
-            **message,
-            "tool_calls": [{**call, "function": _with_text(call["function"])} for call in message["tool_calls"]],
-        }
-        if "tool_calls" in message
-        else message
-        for message in messages
-    ]
 
+    def text(value: dict[str, Any]) -> dict[str, Any]:
+        is_call = "name" in value and isinstance(value.get("arguments"), dict)
+        return {**value, "arguments": json.dumps(value["arguments"], ensure_ascii=False)} if is_call else value
 
-def _with_text(function: dict[str, Any]) -> dict[str, Any]:
-    return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    return json.loads(json.dumps(messages), object_hook=text)

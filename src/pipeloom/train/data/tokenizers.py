@@ -7,7 +7,6 @@ import importlib
 import json
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +19,6 @@ from pipeloom.foreign import typed
 from pipeloom.limits import TOKENIZER_BYTES, expanded, read_file, read_json
 from pipeloom.train.data.conversations import (
     ANSWERS,
-    ARGUMENT,
     REASONING,
     BadConversation,
     Conversation,
@@ -273,6 +271,9 @@ class SimpleTemplate:
         return [*begin, Piece(f"<|user|>\n{text}\n<|{ANSWERS}|>\n", False)]
 
 
+_FORMS = 4_096  # of conversations, of which it is known whether the template writes them in full
+
+
 class TokenizerTemplate:
     """The chat template of a tokenizer's directory, as `transformers` renders it.
 
@@ -290,14 +291,26 @@ class TokenizerTemplate:
         ends = "|".join(map(re.escape, sorted(special | {*tokenizer.all_special_tokens}, key=len, reverse=True)))
         self._ended = re.compile(f"(.*(?:{ends or '(?!)'}))\\s*", re.DOTALL)
         self._end = re.compile(f"\\s*(?:{ends or '(?!)'})")
-        self._require_all_cached = lru_cache(4_096)(self._require_all)
+        self._left_out: dict[
+            str, str
+        ] = {}  # conversations of a form, with marks for words -> what the template leaves out
 
     def rows(self, given: Conversation) -> list[list[Piece]]:
         marked, marks = markers(given)
-        as_text = self._require_all_cached(json.dumps([marked.messages, marked.tools, marks]))
-        if isinstance(as_text, str):
-            raise BadConversation(as_text)
-        messages = with_text_arguments(given.messages) if as_text else given.messages
+        form = json.dumps([marked.messages, marked.tools])
+        if form not in self._left_out:
+            if len(self._left_out) == _FORMS:
+                self._left_out.clear()
+            text, _ = self._render(marked.messages, marked.tools, False)
+            left_out = (
+                what
+                for mark, what in marks.items()
+                if not re.search(rf"(?<!\\\")(?<!'){mark}" if "JSON" in what else mark, text)
+            )
+            self._left_out[form] = next(left_out, "")
+        if self._left_out[form]:
+            raise BadConversation(f"{self._words} leaves {self._left_out[form]} out")
+        messages = given.messages
         text, spans = self._render(messages, given.tools, False)
         if spans:
             return [self._marked(text, spans, given)]
@@ -353,42 +366,26 @@ class TokenizerTemplate:
         ended = self._ended.fullmatch(text, start)
         return text if ended is None else text[: ended.end(1)]
 
-    def _require_all(self, form: str) -> bool | str:
-        """Return whether arguments of calls are given as JSON text, or why the template does not suit conversations of a form.
-
-        Args:
-            form: messages, tools, and what the marks in them stand for (`markers`), as JSON.
-        """
-        messages, tools, marks = json.loads(form)
-        reason = ""
-        for as_text in (False, True):
-            try:
-                text, _ = self._render(with_text_arguments(messages) if as_text else messages, tools, False)
-            except BadConversation as error:
-                reason = reason or str(error)
-                continue
-            left_out = [what for mark, what in marks.items() if mark not in text]
-            if not left_out and f"'{ARGUMENT}'" not in text and f'\\"{ARGUMENT}' not in text:
-                return as_text
-            reason = f"{self._words} leaves {left_out[0]} out" if left_out else reason
-        return reason or f"{self._words} does not write the arguments of calls as JSON"
-
     def _render(self, messages: Any, tools: Any, prompts: bool) -> tuple[str, list[tuple[int, int]]]:
         """Return the text, and where in it the template marks what the assistant generates."""
         utilities: Any = importlib.import_module("transformers.utils.chat_template_utils")
-        try:
-            (text,), spans = utilities.render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=self._tokenizer.get_chat_template(tools=tools),
-                return_assistant_tokens_mask=True,
-                add_generation_prompt=prompts,
-                **self._tokenizer.special_tokens_map,
-            )
-        except Exception as error:
-            words = next(iter(str(error).splitlines()), type(error).__name__)
-            raise BadConversation(f"{self._words} refuses it: {words}") from None
-        return text, spans[0]
+        template = self._tokenizer.get_chat_template(tools=tools)
+        options = {
+            **self._tokenizer.special_tokens_map,
+            "add_generation_prompt": prompts,
+            "return_assistant_tokens_mask": re.search(r"{%-?\s*generation", template) is not None,
+        }
+        words = ""
+        for form in (
+            messages,
+            with_text_arguments(messages),
+        ):  # some templates join arguments as text, others convert them
+            try:
+                (text,), spans = utilities.render_jinja_template([form], tools, chat_template=template, **options)
+                return text, spans[0] if spans else []
+            except Exception as error:
+                words = words or next(iter(str(error).splitlines()), type(error).__name__)
+        raise BadConversation(f"{self._words} refuses it: {words}")
 
 
 def prompt_tokens(text: str, tokenizer: Tokenizer, template: Template | None) -> list[int]:

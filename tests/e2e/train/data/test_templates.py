@@ -270,7 +270,7 @@ PLAIN = (
         (
             PLAIN.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls | default('') | tojson | tojson }}"),
             FORMS["openai, content null"][0],
-            "does not write the arguments of calls as JSON",
+            "leaves the arguments of a call in message 2 as JSON out",
         ),
         (
             PLAIN.replace("[assistant]", "{{ raise_exception('no') }}"),
@@ -318,7 +318,7 @@ def test_what_a_template_leaves_out_is_refused_with_its_name(
         ({"messages": [ASK, said("x")], "tools": "f"}, 'tools is "f", not JSON of a list'),
         (
             {"messages": [ASK, said("x")], "history": [["a"]]},
-            r'an entry of history is \["a"\], not \[question, answer\]',
+            r"history is not a list of \[question, answer\]",
         ),
     ],
 )
