@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pipeloom.cli import papers
 from pipeloom.cli import sweep as sweeps
 from pipeloom.cli.options import (
     CostFlags,
@@ -59,6 +60,7 @@ class TableFlags:
         min=1,
         max=100,
     )
+    paper: str | None = flag(None, "NAME", "Recompute a published table: zero-bubble or moe.")
 
 
 @with_options(without=("csv", "trace"))
@@ -83,11 +85,18 @@ def command(
     pipeloom compare all --ranks 8 --microbatches 32
 
     pipeloom compare --volume my.toml --ranks 4
+
+    pipeloom compare --paper moe
     """
     output.require()
+    for table_of, value in vars(tables).items():
+        if table_of in ("volume", "paper") and value is not None and names:
+            raise UsageError(f"--{table_of} compares schedules of its own; leave out {' '.join(names)}")
+    if tables.paper is not None:
+        rows = papers.recompute(tables.paper)
+        _print(output, {"paper": tables.paper, "rows": rows}, lambda: papers.table(str(tables.paper), rows))
+        return
     if tables.volume is not None:
-        if names:
-            raise UsageError(f"--volume compares schedules of its own; leave out {' '.join(names)}")
         layouts = volumes_of(tables.volume, sizes)
         _print(output, layouts, lambda: volume_table(layouts))
         return

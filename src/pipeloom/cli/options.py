@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import wraps
@@ -104,20 +105,31 @@ class FamilyFlags:
         """Return the schedule called `name`, as `schedule_of` does, and its costs. Unknown transforms are refused first.
 
         `name` may end in options, as of `parse_spec`.
+        Where slices of equally many tokens take longer than whole sequences, a warning is printed.
         """
+        from pipeloom.schedule.files import names_a_file
+        from pipeloom.schedule.slices import longer_than_whole
         from pipeloom.schedule.transforms import parsed_transform
 
         for word in self.transform or ():
             parsed_transform(word)
         name, options = parse_spec(name, self.option or ())
         sizes = replace(sizes, chunks=options.pop("chunks", sizes.chunks))
-        values = costs.values()
-        schedule = schedule_of(name, sizes, options, values, self.transform or ())
+        values, words = costs.values(), self.transform or ()
+        schedule = schedule_of(name, sizes, options, values, words)
         if cuts is None or cuts == SliceFlags():
             return schedule, values
         if schedule.slices == 1:
-            raise UsageError("--attention is about slices: add --option slices=4 or --transform slices=4")
-        return schedule, cuts.of(values, schedule)
+            raise UsageError(
+                "--attention and --even-slices are about slices: add --option slices=4 or --transform slices=4"
+            )
+        values = cuts.of(values, schedule)
+        if cuts.even_slices and not names_a_file(name):
+            plain = [word for word in words if not word.startswith("slices")]
+            whole = schedule_of(name, sizes, options | {"slices": 1}, values, plain)
+            if warning := longer_than_whole(schedule, whole, values):
+                print(f"warning: {warning}", file=sys.stderr)
+        return schedule, values
 
 
 @dataclass(frozen=True)
@@ -129,17 +141,18 @@ class SliceFlags:
         "SHARE",
         "Share of a sequence's time that causal attention takes, 0 to 1; slices are cut to take the same time. Default: 0.",
     )
+    even_slices: bool = flag(False, None, "Cut slices of equally many tokens instead.", "--even-slices")
 
     def of(self, costs: Costs, schedule: Schedule) -> Costs:
         """Return the costs with the shares of the schedule's slices."""
-        from pipeloom.schedule.slices import balanced_cuts
+        from pipeloom.schedule.slices import balanced_cuts, even_cuts
 
         attention = _numbers("--attention", self.attention or "0")
         if isinstance(attention, tuple):
             raise UsageError(f"--attention is {self.attention!r:.200}; give one number")
         if schedule.slices == 1:
             return costs
-        return balanced_cuts(_LONG, schedule.slices, attention).costs(costs)
+        return (even_cuts if self.even_slices else balanced_cuts)(_LONG, schedule.slices, attention).costs(costs)
 
 
 @dataclass(frozen=True)

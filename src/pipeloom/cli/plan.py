@@ -58,6 +58,11 @@ class PlanFlags:
     costs: Path | None = flag(
         None, "FILE", "Times of the layers from `pipeloom profile --output FILE`, not from the device's data sheet."
     )
+    svg: Path | None = flag(
+        None,
+        "FILE",
+        "Draw tokens/s of a device over tp and pp, with the links as they are and half as fast; search nothing.",
+    )
     as_: Literal["megatron", "torchtitan", "torch-csv"] | None = flag(
         None, "FORM", "Print the best layout for another system: megatron, torchtitan or torch-csv.", "--as"
     )
@@ -93,6 +98,9 @@ def command(options: PlanFlags) -> None:
     if options.stages is not None:
         raise UsageError("--stages divides the layers of one layout; give it with --layout")
     request = _request(options, device)
+    if options.svg is not None:
+        write(options.svg, lambda: _chart(planner, request))
+        return
     from pipeloom.plan import search
 
     plan = search(planner, request)
@@ -117,6 +125,15 @@ def command(options: PlanFlags) -> None:
             from pipeloom.plan.report import refined_lines
 
             print("\n".join(refined_lines(plan.predictions, refined)))
+
+
+def _chart(planner: Planner, request: PlanRequest) -> str:
+    from pipeloom.draw.chart import Panel, chart
+    from pipeloom.plan.scaling import scaling
+
+    title = f"{planner.shape.name} on {request.devices} {planner.device.name}, nodes of {planner.device.per_node}"
+    axis = "devices that share one copy of the model"
+    return chart(title, axis, [Panel("tokens/s of a device", scaling(planner, request))], log2=True)
 
 
 def _refined(

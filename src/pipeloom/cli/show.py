@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,7 @@ from pipeloom.limits import newest_run
 
 if TYPE_CHECKING:
     from pipeloom.schedule import Timeline
+    from pipeloom.solver import SearchResult
     from pipeloom.traces.measured import Prediction
 
 TIMELINES_FILE = "timelines.json"
@@ -41,6 +42,10 @@ def command(
             help="Predict another run of the same model from the costs of this one; repeatable.",
         ),
     ] = None,
+    search: Annotated[
+        float | None,
+        typer.Option(metavar="S", min=0.1, help="Search S seconds for a better schedule within the same memory."),
+    ] = None,
     every: Annotated[bool, typer.Option("--every", help="Draw every recorded step, one below the other.")] = False,
     output: OutputFlags,
 ) -> None:
@@ -60,6 +65,8 @@ def command(
     steps, memory, notes = steps_of(run)
     others = tuple((path, steps_of(path)[0]) for path in predict or ())
     study = Study(steps, fit(steps), others, layers_of(run, steps), memory, notes)
+    if search is not None:
+        study = replace(study, better=study.search(search))
     predicted = simulate(study.typical.schedule, study.prediction.costs)
     output.draw([*(steps if every else [study.typical]), predicted])
     if output.as_json:
@@ -131,6 +138,7 @@ class Study:
         layers: stage -> its number of blocks, or any other measure of its work, where known.
         memory: rank -> GB, where the trace contains it.
         notes: lines on how another program's trace was read.
+        better: result of a search within the same memory, or None.
     """
 
     steps: Sequence[Timeline]
@@ -139,6 +147,7 @@ class Study:
     layers: Sequence[float] | None = None
     memory: Sequence[float] = ()
     notes: Sequence[str] = ()
+    better: SearchResult | None = None
 
     @property
     def typical(self) -> Timeline:
@@ -147,6 +156,17 @@ class Study:
 
         ordered = sorted(settled(self.steps), key=lambda step: step.makespan)
         return ordered[len(ordered) // 2]
+
+    def search(self, seconds: float) -> SearchResult:
+        """Return the best schedule found for the fitted costs, on this placement and within this schedule's peak memory."""
+        from pipeloom.schedule import simulate
+        from pipeloom.solver import search
+
+        schedule, costs = self.typical.schedule, self.prediction.costs
+        memory = max(simulate(schedule, costs).peak_memory)
+        return search(
+            schedule.ranks, schedule.microbatches, costs, memory, placement=list(schedule.placement), time_limit=seconds
+        )
 
     def predicted(self) -> list[tuple[Path, float, float]]:
         """Return (run, simulated makespan, measured makespan) of each run in `others`."""
@@ -190,6 +210,13 @@ class Study:
             "drift": drift(self.steps),
             "memory": list(self.memory),
             "notes": list(self.notes),
+            "search": None
+            if self.better is None
+            else {
+                "makespan": self.better.value,
+                "lower_bound": self.better.lower_bound,
+                "placement": list(self.typical.schedule.placement),
+            },
         }
 
     def lines(self) -> list[str]:
@@ -230,6 +257,13 @@ class Study:
             for rank, row in enumerate(spent)
         ]
         lines += ["", f"where the time went, {unit} per step, mean over the steps", *aligned(table)]
+        if self.better is not None:
+            gain = 1 - self.better.value / prediction.simulated
+            lines += [
+                f"search within the same memory: {number(self.better.value * factor)} {unit}, {100 * gain:.1f} % less than this "
+                f"schedule takes with these costs; no schedule takes less than {number(self.better.lower_bound * factor)} {unit}",
+                f"  assumed: {self.assumptions()}",
+            ]
         for slow in slow_stages(self.steps, self.layers):
             lines.append(
                 f"stage {slow.stage} on rank {slow.rank} takes {100 * slow.excess:.0f} % longer than comparable stages"

@@ -14,7 +14,7 @@ from math import sqrt
 from pipeloom.errors import ScheduleError, UsageError, echo
 from pipeloom.schedule.actions import COPY_OUT, INPUT_GRADIENT
 from pipeloom.schedule.check import check
-from pipeloom.schedule.costs import Costs
+from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
 from pipeloom.schedule.model import Schedule, of_schedule
 from pipeloom.schedule.simulate import simulate
 
@@ -92,6 +92,21 @@ def _shares(positions: tuple[int, ...], attention: float) -> SequenceCuts:
     done = [(1 - attention) * end + attention * end * end for end in ends]
     times, sizes = (tuple(after - before for before, after in pairwise(values)) for values in (done, ends))
     return SequenceCuts(positions, times, sizes)
+
+
+def longer_than_whole(schedule: Schedule, whole: Schedule, costs: Costs) -> str | None:
+    """Return a warning where a schedule with slices takes longer than the `whole` one without, in one sentence; else None.
+
+    Args:
+        costs: of a stage and micro-batch, with the shares of the slices.
+    """
+    cut, plain = simulate(schedule, costs).makespan, simulate(whole, costs).makespan
+    if cut <= plain + TIME_TOLERANCE:
+        return None
+    return (
+        f"{schedule.slices} slices of unequal time take {cut:.3g} and whole sequences {plain:.3g}: the pipeline waits for the "
+        "longest slice; cut where slices take the same time"
+    )
 
 
 def require_slices(slices: object) -> None:

@@ -171,8 +171,11 @@ def test_transforms_are_applied_in_order(pipeloom: Run) -> None:
     assert from_csv(ended.out).programs == wanted.programs
 
 
-def test_slices_take_the_same_time(pipeloom: Run) -> None:
-    words = "schedule 1f1b --ranks 4 --microbatches 8 --attention 0.6 --json"
-    balanced = pipeloom(f"{words} --option slices=4")
+def test_even_slices_of_attention_warn(pipeloom: Run) -> None:
+    words = "schedule 1f1b --ranks 4 --microbatches 8 --option slices=4 --attention 0.6 --json"
+    balanced, even = pipeloom(words), pipeloom(f"{words} --even-slices")
     assert (round(json.loads(balanced.out)["makespan"], 2), balanced.err) == (26.25, "")
-    assert "--attention is about slices" in pipeloom(words).out
+    assert even.err.startswith("warning: 4 slices of unequal time take 36.7 and whole sequences 33: ")
+    assert pipeloom("schedule 1f1b --ranks 4 --microbatches 8 --even-slices").err.startswith(
+        "pipeloom: --attention and --even-slices are about slices"
+    )

@@ -137,14 +137,17 @@ def test_timelines_round_trip() -> None:
     assert len(json.loads(form)["schedules"]) == 2
 
 
-def test_a_dump_of_another_program_is_shown(tmp_path: Path) -> None:
-    """Zero bubble's order with each W behind its I, at 10 GB and 2.5 GB for each micro-batch."""
+def test_a_dump_of_another_program_is_shown_and_searched(tmp_path: Path) -> None:
+    """Zero bubble's order with each W behind its I, at 10 GB and 2.5 GB for each micro-batch: a search does what ZB-H1 does."""
     timeline = pl.simulate(pl.schedules.zb_h1(ranks=4, microbatches=8), pl.Costs().scaled(1e-2))
     slow = pl.simulate(_with_late_weights(timeline.schedule), timeline.costs)
     trace = converted(dump(tmp_path / "dump", slow, labels=True))
-    assert "actions by the names of the events" in _run(str(trace))
-    found = json.loads(_run(str(trace), "--json"))
+    text = _run(str(trace), "--search", "2")
+    assert "actions by the names of the events" in text
+    assert "assumed: the same placement (linear), I and W as measured (half of B each" in text
+    found = json.loads(_run(str(trace), "--search", "2", "--json"))
     assert found["memory"] == pytest.approx([20, 17.5, 15, 12.5])
+    assert found["search"]["makespan"] <= timeline.makespan + 1e-9 < slow.makespan
 
 
 def _with_late_weights(schedule: pl.Schedule) -> pl.Schedule:

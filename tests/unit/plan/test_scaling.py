@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import runpy
-
 import pytest
 
-from paths import ROOT
+from pipeloom.cli import app
 from pipeloom.plan import OFFERED, RUNTIMES, Planner, PlanRequest, load_device, load_model, parse_layout
+from pipeloom.plan.scaling import scaling
 
-EXAMPLE = runpy.run_path(str(ROOT / "examples" / "scaling.py"))
-scaling = EXAMPLE["scaling"]
 HALF = ", links half as fast"
 
 
@@ -53,9 +50,12 @@ def test_sizes_that_the_model_does_not_allow_are_left_out():
     assert [count for count, _ in lines["pp"]] == [1, 2, 4, 8, 16, 32]  # 32 blocks
 
 
-def test_the_example_draws_them(tmp_path):
+def test_the_command_draws_them(capsys, tmp_path):
     path = tmp_path / "scaling.svg"
-    EXAMPLE["main"](str(path), "llama3-8b", "16", sequences=16)
+    app(
+        ["plan", "--model", "llama3-8b", "--devices", "16", "--global-batch", "16", "--svg", str(path)],
+        standalone_mode=False,
+    )
     text = path.read_text()
     assert "tokens/s of a device" in text
     assert "tp up to 8, then pp" in text

@@ -20,7 +20,7 @@ from pipeloom.schedule.channels import message_counts, message_sizes, traffic
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.families import FAMILIES
 from pipeloom.schedule.json_form import from_json, to_json
-from pipeloom.schedule.slices import balanced_cuts, even_cuts
+from pipeloom.schedule.slices import balanced_cuts, even_cuts, longer_than_whole
 
 TWO = [
     ["0F0.0", "0F0.1", "0F1.0", "0B0.1", "0B0.0", "0F1.1", "0I1.1", "0W1.1", "0B1.0"],
@@ -184,6 +184,8 @@ def test_even_cuts_of_attention_lose() -> None:
         33,
         26.3,
     ]
+    assert longer_than_whole(cut, whole, balanced) is None
+    assert "4 slices of unequal time take 36.7 and whole sequences 33" in (longer_than_whole(cut, whole, even) or "")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

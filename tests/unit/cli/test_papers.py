@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import runpy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from paths import ROOT
+from pipeloom.cli import papers
 from pipeloom.schedule import simulate
 from pipeloom.schedule.families.zb_auto import zb_auto
 
-papers = SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / "papers.py")))
 PAPER = papers.paper("zero-bubble")
 
 

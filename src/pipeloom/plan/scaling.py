@@ -1,20 +1,12 @@
-"""Tokens per second of a device as tensor or pipeline parallelism grows, within a node and beyond it, at two speeds of links.
-
-python examples/scaling.py scaling.svg                    GPT-3 175B on 64 H100
-python examples/scaling.py scaling.svg llama3-8b 16       another model, another number of devices
-"""
+"""Tokens per second of a device as tensor or pipeline parallelism grows, within a node and beyond it, at two speeds of links."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
-from pipeloom.draw.chart import Panel, chart
 from pipeloom.errors import UsageError
-from pipeloom.plan import OFFERED, RUNTIMES, load_device, load_model
 from pipeloom.plan.layout import CHUNKS, PlannedLayout, problems
 from pipeloom.plan.predict import Planner
 from pipeloom.plan.search import PlanRequest, estimate
@@ -79,18 +71,3 @@ def _tokens(planner: Planner, request: PlanRequest, tp: int, pp: int) -> float:
         with suppress(UsageError):  # a family that refuses these sizes
             return planner.predict(each).tokens
     raise UsageError(f"tp={tp}, pp={pp}: no schedule allows it")
-
-
-def main(file: str, model: str = "gpt3-175b", devices: str = "64", seq: int = 2048, sequences: int = 1536) -> None:
-    """Write the chart of a model on a number of H100, for steps of `sequences` sequences of `seq` tokens."""
-    planner = Planner(load_model(model), load_device("h100"), RUNTIMES["pipeloom"])
-    request = PlanRequest(int(devices), planner.device.memory, sequences, seq, OFFERED["pipeloom"])
-    title = f"{planner.shape.name} on {devices} {planner.device.name}, nodes of {planner.device.per_node}"
-    panel = Panel("tokens/s of a device", scaling(planner, request))
-    Path(file).write_text(
-        chart(title, "devices that share one copy of the model", [panel], log2=True), encoding="utf-8"
-    )
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

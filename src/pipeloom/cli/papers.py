@@ -1,29 +1,27 @@
-"""A table of a paper, recomputed from what the paper publishes (a TOML file beside this one).
-
-python examples/papers.py zero-bubble          the bubble rates of arXiv 2401.10241, from its profile
-python examples/papers.py moe [--json]         layouts of published models with experts, beside DualPipe
-"""
+"""`pipeloom compare --paper NAME`: a table of a paper, recomputed from the profile that the paper publishes (`NAME.toml`)."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import tomllib
+from importlib import resources
 from math import isclose
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeloom.cli.options import share
 from pipeloom.cli.output import aligned
-from pipeloom.draw.figures import number
-from pipeloom.schedule import Costs, simulate
-from pipeloom.schedule.families import build
+from pipeloom.errors import UsageError, did_you_mean
 
-PAPERS = {"zero-bubble": "zero_bubble.toml", "moe": "moe_layouts.toml"}
+if TYPE_CHECKING:
+    from pipeloom.schedule import Costs
+
+PAPERS = {"zero-bubble": "zero_bubble.toml", "moe": "moe.toml"}
 
 
 def recompute(name: str) -> list[dict[str, Any]]:
-    """Return one entry per row of the paper's table: model, sizes, and for each column the recomputed and published figures."""
+    """Return one entry per row of the paper's table: model, sizes, and for each column the recomputed and published figures.
+
+    Raises UsageError for an unknown paper.
+    """
     content = paper(name)
     return _moe_rows(content) if name == "moe" else _zero_bubble_rows(content)
 
@@ -47,6 +45,9 @@ def _moe_rows(content: dict[str, Any]) -> list[dict[str, Any]]:
     "share" is the idle time as a multiple of DualPipe's, or None where DualPipe does not run. "crossover" is the number of chunks
     from which `interleaved-overlap` idles less than DualPipe.
     """
+    from pipeloom.schedule import Costs, simulate
+    from pipeloom.schedule.families import build
+
     costs = Costs(**content["costs"])
     forward, backward, weight, pair = 1.0, 2.0, 1.0, content["costs"]["pair"]
     rows = []
@@ -80,8 +81,10 @@ def _moe_rows(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def paper(name: str) -> dict[str, Any]:
-    """Return the data of a paper: title, models, and rows with their profile and published figures."""
-    return tomllib.loads((Path(__file__).parent / PAPERS[name]).read_text(encoding="utf-8"))
+    """Return the data of a paper: title, models, and rows with their profile and published figures. Raises as `recompute`."""
+    if name not in PAPERS:
+        raise UsageError(f"--paper is {name!r:.200}{did_you_mean(name, PAPERS)}")
+    return tomllib.loads((resources.files("pipeloom.cli") / PAPERS[name]).read_text(encoding="utf-8"))
 
 
 def costs_of(row: dict[str, Any], model: dict[str, int]) -> Costs:
@@ -89,6 +92,8 @@ def costs_of(row: dict[str, Any], model: dict[str, int]) -> Costs:
 
     Of the memory of a layer's micro-batch, M_B = 34 h + 5 a s, M_W = 32 h is kept until W (arXiv 2401.10241, section 2.3).
     """
+    from pipeloom.schedule import Costs
+
     held = 32 * model["hidden"] / (34 * model["hidden"] + 5 * model["heads"] * model["sequence"])
     return Costs(**row["costs"], held=held)
 
@@ -98,6 +103,9 @@ def _zero_bubble_rates(row: dict[str, Any], model: dict[str, int]) -> dict[str, 
 
     The interleaved column is 1 - m (f + b + w) / (makespan - p p2p), which is how the paper's figures are reproduced.
     """
+    from pipeloom.schedule import simulate
+    from pipeloom.schedule.families import build
+
     costs, p, m = costs_of(row, model), row["ranks"], row["microbatches"]
     work: float = m * sum(row["costs"][part] for part in ("forward", "input_grad", "weight_grad"))
 
@@ -142,6 +150,8 @@ def _zero_bubble_cells(rows: list[dict[str, Any]]) -> tuple[list[list[str]], lis
 
 def _moe_cells(content: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[list[list[str]], list[str]]:
     """Return the cells, one line per schedule, and the formulas below them."""
+    from pipeloom.draw.figures import number
+
     cells = [["model", "p", "v", "schedule", "idle", "ratio", "activations", "params"]]
     for at, row in enumerate(rows):
         first = at == 0 or rows[at - 1]["model"] != row["model"]
@@ -162,12 +172,3 @@ def _moe_cells(content: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[lis
         "dualpipe and interleaved-overlap idle equally long at v = 6(p - 1)/(p - 2):",
         f"  {crossover}",
     ]
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("paper", choices=PAPERS)
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    recomputed = recompute(given.paper)
-    print(json.dumps({"paper": given.paper, "rows": recomputed}) if given.json else table(given.paper, recomputed))
