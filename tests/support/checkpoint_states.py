@@ -35,7 +35,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep 2": {"parallel.dp": 2, "parallel.ep": 2},
     "dp 2, tp 2, zero": {"parallel.dp": 2, "parallel.tp": 2, "optimizer.zero1": True},
     "dp 2, pp 2, zero": {"parallel.dp": 2, "parallel.pp": 2, "optimizer.zero1": True},
-    "dp 2, pp 2, zero": {"parallel.dp": 2, "parallel.pp": 2, "optimizer.zero1": True},
 }
 TEXT = torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
 
