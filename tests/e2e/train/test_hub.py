@@ -17,6 +17,7 @@ from torch import Tensor
 
 import pipeloom as pl
 from commands import pipeloom
+from corpora import tokenizer_directory, tokenizer_file
 from pipeloom import checkpoint
 from pipeloom.config import load, load_layout
 from pipeloom.errors import CheckpointError, ConfigError
@@ -27,11 +28,15 @@ from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.reader import Reader, verified
+from pipeloom.train.checkpoint.save import Saver
 from pipeloom.train.checkpoint.state import holders
+from pipeloom.train.data.conversations import conversation
 from pipeloom.train.data.prepare import require_data
 from pipeloom.train.data.sources import tokenizer_name
+from pipeloom.train.data.tokenizers import SimpleTemplate, TokenizerTemplate, load_tokenizer
 from pipeloom.train.hub import conversion as hub
-from pipeloom.train.hub.lora_files import read_directory
+from pipeloom.train.hub.generate import open_model, text_of
+from pipeloom.train.hub.lora_files import base_weights, read_directory
 from processes import run_ranks
 
 _SIZES = {
@@ -386,3 +391,69 @@ def test_verify_compares_a_directory_and_its_adapters_over_replicas(
     (layout,) = json.loads(done.stdout)["layouts"]
     assert layout["passed"]
     assert layout["parameters"] == count
+
+
+@pytest.mark.parametrize("kind", ["bytes", "file", "directory", "own template"])
+def test_prompts_of_an_export_are_those_of_the_run(kind: str, tmp_path: Path) -> None:
+    """Of chats: the run's template and tokenizer go out with the weights, and with adapters alone."""
+    name = "bytes"
+    if kind == "file":
+        name = str(tokenizer_file(tmp_path / "words.json"))
+    elif kind != "bytes":
+        name = str(tokenizer_directory(tmp_path / "words"))
+    data = {"tokenizer": name, "template": "auto" if kind == "own template" else "simple"}
+    if kind == "file":
+        data["eos"] = "<s>"
+    size = {"model.vocab_size": 300, "model.hidden_size": 32, "model.num_hidden_layers": 2}
+    section = load("tiny", size).model
+    pipeline = Pipeline(layers(section.shape(), 0), pl.schedules.gpipe(1, 1), loss=cross_entropy)
+    extra = {"config": {"model": section.model_dump(mode="json"), "data": data}, "chat": True}
+    run = checkpoint.save(tmp_path / "runs", 0, pipeline, extra=extra)
+    pipeline.close()
+    out = tmp_path / "out"
+    hub.export(run, out)
+    before, after = (text_of(open_model(path, 1, {})) for path in (run, out))
+    prompt = before.encode("red wool\nand blue")
+    assert after.encode("red wool\nand blue") == prompt
+    assert after.decode(prompt) == before.decode(prompt)
+    if kind == "bytes":
+        assert bytes(prompt) == b"<|user|>\nred wool\nand blue\n<|assistant|>\n"
+        return
+    assert after.ends == before.ends
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    asked = [{"role": "user", "content": "red wool\nand blue"}]
+    assert theirs.apply_chat_template(asked, add_generation_prompt=True)["input_ids"] == prompt
+    if kind == "own template":
+        return
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
+    answers = [{"role": "assistant", "content": "", "tool_calls": [call, call]}, {"role": "tool", "content": "5"}]
+    record = {"messages": [*asked, *answers, {"role": "assistant", "content": "It is 5."}], "tools": [{"name": "f"}]}
+    given = conversation(record, ("messages",))
+    tokenizer = load_tokenizer(name, data.get("bos", "auto"), data.get("eos", "auto"))
+    (ours,) = SimpleTemplate(tokenizer).rows(given)
+    (exported,) = TokenizerTemplate(out).rows(given)
+    texts = [tokenizer.decode(torch.tensor([p.content])) if isinstance(p.content, int) else p.content for p in ours]
+    assert "".join(str(piece.content) for piece in exported) == "".join(texts)
+    assert "".join(str(piece.content) for piece in exported if piece.counts) == "".join(
+        text for text, piece in zip(texts, ours, strict=True) if piece.counts
+    )
+
+
+def test_the_tokenizer_and_the_template_of_a_run_are_beside_its_adapters(tmp_path: Path) -> None:
+    folder = tmp_path / "hub"
+    sizes = {**_SIZES, "vocab_size": 300}
+    transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes)).save_pretrained(folder)
+    tokenizer_directory(folder)
+    values = {"model.source": str(folder), "lora.r": 2, "data.template": "simple", "train.device": "cpu"}
+    layout = load_layout(None, {**values, "parallel.pp": 1, "schedule.name": "gpipe", "schedule.microbatches": 1})
+    pipeline = build_pipeline(layout, torch.device("cpu"))
+    config = layout.config.model_dump(mode="json")
+    saver = Saver(tmp_path / "runs", pipeline, base=base_weights(layout.config))
+    run = saver.save(0, {"config": config, "chat": True})
+    pipeline.close()
+    hub.export(run, tmp_path / "out")
+    assert (tmp_path / "out/adapter_model.safetensors").is_file()
+    before, after = (text_of(open_model(path, 1, {})) for path in (run, tmp_path / "out"))
+    assert after.encode("red") == before.encode("red")
+    assert before.decode(before.encode("red")) == "<|user|>\nred\n<|assistant|>\n"
+    assert after.ends == before.ends

@@ -17,6 +17,7 @@ from pipeloom.train.data import cache
 from pipeloom.train.data.conversations import BadConversation, Conversation
 from pipeloom.train.data.sources import BadRecord, Fields, Record, Source, records
 from pipeloom.train.data.tokenizers import (
+    CHAT_TEMPLATE,
     Piece,
     SimpleTemplate,
     Template,
@@ -115,7 +116,7 @@ def opened(entry: cache.Entry, source: Source) -> Store:
 
 def _template_words(tokenizer: Tokenizer, data: DataSection) -> str:
     """Return a text that differs where conversations are rendered differently, for the cache's key."""
-    folder, names = tokenizer.folder, ("chat_template.jinja", "tokenizer_config.json")
+    folder, names = tokenizer.folder, (CHAT_TEMPLATE, "tokenizer_config.json")
     files = [] if folder is None else [folder / name for name in names]
     content = b"|".join(file.read_bytes() for file in files if file.is_file())
     return f"{data.template} {hashlib.sha256(content).hexdigest()}"

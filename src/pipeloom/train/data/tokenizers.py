@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +28,7 @@ from pipeloom.train.data.conversations import (
 )
 from pipeloom.train.data.sources import AUTO, BYTES, NONE
 
+CHAT_TEMPLATE = "chat_template.jinja"
 # Usual names of the token that ends a document, tried where no configuration names it.
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
@@ -241,6 +243,16 @@ class Template(Protocol):
         """Return the pieces of a user's message, up to where the answer begins."""
 
 
+_SIMPLE = (
+    "{{ BOS }}{% if tools %}{{ '<|tools|>\\n' + tools | tojson + '\\n' }}{% endif %}{% for message in messages %}"
+    "{{ '<|' + message.role + '|>\\n' }}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ '\\n' if message.content or not loop.first }}<|call|>"
+    "{{ call.function | tojson }}{% endfor %}{{ EOS }}"
+    "{% endgeneration %}{% else %}{{ message.content + '\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+
+
 class SimpleTemplate:
     r"""Template of `<|role|>`, a newline, the content; answers end with the tokenizer's eos, everything else with a newline.
 
@@ -251,6 +263,13 @@ class SimpleTemplate:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._bos, self._eos = tokenizer.bos, tokenizer.eos
+        ends = [(name, end) for name, end in (("bos", self._bos), ("eos", self._eos)) if end is not None]
+        self.specials = {f"{name}_token": tokenizer.decode(torch.tensor([end])) for name, end in ends}
+
+    def for_transformers(self) -> str:
+        """Return the template in the language of `transformers`, with marks around answers."""
+        words = (("BOS", self.specials.get("bos_token", "")), ("EOS", self.specials.get("eos_token", "\n")))
+        return reduce(lambda text, word: text.replace(word[0], json.dumps(word[1])), words, _SIMPLE)
 
     def rows(self, given: Conversation) -> list[list[Piece]]:
         pieces = [] if self._bos is None else [Piece(self._bos, False)]
@@ -398,7 +417,7 @@ def prompt_tokens(text: str, tokenizer: Tokenizer, template: Template | None) ->
 
 def has_template(folder: Path | None) -> bool:
     """Return whether a tokenizer's directory, if it has one, has a chat template."""
-    if folder is None or (folder / "chat_template.jinja").is_file():
+    if folder is None or (folder / CHAT_TEMPLATE).is_file():
         return folder is not None
     config = folder / "tokenizer_config.json"
     return config.is_file() and b'"chat_template"' in config.read_bytes()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeloom.config import ModelSection, load
 from pipeloom.config.checks import CLASS_KEYS
-from pipeloom.config.sections import LoraSection
+from pipeloom.config.sections import DataSection, LoraSection
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.limits import expanded
 from pipeloom.models import hf, hub_name, tied
@@ -24,14 +24,16 @@ from pipeloom.models.hf.weights import SINGLE, WEIGHTS_INDEX
 from pipeloom.models.layers import PREDICTION_NORMS, block_name, own_name
 from pipeloom.models.lora import LoraOptions, is_adapter, is_transposed, merged
 from pipeloom.shapes.decoder import DecoderShape
-from pipeloom.shapes.hub import is_directory, own_shape, own_values
+from pipeloom.shapes.hub import ADAPTER_CONFIG, is_directory, own_shape, own_values
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.manifest import BaseWeights
 from pipeloom.train.checkpoint.reader import Reader, opened
 from pipeloom.train.checkpoint.run import RunFacts, validated
 from pipeloom.train.checkpoint.save import write_whole
-from pipeloom.train.data.sources import FILES
+from pipeloom.train.data.sources import BYTES, FILES, tokenizer_name
+from pipeloom.train.data.store import template_of
+from pipeloom.train.data.tokenizers import CHAT_TEMPLATE, SimpleTemplate, load_tokenizer
 from pipeloom.train.hub.lora_files import checkpoint_digest, directory_digest, write_adapter
 
 _SHARD_BYTES = 2 * 10**9  # bytes of weights in memory at a time and per file; readers can read parts of a file
@@ -78,7 +80,7 @@ def export(path: Path, out: Path, merge: bool = False) -> Path:
     else:
         section = _section(reader)
         _write(out, section, _dtype_of(reader), _layers_of(reader, section), _origin(reader, section))
-        _copy_tokenizer(RunFacts.read(directory).config, out)
+    _write_tokenizer(directory, out)
     return directory
 
 
@@ -111,14 +113,31 @@ def _imported_from(folder: Path) -> str | None:
         return None
 
 
-def _copy_tokenizer(config: Mapping[str, Mapping[str, Any]], out: Path) -> None:
-    """Copy the tokenizer that a run's configuration names into the model's directory, if it still exists."""
-    name = config.get("data", {}).get("tokenizer")
-    path = expanded(name) if isinstance(name, str) else Path()
+def _write_tokenizer(directory: Path, out: Path) -> None:
+    """Copy the tokenizer of a run beside its weights, if it still exists, and make the template of its chats the tokenizer's."""
+    facts = RunFacts.read(directory)
+    data = validated(DataSection, {**load().data.model_dump(), **facts.config.get("data", {})}, directory)
+    model = facts.config.get("model", {})
+    name = tokenizer_name(data.tokenizer, str(model.get("source") or model.get("weights") or ""))
+    path = expanded(name)
     if path.is_file():
         shutil.copyfile(path, out / "tokenizer.json")
-    elif isinstance(name, str) and any((path / file).is_file() for file in FILES):
-        _copy_texts(path, out, _OF_MODEL)
+    elif any((path / file).is_file() for file in FILES):
+        _copy_texts(path, out, (*_OF_MODEL, ADAPTER_CONFIG))
+    elif name != BYTES:
+        return
+    if not facts.chat:
+        return
+    tokenizer = load_tokenizer(name, data.bos, data.eos)
+    template = template_of(tokenizer, data)
+    if isinstance(template, SimpleTemplate):
+        (out / CHAT_TEMPLATE).write_text(template.for_transformers(), encoding="utf-8")
+        if name != BYTES:
+            config = out / "tokenizer_config.json"
+            described = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+            described.pop("chat_template", None)
+            described = {"tokenizer_class": "PreTrainedTokenizerFast", **described, **template.specials}
+            config.write_text(json.dumps(described), encoding="utf-8")
 
 
 def _copy_texts(source: Path, out: Path, without: tuple[str, ...]) -> None:

@@ -31,9 +31,9 @@ from pipeloom.train.checkpoint.load import load
 from pipeloom.train.checkpoint.run import RunFacts
 from pipeloom.train.collect import sums
 from pipeloom.train.data.conversations import BadConversation
-from pipeloom.train.data.sources import BYTES, tokenizer_name
+from pipeloom.train.data.sources import BYTES, FILES, tokenizer_name
 from pipeloom.train.data.store import template_of
-from pipeloom.train.data.tokenizers import Tokenizer, has_template, load_tokenizer, prompt_tokens
+from pipeloom.train.data.tokenizers import CHAT_TEMPLATE, Tokenizer, has_template, load_tokenizer, prompt_tokens
 from pipeloom.train.hub.lora_files import base_weights, begin_weights
 
 _PADDING = 2**30  # position of tokens that no other may attend to
@@ -234,22 +234,24 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any], trust_code: b
     """
     size = max(1, prompts)
     layout: dict[str, Any] = {"schedule.name": "gpipe", "schedule.microbatches": size, "train.global_batch_size": size}
+    chat = (path / CHAT_TEMPLATE).is_file() or None
     if (path / ADAPTER_CONFIG).is_file():
         base = Path(str(read_adapter_config(path, str(path)).get("base_model_name_or_path")))
         if not (base / "config.json").is_file():
             raise ConfigError(
                 f"{path / ADAPTER_CONFIG}: the model that it adapts, {base}, is not a Hugging Face directory"
             )
-        return OpenedModel(
-            load_layout(None, {"model.source": str(base), "lora.adapter": str(path), **layout, **flags}), None, base
-        )
+        keys = {"model.source": str(base), "lora.adapter": str(path)}
+        if any((path / name).is_file() for name in FILES):
+            keys["data.tokenizer"] = str(path)
+        return OpenedModel(load_layout(None, {**keys, **layout, **flags}), None, base, chat)
     if (path / "config.json").is_file():
         kind = "model.weights"
         try:
             own_keys(str(path))
         except ConfigError:  # the model of transformers, or refused there with the reason
             kind = "model.source"
-        return OpenedModel(load_layout(None, {kind: str(path), **layout, **flags}), None, path)
+        return OpenedModel(load_layout(None, {kind: str(path), **layout, **flags}), None, path, chat)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; give a checkpoint, a run, or a Hugging Face directory")
     checkpoint = newest_checkpoint(path)
