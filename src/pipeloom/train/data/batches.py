@@ -126,11 +126,7 @@ class Batch(NamedTuple):
     @property
     def keywords(self) -> dict[str, Tensor]:
         """Return the keyword arguments for a pipeline's methods besides tokens and targets."""
-        keywords = {
-            "position_ids": self.positions,
-            "mtp_tokens": self.tokens_ahead,
-            "mtp_targets": self.targets_ahead,
-        }
+        keywords = {"position_ids": self.positions, "mtp_tokens": self.tokens_ahead, "mtp_targets": self.targets_ahead}
         return {name: tensor for name, tensor in keywords.items() if tensor is not None}
 
 

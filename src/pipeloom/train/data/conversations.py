@@ -197,10 +197,7 @@ def markers(given: Conversation) -> tuple[Conversation, dict[str, str]]:
         if "tool_calls" in message:
             what = f"a call in message {number}"
             marked["tool_calls"] = [
-                {
-                    **call,
-                    "function": {"name": mark(what), "arguments": {mark(f"the arguments of {what} as JSON"): "x"}},
-                }
+                {**call, "function": {"name": mark(what), "arguments": {mark(f"the arguments of {what} as JSON"): "x"}}}
                 for call in message["tool_calls"]
             ]
         messages.append(marked)
