@@ -225,6 +225,7 @@ class StepGradients:
                 if total is not None:
                     sync.main.of(weight).copy_(total)
                     sync.main.absent.discard(weight)
+            del total  # It is a view of all these sums, which would stay beside those of the next holders.
         sync.stage_done(AFTER_TIES)
 
     def _sum(

@@ -218,14 +218,18 @@ def copies_in_sums(schedule: Schedule, counts: Sequence[float], tied: float) -> 
     number, at the first stage of each rank.
 
     The step's last action has ended then. Each holder has a copy of its own, and those of the others (`tied_weights.sum_over`).
+    Weights with the same holders in the same order are summed together, and one such sum follows the other.
 
     Args:
         counts: position in a route -> the parameters of its layers.
         tied: parameters of the embedding that the output layer has, too.
     """
     places = list(zip(schedule.position_of, schedule.placement, strict=True))
-    holders = [frozenset(rank for at, rank in places if at == position) for position in range(schedule.positions)]
-    summed = defaultdict[frozenset[int], float](float, {holders[0] | holders[-1]: tied})  # holders -> parameters
+    holders = [
+        tuple(dict.fromkeys(rank for at, rank in places if at == position)) for position in range(schedule.positions)
+    ]
+    both = tuple(dict.fromkeys(holders[0] + holders[-1]))
+    summed = defaultdict[tuple[int, ...], float](float, {both: tied})  # holders -> parameters
     for position, count in enumerate(counts):
         summed[holders[position]] += count - tied * [0, schedule.positions - 1].count(position)
     copies = {ranks: len(ranks) * count for ranks, count in summed.items() if len(ranks) > 1}
