@@ -71,7 +71,8 @@ def split_at_communications(
     With `recompute` the computations of `StageModules.recomputed` run again in the backward; `part_of` returns the part, if any,
     that all computations of a layer belong to.
 
-    A segmented layer with hooks runs as a whole: hooks belong to a call of the layer, which its segments do not make.
+    A segmented layer with hooks runs as a whole: hooks belong to a call of the layer, which its segments do not make. So does one
+    without a communication: in segments, each of them would be recomputed on its own, and its inputs kept.
     """
     groups: list[ComputeGroup] = []
     computations: list[Computation] = []
@@ -82,10 +83,12 @@ def split_at_communications(
             wrapped = partial(partial, _recomputed, module)
         elif (part := part_of(at)) is not None:
             wrapped = partial(partial, _in_part, part, module)
-        if not is_segmented(module) or _has_hooks(module):
+        whole = not is_segmented(module) or _has_hooks(module)
+        segments = () if whole else module.segments(**accepted)  # type: ignore[operator]
+        if all(isinstance(segment, Compute) for segment in segments):
             computations.append(Computation(wrapped(partial(_forward, module, accepted)), name))
             continue
-        for segment in module.segments(**accepted):  # type: ignore[operator]
+        for segment in segments:
             if isinstance(segment, Compute):
                 computations.append(Computation(wrapped(segment.run), None))
             else:

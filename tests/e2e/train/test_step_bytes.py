@@ -78,6 +78,8 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "zb-h1, experts": ("zb-h1", 4, EXPERTS),
     "zbv": ("zbv", 4, {}),
     "zbv, R blocks": ("zbv", 4, BLOCK),
+    "1f1b, experts, R blocks": ("1f1b", 4, EXPERTS | BLOCK),
+    "zb-h1, experts, R blocks": ("zb-h1", 4, EXPERTS | BLOCK),
     "1f1b, slices": ("1f1b", 4, GLOO | {"schedule.slices": 4}),
     "1f1b, slices, R whole": ("1f1b", 4, GLOO | {"schedule.slices": 4, "schedule.transforms": ["recompute=whole"]}),
     "dualpipe": ("dualpipe", 4, {"train.seq_len": 256}),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from models import batch, gradients, mse, serial, worst
+from pipeloom.ops.segments import Compute
 from pipeloom.runtime import Layer, LocalPipeline, RuntimeOptions
 from segmented import Experts
 
@@ -64,3 +65,21 @@ def test_hooks_of_a_segmented_layer(kind: str, schedule: pl.Schedule, recompute:
     assert worst(gradients(pipeline), want) <= 1e-5
     if recompute == "none":
         assert calls == expected
+
+
+class Alone(nn.Linear):
+    """A layer whose segments have no communication."""
+
+    def segments(self) -> list[Compute]:
+        return [Compute("first", self.refuse), Compute("second", self.refuse)]
+
+    def refuse(self, values: Any) -> Any:
+        raise AssertionError("each segment would be recomputed on its own, from inputs that are kept")
+
+
+def test_a_layer_without_communications_runs_as_a_whole() -> None:
+    layers = [Layer(f"layer{at}", lambda: Alone(6, 6)) for at in range(2)]
+    x, y = batch(8)
+    pipeline = LocalPipeline(layers, S.one_f_one_b(2, 4), loss=mse, options=RuntimeOptions(recompute="full"))
+    pipeline.step(x, y)
+    assert all(parameter.grad is not None for parameter in pipeline.parameters())
