@@ -321,7 +321,7 @@ def volumes_of(config: str, sizes: Sizes) -> dict[str, Any]:
     them, or if `config` cannot be read.
     """
     from pipeloom.config import load, load_layout
-    from pipeloom.config.volume import volumes
+    from pipeloom.plan.volume import volumes
 
     config_of_file = load(config)
     count = sizes.ranks if sizes.ranks is not None else max(config_of_file.parallel.pp, config_of_file.parallel.tp, 2)

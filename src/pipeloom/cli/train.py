@@ -166,7 +166,7 @@ def announce(layout: Layout) -> None:
     """Print a one-line summary of the run, and the notes of the layout."""
     from pipeloom.cli.verify import unverified
     from pipeloom.config.rates import AUTO_RATE
-    from pipeloom.config.volume import words as volume_words
+    from pipeloom.plan.volume import words as volume_words
     from pipeloom.schedule.functions import source_file
     from pipeloom.shapes.layers import parameter_count
 

@@ -8,7 +8,6 @@ from itertools import accumulate, pairwise
 
 from pipeloom.config import Config, Layout
 from pipeloom.config.layout import stage_sizes
-from pipeloom.config.volume import boundary_bytes
 from pipeloom.errors import UsageError
 from pipeloom.plan.layout import PlannedLayout, problems
 from pipeloom.plan.measured import MeasuredLayers
@@ -173,6 +172,14 @@ def gradients_name(layout: Layout) -> str:
 def with_messages(layout: Layout, timeline: Timeline) -> Timeline:
     """Return the timeline with the bytes of messages."""
     return replace(timeline, messages=tuple(each.beside for each in layout_messages(layout)))
+
+
+def boundary_bytes(layout: Layout) -> tuple[int, ...]:
+    """micro-batch -> bytes of the message that one worker sends for it from stage to stage."""
+    config, mesh = layout.config, layout.mesh
+    token = config.model.hidden_size * int(element_bytes(config)["params"])
+    tokens = config.train.seq_len // (mesh.cp * (mesh.tp if config.parallel.sp else 1))
+    return tuple(size * tokens * token for size in layout.microbatch_sizes)
 
 
 def layout_messages(layout: Layout, device: str = "") -> list[MessageBytes]:

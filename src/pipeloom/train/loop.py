@@ -18,11 +18,12 @@ from torch import Tensor
 
 from pipeloom.config import Config, Layout
 from pipeloom.config.rates import AUTO_RATE, AUTOMATIC, learning_rate
-from pipeloom.config.volume import boundary_bytes, volumes
 from pipeloom.errors import Interrupted, PipeloomError, Preempted
 from pipeloom.limits import expanded
 from pipeloom.ops.random_state import stable_seed
 from pipeloom.parallel.exchange import all_gather_json
+from pipeloom.plan.run import boundary_bytes
+from pipeloom.plan.volume import volumes
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.batch import count_targets
 from pipeloom.runtime.health.status import seconds_running

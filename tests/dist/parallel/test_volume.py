@@ -9,11 +9,12 @@ import torch
 
 from layouts import LENGTH, Way, model, step, tensor_parallel
 from pipeloom.config import load_layout
-from pipeloom.config.volume import Volume, boundary_bytes, volumes, words
 from pipeloom.models import cross_entropy, layers, token_loss
 from pipeloom.parallel import collectives
 from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.mesh import Mesh
+from pipeloom.plan.run import boundary_bytes
+from pipeloom.plan.volume import Volume, volumes, words
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from pipeloom.schedule.channels import message_counts, size_words, traffic
 from pipeloom.schedule.families import FAMILIES, build

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeloom.config import Layout
-from pipeloom.config.volume import boundary_bytes
 from pipeloom.parallel.mesh import Mesh
+from pipeloom.plan.run import boundary_bytes
 from pipeloom.schedule import Costs
 from pipeloom.schedule.transforms import half_split, recompute
 from pipeloom.shapes.cut import spans

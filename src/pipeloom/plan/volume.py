@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from pipeloom.config.layout import Layout
 from pipeloom.config.sections import Config
+from pipeloom.plan.run import boundary_bytes, element_bytes
 from pipeloom.schedule.channels import message_counts, size_words
 from pipeloom.shapes.layers import layer_sizes
-
-_ITEM = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,6 @@ def volumes(layout: Layout) -> tuple[Volume, ...]:
     """Return the volume per kind of message in a step, without kinds that send nothing."""
     kinds = (_pipeline(layout), _tensor(layout), _context(layout), _data(layout), _experts(layout))
     return tuple(volume for volume in kinds if volume.count)
-
-
-def boundary_bytes(layout: Layout) -> tuple[int, ...]:
-    """micro-batch -> bytes of the message that one worker sends for it from stage to stage."""
-    config, mesh = layout.config, layout.mesh
-    token = config.model.hidden_size * _ITEM[config.train.dtype]
-    tokens = config.train.seq_len // (mesh.cp * (mesh.tp if config.parallel.sp else 1))
-    return tuple(size * tokens * token for size in layout.microbatch_sizes)
 
 
 def _pipeline(layout: Layout) -> Volume:
@@ -86,8 +77,8 @@ def _tensor(layout: Layout) -> Volume:
         operations = 4 * blocks + 2 + len(recomputed) + again
         units = operations + 2 * (ends - 1)
         share = 2.0
-    whole = sum(size * config.train.seq_len for size in layout.microbatch_sizes)
-    whole *= config.model.hidden_size * _ITEM[config.train.dtype]
+    whole: float = sum(size * config.train.seq_len for size in layout.microbatch_sizes)
+    whole *= config.model.hidden_size * element_bytes(config)["params"]
     moved = units * share * (mesh.tp - 1) * whole * mesh.dp
     return Volume("tensor", operations * m * mesh.replicas, moved)
 
@@ -98,12 +89,12 @@ def _context(layout: Layout) -> Volume:
     config, mesh = layout.config, layout.mesh
     if mesh.cp == 1:
         return Volume("context", 0, 0.0)
-    model, item = config.model, _ITEM[config.train.dtype]
+    model, item = config.model, element_bytes(config)["params"]
     blocks = model.blocks
     again = blocks if config.train.recompute == "attention" else len(_recomputed(config))
     width = 2 * model.num_key_value_heads * model.shape().head_width
     tokens = sum(layout.microbatch_sizes) * config.train.seq_len * mesh.dp
-    moved = ((2 * blocks + again) * item + blocks * max(4, item)) * (mesh.cp - 1) * tokens * width
+    moved = ((2 * blocks + again) * item + blocks * element_bytes(config)["grads"]) * (mesh.cp - 1) * tokens * width
     return Volume("context", (3 * blocks + again) * layout.schedule.microbatches * mesh.dp * mesh.tp, moved)
 
 
@@ -112,8 +103,8 @@ def _data(layout: Layout) -> Volume:
     they are reduce-scattered, and the parameters all-gathered."""
     config, mesh, schedule = layout.config, layout.mesh, layout.schedule
     copies = len(schedule.routes)
-    item = max(4, _ITEM[config.train.dtype])
-    gathered = _ITEM[config.train.dtype] if config.optimizer.zero1 else item
+    item = element_bytes(config)["grads"]
+    gathered = element_bytes(config)["params"] if config.optimizer.zero1 else item
     moved, count = 0.0, 0
     for plain, expert in _held(layout):
         for parameters, ranks, groups in ((plain, mesh.replicas, 1), (expert / mesh.ep, mesh.edp, mesh.ep)):
@@ -144,7 +135,7 @@ def _experts(layout: Layout) -> Volume:
     sparse, m = config.model.expert_blocks, layout.schedule.microbatches
     sparse += sparse[-1:] * config.model.num_nextn_predict_layers
     rows = sum(layout.microbatch_sizes) * config.train.seq_len * config.model.num_experts_per_tok
-    row = config.model.hidden_size * _ITEM[config.train.dtype]
+    row = config.model.hidden_size * element_bytes(config)["params"]
     passes = 4 * sum(sparse) + 2 * sum(sparse[block] for block in _recomputed(config))
     moved = passes * rows * row * (mesh.ep - 1) / mesh.ep * mesh.dp
     return Volume("experts", passes * m * mesh.edp, moved)
