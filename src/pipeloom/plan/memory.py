@@ -144,9 +144,9 @@ def state_bytes(
 ) -> tuple[float, float, float, float]:
     """Bytes of (weights, gradients, optimizer state, gathered copies).
 
-    Mixed precision: bf16 weights, fp32 gradients, and for AdamW an fp32 copy of the weights and two moments (2 + 4 + 12 bytes a
-    parameter), each divided by the replicas from its ZeRO level on (arXiv 1910.02054). `fully_shard` keeps no bf16 copy but the
-    gathered one: 4 + 4 + 8.
+    Mixed precision: bf16 weights, gradients in fp32 or wider, and for AdamW an fp32 copy of the weights and two moments
+    (2 + 4 + 12 bytes a parameter), each divided by the replicas from its ZeRO level on (arXiv 1910.02054). `fully_shard` keeps no
+    bf16 copy but the gathered one: 4 + 4 + 8.
 
     Args:
         groups: (parameters, ranks that hold the same ones) of what every rank of an ep group holds, and of the experts.
@@ -165,7 +165,7 @@ def state_bytes(
     gathered = (2 * element * largest if zero == 3 else 0.0) + (4 * largest if zero >= 2 else 0.0)
     return (
         element * (shard if zero == 3 else whole),
-        4 * (shard if zero >= 2 else whole),
+        max(4, element) * (shard if zero >= 2 else whole),
         runtime.optimizer * (shard if zero >= 1 else whole),
         gathered,
     )

@@ -16,7 +16,7 @@ from pipeloom.plan.messages import MessageBytes, message_bytes
 from pipeloom.plan.predict import Planner
 from pipeloom.plan.time import AxisRates, Device, StepTime, busy_parts
 from pipeloom.schedule import Schedule, Timeline, simulate
-from pipeloom.schedule.actions import GRADS
+from pipeloom.schedule.actions import GRADS, PARAMS
 from pipeloom.shapes.cut import spans
 from pipeloom.shapes.mesh import uneven_parts
 from pipeloom.shapes.ops import RUNTIMES, LayerOps, Runtime, parameters_of
@@ -128,32 +128,49 @@ def _bytes(
     layout: Layout, planned: PlannedLayout, layers: Sequence[LayerOps], timed: Sequence[LayerOps], runtime: Runtime
 ) -> dict[str, tuple[float, ...]]:
     """Return `Costs.bytes` of the stages: of a micro-batch, and what stands for the whole step."""
-    schedule, replicas, ties = layout.schedule, planned.dp * planned.cp, with_embedding(layout.schedule)
+    slices = layout.schedule.slices
     each = [
-        LayerBytes.of_ops(layer, again=again, parts=True, slices=schedule.slices)
+        LayerBytes.of_ops(layer, again=again, parts=True, slices=slices)
         for layer, again in zip(layers, [*_recomputed(layout), False], strict=False)
     ]
-    if schedule.slices > 1:  # a weight's gradient is as large beside a slice's tensors
-        slices = schedule.slices
+    if slices > 1:  # a weight's gradient is as large beside a slice's tensors
         each = [
             replace(whole, backward=slices * piece.backward_peak, split=slices * piece.input_peak)
             for whole, piece in zip(each, timed, strict=True)
         ]
-    of_stage, values = spans(schedule, layout.stage_layers), []
-    for stage, span in enumerate(of_stage):
-        group = layers[slice(*span)]
+    groups = [layers[slice(*span)] for span in spans(layout.schedule, layout.stage_layers)]
+    adapters = [_adapters(layout, group) for group in groups]
+    return standing_bytes(layout, planned, groups, runtime, adapters) | moving_bytes(layout, each)
+
+
+def standing_bytes(
+    layout: Layout,
+    planned: PlannedLayout,
+    groups: Sequence[Sequence[LayerOps]],
+    runtime: Runtime,
+    adapters: Sequence[float],
+) -> dict[str, tuple[float, ...]]:
+    """Return `Costs.bytes` of what stands for the whole step, and of whole copies of what ranks divide.
+
+    Args:
+        groups: stage -> its layers.
+        adapters: stage -> parameters of its adapters, which are trained in place of its own.
+    """
+    replicas, ties, values = planned.dp * planned.cp, with_embedding(layout.schedule), []
+    for stage, group in enumerate(groups):
         counts = parameters_of(group, has_embedding=stage in ties)
         held = list(zip(counts, (replicas, planned.expert_replicas), strict=True))
-        trained = [(_adapters(layout, group), replicas)] if layout.config.lora.r else held
+        trained = [(adapters[stage], replicas)] if layout.config.lora.r else held
         frozen = [*held, *trained] if layout.config.lora.r else held
         weights, whole = (state_bytes(frozen, 0.0, each, runtime)[0] for each in (planned, replace(planned, zero=0)))
         _, gradients, optimizer, _ = state_bytes(trained, 0.0, planned, runtime)
         summed = state_bytes(trained, 0.0, replace(planned, zero=0), runtime)[1]
         shards = {"shards": weights} if planned.zero == 3 else {}
         shards |= {"grad_shards": gradients} if planned.zero >= 2 else {}
-        values.append({"params": whole, gradients_name(layout): summed, "optimizer": optimizer} | shards)
-    sizes = {name: tuple(value[name] for value in values) for name in values[0]}
-    return sizes | moving_bytes(layout, each)
+        # Gradients without buffers do not exist before the step.
+        name = GRADS if has_sums(layout) else "new_grads"
+        values.append({PARAMS: whole, name: summed, "optimizer": optimizer} | shards)
+    return {name: tuple(value[name] for value in values) for name in values[0]}
 
 
 def moving_bytes(layout: Layout, layers: Sequence[LayerBytes]) -> dict[str, tuple[float, ...]]:
@@ -162,11 +179,6 @@ def moving_bytes(layout: Layout, layers: Sequence[LayerBytes]) -> dict[str, tupl
     groups = [layers[start:end] for start, end in of_stage]
     moving = stage_bytes(layout.schedule, groups, sizes["grads"] / sizes["params"])
     return moving | {"end_sums": tuple(summed_over_ranks(layout))}
-
-
-def gradients_name(layout: Layout) -> str:
-    """Return the name in `Costs.bytes` of gradients, which exist before the step where they have buffers."""
-    return GRADS if has_sums(layout) else "new_grads"
 
 
 def with_messages(layout: Layout, timeline: Timeline) -> Timeline:

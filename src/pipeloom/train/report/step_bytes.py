@@ -13,11 +13,11 @@ from pipeloom.config import Layout
 from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.plan.memory import RankMemory, ranks_of
 from pipeloom.plan.run import (
-    element_bytes,
-    gradients_name,
     layout_messages,
+    layout_of,
     moving_bytes,
-    stage_parameters,
+    runtime_of,
+    standing_bytes,
     with_messages,
 )
 from pipeloom.plan.run import predicted as planned
@@ -26,6 +26,7 @@ from pipeloom.schedule import Costs, Timeline, simulate
 from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.timeline import MESSAGES
 from pipeloom.shapes.cut import spans
+from pipeloom.shapes.layers import whole_layers
 from pipeloom.shapes.stage_bytes import LayerBytes
 from pipeloom.train.collect import gather
 from pipeloom.train.observers import StepEnd, StepObserver
@@ -53,17 +54,11 @@ def predicted_costs(layout: Layout, layers: Sequence[LayerBytes], device: str = 
 
 def _costs(layout: Layout, layers: Sequence[LayerBytes]) -> Costs:
     """Return costs with the bytes of each stage, without messages."""
-    counts, largest = stage_parameters(layout), max(layout.microbatch_sizes)
-    sizes = element_bytes(layout.config)
-    standing = {name: tuple(size * count for count in counts) for name, size in sizes.items()}
-    if layout.config.lora.r:  # weights are frozen, and adapters come beside them
-        trained = [
-            sum(layer.trained for layer in layers[slice(*span)]) for span in spans(layout.schedule, layout.stage_layers)
-        ]
-        for name, size in sizes.items():
-            frozen = standing[name] if name == "params" else (0.0,) * len(trained)
-            standing[name] = tuple(size * count + more for count, more in zip(trained, frozen, strict=True))
-    standing[gradients_name(layout)] = standing.pop("grads")
+    of_stage, largest = spans(layout.schedule, layout.stage_layers), max(layout.microbatch_sizes)
+    whole = whole_layers(layout.config.model.shape(), 1)
+    groups = [whole[start:end] for start, end in of_stage]
+    trained = [sum(layer.trained for layer in layers[start:end]) for start, end in of_stage]
+    standing = standing_bytes(layout, layout_of(layout), groups, runtime_of(layout.config, None), trained)
     factors = tuple(size / largest for size in layout.microbatch_sizes)
     costs = Costs(microbatch=factors, bytes=moving_bytes(layout, layers) | standing)
     return costs if layout.cuts is None else layout.cuts.costs(costs)
