@@ -252,12 +252,22 @@ class PretrainedWeights:
         """Fill `target` with the part, beginning at `offset`, of the model's weight `name` of `shape`.
 
         Nothing else is read, and nothing is in memory twice, where the directory's tensors are only put together, as those of
-        experts; else the weight is made whole. Raises ConfigError for a weight that the directory lacks, or that has another
-        shape.
+        experts; else the weight is made whole. Raises ConfigError for a weight that the directory lacks, that has another
+        shape, or whose twins have other values there.
         """
         stored = self._stored_name(name)
         if stored is None:
             raise ConfigError(f"{self.folder.path} has no weights for {name}")
+        self._fill(stored, target, offset, shape)
+        for twin in self._groups.keys() & {*self._twins.get(name, ())} - {stored}:
+            self._fill(twin, other := torch.empty_like(target), offset, shape)
+            if not torch.equal(other, target):
+                raise ConfigError(
+                    f"{self.folder.path}: its config.json ties {stored} and {twin}, which have other values in its files; if they "
+                    "are weights of their own, set tie_word_embeddings = false there"
+                )
+
+    def _fill(self, stored: str, target: Tensor, offset: Sequence[int], shape: Sequence[int]) -> None:
         known, group = self._groups[stored]
         tiles = group.tiles(self.folder, tuple(shape))
         if tiles is None:
