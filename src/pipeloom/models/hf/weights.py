@@ -263,8 +263,8 @@ class PretrainedWeights:
             self._fill(twin, other := torch.empty_like(target), offset, shape)
             if not torch.equal(other, target):
                 raise ConfigError(
-                    f"{self.folder.path}: its config.json ties {stored} and {twin}, which have other values in its files; if they "
-                    "are weights of their own, set tie_word_embeddings = false there"
+                    f"{self.folder.path}: its config.json ties {stored} and {twin}, which have other values in its files; if "
+                    "they are weights of their own, set tie_word_embeddings = false there"
                 )
 
     def _fill(self, stored: str, target: Tensor, offset: Sequence[int], shape: Sequence[int]) -> None:
