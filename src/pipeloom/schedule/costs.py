@@ -148,11 +148,11 @@ class Costs:
                 name = _item(spec.name, key) if named else spec.name
                 if _depth(each) not in depths or (None in depths and not _is_name(each)):
                     raise ArgumentError(name, f" is {each!r:.200}; it must be {words.format(name)}")
-                most = math.inf if holds == _RATE else LARGEST_COST if holds in (_TIME, STAGE_TIME) else LARGEST_SIZE
+                most = LARGEST_COST if holds in (_TIME, STAGE_TIME, _RATE) else LARGEST_SIZE
                 for number in _numbers(each):
                     if not number >= 0 or (number == math.inf and holds != _RATE):
                         raise ArgumentError(name, f" is {number}; a cost is a finite number of at least 0")
-                    if number > most:
+                    if most < number < math.inf:
                         raise ArgumentError(name, f" is {digits(number)}; the largest cost is {most:g}")
             if holds == _RATE and value < _LEAST_RATE:  # type: ignore[operator]  # a number
                 raise ArgumentError(spec.name, f" is {value:g}; it must be above {0 if value == 0 else _LEAST_RATE:g}")
@@ -167,7 +167,7 @@ class Costs:
                 raise ArgumentError(name, f" is {shares!r:.200}; shares add up to 1")
         for name in ("kept", "all_to_all"):
             if any(share > 1 for share in _numbers(getattr(self, name))):
-                raise ArgumentError(name, f" is {getattr(self, name)}; it is a share between 0 and 1")
+                raise ArgumentError(name, f" is {getattr(self, name)!r:.200}; it is a share between 0 and 1")
 
     def scaled(self, factor: float) -> Costs:
         """Return these costs with every time multiplied by `factor`, as in another unit or at another speed; sizes stay."""

@@ -224,7 +224,7 @@ def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list
             entry = entry if is_number(entry) and entry >= 0 else math.inf
             start, end = _interval(event, name, path)
             if not on_device:
-                start, end = _computing(start, end, operators.get(event.get("tid"), []))
+                start, end = _computing(start, end, operators.get(str(event.get("tid")), []))
             (device if on_device else host).append(_NamedEvent(start, end, cell, entry))
     outermost = _outermost(sorted(device or host, key=lambda event: (event.start, -event.end)))
     if len(steps) > 1 and not device:  # on a device the work of a step runs on into the host's next one
@@ -256,13 +256,13 @@ def _cut_by_repetition(events: Sequence[_NamedEvent]) -> list[list[_NamedEvent]]
     return groups
 
 
-def _operators(events: Iterable[dict[str, Any]], path: Path) -> dict[Any, list[tuple[float, float]]]:
+def _operators(events: Iterable[dict[str, Any]], path: Path) -> dict[str, list[tuple[float, float]]]:
     """thread -> (start, end) of its operators, by start; sends, receives and collectives are none."""
-    rows: dict[Any, list[tuple[float, float]]] = {}
+    rows: dict[str, list[tuple[float, float]]] = {}
     for event in events:
         name = str(event.get("name", ""))
         if event.get("cat") == "cpu_op" and not name.startswith("c10d::"):
-            rows.setdefault(event.get("tid"), []).append(_interval(event, name, path))
+            rows.setdefault(str(event.get("tid")), []).append(_interval(event, name, path))
     return {thread: sorted(row) for thread, row in rows.items()}
 
 

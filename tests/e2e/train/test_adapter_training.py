@@ -140,7 +140,7 @@ def test_an_adapter_of_peft_loads_here(tmp_path: Path) -> None:
         build({"parallel.pp": 1, "schedule.name": "1f1b", **flags})
     settings = tmp_path / "theirs/adapter_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"use_dora": True}))
-    with pytest.raises(ConfigError, match="adapter_config.json: use_dora = true is not supported"):
+    with pytest.raises(ConfigError, match=r"adapter_config\.json: use_dora = true is not supported"):
         load_layout(None, {**FLAGS, **flags})
 
 

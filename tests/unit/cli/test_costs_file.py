@@ -48,6 +48,7 @@ def test_costs_are_read_as_they_are_written():
         ({"bytes": {"saved": float("inf")}}, "bytes['saved'] is inf; a cost is a finite number"),
         ({"activation": 1e30}, "activation is 1e+30; the largest cost is 1e+18"),
         ({"message": 1e30}, "message is 1e+30; the largest cost is 1e+18"),
+        ({"bandwidth": 10**400}, "bandwidth is a number of about 401 digits; the largest cost is 1e+100"),
         ({"bandwidth": 1e-300}, "bandwidth is 1e-300; it must be above 1e-30"),
         ({"pools": {"saved": ["device"]}}, "pools['saved'] is ('device',); it must be the name of a pool"),
         ({"pools": {"saved": "a\x1b[31m"}}, "it must be the name of a pool"),

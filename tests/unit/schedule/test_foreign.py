@@ -268,9 +268,10 @@ def test_steps_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_counter_that_is_no_number_counts_as_none(tmp_path: Path) -> None:
-    events = [{"ph": "X", "name": name, "pid": 0, "ts": at, "dur": 1} for at, name in enumerate(("0F0", "0B0"))]
+    thread = {"pid": [0], "tid": {"x": 1}}
+    events = [{"ph": "X", "name": name, **thread, "ts": at, "dur": 1} for at, name in enumerate(("0F0", "0B0"))]
     levels = [10**400, "x", float("nan"), True, 2.5]
-    events += [{"ph": "C", "name": "memory", "pid": 0, "ts": 0, "args": {"GB": level}} for level in levels]
+    events += [{"ph": "C", "name": "memory", **thread, "ts": 0, "args": {"GB": level}} for level in levels]
     (tmp_path / "a.json").write_text(json.dumps({"traceEvents": events}))
     assert load(tmp_path / "a.json").memory == (2.5,)
 
