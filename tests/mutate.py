@@ -40,6 +40,15 @@ TESTS = {
     ),
     "runtime.program": ("dist/runtime/test_executed_order.py", "unit/runtime/test_families.py"),
     "runtime.executor": ("dist/runtime/test_executed_order.py", "unit/runtime/test_families.py"),
+    "runtime.actions.compute": (
+        "unit/runtime/test_families.py",
+        "unit/runtime/test_recompute_actions.py",
+        "dist/runtime/test_executed_order.py",
+        "unit/runtime/test_named.py",
+    ),
+    "runtime.actions.recompute": ("unit/runtime/test_recompute_actions.py",),
+    "runtime.actions.copies": ("unit/runtime/test_offload_actions.py", "unit/runtime/test_sliced_steps.py"),
+    "runtime.actions.shards": ("dist/runtime/test_stage_shards.py",),
     "runtime.stage": (
         "unit/runtime/test_families.py",
         "dist/runtime/test_split_backward.py",

@@ -1,8 +1,8 @@
 """Linear layers whose weight gradient autograd does not compute: it waits for W, or is added to a main gradient.
 
 I computes the input gradient now, W the weight's later (zero-bubble pipelines, arXiv 2401.10241, section 2: B and W). If the
-schedule has I and W for a micro-batch (`StageProgram.split`), or the stage runs in segments, `Stage._begin_forward` gives it a
-`WeightGradQueue`; the layers' backwards put their work into it (`WeightGradContext.writes_now`), `Stage.weight_grad` runs it.
+schedule has I and W for a micro-batch (`Saving.splits`), or the stage runs in segments, `Stage.begin_forward` gives it a
+`WeightGradQueue`; the layers' backwards put their work into it (`WeightGradContext.writes_now`), `compute.weight_grad` runs it.
 
 What waits are the matrix weights of plain `nn.Linear`s and of modules with `set_weight_grad_context`: tensor-parallel and
 expert linears, gates, LoRA factors, transformers' transposed linears. In I stay biases; weights that are hooked or computed from

@@ -11,18 +11,18 @@ import torch
 
 from pipeloom.parallel.collectives import Tag
 from pipeloom.parallel.mesh import PipelineMesh
-from pipeloom.runtime.assembly import Assembly, PipelineSpec
-from pipeloom.runtime.executor import Executor, StepHooks, StepResult, clock_for
+from pipeloom.runtime.actions.signals import Signals
+from pipeloom.runtime.assembly import PipelineSpec
+from pipeloom.runtime.executor import Executor, StepHooks, clock_for
+from pipeloom.runtime.flight import StepResult
 from pipeloom.runtime.overlap import CommStream
 from pipeloom.runtime.p2p.base import Transport
-from pipeloom.runtime.program import RankProgram, lower, whole_forwards
-from pipeloom.runtime.signals import Signals
+from pipeloom.runtime.program import ProgramsOfRanks, RankProgram
 from pipeloom.runtime.spread_vocabulary import SpreadVocabulary
+from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.tensor_spec import ShapeCache
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Exposed, Timeline
-from pipeloom.schedule.transforms import forward_only
-from pipeloom.schedule.vocabulary import layers_alone
 
 _ROUND_TRIPS = 5  # of a clock's comparison: the quickest one is seldom disturbed, and all take well below a millisecond
 
@@ -58,66 +58,36 @@ class RankStats:
     turns: Mapping[int, float]
 
 
+@dataclass(eq=False)
 class RankEngine:
     """One rank of a pipeline: its stages, its programs, its transport and its hooks.
 
-    Args:
+    Attributes:
         rank: in the pipeline.
         spec: the pipeline's arguments.
-        assembly: the stages of this process, those of `rank` among them.
+        stages: stage number -> stage, of this rank.
         communications: the stream of the communications inside the rank's stages.
         transport: a program -> the transport for one run of it.
         hooks: called while a step runs.
         specs: shapes of messages, remembered from step to step.
         vocabulary: the rank's share of a vocabulary that is spread over the pipeline.
-
-    Attributes:
-        schedule: the schedule that it runs.
     """
 
-    schedule: Schedule
+    rank: int
+    spec: PipelineSpec
+    stages: Mapping[int, Stage]
+    communications: CommStream
+    transport: Callable[[RankProgram], Transport]
+    hooks: StepHooks
+    specs: ShapeCache
+    vocabulary: SpreadVocabulary | None = None
 
-    def __init__(
-        self,
-        rank: int,
-        spec: PipelineSpec,
-        assembly: Assembly,
-        communications: CommStream,
-        transport: Callable[[RankProgram], Transport],
-        hooks: StepHooks,
-        specs: ShapeCache,
-        vocabulary: SpreadVocabulary | None = None,
-    ) -> None:
-        self.rank = rank
-        self.vocabulary = vocabulary
-        self.stages = {number: assembly.stages[number] for number in spec.schedule.stages_of[rank]}
-        self.hooks = hooks
-        self._spec = spec
-        self._communications = communications
-        self._transport = transport
-        self._specs = specs
-        self._programs: dict[tuple[int | None, bool], RankProgram] = {}
-
-    def follow(self, schedule: Schedule) -> None:
-        """Run `schedule` from the next step on. Raises ConfigError if a layer's statistics depend on its order."""
-        step = lower(schedule, self.rank, self._spec.options)
+    def follow(self, programs: ProgramsOfRanks) -> None:
+        """Run these programs from the next step on. Raises ConfigError if a layer's statistics depend on their order."""
+        step = programs.of_rank(self.rank)
         for index, stage in self.stages.items():
-            stage.require_order(schedule.name, step.stages[index])
-        self.schedule, self._programs = schedule, {(None, False): step}
-
-    def program(self, forwards: int | None = None, whole: bool = False) -> RankProgram:
-        """Return the program of a training step, or of only the forwards of so many micro-batches. Each is lowered once.
-
-        Args:
-            whole: whether the forwards are of whole micro-batches where the schedule cuts them into slices, and of layers alone
-                where it spreads the vocabulary.
-        """
-        if (forwards, whole) not in self._programs:
-            assert forwards is not None
-            schedule = forward_only(self.schedule, forwards)
-            schedule = whole_forwards(layers_alone(schedule)) if whole else schedule
-            self._programs[forwards, whole] = lower(schedule, self.rank, self._spec.options)
-        return self._programs[forwards, whole]
+            stage.require_order(programs.schedule.name, step.stages[index])
+        self.programs = programs
 
     def executor(
         self, forwards: int | None, traced: bool, whole: bool = False, signals: Signals | None = None
@@ -126,23 +96,26 @@ class RankEngine:
 
         Args:
             traced: whether actions on a GPU are timed there.
-            whole: as of `program`.
+            whole: as of `ProgramsOfRanks.of_rank`.
             signals: as of `Executor`.
         """
-        program = self.program(forwards, whole)
-        self._communications.timed = traced
+        program = self.programs.of_rank(self.rank, forwards, whole)
+        stages = {number: self.stages[number] for number in program.stages}
+        transport = self.hooks.faults.over(self.transport(program))
+        stream, checksums = self.communications, self.spec.options.checksum
+        stream.timed, clock = traced, clock_for(stream.device, traced)
         return Executor(
             program,
-            {number: self.stages[number] for number in program.stages},
-            self.hooks.faults.over(self._transport(program)),
+            stages,
+            transport,
             self.hooks,
-            loss=self._spec.loss,
-            specs=self._specs,
-            communications=self._communications,
-            clock=clock_for(self._communications.device, traced),
-            checksums=self._spec.options.checksum,
-            vocabulary=self.vocabulary,
-            signals=signals,
+            self.spec.loss,
+            self.specs,
+            stream,
+            clock,
+            checksums,
+            self.vocabulary,
+            signals,
         )
 
     def stats(
@@ -153,12 +126,13 @@ class RankEngine:
         Args:
             received: number and bytes of the receive buffers.
         """
-        program = self.program()
+        instructions = self.programs.of_rank(self.rank).instructions
+        sent, arrived = sum(len(each.sends) for each in instructions), sum(len(each.receives) for each in instructions)
         return RankStats(
-            self.schedule,
+            self.programs.schedule,
             self.rank,
-            sum(len(instruction.sends) for instruction in program.instructions),
-            sum(len(instruction.receives) for instruction in program.instructions),
+            sent,
+            arrived,
             *received,
             send_segments,
             result.peak_alive,

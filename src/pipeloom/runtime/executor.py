@@ -8,12 +8,13 @@ whose messages have arrived (`missing`), and `finish`.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -24,20 +25,27 @@ from pipeloom.errors import DistributedError, UsageError
 from pipeloom.ops.checksum import message_checksum
 from pipeloom.ops.segments import report_standstills_to
 from pipeloom.parallel.zero import StageShards
+from pipeloom.runtime import actions
+from pipeloom.runtime.actions.compute import backward_in_segments, forward_in_segments
+from pipeloom.runtime.actions.registry import EXECUTIONS, Queue
+from pipeloom.runtime.actions.signals import Signal
 from pipeloom.runtime.batch import Microbatches
+from pipeloom.runtime.flight import Flight, RankStep, StepResult
 from pipeloom.runtime.health.fault_injection import Faults
 from pipeloom.runtime.health.report import lost_peer
 from pipeloom.runtime.health.status import Status
-from pipeloom.runtime.loss import Loss, LossSum, MicrobatchLoss
+from pipeloom.runtime.loss import Loss, MicrobatchLoss
 from pipeloom.runtime.overlap import CommStream, Coroutine, interleave
 from pipeloom.runtime.p2p.base import Delivery, Outgoing, Transport
-from pipeloom.runtime.program import Instruction, RankProgram, StageProgram, Task
-from pipeloom.runtime.signals import Signal, Signals
+from pipeloom.runtime.program import Instruction, RankProgram, Task
 from pipeloom.runtime.spread_vocabulary import SpreadVocabulary
-from pipeloom.runtime.stage import ForwardCall, InputGradients, Stage, StageOutputs
-from pipeloom.runtime.tensor_spec import BoundaryValues, ShapeCache, TensorSpecs, boundary_of
-from pipeloom.schedule.actions import COMPUTE, COPY_IN, OUTPUT, Action, fraction_of, kind_of
-from pipeloom.schedule.channels import Edge, Message
+from pipeloom.runtime.stage import Stage
+from pipeloom.runtime.tensor_spec import ShapeCache
+from pipeloom.schedule.actions import COMPUTE, COPY_IN, COPY_OUT, Action
+from pipeloom.schedule.channels import Message
+
+for _module in pkgutil.iter_modules(actions.__path__):  # each registers what executes its kinds
+    importlib.import_module(f"{actions.__name__}.{_module.name}")
 
 
 class HostClock:
@@ -110,41 +118,11 @@ class StepHooks:
     beside: Callable[[Action, Callable[[], object]], object] = lambda _, execute: execute()
 
 
-@dataclass
-class StepResult:
-    """Result of one run of a rank's program.
-
-    Attributes:
-        loss: sums of this rank's shares of the loss and of layers' terms.
-        outputs: micro-batch -> output of the route's last stage, if requested.
-        starts, ends: seconds (time.perf_counter) of each program entry.
-        turns: entry of a pair -> time at which its forward ended and its backward began; for an interleaved pair, the time at
-            which that would have been had the two run one after the other.
-        peak_alive: the most micro-batches alive on its stages at once.
-        exposed: kind of communication -> seconds for which computation waited for it inside actions; None: not measured.
-        after: kind of communication -> its seconds after the last action.
-        end: time at which the gradients were complete (time.perf_counter); 0: the end of the last action.
-    """
-
-    loss: LossSum = field(default_factory=LossSum)
-    outputs: dict[int, Any] = field(default_factory=dict)
-    starts: list[float] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
-    turns: dict[int, float] = field(default_factory=dict)
-    peak_alive: int = 0
-    exposed: Mapping[str, float] | None = None
-    after: Mapping[str, float] = field(default_factory=dict)
-    end: float = 0.0
-
-
-Deliveries = Sequence[Delivery]
-"""An action's inputs from other ranks, in their order."""
-
-
+@dataclass(eq=False)
 class Executor:
     """One rank's run of one program.
 
-    Args:
+    Attributes:
         program: the program to run: of a training step if gradients are enabled, else forwards only.
         stages: stage number -> stage, of this rank.
         transport: carries this run's messages.
@@ -155,36 +133,20 @@ class Executor:
         clock: times the actions.
         checksums: whether messages carry a checksum that the receiver verifies.
         vocabulary: this rank's share of a vocabulary that is spread over the pipeline.
-        signals: sends and receives those of the program, if it has any.
+        signals: `Signals` of the program, if it has any.
     """
 
-    def __init__(
-        self,
-        program: RankProgram,
-        stages: Mapping[int, Stage],
-        transport: Transport,
-        hooks: StepHooks,
-        *,
-        loss: Loss,
-        specs: ShapeCache,
-        communications: CommStream,
-        clock: HostClock | DeviceClock,
-        checksums: bool = False,
-        vocabulary: SpreadVocabulary | None = None,
-        signals: Signals | None = None,
-    ) -> None:
-        self.program = program
-        self.stages = stages
-        self.transport = transport
-        self.hooks = hooks
-        self.loss = loss
-        self.specs = specs
-        self.communications = communications
-        self.clock = clock
-        self.checksums = checksums
-        self.vocabulary = vocabulary
-        self.signals = signals
-        self._copy_streams: dict[str, torch.cuda.Stream] = {}
+    program: RankProgram
+    stages: Mapping[int, Stage]
+    transport: Transport
+    hooks: StepHooks
+    loss: Loss
+    specs: ShapeCache
+    communications: CommStream
+    clock: HostClock | DeviceClock
+    checksums: bool = False
+    vocabulary: SpreadVocabulary | None = None
+    signals: Any = None
 
     # -- a run, instruction by instruction -------------------------------------------------------------------------------
 
@@ -205,29 +167,20 @@ class Executor:
 
     def begin(self, batch: Microbatches, keep_outputs: bool = False) -> None:
         """Start a run: discard what an earlier one left, and open the first receives."""
-        self.batch = batch
-        self.keep_outputs = keep_outputs
-        self.training = torch.is_grad_enabled()
-        self.result = StepResult()
-        self.results = [self.result]  # of each rank that it runs
+        weighed = zip(batch.targets, batch.shares, strict=True)
+        losses = [None if keep_outputs else MicrobatchLoss(self.loss, *each) for each in weighed]
+        inputs, training = self.hooks.faults.inputs(batch.inputs), torch.is_grad_enabled()
+        self.step = RankStep(
+            self.stages, batch, inputs, losses, training, keep_outputs, self.program.slices, self.specs
+        )
+        self.results = [self.step.result]  # of each rank that it runs
+        self._flights: dict[tuple[int, int], Flight] = {}
+        self._queues: dict[str, Queue] = {}
         instructions = self.program.instructions
         self._computation = iter(self.program.computation)
         self.next = next(self._computation, None)
-        # 1 for each micro-batch whose activations are held from then on, -1 where they are freed.
-        self._held: list[int] = []
-        self._has_loss, self._unreached = False, self.training  # whether no loss so far carries a gradient
-        self._losses: Sequence[MicrobatchLoss | None] = (None,) * batch.count
-        if not keep_outputs:
-            self._losses = [MicrobatchLoss(self.loss, *each) for each in zip(batch.targets, batch.shares, strict=True)]
-        self._given = self.hooks.faults.inputs(batch.inputs)
-        # Between stages of this rank: (edge, micro-batch) -> the values for the other stage, and their gradients.
-        self._activations: dict[tuple[Edge, int], Delivery] = {}
-        self._gradients: dict[tuple[Edge, int], BoundaryValues] = {}
-        # (stage, micro-batch) -> messages received by a forward; their buffers are returned to the transport after its backward.
-        self._inputs: dict[tuple[int, int], Deliveries] = {}
-        self._copied: deque[Deliveries] = deque()  # inputs that are in host memory, whose buffers are returned
         self.communications.exposed()  # left by an evaluation or a failed step
-        self.specs.begin([(self.training, *each) for each in batch.signatures], self.program.slices)
+        self.specs.begin([(self.step.training, *each) for each in batch.signatures], self.program.slices)
         self.clock.begin()
         self.resume()
         # Of program entries: marks of the clock, and for an interleaved pair the forward's share of its time.
@@ -237,7 +190,10 @@ class Executor:
         # Of a program with several queues: the ends of its entries, and those of other queues that have been issued.
         self._ended: list[Future[None]] = [Future() for _ in instructions] if self.program.has_queues else []
         self._issued: list[int] = []
-        self._copies = {n: stage.begin(self.program.stages[n].offloaded) for n, stage in self.stages.items()}
+        for number, stage_program in self.program.stages.items():
+            for unit, saving in stage_program.saving.items():
+                if saving.travels is not None:  # copies of its parts may begin while its forward runs
+                    self._flight(number, unit).travels = self.stages[number].travelling(saving.travels)
         self._issue(self.program.issued_first)
         if self.next is not None:
             self.transport.exchange((), instructions[self.next].post_receives)
@@ -256,7 +212,7 @@ class Executor:
                 if not self._ended[at].done():
                     return self.program.instructions[at]
             for signal in instruction.awaits:
-                if not self._signals.arrived(signal):
+                if not self.signals.arrived(signal):
                     return signal
         return None
 
@@ -276,68 +232,75 @@ class Executor:
             status: of the thread.
         """
         instruction, hooks = self.program.instructions[at], self.hooks
-        task, second, computes = instruction.tasks[0], instruction.second, instruction.queue == COMPUTE
+        task, computes = instruction.tasks[0], instruction.queue == COMPUTE
         action = task.action
-        if self._ended:
-            self._await_queues(instruction, status)
-        received = self._received(task) if task.receives else ()
-        for_second = () if second is None else self._received(second)
-        if instruction.completes_stages and hooks.before_last_backward is not None:
-            for stage in instruction.completes_stages:
-                if not self.stages[stage].segmented and not self.program.stages[stage].split:
-                    hooks.before_last_backward(stage)
+        self._await(instruction, status)
+        key, stage = (action.stage, task.unit), self.stages[action.stage]
+        flight = self._flights.get(key) or self._flight(*key)
         now = self.clock.now if computes else time.perf_counter
-        outgoing: Sequence[Outgoing] | None = None
         status.enter(action)
         self._starts[at] = now()
         try:
-            if second is not None:
-                outgoing, self._forward_shares[at] = self._overlapped_pair(task, second, received, for_second)
+            if instruction.second is not None:
+                self._forward_shares[at] = self._overlapped_pair(task, instruction.second)
             else:
                 hooks.faults.before(action)
+                queue = self._queues.get(instruction.queue) or self._queue(instruction.queue)
                 if not computes:
-                    hooks.beside(action, partial(_EXECUTE[action.kind], self, task, received))
+                    hooks.beside(action, partial(EXECUTIONS[action.kind], flight, stage, queue))
                 else:
-                    if hooks.before_layer is not None and (action.kind != "F" or self.stages[action.stage].segmented):
+                    if hooks.before_layer is not None and (action.kind != "F" or stage.segmented):
                         self._await_weights(action)
-                    outgoing = _EXECUTE[action.kind](self, task, received)
+                    EXECUTIONS[action.kind](flight, stage, queue)
         except Exception as error:
             status.failed(error)
             raise
         self._ends[at] = now()
         if self._ended:
             self._end(at)
-        if not computes:
-            return
+        if computes:
+            self._send(instruction)
+
+    def _await(self, instruction: Instruction, status: Status) -> None:
+        """Wait for what an instruction needs, and let gradients be reduced inside a stage's last backward."""
+        if self._ended:
+            self._await_queues(instruction, status)
+        for task in instruction.tasks:
+            if task.receives:
+                self._receive(task)
+        if self.hooks.before_last_backward is not None:
+            for stage in instruction.completes_stages:
+                if not self.stages[stage].segmented and not self.program.stages[stage].splits:
+                    self.hooks.before_last_backward(stage)
+
+    def _send(self, instruction: Instruction) -> None:
+        """Send an instruction's results, and open the receives of the next one."""
+        while self.step.unused:
+            self.transport.recycle(self.step.unused.popleft().values)
         self.next = following = next(self._computation, None)
         posts = () if following is None else self.program.instructions[following].post_receives
-        self.transport.exchange(outgoing or (), posts)
-        if instruction.completes_stages and hooks.stage_done is not None:
+        if instruction.second is not None and instruction.tasks[0].sends:
+            self.transport.exchange(self._outgoing(instruction.tasks[0]), ())
+        self.transport.exchange(self._outgoing(instruction.tasks[-1]), posts)
+        if self.hooks.stage_done is not None:
             for stage in instruction.completes_stages:
-                hooks.stage_done(stage)
+                self.hooks.stage_done(stage)
 
     def _await_queues(self, instruction: Instruction, status: Status) -> None:
         """Wait for what an instruction needs from other queues and ranks, and issue the entries that start with it. Make the
         buffers of gradients to which it is the first to add.
         """
         action = instruction.tasks[0].action
-        while self._copied and instruction.queue == COMPUTE:
-            self._recycle(self._copied.popleft())
         for at in instruction.waits:
             status.wait_for(action, self.program.instructions[at].words)
             self._ended[at].result()
         for signal in instruction.awaits:
             status.wait_for(action, signal.words)
-            self._signals.wait(signal)
+            self.signals.wait(signal)
         self._issue(instruction.issues)
         if self.hooks.shards is not None:
             for stage in instruction.opens:
                 self.hooks.shards.open(stage)
-
-    @property
-    def _signals(self) -> Signals:
-        assert self.signals is not None
-        return self.signals
 
     def _end(self, at: int) -> None:
         """Note that an entry has ended, here and for the other ranks that wait for it. Take over the gradients to which it was
@@ -348,7 +311,7 @@ class Executor:
             for stage in instruction.takes:
                 self.hooks.shards.take(stage)
         for signal in instruction.signals:
-            self._signals.send(signal)
+            self.signals.send(signal)
         self._ended[at].set_result(None)
 
     def _issue(self, entries: Sequence[int]) -> None:
@@ -366,9 +329,10 @@ class Executor:
             if not lost_peer(error):
                 self.hooks.status.error = error
             self._ended[at].set_exception(error)
-            action, unit, *_ = self.program.instructions[at].tasks[0]
-            if kind_of(action.kind).queue == COPY_IN and unit in self._copies[action.stage].saved:
-                self._copies[action.stage].saved[unit].result().fail(error)  # a backward may wait for it
+            instruction = self.program.instructions[at]
+            action, unit, *_ = instruction.tasks[0]
+            if instruction.queue == COPY_IN and (travels := self._flight(action.stage, unit).travels) is not None:
+                travels.fail(error)  # a backward may wait for it
 
     def finish(self) -> StepResult:
         """End the run once every send and the entries on other queues have completed, and return its result."""
@@ -378,177 +342,51 @@ class Executor:
             self._ended[at].result()
         self.hooks.status.leave()
         report_standstills_to(None)
-        if self._has_loss and self._unreached:
+        if self.step.training and self.step.unreached:
             raise UsageError(
                 "the loss carries no gradient for any micro-batch, but the outputs that it is computed from do: nothing would "
                 "train; compute it from them without detach(), .item() or torch.no_grad()"
             )
         with self.hooks.status.during("device"):
             self.hooks.status.wait_between("its GPU")  # the host's clock needs no conversion
-            self.result.exposed = self.communications.exposed()
-            self.result.peak_alive = max(accumulate(self._held), default=0)
-            starts, ends = map(self.clock.seconds, (self._starts, self._ends))
+            result = self.step.result
+            result.exposed = self.communications.exposed()
+            result.peak_alive = max(accumulate(self.step.alive_changes), default=0)
+            result.starts, result.ends = starts, ends = [*map(self.clock.seconds, (self._starts, self._ends))]
             self.hooks.status.leave()
-        self.result.starts, self.result.ends = starts, ends
-        self.result.turns = {at: starts[at] + s * (ends[at] - starts[at]) for at, s in self._forward_shares.items()}
-        return self.result
+        result.turns = {at: starts[at] + s * (ends[at] - starts[at]) for at, s in self._forward_shares.items()}
+        return result
 
-    # -- the kinds of actions --------------------------------------------------------------------------------------------
+    # -- what actions get ------------------------------------------------------------------------------------------------
 
-    def _forward(self, task: Task, received: Deliveries) -> list[Outgoing]:
-        """Run F; on a route's last stage, with the loss."""
-        call = self._forward_call(task, received)
-        outputs = self.stages[task.action.stage].forward(call, self.hooks.before_layer)
-        return self._forward_done(task, call.program, outputs, received)
-
-    def _backward(self, task: Task, received: Deliveries) -> list[Outgoing]:
-        """Run B: input and weight gradients of one micro-batch; or I, after which it stays alive until its W.
-
-        A layer that is recomputed in a block with it runs forward again within.
-        """
-        stage = task.action.stage
+    def _flight(self, stage: int, unit: int) -> Flight:
+        """Return the state of a micro-batch on a stage."""
         program = self.program.stages[stage]
-        gradients = self._output_gradients(task, program, received)
-        inputs = self.stages[stage].backward(task.unit, gradients, task.defers)
-        return self._backward_done(task, program, inputs, received)
+        # An action in another thread may be the first one, too.
+        return self._flights.setdefault((stage, unit), Flight(self.step, program, unit, program.saving[unit]))
 
-    def _recompute(self, task: Task, received: Deliveries) -> None:
-        """Run R: the forward again, or a part of it, which saves what the backward needs."""
-        stage = self.stages[task.action.stage]
-        if part := kind_of(task.action.kind).part:
-            stage.recompute_part(task.unit, part)
-        else:
-            self._held.append(1)
-            stage.recompute(task.unit, self.hooks.before_layer)
+    def _queue(self, name: str) -> Queue:
+        """Return a queue as its actions see it; one of copies has a stream on a GPU."""
+        device, hooks = self.communications.device, self.hooks
+        on_stream = device.type == "cuda" and name in (COPY_OUT, COPY_IN)
+        stream = torch.cuda.Stream(device) if on_stream else None  # type: ignore[no-untyped-call]
+        queue = Queue(stream, hooks.before_layer, hooks.before_kind, hooks.shards, self.vocabulary)
+        return self._queues.setdefault(name, queue)
 
-    def _weight_grad(self, task: Task, received: Deliveries) -> None:
-        """Run W: the weight gradients of one micro-batch."""
-        self.stages[task.action.stage].weight_grad(task.unit)
-        self._held.append(-1)
-
-    def _registered_kind(self, task: Task, received: Deliveries) -> None:
-        """Run an action of a registered kind."""
-        kind = kind_of(task.action.kind)
-        if kind.execute is not None:
-            if self.hooks.before_kind is not None and kind.queue == COMPUTE:
-                self.hooks.before_kind(task.action.stage)
-            kind.execute(self.stages[task.action.stage].modules, task.action.microbatch)
-
-    def _gather(self, task: Task, received: Deliveries) -> None:
-        """Run UNSHARD."""
-        if self.hooks.shards is not None:
-            self.hooks.shards.gather(task.action.stage)
-
-    def _release(self, task: Task, received: Deliveries) -> None:
-        """Run RESHARD."""
-        if self.hooks.shards is not None:
-            self.hooks.shards.release(task.action.stage)
-
-    def _reduce(self, task: Task, received: Deliveries) -> None:
-        """Run REDUCE_GRAD."""
-        if self.hooks.shards is not None:
-            self.hooks.shards.reduce(task.action.stage)
-
-    @property
-    def _spread(self) -> SpreadVocabulary:
-        assert self.vocabulary is not None
-        return self.vocabulary
-
-    def _broadcast(self, task: Task, received: Deliveries) -> None:
-        """Run BROADCAST."""
-        edge, mb = self.program.stages[task.action.stage].takes, task.unit
-        hidden = None if edge is None else self._activations.pop((edge, mb)).values[0]
-        self._spread.broadcast(mb, hidden, self.batch.targets[mb])
-
-    def _scores(self, task: Task, received: Deliveries) -> None:
-        """Run S."""
-        self._spread.scores(task.unit, self.batch.targets[task.unit], self.training)
-
-    def _sum_scores(self, task: Task, received: Deliveries) -> None:
-        """Run REDUCE_SUM; the rank of the last stage of layers adds the loss to its sum."""
-        loss = self._spread.sum_scores(task.unit, self.batch.shares[task.unit], self.training)
-        if self.program.stages[task.action.stage].takes is not None:
-            self.result.loss.add(loss)
-
-    def _reduce_scores(self, task: Task, received: Deliveries) -> None:
-        """Run REDUCE."""
-        self._sum_scores(task, received)
-        if self.training:
-            self._reduce_input(task, received)
-
-    def _reduce_input(self, task: Task, received: Deliveries) -> None:
-        """Run REDUCE_INPUT; the rank of the last stage of layers keeps the gradient for its backward."""
-        gradient, edge = self._spread.sum_input_gradient(task.unit), self.program.stages[task.action.stage].takes
-        if edge is not None:
-            self._gradients[edge, task.unit] = (gradient,)
-
-    def _share_gradients(self, task: Task, received: Deliveries) -> None:
-        """Run T."""
-        self._spread.gradients(task.unit)
-
-    def _look_up(self, task: Task, received: Deliveries) -> None:
-        """Run EMBED; the rank of the first stage keeps the rows as that stage's input."""
-        (tokens,) = self._given[task.unit]
-        rows = self._spread.look_up(task.unit, tokens, self.training)
-        if (edge := self.program.stages[task.action.stage].gives) is not None:
-            self._activations[edge, task.unit] = Delivery((rows,), boundary_of((rows,)))
-
-    def _add_rows(self, task: Task, received: Deliveries) -> None:
-        """Run EMBED_GRAD."""
-        edge = self.program.stages[task.action.stage].gives
-        gradients = () if edge is None else self._gradients.pop((edge, task.unit))
-        self._spread.add_rows(task.unit, *gradients)
-
-    def _copy_out(self, task: Task, received: Deliveries) -> None:
-        """Run O."""
-        part, count = fraction_of(task.action.kind) or (1, 1)
-        self._copies[task.action.stage].saved[task.unit].result().to_host(part, self._copy_stream(task.action))
-        self._held.append(-1 if part == count else 0)
-
-    def _copy_in(self, task: Task, received: Deliveries) -> None:
-        """Run L."""
-        part, count = fraction_of(task.action.kind) or (1, 1)
-        self._held.append(1 if part == count else 0)
-        self._copies[task.action.stage].saved[task.unit].result().to_device(part, self._copy_stream(task.action))
-
-    def _copy_kept_out(self, task: Task, received: Deliveries) -> None:
-        """Run OKEPT. The buffers of received inputs are returned by the thread that computes."""
-        stage = task.action.stage
-        self.stages[stage].kept_to_host(self._copies[stage], task.unit, self._copy_stream(task.action))
-        self._copied.append(self._inputs.pop((stage, task.unit), ()))
-
-    def _copy_kept_in(self, task: Task, received: Deliveries) -> None:
-        """Run LKEPT."""
-        stage = task.action.stage
-        self.stages[stage].kept_to_device(self._copies[stage], task.unit, self._copy_stream(task.action))
-
-    def _copy_stream(self, action: Action) -> torch.cuda.Stream | None:
-        """Return the stream of the action's queue; None on the CPU."""
-        queue, device = kind_of(action.kind).queue, self.communications.device
-        if device.type == "cuda" and queue not in self._copy_streams:
-            self._copy_streams[queue] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._copy_streams.get(queue)
-
-    def _overlapped_pair(
-        self, first: Task, second: Task, for_first: Deliveries, for_second: Deliveries
-    ) -> tuple[list[Outgoing], float]:
-        """Run a forward and a backward interleaved. Send the forward's output at once; return the backward's, and the forward's
-        share of the time.
+    def _overlapped_pair(self, first: Task, second: Task) -> float:
+        """Run a forward and a backward interleaved; return the forward's share of the time.
 
         The backward begins, unless it has no communication that the forward could hide.
         """
+        flights = [self._flight(task.action.stage, task.unit) for task in (first, second)]
+        stages = [self.stages[task.action.stage] for task in (first, second)]
         self._await_weights(first.action)
         self._await_weights(second.action)
-        forward = self._watched(first.action, self._forward_in_segments(first, for_first))
-        backward = self._watched(second.action, self._backward_in_segments(second, for_second))
-        gradients: list[Outgoing]
-        if self.stages[second.action.stage].communicates_in_backward(second.unit):
-            (gradients, outputs), (backward_seconds, forward_seconds) = interleave((backward, forward))
-        else:
-            (outputs, gradients), (forward_seconds, backward_seconds) = interleave((forward, backward))
-        if outputs:
-            self.transport.exchange(outputs, ())
-        return gradients, forward_seconds / (forward_seconds + backward_seconds)
+        forward = self._watched(first.action, forward_in_segments(flights[0], stages[0]))
+        backward = self._watched(second.action, backward_in_segments(flights[1], stages[1]))
+        communicates = any(group.after is not None and not group.after.quick for group in flights[1].groups)
+        seconds = interleave((backward, forward) if communicates else (forward, backward))
+        return seconds[communicates] / sum(seconds)
 
     def _await_weights(self, action: Action) -> None:
         """Wait for the weights of the action's whole stage; a plain forward waits layer by layer."""
@@ -556,140 +394,44 @@ class Executor:
             for layer in self.stages[action.stage].layers.names:
                 self.hooks.before_layer(layer)
 
-    def _forward_in_segments(self, task: Task, received: Deliveries) -> Coroutine[list[Outgoing]]:
-        """As `_forward` in a training step, yielding where it would wait for a communication."""
-        call = self._forward_call(task, received)
-        outputs = yield from self.stages[task.action.stage].forward_in_segments(call)
-        return self._forward_done(task, call.program, outputs, received)
-
-    def _backward_in_segments(self, task: Task, received: Deliveries) -> Coroutine[list[Outgoing]]:
-        """As `_backward`, yielding where it would wait for a communication."""
-        stage = task.action.stage
-        program = self.program.stages[stage]
-        gradients = self._output_gradients(task, program, received)
-        inputs = yield from self.stages[stage].backward_in_segments(task.unit, gradients, task.defers)
-        return self._backward_done(task, program, inputs, received)
-
-    def _watched(self, action: Action, coroutine: Coroutine[list[Outgoing]]) -> Coroutine[list[Outgoing]]:
+    def _watched(self, action: Action, coroutine: Coroutine[None]) -> Coroutine[None]:
         """Run `coroutine`; the status names its action whenever it is resumed."""
         self.hooks.faults.before(action)
         while True:
             self.hooks.status.enter(action)
             try:
                 next(coroutine)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
+            except StopIteration:
+                return
             yield
-
-    # -- inputs and outputs of actions -----------------------------------------------------------------------------------
-
-    def _forward_call(self, task: Task, received: Deliveries) -> ForwardCall:
-        """Return the arguments of a forward."""
-        stage, unit = task.action.stage, task.unit
-        program = self.program.stages[stage]
-        if self.training and unit not in program.unsaved:
-            self._held.append(1)
-        keywords, loss = self.batch.keywords[unit], self._losses[unit]
-        if program.takes is None:
-            return ForwardCall(unit, self._given[unit], None, keywords, program, loss)
-        if self.training and received:
-            self._inputs[stage, unit] = received
-        arrived = iter(received)
-        values: BoundaryValues = ()
-        specs: TensorSpecs = ()
-        for edge in program.inputs:
-            here = edge.producer in self.stages
-            delivery = self._activations.pop((edge, unit)) if here else next(arrived)
-            values, specs = values + delivery.values, specs + delivery.boundary
-        return ForwardCall(unit, values, specs, keywords, program, loss)
-
-    def _forward_done(
-        self, task: Task, program: StageProgram, outputs: StageOutputs, received: Deliveries
-    ) -> list[Outgoing]:
-        """Distribute a forward's outputs: to stages here, and as the returned messages; add its losses to the sums."""
-        if not self.training:
-            self._recycle(received)
-        if outputs.loss is not None:
-            self.result.loss.add(outputs.loss)
-            self._unreached = self._unreached and outputs.unreached and not outputs.terms
-            self._has_loss = True
-        for key, share, weight in outputs.terms:
-            self.result.loss.add_term(key, share, weight)
-        outgoing: list[Outgoing] = []
-        if program.gives is not None:
-            self._give(task, program.gives, outputs.values, outgoing)
-        elif self.keep_outputs:
-            self.result.outputs[task.unit] = outputs.result
-        for name, edges in program.writes.items():
-            for edge in edges:
-                self._give(task, edge, (outputs.tensors[name],), outgoing)
-        return outgoing
-
-    def _give(self, task: Task, edge: Edge, values: BoundaryValues, outgoing: list[Outgoing]) -> None:
-        """Pass a forward's `values` to the consumer of `edge`: to a stage here, or in the next one of the task's messages."""
-        specs = boundary_of(values)
-        self.specs.remember(edge, task.unit, specs)
-        if edge.consumer in self.stages:
-            self._activations[edge, task.unit] = Delivery(_handed_over(edge, values), specs)
-        else:
-            outgoing.append(self._outgoing(task.sends[len(outgoing)], values, specs))
-
-    def _output_gradients(self, task: Task, program: StageProgram, received: Deliveries) -> BoundaryValues:
-        """Return the gradients from which a backward starts, besides losses: those of the outputs, then those of tensors that
-        other stages read by name.
-        """
-        if task.unit in program.in_blocks:  # from here on
-            self._held.append(1)
-        arrived = iter(received)
-        gradients = () if program.gives is None else self._gradients_of(program.gives, task.unit, arrived)
-        for edges in program.writes.values():
-            # One gradient per reader, None where the reader has none; no entry for a tensor that carries no gradient.
-            parts = [value for edge in edges for value in self._gradients_of(edge, task.unit, arrived)]
-            reached = [value for value in parts if value is not None]
-            if parts:
-                gradients = (*gradients, sum(reached[1:], start=reached[0]) if reached else None)
-        return gradients
-
-    def _gradients_of(self, edge: Edge, unit: int, arrived: Iterator[Delivery]) -> BoundaryValues:
-        """Return the gradients of the values sent along an edge, from another stage here, or from the next message."""
-        return self._gradients.pop((edge, unit)) if edge.consumer in self.stages else next(arrived).values
-
-    def _backward_done(
-        self, task: Task, program: StageProgram, gradients: InputGradients, received: Deliveries
-    ) -> list[Outgoing]:
-        """Distribute a backward's input gradients: to stages here, and as the returned messages. Return receive buffers to the
-        transport.
-        """
-        if not task.defers:
-            self._held.append(-1)
-        self._recycle((*self._inputs.pop((task.action.stage, task.unit), ()), *received))
-        outgoing: list[Outgoing] = []
-        for edge, values in zip(program.inputs, gradients, strict=True):
-            if edge.producer in self.stages:
-                self._gradients[edge, task.unit] = values
-            else:
-                outgoing.append(self._outgoing(task.sends[len(outgoing)], values, ()))
-        return outgoing
-
-    def _recycle(self, deliveries: Deliveries) -> None:
-        for delivery in deliveries:
-            self.transport.recycle(delivery.values)
 
     # -- messages --------------------------------------------------------------------------------------------------------
 
-    def _received(self, task: Task) -> Deliveries:
-        """Return the deliveries of the messages that an action needs, once all have arrived."""
-        deliveries = []
+    def _receive(self, task: Task) -> None:
+        """Wait for the messages that an action needs, and put their values where it looks for them."""
+        flight = self._flights.get(key := (task.action.stage, task.unit)) or self._flight(*key)
         for message in task.receives:
             self.hooks.status.wait_for(task.action, message)
             delivery = self.transport.take(message)
             if self.checksums:
                 self._verify(message, delivery)
-            deliveries.append(delivery)
-        return deliveries
+            if message.channel.kind == "activation":
+                self.step.activations[message.edge, task.unit] = delivery
+            else:
+                self.step.gradients[message.edge, task.unit] = delivery.values
+            flight.received += (delivery,)
 
-    def _outgoing(self, message: Message, values: BoundaryValues, specs: TensorSpecs) -> Outgoing:
-        return Outgoing(message, values, specs, message_checksum(values) if self.checksums else None)
+    def _outgoing(self, task: Task) -> list[Outgoing]:
+        """Return the messages with an action's results."""
+        outgoing = []
+        for message in task.sends:
+            key = message.edge, task.unit
+            if message.channel.kind == "activation":
+                values, specs, _ = self.step.activations.pop(key)
+            else:
+                values, specs = self.step.gradients.pop(key), ()
+            outgoing.append(Outgoing(message, values, specs, message_checksum(values) if self.checksums else None))
+        return outgoing
 
     def _verify(self, message: Message, delivery: Delivery) -> None:
         """Raise DistributedError if a message differs from what its sender computed."""
@@ -703,48 +445,3 @@ class Executor:
                 f"{message.words} arrived damaged on the {kind} channel from {names.on_line(source)} to "
                 f"{names.on_line(destination)}: its checksum is {checksum:x} here and was {delivery.checksum or 0:x} there"
             )
-
-
-def _handed_over(edge: Edge, values: BoundaryValues) -> BoundaryValues:
-    """Return `values` for a stage of the same rank.
-
-    The next stage may change its input in place, and a tensor with a name may be that: its readers get a copy.
-    """
-    if edge.name == OUTPUT:
-        # A tensor that requires a gradient becomes a leaf of the next stage's own graph.
-        return tuple([value if value is None or value.requires_grad else value.detach() for value in values])
-    return tuple([None if value is None else value.detach().clone() for value in values])
-
-
-class _Executions(dict[str, Callable[[Executor, Task, Deliveries], list[Outgoing] | None]]):
-    """The methods that run actions, by kind; those of a part and registered ones are added where they are first run."""
-
-    def __missing__(self, kind: str) -> Callable[[Executor, Task, Deliveries], list[Outgoing] | None]:
-        self[kind] = self.get(kind.partition(":")[0], Executor._registered_kind)
-        return self[kind]
-
-
-_EXECUTE = _Executions(
-    F=Executor._forward,
-    B=Executor._backward,
-    I=Executor._backward,
-    W=Executor._weight_grad,
-    R=Executor._recompute,
-    RB=Executor._backward,
-    RI=Executor._backward,
-    RESHARD=Executor._release,
-    S=Executor._scores,
-    T=Executor._share_gradients,
-    O=Executor._copy_out,
-    L=Executor._copy_in,
-    OKEPT=Executor._copy_kept_out,
-    LKEPT=Executor._copy_kept_in,
-    UNSHARD=Executor._gather,
-    REDUCE_GRAD=Executor._reduce,
-    BROADCAST=Executor._broadcast,
-    REDUCE=Executor._reduce_scores,
-    REDUCE_SUM=Executor._sum_scores,
-    REDUCE_INPUT=Executor._reduce_input,
-    EMBED=Executor._look_up,
-    EMBED_GRAD=Executor._add_rows,
-)

@@ -55,33 +55,19 @@ class SavedTensors:
     """The tensors that one forward saves for its backward, which travel to host memory and back.
 
     A storage travels whole and once, whatever number of saved tensors are views of it. Parts are cut by bytes in the order of
-    saving. What is held anyway does not travel: `held`, and tensors that are no plain ones of the device.
+    saving. What is held anyway does not travel: `held` of `begin`, and tensors that are no plain ones of the device.
 
     Args:
-        held: tensors whose storages stay: parameters, buffers and inputs of the stage.
         parts: those that travel.
-        expected: bytes that an earlier forward has saved; a part is complete, and may be copied, as soon as its share of them is
-            saved. 0: all are complete at the end of the forward.
 
     Attributes:
         total: bytes saved so far.
     """
 
-    def __init__(
-        self,
-        held: Iterable[Any],
-        device: torch.device,
-        buffers: HostBuffers,
-        parts: Parts = Parts(frozenset({1}), 1),
-        expected: int = 0,
-    ) -> None:
-        self._held = {
-            storage_key(value) for value in held if isinstance(value, Tensor) and value.layout is torch.strided
-        }
+    def __init__(self, device: torch.device, buffers: HostBuffers, parts: Parts = Parts(frozenset({1}), 1)) -> None:
         self._device = device
         self._host_buffers = buffers
         self._travel = parts
-        self._expected = expected
         self._order: list[_Storage] = []  # those of no complete part
         self._parts: dict[int, list[_Storage]] = {}
         self._ready = {part: Event() for part in parts.numbers}
@@ -92,6 +78,19 @@ class SavedTensors:
         self._error: BaseException | None = None
         self._is_complete = False
         self.total = 0
+
+    def begin(self, held: Iterable[Any], expected: int = 0) -> None:
+        """Begin the forward.
+
+        Args:
+            held: tensors whose storages stay: parameters, buffers and inputs of the stage.
+            expected: bytes that an earlier forward has saved; a part is complete, and may be copied, as soon as its share of them
+                is saved. 0: all are complete at the end of the forward.
+        """
+        self._held = {
+            storage_key(value) for value in held if isinstance(value, Tensor) and value.layout is torch.strided
+        }
+        self._expected = expected
 
     def saving(self) -> AbstractContextManager[Any]:
         """Return the context of computations whose saved tensors these are."""

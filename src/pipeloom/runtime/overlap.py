@@ -26,6 +26,7 @@ from pipeloom.ops.parts import run_part
 from pipeloom.ops.recompute import recomputed
 from pipeloom.ops.segments import Communication, Compute, Pending, Values, is_segmented
 from pipeloom.runtime.health.status import Status
+from pipeloom.runtime.program import SAVES_ALL, Saving
 from pipeloom.runtime.stage_modules import StageModules
 from pipeloom.runtime.tensor_spec import as_values
 from pipeloom.schedule.timeline import CommunicationKind
@@ -61,15 +62,11 @@ class ComputeGroup:
 
 
 def split_at_communications(
-    layers: StageModules,
-    keywords: Mapping[str, Any],
-    recompute: bool = False,
-    part_of: Callable[[int], str | None] = lambda at: None,
+    layers: StageModules, keywords: Mapping[str, Any], saving: Saving = SAVES_ALL
 ) -> list[ComputeGroup]:
     """Return the groups of the stage for one micro-batch: at least one, the last of them without a communication.
 
-    With `recompute` the computations of `StageModules.recomputed` run again in the backward; `part_of` returns the part, if any,
-    that all computations of a layer belong to.
+    Computations run again as `saving` says.
 
     A segmented layer with hooks runs as a whole: hooks belong to a call of the layer, which its segments do not make. So does one
     without a communication: in segments, each of them would be recomputed on its own, and its inputs kept.
@@ -79,9 +76,9 @@ def split_at_communications(
     for at, (module, name) in enumerate(zip(layers.modules, layers.names, strict=True)):
         accepted = layers.accepted(at, keywords)
         wrapped = _plain
-        if recompute and name in layers.recomputed:
+        if saving.blocks and name in layers.recomputed:
             wrapped = partial(partial, _recomputed, module)
-        elif (part := part_of(at)) is not None:
+        elif (part := saving.part_of(at, len(layers.modules))) is not None:
             wrapped = partial(partial, _in_part, part, module)
         whole = not is_segmented(module) or _has_hooks(module)
         segments = () if whole else module.segments(**accepted)  # type: ignore[operator]
@@ -139,9 +136,8 @@ def run_to_end(coroutine: Coroutine[CoroutineResult]) -> CoroutineResult:
             return end.value  # type: ignore[no-any-return]
 
 
-def interleave(coroutines: Sequence[Coroutine[Any]]) -> tuple[list[Any], list[float]]:
-    """Resume coroutines in turns, the first one first, until all end; return their results, and the seconds of each."""
-    results: list[Any] = [None] * len(coroutines)
+def interleave(coroutines: Sequence[Coroutine[None]]) -> list[float]:
+    """Resume coroutines in turns, the first one first, until all end; return the seconds of each."""
     seconds = [0.0] * len(coroutines)
     running = list(range(len(coroutines)))
     now = time.perf_counter()
@@ -149,12 +145,11 @@ def interleave(coroutines: Sequence[Coroutine[Any]]) -> tuple[list[Any], list[fl
         for at in tuple(running):
             try:
                 next(coroutines[at])
-            except StopIteration as end:
-                results[at] = end.value
+            except StopIteration:
                 running.remove(at)
             before, now = now, time.perf_counter()
             seconds[at] += now - before
-    return results, seconds
+    return seconds
 
 
 # -- communications beside computation -----------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from pipeloom.parallel.masters import Master
 from pipeloom.parallel.mesh import Mesh, PipelineMesh, group_of_members
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.runtime import replicas
+from pipeloom.runtime.actions.signals import SignalsBetweenProcesses, SignalsInProcess
 from pipeloom.runtime.assembly import BuiltParameters, PipelineSpec, assemble, copy_state
 from pipeloom.runtime.batch import (
     IGNORE_INDEX,
@@ -42,7 +43,8 @@ from pipeloom.runtime.batch import (
     sum_over_replicas,
 )
 from pipeloom.runtime.engine import RankEngine, RankStats, clock_offset, measured_rank, merged_timeline
-from pipeloom.runtime.executor import Executor, StepResult
+from pipeloom.runtime.executor import Executor
+from pipeloom.runtime.flight import StepResult
 from pipeloom.runtime.grad_sync import StepGradients, checked_max_norm, summed_over
 from pipeloom.runtime.health import handshake
 from pipeloom.runtime.health.fault_injection import Faults
@@ -55,8 +57,7 @@ from pipeloom.runtime.options import RuntimeOptions, device_of
 from pipeloom.runtime.overlap import CommStream
 from pipeloom.runtime.p2p.base import InProcessTransport, Mailroom, Transport
 from pipeloom.runtime.p2p.connect import P2PConnections
-from pipeloom.runtime.program import RankProgram, as_executed, require_same_stages
-from pipeloom.runtime.signals import SignalsBetweenProcesses, SignalsInProcess
+from pipeloom.runtime.program import ProgramsOfRanks, RankProgram, as_executed, require_same_stages
 from pipeloom.runtime.spread_vocabulary import SpreadVocabulary, require_shares
 from pipeloom.runtime.stage_modules import LayerSource, carrying
 from pipeloom.runtime.tensor_spec import ShapeCache, is_strided
@@ -173,7 +174,7 @@ class Pipeline:
             RankEngine(
                 rank,
                 spec,
-                assembly,
+                {number: assembly.stages[number] for number in spec.schedule.stages_of[rank]},
                 communications[rank],
                 self._transport,
                 self._gradients.hooks(status, Faults(fault, rank)),
@@ -221,7 +222,7 @@ class Pipeline:
     def _connect(self, prefix: str) -> None:
         """Connect with the other ranks, and give tied weights equal values."""
         self._status.wait_between("the other ranks at start-up")
-        self._connections.open(prefix, self._engines[0].program())
+        self._connections.open(prefix, self._engines[0].programs.of_rank(self.rank))
         self._gradients.start_equal(self._connections.sums)
         self._status.leave()
 
@@ -250,9 +251,10 @@ class Pipeline:
     def _follow(self, schedule: Schedule) -> None:
         """Run `schedule` from the next step on: pairs of stages without segments as a forward and a backward."""
         schedule = as_executed(schedule, self._assembly.segmented)
+        programs = ProgramsOfRanks(schedule, [engine.rank for engine in self._engines], self.options)
         for engine in self._engines:
-            engine.follow(schedule)
-        if self._signals is None and self.group is not None and self._engines[0].program().has_signals:
+            engine.follow(programs)
+        if self._signals is None and self.group is not None and programs.of_rank(self.rank).has_signals:
             self._signals = SignalsBetweenProcesses(group_of_members(self._line.ranks, backend="gloo"))
         self.schedule = schedule
         self._parts_unchecked = bool(schedule.recomputed_parts)
@@ -285,16 +287,19 @@ class Pipeline:
                 `RuntimeOptions.shared_targets`).
             DistributedError: ranks of one replica passed different batches (see `RuntimeOptions.check_every`).
         """
-        self._assembly.keywords.require("step", keywords)
-        require_targets("step", targets)
-        return self.forward_backward(inputs, targets, **keywords).wait()
+        return self._start_step("step", inputs, targets, keywords).wait()
 
     def forward_backward(self, inputs: Any, targets: Any = None, **keywords: Any) -> PendingLoss:
         """As `step`, but return when this rank is done: the loss may not have arrived from another rank yet."""
+        return self._start_step("forward_backward", inputs, targets, keywords)
+
+    def _start_step(self, method: str, inputs: Any, targets: Any, keywords: Mapping[str, Any]) -> PendingLoss:
+        """Run a step until this rank is done."""
+        self._require_batch(method, targets, keywords)
         status, begun = self._status, time.monotonic()
         first = status.phase == "first step"
         self._before_step({"inputs": inputs, "targets": targets, **keywords})
-        batch = self._split("forward_backward", inputs, targets, keywords, self.schedule.microbatches)
+        batch = self._split(inputs, targets, keywords, self.schedule.microbatches)
         buffers = self._checksums_of_replicas() if first else {}
         self._gradients.begin()
         executor = self._executor(None)
@@ -346,7 +351,8 @@ class Pipeline:
             if not self._compared:
                 self._compare_replicas()
             count = evaluation_microbatches(self.schedule.microbatches, inputs)
-            batch = self._split("evaluate", inputs, targets, keywords, count)
+            self._require_batch("evaluate", targets, keywords)
+            batch = self._split(inputs, targets, keywords, count)
             self._gradients.publish()
             executor = self._executor(count)
             self._losses.expect()
@@ -369,7 +375,8 @@ class Pipeline:
             if spread is not None and spread.embedding is not None:
                 with self._alarm.waiting("the other ranks' embeddings"):
                     inputs = spread.look_up(0, inputs, training=False)
-            batch = self._split("predict", inputs, None, keywords, count)
+            self._assembly.keywords.require("predict", keywords)
+            batch = self._split(inputs, None, keywords, count, whole=True)
             executor = self._executor(count, whole=True)
             with self._alarm.reporting():
                 outputs = executor.run(batch, keep_outputs=True).outputs
@@ -701,10 +708,15 @@ class Pipeline:
 
     # -- a batch -----------------------------------------------------------------------------------------------------------
 
-    def _split(self, method: str, inputs: Any, targets: Any, keywords: Mapping[str, Any], count: int) -> Microbatches:
+    def _require_batch(self, method: str, targets: Any, keywords: Mapping[str, Any]) -> None:
+        """Raise UsageError for a keyword argument that no layer takes, and for targets of no known form."""
         self._assembly.keywords.require(method, keywords)
-        if method != "predict":
-            require_targets(method, targets)
+        require_targets(method, targets)
+
+    def _split(
+        self, inputs: Any, targets: Any, keywords: Mapping[str, Any], count: int, whole: bool = False
+    ) -> Microbatches:
+        """Return a batch cut into so many micro-batches; `whole`: of whole sequences."""
         sizes = chosen_sizes(inputs, count, self.options.microbatch_sizes)
         total = partial(sum_over_replicas, mesh=self.mesh, device=self.device, alarm=self._alarm)
         weighing = Weighing(
@@ -716,10 +728,9 @@ class Pipeline:
             self.options.shared_targets,
         )
         contexts = KEYWORD in self._assembly.keywords.names
-        count = 1 if method == "predict" else self.schedule.slices
-        context = None if method == "predict" else self._context
+        context = None if whole else self._context
         multiple = 1 if context is None else 2 * context.axis.size
-        slices = SequenceSlices.of(inputs, count, self.options.slice_tokens, multiple)
+        slices = SequenceSlices.of(inputs, 1 if whole else self.schedule.slices, self.options.slice_tokens, multiple)
         return split_batch(inputs, targets, keywords, sizes, weighing, contexts, slices, context)
 
     def _reported_weight(self, targets: Any) -> float | Tensor:

@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from pipeloom.errors import ConfigError
+from pipeloom.runtime.actions.signals import Signal, signals_of
 from pipeloom.runtime.offload import Parts
 from pipeloom.runtime.options import RuntimeOptions
-from pipeloom.runtime.signals import Signal, signals_of
 from pipeloom.schedule.actions import (
     COMPUTE,
-    COPY_OUT,
     GRADS,
     INPUT_GRADIENT,
-    KEPT,
     OUTPUT,
-    PENDING,
     Action,
     Cell,
-    Kind,
     equal_part,
     fraction_of,
     kind_of,
 )
-from pipeloom.schedule.batched_p2p import MessageBatch, batches_of
+from pipeloom.schedule.batched_p2p import MessageBatch, batches_of, message_clock
 from pipeloom.schedule.channels import (
     Channel,
     Edge,
-    EntryTraffic,
     Message,
     NamedEdges,
     message_kind,
-    neighbours,
     posting_plan,
     released_sends,
     traffic,
 )
-from pipeloom.schedule.graph import entry_waits
+from pipeloom.schedule.graph import EntryWait, entry_waits
 from pipeloom.schedule.model import Schedule, parts
-from pipeloom.schedule.transforms import unpair
+from pipeloom.schedule.transforms import forward_only, unpair
+from pipeloom.schedule.vocabulary import layers_alone
 
 
 class Task(NamedTuple):
@@ -52,14 +47,12 @@ class Task(NamedTuple):
         unit: the number of its micro-batch, or of its slice where sequences are cut: both are called a micro-batch at run time.
         receives: the messages that it waits for, in the order of its inputs; all other inputs are on this rank.
         sends: the messages with its results, in their order; all other results stay on this rank.
-        defers: whether it leaves weight gradients to W.
     """
 
     action: Action
     unit: int
     receives: tuple[Message, ...]
     sends: tuple[Message, ...]
-    defers: bool
 
 
 @dataclass(frozen=True)
@@ -119,49 +112,64 @@ class Instruction:
 
 
 @dataclass(frozen=True)
+class Saving:
+    """Choice of what the forward of one micro-batch on a stage saves for its backward, and of where that is until then.
+
+    Attributes:
+        whole: whether R runs the forward again, which keeps only what R needs.
+        kept_travels: whether what R needs travels to host memory and back.
+        blocks: whether its layers, or some of them, are recomputed one by one in its backward.
+        parts: the parts of its layers that an R of their own recomputes.
+        travels: the parts that travel to host memory and back of what its backward needs; None: nothing does.
+        splits: whether its backward is I and W, so that weight gradients wait for W.
+    """
+
+    whole: bool = False
+    kept_travels: bool = False
+    blocks: bool = False
+    parts: frozenset[str] = frozenset()
+    travels: Parts | None = None
+    splits: bool = False
+
+    def part_of(self, at: int, layers: int) -> str | None:
+        """Return the part among those recomputed that layer `at` of so many is in: `2/4` of the second quarter of them."""
+        return next((part for part in self.parts if at in equal_part(part, layers)), None)
+
+
+SAVES_ALL = Saving()
+"""Everything that the backward needs is saved, and stays."""
+
+
+@dataclass(frozen=True)
 class StageProgram:
     """One stage of the schedule. Where it cuts sequences, each slice of a micro-batch is called a micro-batch here.
 
     Attributes:
-        takes, gives: edges from the previous stage of its route and to the next one; None for the first and the last stage.
-        split: the micro-batches whose backward is I and W.
+        input_edge, output_edge: edges from the previous stage of its route and to the next one; None for the first and the last
+            stage.
+        saving: micro-batch -> what its forward saves.
         in_order: whether every micro-batch passes through it, in order and uncut, and it has no replica: a replica without
             micro-batches would keep old state.
         reads: edges of the tensors that it reads by name, from earlier stages.
         writes: name of a tensor -> edges to the later stages that read it.
-        recomputed: the micro-batches whose F keeps only what R needs.
-        in_blocks: those whose layers, or some of them, are recomputed one by one in their backward.
-        offloaded: micro-batch -> the parts that travel of what its backward needs, to host memory and back.
-        kept_on_host: micro-batches of which what R needs travels to host memory and back.
-        parts: micro-batch -> the parts of its layers that an R of their own recomputes.
     """
 
-    takes: Edge | None
-    gives: Edge | None
-    split: frozenset[int]
+    input_edge: Edge | None
+    output_edge: Edge | None
+    saving: Mapping[int, Saving]
     in_order: bool
     reads: tuple[Edge, ...] = ()
     writes: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
-    recomputed: frozenset[int] = frozenset()
-    in_blocks: frozenset[int] = frozenset()
-    offloaded: Mapping[int, Parts] = field(default_factory=dict)
-    kept_on_host: frozenset[int] = frozenset()
-    parts: Mapping[int, frozenset[str]] = field(default_factory=dict)
-
-    def part_of(self, microbatch: int, at: int, layers: int) -> str | None:
-        """Return the part among those recomputed that layer `at` of so many is in: `2/4` of the second quarter of them."""
-        parts = (part for part in self.parts.get(microbatch, ()) if at in equal_part(part, layers))
-        return next(parts, None)
 
     @cached_property
-    def unsaved(self) -> frozenset[int]:
-        """The micro-batches whose F keeps only what a recomputation needs."""
-        return self.recomputed | self.in_blocks
+    def splits(self) -> bool:
+        """Return whether the backward of any micro-batch is I and W."""
+        return any(saving.splits for saving in self.saving.values())
 
     @cached_property
     def inputs(self) -> tuple[Edge, ...]:
         """Edges of its inputs: from the previous stage, if there is one, then named tensors."""
-        return self.reads if self.takes is None else (self.takes, *self.reads)
+        return self.reads if self.input_edge is None else (self.input_edge, *self.reads)
 
 
 @dataclass(frozen=True)
@@ -171,8 +179,7 @@ class RankProgram:
     Attributes:
         instructions: the instructions, in order.
         stages: stage of this rank -> its part of the schedule.
-        channels: the channels of this rank, sorted.
-        all_channels: the channels of the whole pipeline, sorted: every rank creates their process groups in this order.
+        channels: the channels of the whole pipeline, sorted: every rank creates their process groups in this order.
         releases_sends: received message -> sends of this rank that must have arrived by then, since the peer's program uses
             them before it sends that message. Their buffers are released without a query of the network.
         batches: this rank's calls of the batched transport, in order; None with another transport.
@@ -184,7 +191,6 @@ class RankProgram:
     instructions: tuple[Instruction, ...]
     stages: dict[int, StageProgram]
     channels: tuple[Channel, ...]
-    all_channels: tuple[Channel, ...]
     releases_sends: dict[Message, tuple[Message, ...]]
     batches: tuple[MessageBatch, ...] | None = None
     issued_first: tuple[int, ...] = ()
@@ -244,63 +250,110 @@ def require_same_stages(schedule: Schedule, current: Schedule, splits_backward: 
         raise ConfigError("the pipeline was built for a schedule without split backwards, and this one has some")
 
 
-def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram:
-    """Return the program of `rank`: its actions, the messages that each waits for and sends, and when receives are posted.
+class Lowering:
+    """A schedule that ranks lower, and what it says of all of them, each computed once.
 
-    `schedule` must have passed `check`. Raises ConfigError for a part that is recomputed behind its I, which has used what the
-    forward saves.
+    Args:
+        schedule: it must have passed `check`.
+
+    Attributes:
+        traffic: rank -> its program with messages.
+        unpaired_traffic: the same where ranks run the two actions of a pair one after the other, as a peer may.
+        clock: when each message moves, for the batched transport.
+        channels: the channels of all ranks, sorted.
+        waits: (rank, position) -> the entries that it waits for.
+        awaited, signalled: (rank, position) -> the signals that the entry waits for, and that it sends.
     """
-    programs = traffic(schedule)
-    entries = programs[rank]
-    batches, ahead = None, options.overlap_p2p is not False
-    if options.transport == "batched":
-        # If each message brings its shape, posting a receive early would wait for the shape before the present action computes.
-        calls = batches_of(programs, rank, ahead and options.shapes == "once")
-        batches = tuple(batch for gap in calls for batch in gap)
-        plan = tuple(tuple(m for batch in gap for m in batch if m.channel.source != rank) for gap in calls[:-1])
-    else:
-        plan = posting_plan(entries, options.receive_depth, ahead)
-    last = {a.stage: at for at, e in enumerate(entries) for a in parts(e.cell) if GRADS in kind_of(a.kind).adds}
-    instructions = []
-    for at, (entry, posts) in enumerate(zip(entries, plan, strict=True)):
-        beside = kind_of(parts(entry.cell)[0].kind).queue != COMPUTE
-        completes = () if beside else tuple(stage for stage in sorted(last) if last[stage] == at)
-        tasks = tuple(_task(schedule, action, entry) for action in parts(entry.cell))
-        instructions.append(Instruction(entry.cell, tasks, posts, completes))
-    issued_first = _with_queues(schedule, rank, instructions) if schedule.has_queues else ()
-    awaited, signalled = signals_of(schedule)
-    if awaited:
-        instructions = [
-            replace(each, awaits=awaited.get((rank, at), ()), signals=signalled.get((rank, at), ()))
-            for at, each in enumerate(instructions)
-        ]
-    _with_reductions(schedule.stage_actions.get("REDUCE_GRAD", frozenset()), instructions)
-    channels = sorted({m.channel for entry in entries for m in (*entry.receives, *entry.sends)})
-    every = sorted({m.channel for program in programs for entry in program for m in entry.sends})
-    # A peer may run the two actions of a pair one after the other.
-    apart = traffic(unpair(schedule)) if schedule.has_pairs else programs
-    return RankProgram(
-        tuple(instructions),
-        _stage_programs(schedule, rank),
-        tuple(channels),
-        tuple(every),
-        released_sends(apart, rank),
-        batches,
-        issued_first,
-        schedule.slices,
-        bool(awaited),
-    )
+
+    def __init__(self, schedule: Schedule, options: RuntimeOptions) -> None:
+        self.schedule, self.options = schedule, options
+        self.traffic = traffic(schedule)
+        self.unpaired_traffic = traffic(unpair(schedule)) if schedule.has_pairs else self.traffic
+        self.clock = message_clock(self.traffic) if options.transport == "batched" else None
+        self.channels = tuple(sorted({m.channel for p in self.traffic for entry in p for m in entry.sends}))
+        self.waits = entry_waits(schedule)
+        self.awaited, self.signalled = signals_of(schedule)
+        self.named_edges = NamedEdges.of(schedule)
+
+    def of_rank(self, rank: int) -> RankProgram:
+        """Return the program of `rank`: its actions, the messages that each waits for and sends, and when receives are posted.
+
+        Raises ConfigError for a part that is recomputed behind its I, which has used what the forward saves.
+        """
+        schedule, options, entries = self.schedule, self.options, self.traffic[rank]
+        batches, ahead = None, options.overlap_p2p is not False
+        if self.clock is not None:
+            # If each message brings its shape, a receive posted early would wait for the shape before the present action
+            # computes.
+            calls = batches_of(self.traffic, rank, ahead and options.shapes == "once", self.clock)
+            batches = tuple(batch for gap in calls for batch in gap)
+            plan = tuple(tuple(m for batch in gap for m in batch if m.channel.source != rank) for gap in calls[:-1])
+        else:
+            plan = posting_plan(entries, options.receive_depth, ahead)
+        last = {a.stage: at for at, e in enumerate(entries) for a in parts(e.cell) if GRADS in kind_of(a.kind).adds}
+        instructions = []
+        for at, (entry, posts) in enumerate(zip(entries, plan, strict=True)):
+            queue, place = kind_of(parts(entry.cell)[0].kind).queue, (rank, at)
+            completes = tuple(stage for stage in sorted(last) if last[stage] == at) if queue == COMPUTE else ()
+            tasks = tuple(
+                Task(
+                    a, schedule.unit_of(a), *(_of_kind(message_kind(a), each) for each in (entry.receives, entry.sends))
+                )
+                for a in parts(entry.cell)
+            )
+            signals = self.awaited.get(place, ()), self.signalled.get(place, ())
+            instructions.append(Instruction(entry.cell, tasks, posts, completes, queue, (), (), (), (), *signals))
+        issued_first = _with_queues(self.waits, rank, instructions) if schedule.has_queues else ()
+        _with_reductions(schedule.stage_actions.get("REDUCE_GRAD", frozenset()), instructions)
+        stages = _stage_programs(schedule, rank, self.named_edges)
+        releases = released_sends(self.unpaired_traffic, rank)
+        sizes = schedule.slices, bool(self.awaited)
+        return RankProgram(tuple(instructions), stages, self.channels, releases, batches, issued_first, *sizes)
 
 
-def _with_queues(schedule: Schedule, rank: int, instructions: list[Instruction]) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class ProgramsOfRanks:
+    """The programs of the ranks of one process, each lowered when it is first run.
+
+    Attributes:
+        schedule: that of a training step, checked; forwards alone are derived from it.
+    """
+
+    schedule: Schedule
+    ranks: Collection[int]
+    options: RuntimeOptions
+    _programs: dict[tuple[int | None, bool], dict[int, RankProgram]] = field(default_factory=dict)
+
+    def of_rank(self, rank: int, forwards: int | None = None, whole: bool = False) -> RankProgram:
+        """Return the program of a training step, or of only the forwards of so many micro-batches.
+
+        Args:
+            whole: whether the forwards are of whole micro-batches where the schedule cuts them into slices, and of layers alone
+                where it spreads the vocabulary.
+        """
+        if (forwards, whole) not in self._programs:
+            schedule = self.schedule if forwards is None else forward_only(self.schedule, forwards)
+            schedule = whole_forwards(layers_alone(schedule)) if whole else schedule
+            lowering = Lowering(schedule, self.options)
+            self._programs[forwards, whole] = {each: lowering.of_rank(each) for each in self.ranks}
+        return self._programs[forwards, whole][rank]
+
+
+def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram:
+    """Return the program of one rank, as `Lowering.of_rank`."""
+    return Lowering(schedule, options).of_rank(rank)
+
+
+def _with_queues(
+    ordered: Mapping[tuple[int, int], tuple[EntryWait, ...]], rank: int, instructions: list[Instruction]
+) -> tuple[int, ...]:
     """Add queues, waits and issues to a rank's instructions; return `RankProgram.issued_first`."""
-    ordered = entry_waits(schedule)
     issued: dict[int | None, list[int]] = {None: []}
     computation: int | None = None
     before: dict[str, int] = {}
     posts: tuple[Message, ...] = ()  # those of entries on other queues are opened before the next computation
     for at, instruction in enumerate(instructions):
-        queue = kind_of(instruction.actions[0].kind).queue
+        queue = instruction.queue
         # A part is waited for where it is saved and used (`SavedTensors`).
         waits = [
             wait for wait in ordered.get((rank, at), ()) if wait.share == 1.0 and not wait.late and wait.rank == rank
@@ -313,7 +366,7 @@ def _with_queues(schedule: Schedule, rank: int, instructions: list[Instruction])
             issued[computation].append(at)
         positions = {*(wait.at for wait in waits), *([before[queue]] if queue != COMPUTE and queue in before else ())}
         before[queue] = at
-        instructions[at] = replace(instruction, queue=queue, waits=tuple(sorted(positions)))
+        instructions[at] = replace(instruction, waits=tuple(sorted(positions)))
     for before_at, entries in issued.items():
         if before_at is not None:
             instructions[before_at] = replace(instructions[before_at], issues=tuple(entries))
@@ -335,103 +388,82 @@ def _with_reductions(stages: Collection[int], instructions: list[Instruction]) -
                 instructions[adder] = replace(instructions[adder], takes=(*instructions[adder].takes, stage))
 
 
-def _stage_programs(schedule: Schedule, rank: int) -> dict[int, StageProgram]:
-    named = NamedEdges.of(schedule)
-    takes, gives = _neighbour_edges(schedule)
-    actions = [action for cell in schedule.programs[rank] for action in parts(cell)]
-    everything = list(range(schedule.microbatches))
+def _stage_programs(schedule: Schedule, rank: int, named: NamedEdges) -> dict[int, StageProgram]:
+    input_edges, output_edges = _neighbour_edges(schedule)
+    actions: dict[int, list[Action]] = {stage: [] for stage in schedule.stages_of[rank]}
+    for action in [action for cell in schedule.programs[rank] for action in parts(cell)]:
+        actions[action.stage].append(action)
     replicas = Counter(schedule.position_of)
-
-    def microbatches(stage: int, wanted: Callable[[Kind], bool]) -> list[int]:
-        return [schedule.unit_of(each) for each in actions if each.stage == stage and wanted(kind_of(each.kind))]
-
+    everything = list(range(schedule.microbatches))
+    forwards = {stage: [a.microbatch for a in mine if kind_of(a.kind).is_forward] for stage, mine in actions.items()}
     return {
         stage: StageProgram(
-            takes[stage],
-            gives[stage],
-            frozenset(microbatches(stage, lambda kind: kind.produces == (INPUT_GRADIENT,))),
-            replicas[schedule.position_of[stage]] == schedule.slices == 1
-            and microbatches(stage, lambda kind: kind.is_forward) == everything,
+            input_edges[stage],
+            output_edges[stage],
+            _savings(schedule, mine),
+            replicas[schedule.position_of[stage]] == schedule.slices == 1 and forwards[stage] == everything,
             named.reads[stage],
             {name: tuple(e for e in named.writes[stage] if e.name == name) for _, _, name in named.writes[stage]},
-            frozenset(microbatches(stage, lambda kind: kind.letter == "R")),
-            frozenset(microbatches(stage, lambda kind: bool(kind.fuses))),
-            _offloaded(schedule, actions, stage),
-            _kept_on_host(schedule, actions, stage),
-            _recomputed_parts(schedule, actions, stage),
         )
-        for stage in schedule.stages_of[rank]
+        for stage, mine in actions.items()
     }
 
 
-def _recomputed_parts(schedule: Schedule, actions: Sequence[Action], stage: int) -> dict[int, frozenset[str]]:
-    """Return `StageProgram.parts`. Raises ConfigError for a part behind I."""
-    names: dict[int, frozenset[str]] = {}
-    begun: set[int] = set()
-    for action in (action for action in actions if action.stage == stage):
+def _savings(schedule: Schedule, actions: Sequence[Action]) -> dict[int, Saving]:
+    """Return `StageProgram.saving` from the actions of a stage.
+
+    Raises ConfigError for a part that is recomputed behind its I, for copies of parts with a name or of two sizes, and for one
+    of what is kept that no R needs.
+    """
+    savings: dict[int, Saving] = {}
+    for action in actions:
         kind, unit = kind_of(action.kind), schedule.unit_of(action)
-        if kind.is_backward:
-            begun.add(unit)
-        elif kind.part and KEPT in (need.value for need in kind.needs):
-            if unit in begun:
+        saving = savings.get(unit, SAVES_ALL)
+        letter = action.kind.partition(":")[0]
+        if kind.produces == (INPUT_GRADIENT,):
+            saving = replace(saving, splits=True, blocks=bool(kind.fuses))
+        elif kind.fuses:
+            saving = replace(saving, blocks=True)
+        elif action.kind == "R":
+            saving = replace(saving, whole=True)
+        elif action.kind == "OKEPT":
+            if action._replace(kind="R") not in actions:
+                raise ConfigError(
+                    f"{action}: what is kept is copied to host memory for an R of the whole stage, and there is no "
+                    f"{action.stage}R{action.unit}: recompute in an action of its own (recompute=whole)"
+                )
+            saving = replace(saving, kept_travels=True)
+        elif letter == "O":
+            part, count = fraction_of(action.kind) or ((1, 1) if not kind.part else (0, 0))
+            numbers, of = saving.travels or (frozenset(), count)
+            if not 1 <= part <= count or of != count:
+                raise ConfigError(
+                    f"{action}: a copy to host memory is of the whole, or of one of so many equal parts as the other copies of "
+                    "its micro-batch on the stage, such as 0O0:1/4 and 0O0:2/4"
+                )
+            saving = replace(saving, travels=Parts(numbers | {part}, count))
+        elif letter == "R":
+            if saving.splits:
                 raise ConfigError(
                     f"{action} stands behind the backward's I, which needs all that the forward saves: such a schedule can be "
-                    f"simulated, not run; put it before {stage}I{action.unit}"
+                    f"simulated, not run; put it before {action.stage}I{action.unit}"
                 )
-            names[unit] = names.get(unit, frozenset()) | {kind.part}
-    return names
-
-
-def _offloaded(schedule: Schedule, actions: Sequence[Action], stage: int) -> dict[int, Parts]:
-    """Return `StageProgram.offloaded`. Raises ConfigError for a part with a name, and for parts of two sizes."""
-    travelling: dict[int, Parts] = {}
-    for action in actions:
-        kind = kind_of(action.kind)
-        if kind.queue != COPY_OUT or kind.divides is None or action.stage != stage:
-            continue
-        part, count = fraction_of(action.kind) or ((1, 1) if not kind.part else (0, 0))
-        before = travelling.get(schedule.unit_of(action), Parts(frozenset(), count))
-        if not 1 <= part <= count or before.of != count:
-            raise ConfigError(
-                f"{action}: a copy to host memory is of the whole, or of one of so many equal parts as the other copies of its "
-                "micro-batch on the stage, such as 0O0:1/4 and 0O0:2/4"
-            )
-        travelling[schedule.unit_of(action)] = Parts(before.numbers | {part}, count)
-    return travelling
-
-
-def _kept_on_host(schedule: Schedule, actions: Sequence[Action], stage: int) -> frozenset[int]:
-    """Return `StageProgram.kept_on_host`. Raises ConfigError where no R needs it."""
-    mine = [action for action in actions if action.stage == stage]
-    recomputed = {schedule.unit_of(action) for action in mine if action.kind == "R"}
-    moved = [action for action in mine if action.kind == "OKEPT"]
-    for action in moved:
-        if schedule.unit_of(action) not in recomputed:
-            raise ConfigError(
-                f"{action}: what is kept is copied to host memory for an R of the whole stage, and there is no "
-                f"{stage}R{action.unit}: recompute in an action of its own (recompute=whole)"
-            )
-    return frozenset(map(schedule.unit_of, moved))
+            saving = replace(saving, parts=saving.parts | {kind.part})
+        savings[unit] = saving
+    return savings
 
 
 def _neighbour_edges(schedule: Schedule) -> tuple[list[Edge | None], list[Edge | None]]:
     """Return stage -> the edges from the previous stage of its route and to the next one."""
-    before, after = neighbours(schedule)
-    takes = [None if other is None else Edge(other, stage, OUTPUT) for stage, other in enumerate(before)]
-    gives = [None if other is None else Edge(stage, other, OUTPUT) for stage, other in enumerate(after)]
+    before, after = schedule.neighbours
+    input_edges = [None if other is None else Edge(other, stage, OUTPUT) for stage, other in enumerate(before)]
+    output_edges = [None if other is None else Edge(stage, other, OUTPUT) for stage, other in enumerate(after)]
     if schedule.spreads_embedding:
         first = schedule.routes[0][0]
-        takes[first] = Edge(schedule.vocabulary[schedule.placement[first]], first, OUTPUT)
-    return takes, gives
+        input_edges[first] = Edge(schedule.vocabulary[schedule.placement[first]], first, OUTPUT)
+    return input_edges, output_edges
 
 
-def _task(schedule: Schedule, action: Action, entry: EntryTraffic) -> Task:
-    receives = _messages_of(action, entry.receives, "consumer")
-    sends = _messages_of(action, entry.sends, "producer")
-    return Task(action, schedule.unit_of(action), receives, sends, PENDING in kind_of(action.kind).makes)
-
-
-def _messages_of(action: Action, messages: tuple[Message, ...], end: str) -> tuple[Message, ...]:
-    """Return the messages that `action` waits for ("consumer"), or those with its results ("producer")."""
-    wanted = message_kind(action), action.stage, action.microbatch, action.slice
-    return tuple(m for m in messages if (m.channel.kind, getattr(m, end), m.microbatch, m.slice) == wanted)
+def _of_kind(kind: str | None, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Return those of a pair's messages that are its forward's, activations, or its backward's, gradients."""
+    return tuple([message for message in messages if message.channel.kind == kind])

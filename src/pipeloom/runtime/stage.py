@@ -8,29 +8,27 @@ segmented stage is cut at its communications (runtime/overlap.py); its forward a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.ops.checksum import version_of
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients, run_backward
-from pipeloom.ops.host_memory import HostBuffers, HostCopy
-from pipeloom.ops.parts import RecomputedParts, run_part
-from pipeloom.ops.recompute import StartState, on_copies, recomputed
-from pipeloom.ops.saved_tensors import SavedTensor, require_version, saving
-from pipeloom.ops.segments import Communication, carries, saved_of
-from pipeloom.ops.slices import STATE, PieceRoot, SequenceHistory, SliceState
+from pipeloom.ops.host_memory import HostBuffers
+from pipeloom.ops.parts import RecomputedParts
+from pipeloom.ops.recompute import StartState
+from pipeloom.ops.saved_tensors import SavedTensor, require_version
+from pipeloom.ops.segments import carries, saved_of
+from pipeloom.ops.slices import STATE, SequenceHistory, SliceState
 from pipeloom.ops.stage_state import batch_statistics
+from pipeloom.runtime.flight import Flight, ForwardRecord, SavedGroup, StageInputs
 from pipeloom.runtime.loss import MicrobatchLoss
-from pipeloom.runtime.offload import SavedTensors
+from pipeloom.runtime.offload import Parts, SavedTensors
 from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
 from pipeloom.runtime.program import StageProgram
 from pipeloom.runtime.stage_modules import StageModules
@@ -65,121 +63,6 @@ none). None where nothing used the input. Empty for inputs of the user.
 """
 
 
-@dataclass(slots=True)
-class SavedGroup:
-    """State that the forward of one group of computations saves for its backward.
-
-    Attributes:
-        inputs: inputs of the group; those that carry a gradient are leaves.
-        roots: gradient edges of its outputs, at which its backward starts (their storage may be freed).
-        losses: the layers' losses and the mean loss, at which it starts too, with their gradients.
-        after: the communication that follows the group.
-        saved: the saved state of that communication, for its backward.
-        pieces: what its layers keep of a slice for later ones, at which its backward starts too.
-    """
-
-    inputs: tuple[Any, ...]
-    roots: tuple[GradientEdge, ...] = ()
-    losses: tuple[tuple[Tensor, float], ...] = ()
-    after: Communication | None = None
-    saved: tuple[Any, ...] = ()
-    pieces: tuple[PieceRoot, ...] = ()
-
-
-_SAVING = nullcontext()
-
-
-class ForwardCall(NamedTuple):
-    """Arguments of one forward.
-
-    Attributes:
-        microbatch: its number.
-        values: the inputs, those named by `program.reads` last; tensors to which no other code writes.
-        specs: specs of the inputs, which tell those that carry a gradient; None: inputs of the user, without gradients.
-        keywords: the micro-batch's keyword arguments; each layer gets those that its forward takes.
-        program: the stage's part of the schedule.
-        loss: the micro-batch's loss, for a route's last stage and for layers with losses of their own; None: neither is
-            computed, and a route's last stage returns its outputs as they are.
-    """
-
-    microbatch: int
-    values: BoundaryValues
-    specs: TensorSpecs | None
-    keywords: Mapping[str, Any]
-    program: StageProgram
-    loss: MicrobatchLoss | None
-
-
-class ForwardRecord(NamedTuple):
-    """Record of a forward, kept from F until R.
-
-    Attributes:
-        call: the arguments of the forward.
-        versions: of the tensors among its inputs.
-        start: the state of the layers and of all generators before it.
-        done: its end on a GPU, where its inputs travel.
-        on_host: its inputs while they are in host memory; the call has none then.
-    """
-
-    call: ForwardCall
-    versions: tuple[int, ...]
-    start: StartState
-    done: torch.cuda.Event | None = None
-    on_host: tuple[HostCopy | None, ...] = ()
-
-
-class StepCopies(NamedTuple):
-    """Tensors of one step that travel to host memory and back, by micro-batch.
-
-    Attributes:
-        saved: what backwards need, from the start of the forward that saves it.
-        records: what R needs.
-    """
-
-    saved: dict[int, Future[SavedTensors]]
-    records: dict[int, ForwardRecord]
-
-
-@dataclass(slots=True)
-class InFlight:
-    """State of one micro-batch on a stage between F and the end of its backward.
-
-    Attributes:
-        queue: weight gradients that wait for W, or for a communication that they hide; None: autograd computes them.
-        groups: the groups whose backward has not run, in order; a single one if the stage is not segmented.
-        outputs: the outputs, if the options keep them.
-        specs: specs of the stage's inputs, which tell the inputs whose gradient is sent back (a layer may call
-            `requires_grad_` on others); None: inputs of the user, without gradients.
-        read: number of inputs, the last ones, that the stage reads by name.
-        record: what R needs; its forward saves nothing for a backward. None: it saves everything.
-        travels: what it saves, if that travels to host memory and back.
-        parts: the parts that R runs again, whose forward saves nothing for a backward; None: there are none.
-        states: of the layers, where it is a slice of a micro-batch.
-    """
-
-    queue: WeightGradQueue | None
-    groups: list[SavedGroup] = field(default_factory=list)
-    outputs: BoundaryValues = ()
-    specs: TensorSpecs | None = None
-    read: int = 0
-    record: ForwardRecord | None = None
-    travels: SavedTensors | None = None
-    parts: RecomputedParts | None = None
-    states: Sequence[SliceState] = ()
-
-    def saving(self) -> AbstractContextManager[Any]:
-        """Return the context of its computations."""
-        if self.record is not None:
-            return saving(lambda _: SavedTensor(None))  # R saves it again
-        if self.parts is not None:
-            return self.parts.saving()
-        return _SAVING if self.travels is None else self.travels.saving()
-
-    def pieces(self) -> tuple[PieceRoot, ...]:
-        """Return the roots of what layers have kept of this slice since the last call."""
-        return tuple([root for state in self.states for root in state.take_roots()])
-
-
 class Stage:
     """One stage on its rank: its layers, and the state of the micro-batches that are alive on it.
 
@@ -207,95 +90,29 @@ class Stage:
         self.index = index
         self.words = f"stage {index}"
         self.layers = layers
+        self.modules = layers.modules
         self.declares_nothing = layers.declares_nothing
-        self._numbered = tuple((at, *each) for at, each in enumerate(zip(layers.names, layers.modules, strict=True)))
+        self.numbered = tuple((at, *each) for at, each in enumerate(zip(layers.names, layers.modules, strict=True)))
         self.segmented = layers.segmented
         self.parts: set[str] = set()  # the names by which its layers have called parts, where any is recomputed
         self.writes_weight_gradients = writes_weight_gradients
         self._deallocate = deallocate
-        self._grad_context = grad_context
+        self.grad_context = grad_context
         self._communications = communications
-        self._alive: dict[int, InFlight] = {}
-        self._awaiting_w: dict[int, WeightGradQueue] = {}
-        self._copies = StepCopies({}, {})
-        self._histories: dict[int, list[SequenceHistory]] = {}  # micro-batch -> of each layer, where sequences are cut
-        self._host_buffers = HostBuffers(communications.device)
-        self._computing: torch.cuda.Stream | None = None  # of the latest forward whose inputs travel
+        self.host_buffers = HostBuffers(communications.device)
+        self.computing: torch.cuda.Stream | None = None  # of the latest forward whose inputs travel
         self._saved_bytes = 0  # in the latest forward
-        self._inputs = ChangeableInputs()
+        self.inputs = ChangeableInputs()
         self._foreign = foreign  # None once a graph has been checked
         if writes_weight_gradients or self.segmented:  # otherwise plain layers are left unchanged
             for module in layers.modules:
                 defer_weight_gradients(module, grad_context)
 
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        return self.layers.modules
-
     # -- forward ---------------------------------------------------------------------------------------------------------
 
-    def forward(
-        self, call: ForwardCall, before_layer: Callable[[str], None] | None = None, *, again: bool = False
-    ) -> StageOutputs:
-        """F: return the outputs, attached to the graph; for a route's last stage only the loss, detached.
-
-        Args:
-            before_layer: called with each layer's name before the layer; for a segmented stage, the caller calls it.
-            again: whether it is run for R, and saves what the backward needs.
-        """
-        if self.segmented:
-            return run_to_end(self.forward_in_segments(call, again=again))
-        microbatch, _, _, keywords, program, loss = call
-        layers = self.layers
-        record = None if again or microbatch not in program.recomputed else self._record_of(call)
-        states: Sequence[SliceState] = ()
-        if STATE in keywords:
-            states = self._slice_states(call)
-            keywords = {**keywords, STATE: states}
-        flight, inputs = self._begin_forward(call, microbatch in program.split, record, states)
-        self._grad_context.queue = flight.queue
-        by_position = inputs if not flight.read else inputs[: len(inputs) - flight.read]
-        names = None if self.declares_nothing else NamedInForward(layers, program, inputs[len(by_position) :], loss)
-        result: Any = self._inputs.changeable(by_position)
-        if not layers.modules and len(result) == 1:  # the loss gets what the layers before it returned
-            (result,) = result
-        in_blocks, has_parts = microbatch in program.in_blocks, microbatch in program.parts
-        with flight.saving():
-            for at, name, module in self._numbered:
-                arguments = (result,) if isinstance(result, Tensor) else self._arguments(at, result)
-                accepted = layers.accepted(at, keywords) if keywords else {}
-                read = {} if names is None else names.read(at)
-                if before_layer is not None:
-                    before_layer(name)
-                if in_blocks and name in layers.recomputed:
-                    on_change = self._inputs.on_change(name, arguments, names)
-                    by_name = partial(_by_name, module, accepted, tuple(read))
-                    result = recomputed(by_name, (*read.values(), *arguments), module, on_change)
-                elif has_parts and (part := program.part_of(microbatch, at, len(layers.modules))) is not None:
-                    on_change = self._inputs.on_change(name, arguments, names)
-                    run: Any = module if on_change is None else partial(on_copies, on_change, module)
-                    result = run_part(part, run, module, arguments, accepted | read)
-                else:
-                    result = module(*arguments, **accepted, **read)
-                del arguments, read  # a layer's output is freed as soon as autograd does not need it
-                if names is not None:
-                    result = names.written(at, result)
-        if self._inputs.watched:
-            self._inputs.note_changes(by_position)
-        return self._finish_forward(call, flight, inputs, result, names)
-
-    def recompute(self, microbatch: int, before_layer: Callable[[str], None] | None = None) -> None:
-        """R: run the forward again from what F has kept, with the same random numbers, and save what the backward needs.
-
-        It leaves no trace in the layers: what counts or averages in a forward does so once.
-        """
-        record = self._copies.records.pop(microbatch)
-        self._require_unchanged(record)
-        with record.start.again():
-            self.forward(record.call, before_layer, again=True)
-
-    def _require_unchanged(self, record: ForwardRecord) -> None:
-        tensors = [value for value in record.call.values if isinstance(value, Tensor)]
+    def require_unchanged(self, record: ForwardRecord) -> None:
+        """Raise UsageError if an input that R needs was changed in place."""
+        tensors = [value for value in record.inputs[0] if isinstance(value, Tensor)]
         for tensor, version in zip(tensors, record.versions, strict=True):
             require_version(
                 tensor,
@@ -304,89 +121,66 @@ class Stage:
                 "(inplace=False), or use a schedule without R of this stage)",
             )
 
-    def recompute_part(self, microbatch: int, part: str) -> None:
-        """R of a part: run what the layers call by this name again, and save what the backward needs of it."""
-        flight = self._alive[microbatch]
-        self._grad_context.queue = flight.queue
-        if flight.parts is not None:
-            flight.parts.recompute(part)
+    def record_of(self, inputs: StageInputs) -> ForwardRecord:
+        """Return the record that the R of a forward needs."""
+        return ForwardRecord(inputs, versions_of(inputs[0]), StartState(self.modules, self._communications.device))
 
-    def _record_of(self, call: ForwardCall) -> ForwardRecord | None:
-        """Return the record that the micro-batch's R needs; None: it has no R."""
-        if call.microbatch not in call.program.recomputed or not torch.is_grad_enabled():
-            return None
-        return ForwardRecord(call, _versions(call.values), StartState(self.modules, self._communications.device))
-
-    def _arguments(self, at: int, result: Any) -> BoundaryValues:
-        """Return the arguments of layer `at`, from the result of the layer before it or from the stage's inputs."""
-        return as_values(result, f"layer {self.layers.names[at - 1]!r}") if at else result
-
-    def forward_in_segments(self, call: ForwardCall, *, again: bool = False) -> Coroutine[StageOutputs]:
-        """As `forward`, yielding where it would wait for a communication."""
-        if not self.segmented:
-            return self.forward(call, again=again)
-        program, record = call.program, None if again else self._record_of(call)
-        part_of = partial(program.part_of, call.microbatch, layers=len(self.modules))
-        states = self._slice_states(call)
-        keywords = {**call.keywords, STATE: states} if states else call.keywords
-        groups = split_at_communications(self.layers, keywords, call.microbatch in program.in_blocks, part_of)
+    def forward_in_segments(self, flight: Flight, given: StageInputs) -> Coroutine[StageOutputs]:
+        """Run a segmented stage, yielding where it would wait for a communication."""
+        groups = split_at_communications(self.layers, self.keywords(flight), flight.saving)
         # A backward with communications computes weight gradients during them, also in a B.
-        queues = len(groups) > 1 or call.microbatch in program.split
-        flight, inputs = self._begin_forward(call, queues, record, states)
+        inputs = self.begin_forward(flight, given, len(groups) > 1 or flight.saving.splits)
         for group in groups[:-1]:
             inputs = yield from self._compute_and_communicate(group, inputs, flight)
         result = self._compute(groups[-1], inputs, flight)
-        return self._finish_forward(call, flight, inputs, result, None)
+        return self.finish_forward(flight, inputs, result, None)
 
-    def _begin_forward(
-        self, call: ForwardCall, queues: bool, record: ForwardRecord | None, states: Sequence[SliceState] = ()
-    ) -> tuple[InFlight, tuple[Any, ...]]:
-        """Return the micro-batch's state, and its inputs as leaves.
+    def begin_forward(self, flight: Flight, given: StageInputs, queues: bool) -> tuple[Any, ...]:
+        """Return the inputs as leaves, and prepare the flight for what the forward saves.
 
         Args:
             queues: whether weight gradients wait, for W or (of a stage in segments) for the next communication.
         """
-        microbatch, values, specs, _, program, _ = call
-        read = len(program.reads)
-        if not torch.is_grad_enabled():
-            return InFlight(None, read=read), values
-        leaves = values if specs is None else _leaves(values, specs)
-        travels, parts = None, None
-        if microbatch in program.offloaded and record is None:
+        values, specs = given
+        flight.read = len(flight.program.reads)
+        if not flight.step.training:
+            return values
+        flight.specs = specs
+        flight.weight_gradients = WeightGradQueue() if queues else None
+        travels = flight.travels if flight.record is None else None
+        if travels is not None:
             tensors = (each for module in self.modules for each in (*module.parameters(), *module.buffers()))
-            pieces = (piece for state in states for piece in state.held if piece is not None)
+            pieces = (piece for state in flight.states for piece in state.held if piece is not None)
             earlier = (leaf for piece in pieces for leaf in piece.on_device)
-            travels = SavedTensors(
-                (*tensors, *values, *earlier),
-                self._communications.device,
-                self._host_buffers,
-                program.offloaded[microbatch],
-                self._saved_bytes,
-            )
-            self._copies.saved[microbatch].set_result(travels)
-        if microbatch in program.parts:
+            travels.begin((*tensors, *values, *earlier), self._saved_bytes)
+        if parts := flight.saving.parts:
             others = SavedTensor if travels is None else travels.pack
-            parts = RecomputedParts(program.parts[microbatch], self._communications.device, others, self.parts)
-        queue = WeightGradQueue() if queues else None
-        return InFlight(queue, [], (), specs, read, record, travels, parts, states), leaves
+            flight.parts = RecomputedParts(parts, self._communications.device, others, self.parts)
+        return values if specs is None else _leaves(values, specs)
 
-    def _slice_states(self, call: ForwardCall) -> Sequence[SliceState]:
-        """Return the state of each layer for a slice of a micro-batch; () for a whole one."""
-        place = call.keywords.get(STATE)
+    def travelling(self, parts: Parts) -> SavedTensors:
+        """Return what takes the tensors that a forward will save, of which these parts travel to host memory and back."""
+        return SavedTensors(self._communications.device, self.host_buffers, parts)
+
+    def keywords(self, flight: Flight) -> Mapping[str, Any]:
+        """Return a micro-batch's keyword arguments, of a slice of one with the state of each layer."""
+        keywords = flight.step.batch.keywords[flight.unit]
+        place = keywords.get(STATE)
         if place is None:
-            return ()
-        microbatch = call.microbatch // place.count
-        histories = self._histories.setdefault(microbatch, [SequenceHistory() for _ in self.modules])
-        if not torch.is_grad_enabled() and place.index + 1 == place.count:
-            del self._histories[microbatch]
-        return [SliceState(history, place) for history in histories]
+            return keywords
+        histories, key = flight.step.histories, (self.index, flight.microbatch)
+        layers = histories.setdefault(key, [SequenceHistory() for _ in self.modules])
+        if not flight.step.training and place.index + 1 == place.count:
+            del histories[key]
+        flight.states = [SliceState(history, place) for history in layers]
+        return {**keywords, STATE: flight.states}
 
     def _compute_and_communicate(
-        self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight
+        self, group: ComputeGroup, inputs: tuple[Any, ...], flight: Flight
     ) -> Coroutine[tuple[Any, ...]]:
         """Run a group and the communication after it; return the next group's inputs."""
         assert group.after is not None
-        training = torch.is_grad_enabled()
+        training = flight.step.training
         outputs = self._compute(group, inputs, flight)
         which = [training and carries(value) for value in outputs]
         if training and flight.record is None:
@@ -401,34 +195,34 @@ class Stage:
         results = self._communications.wait(pending, group.after.name)
         return tuple(v.detach().requires_grad_() if leaf else v for v, leaf in zip(results, which, strict=True))
 
-    def _compute(self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight) -> Any:
+    def _compute(self, group: ComputeGroup, inputs: tuple[Any, ...], flight: Flight) -> Any:
         """Run the group's computations. Another micro-batch may have run since the last group, so the queue is set again."""
-        self._grad_context.queue = flight.queue
-        with flight.saving():
-            result = group.compute(self._inputs.changeable(inputs))
-        self._inputs.note_changes(inputs)
+        self.grad_context.queue = flight.weight_gradients
+        with flight.saving_context():
+            result = group.compute(self.inputs.changeable(inputs))
+        self.inputs.note_changes(inputs)
         return result
 
-    def _finish_forward(
-        self, call: ForwardCall, flight: InFlight, inputs: tuple[Any, ...], result: Any, names: NamedInForward | None
+    def finish_forward(
+        self, flight: Flight, inputs: tuple[Any, ...], result: Any, names: NamedInForward | None
     ) -> StageOutputs:
         """Return the forward's outputs, and save what the backward needs, or R."""
-        microbatch, _, _, _, program, loss = call
+        program, loss = flight.program, flight.step.losses[flight.unit]
         outputs: BoundaryValues = ()
         tensors: dict[str, Tensor | None] = {}
         terms: Sequence[tuple[str, Tensor, float]] = ()
         mean: Tensor | None = None
-        if program.gives is not None:
+        if program.output_edge is not None:
             outputs = as_values(result, self.words)
             require_plain(outputs, self.words)
         elif loss is not None:
-            with flight.saving():
+            with flight.saving_context():
                 mean = loss.mean(result)
         if names is not None:
             tensors, terms = names.sent(), names.terms
             for name, value in tensors.items():
                 require_plain([value], f"{self.words}, as tensor {name!r},")
-        if torch.is_grad_enabled():
+        if flight.step.training:
             losses = [(weight * each, 1.0) for _, each, weight in terms if each.requires_grad] if terms else []
             if mean is not None and loss is not None and mean.requires_grad:
                 # The backward starts with the share as the mean's gradient, so the graph needs no product of them.
@@ -440,72 +234,25 @@ class Stage:
                 self._foreign = None
             if flight.record is not None:
                 flight.record.start.forget_unchanged()
-                done = None
-                if microbatch in program.kept_on_host and self._communications.device.type == "cuda":
-                    self._computing = torch.cuda.current_stream(self._communications.device)
-                    done = self._computing.record_event()
-                self._copies.records[microbatch] = flight.record._replace(done=done)
+                flight.states = ()  # R makes them again, and these hold the graph
+                if flight.saving.kept_travels and self._communications.device.type == "cuda":
+                    self.computing = torch.cuda.current_stream(self._communications.device)
+                    flight.record = flight.record._replace(done=self.computing.record_event())
                 outputs, tensors = _off_graph(outputs), {name: _off_graph((v,))[0] for name, v in tensors.items()}
             else:
-                pieces = flight.pieces() if flight.states else ()
-                flight.groups.append(SavedGroup(inputs, roots, tuple(losses), pieces=pieces))
+                flight.groups.append(
+                    SavedGroup(inputs, roots, tuple(losses), pieces=flight.pieces() if flight.states else ())
+                )
                 if not self._deallocate:
                     flight.outputs = results
                 if flight.travels is not None:
                     flight.travels.complete()
                     self._saved_bytes = flight.travels.total
-                self._alive[microbatch] = flight
         detached = tuple([(key, each.detach(), weight) for key, each, weight in terms]) if terms else ()
         if mean is None or loss is None:
-            return StageOutputs(outputs, tensors, result if program.gives is None else None, None, detached)
+            return StageOutputs(outputs, tensors, result if program.output_edge is None else None, None, detached)
         unreached = not mean.requires_grad and _all_carry(result)
         return StageOutputs((), tensors, None, mean.detach() * loss.share, detached, unreached)
-
-    # -- copies to host memory -------------------------------------------------------------------------------------------
-
-    def begin(self, microbatches: Iterable[int]) -> StepCopies:
-        """Begin a step in which what the backwards of these micro-batches need travels; return what its copies work on: those of
-        an earlier step, which failed, may still be under way.
-        """
-        self._histories.clear()
-        self._copies = StepCopies({microbatch: Future() for microbatch in microbatches}, {})
-        return self._copies
-
-    def kept_to_host(self, step: StepCopies, microbatch: int, stream: torch.cuda.Stream | None) -> None:
-        """OKEPT: move the inputs that R needs, and what layers keep of a slice for later ones, to host memory.
-
-        Inputs of the user stay where they are. Raises UsageError for an input that was changed in place.
-        """
-        record, buffers = step.records[microbatch], self._host_buffers
-        self._require_unchanged(record)
-        wait: Callable[[], None] = (lambda: None) if stream is None else stream.synchronize
-        call, place = record.call, record.call.keywords.get(STATE)
-        with torch.no_grad(), torch.cuda.stream(stream):
-            if stream is not None and record.done is not None:
-                stream.wait_event(record.done)
-            if place is not None:
-                pieces = (each.pieces.get(place.index) for each in self._histories[microbatch // place.count])
-                for piece in [piece for piece in pieces if piece is not None]:
-                    piece.to_host(buffers, wait)
-            if call.specs is not None:
-                copies = tuple([None if value is None else HostCopy(value, buffers) for value in call.values])
-                wait()
-                step.records[microbatch] = record._replace(call=call._replace(values=()), on_host=copies)
-
-    def kept_to_device(self, step: StepCopies, microbatch: int, stream: torch.cuda.Stream | None) -> None:
-        """LKEPT: move the inputs back. What layers keep of a slice stays, and is read from the host where it is needed."""
-        record = step.records[microbatch]
-        if record.call.specs is None:
-            return
-        with torch.cuda.stream(stream):
-            values = tuple([None if copy is None else copy.read() for copy in record.on_host])
-            for copy, value in zip(record.on_host, values, strict=True):
-                if copy is not None and value is not None:
-                    copy.free()  # waits for the copy
-                    if stream is not None and self._computing is not None:
-                        value.record_stream(self._computing)
-        call = record.call._replace(values=values)
-        step.records[microbatch] = record._replace(call=call, versions=_versions(values), on_host=())
 
     # -- buffers that a forward changes ----------------------------------------------------------------------------------
 
@@ -527,37 +274,24 @@ class Stage:
 
     # -- backward --------------------------------------------------------------------------------------------------------
 
-    def backward(self, microbatch: int, gradients: BoundaryValues, keeps_weights: bool = False) -> InputGradients:
-        """B: return the input gradients; the weight gradients are accumulated too.
+    def backward(self, flight: Flight, gradients: BoundaryValues) -> InputGradients:
+        """Return the input gradients; the weight gradients are accumulated too, or wait in the flight for W.
 
         Args:
             gradients: one for each output that carries one, None if the next stage has none; empty for the last stage, whose
                 root is the loss.
-            keeps_weights: I instead of B: the queued weight gradients wait for W. All other state of the micro-batch is freed.
         """
         if self.segmented:
-            return run_to_end(self.backward_in_segments(microbatch, gradients, keeps_weights))
-        return self._backward(self._begin_backward(microbatch, keeps_weights), gradients)
+            return run_to_end(self.backward_in_segments(flight, gradients))
+        return self._backward(flight, gradients)
 
-    def weight_grad(self, microbatch: int) -> None:
-        """W: compute the weight gradients that I has queued."""
-        queue = self._awaiting_w.pop(microbatch, None)
-        if queue is not None:
-            queue.flush()
-
-    def communicates_in_backward(self, microbatch: int) -> bool:
-        """Return whether the backward of this micro-batch has communications inside at which another action may compute."""
-        return any(group.after is not None and not group.after.quick for group in self._alive[microbatch].groups)
-
-    def backward_in_segments(
-        self, microbatch: int, gradients: BoundaryValues, keeps_weights: bool
-    ) -> Coroutine[InputGradients]:
+    def backward_in_segments(self, flight: Flight, gradients: BoundaryValues) -> Coroutine[InputGradients]:
         """As `backward`, yielding where it would wait for a communication.
 
         The groups run from the last to the first. In a B, a group's weight gradients are computed once the communication
         that depends on the group has started.
         """
-        flight = self._begin_backward(microbatch, keeps_weights)
+        weight_gradients = None if flight.saving.splits else flight.weight_gradients
         seeds: list[Tensor | None] = list(gradients)
         while len(flight.groups) > 1:
             group, before = flight.groups.pop(), flight.groups[-1].after
@@ -570,30 +304,23 @@ class Stage:
             if which:
                 pending = self._communications.start(partial(before.start_backward, results, saved), (*results, *saved))
             del group, results, saved
-            if flight.queue is not None and not keeps_weights:
-                flight.queue.flush()
+            if weight_gradients is not None:
+                weight_gradients.flush()
             if not before.quick:
                 yield
             if pending is not None:
                 arrived = self._communications.wait(pending, f"{before.name}'s backward")
                 seeds = [arrived[at] for at in which]
         input_gradients = self._backward(flight, seeds)
-        if flight.queue is not None and not keeps_weights:
-            flight.queue.flush()
+        if weight_gradients is not None:
+            weight_gradients.flush()
         return input_gradients
 
-    def _begin_backward(self, microbatch: int, keeps_weights: bool) -> InFlight:
-        """Return the state of a micro-batch whose backward begins, and keep the queue of its weight gradients for W."""
-        flight = self._alive.pop(microbatch)
-        if flight.states and not flight.states[0].place.index:  # the first slice is the last one here
-            del self._histories[microbatch // flight.states[0].place.count]
-        if keeps_weights and flight.queue is not None:
-            self._awaiting_w[microbatch] = flight.queue
-        return flight
-
-    def _backward(self, flight: InFlight, gradients: Sequence[Tensor | None]) -> InputGradients:
+    def _backward(self, flight: Flight, gradients: Sequence[Tensor | None]) -> InputGradients:
         """Run the backward of the first group, which is the only one of an unsegmented stage."""
         group = flight.groups.pop()
+        if flight.states and not flight.states[0].place.index:  # the first slice is the last one here
+            del flight.step.histories[self.index, flight.microbatch]
         self._run_autograd(flight, group, gradients)
         for state in flight.states:
             state.release()
@@ -606,9 +333,9 @@ class Stage:
         by_name = zip(group.inputs[cut:], flight.specs[cut:], strict=True)
         return by_position, *[_leaf_gradients((leaf,), (spec,)) for leaf, spec in by_name]
 
-    def _run_autograd(self, flight: InFlight, group: SavedGroup, seeds: Sequence[Tensor | None]) -> None:
+    def _run_autograd(self, flight: Flight, group: SavedGroup, seeds: Sequence[Tensor | None]) -> None:
         """Run autograd's backward of a group, from its outputs and losses. A root with the gradient None is left out."""
-        self._grad_context.queue = flight.queue  # for the layers that are recomputed in this backward
+        self.grad_context.queue = flight.weight_gradients  # for the layers that are recomputed in this backward
         roots: list[GradientEdge | Tensor] = []
         given: list[Tensor | None] = []
         for root, seed in zip(group.roots, seeds, strict=True):
@@ -624,7 +351,7 @@ class Stage:
             given.append(loss.new_full((), gradient))
         if not roots:
             return
-        context = self._grad_context
+        context = self.grad_context
         trusted = not self.segmented  # in a segmented stage, communications compute some of the gradients
         try:
             if context.stage_backward is not None and context.writes:
@@ -732,19 +459,13 @@ class NamedInForward:
         return {name: self._tensors[name] for name in self._program.writes}
 
 
-def _versions(values: BoundaryValues) -> tuple[int, ...]:
+def versions_of(values: BoundaryValues) -> tuple[int, ...]:
     return tuple(version_of(value) for value in values if isinstance(value, Tensor))
 
 
 def _off_graph(values: BoundaryValues) -> BoundaryValues:
     """Return the values without the graph that they are from, and with the same claims to a gradient."""
     return tuple([v if v is None or not v.requires_grad else v.detach().requires_grad_() for v in values])
-
-
-def _by_name(module: nn.Module, accepted: Mapping[str, Any], keywords: Sequence[str], *values: Any) -> Any:
-    """Call `module` on values of which the first are the keyword arguments `keywords`."""
-    count = len(keywords)
-    return module(*values[count:], **accepted, **dict(zip(keywords, values[:count], strict=True)))
 
 
 def _all_carry(output: Any) -> bool:

@@ -28,19 +28,24 @@ MessageBatch: TypeAlias = tuple[Message, ...]
 TrafficOfRanks: TypeAlias = tuple[tuple[EntryTraffic, ...], ...]
 
 
-def batches_of(programs: TrafficOfRanks, rank: int, ahead: bool = True) -> tuple[tuple[MessageBatch, ...], ...]:
+def batches_of(
+    programs: TrafficOfRanks, rank: int, ahead: bool = True, clock: MessageClock | None = None
+) -> tuple[tuple[MessageBatch, ...], ...]:
     """Return the batches of `rank`: for each of its entries those launched before it, and finally those after the last one.
 
     The first batch before an entry holds the sends of the entry before it and the receives that the entry needs. With
     `ahead`, the receives of messages that arrive while the entry computes follow: in the same batch if the entry does not wait
     for it, else in a separate one. Without `ahead`, they are in the batch after the entry.
+
+    Args:
+        clock: `message_clock(programs)`, where several ranks need it.
     """
-    return _of_rank(programs, rank, _clock(programs), ahead)
+    return _of_rank(programs, rank, clock or message_clock(programs), ahead)
 
 
 def check_batches(programs: TrafficOfRanks, ahead: bool = True) -> None:
     """Raise ScheduleError when some batches wait for one another for ever; name the ranks and messages."""
-    clock = _clock(programs)
+    clock = message_clock(programs)
     check_meeting(programs, [_of_rank(programs, rank, clock, ahead) for rank in range(len(programs))])
 
 
@@ -48,7 +53,7 @@ def check_batches(programs: TrafficOfRanks, ahead: bool = True) -> None:
 
 
 @dataclass(frozen=True)
-class _Clock:
+class MessageClock:
     """Times at unit costs: starts and ends of each rank's entries, and the moment when each message moves."""
 
     starts: list[list[int]]
@@ -56,8 +61,9 @@ class _Clock:
     moves: dict[Message, int]
 
 
-def _clock(programs: TrafficOfRanks) -> _Clock:
-    clock = _Clock([[] for _ in programs], [[] for _ in programs], {})
+def message_clock(programs: TrafficOfRanks) -> MessageClock:
+    """Return when each message moves."""
+    clock = MessageClock([[] for _ in programs], [[] for _ in programs], {})
     ready = deque(range(len(programs)))
     waiting: dict[Message, int] = {}
     while ready:
@@ -79,7 +85,9 @@ def _clock(programs: TrafficOfRanks) -> _Clock:
     return clock
 
 
-def _of_rank(programs: TrafficOfRanks, rank: int, clock: _Clock, ahead: bool) -> tuple[tuple[MessageBatch, ...], ...]:
+def _of_rank(
+    programs: TrafficOfRanks, rank: int, clock: MessageClock, ahead: bool
+) -> tuple[tuple[MessageBatch, ...], ...]:
     program, starts, ends = programs[rank], clock.starts[rank], clock.ends[rank]
     first: list[list[Message]] = [[] for _ in range(len(program) + 1)]
     second: list[list[Message]] = [[] for _ in range(len(program) + 1)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import Costs, PairTimes, StageCosts
 from pipeloom.schedule.model import Schedule, of_schedule
 
@@ -33,7 +32,7 @@ def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backwar
     least_size = min(cost_model.slice_sizes or (1 / schedule.slices,)) if schedule.slices > 1 else 1.0
     factors = cost_model.factors(schedule.microbatches)
     spread = StageCosts(cost_model, schedule.stages)
-    before, _ = neighbours(schedule)
+    before, _ = schedule.neighbours
     prefix, suffix = [0.0] * schedule.stages, [0.0] * schedule.stages
     sums = [0.0] * len(schedule.routes)
     for index, route in enumerate(schedule.routes):

@@ -88,80 +88,60 @@ class EntryTraffic:
 
 def traffic(schedule: Schedule) -> tuple[tuple[EntryTraffic, ...], ...]:
     """rank -> its program with messages. The schedule must have passed `check`."""
-    before, after = neighbours(schedule)
-    named = NamedEdges.of(schedule)
+    channels = _ChannelsOfActions(schedule)
     message_of: dict[tuple[MessageKind, Edge, str], Message] = {}
     count: dict[Channel, int] = defaultdict(int)
 
-    def into(stage: int) -> list[Edge]:
-        origin = before[stage]
-        return [*([] if origin is None else [Edge(origin, stage, OUTPUT)]), *named.reads[stage]]
-
-    def out_of(stage: int) -> list[Edge]:
-        to = after[stage]
-        return [*([] if to is None else [Edge(stage, to, OUTPUT)]), *named.writes[stage]]
-
-    def sends(rank: int, action: Action) -> tuple[Message, ...]:
-        kind = message_kind(action)
-        if kind is None:
-            return ()
-        messages = []
-        for edge in out_of(action.stage) if kind == "activation" else into(action.stage):
-            destination = schedule.placement[edge.consumer if kind == "activation" else edge.producer]
-            if destination == rank:
-                continue
-            channel = Channel(rank, destination, kind)
+    def sends(action: Action) -> Iterator[Message]:
+        for channel, edge in channels[action.kind, action.stage][1]:
             message = Message(channel, edge, action.microbatch, count[channel], action.slice)
             count[channel] += 1
-            message_of[kind, edge, action.unit] = message
-            messages.append(message)
-        return tuple(messages)
+            message_of[channel.kind, edge, action.unit] = message
+            yield message
 
-    def receives(rank: int, action: Action) -> tuple[Message, ...]:
-        kind = message_kind(action)
-        if kind is None:
-            return ()
-        awaited = into(action.stage) if kind == "activation" else out_of(action.stage)
-        sources = [edge.producer if kind == "activation" else edge.consumer for edge in awaited]
-        return tuple(
-            message_of[kind, edge, action.unit]
-            for edge, source in zip(awaited, sources, strict=True)
-            if schedule.placement[source] != rank
-        )
+    def receives(action: Action) -> Iterator[Message]:
+        for channel, edge in channels[action.kind, action.stage][0]:
+            yield message_of[channel.kind, edge, action.unit]
 
-    sent = [[sum((sends(rank, a) for a in parts(cell)), ()) for cell in p] for rank, p in enumerate(schedule.programs)]
+    sent = [[tuple([m for a in parts(cell) for m in sends(a)]) for cell in program] for program in schedule.programs]
     return tuple(
         tuple(
-            EntryTraffic(cell, sum((receives(rank, a) for a in parts(cell)), ()), sent[rank][at])
+            EntryTraffic(cell, tuple([m for a in parts(cell) for m in receives(a)]), sent[rank][at])
             for at, cell in enumerate(program)
         )
         for rank, program in enumerate(schedule.programs)
     )
 
 
+class _ChannelsOfActions(dict[tuple[str, int], tuple[list[tuple[Channel, Edge]], list[tuple[Channel, Edge]]]]):
+    """(kind, stage) -> the channels on which such actions receive from other ranks, and those on which they send, each with its
+    edge; added where they are first asked for.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self._named = schedule, NamedEdges.of(schedule)
+
+    def __missing__(self, key: tuple[str, int]) -> tuple[list[tuple[Channel, Edge]], list[tuple[Channel, Edge]]]:
+        kind, stage, placement = message_kind(Action(*key)), key[1], self._schedule.placement
+        rank, (before, after) = placement[stage], (each[stage] for each in self._schedule.neighbours)
+        inputs = [*([] if before is None else [Edge(before, stage, OUTPUT)]), *self._named.reads[stage]]
+        outputs = [*([] if after is None else [Edge(stage, after, OUTPUT)]), *self._named.writes[stage]]
+
+        def other(edge: Edge) -> int:
+            return placement[edge.producer if edge.consumer == stage else edge.consumer]
+
+        sources, destinations = (inputs, outputs) if kind == "activation" else (outputs, inputs)
+        self[key] = (
+            [(Channel(other(edge), rank, kind), edge) for edge in sources if kind and other(edge) != rank],
+            [(Channel(rank, other(edge), kind), edge) for edge in destinations if kind and other(edge) != rank],
+        )
+        return self[key]
+
+
 def message_kind(action: Action) -> MessageKind | None:
     """Return the kind of message that the action receives from one neighbouring stage and sends to the other; None: none."""
     produces = kind_of(action.kind).produces
     return "activation" if OUTPUT in produces else "gradient" if INPUT_GRADIENT in produces else None
-
-
-def neighbours(schedule: Schedule) -> tuple[list[int | None], list[int | None]]:
-    """stage -> the stage before it, and the stage after it, in its route.
-
-    Behind the last stage of layers comes the share of the vocabulary on its rank, and behind the share on the first one's rank
-    the first stage of layers, for which it looks tokens up.
-    """
-    before: list[int | None] = [None] * schedule.stages
-    after: list[int | None] = [None] * schedule.stages
-    for route in schedule.routes:
-        for left, right in zip(route, route[1:], strict=False):
-            before[right], after[left] = left, right
-    if schedule.vocabulary:
-        first, last = schedule.routes[0][0], schedule.routes[0][-1]
-        share = schedule.vocabulary[schedule.placement[last]]
-        before[share], after[last] = last, share
-        after[schedule.vocabulary[schedule.placement[first]]] = first
-    return before, after
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ from pipeloom.schedule.actions import (
     whole_of,
 )
 from pipeloom.schedule.batched_p2p import check_batches
-from pipeloom.schedule.channels import neighbours, smallest_depths, traffic
+from pipeloom.schedule.channels import smallest_depths, traffic
 from pipeloom.schedule.graph import NEVER, Graph, WalkCosts, entry_waits, groups_of, runnable_prefix, walk
-from pipeloom.schedule.model import Schedule, ValueKey, made_by, of_schedule, parts, unit_action, value_key
+from pipeloom.schedule.model import Schedule, ValueKey, of_schedule, parts, unit_action, value_key
 
 CheckedTransport = Literal["individual", "batched"]
 TransportName = Literal["auto", "individual", "batched", "shared"]
@@ -226,7 +226,7 @@ def _check_values(schedule: Schedule) -> None:
         for at, action in [(at, action) for at, cell in enumerate(program) for action in parts(cell)]:
             kind, stage, mb = kind_of(action.kind), action.stage, schedule.unit_of(action)
             where = f"rank {rank}, action {at}: {action}"
-            results = made_by(schedule, action)
+            results = schedule.values_of(action).makes
             needed = [need.value for need in kind.needs if not need.step and need != kind.waits_for]
             if kind.part and KEPT in needed and (KEPT, stage, mb) not in there and (PENDING, stage, mb) in there:
                 needed, results = [PENDING], (f"{PENDING}:{kind.part}",)  # behind I: a part that only W needs
@@ -326,7 +326,7 @@ def _need(schedule: Schedule, place: dict[Action, tuple[int, int]], action: Acti
         return None
     source, value = stage, need.value
     if need.step:
-        before, after = neighbours(schedule)
+        before, after = schedule.neighbours
         other = (before if need.step < 0 else after)[stage]
         if other is None and need.at_end is None:
             return None

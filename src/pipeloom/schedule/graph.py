@@ -36,8 +36,8 @@ from pipeloom.schedule.actions import (
     kind_of,
     whole_of,
 )
-from pipeloom.schedule.channels import Edge, NamedEdges, neighbours
-from pipeloom.schedule.model import Program, Schedule, ValueKey, made_by, parts, value_key, with_parts
+from pipeloom.schedule.channels import Edge, NamedEdges
+from pipeloom.schedule.model import Program, Schedule, ValueKey, parts, value_key
 
 NEVER = math.inf
 
@@ -127,7 +127,7 @@ class NamedNeeds:
 def _needs(schedule: Schedule, need: Need | None, always: int) -> list[int]:
     """stage * units + unit -> the event that an action with this need waits for."""
     m, stride = schedule.units, schedule.kind_stride
-    before, after = neighbours(schedule)
+    before, after = schedule.neighbours
     indices: list[int] = []
     for stage in range(schedule.stages):
         source, event = None if need is None else stage, None if need is None else need.value
@@ -185,9 +185,9 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
         for rank, program in enumerate(schedule.programs)
         for at, cell in enumerate(program)
         for action in parts(cell)
-        for value in made_by(schedule, action)
+        for value in schedule.values_of(action).makes
     }
-    before, after = neighbours(schedule)
+    before, after = schedule.neighbours
     groups = groups_of(schedule)
     waits: dict[tuple[int, int], tuple[EntryWait, ...]] = {}
     for rank, program in enumerate(schedule.programs):
@@ -217,10 +217,9 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
                     awaited += filter(None, [maker.get((EMBEDDED, schedule.vocabulary[rank], mb))])
                 members = groups.get((action.kind, mb), ()) if kind.group else ()
                 awaited += [EntryWait(*member, 0.0, together=True) for member in members if member != (rank, at)]
-                touched = with_parts(schedule, action, tuple(need.value for need in kind.needs if not need.step))
-                gone = with_parts(schedule, action, kind.frees)
-                changes = {value_key(value, stage, mb) for value in (*made_by(schedule, action), *gone, *kind.adds)}
-                reads = {value_key(value, stage, mb) for value in touched} - changes
+                values = schedule.values_of(action)
+                changes = {value_key(value, stage, mb) for value in (*values.makes, *values.frees, *kind.adds)}
+                reads = {value_key(value, stage, mb) for value in values.needs} - changes
                 earlier = {changed[key] for key in changes | reads if key in changed}
                 earlier |= {reader for key in changes for reader in read[key]}
                 earlier |= {changed.get(value_key(value, stage, mb), at) for value in kind.takes} - {at}
@@ -287,7 +286,7 @@ def _changes_of(schedule: Schedule, program: Sequence[Cell], value: str) -> Iter
     added: set[int] = set()
     for at, action in actions:
         kind = kind_of(action.kind)
-        claim = _amount(schedule, action, value, made_by(schedule, action))
+        claim = _amount(schedule, action, value, schedule.values_of(action).makes)
         release = _amount(schedule, action, value, kind.frees)
         if value in kind.adds and action.stage in taken_over - added:
             added.add(action.stage)

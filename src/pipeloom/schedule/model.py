@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, wraps
+from functools import cached_property, lru_cache, wraps
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -60,6 +60,14 @@ class NamedTensor(NamedTuple):
     name: str
     producer: int
     consumers: tuple[int, ...]
+
+
+class ActionValues(NamedTuple):
+    """Values that an action needs, makes and frees on its own stage: with the parts of them that other actions there name."""
+
+    needs: tuple[str, ...]
+    makes: tuple[str, ...]
+    frees: tuple[str, ...]
 
 
 @dataclass(frozen=True, repr=False)
@@ -225,6 +233,25 @@ class Schedule:
         number = kind_number("EMBED")
         return bool(self.vocabulary) and any(code // self.kind_stride == number for code in self.action_codes(0))
 
+    @cached_property
+    def neighbours(self) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
+        """stage -> the stage before it, and the stage after it, in its route.
+
+        Behind the last stage of layers comes the share of the vocabulary on its rank, and behind the share on the first one's
+        rank the first stage of layers, for which it looks tokens up.
+        """
+        before: list[int | None] = [None] * self.stages
+        after: list[int | None] = [None] * self.stages
+        for route in self.routes:
+            for left, right in zip(route, route[1:], strict=False):
+                before[right], after[left] = left, right
+        if self.vocabulary:
+            first, last = self.routes[0][0], self.routes[0][-1]
+            share = self.vocabulary[self.placement[last]]
+            before[share], after[last] = last, share
+            after[self.vocabulary[self.placement[first]]] = first
+        return tuple(before), tuple(after)
+
     @property
     def positions(self) -> int:
         """The number of distinct stages of the model: the length of a route."""
@@ -291,6 +318,11 @@ class Schedule:
     def parted(self) -> dict[tuple[int, int], frozenset[str]]:
         """(stage, unit) -> the values that are parts of another, such as `saved:norms`, which its actions touch."""
         return self._united([{v for v in kind.touches if v != whole_of(v)} for kind in self.kinds])
+
+    def values_of(self, action: Action) -> ActionValues:
+        """Return what an action of this schedule needs, makes and frees on its stage."""
+        place = action.stage, self.unit_of(action)
+        return _values_of(action.kind, self.remade.get(place, frozenset()), self.parted.get(place, frozenset()))
 
     @cached_property
     def recomputed_parts(self) -> frozenset[str]:
@@ -486,27 +518,24 @@ def value_key(value: str, stage: int, unit: int) -> ValueKey:
     return value, stage, -1 if value in STAGE_VALUES else unit
 
 
-def made_by(schedule: Schedule, action: Action) -> tuple[str, ...]:
-    """Return the values that `action` makes: those of its kind, for a forward less those that a later action makes again."""
-    kind = kind_of(action.kind)
-    values = with_parts(schedule, action, kind.makes)
-    if not kind.is_forward:
-        return values
-    left = schedule.remade.get((action.stage, schedule.unit_of(action)), frozenset())
-    return tuple(value for value in values if value not in left and whole_of(value) not in left)
+@lru_cache(maxsize=MOST_KINDS)  # a schedule asks for few of them, once per action
+def _values_of(letter: str, remade: frozenset[str], parted: frozenset[str]) -> ActionValues:
+    """Return the values of an action, whose stage and unit have these values of `Schedule.remade` and `Schedule.parted`.
 
-
-def with_parts(schedule: Schedule, action: Action, values: tuple[str, ...]) -> tuple[str, ...]:
-    """Return `values` with the parts of each that actions of the same stage and unit name (`Schedule.parted`).
-
-    What is called by the name of the whole is then the rest, and a copy to the host or back is of that without the parts that a
-    computation makes again.
+    Where actions name parts of a value, what is called by the name of the whole is the rest; a copy to the host or back is of
+    that without the parts that a computation makes again, and a forward leaves out all that a later action makes again.
     """
-    place = action.stage, schedule.unit_of(action)
-    named = schedule.parted.get(place) if schedule.parted else None
-    if named and kind_of(action.kind).queue != COMPUTE:
-        named -= schedule.remade.get(place, frozenset())
-    return (*values, *sorted(part for part in named if whole_of(part) in values)) if named else values
+    kind = kind_of(letter)
+    parts_here = parted if kind.queue == COMPUTE else parted - remade
+
+    def split_by_parts(values: tuple[str, ...]) -> tuple[str, ...]:
+        return (*values, *sorted(part for part in parts_here if whole_of(part) in values))
+
+    makes = split_by_parts(kind.makes)
+    if kind.is_forward:
+        makes = tuple(value for value in makes if value not in remade and whole_of(value) not in remade)
+    needs = tuple(need.value for need in kind.needs if not need.step)
+    return ActionValues(split_by_parts(needs), makes, split_by_parts(kind.frees))
 
 
 def _encoded(

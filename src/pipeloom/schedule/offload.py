@@ -9,7 +9,7 @@ from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule.actions import KEPT, SAVED, Cell, kind_of
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
-from pipeloom.schedule.model import Schedule, made_by, of_schedule, parts
+from pipeloom.schedule.model import Schedule, of_schedule, parts
 from pipeloom.schedule.simulate import simulate
 from pipeloom.schedule.timeline import Timeline
 
@@ -192,7 +192,7 @@ def _ends_of_use(
     for at, cell in enumerate(program):
         for action in parts(cell):
             place = action.stage, schedule.unit_of(action)
-            if kind_of(action.kind).is_forward and value in made_by(schedule, action):
+            if kind_of(action.kind).is_forward and value in schedule.values_of(action).makes:
                 makes[place] = at
             elif any(need.value == value and not need.step for need in kind_of(action.kind).needs):
                 uses[place] = at

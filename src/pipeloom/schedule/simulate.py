@@ -8,7 +8,7 @@ from itertools import chain
 
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule.actions import COMPUTE, COPY_IN, COPY_OUT, WEIGHT_GRADIENT
-from pipeloom.schedule.channels import Edge, neighbours
+from pipeloom.schedule.channels import Edge
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import Costs, PairTimes, durations
 from pipeloom.schedule.graph import Graph, NamedNeeds, WalkCosts, WalkResult, walk
@@ -142,9 +142,9 @@ def _ends(place: Sequence[int], edge: Edge, receiver: int) -> tuple[int, int]:
 
 def _hops(schedule: Schedule, costs: Costs) -> list[float] | None:
     """code -> time of the message that it waits for, None when all are free."""
-    before, after = neighbours(schedule)
+    before, after = schedule.neighbours
 
-    def column(neighbour: list[int | None]) -> list[float]:
+    def column(neighbour: Sequence[int | None]) -> list[float]:
         hops: list[float] = []
         for stage, rank in enumerate(schedule.placement):
             other = neighbour[stage]

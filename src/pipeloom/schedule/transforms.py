@@ -16,7 +16,6 @@ from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.schedule.actions import EMBEDDED, HIDDEN, PART, SAVED, SUMS, Action, Cell, kind_number, kind_of, whole_of
-from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
 from pipeloom.schedule.model import Program, Schedule, of_schedule, parts
 from pipeloom.schedule.offload import offload_share
@@ -118,7 +117,7 @@ def split_cooldown(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     A W follows its I at once, or fills the first wait that it fits, wholly or half: what is shortest at `costs` (default
     1, 1, 1, 0). Where nothing is shorter than the schedule as it is, its actions stay as they are.
     """
-    before, _ = neighbours(schedule)
+    before, _ = schedule.neighbours
     places = schedule.placement
     awaited = [other is not None and places[other] != places[stage] for stage, other in enumerate(before)]
     cooldowns = [_Cooldown.split(schedule, rank, awaited) for rank in range(schedule.ranks)]

@@ -20,6 +20,7 @@ from pipeloom.ops.deferred import WeightGradQueue
 from pipeloom.plan.run import predicted as planned_run
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.runtime.executor import Executor
+from pipeloom.runtime.flight import Flight, StageInputs
 from pipeloom.runtime.stage import Stage
 from pipeloom.schedule import simulate
 from pipeloom.schedule.transforms import recompute
@@ -204,20 +205,20 @@ def saved_in_a_step(layout: Layout, patch: pytest.MonkeyPatch) -> list[int]:
         meter.rank = placement[min(executor.stages)]
         run(executor, *arguments)
 
-    def forward(run: Callable[..., Any], stage: Stage, call: Any, *arguments: Any, **keywords: Any) -> Any:
-        for value in call.values if call.specs is not None else ():
+    def forward(run: Callable[..., Any], stage: Stage, flight: Flight, given: StageInputs, *arguments: Any) -> Any:
+        for value in given[0] if given[1] is not None else ():
             meter.add(value)
-        return run(stage, call, *arguments, **keywords)
+        return run(stage, flight, given, *arguments)
 
     def put(run: Callable[..., None], queue: WeightGradQueue, *arguments: Any, reads: Any) -> None:
         for tensor in reads:
             meter.add(tensor)
         run(queue, *arguments, reads=reads)
 
-    step, first, queued = Executor.execute, Stage.forward, WeightGradQueue.put
+    step, first, queued = Executor.execute, Stage.begin_forward, WeightGradQueue.put
     with patch.context() as patched:
         patched.setattr(Executor, "execute", lambda *arguments: execute(step, *arguments))
-        patched.setattr(Stage, "forward", lambda *arguments, **keywords: forward(first, *arguments, **keywords))
+        patched.setattr(Stage, "begin_forward", lambda *arguments: forward(first, *arguments))
         patched.setattr(WeightGradQueue, "put", lambda *arguments, **keywords: put(queued, *arguments, **keywords))
         with torch.autograd.graph.saved_tensors_hooks(meter.save, lambda tensor: tensor):
             pipeline.step(batch.tokens, batch.targets)

@@ -221,7 +221,8 @@ def test_measuring_a_layer_leaves_nothing_behind(without_collector: None) -> Non
 def test_a_change_after_the_copy_back_or_of_a_part_that_stays_is_seen() -> None:
     """Of two halves, the first one stays on the device."""
     for part, numbers in ((1, {1}), (2, {2})):
-        saved = SavedTensors([], torch.device("cpu"), HostBuffers(torch.device("cpu")), Parts(frozenset(numbers), 2))
+        saved = SavedTensors(torch.device("cpu"), HostBuffers(torch.device("cpu")), Parts(frozenset(numbers), 2))
+        saved.begin([])
         x = torch.randn(8, requires_grad=True)
         with saved.saving():
             first = x.exp()

@@ -114,7 +114,8 @@ def test_a_storage_travels_whole_and_once_and_what_is_held_does_not(live: LiveBy
     want = [x.grad, weight.grad]
     x.grad = weight.grad = None
     with live:
-        saved = SavedTensors([weight, x], CPU, HostBuffers(CPU))
+        saved = SavedTensors(CPU, HostBuffers(CPU))
+        saved.begin([weight, x])
         with saved.saving():
             result = loss()
         before = live.now

@@ -237,7 +237,7 @@ _COMMUNICATES = (
     "runtime/p2p/shared_memory.py",
     "runtime/tied_weights.py",
     "runtime/p2p/torch_p2p.py",
-    "runtime/signals.py",
+    "runtime/actions/signals.py",
     "runtime/engine.py",
     "runtime/batch.py",
     "train/collect.py",

@@ -52,8 +52,10 @@ class P2PConnections:
         """
         if self._mesh.pipeline.group is not None:
             batched = self._options.transport == "batched"
-            self.shared = share_memory(self._mesh, self._device, self._options, program.channels, prefix)
-            self._links = Links(self._mesh.pipeline, program.all_channels, self._device, batched)
+            rank = self._mesh.pipeline.rank
+            ours = [each for each in program.channels if rank in (each.source, each.destination)]
+            self.shared = share_memory(self._mesh, self._device, self._options, ours, prefix)
+            self._links = Links(self._mesh.pipeline, program.channels, self._device, batched)
         everyone = self._mesh.everyone
         if everyone.size == len(self._mesh.pipeline.ranks):
             self.run_control = self.control

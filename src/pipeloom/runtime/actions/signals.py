@@ -9,14 +9,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from pipeloom.parallel.collectives import Tag
 from pipeloom.schedule.actions import kind_of
-from pipeloom.schedule.channels import neighbours
-from pipeloom.schedule.model import Schedule, made_by, parts
+from pipeloom.schedule.model import Schedule, parts
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def signals_of(schedule: Schedule) -> tuple[EntrySignals, EntrySignals]:
     sends: dict[tuple[int, int], tuple[Signal, ...]] = defaultdict(tuple)
     if not any(_needs_signals(kind.letter) for kind in schedule.kinds):
         return awaits, sends
-    before, after = neighbours(schedule)
+    before, after = schedule.neighbours
     entries = [
         (rank, at, action)
         for rank, program in enumerate(schedule.programs)
@@ -53,7 +52,7 @@ def signals_of(schedule: Schedule) -> tuple[EntrySignals, EntrySignals]:
     makers = {
         (value, action.stage, schedule.unit_of(action)): (rank, at, action)
         for rank, at, action in entries
-        for value in made_by(schedule, action)
+        for value in schedule.values_of(action).makes
     }
     count = 0
     for rank, at, action in entries:
@@ -74,21 +73,12 @@ def _needs_signals(letter: str) -> bool:
     return not kind.produces and not kind.group and any(need.step for need in kind.needs)
 
 
-class Signals(Protocol):
-    """Sends and receives signals of one rank. Threads may call it at once, with other signals."""
-
-    def send(self, signal: Signal) -> None:
-        """Send it, and return at once."""
-
-    def wait(self, signal: Signal) -> None:
-        """Return once it has been sent in this step."""
-
-    def arrived(self, signal: Signal) -> bool:
-        """Return whether `wait` would return at once; only where all ranks are in one process."""
-
-
 class SignalsInProcess:
-    """Signals where all ranks are in one process, which share it; made for one step."""
+    """Signals where all ranks are in one process, which share it; made for one step.
+
+    `send` returns at once, `wait` once a signal has been sent in this step, and `arrived` says whether it would at once. Threads
+    may call them at once, with other signals.
+    """
 
     def __init__(self) -> None:
         self._sent: dict[Signal, Future[None]] = {}
@@ -122,5 +112,6 @@ class SignalsBetweenProcesses:
     def wait(self, signal: Signal) -> None:
         self._group.recv([torch.zeros(1, dtype=torch.uint8)], signal.source, signal.tag).wait()
 
-    def arrived(self, signal: Signal) -> bool:
-        raise NotImplementedError("a rank in a process of its own waits")
+
+Signals = SignalsInProcess | SignalsBetweenProcesses
+"""Sends and receives the signals of one rank."""
