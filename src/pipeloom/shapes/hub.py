@@ -104,8 +104,6 @@ _SWITCHES = (
     ),
     "gated",
 )
-
-
 _NULL = ("num_key_value_heads", "head_dim")  # null has a meaning of its own: as many as queries; of the hidden size
 
 
@@ -340,15 +338,8 @@ def own_shape(values: Mapping[str, Any], where: str = "config.json") -> DecoderS
 
 
 _KEYS = (
-    *(
-        "num_hidden_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "intermediate_size",
-        "vocab_size",
-    ),
-    *("tie_word_embeddings", "num_experts", "moe_layer_freq"),
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
+    *("vocab_size", "tie_word_embeddings", "num_experts", "moe_layer_freq"),
 )
 _OF_OUR_DECODER = ("rope_theta", "rms_norm_eps", "attention_bias", "qkv_bias", "qk_norm", "num_shared_experts")
 

@@ -265,19 +265,18 @@ class Fields:
         if self.names:
             return
         for candidates in (("messages",), ("conversations",), ("text",), *PAIRS):
-            fields = tuple(name for name in candidates if name in names)
-            if fields and {candidates[0], candidates[-1]} <= set(fields):
-                self.names = fields
+            if {candidates[0], candidates[-1]} <= {*names}:
+                self.names = tuple(
+                    filter(None, candidates)
+                )  # of which a later record may have those that this one lacks
                 return
+        option = f'data.source = "{shortened(self.source.name)}"'
         for key in REFUSED.keys() & names:
-            raise ConfigError(
-                f'data.source = "{shortened(self.source.name)}": its records have {key}, and {REFUSED[key]}'
-            )
+            raise ConfigError(f"{option}: its records have {key}, and {REFUSED[key]}")
         known = ", ".join(shortened(str(name), 40) for name in list(names)[:20])
         raise ConfigError(
-            f'data.source = "{shortened(self.source.name)}": its first record has none of "text", "messages", "conversations", '
-            f'"prompt" with "completion", and "instruction" with "output" (it has {known or "no fields"}); name the field to '
-            "train on with data.field"
+            f'{option}: its first record has none of "text", "messages", "conversations", "prompt" with "completion", and '
+            f'"instruction" with "output" (it has {known or "no fields"}); name the field to train on with data.field'
         )
 
     def choose_column(self, names: Sequence[str], where: str) -> None:
@@ -413,9 +412,10 @@ def _dataset(file: Path, source: Source, fields: Fields) -> Iterator[Record | Ba
                 if "train" not in dataset:
                     raise ConfigError(f'{option}: it has no split "train", only {", ".join(dataset)}')
                 dataset = dataset["train"]
-            fields.choose_column(dataset.column_names or list(next(iter(dataset), {})), where)
-            names = [*fields.names, *({*BESIDE, *REFUSED} & {*(dataset.column_names or ())} - {*fields.names})]
-            fields.unknown |= {*(dataset.column_names or ())} - {*names, *HARMLESS}
+            columns = dataset.column_names or list(next(iter(dataset), {}))
+            fields.choose_column(columns, where)
+            names = [name for name in dict.fromkeys((*fields.names, *BESIDE, *REFUSED)) if name in columns]
+            fields.unknown |= {*columns} - {*names, *HARMLESS}
             for batch in dataset.select_columns(names).iter(batch_size=_ROWS):
                 for values in zip(*(batch[name] for name in names), strict=True):
                     number += 1

@@ -270,13 +270,7 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any], trust_code: b
         values.pop("weights", None)  # the run's initial weights; the checkpoint has its own
     keys = {f"model.{key}": value for key, value in values.items()}
     keys |= {f"lora.{key}": value for key, value in config.get("lora", {}).items() if key != "adapter"}
-    for section, key in (
-        ("train", "dtype"),
-        ("data", "tokenizer"),
-        ("data", "bos"),
-        ("data", "eos"),
-        ("data", "template"),
-    ):
+    for section, key in (("train", "dtype"), *(("data", key) for key in ("tokenizer", "bos", "eos", "template"))):
         if key in config.get(section, {}):
             keys[f"{section}.{key}"] = config[section][key]
     layout_of_model = load_layout(None, {**keys, **layout, **flags})

@@ -18,6 +18,7 @@ from pipeloom.errors import ConfigError
 from pipeloom.models import cross_entropy
 from pipeloom.models import layers as decoder_layers
 from pipeloom.runtime import LocalPipeline
+from pipeloom.train.data import sources
 from pipeloom.train.data.batches import PackedRows
 from pipeloom.train.data.conversations import BadConversation, conversation
 from pipeloom.train.data.tokenizers import SimpleTemplate, TokenizerTemplate, load_tokenizer
@@ -344,6 +345,15 @@ def test_keys_that_are_not_used_are_named_once(tmp_path: Path) -> None:
         ).words
         assert words.count("keys that are not used: grade, mood") == 1
         assert "40 documents, 40 conversations with 40 answers to learn, 3 more without one" in words
+
+
+def test_an_input_that_the_first_record_lacks_is_read(tmp_path: Path) -> None:
+    records = [{"instruction": "weave", "output": "a"}, {"instruction": "weave", "input": "red", "output": "b"}]
+    found = list(
+        sources.records(sources.Fields(sources.find(str(json_lines(tmp_path / "a.jsonl", records)), "auto"), ""))
+    )
+    asked = [each.value.messages[0]["content"] for each in found if isinstance(each, sources.Record)]
+    assert asked == ["weave", "weave\n\nred"]
 
 
 def test_conversations_that_are_cut_are_counted(tmp_path: Path) -> None:
