@@ -258,8 +258,8 @@ class Pipeline:
             self._signals = SignalsBetweenProcesses(group_of_members(self._line.ranks, backend="gloo"))
         self.schedule = schedule
         self._parts_unchecked = bool(schedule.recomputed_parts)
-        self._result = StepResult()  # of this process, and of each of its ranks
-        self._results = [StepResult() for _ in self._engines]
+        # Of this process, and of each of its ranks.
+        self._result, self._results = StepResult(), [StepResult() for _ in self._engines]
 
     # -- running ---------------------------------------------------------------------------------------------------------
 
@@ -295,7 +295,8 @@ class Pipeline:
 
     def _start_step(self, method: str, inputs: Any, targets: Any, keywords: Mapping[str, Any]) -> PendingLoss:
         """Run a step until this rank is done."""
-        self._require_batch(method, targets, keywords)
+        self._assembly.keywords.require(method, keywords)
+        require_targets(method, targets)
         status, begun = self._status, time.monotonic()
         first = status.phase == "first step"
         self._before_step({"inputs": inputs, "targets": targets, **keywords})
@@ -351,7 +352,8 @@ class Pipeline:
             if not self._compared:
                 self._compare_replicas()
             count = evaluation_microbatches(self.schedule.microbatches, inputs)
-            self._require_batch("evaluate", targets, keywords)
+            self._assembly.keywords.require("evaluate", keywords)
+            require_targets("evaluate", targets)
             batch = self._split(inputs, targets, keywords, count)
             self._gradients.publish()
             executor = self._executor(count)
@@ -442,8 +444,7 @@ class Pipeline:
 
     def _executor(self, forwards: int | None, whole: bool = False) -> Executor:
         """Return the executor of a training step, or of the forwards of so many micro-batches, uncut if `whole`."""
-        (engine,) = self._engines
-        return engine.executor(forwards, self.trace, whole, self._signals)
+        return self._engines[0].executor(forwards, self.trace, whole, self._signals)
 
     # -- what it is part of, and the last step ---------------------------------------------------------------------------
 
@@ -708,14 +709,7 @@ class Pipeline:
 
     # -- a batch -----------------------------------------------------------------------------------------------------------
 
-    def _require_batch(self, method: str, targets: Any, keywords: Mapping[str, Any]) -> None:
-        """Raise UsageError for a keyword argument that no layer takes, and for targets of no known form."""
-        self._assembly.keywords.require(method, keywords)
-        require_targets(method, targets)
-
-    def _split(
-        self, inputs: Any, targets: Any, keywords: Mapping[str, Any], count: int, whole: bool = False
-    ) -> Microbatches:
+    def _split(self, inputs: Any, targets: Any, keywords: Any, count: int, whole: bool = False) -> Microbatches:
         """Return a batch cut into so many micro-batches; `whole`: of whole sequences."""
         sizes = chosen_sizes(inputs, count, self.options.microbatch_sizes)
         total = partial(sum_over_replicas, mesh=self.mesh, device=self.device, alarm=self._alarm)
