@@ -596,8 +596,7 @@ def activation_limit(costs: Costs, memory: float, placement: Sequence[int]) -> t
     saved = tuple(map(sum, zip(sizes[SAVED], sizes.get(KEPT, nothing), strict=True)))
     pending = sizes.get(PENDING, saved)
     held = tuple(late / whole if whole else 0.0 for late, whole in zip(pending, saved, strict=True))
-    alike = len(set(saved)) == len(set(held)) == 1
     shares = tuple(k / whole if whole else 0.0 for k, whole in zip(sizes.get(KEPT, nothing), saved, strict=True))
-    if not alike:
-        return replace(costs, activation=saved, held=held, kept=shares), limits
-    return replace(costs, activation=saved[0], held=held[0], kept=shares), limits
+    if len(set(saved)) == len(set(held)) == 1:
+        return replace(costs, activation=saved[0], held=held[0], kept=shares), limits
+    return replace(costs, activation=saved, held=held, kept=shares), limits

@@ -432,12 +432,8 @@ class Timeline:
                     before = sum(shares[unit - part : unit]) if part + 1 == schedule.slices else -shares[unit]
                     yield at, False, before * summed[stage], TEMPORARIES
         if last:
-            yield (
-                len(schedule.programs[rank]),
-                True,
-                sum(last[stage] for stage in schedule.stages_of[rank]),
-                TEMPORARIES,
-            )
+            at_end = len(schedule.programs[rank])
+            yield from ((at_end, True, last[stage], TEMPORARIES) for stage in schedule.stages_of[rank])
 
     def _beside(self, sizes: Mapping[str, Sequence[float] | None]) -> dict[int, float]:
         """Return code -> what a backward, of layers or of a share of the vocabulary, holds besides its values while it runs."""

@@ -36,3 +36,10 @@ def test_sums_over_ranks_hold_a_copy_of_each_holder() -> None:
     )
     layout = load_layout("tiny", {"schedule.name": "dualpipe", "parallel.pp": 2, "schedule.microbatches": 4})
     assert summed_over_ranks(layout) == [*[2 * 4 * max(stage_parameters(layout)[:2])] * 2, 0, 0]
+
+
+def test_gradients_without_buffers_are_made_in_the_step() -> None:
+    """Under gpipe the peak is at the first backward, and one of two replicas has buffers then."""
+    run = {"schedule.name": "gpipe", "parallel.pp": 1, "train.seq_len": 256, "schedule.microbatches": 4}
+    alone, two = (predicted(load_layout("tiny", run | {"parallel.dp": dp})).ranks[0] for dp in (1, 2))
+    assert (alone.gradients, two.gradients) == (0.0, alone.parameters)

@@ -88,5 +88,6 @@ def test_a_limit_leaves_room_for_backwards_and_for_the_sum_at_the_end() -> None:
     costs, limits = activation_limit(Costs(bytes=sizes | {"end_sums": 20.0}), 30.0, (0, 1))
     assert limits == (21.0, 18.0)
     assert dict(costs.bytes)["forward"] == (2.0, 0.0)
+    assert activation_limit(Costs(bytes=sizes, microbatch=(2.0, 1.0)), 30.0, (0, 1))[1] == (17.0, 11.0)
     with pytest.raises(CapacityError, match="whole step"):
         activation_limit(Costs(bytes=sizes | {"end_sums": 25.0}), 30.0, (0, 1))
