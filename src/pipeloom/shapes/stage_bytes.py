@@ -47,7 +47,8 @@ class LayerBytes:
         split: as `backward`, of an I or of its W.
         state: what the layer keeps of slices for later ones, such as keys and values; part of what is saved, too.
         again: whether the layer is recomputed in its backward.
-        loss: those of `saved` that the loss saves, which then is not recomputed.
+        loss: those of `saved` that are held where the layer is recomputed too: by the loss, and between communications, which
+            are not repeated.
         parts: name of a part of the layer, or of several together (`mlp+norms`) -> those of `saved` that are not held from F on
             where R of them make them.
         trained: parameters that are trained, a number; with adapters, these alone.
@@ -85,6 +86,7 @@ class LayerBytes:
             )
         left = tensors.keys() - layer.dropped
         saves_input = "input" in left or left <= {LOGITS}
+        held = (LOGITS, *("received", "expert_outputs") * layer.waits)
         return cls(
             layer.saved - layer.input * saves_input,
             layer.input,
@@ -94,7 +96,7 @@ class LayerBytes:
             split=layer.input_peak,
             state=sum(tensors.get(name, 0.0) for name in ("key", "value")) * (slices > 1),
             again=again,
-            loss=tensors.get(LOGITS, 0.0),
+            loss=sum(tensors.get(name, 0.0) for name in held) + layer.input * layer.waits,
             parts=_parts_of(layer) if parts else {},
         )
 

@@ -65,3 +65,15 @@ def test_gradients_of_keys_and_values_are_summed_on_the_device_in_their_dtype() 
     assert stage_bytes(whole, groups, 2.0)["slice_grads"] == (200.0, 200.0)
     assert stage_bytes(offload_kept(recompute(whole, True)), groups)["slice_grads"] == (0.0, 0.0)
     assert stage_bytes(build("1f1b", 2, 4), groups)["slice_grads"] == (0.0, 0.0)
+
+
+def test_a_recomputed_layer_holds_what_is_between_its_communications() -> None:
+    """Rows that arrived and that came back, and the hidden states beside them; without communications the input alone."""
+    experts = Op("experts", (("received", 30.0), ("inner", 100.0), ("expert_outputs", 20.0)))
+    layer = LayerOps("t", (Op("norm", (("input", 8.0),)), experts), residual=0.0, input=8.0)
+    schedule = recompute(build("1f1b", 2, 2))
+    for waits, kept in (True, 30.0 + 20.0 + 8.0), (False, 0.0):
+        each = LayerBytes.of_ops(replace(layer, waits=waits), again=True)
+        sizes = stage_bytes(schedule, [[each], [each]])
+        assert sizes["kept"] == (kept, 8.0 + kept)
+        assert sizes["layer"] == (150.0 - kept,) * 2
