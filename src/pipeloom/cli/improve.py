@@ -13,7 +13,7 @@ import typer
 
 from pipeloom.cli.options import flag, memory_of, with_options
 from pipeloom.cli.output import JSON_HELP, aligned, write
-from pipeloom.cli.show import Study, layers_of, steps_of
+from pipeloom.cli.show import Study, layers_of, layout_of, steps_of
 from pipeloom.errors import PipeloomError, UsageError
 from pipeloom.limits import newest_run
 
@@ -119,15 +119,14 @@ def _limited(study: Study, trace: Path, memory: str) -> tuple[Study, tuple[float
 
 def _stage_bytes(trace: Path, schedule: Schedule) -> dict[str, tuple[float, ...]]:
     """Return the predicted bytes of the stages of a run of `train`, as `Costs.bytes`; empty for any other trace."""
-    file = (trace if trace.is_dir() else trace.parent) / "config.toml"
-    if not file.is_file():
-        return {}
-    from pipeloom.config import load_layout
     from pipeloom.plan.run import predicted
     from pipeloom.schedule.costs import DEVICE
 
+    layout = layout_of(trace)
+    if layout is None:
+        return {}
     with suppress(PipeloomError):  # a model that cannot be planned, or a file of another run
-        return predicted(load_layout(file)).timeline.costs.bytes_in(DEVICE, schedule.stages)
+        return predicted(layout).timeline.costs.bytes_in(DEVICE, schedule.stages)
     return {}
 
 

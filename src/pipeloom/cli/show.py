@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +19,7 @@ from pipeloom.errors import PipeloomError, UsageError, did_you_mean, shortened
 from pipeloom.limits import newest_run
 
 if TYPE_CHECKING:
+    from pipeloom.config import Layout
     from pipeloom.schedule import Timeline
     from pipeloom.solver import SearchResult
     from pipeloom.traces.measured import Prediction
@@ -105,22 +107,25 @@ def timelines_of(path: Path) -> tuple[Timeline, ...]:
     return timelines
 
 
+def layout_of(run: Path) -> Layout | None:
+    """Return the layout of the configuration in a run's folder; None where there is none, or no valid one."""
+    file = (run if run.is_dir() else run.parent) / "config.toml"
+    if file.is_file():
+        from pipeloom.config import load_layout
+
+        with suppress(PipeloomError):
+            return load_layout(file)
+    return None
+
+
 def layers_of(run: Path, steps: Sequence[Timeline]) -> list[float] | None:
     """Return stage -> its number of blocks, from the configuration in the run's folder; 0 for the first and last stage of a
     route, which hold other layers too.
 
     None where there is no valid configuration, or one with another number of stages.
     """
-    file = (run if run.is_dir() else run.parent) / "config.toml"
-    if not file.is_file():
-        return None
-    from pipeloom.config import load_layout
-
-    schedule = steps[-1].schedule
-    try:
-        held = load_layout(file).stage_layers
-    except PipeloomError:
-        return None
+    schedule, layout = steps[-1].schedule, layout_of(run)
+    held = () if layout is None else layout.stage_layers
     if len(held) != schedule.positions:
         return None
     blocks = [0.0, *map(float, held[1:-1]), 0.0] if len(held) > 1 else [0.0]

@@ -134,19 +134,13 @@ def whole_sequences(modules: Iterable[nn.Module]) -> Iterator[None]:
             part.context = context
 
 
-class _Gathered:
+class _Gathered(Local):
     """The exchange in one piece: every rank gets all keys and values, and returns what it adds to all of their gradients."""
 
     def __init__(self, axis: Axis, start: int, held: Tensor) -> None:
         self._axis = axis
         whole = replace(start_all_gather(held, axis), kind="cp").wait()
         self._keys = Keys(whole, [piece for index in range(axis.size) for piece in _ranges(axis, start, held, index)])
-
-    def turns(self) -> Iterator[Keys]:
-        yield self._keys
-
-    def add(self, gradient: Tensor) -> None:
-        self._gradient = gradient
 
     def total(self) -> Tensor:
         return replace(start_reduce_scatter(self._gradient, self._axis), kind="cp").wait()

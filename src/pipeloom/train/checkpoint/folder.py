@@ -20,26 +20,17 @@ from torch import Tensor
 
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
 from pipeloom.limits import CONFIG_BYTES, expanded, read_file, runs_in
+from pipeloom.models.stored_tensors import STORED_DTYPES
 from pipeloom.train.checkpoint.manifest import MANIFEST, StoredFile
 
 # Bytes hashed and then written at a time: few enough that a piece is still in the processor's cache when it is written.
 _PIECE = 2**20
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
+DTYPES_BY_NAME = STORED_DTYPES | {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
 }
-DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
