@@ -34,6 +34,7 @@ def without(name: str, module: Any, value: Any) -> tuple[str, Callable[[], Any]]
 
 PLAIN = (
     without("list scheduling", driver, ("list_scheduled", nothing)),
+    without("interleaved's rounds", driver, ("interleaved_rounds", nothing)),
     without("one period", driver, ("PeriodSearches", lambda _, *rest: period_search.PeriodSearches((), *rest))),
     without("packed periods", period_search, ("modulo_starts", nothing)),
     without("repeated parts", period_search, ("periodic_part", lambda *_: None)),
