@@ -288,11 +288,3 @@ def size_words(count: float) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f} B"
-
-
-def count_words(count: int) -> str:
-    """A number, as people write it: "1.5 M"."""
-    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if count >= size:
-            return f"{count / size:.3g} {letter}"
-    return str(count)
