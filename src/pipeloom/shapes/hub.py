@@ -164,7 +164,8 @@ def from_config(values: Mapping[str, Any], name: str = "model", where: str = "")
     layers, hidden, vocabulary = (read.size(key, least=least) for key, least in _NEEDED.items())
     heads = read.size("num_attention_heads", 1, 1, counted=True)
     shared = 1 if given.get("multi_query") else read.size("num_key_value_heads", heads, 1)
-    if not family.ours and "num_attention_heads" not in read.assumed and (heads % shared or heads > hidden):
+    shares = heads % shared == 0 or bool(given.get("kv_lora_rank"))  # with latent attention every head has its own
+    if not family.ours and "num_attention_heads" not in read.assumed and (not shares or heads > hidden):
         where = f"{read.where}: num_attention_heads = {heads}, which do not share num_key_value_heads = {shared}"
         raise ConfigError(f"{where} and hidden_size = {hidden}")
     width = read.size("intermediate_size", 4 * hidden, 1, counted=family.fixed.get("gated", True))
