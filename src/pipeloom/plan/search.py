@@ -407,7 +407,7 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
 
     Rank r of p keeps p - r micro-batches, in k slices, whose ramps take 1 / k, 1 + (p - r - 1) / k; interleaved,
     p + (p - 1 - 2 r) / v - r more; zbv p on every rank; zb-h1 as many as 1F1B, and what r / k of them need for W. With pairs all
-    but p micro-batches hide their exchanges, and a chunk more is kept, of 1F1B twice as many.
+    but p micro-batches hide their exchanges; 1F1B then keeps twice as many, but for the one that the backward of a pair frees.
     """
     p, v, m, runtime = layout.pp, layout.v, layout.m, planner.runtime
     plain = OVERLAPPED.get(layout.schedule, layout.schedule)
@@ -427,7 +427,7 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
         alive = {"interleaved": p - at + (p - 1 - at) / v, "zbv": p}.get(
             plain, (1 + paired) * (1 + (p - at - 1) / layout.slices)
         )
-        alive += paired / v if v > 1 else 0
+        alive -= paired * (v == 1)
         held = rank.saved * min(m, alive) + rank.extra
         if layout.schedule == "zb-h1":
             held += rank.pending * min(m - min(m, alive), at / layout.slices)

@@ -53,11 +53,12 @@ def test_a_pair_is_the_forward_of_one_stage_and_the_backward_of_another():
 
 
 @pytest.mark.parametrize("name", CHUNKS)
-def test_pairs_hide_the_exchange_and_hold_more(name):
+def test_pairs_hide_the_exchange_and_hold_more_where_more_are_under_way(name):
     plain, paired = (planner().predict(with_schedule(each)) for each in (OVERLAPPED[name], name))
     assert paired.step.compute == pytest.approx(plain.step.compute, rel=0.01)
     assert paired.step.exchange < 0.5 * plain.step.exchange
-    assert sum(rank.activations for rank in paired.ranks) > sum(rank.activations for rank in plain.ranks)
+    held, of_plain = (sum(rank.activations for rank in each.ranks) for each in (paired, plain))
+    assert held == of_plain if name == "interleaved-overlap" else held > of_plain  # a pair frees what it makes
     assert not any("OVERLAP" in rank.peak_action for rank in paired.ranks)
 
 
