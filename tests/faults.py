@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).parent / "support"))
 
 from checkpoint_runs import BRIEF
 from commands import Command
-from pipeloom.runtime import executor
+from pipeloom.runtime import flight
 from pipeloom.train import loop
 from pipeloom.train.workers.network import private_network
 
@@ -185,7 +185,7 @@ def planted(rank: int, code: str, place: str) -> Iterator[None]:
 
     place: "step" (after a forward of some step), or "start-up" (before the corpus is read).
     """
-    owner, name, after = (executor, "boundary_of", 40) if place == "step" else (loop, "open_data", 0)
+    owner, name, after = (flight, "boundary_of", 40) if place == "step" else (loop, "open_data", 0)
     inner, calls = getattr(owner, name), 0
 
     def faulty(*arguments: Any, **keywords: Any) -> Any:
