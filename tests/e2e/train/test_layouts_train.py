@@ -139,6 +139,6 @@ def test_the_command_trains_on_four_workers_and_says_what_each_holds(tmp_path: P
     assert "2 data-parallel replicas, each layer over 2 ranks, 4 workers" in lines[0]
     start = next(at for at, line in enumerate(lines) if line.startswith("rank  dp  tp  parameters"))
     rows = [line.split() for line in lines[start + 1 : start + 5]]
-    assert [row[:3] for row in rows] == [[str(r), str(r % 2), str(r // 2)] for r in range(4)]
+    assert [row[:3] for row in rows] == [[str(r), str(r // 2), str(r % 2)] for r in range(4)]
     assert all(len(line) <= 80 for line in lines[start : start + 5])
     assert any(line.startswith("step: 2/2") for line in lines)
