@@ -218,7 +218,7 @@ CELLS = generated()
 Reports = dict[Cell, tuple[dict[str, Any], ...]]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.full)])
 def reports(request: pytest.FixtureRequest) -> Reports:
     """Cell -> the report of each of its processes."""
     cells = [cell for cell in CELLS if cell.shape.world == request.param]

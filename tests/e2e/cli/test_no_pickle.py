@@ -95,7 +95,7 @@ def run(tmp_path: Path, *words: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("mesh", "search") else pytest.param(name, marks=pytest.mark.full) for name in RUNS]
+    "name", [name if name == "search" else pytest.param(name, marks=pytest.mark.full) for name in RUNS]
 )
 def test_a_training_run_unpickles_nothing(name: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the loom weaves thread over thread\n" * 3000)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import growth
 
 
+@pytest.mark.full
 def test_nothing_grows(tmp_path: Path) -> None:
     rows = growth.watched(tmp_path, "shared memory", steps=400, early=60)
     assert sorted(rows) == [0, 1]
