@@ -34,12 +34,12 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
     "line",
     [
         SCHEDULE,
-        "schedule 1f1b --ranks 4 --microbatches 400 --json",
+        pytest.param("schedule 1f1b --ranks 4 --microbatches 400 --json", marks=pytest.mark.full),
         "compare 1f1b gpipe --ranks 4 --microbatches 8",
         "search --ranks 2 --microbatches 4 --iterations 0",
         "train --help",
-        "verify --help",
-        "--help",
+        pytest.param("verify --help", marks=pytest.mark.full),
+        pytest.param("--help", marks=pytest.mark.full),
     ],
 )
 def test_a_reader_that_goes_away_is_no_failure(line: str) -> None:
