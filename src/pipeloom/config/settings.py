@@ -193,17 +193,14 @@ class Merged:
             if _family(named.get("name", name)) != _family(name):
                 before.pop("chunks", None)
                 before["options"] = {}
-        for section, table in copy.deepcopy(dict(tables)).items():
-            for key, (default_value, rule) in DERIVED.items():
-                if (
-                    isinstance(table, dict)
-                    and key.startswith(f"{section}.")
-                    and (name := key.partition(".")[2]) in table
-                ):
-                    value = table.pop(name)
-                    self.derived[key] = (
-                        f"{key} = {shown(value)} has no effect: {rule}" if value != default_value else ""
-                    )
+        tables = copy.deepcopy(dict(tables))
+        for key, (former, rule) in DERIVED.items():
+            section, _, name = key.partition(".")
+            table = tables.get(section)
+            if isinstance(table, dict) and name in table:
+                value = table.pop(name)
+                self.derived[key] = f"{key} = {shown(value)} has no effect: {rule}" if value != former else ""
+        for section, table in tables.items():
             _overlay(self.values, section, table)
             for key in [f"{section}.{key}" for key in table] if isinstance(table, dict) else [section]:
                 self.origins[key] = origin or f"--{key}"

@@ -392,14 +392,8 @@ _HARMLESS = (
     *("loftq_config", "eva_config", "corda_config"),  # of `init_lora_weights`
 )
 _USED = ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias", "init_lora_weights")
-_PLAIN_BEGINNINGS = (
-    None,
-    True,
-    False,
-    "gaussian",
-    "orthogonal",
-    "eva",
-)  # which leave the model's own weights as they are
+# Values of `init_lora_weights` that leave the model's own weights as they are
+_PLAIN_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 def adapter_keys(adapter: str, where: str) -> dict[str, Any]:

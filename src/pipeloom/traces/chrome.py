@@ -122,9 +122,8 @@ def _without_replicas(rows: Sequence[_Row]) -> tuple[list[_Row], list[str]]:
 
 def _require_all(path: Path, trace: Any, count: int) -> None:
     """Raise UsageError where the run that a trace is of had more processes than the `count` that are in `path`."""
-    if (
-        world := number_in(f"{path}: world_size", _info(trace).get("world_size", 1), 1, MOST_WORKERS, whole=True)
-    ) > count:
+    world = number_in(f"{path}: world_size", _info(trace).get("world_size", 1), 1, MOST_WORKERS, whole=True)
+    if world > count:
         raise UsageError(
             f"{path} holds the traces of {count} of {world} processes; give a folder with those of all, a file for each"
         )

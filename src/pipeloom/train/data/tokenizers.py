@@ -310,9 +310,8 @@ class TokenizerTemplate:
         ends = "|".join(map(re.escape, sorted(special | {*tokenizer.all_special_tokens}, key=len, reverse=True)))
         self._ended = re.compile(f"(.*(?:{ends or '(?!)'}))\\s*", re.DOTALL)
         self._end = re.compile(f"\\s*(?:{ends or '(?!)'})")
-        self._left_out: dict[
-            str, str
-        ] = {}  # conversations of a form, with marks for words -> what the template leaves out
+        # conversations of a form, with marks for words -> what the template leaves out
+        self._left_out: dict[str, str] = {}
 
     def rows(self, given: Conversation) -> list[list[Piece]]:
         marked, marks = markers(given)
@@ -395,10 +394,8 @@ class TokenizerTemplate:
             "return_assistant_tokens_mask": re.search(r"{%-?\s*generation", template) is not None,
         }
         words = ""
-        for form in (
-            messages,
-            with_text_arguments(messages),
-        ):  # some templates join arguments as text, others convert them
+        for form_of in (list, with_text_arguments):  # some templates join arguments as text, others convert them
+            form = form_of(messages)
             try:
                 (text,), spans = utilities.render_jinja_template([form], tools, chat_template=template, **options)
                 return text, spans[0] if spans else []
