@@ -26,9 +26,9 @@ from pipeloom.parallel.collectives import PendingCollective
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.parallel.mesh import Axis
 
-_PAGE = 4096
+_PAGE = 4096  # tensors begin on pages of their own: no two processes write into one cache line
 _BLOCK = 131072  # elements per block, so that a block stays in a core's cache while the other ranks' are added
-_SUM_TOKEN_BYTES = 16
+_SUM_TOKEN_BYTES = 16  # random: another machine may have the same numbers of process and descriptor
 _SPINS = 50  # polls of the flags before a process sleeps
 _NAPS = 50e-6, 2e-3  # seconds, the shortest and the longest sleep between polls
 

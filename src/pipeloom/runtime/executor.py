@@ -69,7 +69,7 @@ class DeviceClock:
 
     def begin(self) -> None:
         """Wait for the device, to align its time with the host's."""
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self._device)  # the device may still run the step before
         self._at = time.perf_counter()
         self._origin = self.now()
 

@@ -261,7 +261,7 @@ class LossBroadcast:
         sends = self._transfers.sends
         while sends:
             work, _ = sends.pop()
-            work.wait()
+            work.wait()  # its buffer must live until it is sent
 
     def _take(self, receipt: tuple[Any, Tensor]) -> Tensor:
         loss = self._await(*receipt, self._source)

@@ -115,7 +115,7 @@ class SavedTensors:
         Args:
             stream: of the copies; None on the CPU.
         """
-        self._ready[part].wait()
+        self._ready[part].wait()  # O may be issued while the forward that saves the part still runs
         with self._lock:  # from here on, another tensor saved of one of these storages is one of a new storage
             moving = self._parts[part]
             self._known = {key: storage for key, storage in self._known.items() if storage not in moving}
@@ -129,7 +129,7 @@ class SavedTensors:
                 if stream is None:
                     storage.let_go()
         if stream is not None:
-            stream.synchronize()
+            stream.synchronize()  # the allocator would give the memory to computation while the copy still reads it
             for storage in moving:
                 storage.let_go()
 

@@ -15,7 +15,7 @@ from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.schedule.check import TransportName, check
 from pipeloom.schedule.model import Schedule
 
-START_SECONDS = 60.0  # for all ranks to build their stages
+START_SECONDS = 60.0  # for all ranks to build their stages, of which one may be many times larger than the others
 
 NOTHING_TO_TURN_OFF = (
     "overlap_p2p is False, and the shared-memory transport posts no receives: a message is in the receiver's memory as soon "

@@ -228,7 +228,7 @@ class CommStream:
         seconds, self._seconds = self._seconds, {}
         events, self._events = self._events, []
         for kind, stopped, resumed in events:
-            resumed.synchronize()
+            resumed.synchronize()  # only here, after the step: a time is known once the device has passed the event
             seconds[kind] = seconds.get(kind, 0.0) + stopped.elapsed_time(resumed) / 1e3
         return seconds
 
@@ -252,7 +252,7 @@ class _OnStream:
 
     def wait(self) -> Values:
         current = torch.cuda.current_stream(self._stream.device)
-        current.wait_event(self._done)
+        current.wait_event(self._done)  # the stream waits, not the host, which goes on issuing computation
         for value in self._values:
             if not any(value is source for source in self._kept):
                 for tensor in _device_tensors(value):

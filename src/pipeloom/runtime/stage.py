@@ -34,7 +34,7 @@ from pipeloom.runtime.program import StageProgram
 from pipeloom.runtime.stage_modules import StageModules
 from pipeloom.runtime.tensor_spec import BoundaryValues, TensorSpecs, as_values, require_plain, tensors_in
 
-_FIRST = 64  # forwards per stage; a layer that changes its input in place does so in one of them
+_FIRST = 64  # forwards per stage; a layer that changes its input in place does so in one of them, and a look costs time
 
 
 class StageOutputs(NamedTuple):

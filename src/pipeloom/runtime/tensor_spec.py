@@ -17,7 +17,7 @@ from pipeloom.parallel.exchange import SENT_DTYPES
 from pipeloom.schedule.actions import OUTPUT
 from pipeloom.schedule.channels import Edge, Message
 
-HEADER_LENGTH = 256
+HEADER_LENGTH = 256  # numbers: a receive is posted before the sender knows its shapes, so all headers have one length
 _BOUNDARY_DTYPES = tuple(SENT_DTYPES.values())
 
 BoundaryValues = tuple[Tensor | None, ...]

@@ -164,7 +164,7 @@ def sum_over(
         # On NCCL a send ends when the other end receives, and calls between two ranks run one after the other.
         for call, tensor in calls if rank < other else reversed(calls):
             works.append(call([tensor], other, Tag.TIED_WEIGHT))
-    for work in works:
+    for work in works:  # only now: all transfers are under way, so no rank waits for one that waits itself
         work.wait()
     first, *others = (_unflatten(received[holder].to(whole[0].device), [*whole, marks]) for holder in holders)
     for terms in others:  # in place, in one of the copies

@@ -84,7 +84,7 @@ def _joined(parts: list[dict[str, list[float]]]) -> dict[str, float]:
 _WINDOW = 100
 # A step counts as a spike only after this many good ones: norms fall steeply at the start.
 _LEAST = 20
-_SPIKE = 10.0
+_SPIKE = 10.0  # times the median; norms of good steps differ by small factors
 
 
 class BadSteps:

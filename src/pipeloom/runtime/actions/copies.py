@@ -45,7 +45,7 @@ def copy_kept_out(flight: Flight, stage: Stage, queue: Queue) -> None:
     place = flight.step.batch.keywords[flight.unit].get(STATE)
     with torch.no_grad(), torch.cuda.stream(stream):
         if stream is not None and record.done is not None:
-            stream.wait_event(record.done)
+            stream.wait_event(record.done)  # the host has issued the forward; the device may not have run it
         if place is not None:
             histories = flight.step.histories[stage.index, flight.microbatch]
             pieces = (each.pieces.get(place.index) for each in histories)

@@ -105,7 +105,7 @@ class SignalsBetweenProcesses:
 
     def send(self, signal: Signal) -> None:
         if (earlier := self._unfinished.pop(signal, None)) is not None:  # of the step before
-            earlier[0].wait()
+            earlier[0].wait()  # at most one of a tag is under way, so a receive matches the signal of its own step
         empty = torch.zeros(1, dtype=torch.uint8)
         self._unfinished[signal] = self._group.send([empty], signal.destination, signal.tag), empty
 

@@ -34,14 +34,14 @@ from pipeloom.errors import DistributedError
 from pipeloom.runtime.health.status import machine
 
 LINKS = "PIPELOOM_LINKS"  # rank:descriptor,… of the sockets that the launcher made
-_LONGEST_MESSAGE = 1 << 18
+_LONGEST_MESSAGE = 1 << 18  # bytes; the watchdog cuts texts so that its messages stay below, so a longer one is damaged
 _LARGEST_BACKLOG = 1 << 20  # bytes queued for a neighbour that does not read, because it is frozen
 
 _MAGIC = b"pipeloom"
-_NONCE_BYTES, _MAC_BYTES = 16, 32
+_NONCE_BYTES, _MAC_BYTES = 16, 32  # too many numbers to record all; a whole SHA-256
 HELLO = struct.Struct(f"<{len(_MAGIC)}si{_NONCE_BYTES}s")
 _HANDSHAKE_SECONDS = 10.0  # a rank answers at once; a stranger's thread ends after this
-_RETRY_SECONDS = 0.02
+_RETRY_SECONDS = 0.02  # a listener with a full queue takes the next connection within milliseconds
 _POLL_SECONDS = 0.05  # between two looks into the store
 
 T = TypeVar("T")
@@ -202,7 +202,7 @@ class _Door:
     ) -> None:
         self.missing = missing
         self.connections: dict[int, socket.socket] = {}
-        self.change = threading.Condition()
+        self.change = threading.Condition()  # each connection is accepted in a thread of its own
         self._store, self._prefix, self._rank = store, prefix, rank
         self._socket = socket.socket(socket.AF_UNIX if local else socket.AF_INET, kind)
         if local:

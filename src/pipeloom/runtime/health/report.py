@@ -17,7 +17,7 @@ from pipeloom.schedule.channels import Message
 if TYPE_CHECKING:
     import torch
 
-_PATIENCE_SECONDS = 1.5
+_PATIENCE_SECONDS = 1.5  # for the rank that failed to tell the cause: its watchdog's poll and a message on the way
 _REPORTED_KEY = "__pipeloom_reported__"  # in an error's __dict__, which works for every class of errors
 _TIMED_OUT = re.compile(r"timed out|time-?out", re.IGNORECASE)
 _CPP_PLACE = re.compile(r"\[[^\]\s]+\.(?:cc|cpp|h|hpp):\d+\]\s*")

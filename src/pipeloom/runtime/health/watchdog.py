@@ -27,13 +27,13 @@ from pipeloom.runtime.health.links import Link, LinkClosed, RunStore, meet
 from pipeloom.runtime.health.status import Limits, Status, identity, is_stopped, machine
 from pipeloom.schedule.channels import Message
 
-POLL_SECONDS = 0.25
+POLL_SECONDS = 0.25  # a failure is seen at most this late, and the thread takes the GIL four times a second
 SUSPENDED_SECONDS = 3.0  # after a longer pause of this thread the process counts as suspended
 ROLL_CALL_SECONDS = 2.0  # wait for answers to a call; a process that is frozen or holds the GIL gives none
 NOTICE_SECONDS = 10.0  # without progress, until a line is printed
 LAST_WORDS_SECONDS = 0.5  # for the last messages to leave a process that ends
 OWN_WORDS_SECONDS = 0.75  # for the main thread to report by itself a failure that it meets too
-EXIT_CODE = 6
+EXIT_CODE = 6  # of a worker that lost another one or stalled, as docs/failures.md lists it
 # characters of a failure: at most 12 bytes each in a message, and a link reads 256 KiB
 _LONGEST_TEXT, _LONGEST_TRACE = 4096, 16384
 _EXIT_CODE_OF_SIGNAL = {signal.SIGTERM: 75, signal.SIGINT: 130}
@@ -180,7 +180,7 @@ class Watchdog:
         self._known = threading.Event()  # a failure is
         self._flushed = threading.Event()
         self._failure: Failure | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the first failure is kept, whichever thread finds it
         self._outbox: deque[dict[str, Any]] = deque()
         self._seen: dict[int, int] = {}  # rank -> id of its newest message here; messages of one rank arrive in order
         self._values: dict[str, dict[int, Any]] = {}  # key -> rank -> value, until `gather` returns them

@@ -31,11 +31,11 @@ from pipeloom.runtime.p2p.base import BufferPool, Delivery, Outgoing, PeerGone
 from pipeloom.runtime.tensor_spec import BoundaryValues, TensorSpecs, boundary_of, from_numbers, to_numbers
 from pipeloom.schedule.channels import Channel, Message, MessageKind
 
-_START = 64  # offset of the data; byte 0 tells whether the receiver has still to read it
-_SPIN_SECONDS = 100e-6
-_NOTICE_BYTES = 65536
+_START = 64  # offset of the data, a cache line after byte 0, which tells whether the receiver has still to read it
+_SPIN_SECONDS = 100e-6  # a neighbour often answers sooner than a sleeping process wakes; a longer spin takes its core
+_NOTICE_BYTES = 65536  # the longest that a reader accepts: a notice that is cut off is lost
 _DESCRIPTORS_NEXT = b"+"  # the next notice carries descriptors of new memory
-_MOST_TENSORS = 128
+_MOST_TENSORS = 128  # in a message: Linux passes at most 253 descriptors at once
 # flags, number of tensors, number of new segments, message, boundary, checksum (or 0); then each tensor's segment
 _NOTICES = [struct.Struct(f"<BBHIIq{count}I") for count in range(_MOST_TENSORS + 1)]
 _GRADIENT, _NEW_BOUNDARY = 1, 2  # flags
@@ -281,7 +281,7 @@ class SharedMemoryTransport:
             value = self._pool.take(spec)
             segment = inbox.segments[next(left)]
             value.copy_(segment.tensor(value))
-            segment.map[0] = 0
+            segment.map[0] = 0  # after the copy: from here on the sender may write the next message there
             values.append(value)
         return Delivery(tuple(values), boundary, checksum)
 
