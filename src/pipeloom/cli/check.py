@@ -6,37 +6,29 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-import typer
-
-from pipeloom.cli.options import CostFlags, bytes_with
-from pipeloom.cli.output import JSON_HELP
+from pipeloom.cli.options import CostFlags, argument, bytes_with, flag, with_options
+from pipeloom.cli.output import json_flag
 from pipeloom.errors import ScheduleError, UsageError
 
 if TYPE_CHECKING:
     from pipeloom.schedule import Schedule
 
 
+@with_options()
 def command(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A schedule in CSV or JSON format.")],
-    receive_depth: Annotated[
-        int | None, typer.Option(metavar="N", help="Check that N open receives per channel suffice.")
-    ] = None,
-    transport: Annotated[
-        Literal["individual", "batched"], typer.Option(help="Also check the message order of this transport.")
-    ] = "individual",
-    costs: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Costs with bytes, for the limits of memory.")
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(metavar="GIB", help="Check that 20 or 20GiB per device suffice.")
-    ] = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(metavar="GIB", help="Check that 64 or 64GiB of host memory per rank suffice for its copies."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    file: str = argument(..., "FILE", "A schedule in CSV or JSON format."),
+    receive_depth: int | None = flag(None, "N", "Check that N open receives per channel suffice."),
+    transport: Literal["individual", "batched"] = flag(
+        "individual", None, "Also check the message order of this transport."
+    ),
+    costs: Path | None = flag(None, "FILE", "Costs with bytes, for the limits of memory."),
+    memory: str | None = flag(None, "GIB", "Check that 20 or 20GiB per device suffice."),
+    host_memory: str | None = flag(
+        None, "GIB", "Check that 64 or 64GiB of host memory per rank suffice for its copies."
+    ),
+    as_json: bool = json_flag(),
 ) -> None:
     """Check that a schedule is complete and free of deadlock, and with --costs that it fits the memory.
 
@@ -71,13 +63,13 @@ def _require_memory(schedule: Schedule, costs: Path | None, limits: Mapping[str,
     from pipeloom.schedule.costs import DEVICE, HOST_MEMORY
 
     values = Costs() if costs is None else CostFlags(costs=costs).values()
-    for pool, (flag, text) in zip((DEVICE, HOST_MEMORY), limits.items(), strict=True):
+    for pool, (option, text) in zip((DEVICE, HOST_MEMORY), limits.items(), strict=True):
         if text is None:
             continue
-        limit = bytes_with(values, text, flag)
+        limit = bytes_with(values, text, option)
         peaks = simulate(schedule, values).peak_bytes.get(pool, (0.0,))
         if max(peaks) > limit:
             raise ScheduleError(
-                f"rank {peaks.index(max(peaks))} holds {size_words(max(peaks))} in pool {pool} at once, and {flag} is "
+                f"rank {peaks.index(max(peaks))} holds {size_words(max(peaks))} in pool {pool} at once, and {option} is "
                 f"{text:.60}; nearest: {math.ceil(max(peaks))}B"
             )

@@ -6,9 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from pipeloom.cli import papers
 from pipeloom.cli import sweep as sweeps
@@ -17,6 +15,7 @@ from pipeloom.cli.options import (
     LimitFlags,
     Sizes,
     SliceFlags,
+    argument,
     flag,
     message_with_flags,
     parse_spec,
@@ -66,9 +65,7 @@ class TableFlags:
 @with_options(without=("csv", "trace"))
 def command(
     *,
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME[:key=value,…] …", help="Schedules, with options; or all.")
-    ] = None,
+    names: list[str] | None = argument(None, "NAME[:key=value,…] …", "Schedules, with options; or all."),
     sizes: Sizes,
     costs: CostFlags,
     cuts: SliceFlags,

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import json as json_format
+import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import typer
 
+from pipeloom.cli.options import argument, flag, with_options
+from pipeloom.cli.output import json_flag
 from pipeloom.cli.workers import be_worker, require_torch, start_workers, words_of
 
 
+@with_options()
 def export(
-    checkpoint: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN_OR_CHECKPOINT_DIR",
-            help="A checkpoint, or a run or a folder of runs: the newest checkpoint.",
-        ),
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="A new directory.")],
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Merge adapters into the weights that they were trained with.")
-    ] = False,
-    form: Annotated[
-        Literal["hf", "dcp"],
-        typer.Option("--format", help="hf: for transformers; dcp: the whole state for torch.distributed.checkpoint."),
-    ] = "hf",
+    checkpoint: Path = argument(
+        ..., "RUN_OR_CHECKPOINT_DIR", "A checkpoint, or a run or a folder of runs: the newest checkpoint."
+    ),
+    out: Path = argument(..., "OUT_DIR", "A new directory."),
+    merge: bool = flag(False, None, "Merge adapters into the weights that they were trained with.", "--merge"),
+    form: Literal["hf", "dcp"] = flag(
+        "hf", None, "hf: for transformers; dcp: the whole state for torch.distributed.checkpoint.", "--format"
+    ),
 ) -> None:
     """Write a checkpoint as a Hugging Face directory.
 
@@ -60,15 +56,13 @@ def export(
     print(f"exported {source} to {out}: {how}{str(out)!r})")
 
 
+@with_options()
 def import_(
-    source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="A directory with config.json and safetensors.")],
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT_DIR", help="A new folder of checkpoints.")],
-    form: Annotated[
-        Literal["hf", "dcp"],
-        typer.Option(
-            "--format", help="hf, or dcp, whose .metadata file is unpickled: use it only if you trust the source."
-        ),
-    ] = "hf",
+    source: Path = argument(..., "HF_DIR", "A directory with config.json and safetensors."),
+    checkpoint: Path = argument(..., "CHECKPOINT_DIR", "A new folder of checkpoints."),
+    form: Literal["hf", "dcp"] = flag(
+        "hf", None, "hf, or dcp, whose .metadata file is unpickled: use it only if you trust the source.", "--format"
+    ),
 ) -> None:
     """Make a checkpoint from a Hugging Face directory.
 
@@ -100,38 +94,25 @@ def import_(
     print(f"pipeloom train {checkpoint / 'model.toml'}")
 
 
+@with_options()
 def generate(
     context: typer.Context,
-    path: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="A checkpoint, a run or a folder of runs, or a Hugging Face directory."),
-    ],
-    prompt: Annotated[
-        list[str],
-        typer.Option(
-            metavar="TEXT", help="A message to a model that has a chat template, else text to continue; repeatable."
-        ),
-    ],
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text without the chat template.")] = False,
-    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most new tokens per prompt.")] = 64,
-    temperature: Annotated[
-        float, typer.Option(metavar="T", help="Divisor of the logits; 0: always the most likely token.")
-    ] = 0.8,
-    greedy: Annotated[bool, typer.Option("--greedy", help="The same as --temperature 0.")] = False,
-    top_k: Annotated[int, typer.Option(metavar="K", help="Sample from the k most likely tokens; 0: all.")] = 0,
-    top_p: Annotated[
-        float,
-        typer.Option(metavar="P", help="Sample from the most likely tokens whose probabilities sum to p; 1: all."),
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the sampling.")] = 0,
-    pp: Annotated[int, typer.Option(min=1, metavar="N", help="Pipeline-parallel processes.")] = 1,
-    tp: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tensor-parallel processes (Pipeloom's own decoder only).")
-    ] = 1,
-    trust_code: Annotated[
-        bool, typer.Option("--trust-code", help="Import the classes that a checkpoint names as module:class.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    *,
+    path: Path = argument(..., "DIR", "A checkpoint, a run or a folder of runs, or a Hugging Face directory."),
+    prompt: list[str] = flag(
+        ..., "TEXT", "A message to a model that has a chat template, else text to continue; repeatable."
+    ),
+    raw: bool = flag(False, None, "Continue the text without the chat template.", "--raw"),
+    tokens: int = flag(64, "N", "Most new tokens per prompt.", min=1),
+    temperature: float = flag(0.8, "T", "Divisor of the logits; 0: always the most likely token."),
+    greedy: bool = flag(False, None, "The same as --temperature 0.", "--greedy"),
+    top_k: int = flag(0, "K", "Sample from the k most likely tokens; 0: all."),
+    top_p: float = flag(1.0, "P", "Sample from the most likely tokens whose probabilities sum to p; 1: all."),
+    seed: int = flag(0, "N", "Seed of the sampling.", min=0),
+    pp: int = flag(1, "N", "Pipeline-parallel processes.", min=1),
+    tp: int = flag(1, "N", "Tensor-parallel processes (Pipeloom's own decoder only).", min=1),
+    trust_code: bool = flag(False, None, "Import the classes that a checkpoint names as module:class.", "--trust-code"),
+    as_json: bool = json_flag(),
 ) -> None:
     """Generate text from a checkpoint or a model.
 
@@ -156,7 +137,7 @@ def generate(
         pipeline = open_pipeline(opened, worker.device, worker.watchdog)
         worker.close_to_strangers()
         first = int(os.environ["RANK"]) == 0
-        streams = first and len(prompt) == 1 and not json
+        streams = first and len(prompt) == 1 and not as_json
 
         def show(part: str) -> None:
             print(printable(part), end="", flush=True)
@@ -167,12 +148,12 @@ def generate(
             print(flush=True)
         if streams or not first:
             return
-        if json:
+        if as_json:
             rows = [
                 {"prompt": before, "text": text, "tokens": added}
                 for before, (text, added) in zip(prompt, results, strict=True)
             ]
-            print(json_format.dumps({"sequences": rows}), flush=True)
+            print(json.dumps({"sequences": rows}), flush=True)
         else:
             print("\n\n".join(printable(text) for text, _ in results), flush=True)
 

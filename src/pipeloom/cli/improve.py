@@ -7,12 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from pipeloom.cli.options import flag, memory_of, with_options
-from pipeloom.cli.output import JSON_HELP, aligned, write
+from pipeloom.cli.options import argument, flag, memory_of, with_options
+from pipeloom.cli.output import aligned, json_flag, write
 from pipeloom.cli.show import Study, layers_of, layout_of, steps_of
 from pipeloom.errors import PipeloomError, UsageError
 from pipeloom.limits import newest_run
@@ -37,7 +35,7 @@ class ImproveFlags:
     time_limit: float = flag(10.0, "S", "Longest search, in seconds.", min=0.1)
     whole: bool = flag(False, None, "Leave backwards whole: no I and W in schedules without them in the trace.")
     csv: Path | None = flag(None, "FILE", "Write the best schedule in torch's CSV format.")
-    as_json: bool = flag(False, None, JSON_HELP, "--json")
+    as_json: bool = json_flag()
 
 
 @dataclass(frozen=True)
@@ -59,13 +57,11 @@ class Change:
 @with_options()
 def command(
     *,
-    trace: Annotated[
-        Path,
-        typer.Argument(
-            metavar="TRACE",
-            help="A Chrome or Kineto trace, a folder of them, a CSV with durations, or a run or a folder of runs (the newest).",
-        ),
-    ],
+    trace: Path = argument(
+        ...,
+        "TRACE",
+        "A Chrome or Kineto trace, a folder of them, a CSV with durations, or a run or a folder of runs (the newest).",
+    ),
     options: ImproveFlags,
 ) -> None:
     """Find what a measured step would have saved under another schedule.

@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -28,10 +28,15 @@ def flag(default: Any, metavar: str | None, help: str, *names: str, **limits: An
     return field(default=default, metadata={"option": typer.Option(*names, metavar=metavar, help=help, **limits)})
 
 
+def argument(default: Any, metavar: str, help: str, **more: Any) -> Any:
+    """Declare a word of a command line that has no name; a `default` of ... is one that must be given."""
+    return field(default=default, metadata={"option": typer.Argument(metavar=metavar, help=help, **more)})
+
+
 def with_options(
     *, without: Collection[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that replaces each dataclass parameter of a command by the options that its fields declare.
+    """Return a decorator for a command whose parameters are declared by `flag` and `argument`, or are dataclasses of such fields.
 
     typer reads options from a function's signature alone, so the command that it sees has one parameter per field.
 
@@ -44,18 +49,24 @@ def with_options(
         hints = get_type_hints(command, include_extras=True)
         groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
         parameters: list[inspect.Parameter] = []
+
+        def add(name: str, kind: Any, declared: Any) -> None:
+            annotation: Any = Annotated[(kind, declared.metadata["option"])]
+            default = defaults.get(name, declared.default)
+            parameters.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            )
+
         for given in inspect.signature(command).parameters.values():
-            if given.name not in groups:
+            if isinstance(given.default, Field):
+                add(given.name, hints[given.name], given.default)
+            elif given.name not in groups:
                 parameters.append(given.replace(annotation=hints[given.name], kind=inspect.Parameter.KEYWORD_ONLY))
-                continue
-            types = get_type_hints(groups[given.name])
-            for each in fields(groups[given.name]):
-                if each.name not in without:
-                    annotation: Any = Annotated[(types[each.name], each.metadata["option"])]
-                    default = defaults.get(each.name, each.default)
-                    parameters.append(
-                        inspect.Parameter(each.name, given.KEYWORD_ONLY, default=default, annotation=annotation)
-                    )
+            else:
+                types = get_type_hints(groups[given.name])
+                for each in fields(groups[given.name]):
+                    if each.name not in without:
+                        add(each.name, types[each.name], each)
 
         @wraps(command)
         def run(**values: Any) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeloom.cli.options import flag
 from pipeloom.errors import UsageError
@@ -19,14 +19,16 @@ if TYPE_CHECKING:
     from pipeloom.schedule import Timeline
 
 
-JSON_HELP = "Print one JSON object and nothing else."
+def json_flag() -> Any:
+    """Declare `--json`, which every command has that prints a result."""
+    return flag(False, None, "Print one JSON object and nothing else.", "--json")
 
 
 @dataclass(frozen=True)
 class OutputFlags:
     """The files and forms in which a command writes its result."""
 
-    as_json: bool = flag(False, None, JSON_HELP, "--json")
+    as_json: bool = json_flag()
     csv: bool = flag(False, None, "Print the schedule in torch's CSV format.", "--csv")
     svg: Path | None = flag(None, "FILE", "Write the drawing as SVG.")
     png: Path | None = flag(

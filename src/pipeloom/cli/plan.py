@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pipeloom.cli.options import flag, memory_of, with_options
-from pipeloom.cli.output import JSON_HELP, aligned, write
+from pipeloom.cli.output import aligned, json_flag, write
 from pipeloom.errors import CapacityError, UsageError, divisors, nearest
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class PlanFlags:
         0.0, "S", "Search schedules for the three best layouts, or for --layout, in S seconds.", min=0.0, max=86_400.0
     )
     measured: str | None = flag(None, "m=N:TIME", "A measured step of that layout, such as m=4:843ms; scales its time.")
-    as_json: bool = flag(False, None, JSON_HELP, "--json")
+    as_json: bool = json_flag()
     output: Path | None = flag(None, "FILE", "Write the best layout as a configuration for `pipeloom train`.")
     data: str | None = flag(None, "SOURCE", "With --output: the data to train on, as data.source.")
     costs_to: Path | None = flag(

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from pipeloom.cli.output import JSON_HELP, aligned, write
+from pipeloom.cli.options import flag, with_options
+from pipeloom.cli.output import aligned, json_flag, write
 from pipeloom.cli.workers import be_worker, hand_over, layout_of_workers, require_torch, run_workers, words_of
 from pipeloom.errors import CapacityError
 
@@ -23,19 +24,14 @@ _EXPERT_LINKS = {("all-to-all", axis) for axis in ("ep", "world")}
 _TIMEOUT = 600.0  # seconds that ranks wait for one that measures
 
 
+@with_options()
 def command(
     context: typer.Context,
-    processes: Annotated[
-        int,
-        typer.Option(metavar="N", min=1, max=1024, help="Processes that measure at once; 2 or more: their links too."),
-    ] = 1,
-    repeats: Annotated[int, typer.Option(metavar="N", min=2, max=1000, help="Repetitions, after a warm-up.")] = 9,
-    output: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write all of it as JSON, which --costs FILE and --segments FILE take."),
-    ] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw links and copies: bandwidth by size.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    processes: int = flag(1, "N", "Processes that measure at once; 2 or more: their links too.", min=1, max=1024),
+    repeats: int = flag(9, "N", "Repetitions, after a warm-up.", min=2, max=1000),
+    output: Path | None = flag(None, "FILE", "Write all of it as JSON, which --costs FILE and --segments FILE take."),
+    svg: Path | None = flag(None, "FILE", "Draw links and copies: bandwidth by size."),
+    as_json: bool = json_flag(),
 ) -> None:
     """Measure a model's layers and the links on this device.
 

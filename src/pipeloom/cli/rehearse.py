@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from pipeloom.cli.options import CostFlags, FamilyFlags, Sizes, SliceFlags, flag, with_options
+from pipeloom.cli.options import CostFlags, FamilyFlags, Sizes, SliceFlags, argument, flag, with_options
 from pipeloom.cli.output import OutputFlags
 from pipeloom.cli.show import Study
 from pipeloom.cli.workers import be_worker, hand_over, layout_of_workers, require_torch, run_workers, words_of
@@ -50,10 +50,8 @@ class Emulation:
 @with_options(without=("p2p", "pair", "overlap_p2p", "csv"), message="64KiB")
 def command(
     context: typer.Context,
-    name: Annotated[
-        str,
-        typer.Argument(metavar="NAME_OR_FILE", help="A family, module:function, or a schedule in CSV or JSON format."),
-    ],
+    *,
+    name: str = argument(..., "NAME_OR_FILE", "A family, module:function, or a schedule in CSV or JSON format."),
     sizes: Sizes,
     family: FamilyFlags,
     costs: CostFlags,

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
-from typing import Annotated
-
-import typer
 
 from pipeloom.cli.options import (
     CostFlags,
@@ -15,8 +12,10 @@ from pipeloom.cli.options import (
     LimitFlags,
     Sizes,
     SliceFlags,
+    argument,
     families,
     family_lines,
+    flag,
     with_options,
 )
 from pipeloom.cli.output import OutputFlags, aligned, figures_and_costs
@@ -25,29 +24,26 @@ from pipeloom.cli.output import OutputFlags, aligned, figures_and_costs
 @with_options()
 def command(
     *,
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME",
-            help="A family (without a name they are listed, and NAME --help shows its options), a CSV or JSON file, or "
-            "module:function.",
-            autocompletion=families,
-        ),
-    ] = None,
+    name: str | None = argument(
+        None,
+        "NAME",
+        "A family (without a name they are listed, and NAME --help shows its options), a CSV or JSON file, or "
+        "module:function.",
+        autocompletion=families,
+    ),
     sizes: Sizes,
     family: FamilyFlags,
     costs: CostFlags,
     cuts: SliceFlags,
     limits: LimitFlags,
     output: OutputFlags,
-    torch_csv: Annotated[
-        bool,
-        typer.Option(
-            "--torch-csv",
-            help="Print the schedule as torch's runtime executes it (format compute_comms): with sends and receives, without "
-            "recomputation and copies.",
-        ),
-    ] = False,
+    torch_csv: bool = flag(
+        False,
+        None,
+        "Print the schedule as torch's runtime executes it (format compute_comms): with sends and receives, without "
+        "recomputation and copies.",
+        "--torch-csv",
+    ),
 ) -> None:
     """Draw a schedule, or write it in another format.
 

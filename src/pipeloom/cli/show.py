@@ -9,11 +9,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from pipeloom.cli.options import with_options
+from pipeloom.cli.options import argument, flag, with_options
 from pipeloom.cli.output import OutputFlags, aligned, as_dict
 from pipeloom.errors import PipeloomError, UsageError, did_you_mean, shortened
 from pipeloom.limits import newest_run
@@ -30,25 +28,16 @@ TIMELINES_FILE = "timelines.json"
 @with_options(without=("csv",))
 def command(
     *,
-    run: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN_DIR_OR_TRACE",
-            help="The folder of a run or of runs, a timelines.json, a Chrome trace or a folder of such, or a CSV with durations.",
-        ),
-    ],
-    predict: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="RUN_DIR",
-            help="Predict another run of the same model from the costs of this one; repeatable.",
-        ),
-    ] = None,
-    search: Annotated[
-        float | None,
-        typer.Option(metavar="S", min=0.1, help="Search S seconds for a better schedule within the same memory."),
-    ] = None,
-    every: Annotated[bool, typer.Option("--every", help="Draw every recorded step, one below the other.")] = False,
+    run: Path = argument(
+        ...,
+        "RUN_DIR_OR_TRACE",
+        "The folder of a run or of runs, a timelines.json, a Chrome trace or a folder of such, or a CSV with durations.",
+    ),
+    predict: list[Path] | None = flag(
+        None, "RUN_DIR", "Predict another run of the same model from the costs of this one; repeatable."
+    ),
+    search: float | None = flag(None, "S", "Search S seconds for a better schedule within the same memory.", min=0.1),
+    every: bool = flag(False, None, "Draw every recorded step, one below the other.", "--every"),
     output: OutputFlags,
 ) -> None:
     """Show the measured steps of a run.

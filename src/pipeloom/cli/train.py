@@ -8,10 +8,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from pipeloom.cli.options import flag, with_options
 from pipeloom.cli.workers import be_worker, describe_keys, missing_of_trainer, require_torch, start_workers, words_of
 from pipeloom.errors import CapacityError, ConfigError, UsageError, printable
 
@@ -19,27 +20,19 @@ if TYPE_CHECKING:
     from pipeloom.config import Layout
 
 
+@with_options()
 def command(
     context: typer.Context,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the configuration, print what would run, and start nothing.")
-    ] = False,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="With --dry-run: a100, h100, h200, b200, gb200 or mi300x; default: h100 on CUDA."
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GIB", help="With --dry-run: memory of a device, such as 80 or 80GiB; default: the device's."
-        ),
-    ] = None,
-    show_help: Annotated[
-        bool,
-        typer.Option("--help", "-h", help="Show this message and every key, or the keys of a section: --help data."),
-    ] = False,
+    dry_run: bool = flag(False, None, "Check the configuration, print what would run, and start nothing.", "--dry-run"),
+    device: str | None = flag(
+        None, "NAME", "With --dry-run: a100, h100, h200, b200, gb200 or mi300x; default: h100 on CUDA."
+    ),
+    memory: str | None = flag(
+        None, "GIB", "With --dry-run: memory of a device, such as 80 or 80GiB; default: the device's."
+    ),
+    show_help: bool = flag(
+        False, None, "Show this message and every key, or the keys of a section: --help data.", "--help", "-h"
+    ),
 ) -> None:
     """Train a language model.
 

@@ -9,11 +9,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from pipeloom.cli.output import JSON_HELP
+from pipeloom.cli.options import flag, with_options
+from pipeloom.cli.output import json_flag
 from pipeloom.cli.workers import be_worker, hand_over, require_torch, run_workers, words_of
 from pipeloom.errors import DistributedError, UsageError
 from pipeloom.limits import expanded
@@ -50,11 +51,12 @@ class Request:
         return max(self.layouts, key=lambda layout: layout.world_size)
 
 
+@with_options()
 def command(
     context: typer.Context,
-    matrix: Annotated[Path | None, typer.Option(metavar="FILE", help="Verify the layouts of a TOML file.")] = None,
-    tolerance: Annotated[float, typer.Option(metavar="X", min=0, max=1, help="Largest error that passes.")] = TOLERANCE,
-    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    matrix: Path | None = flag(None, "FILE", "Verify the layouts of a TOML file."),
+    tolerance: float = flag(TOLERANCE, "X", "Largest error that passes.", min=0, max=1),
+    as_json: bool = json_flag(),
 ) -> None:
     """Compare loss and gradients with one process.
 
