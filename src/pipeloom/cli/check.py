@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pipeloom.cli.options import CostFlags, argument, bytes_with, flag, with_options
-from pipeloom.cli.output import json_flag
+from pipeloom.cli.output import emit, json_flag
 from pipeloom.errors import ScheduleError, UsageError
 
 if TYPE_CHECKING:
@@ -44,16 +43,14 @@ def command(
     check(schedule, receive_depth=receive_depth, transport=transport)
     _require_memory(schedule, costs, {"--memory": memory, "--host-memory": host_memory})
     peaks = worst_peaks(schedule)
-    if as_json:
-        summary = {"ok": True, "name": schedule.name, "ranks": schedule.ranks, "stages": schedule.stages}
-        counts = {"microbatches": schedule.microbatches, "actions": schedule.actions, "worst_peaks": peaks}
-        print(json.dumps(summary | counts))
-    else:
-        print(
-            f"{file}: ok; ranks {schedule.ranks}, stages {schedule.stages}, micro-batches {schedule.microbatches}, "
-            f"actions {schedule.actions}; stage-micro-batches alive per rank, whatever the times: at most "
-            f"{' '.join(map(str, peaks))}"
-        )
+    sizes = {name: getattr(schedule, name) for name in ("ranks", "stages", "microbatches", "actions")}
+    words = ", ".join(f"{name.replace('microbatches', 'micro-batches')} {size}" for name, size in sizes.items())
+    alive = " ".join(map(str, peaks))
+    emit(
+        as_json,
+        lambda: {"ok": True, "name": schedule.name, **sizes, "worst_peaks": peaks},
+        lambda: [f"{file}: ok; {words}; stage-micro-batches alive per rank, whatever the times: at most {alive}"],
+    )
 
 
 def _require_memory(schedule: Schedule, costs: Path | None, limits: Mapping[str, str | None]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from pipeloom.cli.options import (
     with_options,
     with_slowdown,
 )
-from pipeloom.cli.output import OutputFlags, aligned, as_dict
+from pipeloom.cli.output import OutputFlags, aligned, as_dict, emit
 from pipeloom.cli.sweep import Sweep, full_rank_peaks
 from pipeloom.errors import ConfigError, PipeloomError, UsageError
 
@@ -91,11 +90,15 @@ def command(
             raise UsageError(f"--{table_of} compares schedules of its own; leave out {' '.join(names)}")
     if tables.paper is not None:
         rows = papers.recompute(tables.paper)
-        _print(output, {"paper": tables.paper, "rows": rows}, lambda: papers.table(str(tables.paper), rows))
+        emit(
+            output.as_json,
+            lambda: {"paper": tables.paper, "rows": rows},
+            lambda: papers.table(str(tables.paper), rows),
+        )
         return
     if tables.volume is not None:
         layouts = volumes_of(tables.volume, sizes)
-        _print(output, layouts, lambda: volume_table(layouts))
+        emit(output.as_json, lambda: layouts, lambda: volume_table(layouts))
         return
     if not names:
         raise UsageError("name the schedules to compare, or give all")
@@ -111,15 +114,11 @@ def command(
     compared, refused = _rows(names, work)
     limit = limits.of(work.costs)
     output.draw([timeline for _, timeline in compared], limit=limit)
-    _print(
-        output,
-        _as_dict(compared, refused, work.costs),
+    emit(
+        output.as_json,
+        lambda: _as_dict(compared, refused, work.costs),
         lambda: table(compared, refused, work.costs, output.columns, limit),
     )
-
-
-def _print(output: OutputFlags, values: dict[str, Any], text: Callable[[], str]) -> None:
-    print(json.dumps(values, allow_nan=False) if output.as_json else text())
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ def _sweep(sweep: Sweep, names: Sequence[str], work: Work, output: OutputFlags) 
     fixed = ", ".join([*given, f"costs of 1/p of the model: {costs}"])
     output.draw_as(lambda width: sweeps.drawing(sweep, series, fixed, width))
     swept = {"size": sweep.size, "values": list(sweep.values)}
-    _print(output, {"sweep": swept, "series": series}, lambda: sweeps.table(sweep, series, costs))
+    emit(output.as_json, lambda: {"sweep": swept, "series": series}, lambda: sweeps.table(sweep, series, costs))
 
 
 def _as_dict(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs) -> dict[str, Any]:
@@ -215,7 +214,7 @@ def _as_dict(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Cos
     ]
     return {
         "schedules": schedules,
-        "costs": {"of": "1/p of the model", **costs_dict(costs)},
+        "costs": costs_dict(costs, "1/p of the model"),
         "refused": [{"name": name, "reason": why} for name, why in refused],
     }
 
@@ -226,8 +225,8 @@ def table(
     costs: Costs,
     width: int,
     limit: float | None = None,
-) -> str:
-    """Return the comparison as text: one line per schedule, the meaning of the figures, and the skipped schedules.
+) -> list[str]:
+    """Return the lines of the comparison: one per schedule, the meaning of the figures, and the skipped schedules.
 
     Args:
         limit: bytes of a device.
@@ -270,7 +269,7 @@ def table(
         notes.append("GiB: the most bytes in each pool, on the rank that has the most")
     if refused:
         notes += ["", "skipped (sizes not supported):", *(f"  {name}: {why}" for name, why in refused)]
-    return "\n".join([*lines, *notes])
+    return [*lines, *notes]
 
 
 def _figures(timeline: Timeline) -> dict[tuple[str, str], str]:
@@ -350,7 +349,7 @@ def volumes_of(config: str, sizes: Sizes) -> dict[str, Any]:
     return {"layouts": layouts, "refused": refused, "linear_layer": linear}
 
 
-def volume_table(rows: dict[str, Any]) -> str:
+def volume_table(rows: dict[str, Any]) -> list[str]:
     """Return a line for each layout: bytes, and messages or collective operations, by kind, of all workers in a step."""
     from pipeloom.schedule.channels import size_words
 
@@ -364,17 +363,13 @@ def volume_table(rows: dict[str, Any]) -> str:
         ]
         total = size_words(sum(each["bytes"] for each in row["volumes"]))
         lines.append([row["label"], str(row["workers"]), *cells, total])
-    return "\n".join(
-        [
-            *aligned(lines),
-            "",
-            "bytes that all workers send in a step, and the number of messages or collective operations",
-            "a linear layer of {inputs} inputs and {outputs} outputs, whole on each of {ranks} ranks before and after it,".format(
-                **linear
-            ),
-            "  sends {column:,} values per token as columns with gathered output, {row:,} as rows".format(
-                **linear["values_per_token"]
-            ),
-            *(f"skipped: {row['label']}: {row['reason']}" for row in rows["refused"]),
-        ]
-    )
+    values = linear["values_per_token"]
+    return [
+        *aligned(lines),
+        "",
+        "bytes that all workers send in a step, and the number of messages or collective operations",
+        f"a linear layer of {linear['inputs']} inputs and {linear['outputs']} outputs, whole on each of {linear['ranks']} ranks "
+        "before and after it,",
+        f"  sends {values['column']:,} values per token as columns with gathered output, {values['row']:,} as rows",
+        *(f"skipped: {row['label']}: {row['reason']}" for row in rows["refused"]),
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeloom.cli.options import argument, flag, memory_of, with_options
-from pipeloom.cli.output import aligned, json_flag, write
+from pipeloom.cli.output import aligned, emit, json_flag, write
 from pipeloom.cli.show import Study, layers_of, layout_of, steps_of
 from pipeloom.errors import PipeloomError, UsageError
 from pipeloom.limits import newest_run
@@ -89,10 +88,8 @@ def command(
         from pipeloom.schedule.csv_form import to_csv
 
         write(options.csv, lambda: to_csv(best.schedule))
-    if options.as_json:
-        print(json.dumps(_as_dict(study, now, changes, best, simple), allow_nan=False))
-        return
-    print("\n".join(_lines(study, now, changes, best, simple)))
+    results = study, now, changes, best, simple
+    emit(options.as_json, lambda: _as_dict(*results), lambda: _lines(*results))
 
 
 def _limited(study: Study, trace: Path, memory: str) -> tuple[Study, tuple[float, ...]]:

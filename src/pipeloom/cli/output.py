@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,6 +111,11 @@ def write(path: Path, content: Callable[[], str | bytes]) -> None:
     print(f"wrote {path}", file=sys.stderr)
 
 
+def emit(as_json: bool, values: Callable[[], Mapping[str, Any]], lines: Callable[[], Iterable[str]]) -> None:
+    """Print a result: its values as one JSON object, or its lines."""
+    print(json.dumps(values(), allow_nan=False) if as_json else "\n".join(lines()))
+
+
 def aligned(rows: Sequence[Sequence[str]], left: int = 1, *, ragged: bool = False) -> list[str]:
     """Return a line of text for each row: the first `left` columns to the left, the others to the right; `ragged`: the last one
     as it is, which may be long."""
@@ -138,7 +143,7 @@ def figures_and_costs(timeline: Timeline) -> dict[str, object]:
     from pipeloom.traces.timelines import costs_dict
 
     bytes_ = {"peak_bytes": timeline.peak_bytes} if timeline.costs.bytes else {}
-    return {"costs": {"of": "a stage", **costs_dict(timeline.costs)}} | figures(timeline) | bytes_
+    return {"costs": costs_dict(timeline.costs, "a stage")} | figures(timeline) | bytes_
 
 
 def peak_lines(timeline: Timeline) -> list[str]:

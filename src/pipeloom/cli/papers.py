@@ -124,11 +124,11 @@ def _zero_bubble_rates(row: dict[str, Any], model: dict[str, int]) -> dict[str, 
     }
 
 
-def table(name: str, rows: list[dict[str, Any]]) -> str:
-    """Return the rows as text of at most 80 columns."""
+def table(name: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Return lines of at most 80 columns."""
     content = paper(name)
     cells, notes = _moe_cells(content, rows) if name == "moe" else _zero_bubble_cells(rows)
-    return "\n".join([*content["title"], "", *aligned(cells), "", *notes])
+    return [*content["title"], "", *aligned(cells), "", *notes]
 
 
 def _zero_bubble_cells(rows: list[dict[str, Any]]) -> tuple[list[list[str]], list[str]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pipeloom.cli.options import flag, memory_of, with_options
-from pipeloom.cli.output import aligned, json_flag, write
+from pipeloom.cli.output import aligned, emit, json_flag, write
 from pipeloom.errors import CapacityError, UsageError, divisors, nearest
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ def command(options: PlanFlags) -> None:
     """
     if options.refine and options.runtime == "megatron":
         raise UsageError("--refine: megatron runs its own schedules alone; nearest: --runtime pipeloom")
+    from pipeloom.plan.report import as_dict, refined_lines
+
     device = _device(options)
     planner = _planner(options, device)
     shape = planner.shape
@@ -86,12 +88,8 @@ def command(options: PlanFlags) -> None:
         prediction = _one(options, planner, options.layout, device.memory)
         fits = prediction.peak <= device.memory
         _write(options, prediction, planner)
-        if options.as_json:
-            from pipeloom.plan.report import as_dict
-
-            print(json.dumps(as_dict(prediction) | {"fits": fits}, allow_nan=False))
-        elif options.as_ is None:
-            print("\n".join(_details(prediction, device)))
+        if options.as_json or options.as_ is None:
+            emit(options.as_json, lambda: as_dict(prediction) | {"fits": fits}, lambda: _details(prediction, device))
         return
     if options.measured:
         raise UsageError("--measured scales the prediction of one layout; give it with --layout")
@@ -113,18 +111,13 @@ def command(options: PlanFlags) -> None:
         )
     refined = _refined(options, planner, plan.predictions, request.memory)
     _write(options, refined[0], planner)
-    if options.as_json:
-        from pipeloom.plan.report import as_dict
-
-        print(
-            json.dumps({"best": as_dict(refined[0]), "layouts": [as_dict(each) for each in refined]}, allow_nan=False)
+    searched = refined_lines(plan.predictions, refined) if options.refine else []
+    if options.as_json or options.as_ is None:
+        emit(
+            options.as_json,
+            lambda: {"best": as_dict(refined[0]), "layouts": [as_dict(each) for each in refined]},
+            lambda: [*_lines(plan, planner, request), *searched],
         )
-    elif options.as_ is None:
-        print("\n".join(_lines(plan, planner, request)))
-        if options.refine:
-            from pipeloom.plan.report import refined_lines
-
-            print("\n".join(refined_lines(plan.predictions, refined)))
 
 
 def _chart(planner: Planner, request: PlanRequest) -> str:

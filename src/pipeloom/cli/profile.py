@@ -13,7 +13,7 @@ import typer
 
 from pipeloom.cli.options import flag, with_options
 from pipeloom.cli.output import aligned, json_flag, write
-from pipeloom.cli.workers import be_worker, hand_over, layout_of_workers, require_torch, run_workers, words_of
+from pipeloom.cli.workers import layout_of_workers, require_torch, result_of_workers, words_of
 from pipeloom.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -82,19 +82,16 @@ def _measure(layout: Layout, processes: int, repeats: int, words: Sequence[str])
         print(
             f"measuring layers and links with {processes} process{'es' * (processes > 1)}", file=sys.stderr, flush=True
         )
-        return run_workers("profile", words, processes)
-    result = ""
 
-    def body(context: Any) -> None:
+    def body(context: Any) -> str:
         from pipeloom.train.report.device_profile import profiled
         from pipeloom.train.tuning import tune_process
 
-        nonlocal result
         tune_process()
-        result = json.dumps(_form(layout, profiled(layout, context, repeats)), allow_nan=False)
+        return json.dumps(_form(layout, profiled(layout, context, repeats)), allow_nan=False)
 
-    code = be_worker(layout_of_workers(processes, layout.config.train.device, _TIMEOUT), body)
-    return code, result if hand_over(lambda: result) else ""
+    workers = layout_of_workers(processes, layout.config.train.device, _TIMEOUT)
+    return result_of_workers("profile", words, workers, body)
 
 
 def _require_memory(layout: Layout, processes: int) -> None:
@@ -122,7 +119,7 @@ def _form(layout: Layout, profile: DeviceProfile) -> dict[str, Any]:
     exchange = next(exchanges, None)
     talk = exchange.time(segments.rows) if segments is not None and exchange is not None else 0.0
     return {
-        "costs": {"of": "a stage", **costs_dict(replace(measured_costs(layout, profile), microbatch=()))},
+        "costs": costs_dict(replace(measured_costs(layout, profile), microbatch=()), "a stage"),
         "device": profile.device,
         "microbatch": [max(layout.microbatch_sizes), layout.config.train.seq_len],
         "layers": [

@@ -16,7 +16,7 @@ import typer
 from pipeloom.cli.options import CostFlags, FamilyFlags, Sizes, SliceFlags, argument, flag, with_options
 from pipeloom.cli.output import OutputFlags
 from pipeloom.cli.show import Study
-from pipeloom.cli.workers import be_worker, hand_over, layout_of_workers, require_torch, run_workers, words_of
+from pipeloom.cli.workers import layout_of_workers, require_torch, result_of_workers, words_of
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.limits import MOST_SECONDS
 from pipeloom.schedule.check import TransportName
@@ -127,20 +127,25 @@ def _slow(words: Sequence[str], schedule: Schedule) -> dict[int, float]:
 def _run(rehearsal: Rehearsal, device: str, words: Sequence[str]) -> tuple[int, tuple[Timeline, ...]]:
     """Return the exit code and the recorded steps; no steps on workers, whose launcher returns them."""
     from pipeloom.traces import timelines as timeline_files
+    from pipeloom.train.report.rehearse import patience, run
     from pipeloom.train.workers.worker import is_worker
 
-    if is_worker():
-        return _work(rehearsal, device)
-    _require_machine(rehearsal, device)
-    makespan, ranks = rehearsal.simulated().makespan, rehearsal.schedule.ranks
-    print(
-        f"rehearsing {rehearsal.schedule.name} on {ranks} process{'es' * (ranks > 1)}: {rehearsal.steps + 1} steps of "
-        f"{makespan:.3g} s, a cost of 1 takes {rehearsal.unit * 1e3:.3g} ms",
-        file=sys.stderr,
-        flush=True,
-    )
-    code, steps = run_workers("rehearse", words, ranks)
-    return code, () if code else timeline_files.from_json(steps)
+    ranks = rehearsal.schedule.ranks
+    if not is_worker():
+        _require_machine(rehearsal, device)
+        print(
+            f"rehearsing {rehearsal.schedule.name} on {ranks} process{'es' * (ranks > 1)}: {rehearsal.steps + 1} steps of "
+            f"{rehearsal.simulated().makespan:.3g} s, a cost of 1 takes {rehearsal.unit * 1e3:.3g} ms",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def body(context: Any) -> str:
+        return json.dumps(timeline_files.to_dict(run(rehearsal, context)))
+
+    layout = layout_of_workers(ranks, device, patience(rehearsal))
+    code, steps = result_of_workers("rehearse", words, layout, body)
+    return code, timeline_files.from_json(steps) if steps else ()
 
 
 def _require_machine(rehearsal: Rehearsal, device: str) -> None:
@@ -164,23 +169,6 @@ def _require_machine(rehearsal: Rehearsal, device: str) -> None:
             raise UsageError(
                 f"--device cuda: this machine has {gpus} GPU{'s' * (gpus != 1)} for {schedule.ranks} ranks; use --device cpu"
             )
-
-
-def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]:
-    """Run one worker; rank 0 hands the steps over to its launcher, or returns them where torchrun started it."""
-    from pipeloom.traces import timelines as timeline_files
-    from pipeloom.train.report.rehearse import patience, run
-
-    measured_steps: tuple[Timeline, ...] = ()
-
-    def body(context: Any) -> None:
-        nonlocal measured_steps
-        measured_steps = run(rehearsal, context)
-
-    layout = layout_of_workers(rehearsal.schedule.ranks, device, patience(rehearsal))
-    code = be_worker(layout, body)
-    reports = hand_over(lambda: json.dumps(timeline_files.to_dict(measured_steps)))
-    return code, measured_steps if reports else ()
 
 
 def report(rehearsal: Rehearsal, timelines: Sequence[Timeline], output: OutputFlags) -> None:

@@ -94,8 +94,8 @@ def full_rank_peaks(timeline: Timeline) -> list[float]:
     return [peak * full for peak in timeline.peak_activations]
 
 
-def table(sweep: Sweep, series: Sequence[dict[str, Any]], costs: str) -> str:
-    """Return a table with a line for each schedule and value."""
+def table(sweep: Sweep, series: Sequence[dict[str, Any]], costs: str) -> list[str]:
+    """Return the lines of a table with a line for each schedule and value."""
     from pipeloom.draw.figures import number
 
     rows = [["schedule", sweep.size, "makespan", "bubble ratio", "peak activations", "peak memory"]]
@@ -111,7 +111,7 @@ def table(sweep: Sweep, series: Sequence[dict[str, Any]], costs: str) -> str:
         if one["refused"]:
             values = ", ".join(str(each["value"]) for each in one["refused"])
             lines.append(f"{one['label']} refuses {sweep.size} {values}: {one['refused'][0]['reason']}")
-    return "\n".join(lines)
+    return lines
 
 
 def drawing(sweep: Sweep, series: Sequence[dict[str, Any]], words: str, width: float) -> str:

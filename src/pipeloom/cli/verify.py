@@ -15,7 +15,7 @@ import typer
 
 from pipeloom.cli.options import flag, with_options
 from pipeloom.cli.output import json_flag
-from pipeloom.cli.workers import be_worker, hand_over, require_torch, run_workers, words_of
+from pipeloom.cli.workers import require_torch, result_of_workers, words_of
 from pipeloom.errors import DistributedError, UsageError
 from pipeloom.limits import expanded
 
@@ -79,15 +79,22 @@ def _verify(request: Request, words: Sequence[str]) -> int:
     given = world_size_given()
     if given is not None and given < request.largest.world_size:
         raise UsageError(f"WORLD_SIZE is {given}, but the largest layout needs {request.largest.world_size} workers")
-    if is_worker():
-        return _work(request)
-    require_room(request.largest.world_size)
-    for layout in request.layouts:
-        require_cuda(layout.config.train, request.largest.world_size)
-    for file in sorted({layout.code for layout in request.layouts if layout.code is not None}):
-        print(f"a schedule is code from {file}", file=sys.stderr)
-    code, verdicts = run_workers("verify", words, request.largest.world_size)
-    return _failed(code, request.as_json) if code else _conclude(request, json.loads(verdicts))
+    if not is_worker():
+        require_room(request.largest.world_size)
+        for layout in request.layouts:
+            require_cuda(layout.config.train, request.largest.world_size)
+        for file in sorted({layout.code for layout in request.layouts if layout.code is not None}):
+            print(f"a schedule is code from {file}", file=sys.stderr)
+
+    def verify(context: Any) -> str:
+        return json.dumps(_verdicts(request, context))
+
+    code, report = result_of_workers("verify", words, request.largest, verify)
+    if code or not report:
+        return _failed(code, request.as_json)
+    verdicts = json.loads(report)
+    record_verified(request, verdicts)
+    return summarise(request, verdicts)
 
 
 def read_request(arguments: Sequence[str], matrix: Path | None, tolerance: float, as_json: bool) -> Request:
@@ -103,28 +110,19 @@ def read_request(arguments: Sequence[str], matrix: Path | None, tolerance: float
     return Request(rows.names, rows.layouts, rows.skipped, tolerance, as_json)
 
 
-def _work(request: Request) -> int:
-    """Run one worker: verify every layout in turn; rank 0 prints a row for each, and keeps the verdicts."""
+def _verdicts(request: Request, worker: Any) -> list[dict[str, Any]]:
+    """Verify every layout in turn on one worker; rank 0 prints a row for each, and alone has the verdicts."""
+    from pipeloom.train.report.verify import run
+
     verdicts: list[dict[str, Any]] = []
-
-    def verify(context: Any) -> None:
-        from pipeloom.train.report.verify import run
-
-        width = min(_NAME_WIDTH, max(map(len, request.names)))
-        results = run(request.layouts, context, request.tolerance)
-        for name, result in zip(request.names, results, strict=True):
-            if result is not None:  # only rank 0 has it
-                verdicts.append(verdict(name, result, request.tolerance))
-                if not request.as_json:
-                    print(row(verdicts[-1], width), flush=True)
-
-    code = be_worker(request.largest, verify)
-    return _conclude(request, verdicts) if hand_over(lambda: json.dumps(verdicts)) else code
-
-
-def _conclude(request: Request, verdicts: list[dict[str, Any]]) -> int:
-    record_verified(request, verdicts)
-    return summarise(request, verdicts)
+    width = min(_NAME_WIDTH, max(map(len, request.names)))
+    results = run(request.layouts, worker, request.tolerance)
+    for name, result in zip(request.names, results, strict=True):
+        if result is not None:  # only rank 0 has it
+            verdicts.append(verdict(name, result, request.tolerance))
+            if not request.as_json:
+                print(row(verdicts[-1], width), flush=True)
+    return verdicts
 
 
 def verdict(name: str, result: Any, tolerance: float) -> dict[str, Any]:
@@ -229,7 +227,7 @@ def _print_json(report: dict[str, Any]) -> None:
 
 
 def _failed(code: int, as_json: bool) -> int:
-    if as_json:
+    if as_json and code:
         kind = DistributedError.__name__ if code == DistributedError.exit_code else "WorkerFailure"
         message = f"the workers ended with exit code {code}; the reason is on standard error"
         print(json.dumps({"error": {"type": kind, "exit_code": code, "message": message}}))

@@ -82,28 +82,38 @@ def start_workers(command: str, arguments: Sequence[str], world_size: int) -> in
     )
 
 
-def run_workers(command: str, arguments: Sequence[str], world_size: int) -> tuple[int, str]:
-    """Run this command line as `start_workers` does; return the exit code, and what rank 0 handed over where that is 0."""
-    with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
-        file = Path(folder) / "result"
-        os.environ[_RESULT] = str(file)
-        try:
-            code = start_workers(command, arguments, world_size)
-        finally:
-            del os.environ[_RESULT]
-        return code, "" if code else file.read_text(encoding="utf-8")
+def result_of_workers(
+    command: str, arguments: Sequence[str], layout: Layout, body: Callable[[Any], str]
+) -> tuple[int, str]:
+    """Run `body` on the workers of `layout`; return the exit code, and what `body` returned on rank 0.
 
-
-def hand_over(result: Callable[[], str]) -> bool:
-    """Give the result of rank 0 to the process that started this worker.
-
-    Return whether there is none, so that this worker has to report the result itself: rank 0 under torchrun.
+    A process that is no worker starts them, as `start_workers` does, and has the result where the exit code is 0. Of the workers
+    only rank 0 has it, under torchrun; the result of all others is "".
     """
+    from pipeloom.train.workers.worker import is_worker
+
+    if not is_worker():
+        with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
+            file = Path(folder) / "result"
+            os.environ[_RESULT] = str(file)
+            try:
+                code = start_workers(command, arguments, layout.world_size)
+            finally:
+                del os.environ[_RESULT]
+            return code, "" if code else file.read_text(encoding="utf-8")
+    result = ""
+
+    def run(worker: Any) -> None:
+        nonlocal result
+        result = body(worker)
+
+    code = be_worker(layout, run)
     if int(os.environ["RANK"]) != 0:
-        return False
-    if _RESULT in os.environ:
-        Path(os.environ[_RESULT]).write_text(result(), encoding="utf-8")
-    return _RESULT not in os.environ
+        return code, ""
+    if _RESULT not in os.environ:
+        return code, result
+    Path(os.environ[_RESULT]).write_text(result, encoding="utf-8")
+    return code, ""
 
 
 def be_worker(layout: Layout, body: Callable[[Any], None]) -> int:

@@ -40,9 +40,10 @@ def to_dict(timelines: Sequence[Timeline]) -> dict[str, Any]:
     }
 
 
-def costs_dict(costs: Costs) -> dict[str, Any]:
-    """The fields of `Costs`, an infinite bandwidth as null."""
-    return {name: None if value == math.inf else value for name, value in dataclasses.asdict(costs).items()}
+def costs_dict(costs: Costs, of: str = "") -> dict[str, Any]:
+    """The fields of `Costs`, an infinite bandwidth as null, behind words for what they are the costs of."""
+    values = {name: None if value == math.inf else value for name, value in dataclasses.asdict(costs).items()}
+    return {"of": of, **values} if of else values
 
 
 def costs_of_dict(form: Any, source: str) -> Costs:
