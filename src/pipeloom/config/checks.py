@@ -10,10 +10,12 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from pipeloom.config.problems import sentence, shown
-from pipeloom.config.rules import EXCLUSIONS, features_of, key_of, value_of
+from pipeloom.config.rules import EXCLUSIONS, EXCLUSIONS_OF_SCHEDULES, features_of, key_of, value_of
 from pipeloom.config.sections import COMPUTED, Config
 from pipeloom.errors import divisors, nearest
 from pipeloom.limits import expanded
+from pipeloom.schedule import Schedule
+from pipeloom.schedule.model import parts
 from pipeloom.shapes.decoder import ROUTERS, context_problem, shape_problems
 from pipeloom.shapes.hub import content_of, download
 from pipeloom.shapes.rules import broken
@@ -284,6 +286,20 @@ def _profiled_step_runs(config: Config) -> Iterator[Problem]:
     steps = config.train.steps
     if config.train.profile_from > steps:
         yield "train.profile_from", f"train.steps is {steps}, so no step would be recorded; nearest: {steps}"
+
+
+def schedule_problems(config: Config, schedule: Schedule) -> Iterator[str]:
+    """Yield a sentence for each setting that does not go with what its schedule has."""
+    cells = [parts(cell) for program in schedule.programs for cell in program]
+    kinds = {action.kind for cell in cells for action in cell}
+    features = {
+        "two routes": len(schedule.routes) > 1,
+        "pairs": any(len(cell) > 1 for cell in cells),
+        "slices": schedule.slices > 1,
+        "other kinds": ", ".join(sorted(kinds - {"F", "B", "I", "W"})),
+    }
+    used = features_of(config) | {name: value for name, value in features.items() if value}
+    yield from (_sentence(config, key_of(name), reason) for name, reason in broken(used, EXCLUSIONS_OF_SCHEDULES))
 
 
 def slice_problems(config: Config) -> Iterator[str]:

@@ -9,7 +9,7 @@ from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from pipeloom.config.checks import CLASS_KEYS, cross_problems, slice_problems
+from pipeloom.config.checks import CLASS_KEYS, cross_problems, schedule_problems, slice_problems
 from pipeloom.config.fault import Fault, fault_problem, parse_fault
 from pipeloom.config.problems import naming_keys, shown
 from pipeloom.config.search import NAME as SEARCH
@@ -124,8 +124,7 @@ def examine(
     cuts, cut_problems = _cuts(config, schedule if sized else None)
     problems += cut_problems
     if schedule is not None:
-        for find in (_problems_of_order, _problems_of_replanning):
-            problems += find(config, schedule)
+        problems += [*_problems_of_order(config, schedule), *schedule_problems(config, schedule)]
         stage_problems, stage_layers = _stage_layers(config, schedule) if sized else ([], ())
         problems += [*stage_problems, *_problems_of_parts(config, schedule, stage_layers)]
     if schedule is not None and broken is None and "debug.fault" not in wrong:
@@ -334,28 +333,6 @@ def _problems_of_parts(config: Config, schedule: Schedule, stage_layers: tuple[i
         value = shown(getattr(config.schedule, key))
         problems.append(f"schedule.{key} = {value}: it recomputes part {part!r}, and {reason}")
     return problems
-
-
-def _problems_of_replanning(config: Config, schedule: Schedule) -> list[str]:
-    """Return the reason why the schedule cannot be searched again in mid-run, if there is one."""
-    if not config.schedule.replan:
-        return []
-    cells = [parts(cell) for program in schedule.programs for cell in program]
-    others = {action.kind for cell in cells for action in cell} - {"F", "B", "I", "W"}
-    reasons = {
-        "the schedule has two routes": len(schedule.routes) > 1,
-        "the schedule has pairs": any(len(cell) > 1 for cell in cells),
-        "the schedule has slices": schedule.slices > 1,
-        f"the schedule has {', '.join(sorted(others))}": bool(others),
-        f"train.recompute = {shown(config.train.recompute)} adds R": config.train.recompute != "none",
-        f'train.compile = "{config.train.compile}" leaves W without time': config.train.compile != "none",
-    }
-    if not (words := [reason for reason, holds in reasons.items() if holds]):
-        return []
-    return [
-        f"schedule.replan = {config.schedule.replan}: {' and '.join(words)}, and a search in mid-run orders F, B, I and W of one "
-        "route; nearest: 0, which runs the schedule as it is"
-    ]
 
 
 def _notes(config: Config, schedule: Schedule, stage_layers: tuple[int, ...], sizes: tuple[int, ...]) -> list[str]:

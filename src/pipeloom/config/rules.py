@@ -5,10 +5,11 @@ Rules that the planner and the layers share are in `shapes/rules.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from pipeloom.config.sections import COMPUTED, PARTS_OF_BLOCKS, Config
+from pipeloom.limits import memory_amount
 from pipeloom.shapes import rules
 from pipeloom.shapes.decoder import RANDOM_ROUTERS
 
@@ -29,6 +30,10 @@ vocabulary | reproducible | its sums depend on the number of ranks; set train.re
 vocabulary | search | a searched schedule runs as the search found it; name a family, such as 1f1b
 spread vocabulary | whole vocabulary | vocabulary: set parallel.vocabulary = "pp" to spread the output layer
 transforms | search | a searched schedule runs as the search found it; leave them out
+tp, cp, ep | search in bytes | it divides layers, which are measured whole; give schedule.options.memory as a number, such as 6
+recompute | search in bytes | the search decides what is recomputed; nearest: "none"
+replan | search in bytes | a search in mid-run does not recompute or copy; nearest: 0
+replan | recompute, compile | a search in mid-run orders F, B, I and W, each with a time of its own; nearest: 0
 slices | search | schedules are searched for whole sequences; name a family, such as 1f1b
 overlap_p2p | shared memory | the shared-memory transport posts no receives; set schedule.transport = "individual"
 source weights | sorted documents | batches sorted by length take each document of all sources once an epoch; leave them out
@@ -38,7 +43,15 @@ muon | no barrier | ranks gather whole matrices in each step, which is a barrier
 on_nan, on_spike | no barrier | a step is known to be bad only after the next has begun; set optimizer.barrier = true
 norms | no barrier | a step is final only after the next one has begun; set optimizer.barrier = true
 """
+# The same, of what a schedule has that a configuration names or builds.
+_OF_SCHEDULES = """
+replan | two routes | the schedule has two routes, and a search in mid-run orders one; nearest: 0
+replan | pairs | the schedule has pairs, and a search in mid-run orders single actions; nearest: 0
+replan | slices | the schedule has slices, and a search in mid-run orders whole micro-batches; nearest: 0
+replan | other kinds | the schedule has {other kinds}, and a search in mid-run orders F, B, I and W; nearest: 0
+"""
 EXCLUSIONS = (*rules.RULES, *rules.read(_ROWS))
+EXCLUSIONS_OF_SCHEDULES = tuple(rules.read(_OF_SCHEDULES))
 _SLOTS = 2  # parallel.unshard_slots where nothing sets it
 
 
@@ -48,6 +61,11 @@ def _unless(*plain: object) -> Callable[[Config, object], bool]:
 
 def _has_experts(config: Config) -> bool:
     return config.model.num_experts > 0 and not config.model.source
+
+
+def _searches_in_bytes(config: Config, options: Mapping[str, Any]) -> bool:
+    amount = memory_amount(str(options.get("memory")))
+    return config.schedule.name == "search" and amount is not None and amount[1]
 
 
 # Feature of the rules -> the key that a sentence about it names, then others that it depends on; whether it is in use, of the
@@ -71,6 +89,7 @@ FEATURES: dict[str, tuple[str, Callable[[Config, Any], object]]] = {
     "ep_chunks": ("parallel.ep_chunks", _unless(1)),
     "ep_blocks": ("parallel.ep_blocks", _unless(1)),
     "cut": ("parallel.cp", _unless(1)),
+    "cp": ("parallel.cp", _unless(1)),
     "sp": ("parallel.sp", _unless(False)),
     "zero": ("parallel.zero", _unless()),
     "whole weights": ("parallel.zero", _unless(3)),
@@ -78,10 +97,13 @@ FEATURES: dict[str, tuple[str, Callable[[Config, Any], object]]] = {
     "vocabulary": ("parallel.vocabulary", _unless("last")),
     "whole vocabulary": ("parallel.vocabulary", lambda c, v: v == "last"),
     "one pipeline rank": ("parallel.pp", lambda c, v: v == 1),
+    "recompute": ("train.recompute", _unless("none")),
     "recomputed part": ("train.recompute", lambda c, v: v in PARTS_OF_BLOCKS),
     "compile": ("train.compile", _unless("none")),
     "reproducible": ("train.reproducible", _unless(False)),
     "search": ("schedule.name", lambda c, v: v == "search"),
+    "search in bytes": ("schedule.options schedule.name", _searches_in_bytes),
+    "replan": ("schedule.replan", _unless(0)),
     "slices": ("schedule.slices", _unless(None, 1)),
     "transforms": ("schedule.transforms", _unless(())),
     "spread vocabulary": ("schedule.transforms", lambda c, v: "vocabulary" in {word.partition("=")[0] for word in v}),

@@ -17,7 +17,6 @@ The trainer runs the search: this package does not import the solver.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -172,8 +171,6 @@ def search_request(config: Config) -> SearchRequest:
     problems += more
     least = max(placement.count(rank) for rank in range(ranks)) if not problems else 0
     memory, in_bytes = options.memory or (None, False)
-    if in_bytes:
-        problems += _problems_within_bytes(config)
     if memory is not None and memory < least:
         problems.append(
             f"schedule.options.memory = {memory:g}: one micro-batch in each of a rank's stages takes {least}; "
@@ -209,28 +206,12 @@ def search_request(config: Config) -> SearchRequest:
         in_bytes=in_bytes,
         memory_of=memory_of,
         costs=costs,
-        measure=options.measure,
         trial=options.trial if config.train.steps > options.measure + 2 * options.trial else 0,
         objective=options.objective or default_objective,
-        time_limit=options.time_limit,
-        iterations=options.iterations,
-        seed=options.seed,
-        reuse=options.reuse,
+        **options.model_dump(include={"measure", "time_limit", "iterations", "seed", "reuse"}),
         family=family,
         first=half_split(family),
     )
-
-
-def _problems_within_bytes(config: Config) -> Iterator[str]:
-    """Yield a sentence for each setting that a search for a limit in bytes does not allow."""
-    key = f'schedule.options.memory = "{config.schedule.options["memory"]}"'
-    for axis in ("tp", "cp", "ep"):
-        if (size := getattr(config.parallel, axis)) != 1:
-            yield f"{key}: parallel.{axis} = {size} divides layers, which are measured whole; give stage-micro-batches, such as 6"
-    if config.train.recompute != "none":
-        yield f"{key}: the search decides what is recomputed; leave out train.recompute"
-    if config.schedule.replan:
-        yield f"{key}: a search in mid-run does not recompute or copy; nearest: schedule.replan = 0"
 
 
 def _placement(

@@ -7,6 +7,7 @@ The configuration, the planner and the layers read these rows, each with the fea
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 from typing import Any, NamedTuple
 
 from pipeloom.errors import ArgumentError
@@ -42,8 +43,8 @@ vocabulary | num_nextn_predict_layers | the blocks that predict further ahead us
 def read(rows: str) -> Iterator[Exclusion]:
     """Yield the rules in rows of text, `features | what they do not go with | why`."""
     for row in rows.strip().splitlines():
-        features, other, reason = row.split(" | ")
-        yield from (Exclusion(feature, other, reason) for feature in features.split(", "))
+        *columns, reason = row.split(" | ")
+        yield from (Exclusion(*pair, reason) for pair in product(*(column.split(", ") for column in columns)))
 
 
 RULES = tuple(read(_ROWS))
