@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pipeloom.cli.options import CostFlags, argument, bytes_with, flag, with_options
 from pipeloom.cli.output import emit, json_flag
 from pipeloom.errors import ScheduleError, UsageError
-
-if TYPE_CHECKING:
-    from pipeloom.schedule import Schedule
+from pipeloom.schedule import Costs, Schedule, check, simulate
+from pipeloom.schedule.channels import size_words
+from pipeloom.schedule.costs import DEVICE, HOST_MEMORY
+from pipeloom.schedule.files import load
+from pipeloom.schedule.simulate import worst_peaks
 
 
 @with_options()
@@ -35,10 +37,6 @@ def command(
     """
     if receive_depth is not None and receive_depth < 1:
         raise UsageError(f"--receive-depth is {receive_depth}; it must be a whole number of at least 1")
-    from pipeloom.schedule import check
-    from pipeloom.schedule.files import load
-    from pipeloom.schedule.simulate import worst_peaks
-
     schedule = load(file)
     check(schedule, receive_depth=receive_depth, transport=transport)
     _require_memory(schedule, costs, {"--memory": memory, "--host-memory": host_memory})
@@ -55,10 +53,6 @@ def command(
 
 def _require_memory(schedule: Schedule, costs: Path | None, limits: Mapping[str, str | None]) -> None:
     """Raise ScheduleError where a rank holds more than the limit of a flag, on its device or in host memory."""
-    from pipeloom.schedule import Costs, simulate
-    from pipeloom.schedule.channels import size_words
-    from pipeloom.schedule.costs import DEVICE, HOST_MEMORY
-
     values = Costs() if costs is None else CostFlags(costs=costs).values()
     for pool, (option, text) in zip((DEVICE, HOST_MEMORY), limits.items(), strict=True):
         if text is None:

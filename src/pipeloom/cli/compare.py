@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeloom.cli import papers
 from pipeloom.cli import sweep as sweeps
@@ -27,11 +27,13 @@ from pipeloom.cli.options import (
 )
 from pipeloom.cli.output import OutputFlags, aligned, as_dict, emit
 from pipeloom.cli.sweep import Sweep, full_rank_peaks
+from pipeloom.draw.figures import BUBBLE_WORDS, cost_numbers, messages, number
 from pipeloom.errors import ConfigError, PipeloomError, UsageError
-
-if TYPE_CHECKING:
-    from pipeloom.schedule import Costs, Timeline
-
+from pipeloom.schedule import Costs, Timeline, period, simulate
+from pipeloom.schedule.channels import size_words
+from pipeloom.schedule.costs import DEVICE
+from pipeloom.schedule.families import FAMILIES, canonical_name
+from pipeloom.traces.timelines import costs_dict
 
 Row = tuple[str, "Timeline"]
 """A schedule's name on the command line, with options, and its timeline."""
@@ -133,9 +135,6 @@ class Work:
 
     def timeline(self, spec: str) -> Timeline:
         """Simulate the schedule called `spec`, with options, for this work."""
-        from pipeloom.schedule import simulate
-        from pipeloom.schedule.families import FAMILIES, canonical_name
-
         name, options = parse_spec(spec)
         name, sizes = canonical_name(name), self.sizes
         if "chunks" in options:
@@ -173,15 +172,11 @@ def _rows(names: Sequence[str], work: Work) -> tuple[list[Row], list[tuple[str, 
 
 def _schedules(spec: str) -> Iterable[str]:
     """Return the names that a word of the command line stands for."""
-    from pipeloom.schedule.families import FAMILIES
-
     return FAMILIES if spec == "all" else (spec,)
 
 
 def _sweep(sweep: Sweep, names: Sequence[str], work: Work, output: OutputFlags) -> None:
     """Print or draw the comparison at every value of the sweep."""
-    from pipeloom.draw.figures import cost_numbers
-
     sizes = {size: value for size, value in vars(work.sizes).items() if value is not None}
     if sweep.size in sizes:
         raise UsageError(f"--{sweep.size} is {sizes[sweep.size]}, but --sweep varies it; leave one of them out")
@@ -201,8 +196,6 @@ def _sweep(sweep: Sweep, names: Sequence[str], work: Work, output: OutputFlags) 
 
 
 def _as_dict(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs) -> dict[str, Any]:
-    from pipeloom.traces.timelines import costs_dict
-
     schedules = [
         {
             "label": label,
@@ -231,8 +224,6 @@ def table(
     Args:
         limit: bytes of a device.
     """
-    from pipeloom.draw.figures import BUBBLE_WORDS, cost_numbers
-
     figures_of_rows = [_figures(timeline) | _bytes(timeline, limit) for _, timeline in rows]
     # where peak memory equals peak activations, its column would only repeat them
     memory = any(line["mem.", "max"] != line["act.", "max"] for line in figures_of_rows)
@@ -274,10 +265,6 @@ def table(
 
 def _figures(timeline: Timeline) -> dict[tuple[str, str], str]:
     """Return the two lines of a column's head -> the figure of `timeline` in that column."""
-    from pipeloom.draw.figures import messages, number
-    from pipeloom.schedule import period
-    from pipeloom.schedule.channels import size_words
-
     peaks = full_rank_peaks(timeline)
     sent = messages(timeline.schedule, timeline.costs)
     return {
@@ -297,9 +284,6 @@ def _figures(timeline: Timeline) -> dict[tuple[str, str], str]:
 
 def _bytes(timeline: Timeline, limit: float | None) -> dict[tuple[str, str], str]:
     """Return as `_figures` the GiB of each pool on its worst rank, that rank, and whether a device holds them."""
-    from pipeloom.draw.figures import number
-    from pipeloom.schedule.costs import DEVICE
-
     cells: dict[tuple[str, str], str] = {}
     for pool, peaks in timeline.peak_bytes.items():
         most = max(peaks)
@@ -351,8 +335,6 @@ def volumes_of(config: str, sizes: Sizes) -> dict[str, Any]:
 
 def volume_table(rows: dict[str, Any]) -> list[str]:
     """Return a line for each layout: bytes, and messages or collective operations, by kind, of all workers in a step."""
-    from pipeloom.schedule.channels import size_words
-
     linear = rows["linear_layer"]
     by_kind = [{each["kind"]: each for each in row["volumes"]} for row in rows["layouts"]]
     kinds = list(dict.fromkeys(kind for sent in by_kind for kind in sent))

@@ -13,6 +13,8 @@ import typer
 from pipeloom.cli.options import argument, flag, with_options
 from pipeloom.cli.output import json_flag
 from pipeloom.cli.workers import be_worker, require_torch, start_workers, words_of
+from pipeloom.errors import ConfigError, UsageError
+from pipeloom.shapes.hub import ADAPTER_CONFIG
 
 
 @with_options()
@@ -34,7 +36,6 @@ def export(
     """
     require_torch("export")
     if form == "dcp":
-        from pipeloom.errors import UsageError
         from pipeloom.train.checkpoint.dcp import export_dcp
 
         if merge:
@@ -44,7 +45,6 @@ def export(
             f"checkpoint_id={str(out)!r})"
         )
         return
-    from pipeloom.shapes.hub import ADAPTER_CONFIG
     from pipeloom.train.hub.conversion import export as write
 
     source = write(checkpoint, out, merge)
@@ -81,7 +81,6 @@ def import_(
         )
         print(f"imported {source} to {import_dcp(source, checkpoint)}")
         return
-    from pipeloom.errors import ConfigError
     from pipeloom.train.hub.conversion import import_directory
 
     if checkpoint.exists() and (not checkpoint.is_dir() or any(checkpoint.iterdir())):

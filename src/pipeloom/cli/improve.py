@@ -6,16 +6,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipeloom.cli.options import argument, flag, memory_of, with_options
 from pipeloom.cli.output import aligned, emit, json_flag, write
 from pipeloom.cli.show import Study, layers_of, layout_of, steps_of
+from pipeloom.draw.figures import number, time_unit
 from pipeloom.errors import PipeloomError, UsageError
 from pipeloom.limits import newest_run
-
-if TYPE_CHECKING:
-    from pipeloom.schedule import Costs, Schedule, Timeline
+from pipeloom.schedule import Costs, Schedule, Timeline, simulate
+from pipeloom.schedule.channels import size_words
+from pipeloom.schedule.check import check
+from pipeloom.schedule.costs import DEVICE, activation_limit
+from pipeloom.schedule.csv_form import to_csv
+from pipeloom.schedule.families import ONE_ROUTE, build
+from pipeloom.schedule.placement import name_of
+from pipeloom.schedule.transforms import merge_backward, split_cooldown
+from pipeloom.solver import search
+from pipeloom.traces.measured import predict, settled, with_overhead
 
 _LEAST = 1e-6  # share of a step below which nothing is gained
 _ENOUGH = 0.9  # share of the largest saving from which a simpler change is recommended
@@ -70,8 +77,6 @@ def command(
     Reads schedule and costs from the trace, and compares every family and transform that fits the placement and the memory, and
     the best schedule that a search finds. A trace of another program will do.
     """
-    from pipeloom.traces.measured import predict
-
     trace = newest_run(trace) or trace
     steps, memory, notes = steps_of(trace)
     study = Study(steps, predict(steps), (), layers_of(trace, steps), memory, notes)
@@ -85,8 +90,6 @@ def command(
     gain = now.makespan - best.makespan
     simple = next(each for each in changes if now.makespan - each.makespan >= min(gain, _ENOUGH * gain))
     if options.csv is not None:
-        from pipeloom.schedule.csv_form import to_csv
-
         write(options.csv, lambda: to_csv(best.schedule))
     results = study, now, changes, best, simple
     emit(options.as_json, lambda: _as_dict(*results), lambda: _lines(*results))
@@ -94,8 +97,6 @@ def command(
 
 def _limited(study: Study, trace: Path, memory: str) -> tuple[Study, tuple[float, ...]]:
     """Return the study with costs in the unit of the limit, and rank -> the most activations: in bytes for a run of `train`."""
-    from pipeloom.schedule.costs import activation_limit
-
     schedule, sizes = study.typical.schedule, _stage_bytes(trace, study.typical.schedule)
     limit, in_bytes = memory_of(memory, plain_is_gib=bool(sizes))
     if not in_bytes:
@@ -113,7 +114,6 @@ def _limited(study: Study, trace: Path, memory: str) -> tuple[Study, tuple[float
 def _stage_bytes(trace: Path, schedule: Schedule) -> dict[str, tuple[float, ...]]:
     """Return the predicted bytes of the stages of a run of `train`, as `Costs.bytes`; empty for any other trace."""
     from pipeloom.plan.run import predicted
-    from pipeloom.schedule.costs import DEVICE
 
     layout = layout_of(trace)
     if layout is None:
@@ -132,12 +132,6 @@ def compare(
         memory: rank -> the largest peak of memory, in units of `Costs.activation`; None: the measured schedule's.
         whole: whether backwards stay whole, unless the measured schedule splits some.
     """
-    from pipeloom.schedule import simulate
-    from pipeloom.schedule.check import check
-    from pipeloom.schedule.transforms import merge_backward
-    from pipeloom.solver import search
-    from pipeloom.traces.measured import settled, with_overhead
-
     # Micro-batches count as alike: how long each of the next step's takes is not known, and torch's runtime keeps their order.
     schedule = study.typical.schedule
     costs = with_overhead(replace(study.prediction.costs, microbatch=()), settled(study.steps))
@@ -179,10 +173,6 @@ def with_whole_backwards(costs: Costs, stages: int) -> Costs:
 
 def _others(schedule: Schedule, costs: Costs) -> Iterator[tuple[str, Schedule]]:
     """Yield (words, schedule) of transforms of the schedule and of the families of one route on its placement."""
-    from pipeloom.schedule.families import ONE_ROUTE, build
-    from pipeloom.schedule.placement import name_of
-    from pipeloom.schedule.transforms import split_cooldown
-
     if len(schedule.routes) > 1:
         return
     with suppress(PipeloomError):  # one that is split already
@@ -215,9 +205,6 @@ def _as_dict(study: Study, now: Change, changes: list[Change], best: Change, sim
 
 
 def _lines(study: Study, now: Change, changes: list[Change], best: Change, simple: Change) -> list[str]:
-    from pipeloom.draw.figures import number, time_unit
-    from pipeloom.schedule.channels import size_words
-
     factor, unit = time_unit([study.typical])
 
     in_bytes = bool(study.prediction.costs.bytes)

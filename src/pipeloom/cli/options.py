@@ -9,15 +9,20 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from pipeloom.errors import ArgumentError, PipeloomError, UsageError
-from pipeloom.limits import BYTE_UNITS, memory_amount
-
-if TYPE_CHECKING:
-    from pipeloom.schedule import Costs, Schedule
+from pipeloom.limits import BYTE_UNITS, SCHEDULE_BYTES, memory_amount, read_json
+from pipeloom.schedule import Costs, Schedule, check
+from pipeloom.schedule.families import FAMILIES, SLICED, build, canonical_name, require
+from pipeloom.schedule.files import load, names_a_file
+from pipeloom.schedule.segments import SegmentCosts
+from pipeloom.schedule.slices import balanced_cuts, even_cuts, longer_than_whole
+from pipeloom.schedule.transforms import parsed_transform, transformed
+from pipeloom.traces.segment_times import read_segments
+from pipeloom.traces.timelines import costs_of_dict
 
 _MOST_MESSAGE = 2**34
 _LONG = 2**20  # tokens of the sequence whose cuts stand for any: so many that a cut is exact
@@ -118,10 +123,6 @@ class FamilyFlags:
         `name` may end in options, as of `parse_spec`.
         Where slices of equally many tokens take longer than whole sequences, a warning is printed.
         """
-        from pipeloom.schedule.files import names_a_file
-        from pipeloom.schedule.slices import longer_than_whole
-        from pipeloom.schedule.transforms import parsed_transform
-
         for word in self.transform or ():
             parsed_transform(word)
         name, options = parse_spec(name, self.option or ())
@@ -156,8 +157,6 @@ class SliceFlags:
 
     def of(self, costs: Costs, schedule: Schedule) -> Costs:
         """Return the costs with the shares of the schedule's slices."""
-        from pipeloom.schedule.slices import balanced_cuts, even_cuts
-
         attention = _numbers("--attention", self.attention or "0")
         if isinstance(attention, tuple):
             raise UsageError(f"--attention is {self.attention!r:.200}; give one number")
@@ -210,8 +209,6 @@ class CostFlags:
 
     def values(self) -> Costs:
         """Return the costs. Raises UsageError for a value that is not a number or not a valid cost."""
-        from pipeloom.schedule import Costs
-
         base = Costs() if self.costs is None else _costs_in(self.costs)
         names = {spec.name for spec in fields(Costs)} - {"message"}
         given = {each.name: text for each in fields(self) if (text := getattr(self, each.name)) != each.default}
@@ -224,9 +221,6 @@ class CostFlags:
         if self.message is not None:
             numbers["message"] = bytes_of(self.message)
         if self.segments is not None:
-            from pipeloom.schedule.segments import SegmentCosts
-            from pipeloom.traces.segment_times import read_segments
-
             layers = next(iter(read_segments(self.segments).values()))
             return SegmentCosts((layers,)).costs(**vars(base) | numbers)
         return replace(base, **numbers)
@@ -298,9 +292,6 @@ def memory_of(text: str, plain_is_gib: bool = True, flag: str = "--memory") -> t
 
 def _costs_in(path: Path) -> Costs:
     """Return the costs in a JSON file: the object itself, or what it has under "costs"."""
-    from pipeloom.limits import SCHEDULE_BYTES, read_json
-    from pipeloom.traces.timelines import costs_of_dict
-
     try:
         form = read_json(path, SCHEDULE_BYTES, "a file of costs")
     except OSError as error:
@@ -355,10 +346,6 @@ def schedule_of(
         UsageError: an unknown name or option, or a size that is missing, refused, or different from the file's.
         ScheduleError: a schedule that cannot run, with the reason.
     """
-    from pipeloom.schedule import check
-    from pipeloom.schedule.families import build, require
-    from pipeloom.schedule.files import load, names_a_file
-
     if names_a_file(name):
         schedule = load(name)
         _agree(name, schedule, sizes, options)
@@ -369,8 +356,6 @@ def schedule_of(
         schedule = build(name, sizes.ranks or 0, sizes.microbatches or 0, sizes.chunks, options, costs)
     check(schedule)
     if transforms:
-        from pipeloom.schedule.transforms import transformed
-
         schedule = transformed(schedule, transforms, costs)
         check(schedule)
     return schedule
@@ -378,15 +363,11 @@ def schedule_of(
 
 def families(incomplete: str) -> list[str]:
     """Return the names of families that complete a word."""
-    from pipeloom.schedule.families import FAMILIES, SLICED
-
     return [name for name in (*FAMILIES, *SLICED) if name.startswith(incomplete)]
 
 
 def family_lines() -> list[str]:
     """Return a line for each family: its name, and the first paragraph of its description."""
-    from pipeloom.schedule.families import FAMILIES
-
     wide = max(map(len, FAMILIES))
     firsts = {name: (inspect.getdoc(family) or "").partition("\n\n")[0] for name, family in FAMILIES.items()}
     return [f"{name:<{wide}}  {' '.join(text.split())}" for name, text in firsts.items()]
@@ -394,8 +375,6 @@ def family_lines() -> list[str]:
 
 def family_help(word: str) -> str:
     """Return the options of the family that `word` names, with their defaults, and its description; "" for another word."""
-    from pipeloom.schedule.families import FAMILIES, SLICED, canonical_name
-
     name, known = canonical_name(word), FAMILIES | SLICED
     if name not in known:
         return ""
@@ -449,17 +428,12 @@ def with_slowdown(costs: Costs, schedule: Schedule, factor: float) -> Costs:
 
 def takes_chunks(name: str) -> bool:
     """Return whether the number of chunks of the family `name` can be chosen; also True for a name that is not a family."""
-    from pipeloom.schedule.families import FAMILIES, canonical_name
-
     family = FAMILIES.get(canonical_name(name))
     return family is None or "chunks" in inspect.signature(family).parameters
 
 
 def require_schedule(name: str, options: Iterable[str]) -> None:
     """Raise UsageError or ScheduleError for a name, a file or names of options that no sizes can make a schedule of."""
-    from pipeloom.schedule.families import require
-    from pipeloom.schedule.files import load, names_a_file
-
     if names_a_file(name):
         load(name)
     else:

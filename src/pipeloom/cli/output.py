@@ -10,13 +10,17 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeloom.cli.options import flag
+from pipeloom.draw import LEAST_WIDTH, USUAL_WIDTH, figures, terminal
+from pipeloom.draw.svg import png as rendered
+from pipeloom.draw.svg import require_png
 from pipeloom.errors import UsageError
-
-if TYPE_CHECKING:
-    from pipeloom.schedule import Timeline
+from pipeloom.schedule import Timeline
+from pipeloom.schedule.channels import size_words
+from pipeloom.schedule.json_form import to_dict
+from pipeloom.traces.timelines import costs_dict
 
 
 def json_flag() -> Any:
@@ -50,8 +54,6 @@ class OutputFlags:
         if self.as_json and self.csv:
             raise UsageError("--json and --csv both print on standard output; choose one")
         if self.png is not None:
-            from pipeloom.draw.svg import require_png
-
             require_png()
         for path in (self.svg, self.png, self.html, self.trace):
             if path is None:
@@ -82,9 +84,6 @@ class OutputFlags:
 
     def draw_as(self, drawing: Callable[[int], str]) -> None:
         """Write an SVG document, width -> text, to the files of `--svg` and `--png`, where they are given."""
-        from pipeloom.draw import LEAST_WIDTH, USUAL_WIDTH
-        from pipeloom.draw.svg import png as rendered
-
         width = max(self.width or USUAL_WIDTH, LEAST_WIDTH)
         if self.svg is not None:
             write(self.svg, lambda: drawing(width))
@@ -93,8 +92,6 @@ class OutputFlags:
 
     def print_timeline(self, timeline: Timeline, bound: bool = True) -> None:
         """Draw `timeline` in the terminal, with or without its lower bound."""
-        from pipeloom.draw import terminal
-
         sys.stdout.write(terminal(timeline, width=self.columns, bound=bound))
 
 
@@ -132,24 +129,17 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1, *, ragged: bool = Fals
 
 def as_dict(timeline: Timeline) -> dict[str, object]:
     """Return the JSON form of the schedule together with the costs of a stage and the figures of the timeline."""
-    from pipeloom.schedule.json_form import to_dict
-
     return to_dict(timeline.schedule) | figures_and_costs(timeline)
 
 
 def figures_and_costs(timeline: Timeline) -> dict[str, object]:
     """Return the JSON form of the costs of a stage and of the figures of the timeline."""
-    from pipeloom.draw import figures
-    from pipeloom.traces.timelines import costs_dict
-
     bytes_ = {"peak_bytes": timeline.peak_bytes} if timeline.costs.bytes else {}
     return {"costs": costs_dict(timeline.costs, "a stage")} | figures(timeline) | bytes_
 
 
 def peak_lines(timeline: Timeline) -> list[str]:
     """Return a line for each pool of bytes with the rank that needs the most; none without `Costs.bytes`."""
-    from pipeloom.schedule.channels import size_words
-
     return [
         f"memory of pool {pool}: at most {size_words(max(peaks))}, on rank {peaks.index(max(peaks))}; at least "
         f"{size_words(min(peaks))}, on rank {peaks.index(min(peaks))}"

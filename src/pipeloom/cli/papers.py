@@ -5,14 +5,14 @@ from __future__ import annotations
 import tomllib
 from importlib import resources
 from math import isclose
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeloom.cli.options import share
 from pipeloom.cli.output import aligned
+from pipeloom.draw.figures import number
 from pipeloom.errors import UsageError, did_you_mean
-
-if TYPE_CHECKING:
-    from pipeloom.schedule import Costs
+from pipeloom.schedule import Costs, simulate
+from pipeloom.schedule.families import build
 
 PAPERS = {"zero-bubble": "zero_bubble.toml", "moe": "moe.toml"}
 
@@ -45,9 +45,6 @@ def _moe_rows(content: dict[str, Any]) -> list[dict[str, Any]]:
     "share" is the idle time as a multiple of DualPipe's, or None where DualPipe does not run. "crossover" is the number of chunks
     from which `interleaved-overlap` idles less than DualPipe.
     """
-    from pipeloom.schedule import Costs, simulate
-    from pipeloom.schedule.families import build
-
     costs = Costs(**content["costs"])
     forward, backward, weight, pair = 1.0, 2.0, 1.0, content["costs"]["pair"]
     rows = []
@@ -92,8 +89,6 @@ def costs_of(row: dict[str, Any], model: dict[str, int]) -> Costs:
 
     Of the memory of a layer's micro-batch, M_B = 34 h + 5 a s, M_W = 32 h is kept until W (arXiv 2401.10241, section 2.3).
     """
-    from pipeloom.schedule import Costs
-
     held = 32 * model["hidden"] / (34 * model["hidden"] + 5 * model["heads"] * model["sequence"])
     return Costs(**row["costs"], held=held)
 
@@ -103,9 +98,6 @@ def _zero_bubble_rates(row: dict[str, Any], model: dict[str, int]) -> dict[str, 
 
     The interleaved column is 1 - m (f + b + w) / (makespan - p p2p), which is how the paper's figures are reproduced.
     """
-    from pipeloom.schedule import simulate
-    from pipeloom.schedule.families import build
-
     costs, p, m = costs_of(row, model), row["ranks"], row["microbatches"]
     work: float = m * sum(row["costs"][part] for part in ("forward", "input_grad", "weight_grad"))
 
@@ -150,8 +142,6 @@ def _zero_bubble_cells(rows: list[dict[str, Any]]) -> tuple[list[list[str]], lis
 
 def _moe_cells(content: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[list[list[str]], list[str]]:
     """Return the cells, one line per schedule, and the formulas below them."""
-    from pipeloom.draw.figures import number
-
     cells = [["model", "p", "v", "schedule", "idle", "ratio", "activations", "params"]]
     for at, row in enumerate(rows):
         first = at == 0 or rows[at - 1]["model"] != row["model"]

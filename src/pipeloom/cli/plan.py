@@ -8,14 +8,34 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pipeloom.cli.options import flag, memory_of, with_options
 from pipeloom.cli.output import aligned, emit, json_flag, write
+from pipeloom.draw.chart import Panel, chart
 from pipeloom.errors import CapacityError, UsageError, divisors, nearest
-
-if TYPE_CHECKING:
-    from pipeloom.plan import Device, LayoutCosts, LayoutPlan, Planner, PlanRequest
+from pipeloom.plan import (
+    OFFERED,
+    RUNTIMES,
+    Device,
+    LayoutCosts,
+    LayoutPlan,
+    PlannedLayout,
+    Planner,
+    PlanRequest,
+    load_device,
+    load_model,
+    parse_layout,
+    search,
+)
+from pipeloom.plan.layout import values_of
+from pipeloom.plan.measured import read
+from pipeloom.plan.refine import refine
+from pipeloom.plan.report import advice, as_dict, gib, memory_rows, neighbours, refined_lines, table, what_if
+from pipeloom.plan.scaling import scaling
+from pipeloom.schedule.json_form import to_json
+from pipeloom.shapes.cut import parse_stages
+from pipeloom.traces.timelines import costs_dict
 
 _ROWS = 10
 _TOKENS = 2**22  # of a step, where --global-batch is not given
@@ -79,8 +99,6 @@ def command(options: PlanFlags) -> None:
     """
     if options.refine and options.runtime == "megatron":
         raise UsageError("--refine: megatron runs its own schedules alone; nearest: --runtime pipeloom")
-    from pipeloom.plan.report import as_dict, refined_lines
-
     device = _device(options)
     planner = _planner(options, device)
     shape = planner.shape
@@ -99,8 +117,6 @@ def command(options: PlanFlags) -> None:
     if options.svg is not None:
         write(options.svg, lambda: _chart(planner, request))
         return
-    from pipeloom.plan import search
-
     plan = search(planner, request)
     if not plan.predictions:
         least = plan.smallest
@@ -121,9 +137,6 @@ def command(options: PlanFlags) -> None:
 
 
 def _chart(planner: Planner, request: PlanRequest) -> str:
-    from pipeloom.draw.chart import Panel, chart
-    from pipeloom.plan.scaling import scaling
-
     title = f"{planner.shape.name} on {request.devices} {planner.device.name}, nodes of {planner.device.per_node}"
     axis = "devices that share one copy of the model"
     return chart(title, axis, [Panel("tokens/s of a device", scaling(planner, request))], log2=True)
@@ -134,14 +147,11 @@ def _refined(
 ) -> Sequence[LayoutCosts]:
     if not options.refine:
         return predictions
-    from pipeloom.plan.refine import refine
-
     return refine(planner, predictions, memory, options.refine)
 
 
 def _planner(options: PlanFlags, device: Device) -> Planner:
     from pipeloom.config.settings import BUILT_IN
-    from pipeloom.plan import RUNTIMES, Planner, load_model
 
     runtime = RUNTIMES[options.runtime]
     if options.model.endswith(".toml") or options.model in BUILT_IN:
@@ -160,14 +170,10 @@ def _planner(options: PlanFlags, device: Device) -> Planner:
         shape = shape.with_layers(options.layers)
     if options.costs is None:
         return Planner(shape, device, runtime)
-    from pipeloom.plan.measured import read
-
     return Planner(shape, device, runtime, read(options.costs, shape))
 
 
 def _device(options: PlanFlags) -> Device:
-    from pipeloom.plan import load_device
-
     device = load_device(options.device)
     if options.nodes is not None:
         if options.devices is None or options.devices % options.nodes:
@@ -180,8 +186,6 @@ def _device(options: PlanFlags) -> Device:
 
 
 def _request(options: PlanFlags, device: Device) -> PlanRequest:
-    from pipeloom.plan import OFFERED, PlanRequest
-
     if options.devices is None:
         raise UsageError("plan needs --devices, or --layout with the sizes of the axes")
     request = PlanRequest(
@@ -194,8 +198,6 @@ def _request(options: PlanFlags, device: Device) -> PlanRequest:
         capacity=options.capacity,
     )
     if options.fixed is not None:
-        from pipeloom.plan.layout import values_of
-
         request = replace(request, fixed=values_of(options.fixed, "--fixed"))
     if options.costs is not None:  # layers are measured whole
         request = replace(request, fixed={"tp": 1, "cp": 1, "ep": 1} | dict(request.fixed))
@@ -207,14 +209,10 @@ def _request(options: PlanFlags, device: Device) -> PlanRequest:
 
 
 def _one(options: PlanFlags, planner: Planner, text: str, device_memory: float) -> LayoutCosts:
-    from pipeloom.plan import PlannedLayout, parse_layout
-
     # Megatron and torchtitan divide the blocks evenly unless they are told; our trainer balances its stages.
     cut = "balanced" if options.runtime == "pipeloom" else "even"
     layout = parse_layout(text, PlannedLayout(seq=options.seq, capacity=options.capacity, cut=cut))
     if options.stages is not None:
-        from pipeloom.shapes.cut import parse_stages
-
         try:
             shape, stages = planner.shape, layout.built().positions
             counts = parse_stages(options.stages, shape.num_hidden_layers, stages, shape.num_nextn_predict_layers)
@@ -238,7 +236,6 @@ def _one(options: PlanFlags, planner: Planner, text: str, device_memory: float) 
 
 def _write(options: PlanFlags, prediction: LayoutCosts, planner: Planner) -> None:
     from pipeloom.plan.export import EXPORTS, run_toml
-    from pipeloom.schedule.json_form import to_json
 
     if options.as_ is not None:
         sys.stdout.write(EXPORTS[options.as_](prediction))
@@ -249,14 +246,11 @@ def _write(options: PlanFlags, prediction: LayoutCosts, planner: Planner) -> Non
         if table is not None:
             write(table, lambda: to_json(prediction.schedule))
     if options.costs_to is not None:
-        from pipeloom.traces.timelines import costs_dict
-
         write(options.costs_to, lambda: json.dumps(costs_dict(planner.stage_costs(prediction.layout))) + "\n")
 
 
 def _details(prediction: LayoutCosts, device: Device) -> list[str]:
     from pipeloom.plan.export import layers_by_rank, layout_string
-    from pipeloom.plan.report import gib, memory_rows
 
     layers = prediction.stages, prediction.ahead
     parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in prediction.step.parts().items())
@@ -273,8 +267,6 @@ def _details(prediction: LayoutCosts, device: Device) -> list[str]:
 
 
 def _lines(plan: LayoutPlan, planner: Planner, request: PlanRequest) -> list[str]:
-    from pipeloom.plan.report import advice, neighbours, table, what_if
-
     best = plan.best
     lines = [
         f"{planner.shape.name} on {request.devices} {planner.device.name} with {request.memory / 2**30:.1f} GiB, "

@@ -14,7 +14,12 @@ import typer
 from pipeloom.cli.options import flag, with_options
 from pipeloom.cli.output import aligned, json_flag, write
 from pipeloom.cli.workers import layout_of_workers, require_torch, result_of_workers, words_of
+from pipeloom.draw.chart import Panel, chart
 from pipeloom.errors import CapacityError
+from pipeloom.schedule.channels import size_words
+from pipeloom.shapes.hub import presets
+from pipeloom.shapes.layers import layer_sizes
+from pipeloom.traces.timelines import costs_dict
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
@@ -58,7 +63,6 @@ def _layout(arguments: Sequence[str]) -> Layout:
     """Return the layout of the command line: a configuration, a preset of the planner, or a Hugging Face directory."""
     from pipeloom.config import load_layout, split_arguments
     from pipeloom.config.settings import BUILT_IN
-    from pipeloom.shapes.hub import presets
 
     path, overrides = split_arguments(arguments)
     keys: dict[str, Any] = {}
@@ -96,7 +100,6 @@ def _measure(layout: Layout, processes: int, repeats: int, words: Sequence[str])
 
 def _require_memory(layout: Layout, processes: int) -> None:
     """Raise CapacityError where the weights and gradients of one layer of each kind exceed this machine's memory."""
-    from pipeloom.shapes.layers import layer_sizes
     from pipeloom.train.workers.preflight import memory_of_machine
 
     config = layout.config
@@ -111,7 +114,6 @@ def _require_memory(layout: Layout, processes: int) -> None:
 
 def _form(layout: Layout, profile: DeviceProfile) -> dict[str, Any]:
     """Return the JSON form: the costs of the layout's stages, and everything measured."""
-    from pipeloom.traces.timelines import costs_dict
     from pipeloom.train.report.device_profile import measured_costs
 
     segments = profile.segments
@@ -147,7 +149,6 @@ def _form(layout: Layout, profile: DeviceProfile) -> dict[str, Any]:
 
 def _lines(form: dict[str, Any]) -> list[str]:
     """Return the tables: layers, segments, and links at three sizes."""
-    from pipeloom.schedule.channels import size_words
     from pipeloom.train.report.device_profile import KINDS
 
     def ms(sample: dict[str, float]) -> str:
@@ -196,8 +197,6 @@ def _lines(form: dict[str, Any]) -> list[str]:
 def _chart(form: dict[str, Any]) -> str:
     """Return an SVG chart: bandwidth by size of each link and operation."""
     from math import log2
-
-    from pipeloom.draw.chart import Panel, chart
 
     lines = {
         " ".join([link["axis"], link["operation"], *map(str, link["ranks"] if link["operation"] == "send" else ())]): [

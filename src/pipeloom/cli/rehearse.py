@@ -17,12 +17,15 @@ from pipeloom.cli.options import CostFlags, FamilyFlags, Sizes, SliceFlags, argu
 from pipeloom.cli.output import OutputFlags
 from pipeloom.cli.show import Study
 from pipeloom.cli.workers import layout_of_workers, require_torch, result_of_workers, words_of
+from pipeloom.draw.figures import number, time_unit
 from pipeloom.errors import CapacityError, UsageError
-from pipeloom.limits import MOST_SECONDS
+from pipeloom.limits import MOST_SECONDS, usable_cores
+from pipeloom.schedule import Costs, Schedule, Timeline
 from pipeloom.schedule.check import TransportName
+from pipeloom.traces import timelines as timeline_files
+from pipeloom.traces.measured import predict, settled
 
 if TYPE_CHECKING:
-    from pipeloom.schedule import Costs, Schedule, Timeline
     from pipeloom.train.report.rehearse import Rehearsal
 
 _MEAN_ACTION = 0.010
@@ -102,8 +105,6 @@ def _rehearsal(schedule: Schedule, costs: Costs, options: Emulation) -> Rehearsa
 
 
 def _with_usual_unit(rehearsal: Rehearsal) -> Rehearsal:
-    from pipeloom.limits import usable_cores
-
     timeline = rehearsal.simulated()
     actions = sum(map(len, rehearsal.schedule.codes))
     mean = sum(timeline.busy) / actions
@@ -126,7 +127,6 @@ def _slow(words: Sequence[str], schedule: Schedule) -> dict[int, float]:
 
 def _run(rehearsal: Rehearsal, device: str, words: Sequence[str]) -> tuple[int, tuple[Timeline, ...]]:
     """Return the exit code and the recorded steps; no steps on workers, whose launcher returns them."""
-    from pipeloom.traces import timelines as timeline_files
     from pipeloom.train.report.rehearse import patience, run
     from pipeloom.train.workers.worker import is_worker
 
@@ -173,10 +173,6 @@ def _require_machine(rehearsal: Rehearsal, device: str) -> None:
 
 def report(rehearsal: Rehearsal, timelines: Sequence[Timeline], output: OutputFlags) -> None:
     """Write the drawings, and print the step, its figures and its difference from the simulation."""
-    from pipeloom.draw.figures import number, time_unit
-    from pipeloom.limits import usable_cores
-    from pipeloom.traces.measured import predict, settled
-
     study = Study(timelines, predict(timelines), layers=rehearsal.work())
     simulated = rehearsal.simulated()
     rehearsed = median(step.makespan for step in settled(timelines))

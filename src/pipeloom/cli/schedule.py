@@ -19,6 +19,12 @@ from pipeloom.cli.options import (
     with_options,
 )
 from pipeloom.cli.output import OutputFlags, aligned, figures_and_costs
+from pipeloom.draw import largest_gain, segment_lanes, segment_table
+from pipeloom.schedule import simulate
+from pipeloom.schedule.comms_form import to_torch_csv
+from pipeloom.schedule.csv_form import to_csv
+from pipeloom.schedule.json_form import parts_of_json
+from pipeloom.traces.segment_times import read_segments
 
 
 @with_options()
@@ -57,21 +63,14 @@ def command(
         lines = family_lines()
         print(json.dumps({"families": lines}) if output.as_json else "\n".join(lines))
         return
-    from pipeloom.schedule import simulate
-
     table, below = [], None
     if costs.segments is not None:
-        from pipeloom.draw import largest_gain, segment_lanes, segment_table
-        from pipeloom.traces.segment_times import read_segments
-
         stages = read_segments(costs.segments)
         table, below = segment_table(stages), partial(segment_lanes, largest_gain(stages))
     schedule, values = family.schedule(name, sizes, costs, cuts)
     timeline = simulate(schedule, values, overlap_p2p=costs.overlap_p2p)
     output.draw([timeline], below, limit=limits.of(values))
     if torch_csv:
-        from pipeloom.schedule.comms_form import to_torch_csv
-
         text, omitted = to_torch_csv(schedule)
         if omitted:
             print(
@@ -80,12 +79,8 @@ def command(
             )
         sys.stdout.write(text)
     elif output.csv:
-        from pipeloom.schedule.csv_form import to_csv
-
         sys.stdout.write(to_csv(schedule))
     elif output.as_json:
-        from pipeloom.schedule.json_form import parts_of_json
-
         more = {"segments": [dict(zip(table[0], row, strict=True)) for row in table[1:]]} if table else {}
         sys.stdout.writelines(parts_of_json(schedule, figures_and_costs(timeline) | more))
         print()

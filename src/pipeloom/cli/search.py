@@ -7,17 +7,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from pipeloom.cli.options import CostFlags, Sizes, flag, memory_of, with_options
 from pipeloom.cli.output import OutputFlags, as_dict, peak_lines
+from pipeloom.draw.figures import number
 from pipeloom.errors import INTERRUPTED, UsageError
-
-if TYPE_CHECKING:
-    from pipeloom.schedule import Costs
-    from pipeloom.solver import Progress, SearchResult
+from pipeloom.schedule import Costs
+from pipeloom.schedule.csv_form import to_csv
+from pipeloom.solver import Progress, SearchResult, search
+from pipeloom.solver.in_bytes import search_in_bytes
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,6 @@ def command(sizes: Sizes, options: SearchFlags, costs: CostFlags, output: Output
     output.require()
     if sizes.ranks is None or sizes.microbatches is None:
         raise UsageError(f"search needs {sizes.missing}")
-    from pipeloom.solver import search
-    from pipeloom.solver.in_bytes import search_in_bytes
-
     values = costs.values()
     memory, in_bytes = _limit(options, values)
     run: Any = search_in_bytes if in_bytes else search
@@ -74,8 +72,6 @@ def command(sizes: Sizes, options: SearchFlags, costs: CostFlags, output: Output
     bound = result.lower_bound if result.objective == "makespan" else None
     output.draw([result.timeline], bound=bound, limit=memory if in_bytes or not values.bytes else None)
     if output.csv:
-        from pipeloom.schedule.csv_form import to_csv
-
         sys.stdout.write(to_csv(result.schedule))
     elif output.as_json:
         print(json.dumps(_as_dict(result, options, memory), allow_nan=False))
@@ -122,8 +118,6 @@ def _as_dict(result: SearchResult, options: SearchFlags, memory: float | None) -
 
 
 def _lines(result: SearchResult) -> list[str]:
-    from pipeloom.draw.figures import number
-
     proof = "proved optimal" if result.proved else f"gap {100 * result.gap:.1f} %"
     ended = "interrupted, " if result.interrupted else ""
     return [
@@ -158,8 +152,6 @@ def _display() -> Iterator[Callable[[Progress], None] | None]:
         yield None
         return
     from rich.console import Console
-
-    from pipeloom.draw.figures import number
 
     with Console(stderr=True).status("searching") as status:
 

@@ -13,15 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from pipeloom.cli.options import argument, flag, with_options
 from pipeloom.cli.output import OutputFlags, aligned, as_dict
+from pipeloom.draw.figures import number, time_unit
 from pipeloom.errors import PipeloomError, UsageError, did_you_mean, shortened
 from pipeloom.limits import newest_run
+from pipeloom.schedule import Timeline, simulate
+from pipeloom.schedule.placement import name_of
+from pipeloom.solver import SearchResult, search
+from pipeloom.traces import reader_of
+from pipeloom.traces import timelines as timeline_files
+from pipeloom.traces.measured import Prediction, drift, predict_another, settled, slow_stages, step_time, time_spent
+from pipeloom.traces.measured import predict as fit
+from pipeloom.traces.timelines import costs_dict
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
-    from pipeloom.schedule import Timeline
-    from pipeloom.solver import SearchResult
-    from pipeloom.traces.measured import Prediction
-
 TIMELINES_FILE = "timelines.json"
 
 
@@ -47,9 +52,6 @@ def command(
     pipeloom show runs/20260101-120000-1f1b --html step.html
     """
     output.require()
-    from pipeloom.schedule import simulate
-    from pipeloom.traces.measured import predict as fit
-
     if (newest := newest_run(run)) is not None:
         run = newest
         print(f"pipeloom: the newest run is {run}", file=sys.stderr)
@@ -69,8 +71,6 @@ def command(
 
 def steps_of(path: Path) -> tuple[tuple[Timeline, ...], tuple[float, ...], tuple[str, ...]]:
     """Return the measured steps of a run or of another program's trace, the GB of each rank where known, and notes."""
-    from pipeloom.traces import reader_of
-
     ours = path.is_dir() and (path / TIMELINES_FILE).is_file()  # a run's folder also contains the trace of one step
     reader = None if ours else reader_of(path)
     return reader.read(path) if reader is not None else (timelines_of(path), (), ())
@@ -78,8 +78,6 @@ def steps_of(path: Path) -> tuple[tuple[Timeline, ...], tuple[float, ...], tuple
 
 def timelines_of(path: Path) -> tuple[Timeline, ...]:
     """Return the measured steps in a run's folder or in a file of timelines. Raises UsageError where there are none."""
-    from pipeloom.traces import timelines as timeline_files
-
     file = path / TIMELINES_FILE if path.is_dir() else path
     if not file.is_file():
         if path.is_dir():
@@ -146,16 +144,11 @@ class Study:
     @property
     def typical(self) -> Timeline:
         """The settled step with the median makespan."""
-        from pipeloom.traces.measured import settled
-
         ordered = sorted(settled(self.steps), key=lambda step: step.makespan)
         return ordered[len(ordered) // 2]
 
     def search(self, seconds: float) -> SearchResult:
         """Return the best schedule found for the fitted costs, on this placement and within this schedule's peak memory."""
-        from pipeloom.schedule import simulate
-        from pipeloom.solver import search
-
         schedule, costs = self.typical.schedule, self.prediction.costs
         memory = max(simulate(schedule, costs).peak_memory)
         return search(
@@ -164,24 +157,17 @@ class Study:
 
     def predicted(self) -> list[tuple[Path, float, float]]:
         """Return (run, simulated makespan, measured makespan) of each run in `others`."""
-        from pipeloom.traces.measured import predict_another
-
         fitted = self.typical.schedule
         return [(path, *predict_another(self.prediction.costs, fitted, steps)) for path, steps in self.others]
 
     def assumptions(self) -> str:
         """Return in words what the search takes for granted."""
-        from pipeloom.schedule.placement import name_of
-
         schedule = self.typical.schedule
         where = name_of(schedule.placement, schedule.ranks) or ",".join(map(str, schedule.placement))
         split = "I and W as measured (half of B each where it never ran split)"
         return f"the same placement ({where}), {split}, and activations held until W"
 
     def as_dict(self) -> dict[str, Any]:
-        from pipeloom.traces.measured import drift, settled, slow_stages, step_time, time_spent
-        from pipeloom.traces.timelines import costs_dict
-
         prediction = self.prediction
         return as_dict(self.typical) | {
             "unit": "s",
@@ -215,9 +201,6 @@ class Study:
 
     def lines(self) -> list[str]:
         """Return the lines below the drawing in the terminal."""
-        from pipeloom.draw.figures import number, time_unit
-        from pipeloom.traces.measured import drift, settled, slow_stages, time_spent
-
         factor, unit = time_unit([self.typical])
         prediction = self.prediction
         lines = [*self.notes]

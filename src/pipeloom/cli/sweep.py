@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeloom.cli.output import aligned
+from pipeloom.draw.chart import Panel, chart
+from pipeloom.draw.figures import full_rank, number
 from pipeloom.errors import PipeloomError, UsageError
-
-if TYPE_CHECKING:
-    from pipeloom.schedule import Timeline
+from pipeloom.schedule import Timeline
+from pipeloom.schedule.timeline import plain
 
 SIZES = ("ranks", "microbatches", "chunks")
 MOST_POINTS = 64
@@ -76,8 +77,6 @@ class Sweep:
 def figures(timeline: Timeline) -> dict[str, float]:
     """Return the makespan in the unit of the costs, the bubble ratio, and the largest peaks of a rank: activations in full-rank
     units (micro-batches of 1/p of the model), and memory as weighted by `Costs.activation`."""
-    from pipeloom.schedule.timeline import plain
-
     return {
         "makespan": plain(timeline.makespan),
         "bubble_ratio": timeline.bubble_ratio,
@@ -88,16 +87,12 @@ def figures(timeline: Timeline) -> dict[str, float]:
 
 def full_rank_peaks(timeline: Timeline) -> list[float]:
     """Return rank -> peak activations in full-rank units (micro-batches of 1/p of the model)."""
-    from pipeloom.draw.figures import full_rank
-
     full = full_rank(timeline.schedule)
     return [peak * full for peak in timeline.peak_activations]
 
 
 def table(sweep: Sweep, series: Sequence[dict[str, Any]], costs: str) -> list[str]:
     """Return the lines of a table with a line for each schedule and value."""
-    from pipeloom.draw.figures import number
-
     rows = [["schedule", sweep.size, "makespan", "bubble ratio", "peak activations", "peak memory"]]
     for one in series:
         for point in one["points"][: 1 if one["fixed"] else None]:
@@ -116,8 +111,6 @@ def table(sweep: Sweep, series: Sequence[dict[str, Any]], costs: str) -> list[st
 
 def drawing(sweep: Sweep, series: Sequence[dict[str, Any]], words: str, width: float) -> str:
     """Return a chart of makespan, bubble ratio and peak memory against the size, as SVG; `words` names the fixed settings."""
-    from pipeloom.draw.chart import Panel, chart
-
     names = {"ranks": "p, ranks", "microbatches": "m, micro-batches", "chunks": "v, chunks"}
     panels = [
         Panel(

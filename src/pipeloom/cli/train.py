@@ -14,7 +14,9 @@ import typer
 
 from pipeloom.cli.options import flag, with_options
 from pipeloom.cli.workers import be_worker, describe_keys, missing_of_trainer, require_torch, start_workers, words_of
-from pipeloom.errors import CapacityError, ConfigError, UsageError, printable
+from pipeloom.errors import CapacityError, ConfigError, DistributedError, UsageError, printable
+from pipeloom.schedule.functions import source_file
+from pipeloom.shapes.layers import parameter_count
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
@@ -128,7 +130,6 @@ def _attempts(arguments: Sequence[str], layout: Layout) -> int:
     Each attempt continues in the folder of the previous one, from the newest checkpoint there. Invalid input, a damaged
     checkpoint or a signal ends the run without a restart.
     """
-    from pipeloom.errors import DistributedError
     from pipeloom.train.workers.failures import FOLDER, NOTE
 
     restarts = layout.config.train.restarts
@@ -160,8 +161,6 @@ def announce(layout: Layout) -> None:
     from pipeloom.cli.verify import unverified
     from pipeloom.config.rates import AUTO_RATE
     from pipeloom.plan.volume import words as volume_words
-    from pipeloom.schedule.functions import source_file
-    from pipeloom.shapes.layers import parameter_count
 
     config, schedule = layout.config, layout.schedule
     options = "".join(f", {key} {value}" for key, value in schedule.options if key != "chunks")

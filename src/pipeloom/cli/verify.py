@@ -18,6 +18,8 @@ from pipeloom.cli.output import json_flag
 from pipeloom.cli.workers import require_torch, result_of_workers, words_of
 from pipeloom.errors import DistributedError, UsageError
 from pipeloom.limits import expanded
+from pipeloom.schedule.functions import source_file
+from pipeloom.shapes.hub import content_of, is_verified
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
@@ -204,9 +206,6 @@ def _recorded(layout: Layout) -> set[str]:
 
 def _digests_of_others(layout: Layout) -> dict[str, str]:
     """Return name -> digest of each part of a layout's model whose code is not Pipeloom's."""
-    from pipeloom.schedule.functions import source_file
-    from pipeloom.shapes.hub import content_of, is_verified
-
     model = layout.config.model
     files: dict[str, tuple[str, Path | None]] = {}
     if model.source and not is_verified(content_of(model.source, "model.source")):

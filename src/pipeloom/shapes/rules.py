@@ -44,7 +44,8 @@ def read(rows: str) -> Iterator[Exclusion]:
     """Yield the rules in rows of text, `features | what they do not go with | why`."""
     for row in rows.strip().splitlines():
         *columns, reason = row.split(" | ")
-        yield from (Exclusion(*pair, reason) for pair in product(*(column.split(", ") for column in columns)))
+        pairs = product(*(column.split(", ") for column in columns))
+        yield from (Exclusion(feature, other, reason) for feature, other in pairs)
 
 
 RULES = tuple(read(_ROWS))
