@@ -218,6 +218,16 @@ def number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
+def number_or_text(text: str) -> int | float | str:
+    """Return the number that a word of a user's is, else the word."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
 def depth(value: object, most: int = MOST_NESTED) -> int:
     """Return how deeply tables and lists are nested, counted up to `most` + 1; without recursion."""
     level, here = 0, [value]

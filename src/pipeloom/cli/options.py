@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from pipeloom.errors import ArgumentError, PipeloomError, UsageError
-from pipeloom.limits import BYTE_UNITS, SCHEDULE_BYTES, memory_amount, read_json
+from pipeloom.limits import BYTE_UNITS, SCHEDULE_BYTES, memory_amount, number_or_text, read_json
 from pipeloom.schedule import Costs, Schedule, check
 from pipeloom.schedule.families import FAMILIES, SLICED, build, canonical_name, require
 from pipeloom.schedule.files import load, names_a_file
@@ -25,6 +25,7 @@ from pipeloom.traces.segment_times import read_segments
 from pipeloom.traces.timelines import costs_of_dict
 
 _MOST_MESSAGE = 2**34
+_WORDS = {"true": True, "false": False, "none": None}
 _LONG = 2**20  # tokens of the sequence whose cuts stand for any: so many that a cut is exact
 
 
@@ -317,14 +318,15 @@ def options_of(words: Iterable[str]) -> dict[str, Any]:
     Raises UsageError for a word of another form, and for a key that is given twice.
     """
     options: dict[str, Any] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
+    for given in words:
+        key, equals, value = given.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or not key:
-            raise UsageError(f"option {word!r:.200} is not of the form key=value")
+            raise UsageError(f"option {given!r:.200} is not of the form key=value")
         if key in options:
             raise UsageError(f"option {key} is given twice: {options[key]} and {value}")
-        options[key] = _value(value.strip())
+        word = value.strip()
+        options[key] = _WORDS[word.lower()] if word.lower() in _WORDS else number_or_text(word)
     return options
 
 
@@ -458,14 +460,3 @@ def _numbers(option: str, text: str, of_what: str = "stage") -> float | tuple[fl
             f"{option} is {text!r:.200}; give a number, or one number for each {of_what}, separated by commas"
         ) from None
     return values[0] if len(values) == 1 else values
-
-
-def _value(text: str) -> Any:
-    if text.lower() in ("true", "false", "none"):
-        return {"true": True, "false": False, "none": None}[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

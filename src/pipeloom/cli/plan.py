@@ -31,7 +31,7 @@ from pipeloom.plan import (
 from pipeloom.plan.layout import values_of
 from pipeloom.plan.measured import read
 from pipeloom.plan.refine import refine
-from pipeloom.plan.report import advice, as_dict, gib, memory_rows, neighbours, refined_lines, table, what_if
+from pipeloom.plan.report import advice, as_dict, gib, memory_rows, neighbour_lines, refined_lines, table, what_if
 from pipeloom.plan.scaling import scaling
 from pipeloom.schedule.json_form import to_json
 from pipeloom.shapes.cut import parse_stages
@@ -125,7 +125,9 @@ def command(options: PlanFlags) -> None:
             f"no layout of {shape.name} fits into {request.memory / 2**30:.1f} GiB on {request.devices} devices; the smallest "
             f"needs about {least.memory / 2**30:.1f} GiB, {max(missing, 0):.1f} more: {least.layout.text()}"
         )
-    refined = _refined(options, planner, plan.predictions, request.memory)
+    refined: Sequence[LayoutCosts] = plan.predictions
+    if options.refine:
+        refined = refine(planner, refined, request.memory, options.refine)
     _write(options, refined[0], planner)
     searched = refined_lines(plan.predictions, refined) if options.refine else []
     if options.as_json or options.as_ is None:
@@ -140,14 +142,6 @@ def _chart(planner: Planner, request: PlanRequest) -> str:
     title = f"{planner.shape.name} on {request.devices} {planner.device.name}, nodes of {planner.device.per_node}"
     axis = "devices that share one copy of the model"
     return chart(title, axis, [Panel("tokens/s of a device", scaling(planner, request))], log2=True)
-
-
-def _refined(
-    options: PlanFlags, planner: Planner, predictions: Sequence[LayoutCosts], memory: float
-) -> Sequence[LayoutCosts]:
-    if not options.refine:
-        return predictions
-    return refine(planner, predictions, memory, options.refine)
 
 
 def _planner(options: PlanFlags, device: Device) -> Planner:
@@ -223,7 +217,9 @@ def _one(options: PlanFlags, planner: Planner, text: str, device_memory: float) 
         raise UsageError(
             f"--layout uses {layout.world} devices, and --devices is {options.devices}; nearest: --devices {layout.world}"
         )
-    (prediction,) = _refined(options, planner, [planner.predict(layout)], device_memory)
+    prediction = planner.predict(layout)
+    if options.refine:
+        (prediction,) = refine(planner, [prediction], device_memory, options.refine)
     if options.measured is None:
         return prediction
     match = re.fullmatch(r"m=(\d{1,6}):(\d+(?:\.\d+)?)(ms|s)", options.measured.strip())
@@ -280,5 +276,4 @@ def _lines(plan: LayoutPlan, planner: Planner, request: PlanRequest) -> list[str
         "",
         "one step away from the best layout:",
     ]
-    lines += [f"  {each.change}: {each.reason}" for each in neighbours(planner, best, request)]
-    return [*lines, "", *what_if(planner, request, plan)]
+    return [*lines, *neighbour_lines(planner, best, request), "", *what_if(planner, request, plan)]

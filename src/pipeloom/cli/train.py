@@ -15,6 +15,7 @@ import typer
 from pipeloom.cli.options import flag, with_options
 from pipeloom.cli.workers import be_worker, describe_keys, missing_of_trainer, require_torch, start_workers, words_of
 from pipeloom.errors import CapacityError, ConfigError, DistributedError, UsageError, printable
+from pipeloom.schedule.channels import count_words
 from pipeloom.schedule.functions import source_file
 from pipeloom.shapes.layers import parameter_count
 
@@ -168,7 +169,7 @@ def announce(layout: Layout) -> None:
     chunks = f" of {schedule.chunks} stages" if schedule.chunks > 1 else ""
     train, shape = config.train, config.model.shape()
     print(
-        f"training {_short(parameter_count(shape))} parameters: {first}{schedule.name}{options}, {schedule.ranks} "
+        f"training {count_words(parameter_count(shape))} parameters: {first}{schedule.name}{options}, {schedule.ranks} "
         f"rank{'s' * (schedule.ranks > 1)}{chunks}, {schedule.microbatches} micro-batches{_side_by_side(layout)}; "
         f"{train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens, {train.dtype}"
     )
@@ -217,10 +218,3 @@ def _side_by_side(layout: Layout) -> str:
     if mesh.tp > 1:
         words += f", each layer over {mesh.tp} ranks{' (sequences too)' if layout.config.parallel.sp else ''}"
     return words + (f", {mesh.world} workers" if words else "")
-
-
-def _short(count: int) -> str:
-    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if count >= size:
-            return f"{count / size:.3g} {letter}"
-    return str(count)

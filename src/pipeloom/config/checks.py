@@ -52,6 +52,22 @@ def _sentence(config: Config, key: str, words: str) -> str:
     return f"{key} = {shown(value_of(config, key))}: {words}"
 
 
+def _at_most(key: str, value: float, most: float, reason: str) -> Iterator[Problem]:
+    if value > most:
+        yield key, f"{reason}; nearest: {most}"
+
+
+def _divides(key: str, size: int, total: int, words: str) -> Iterator[Problem]:
+    if total % size:
+        yield key, f"it must divide {words}; {nearest(size, divisors(total))}"
+
+
+def _is_multiple(key: str, value: int, unit: int, reason: str) -> Iterator[Problem]:
+    if value % unit:
+        below = value // unit * unit
+        yield key, f"{reason}; {nearest(value, filter(None, (below, below + unit)))}"
+
+
 @_reads("log.html")
 def _page_has_a_folder(config: Config) -> Iterator[Problem]:
     path = expanded(config.log.html)
@@ -118,9 +134,8 @@ def _tensor_parallel_divides(config: Config) -> Iterator[Problem]:
     cut += ["intermediate_size"] * (not (all(sparse) and model.moe_intermediate_size))
     cut += ["moe_intermediate_size"] * bool(any(sparse) and model.moe_intermediate_size)
     sizes = {key: getattr(model, key) for key in cut}
-    if uneven := [f"model.{key} {size}" for key, size in sizes.items() if size % tp]:
-        near = nearest(tp, divisors(math.gcd(*sizes.values())))
-        yield "parallel.tp", f"it must divide {' and '.join(uneven)}; {near}"
+    uneven = [f"model.{key} {size}" for key, size in sizes.items() if size % tp]
+    yield from _divides("parallel.tp", tp, math.gcd(*sizes.values()), " and ".join(uneven))
 
 
 @_reads("model.source", "model.weights")
@@ -146,10 +161,8 @@ def _adapters_have_weights(config: Config) -> Iterator[Problem]:
 @_reads("parallel.sp", "parallel.tp", "train.seq_len")
 def _sequence_parallel_fits(config: Config) -> Iterator[Problem]:
     tp, length = config.parallel.tp, config.train.seq_len
-    if config.parallel.sp and tp > 1 and length % tp:
-        below = length // tp * tp
-        near = f"{below} or {below + tp}" if below else str(tp)
-        yield "train.seq_len", f"parallel.tp {tp} must divide it under parallel.sp; nearest: {near}"
+    if config.parallel.sp and tp > 1:
+        yield from _is_multiple("train.seq_len", length, tp, f"parallel.tp {tp} must divide it under parallel.sp")
 
 
 @_reads("parallel", "train.seq_len", "model")
@@ -159,10 +172,7 @@ def _context_parallel_fits(config: Config) -> Iterator[Problem]:
         return
     # each rank has two pieces of a sequence, of which the tensor-parallel ranks may have equal parts
     unit = parallel.cp * math.lcm(2, parallel.tp if parallel.sp else 1)
-    if length % unit:
-        below = length // unit * unit
-        near = f"{below} or {below + unit}" if below else str(unit)
-        yield "train.seq_len", f"parallel.cp {parallel.cp} needs a multiple of {unit}; nearest: {near}"
+    yield from _is_multiple("train.seq_len", length, unit, f"parallel.cp {parallel.cp} needs a multiple of {unit}")
     if model.source and (problem := context_problem(content_of(model.source, "model.source"))):
         yield "parallel.cp", problem
 
@@ -170,9 +180,9 @@ def _context_parallel_fits(config: Config) -> Iterator[Problem]:
 @_reads("parallel.ep", "parallel.dp", "parallel.cp")
 def _experts_divide(config: Config) -> Iterator[Problem]:
     ep, dp, cp = config.parallel.ep, config.parallel.dp, config.parallel.cp
-    if dp >= 1 and dp * cp % ep:
+    if dp >= 1:
         axes = f"parallel.dp {dp}" + (f" x parallel.cp {cp}" if cp > 1 else "")
-        yield "parallel.ep", f"it must divide {axes}; {nearest(ep, divisors(dp * cp))}"
+        yield from _divides("parallel.ep", ep, dp * cp, axes)
 
 
 @_reads("model")
@@ -184,8 +194,8 @@ def _router_can_choose(config: Config) -> Iterator[Problem]:
     wanted = ROUTERS[model.router] or top_k
     if top_k != wanted:
         yield "model.num_experts_per_tok", f'router "{model.router}" chooses {wanted}; use {wanted}'
-    elif top_k > experts:
-        yield "model.num_experts_per_tok", f"model.num_experts is {experts}; nearest: {experts}"
+    else:
+        yield from _at_most("model.num_experts_per_tok", top_k, experts, f"model.num_experts is {experts}")
 
 
 @_reads("model", "parallel")
@@ -193,14 +203,11 @@ def _experts_spread(config: Config) -> Iterator[Problem]:
     parallel, experts = config.parallel, config.model.num_experts
     if config.model.source or experts == 0:
         return
-    if experts % parallel.ep:
-        near = nearest(parallel.ep, divisors(experts))
-        yield "parallel.ep", f"it must divide model.num_experts {experts}; {near}"
-    if parallel.ep % parallel.ep_nodes:
-        near = nearest(parallel.ep_nodes, divisors(parallel.ep))
-        yield "parallel.ep_nodes", f"it must divide parallel.ep {parallel.ep}; {near}"
-    if parallel.ep_blocks > (length := config.train.seq_len):
-        yield "parallel.ep_blocks", f"a sequence has train.seq_len {length} tokens; nearest: {length}"
+    length = config.train.seq_len
+    yield from _divides("parallel.ep", parallel.ep, experts, f"model.num_experts {experts}")
+    yield from _divides("parallel.ep_nodes", parallel.ep_nodes, parallel.ep, f"parallel.ep {parallel.ep}")
+    reason = f"a sequence has train.seq_len {length} tokens"
+    yield from _at_most("parallel.ep_blocks", parallel.ep_blocks, length, reason)
 
 
 @_reads("train.recompute", "model.num_hidden_layers")
@@ -222,27 +229,23 @@ def _batch_is_large_enough(config: Config) -> Iterator[Problem]:
             f"{m} micro-batches on {dp} data-parallel replica{'s' * (dp > 1)} need at least {dp * m} sequences; set it to "
             f"{dp * m}" + (f", or schedule.microbatches to {batch // dp}" if batch >= dp else ""),
         )
-    elif batch % dp:
-        near = nearest(batch, [n * dp for n in (batch // dp, batch // dp + 1)])
-        yield "train.global_batch_size", f"parallel.dp {dp} must divide it; {near}"
+    else:
+        yield from _is_multiple("train.global_batch_size", batch, dp, f"parallel.dp {dp} must divide it")
 
 
 @_reads("optimizer.lr", "optimizer.min_lr")
 def _rates_fall(config: Config) -> Iterator[Problem]:
     lr = config.optimizer.lr
-    if config.optimizer.min_lr > lr:
-        yield "optimizer.min_lr", f"it must not be above optimizer.lr {lr}; nearest: {lr}"
+    yield from _at_most("optimizer.min_lr", config.optimizer.min_lr, lr, f"it must not be above optimizer.lr {lr}")
 
 
 @_reads("optimizer.lr_schedule", "optimizer.decay_steps", "optimizer.warmup_steps", "train.steps")
 def _the_rate_has_room_to_decay(config: Config) -> Iterator[Problem]:
     options, steps = config.optimizer, config.train.steps
     most = max(0, steps - options.warmup_steps)
-    if options.lr_schedule == "wsd" and options.decay_steps > most:
-        yield (
-            "optimizer.decay_steps",
-            f"train.steps {steps} less optimizer.warmup_steps {options.warmup_steps} leaves {most} steps; nearest: {most}",
-        )
+    if options.lr_schedule == "wsd":
+        reason = f"train.steps {steps} less optimizer.warmup_steps {options.warmup_steps} leaves {most} steps"
+        yield from _at_most("optimizer.decay_steps", options.decay_steps, most, reason)
 
 
 @_reads("data.source", "data.validation")
@@ -283,9 +286,8 @@ def _writers_are_installed(config: Config) -> Iterator[Problem]:
 
 @_reads("train.profile_from", "train.steps")
 def _profiled_step_runs(config: Config) -> Iterator[Problem]:
-    steps = config.train.steps
-    if config.train.profile_from > steps:
-        yield "train.profile_from", f"train.steps is {steps}, so no step would be recorded; nearest: {steps}"
+    steps, reason = config.train.steps, f"train.steps is {config.train.steps}, so no step would be recorded"
+    yield from _at_most("train.profile_from", config.train.profile_from, steps, reason)
 
 
 def schedule_problems(config: Config, schedule: Schedule) -> Iterator[str]:

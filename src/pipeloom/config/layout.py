@@ -228,11 +228,7 @@ def flop_costs(config: Config, schedule: Schedule, stage_layers: tuple[int, ...]
 def stage_costs(config: Config, stage_layers: tuple[int, ...]) -> list[int]:
     """Forward and backward FLOPs of one sequence at each position."""
     sizes = stage_sizes(config)
-    costs, start = [], 0
-    for count in stage_layers:
-        costs.append(sum(size.flops for size in sizes[start : start + count]))
-        start += count
-    return costs
+    return [sum(size.flops for size in sizes[slice(*span)]) for span in pairwise(accumulate(stage_layers, initial=0))]
 
 
 def _more_ranks_than_layers(config: Config, wrong: Collection[str]) -> str:

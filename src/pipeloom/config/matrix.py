@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from pipeloom.config.layout import Layout
 from pipeloom.config.search import NAME as SEARCH
-from pipeloom.config.sections import SECTIONS
-from pipeloom.config.settings import load_layout, read_toml
+from pipeloom.config.settings import annotation_of, load_layout, read_toml
 from pipeloom.errors import ConfigError, PipeloomError, ScheduleError, UsageError, did_you_mean
 
 MOST_LAYOUTS = 1_000  # each is resolved before the first one runs, which takes some milliseconds
@@ -81,7 +80,10 @@ def load_matrix(path: str | Path, config: str | Path | None, overrides: Mapping[
 def expand(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield every combination of the lists in a `[[layout]]` table, as dotted key -> value."""
     keys = flat(row)
-    choices = [value if isinstance(value, list) and not _holds_list(key) else [value] for key, value in keys.items()]
+    choices = [
+        value if isinstance(value, list) and get_origin(annotation_of(key)) is not tuple else [value]
+        for key, value in keys.items()
+    ]
     return (dict(zip(keys, values, strict=True)) for values in product(*choices))
 
 
@@ -109,12 +111,6 @@ def label(layout: Layout, combination: Mapping[str, Any] | None = None) -> str:
     sizes = [f"p={schedule.ranks}", f"v={schedule.chunks}", f"m={schedule.microbatches}"]
     name = SEARCH if layout.search is not None else schedule.name
     return " ".join([name, *([] if layout.search is not None else options), *sizes, *others])
-
-
-def _holds_list(key: str) -> bool:
-    section, _, name = key.partition(".")
-    field = SECTIONS[section].model_fields.get(name) if section in SECTIONS else None
-    return field is not None and getattr(field.annotation, "__origin__", None) is tuple
 
 
 def _name(combination: Mapping[str, Any]) -> str:

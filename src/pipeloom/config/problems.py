@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -52,8 +52,13 @@ def sentences(error: ValidationError, values: Mapping[str, Any], origins: Mappin
     for detail in error.errors(include_url=False):
         path = [str(part) for part in detail["loc"]]
         key = ".".join(path[:2])
-        sentence = _sentence(dict(detail), path, values, origins)
-        sentence_of_key.setdefault(key, sentence)
+        start = key_words(key, _value_at(values, path[:2]), origins)
+        if detail["type"] == "extra_forbidden":
+            sentence_of_key.setdefault(key, _unknown(path, start))
+        elif detail["type"] == "missing" and len(path) > 2:
+            sentence_of_key.setdefault(key, f"{start}: it needs more values")
+        else:
+            sentence_of_key.setdefault(key, _sentence(detail, key, start))
     return sentence_of_key
 
 
@@ -61,52 +66,42 @@ def option_sentences(error: ValidationError, options: Mapping[str, Any], model: 
     """The sentences for `[schedule.options]`, which `model` describes; one for each key, at any depth."""
     sentence_of_option: dict[str, str] = {}
     for detail in error.errors(include_url=False):
-        *outer, name = [str(part) for part in detail["loc"]]
-        table: Any = options
+        *outer, name = path = [str(part) for part in detail["loc"]]
         fields = model.model_fields
         for part in outer:
-            table = table.get(part) if isinstance(table, Mapping) else None
             inner = [kind for kind in get_args(fields[part].annotation) if isinstance(kind, type)]
             fields = next((kind.model_fields for kind in inner if issubclass(kind, BaseModel)), {})
-        place = ".".join(["schedule.options", *outer])
-        key = f"{place}.{name}"
-        if detail["type"] == "extra_forbidden":
-            start = key_words(key, detail.get("input", (table or {}).get(name)), {})
-            sentence = f"{start}: there is no such option{did_you_mean(name, fields)}"
-        else:
-            sentence = _sentence(dict(detail), [place, name], {place: table}, {})
-        sentence_of_option.setdefault(key, sentence)
+        key = ".".join(["schedule.options", *path])
+        start = key_words(key, _value_at(options, path), {})
+        unknown = f"{start}: there is no such option{did_you_mean(name, fields)}"
+        is_known = detail["type"] != "extra_forbidden"
+        sentence_of_option.setdefault(key, _sentence(detail, key, start) if is_known else unknown)
     return list(sentence_of_option.values())
 
 
 def file_sentence(error: ValidationError) -> str:
     """The sentence for the first value of a file that its schema refuses: `a.b = 1.5: it must be a whole number`."""
     detail = error.errors(include_url=False)[0]
-    *outer, name = [shortened(str(part)) for part in detail["loc"]] or ["content"]
-    place = ".".join(outer)
-    if detail["type"] == "extra_forbidden":
-        text = f"{place}.{name}: there is no such key"
-    else:
-        text = _sentence(dict(detail), [place, name], {place: {name: detail["input"]}}, {})
-    return " ".join(text.removeprefix(".").split())
+    key = ".".join(shortened(str(part)) for part in detail["loc"]) or "content"
+    is_known = detail["type"] != "extra_forbidden"
+    text = _sentence(detail, key, key_words(key, detail["input"], {})) if is_known else f"{key}: there is no such key"
+    return " ".join(text.split())
 
 
-def _sentence(detail: dict[str, Any], path: list[str], values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+def _value_at(values: Any, path: Iterable[str]) -> Any:
+    for part in path:
+        values = values.get(part) if isinstance(values, Mapping) else None
+    return values
+
+
+def _sentence(detail: Any, key: str, start: str) -> str:
+    """Return the sentence for an error of pydantic about a key, which begins with `start` unless the key is missing."""
     kind, limits = detail["type"], detail.get("ctx", {})
-    key = ".".join(path[:2])
-    value: Any = values
-    for part in path[:2]:
-        value = value.get(part) if isinstance(value, Mapping) else None
-    start = key_words(key, value, origins)
-    if kind == "extra_forbidden":
-        return _unknown(path, start)
-    if kind == "missing" and len(path) > 2:
-        return f"{start}: it needs more values"
     if kind == "missing":
         return f"{key} is missing"
     if kind == "literal_error":
         choices = [choice.strip("'") for choice in limits["expected"].replace(" or ", ", ").split(", ")]
-        near = did_you_mean(str(value), choices)
+        near = did_you_mean(str(detail["input"]), choices)
         return f"{start}: it must be {limits['expected']}{near if near.startswith('; did') else ''}"
     if kind in ("greater_than_equal", "less_than_equal"):
         side, limit = ("at least", limits["ge"]) if kind == "greater_than_equal" else ("at most", limits["le"])

@@ -33,7 +33,8 @@ transforms | search | a searched schedule runs as the search found it; leave the
 tp, cp, ep | search in bytes | it divides layers, which are measured whole; give schedule.options.memory as a number, such as 6
 recompute | search in bytes | the search decides what is recomputed; nearest: "none"
 replan | search in bytes | a search in mid-run does not recompute or copy; nearest: 0
-replan | recompute, compile | a search in mid-run orders F, B, I and W, each with a time of its own; nearest: 0
+replan | recompute | train.recompute is {recompute} and adds R, which a search in mid-run does not order; nearest: 0
+replan | compile | train.compile is {compile} and leaves W without time, which a search in mid-run orders; nearest: 0
 slices | search | schedules are searched for whole sequences; name a family, such as 1f1b
 overlap_p2p | shared memory | the shared-memory transport posts no receives; set schedule.transport = "individual"
 source weights | sorted documents | batches sorted by length take each document of all sources once an epoch; leave them out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -42,19 +43,6 @@ Seed = Annotated[int, Field(ge=0, le=MOST_SEED)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-DtypeName = Literal["float32", "bfloat16", "float64"]
-NormsName = Literal["none", "layer", "parameter"]
-DeviceName = Literal["auto", "cpu", "cuda"]
-ExchangeName = Literal["gather", "ring"]
-RouterName = Literal["softmax", "noisy", "switch", "gshard", "sigmoid"]
-ShapesName = Literal["once", "each"]
-RateSchedule = Literal["cosine", "linear", "wsd", "constant"]
-OptimizerName = Literal["adamw", "sgd", "muon"]
-MuonScale = Literal["match_rms_adamw", "original"]
-RateRule = Literal["none", "linear", "sqrt"]
-SamplingName = Literal["auto", "anywhere", "shuffle-then-split", "split-then-shuffle"]
-OnNan = Literal["stop", "skip", "rollback"]
-OnSpike = Literal["ignore", "stop", "skip", "rollback"]
 COMPUTED = -1
 # Key that is derived now -> its former default, and what holds in its place; other values are accepted with a note.
 DERIVED: dict[str, tuple[Any, str]] = {
@@ -64,6 +52,21 @@ DERIVED: dict[str, tuple[Any, str]] = {
     "train.tune_cpu": (True, "workers on CPUs keep freed memory, and multiply with oneDNN where that is faster"),
 }
 NO_DATA = ("",)  # data.source of a plan: a dry run accepts it, and `train` does not start
+
+
+def _listed(value: Any, holds: Callable[[Any], bool], words: str) -> tuple[Any, ...]:
+    """Return a list as a tuple. Raises ValueError with the words for any other value, and for an item that does not hold."""
+    if not isinstance(value, list | tuple) or not all(map(holds, value)):
+        raise ValueError(words)
+    return tuple(value)
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _is_fault(text: str) -> str:
@@ -83,12 +86,9 @@ def _is_degree(degree: int) -> int:
 def _is_recompute(value: Any) -> Any:
     if value in ("none", "full", *PARTS_OF_BLOCKS):
         return value
-    if not isinstance(value, list | tuple) or not all(type(n) is int and n >= 0 for n in value):
-        raise ValueError(
-            f"it must be 'none', 'full', a part of the blocks ({', '.join(map(repr, PARTS_OF_BLOCKS))}), or a list of blocks "
-            "counted from 0, such as [0, 2]"
-        )
-    return tuple(sorted(set(value)))
+    words = f"it must be 'none', 'full', a part of the blocks ({', '.join(map(repr, PARTS_OF_BLOCKS))}), or a list of blocks "
+    blocks = _listed(value, lambda n: _is_int(n) and n >= 0, f"{words}counted from 0, such as [0, 2]")
+    return tuple(sorted(set(blocks)))
 
 
 def _is_dtype(value: Any) -> Any:
@@ -103,11 +103,8 @@ def _is_dtype(value: Any) -> Any:
 def _is_frequency(value: Any) -> Any:
     if type(value) is int and value >= 1:
         return value
-    if not isinstance(value, list | tuple) or not all(type(entry) is int for entry in value):
-        raise ValueError(
-            "it must be a number n (blocks 0, n, 2n, … have experts) or a list of 1 (experts) and 0; nearest: 1"
-        )
-    return tuple(value)
+    words = "it must be a number n (blocks 0, n, 2n, … have experts) or a list of 1 (experts) and 0; nearest: 1"
+    return _listed(value, _is_int, words)
 
 
 def _is_class(value: str) -> str:
@@ -121,15 +118,14 @@ def _is_class(value: str) -> str:
 
 
 def _are_transforms(value: Any) -> Any:
-    words = [word.strip() for word in value.split(",")] if isinstance(value, str) else value
-    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
-        raise ValueError('it must be a list of transforms, such as ["unpair", "split-cooldown"]')
+    given = [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+    words = _listed(given, _is_text, 'it must be a list of transforms, such as ["unpair", "split-cooldown"]')
     try:
         for word in words:
             parsed_transform(word)
     except UsageError as error:
         raise ValueError(str(error)) from None
-    return tuple(words)
+    return words
 
 
 def _auto_or(kind: type[float], what: str, least: float, most: float) -> BeforeValidator:
@@ -156,18 +152,13 @@ def _is_sources(value: Any) -> Any:
     names = [value] if isinstance(value, str) else value
     if value == "" or (isinstance(names, list | tuple) and tuple(names) == NO_DATA):
         return NO_DATA
-    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name for name in names):
-        raise ValueError('it must be a file, a folder, or a list of them, such as ["a.jsonl", "b.jsonl"]')
-    return tuple(names)
+    words = 'it must be a file, a folder, or a list of them, such as ["a.jsonl", "b.jsonl"]'
+    return _listed(names or None, lambda name: _is_text(name) and bool(name), words)
 
 
 def _is_weights(value: Any) -> Any:
-    numbers = list(value) if isinstance(value, list | tuple) else None
-    if numbers is None or any(
-        isinstance(n, bool) or not isinstance(n, int | float) or not 0 < n < 1e30 for n in numbers
-    ):
-        raise ValueError("it must be a list of numbers above 0, one for each source, such as [3, 1]")
-    return tuple(float(number) for number in numbers)
+    words = "it must be a list of numbers above 0, one for each source, such as [3, 1]"
+    return tuple(map(float, _listed(value, lambda n: type(n) in (int, float) and 0 < n < 1e30, words)))
 
 
 Sources = Annotated[tuple[str, ...], BeforeValidator(_is_sources)]
@@ -175,19 +166,14 @@ Weights = Annotated[tuple[float, ...], BeforeValidator(_is_weights)]
 
 
 def _are_targets(value: Any) -> Any:
-    if not isinstance(value, str) and not (
-        isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value)
-    ):
-        raise ValueError(
-            'it must be "all-linear", a list of names such as ["q_proj", "v_proj"], or a regular expression'
-        )
-    if isinstance(value, str):
-        try:
-            re.compile(value)
-        except re.error as error:
-            raise ValueError(f"it is not a regular expression: {error}") from None
-        return value
-    return tuple(value)
+    if not isinstance(value, str):
+        words = 'it must be "all-linear", a list of names such as ["q_proj", "v_proj"], or a regular expression'
+        return _listed(value or None, _is_text, words)
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"it is not a regular expression: {error}") from None
+    return value
 
 
 ScheduleName = Annotated[str, Field(min_length=1), AfterValidator(canonical_name)]
@@ -197,7 +183,7 @@ Threads = Annotated[
     Annotated[int, Field(le=MOST_THREADS)] | Literal["auto"], _auto_or(int, "a whole number", 1, MOST_THREADS)
 ]
 Timeout = Annotated[float | Literal["auto"], _auto_or(float, "a number of seconds", LEAST_TIMEOUT, MOST_SECONDS)]
-Dtype = Annotated[DtypeName, BeforeValidator(_is_dtype)]
+Dtype = Annotated[Literal["float32", "bfloat16", "float64"], BeforeValidator(_is_dtype)]
 Transforms = Annotated[tuple[str, ...], BeforeValidator(_are_transforms)]
 Resume = Annotated[Annotated[int, Field(le=MOST_STEPS)] | str, BeforeValidator(_is_resume)]
 Targets = Annotated[str | tuple[str, ...], BeforeValidator(_are_targets)]
@@ -239,7 +225,7 @@ class ModelSection(Section, DecoderSizes):
     norm_topk_prob: bool
     moe_intermediate_size: Whole
     num_shared_experts: Whole
-    router: RouterName
+    router: Literal["softmax", "noisy", "switch", "gshard", "sigmoid"]
     experts_class: ClassName
     router_class: ClassName
     capacity_factor: NotNegative
@@ -277,7 +263,7 @@ class ParallelSection(Section):
     dp: Degree
     tp: Degree
     cp: Workers
-    cp_exchange: ExchangeName
+    cp_exchange: Literal["gather", "ring"]
     zero: Annotated[int, Field(ge=0, le=3)]
     unshard_slots: Count
     sp: bool
@@ -299,7 +285,7 @@ class ScheduleSection(Section):
     options: dict[str, Any]
     overlap_p2p: bool | None = None
     transport: TransportName
-    shapes: ShapesName
+    shapes: Literal["once", "each"]
     transforms: Transforms
     replan: StepsOrNone
     replan_threshold: Positive
@@ -317,13 +303,13 @@ class TrainSection(Section):
     recompute: Recompute
     compile: Literal["none", "blocks"]
     compile_backend: Literal["inductor", "aot_eager"]
-    device: DeviceName
+    device: Literal["auto", "cpu", "cuda"]
     devices: tuple[Whole, ...] = Field(strict=False)
     threads: Threads
     deterministic: bool
     reproducible: bool
-    on_nan: OnNan
-    on_spike: OnSpike
+    on_nan: Literal["stop", "skip", "rollback"]
+    on_spike: Literal["ignore", "stop", "skip", "rollback"]
     rollbacks: Whole
     restarts: Whole
     eval_every: StepsOrNone
@@ -343,9 +329,9 @@ class TrainSection(Section):
 class OptimizerSection(Section):
     """`[optimizer]`: the optimizer, its learning rate and its weight decay."""
 
-    name: OptimizerName
+    name: Literal["adamw", "sgd", "muon"]
     lr: Positive
-    lr_schedule: RateSchedule
+    lr_schedule: Literal["cosine", "linear", "wsd", "constant"]
     min_lr: NotNegative
     warmup_steps: StepsOrNone
     decay_steps: StepsOrNone
@@ -355,9 +341,9 @@ class OptimizerSection(Section):
     betas: tuple[Fraction, Fraction] = Field(strict=False)
     momentum: Fraction
     nesterov: bool
-    adjust_lr_fn: MuonScale
+    adjust_lr_fn: Literal["match_rms_adamw", "original"]
     clip_norm: NotNegative
-    lr_rule: RateRule
+    lr_rule: Literal["none", "linear", "sqrt"]
     zero1: bool
     barrier: bool
 
@@ -380,7 +366,7 @@ class DataSection(Section):
     loss_on: Literal["answers", "all"]
     on_error: Literal["stop", "skip"]
     cache: str
-    sampling: SamplingName
+    sampling: Literal["auto", "anywhere", "shuffle-then-split", "split-then-shuffle"]
     remainder: Literal["pad", "drop"]
 
 
@@ -408,7 +394,7 @@ class LogSection(Section):
     dir: Annotated[str, Field(min_length=1)]
     every: Steps
     html: str
-    norms: NormsName
+    norms: Literal["none", "layer", "parameter"]
     tensorboard: bool
     wandb: str
 

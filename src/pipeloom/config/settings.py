@@ -36,6 +36,7 @@ from pipeloom.limits import (
     depth,
     expanded,
     number,
+    number_or_text,
     read_file,
     read_json,
     usable_cores,
@@ -571,7 +572,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, Any
         if not word.startswith("--") or "." not in flag:
             raise UsageError(f"there is no option {word!r:.200}{_near_flag(flag)}")
         key = flag.replace("-", "_")
-        switch = _annotation(key) is bool
+        switch = annotation_of(key) is bool
         if not equals:
             if rest and not rest[-1].startswith("--") and not (switch and _is_path(rest[-1])):
                 text = rest.pop()
@@ -585,13 +586,13 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, Any
 
 def parse_value(key: str, text: str) -> Any:
     """Return the value of `text`, read as TOML if it is valid, else the text itself; for a key that holds text, always text."""
-    kind = _annotation(key)
+    kind = annotation_of(key)
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):  # TOMLDecodeError is one; so are numbers of thousands of digits
-        value = text if kind in (str, None) else _number(text)
+        value = text if kind in (str, None) else number_or_text(text)
     only_text = kind is str or all(isinstance(choice, str) for choice in getattr(kind, "__args__", (0,)))
     return text if only_text and not isinstance(value, str) else value
 
@@ -619,20 +620,12 @@ def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return tables
 
 
-def _number(text: str) -> Any:
-    for read in (int, float):
-        try:
-            return read(text)
-        except ValueError:
-            continue
-    return text
-
-
 def _is_path(word: str) -> bool:
     return word.endswith(".toml") or word in BUILT_IN
 
 
-def _annotation(key: str) -> Any:
+def annotation_of(key: str) -> Any:
+    """Return the type of a key of the configuration; None where there is no such key."""
     section, _, name = key.partition(".")
     model_field = SECTIONS[section].model_fields.get(name) if section in SECTIONS else None
     return model_field.annotation if model_field is not None else None

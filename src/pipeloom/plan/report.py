@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
-from pipeloom.plan.layout import PlannedLayout
 from pipeloom.plan.memory import RankMemory
 from pipeloom.plan.predict import LayoutCosts, Planner
 from pipeloom.plan.search import LayoutPlan, PlanRequest, neighbouring, search
@@ -19,15 +18,6 @@ _CAUSES = {
     "optimizer": "a slower optimizer step",
     "host": "more waiting for the hosts",
 }
-
-
-@dataclass(frozen=True)
-class Neighbour:
-    """A layout one step from the best, and the sentence that says why it lost."""
-
-    layout: PlannedLayout
-    change: str
-    reason: str
 
 
 def gib(size: float) -> str:
@@ -77,12 +67,10 @@ def refined_lines(before: Sequence[LayoutCosts], after: Sequence[LayoutCosts]) -
     return ["", "searched schedules, the best first:", *(lines or ["  none is faster than those of the families"])]
 
 
-def neighbours(planner: Planner, best: LayoutCosts, request: PlanRequest) -> list[Neighbour]:
-    """Every layout one step from the best one, with the reason why it is not the best."""
-    return [
-        Neighbour(prediction.layout, change, reason(prediction, best, request.memory))
-        for change, prediction in neighbouring(planner, best, request)
-    ]
+def neighbour_lines(planner: Planner, best: LayoutCosts, request: PlanRequest) -> list[str]:
+    """Sentences: every layout one step from the best one, with the reason why it is not the best."""
+    steps = neighbouring(planner, best, request)
+    return [f"  {change}: {reason(prediction, best, request.memory)}" for change, prediction in steps]
 
 
 def reason(prediction: LayoutCosts, best: LayoutCosts, memory: float) -> str:

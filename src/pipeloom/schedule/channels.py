@@ -7,7 +7,7 @@ derive the same order from the same schedule: that in which the source's program
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -284,7 +284,16 @@ def _hops(schedule: Schedule) -> Iterator[tuple[Channel, int, str]]:
 
 def size_words(count: float) -> str:
     """A number of bytes, as people write it: "1.5 MiB"."""
-    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
+    return _in_units(count, 2**10, ("TiB", "GiB", "MiB", "KiB")) or f"{count:.0f} B"
+
+
+def count_words(count: int) -> str:
+    """A large number, as people write it: "1.5 M"."""
+    return _in_units(count, 10**3, ("B", "M", "k")) or str(count)
+
+
+def _in_units(count: float, base: int, units: Sequence[str]) -> str:
+    for power, unit in zip(range(len(units), 0, -1), units, strict=True):
+        if count >= base**power:
+            return f"{count / base**power:.3g} {unit}"
+    return ""

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 
 from pipeloom.runtime import Pipeline
 from pipeloom.schedule import Costs, simulate
-from pipeloom.schedule.channels import size_words
+from pipeloom.schedule.channels import count_words, size_words
 from pipeloom.shapes.mesh import Place
 from pipeloom.train.collect import from_every_rank
 from pipeloom.train.optimizer import Optimizer
@@ -65,7 +65,7 @@ def table(ranks: Sequence[RankSummary]) -> list[str]:
     width = 80 - len(head) + len("layers")
     for number, held in printed:
         at = "".join(f"{getattr(held.place, axis):>2}  " for axis in axes)
-        figures = f"{_short(held.parameters):>10}  {size_words(held.optimizer_bytes):>9}  {held.in_flight:>9}"
+        figures = f"{count_words(held.parameters):>10}  {size_words(held.optimizer_bytes):>9}  {held.in_flight:>9}"
         lines.append(f"{number:>4}  {at}{figures}  {_clip(layer_words(held.layers), width)}")
     if len(printed) < len(ranks):
         others = " and ".join(axis for axis in axes if axis in ("dp", "tp"))
@@ -91,10 +91,3 @@ def _stage_words(names: Sequence[str]) -> str:
 
 def _clip(text: str, width: int) -> str:
     return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
-
-
-def _short(count: int) -> str:
-    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if count >= size:
-            return f"{count / size:.3g} {letter}"
-    return str(count)
