@@ -31,8 +31,9 @@ from pipeloom.plan import (
 from pipeloom.plan.layout import values_of
 from pipeloom.plan.measured import read
 from pipeloom.plan.refine import refine
-from pipeloom.plan.report import advice, as_dict, gib, memory_rows, neighbour_lines, refined_lines, table, what_if
+from pipeloom.plan.report import advice, as_dict, gib, memory_rows, reason, refined_lines, table, what_if
 from pipeloom.plan.scaling import scaling
+from pipeloom.plan.search import neighbouring
 from pipeloom.schedule.json_form import to_json
 from pipeloom.shapes.cut import parse_stages
 from pipeloom.traces.timelines import costs_dict
@@ -276,4 +277,6 @@ def _lines(plan: LayoutPlan, planner: Planner, request: PlanRequest) -> list[str
         "",
         "one step away from the best layout:",
     ]
-    return [*lines, *neighbour_lines(planner, best, request), "", *what_if(planner, request, plan)]
+    neighbours = neighbouring(planner, best, request)
+    lines += [f"  {change}: {reason(each, best, request.memory)}" for change, each in neighbours]
+    return [*lines, "", *what_if(planner, request, plan)]

@@ -43,6 +43,7 @@ Seed = Annotated[int, Field(ge=0, le=MOST_SEED)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+RouterName = Literal["softmax", "noisy", "switch", "gshard", "sigmoid"]
 COMPUTED = -1
 # Key that is derived now -> its former default, and what holds in its place; other values are accepted with a note.
 DERIVED: dict[str, tuple[Any, str]] = {
@@ -225,7 +226,7 @@ class ModelSection(Section, DecoderSizes):
     norm_topk_prob: bool
     moe_intermediate_size: Whole
     num_shared_experts: Whole
-    router: Literal["softmax", "noisy", "switch", "gshard", "sigmoid"]
+    router: RouterName
     experts_class: ClassName
     router_class: ClassName
     capacity_factor: NotNegative

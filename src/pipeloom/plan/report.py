@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 from pipeloom.plan.memory import RankMemory
 from pipeloom.plan.predict import LayoutCosts, Planner
-from pipeloom.plan.search import LayoutPlan, PlanRequest, neighbouring, search
+from pipeloom.plan.search import LayoutPlan, PlanRequest, search
 
 GIB = 2**30
 _CAUSES = {
@@ -65,12 +65,6 @@ def refined_lines(before: Sequence[LayoutCosts], after: Sequence[LayoutCosts]) -
         if each.searched is not None
     ]
     return ["", "searched schedules, the best first:", *(lines or ["  none is faster than those of the families"])]
-
-
-def neighbour_lines(planner: Planner, best: LayoutCosts, request: PlanRequest) -> list[str]:
-    """Sentences: every layout one step from the best one, with the reason why it is not the best."""
-    steps = neighbouring(planner, best, request)
-    return [f"  {change}: {reason(prediction, best, request.memory)}" for change, prediction in steps]
 
 
 def reason(prediction: LayoutCosts, best: LayoutCosts, memory: float) -> str:

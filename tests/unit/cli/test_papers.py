@@ -38,7 +38,7 @@ def test_published_layouts_are_simulated_as_their_formulas_say() -> None:
     shares = {(row["model"], row["schedule"]): row["share"] for row in rows}
     assert shares["GPT-175B", "interleaved-overlap"] == 2.625 / 3
     assert shares["Llama-3-405B", "interleaved-overlap"] is None
-    text = papers.table("moe", rows)
+    text = "\n".join(papers.table("moe", rows))
     assert "so p is even: none for p = 9" in text
     assert "v = 9 for p = 4, v = 7 for p = 8, v = 6.429 for p = 16" in text
     assert max(map(len, text.splitlines())) <= 80

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeloom.config import load_layout
-from pipeloom.config.rules import EXCLUSIONS, FEATURES
+from pipeloom.config.rules import EXCLUSIONS, EXCLUSIONS_OF_SCHEDULES, FEATURES
 from pipeloom.errors import ConfigError
 from pipeloom.shapes.rules import Exclusion
 
@@ -33,16 +33,23 @@ USED: dict[str, dict[str, Any]] = {
     "ep_chunks": {"parallel.ep_chunks": 2},
     "ep_blocks": {"parallel.ep_blocks": 2},
     "cut": {"parallel.cp": 2},
+    "cp": {"parallel.cp": 2},
     "sp": {"parallel.sp": True},
     "whole weights": {"parallel.zero": 2, "parallel.dp": 2},
     "unshard_slots": {"parallel.unshard_slots": 3},
     "vocabulary": {"parallel.vocabulary": "pp"},
     "whole vocabulary": {},
     "one pipeline rank": {"parallel.pp": 1},
+    "recompute": {"train.recompute": "full"},
     "recomputed part": {"train.recompute": "norms"},
     "compile": {"train.compile": "blocks"},
     "reproducible": {"train.reproducible": True},
     "search": {"schedule.name": "search"},
+    "search in bytes": {"schedule.name": "search", "schedule.options.memory": "1GiB"},
+    "replan": {"schedule.replan": 5},
+    "two routes": {"schedule.name": "dualpipe", "schedule.microbatches": 8},
+    "pairs": {"schedule.name": "1f1b-overlap"},
+    "other kinds": {"schedule.transforms": ["shard=2"]},
     "slices": {"schedule.slices": 2},
     "transforms": {"schedule.transforms": ["recompute"]},
     "spread vocabulary": {"schedule.transforms": ["vocabulary"]},
@@ -69,7 +76,9 @@ def problems(keys: dict[str, Any]) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("rule", EXCLUSIONS, ids=lambda rule: f"{rule.feature} and {rule.other}")
+@pytest.mark.parametrize(
+    "rule", [*EXCLUSIONS, *EXCLUSIONS_OF_SCHEDULES], ids=lambda rule: f"{rule.feature} and {rule.other}"
+)
 def test_two_features_that_do_not_go_together_are_refused(rule: Exclusion, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         '{"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 512}'

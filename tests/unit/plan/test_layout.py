@@ -26,9 +26,9 @@ from pipeloom.plan import predict as prediction_module
 from pipeloom.plan.export import layers_by_rank, layout_string, megatron, run_toml, torch_csv, torchtitan
 from pipeloom.plan.layout import CHUNKS, problems
 from pipeloom.plan.predict import extrapolated_from, with_its_peaks
-from pipeloom.plan.report import advice, neighbours, reason, what_if
+from pipeloom.plan.report import advice, reason, what_if
 from pipeloom.plan.run import predicted
-from pipeloom.plan.search import _Sums, estimate
+from pipeloom.plan.search import _Sums, estimate, neighbouring
 from pipeloom.plan.time import AxisRates
 from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.csv_form import from_csv
@@ -237,14 +237,14 @@ def test_slower_links_make_exchanges_longer():
 def test_neighbours_say_why_they_lost():
     asked = request_of(8)
     plan = flat_plan()
-    found = neighbours(planner(), plan.best, asked)
+    found = [each for _, each in neighbouring(planner(), plan.best, asked)]
+    reasons = [reason(each, plan.best, asked.memory) for each in found]
     assert len(found) >= 5
-    assert all("does not fit" in each.reason or "slower" in each.reason or "fast" in each.reason for each in found)
-    better = [each for each in found if "faster, and was not searched" in each.reason]
-    assert not better
+    assert all("does not fit" in words or "slower" in words or "fast" in words for words in reasons)
+    assert not [words for words in reasons if "faster, and was not searched" in words]
     assert "full" in {each.layout.recompute for each in found}
-    fewer = neighbours(planner(), plan.best, replace(asked, recompute=("none",)))
-    assert {each.layout.recompute for each in fewer} == {"none", plan.best.layout.recompute}
+    fewer = neighbouring(planner(), plan.best, replace(asked, recompute=("none",)))
+    assert {each.layout.recompute for _, each in fewer} == {"none", plan.best.layout.recompute}
 
 
 def test_a_reason_names_the_rank_and_the_missing_memory():
@@ -343,7 +343,8 @@ def test_the_search_climbs_from_the_best_estimate_to_faster_neighbours(monkeypat
     asked, planned = request_of(16, 32, 4096), planner("mixtral-8x7b")
     plan = search(planned, asked)
     assert len(plan.predictions) > 1
-    assert not [each for each in neighbours(planned, plan.best, asked) if "was not searched" in each.reason]
+    reasons = [reason(each, plan.best, asked.memory) for _, each in neighbouring(planned, plan.best, asked)]
+    assert not [words for words in reasons if "was not searched" in words]
 
 
 def test_experts_on_several_nodes_receive_a_token_once_each():
