@@ -1,7 +1,7 @@
 """Our families against published generators: `python benchmarks/published.py [--sample N] [--seed S]`.
 
 tests/data/published holds the makespan, the largest span and the peak of the schedules that others' generators make, with their
-origin. Each of its cells is planned here with the same costs and memory. The table (docs/schedules.md) has, for each family,
+origin. Each of its cells is planned here with the same costs and memory. The table (benchmarks/RESULTS.md) has, for each family,
 how many cells there are, in how many ours is longer, equal and shorter, and by how much; exit status 1 if one is longer.
 """
 

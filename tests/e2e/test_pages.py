@@ -81,7 +81,7 @@ PRINTED = {
         "sends 128 values per token as columns with gathered output, 160 as rows",
     ],
     "README.md": ["63.0 0.16666666666666666 (12, 10, 8, 6)", "step 19 loss"],
-    "schedules.md": ["(5, 5, 5, 2) 130.0 130.0"],
+    "search.md": ["(5, 5, 5, 2) 130.0 130.0"],
     "tutorial.md": ["eager:extra=2", "prediction: costs of", "the schedule deadlocks; the shortest cycle"],
 }
 MY_TOML = """
@@ -147,7 +147,7 @@ PYTHON: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
     "long_sequences.md": (4, dict),
     "own_model.md": (2, own_model),
     "parallel.md": (8, parallel),
-    "schedules.md": (2, dict),
+    "transforms.md": (2, dict),
 }
 """Page -> the processes that run its Python blocks, and the names that its blocks use and do not define."""
 

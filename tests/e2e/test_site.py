@@ -73,3 +73,18 @@ def test_every_link_of_the_site_leads_to_a_file_of_it(staged: Path) -> None:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
             if "://" not in target and target.endswith((".md", ".svg", ".html")):
                 assert (page.parent / target).is_file(), f"{page.name}: {target}"
+
+
+def test_every_link_to_a_section_leads_to_its_heading() -> None:
+    pages = {page.name: page.read_text("utf-8") for page in (DOCS.parent / "README.md", *DOCS.glob("*.md"))}
+    anchors = {
+        name: {_anchor(title) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)} for name, text in pages.items()
+    }
+    for name, text in pages.items():
+        for target, anchor in re.findall(r"\]\((?:docs/)?([\w.]*)#([^)]*)\)", text):
+            assert anchor in anchors[target or name], f"{name}: {target}#{anchor}"
+
+
+def _anchor(title: str) -> str:
+    """Return the anchor of a heading, as GitHub and MkDocs make it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")

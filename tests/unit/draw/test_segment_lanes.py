@@ -1,4 +1,4 @@
-"""`--segments`: the table of docs/schedules.md, the lanes of a pair, and files of segment times."""
+"""`--segments`: the table of docs/pairs.md, the lanes of a pair, and files of segment times."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIMES = {
 
 
 def test_the_table_of_the_documentation_is_printed(pipeloom: Run) -> None:
-    text = (ROOT / "docs/schedules.md").read_text("utf-8")
+    text = (ROOT / "docs/pairs.md").read_text("utf-8")
     command = re.search(r"^pipeloom (schedule .* --segments [0-9.,]+)", text, re.MULTILINE)
     assert command is not None
     printed = pipeloom(command[1]).out.splitlines()
