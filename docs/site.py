@@ -42,7 +42,8 @@ def stage(folder: Path) -> None:
     picture = re.compile(
         r"\]\(https://raw\.githubusercontent\.com/[^)]*/docs/"
     )  # absolute, for the page of a package index
-    (folder / "index.md").write_text(picture.sub("](", readme).replace("](docs/", "]("), "utf-8")
+    readme = re.sub(r"\[([^\]]+)\]\((?!docs/|#|https:)[^)]*\)", r"`\1`", picture.sub("](docs/", readme))
+    (folder / "index.md").write_text(readme.replace("](docs/", "]("), "utf-8")
     (folder / "gallery.md").write_text(gallery(folder / "gallery"), "utf-8")
     for name in MODULES:
         (folder / "api").mkdir(exist_ok=True)
