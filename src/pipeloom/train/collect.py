@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.parallel.collectives import carrier_of
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import LocalPipeline, Pipeline
+
+if TYPE_CHECKING:
+    from pipeloom.train.workers.context import WorkerContext
+
+
+def from_every_worker(context: WorkerContext, value: Any, what: str, phase: str) -> list[Any]:
+    """Return the values of all workers, as JSON holds them, also before there is a pipeline; `what`: as for `waiting`."""
+    if context.world_size == 1:
+        return [value]
+    with context.waiting(what, phase):
+        return all_gather_json(value, dist.group.WORLD)
 
 
 def from_every_rank(pipeline: Pipeline, value: Any, what: str, phase: str | None = None) -> list[Any]:
@@ -20,6 +32,25 @@ def from_every_rank(pipeline: Pipeline, value: Any, what: str, phase: str | None
         return [value]
     with pipeline.waiting(what, phase):
         return all_gather_json(value, pipeline.run_control)
+
+
+def agreed(exchange: Callable[[Any], list[Any]], work: Callable[[], Any]) -> list[Any]:
+    """Call `work` on every rank, and return the results of all; where it fails on any, raise the first error on every rank.
+
+    Args:
+        exchange: returns the values of all ranks, given that of this one.
+        work: returns a value that JSON can hold; the errors passed on are CheckpointError and ConfigError.
+    """
+    result, kind, problem = None, "", ""
+    try:
+        result = work()
+    except (CheckpointError, ConfigError) as error:
+        kind, problem = type(error).__name__, str(error)
+    answers = exchange([result, kind, problem])
+    for _, kind, problem in answers:
+        if kind:
+            raise (ConfigError if kind == "ConfigError" else CheckpointError)(problem)
+    return [value for value, *_ in answers]
 
 
 def gather(pipeline: Pipeline, values: Sequence[float]) -> list[list[float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.config import Config, Layout
@@ -21,7 +20,6 @@ from pipeloom.config.rates import AUTO_RATE, AUTOMATIC, learning_rate
 from pipeloom.errors import Interrupted, PipeloomError, Preempted
 from pipeloom.limits import expanded
 from pipeloom.ops.random_state import stable_seed
-from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.plan.run import boundary_bytes
 from pipeloom.plan.volume import volumes
 from pipeloom.runtime import Pipeline
@@ -31,8 +29,8 @@ from pipeloom.schedule.json_form import to_dict
 from pipeloom.train.build import build_pipeline, ties
 from pipeloom.train.checkpoint.folder import RunClaim
 from pipeloom.train.checkpoint.load import Loaded, load
-from pipeloom.train.checkpoint.run import RunCheckpoints, RunFacts, Start, digests, find_start
-from pipeloom.train.collect import gather
+from pipeloom.train.checkpoint.run import RunCheckpoints, RunFacts, RunState, Start, digests, find_start
+from pipeloom.train.collect import from_every_worker, gather
 from pipeloom.train.data.batches import Batch, Batches, Mixture, Rows, SortedDocuments
 from pipeloom.train.data.prepare import Data, open_data, require_masks
 from pipeloom.train.hub.generate import generate
@@ -43,7 +41,7 @@ from pipeloom.train.replan import Replanner, prepared
 from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report.metrics import memory_history, shared_cores
 from pipeloom.train.report.prediction import compared
-from pipeloom.train.report.report import Report
+from pipeloom.train.report.report import Report, reported
 from pipeloom.train.report.step_bytes import BytesCheck
 from pipeloom.train.report.tables import table, what_ranks_hold
 from pipeloom.train.schedule_search import MeasureThenSearch, resolve_before_start
@@ -124,7 +122,7 @@ def _train(
         if config.train.steps > 1 and (layout.search is None or context.device.type != "cpu"):
             trainer.add_row(sizes.row)
             trainer.log.slowed = lambda: sizes.slows
-        trainer.chat = data.template is not None
+        trainer.state.chat = data.template is not None
         if layout.search is not None:
             trainer.measuring = MeasureThenSearch(layout, pipeline, context, report)
         if replans:
@@ -137,9 +135,10 @@ def _train(
             report.record("messages", volumes=[asdict(volume) for volume in volumes(layout)])
             report.say(data.words)
         trainer.begin(start, folder)
-        if "before" not in trainer.held_out:
-            trainer.held_out["before"] = trainer.held_out_loss(test)
-        before = trainer.held_out["before"]
+        losses = trainer.state.held_out
+        if "before" not in losses:
+            losses["before"] = trainer.held_out_loss(test)
+        before = losses["before"]
         if report is not None:
             report.say(f"held-out loss before training: {before:.4f} nats per {data.unit}")
         trainer.train(data.train, test)
@@ -170,13 +169,10 @@ class Trainer:
         observers: rows to add to those of the configuration (`observers.observers`).
 
     Attributes:
-        steps_done: number of steps made, including those that were skipped.
-        batch: number of the next batch; larger than `steps_done` after a rollback, which leaves out batches.
+        state: what changes from step to step besides tensors.
         measuring: the search for costs measured in the first steps, which gets each of them; None: no search is left to do.
         replanner: searches again where measured costs drift; None: `schedule.replan` is 0.
-        chat: whether the data are conversations, for those who generate with a checkpoint.
         checkpoints: the checkpoints of this run, once `begin` was called; None: nothing is saved.
-        held_out: losses on the held-out text: "before", once it is measured.
         log: the log lines, with the traces of their steps.
         observers: the rows of the present `train`, in the order of their calls.
     """
@@ -192,34 +188,26 @@ class Trainer:
         claim: RunClaim | None = None,
         observers: Sequence[StepObserver] = (),
     ) -> None:
-        self.config = config
-        self.pipeline = pipeline
+        self.config, self.pipeline, self.state = config, pipeline, RunState()
         self.measuring: MeasureThenSearch | None = None
         self.replanner: Replanner | None = None
-        self.steps_done, self.batch = 0, 0
         self.checkpoints: RunCheckpoints | None = None
-        self.chat = False
-        self.held_out: dict[str, float] = {}
-        self._context = context
-        self._report = report
-        self._facts = dict(facts or {})
-        self._unit, self._claim = unit, claim
+        self.profile: OperatorProfile | None = None
+        self.garbage = GarbageCollection(trim_freed_memory)
         self.optimizer = Optimizer.of(pipeline, config)
-        self._base = base_weights(config)
         self.replicas = ReplicaCheck(pipeline, self.optimizer, config.train.check_every, ties(config))
-        self._row = NormRow(pipeline, self.optimizer)
-        self._bad_steps = BadSteps(config.train.on_nan, config.train.on_spike)
-        self._rollbacks = 0
-        self._recorded = 0  # steps whose outcomes are final and recorded
-        self._run_folder = Path()
-        self._experts = ExpertLoads(config, pipeline)
-        self.log = StepLog(config, pipeline, report, self._experts)
-        self._profile: OperatorProfile | None = None
-        self._speculative: SpeculativeOptimizer | None = None
-        if not config.optimizer.barrier:
-            self._speculative = SpeculativeOptimizer(pipeline, self.optimizer)
+        self.experts = ExpertLoads(config, pipeline)
+        self.log = StepLog(config, pipeline, report, self.experts)
         self.observers: list[StepObserver] = []
         self._more_observers = list(observers)
+        self._context, self._report = context, reported(report)
+        self._facts, self._unit, self._claim = dict(facts or {}), unit, claim
+        self._base = base_weights(config)
+        self._row = NormRow(pipeline, self.optimizer)
+        self._bad_steps = BadSteps(config.train.on_nan, config.train.on_spike, self.state.norms)
+        self._recorded = 0  # steps whose outcomes are final and recorded
+        self._held_out: Sequence[Batch] = ()
+        self._speculative = None if config.optimizer.barrier else SpeculativeOptimizer(pipeline, self.optimizer)
 
     def add_row(self, row: StepObserver) -> None:
         """Add a row to those of the configuration, before the first step."""
@@ -227,58 +215,45 @@ class Trainer:
 
     def begin(self, start: Start, folder: Path) -> None:
         """Load the checkpoint that the run starts from, if any, and prepare to save checkpoints; collective."""
-        saved = None
+        state, config = self.state, self.config
         if start.path is not None:
             begun = time.perf_counter()
-            loaded = load(start.path, self.pipeline, self.optimizer, self._base)
-            self._adopt(loaded)
+            facts = self._adopted(load(start.path, self.pipeline, self.optimizer, self._base))
             if self.replanner is not None and self.measuring is None:
-                facts = RunFacts.of(loaded.extra, loaded.path)
                 self.replanner.restore(facts.replan, facts.config.get("schedule"))
-            saved = self.steps_done, self.batch
-            self._say(f"resumed after step {self.steps_done} from {start.path} ({_recovery(begun)})")
-            if self._report is not None:
-                self._report.record("resume", step=self.steps_done, batch=self.batch, path=str(start.path))
-        self._run_folder = folder
-        if profiled := profiled_steps(self.config):
+            self.say(f"resumed after step {state.steps_done} from {start.path} ({_recovery(begun)})")
+            self._report.record("resume", step=state.steps_done, batch=state.batch, path=str(start.path))
+        state.folder = folder
+        if profiled := profiled_steps(config):
             from pipeloom.train.report.profile import OperatorProfile
 
-            self._profile = OperatorProfile(self.pipeline, profiled[0], profiled[-1], folder)
-        section = self.config.checkpoint
-        where = expanded(section.dir).absolute() if section.dir else folder
-        path = start.path if start.path is not None and start.path.parent == where else None
+            self.profile = OperatorProfile(self.pipeline, profiled[0], profiled[-1], folder)
+        where = expanded(config.checkpoint.dir).absolute() if config.checkpoint.dir else folder
         self.checkpoints = RunCheckpoints(
-            self.config,
+            config,
             self.pipeline,
             self.optimizer,
             where,
-            self._extra,
+            state,
+            self._more_facts,
             self._report,
-            path,
-            saved if path else None,
-            self._base,
             self.replicas,
-            self._claim,
+            path=start.path if start.path is not None and start.path.parent == where else None,
+            base=self._base,
+            claim=self._claim,
         )
         self.checkpoints.require_room()
 
-    def _adopt(self, loaded: Loaded) -> None:
-        """Restore the values that a checkpoint holds besides tensors. Raises CheckpointError if it is not a trainer's."""
-        facts = RunFacts.of(loaded.extra, loaded.path)
-        self.steps_done = self._recorded = self.pipeline.next_step = loaded.step
-        self.batch = facts.batch_after(loaded.step)
-        self._rollbacks, self.held_out, self._bad_steps.norms = facts.rollbacks, facts.held_out, facts.norms
+    def _adopted(self, loaded: Loaded) -> RunFacts:
+        """Continue after a checkpoint that was loaded, and return its facts."""
+        facts = self.state.adopt(loaded)
+        self._recorded = self.state.steps_done
+        return facts
 
-    def _extra(self) -> dict[str, Any]:
-        """Return the values that checkpoints hold besides tensors."""
+    def _more_facts(self) -> dict[str, Any]:
+        """Return the values that checkpoints hold besides tensors and the state."""
         return {
             **self._facts,
-            "batch": self.batch,
-            "chat": self.chat,
-            "rollbacks": self._rollbacks,
-            "held_out": self.held_out,
-            "norms": self._bad_steps.norms,
-            "run": str(self._run_folder),
             "config": self.config.model_dump(mode="json"),
             "schedule": to_dict(self.pipeline.schedule),
             **({} if self.replanner is None else {"replan": self.replanner.state()}),
@@ -296,13 +271,13 @@ class Trainer:
             DistributedError: the state of replicas differs.
             PipeloomError: training diverged.
         """
-        options, mesh = self.config.train, self.pipeline.mesh
+        options, mesh, state = self.config.train, self.pipeline.mesh, self.state
         batches = Batches(text, self.config, mesh.shape.dp)
+        self._held_out = held_out
         self._before_steps()
-        with GarbageCollection(trim_freed_memory) as garbage:
-            self.observers = self._rows(garbage, held_out)
-            while self.steps_done < options.steps:
-                step = self.steps_done + 1
+        with self.garbage:
+            while state.steps_done < options.steps:
+                step = state.steps_done + 1
                 due = [row for row in self.observers if row.due(step)]
                 for row in due:
                     if row.before_step is not None:
@@ -310,137 +285,111 @@ class Trainer:
                 needs = {need for row in due for need in row.needs}
                 self.pipeline.trace = "trace" in needs
                 begun = time.perf_counter()
-                whole = batches.of_step(self.batch).with_ahead(self.config.model.num_nextn_predict_layers)
+                whole = batches.of_step(state.batch).with_ahead(self.config.model.num_nextn_predict_layers)
                 batch = whole.part(mesh.place.dp, mesh.shape.dp)
                 # Dropout of Hugging Face models draws from torch's generator: a resumed run must draw the same.
-                torch.manual_seed(stable_seed("step", options.seed, self.steps_done, mesh.everyone.index))
-                rate = learning_rate(self.steps_done, options.steps, self.config.optimizer, mesh.shape.dp)
+                torch.manual_seed(stable_seed("step", options.seed, state.steps_done, mesh.everyone.index))
+                rate = learning_rate(state.steps_done, options.steps, self.config.optimizer, mesh.shape.dp)
                 if self._speculative is None:
                     outcomes = [self.step(batch, rate, "norms" in needs)]
                 else:
                     outcomes = self.step_early(batch, rate, "outcome" in needs)
                 end = StepEnd(step, batch, time.perf_counter() - begun, outcomes)
-                self.steps_done, self.batch = step, self.batch + 1
+                state.steps_done, state.batch = step, state.batch + 1
                 flags = end.flags
                 for row in self.observers:
                     if row.after_step is not None and not end.rolled_back and (row in due or row.requests & flags):
                         row.after_step(end)
-        self._finish()
+        self._report.end_progress()
+        self._save_end()
 
     def _before_steps(self) -> None:
-        options = self.config.train
-        if self.steps_done >= options.steps:
-            self._say(f"all {options.steps} steps are done (train.steps): the checkpoint is of step {self.steps_done}")
+        options, done = self.config.train, self.state.steps_done
+        if done >= options.steps:
+            self.say(f"all {options.steps} steps are done (train.steps): the checkpoint is of step {done}")
         self.pipeline.train()
-        self._recorded = self.steps_done
-        if options.on_nan == "rollback" or options.on_spike == "rollback":
-            self._save()  # the first checkpoint to roll back to
+        self._recorded = done
+        if self.checkpoints is not None and "rollback" in (options.on_nan, options.on_spike):
+            self.checkpoints.save()  # the first checkpoint to roll back to
+        self.observers = observers(self.config, done + 1, self.measuring is not None, self) + self._more_observers
 
-    def _rows(self, garbage: GarbageCollection, held_out: Sequence[Batch]) -> list[StepObserver]:
-        """Return the rows of this run, with their calls."""
-        after: dict[str, Callable[[StepEnd], object]] = {
-            "expert loads": lambda end: self._experts.collect(),
-            "record, and bad steps": self._record,
-            "replica check": lambda end: self.replicas.check(end.step),
-            "garbage collection": lambda end: garbage.collect(),
-            "log": self.log.after_step,
-            "end": lambda end: self._end(end.flags),
-            "checkpoint": lambda end: self.save_as_asked(end.flags),
-        }
-        before: dict[str, Callable[[int], object]] = {}
-        if held_out:
-            after["evaluation"] = lambda end: self._evaluate(end.step, held_out)
-        if (profile := self._profile) is not None:
-            before["profile"] = profile.before_step
-            after["profile"] = lambda end: self._say(*profile.after_step(end.step))
-        if (measuring := self.measuring) is not None:
-            after["measuring for the search"] = lambda end: self._measure(measuring)
-        if (replanner := self.replanner) is not None:
-            after["replan"] = lambda end: self._replan(replanner, end.step)
-        rows = [
-            replace(row, before_step=before.get(row.name), after_step=after[row.name])
-            for row in observers(self.config, self.steps_done + 1, self.measuring is not None)
-            if row.name in after
-        ]
-        return rows + self._more_observers
+    def start_profile(self, step: int) -> None:
+        """Record the operators of a step that is about to begin."""
+        if self.profile is not None:
+            self.profile.before_step(step)
 
-    def _measure(self, measuring: MeasureThenSearch) -> None:
+    def keep_profile(self, step: int) -> None:
+        """Keep what was recorded in a step, and after the last one of them report the file with all of it."""
+        if self.profile is not None:
+            self.say(*self.profile.after_step(step))
+
+    def measure(self) -> None:
         """Hand the step to the search; once that has chosen a schedule, the row of this call goes."""
-        if measuring.after_step():
+        if self.measuring is not None and self.measuring.after_step():
             self.measuring = None
             self.log.traces.clear()  # they are of other schedules
             self.observers = [row for row in self.observers if row.name != "measuring for the search"]
 
-    def _replan(self, replanner: Replanner, step: int) -> None:
+    def replan(self, step: int) -> None:
         """Hand the step to the search that follows the costs, unless the first schedule is still searched for."""
-        if self.measuring is None and replanner.after_step(step):
+        if self.replanner is not None and self.measuring is None and self.replanner.after_step(step):
             self.log.traces.clear()
 
-    def _finish(self) -> None:
-        """Save the final state, unless it is saved already."""
-        if self._report is not None:
-            self._report.end_progress()
-        if self.checkpoints is not None:
-            self.checkpoints.require(self.steps_done, self.batch)
-            self.checkpoints.finish()
+    def _save_end(self) -> str:
+        """Save the final state, unless it is saved already. Return where it is, in words."""
+        if self.checkpoints is None or not self.state.steps_done:
+            return "no step has run, so nothing is saved"
+        self.checkpoints.require()
+        self.checkpoints.finish()
+        return f"saved as {self.checkpoints.path}"
 
-    def _evaluate(self, step: int, held_out: Sequence[Batch]) -> None:
+    def evaluate(self, step: int) -> None:
         """Report the loss on the held-out text. It does not affect the training that follows."""
-        if step == self.config.train.steps:
+        if step == self.config.train.steps or not self._held_out:
             return  # `run` always computes the loss after the last step
-        loss = self.held_out_loss(held_out)
+        loss = self.held_out_loss(self._held_out)
         self.pipeline.train()
-        if self._report is not None:
-            self._report.say(f"held-out loss after step {step}: {loss:.4f} nats per {self._unit}")
-            self._report.record("evaluation", step=step, loss=loss)
-            self._report.figures(step, {"held_out_loss": loss})
-
-    def _save(self) -> None:
-        if self.checkpoints is not None:
-            self.checkpoints.save(self.steps_done, self.batch)
+        self.say(f"held-out loss after step {step}: {loss:.4f} nats per {self._unit}")
+        self._report.record("evaluation", step=step, loss=loss)
+        self._report.figures(step, {"held_out_loss": loss})
 
     def save_as_asked(self, flags: int) -> None:
         """Save a checkpoint. Requests up to now are met by it; a request that arrives while it is saved leads to another one."""
         if flags & SAVE:
             self._context.requests.flags &= ~SAVE
             self._save_file.unlink(missing_ok=True)
-        self._save()
+        if self.checkpoints is not None:
+            self.checkpoints.save()
 
     @property
     def _save_file(self) -> Path:
         """Return the file that a user creates in the run's folder to request a checkpoint."""
-        return self._run_folder / "save"
+        return self.state.folder / "save"
 
     def _flags(self) -> int:
         """Return the requests that this rank has received, as bits of `train.workers.context`."""
-        asked = self._report is not None and self._run_folder.is_absolute() and self._save_file.exists()
+        asked = self._context.rank == 0 and self.state.folder.is_absolute() and self._save_file.exists()
         return self._context.flags | SAVE * asked
 
-    def _end(self, flags: int) -> NoReturn:
+    def end(self, flags: int) -> NoReturn:
         """Save a checkpoint, and end the run as requested: raise Preempted or Interrupted."""
-        where = "no step has run, so nothing is saved"
-        if self.checkpoints is not None and self.steps_done:
-            self.checkpoints.require(self.steps_done, self.batch)
-            self.checkpoints.finish()
-            where = f"saved as {self.checkpoints.path}"
-        if self._profile is not None:
-            self._say(*self._profile.finish())
+        where = self._save_end()
+        if self.profile is not None:
+            self.say(*self.profile.finish())
         self.pipeline.close()
         kind = Interrupted if flags & INTERRUPT else Preempted
-        raise kind(f"stopped after step {self.steps_done} of {self.config.train.steps}, as requested; {where}")
+        raise kind(f"stopped after step {self.state.steps_done} of {self.config.train.steps}, as requested; {where}")
 
-    def _record(self, end: StepEnd) -> None:
+    def record(self, end: StepEnd) -> None:
         """Record the steps that are final now. Raises PipeloomError if one is bad, and the run is configured to stop then."""
         self.log.count(end)
-        rolls_back = False
         for outcome in end.outcomes:
             self._recorded += 1
             step, loss, norm = self._recorded, outcome.loss, outcome.norm
-            if self._report is not None:
-                figures = {"loss": loss, "grad_norm": norm, "lr": outcome.rate, **outcome.terms}
-                self._report.record("step", step=step, **figures)
-                self._report.figures(step, figures)
-                self._report.advance()
+            figures = {"loss": loss, "grad_norm": norm, "lr": outcome.rate, **outcome.terms}
+            self._report.record("step", step=step, **figures)
+            self._report.figures(step, figures)
+            self._report.advance()
             if not outcome.bad:
                 continue
             action = self._bad_steps.action(outcome.bad)
@@ -448,13 +397,11 @@ class Trainer:
             if action == "stop":
                 raise PipeloomError(self._divergence(what, outcome))
             if action == "skip":
-                self._say(f"{what}; skipped")
-                if self._report is not None:
-                    self._report.record("skip", step=step, kind=outcome.bad)
-            rolls_back |= action == "rollback"
-        if rolls_back:
+                self.say(f"{what}; skipped")
+                self._report.record("skip", step=step, kind=outcome.bad)
+            end.rolled_back |= action == "rollback"
+        if end.rolled_back:
             self._roll_back()
-            end.rolled_back = True
 
     def _divergence(self, what: str, outcome: Outcome) -> str:
         """Return the reason why the run ends at a bad step, and what to do about it."""
@@ -470,29 +417,25 @@ class Trainer:
 
     def _roll_back(self) -> None:
         """Load the newest checkpoint, and continue with the batch after the bad one."""
-        options, bad, batch = self.config.train, self.steps_done, self.batch
-        self._rollbacks += 1
-        used = self._rollbacks
-        if used > options.rollbacks:
+        state, allowed = self.state, self.config.train.rollbacks
+        bad, batch, used = state.steps_done, state.batch, state.rollbacks + 1
+        if used > allowed:
             raise PipeloomError(
-                f"step {bad}: another bad step after {options.rollbacks} rollback{'s' * (options.rollbacks != 1)} "
-                f"(train.rollbacks): use a smaller optimizer.lr than {self.config.optimizer.lr}"
+                f"step {bad}: another bad step after {allowed} rollback{'s' * (allowed != 1)} (train.rollbacks): use a "
+                f"smaller optimizer.lr than {self.config.optimizer.lr}"
             )
         if self.checkpoints is None:
             raise PipeloomError(f"step {bad}: there is no checkpoint to roll back to")
-        self._adopt(self.checkpoints.back())
-        left_out = f"batches {self.batch} to {batch - 1} are left out"
-        self.batch, self._rollbacks = batch, used
-        self._say(
-            f"step {bad}: rolled back to step {self.steps_done}; {left_out} (rollback {used} of {options.rollbacks})"
-        )
-        if self._report is not None:
-            self._report.record("rollback", step=bad, to=self.steps_done, batch=batch)
+        self._adopted(self.checkpoints.back())
+        left_out = f"batches {state.batch} to {batch - 1} are left out"
+        state.batch, state.rollbacks = batch, used
+        self.say(f"step {bad}: rolled back to step {state.steps_done}; {left_out} (rollback {used} of {allowed})")
+        self._report.record("rollback", step=bad, to=state.steps_done, batch=batch)
 
-    def _say(self, *lines: str) -> None:
-        if self._report is not None:
-            for line in lines:
-                self._report.say(line)
+    def say(self, *lines: str) -> None:
+        """Print lines, on the rank that reports."""
+        for line in lines:
+            self._report.say(line)
 
     def step(self, batch: Batch, rate: float, norms: bool = False) -> Outcome:
         """Make one optimizer step, unless its gradient is bad: then the weights stay as they are.
@@ -555,7 +498,7 @@ class Trainer:
             count += targets
             flags = together(row[0] for row in gather(self.pipeline, [float(self._flags())]))
             if flags & (STOP | INTERRUPT):
-                self._end(flags)
+                self.end(flags)
         return total / count
 
 
@@ -598,7 +541,4 @@ def _recovery(begun: float) -> str:
 def _run_folder(report: Report | None, context: WorkerContext) -> Path:
     """Return the run's folder, the same on every worker; collective."""
     folder = "" if report is None else str(report.folder.root.absolute())
-    if context.world_size == 1:
-        return Path(folder)
-    with context.waiting("rank 0 to report the run's folder", "start-up"):
-        return Path(str(all_gather_json(folder, dist.group.WORLD)[0]))
+    return Path(from_every_worker(context, folder, "rank 0 to report the run's folder", "start-up")[0])

@@ -1,6 +1,6 @@
 """Whatever a training loop does around its steps, as rows of one list: what is called, before or after which steps.
 
-`observers` returns the rows of a configuration, and `train --dry-run` prints them; a Trainer adds the calls to them.
+`observers` returns the rows of a configuration, which `train --dry-run` prints and a Trainer calls.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,13 @@ from pipeloom.shapes.layers import training_flops
 from pipeloom.train.collect import maxima
 from pipeloom.train.data.batches import Batch
 from pipeloom.train.report.metrics import StepMetrics, memory_in_use, model_flops_utilization, simulated
+from pipeloom.train.report.report import Report, reported
 from pipeloom.train.step import Outcome
 from pipeloom.train.tuning import EVERY_STEPS
 from pipeloom.train.workers.context import INTERRUPT, SAVE, STOP, together
 
 if TYPE_CHECKING:
-    from pipeloom.train.report.report import Report
+    from pipeloom.train.loop import Trainer
 
 TRACES = 9  # logged steps whose median is drawn at the end; a trace takes 50 KB for a tiny model, and megabytes for a large one
 
@@ -101,33 +102,64 @@ class StepObserver:
         return ", ".join(words)
 
 
-def observers(config: Config, first: int = 1, searches: bool = False) -> list[StepObserver]:
-    """Return the rows of a run in the order of their calls, without the calls; those that are never called are left out.
+def observers(
+    config: Config, first: int = 1, searches: bool = False, trainer: Trainer | None = None
+) -> list[StepObserver]:
+    """Return the rows of a run in the order of their calls; those that are never called are left out.
 
     Args:
         first: the first step that is made.
         searches: whether the first steps are measured for a search.
+        trainer: what the rows call; None: they are listed, and nobody calls them.
     """
-    train, last = config.train, config.train.steps
+    run, train, last = cast("Trainer", trainer), config.train, config.train.steps
     experts = bool(config.model.num_experts and not config.model.source)  # Hugging Face gates count no tokens
     logged: tuple[StepNeed, ...] = ("outcome", "trace") if config.log.norms == "none" else ("outcome", "trace", "norms")
+    traced: tuple[StepNeed, ...] = ("outcome", "trace")
     rows = [
-        StepObserver("profile", every=0, also=profiled_steps(config), needs=("trace",)),
+        StepObserver(
+            "profile",
+            before_step=lambda step: run.start_profile(step),
+            after_step=lambda end: run.keep_profile(end.step),
+            every=0,
+            also=profiled_steps(config),
+            needs=("trace",),
+        ),
         # Routers with biases need the loads of every step; otherwise they are only for the log.
         StepObserver(
             "expert loads",
+            after_step=lambda end: run.experts.collect(),
             every=experts * (1 if config.model.router == "sigmoid" else config.log.every),
             also=(last,) if experts else (),
         ),
-        StepObserver("record, and bad steps"),
-        StepObserver("replica check", every=train.check_every),
-        StepObserver("garbage collection", every=EVERY_STEPS, also=(first,)),
-        StepObserver("log", every=config.log.every, also=(last,), requests=STOP | INTERRUPT, needs=logged),
-        StepObserver("end", every=0, requests=STOP | INTERRUPT),
-        StepObserver("evaluation", every=train.eval_every, needs=("outcome",)),
-        StepObserver("checkpoint", every=config.checkpoint.every, requests=SAVE, needs=("outcome",)),
-        StepObserver("measuring for the search", every=int(searches), needs=("outcome", "trace")),
-        StepObserver("replan", every=config.schedule.replan, needs=("outcome", "trace")),
+        StepObserver("record, and bad steps", after_step=lambda end: run.record(end)),
+        StepObserver("replica check", after_step=lambda end: run.replicas.check(end.step), every=train.check_every),
+        StepObserver(
+            "garbage collection", after_step=lambda end: run.garbage.collect(), every=EVERY_STEPS, also=(first,)
+        ),
+        StepObserver(
+            "log",
+            after_step=lambda end: run.log.after_step(end),
+            every=config.log.every,
+            also=(last,),
+            requests=STOP | INTERRUPT,
+            needs=logged,
+        ),
+        StepObserver("end", after_step=lambda end: run.end(end.flags), every=0, requests=STOP | INTERRUPT),
+        StepObserver(
+            "evaluation", after_step=lambda end: run.evaluate(end.step), every=train.eval_every, needs=("outcome",)
+        ),
+        StepObserver(
+            "checkpoint",
+            after_step=lambda end: run.save_as_asked(end.flags),
+            every=config.checkpoint.every,
+            requests=SAVE,
+            needs=("outcome",),
+        ),
+        StepObserver(
+            "measuring for the search", after_step=lambda end: run.measure(), every=int(searches), needs=traced
+        ),
+        StepObserver("replan", after_step=lambda end: run.replan(end.step), every=config.schedule.replan, needs=traced),
     ]
     return [row for row in rows if row.when()]
 
@@ -149,7 +181,7 @@ class StepLog:
     def __init__(self, config: Config, pipeline: Pipeline, report: Report | None, experts: ExpertLoads) -> None:
         self.traces: deque[Timeline] = deque(maxlen=TRACES)
         self.slowed: Callable[[], bool] = lambda: False
-        self._config, self._pipeline, self._report, self._experts = config, pipeline, report, experts
+        self._config, self._pipeline, self._report, self._experts = config, pipeline, reported(report), experts
         self._shape = config.model.shape()
         self._clear()
 
@@ -192,8 +224,6 @@ class StepLog:
             all_to_all=exposed if waits else None,
         )
         self._clear()
-        if self._report is None:
-            return
         if outcome.norms is not None:
             kinds = asdict(outcome.norms)
             self._report.record("norms", step=end.step, **kinds)

@@ -10,9 +10,9 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,7 +27,7 @@ from pipeloom.schedule.transforms import half_split
 from pipeloom.solver.replan import request
 from pipeloom.train.collect import maxima
 from pipeloom.train.report.prediction import of_stages
-from pipeloom.train.report.report import Report
+from pipeloom.train.report.report import Report, reported
 from pipeloom.train.schedule_search import fitted_costs, set_fields, value_of, value_of_rank_0
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Replanner:
         config = layout.config
         self._section, self._last = config.schedule, config.train.steps
         self._objective: Literal["makespan", "span"] = "makespan" if config.optimizer.barrier else "span"
-        self._pipeline, self._context, self._report = pipeline, context, report
+        self._pipeline, self._context, self._report = pipeline, context, reported(report)
         self._sizes = layout.microbatch_sizes
         self._activation, self._limits = _memory(layout)
         self._steps: deque[Timeline] = deque(maxlen=DRIFT_STEPS)
@@ -103,9 +103,9 @@ class Replanner:
         change, words = drift(self._suited, costs, self._pipeline.schedule.stages)
         if change > self._section.replan_threshold and step < self._last:
             self._before, self._searched = None, costs
-            if self._report is not None:
-                self._report.record("drift", step=step, change=change, cause=words, costs=set_fields(costs))
-                self._report.say(f"step {step}: {words}; searching for another schedule in the background")
+            self._report.record("drift", step=step, change=change, cause=words, costs=set_fields(costs))
+            self._report.say(f"step {step}: {words}; searching for another schedule in the background")
+            if self._context.rank == 0:
                 longest = min(_LONGEST, max(_SHORTEST, self._section.replan * seconds))
                 limits, schedule = self._limits, self._pipeline.schedule
                 self._process = BackgroundSearch(request(schedule, set_fields(costs), limits, self._objective, longest))
@@ -129,17 +129,20 @@ class Replanner:
             return False
         self._suited, self._searched, self._process = costs, None, None
         if "failed" in answer:
-            self._say(f"step {step}: the search for another schedule failed: {answer['failed']}; the present one stays")
+            self._report.say(
+                f"step {step}: the search for another schedule failed: {answer['failed']}; the present one stays"
+            )
             return False
         old, schedule = self._pipeline.schedule, from_json(json.dumps(answer))
         now, then = (value_of(each, costs, self._objective) for each in (old, schedule))
         swaps = then < (1 - _LEAST_GAIN) * now and step < self._last
-        if self._report is not None:
-            self._report.record("replan", step=step, was=now, value=then, swapped=swaps)
+        self._report.record("replan", step=step, was=now, value=then, swapped=swaps)
         if not swaps:
-            self._say(f"step {step}: no schedule within the same memory gains 1 % or more; the present one stays")
+            self._report.say(
+                f"step {step}: no schedule within the same memory gains 1 % or more; the present one stays"
+            )
             return False
-        self._say(
+        self._report.say(
             f"step {step}: another schedule from the next step on, {100 * (1 - then / now):.1f} % shorter in simulation "
             f"({now * 1e3:.1f} ms, now {then * 1e3:.1f} ms)"
         )
@@ -153,10 +156,9 @@ class Replanner:
             return False
         old, took = before[0], maxima(self._pipeline, [before[1]])[0]
         returns = seconds > took and step < self._last
-        if self._report is not None:
-            self._report.record("replanned", step=step, was=took, value=seconds, kept=not returns)
+        self._report.record("replanned", step=step, was=took, value=seconds, kept=not returns)
         words = "the schedule before it returns" if returns else "it stays"
-        self._say(
+        self._report.say(
             f"step {step}: steps of the new schedule take {seconds * 1e3:.1f} ms, were {took * 1e3:.1f} ms; {words}"
         )
         return self._adopt(old) if returns else False
@@ -165,10 +167,6 @@ class Replanner:
         self._steps.clear()
         self._pipeline.adopt(schedule)
         return True
-
-    def _say(self, words: str) -> None:
-        if self._report is not None:
-            self._report.say(words)
 
     def state(self) -> dict[str, Any]:
         """Return the schedule and the costs that it suits, for a checkpoint; {} before the first costs are known."""
@@ -189,13 +187,8 @@ class Replanner:
             of_stages(costs, self._pipeline.schedule.stages)
             self._pipeline.adopt(schedule)
             self._suited = costs
-        except (
-            PipeloomError,
-            ValueError,
-            KeyError,
-            TypeError,
-        ):  # of another layout: the run begins with its own schedule
-            return
+        except (PipeloomError, ValueError, KeyError, TypeError):
+            return  # of another layout: the run begins with its own schedule
 
     def close(self) -> None:
         """End a search under way."""
@@ -224,26 +217,23 @@ class BackgroundSearch:
     """A search in a process of its own, at the lowest priority."""
 
     def __init__(self, text: str) -> None:
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # it outlives this method
-        with tempfile.TemporaryFile() as given:
-            given.write(text.encode())
-            given.seek(0)
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "pipeloom.solver.replan"],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                stdin=given,
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
-            )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pipeloom.solver.replan"],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+        )
+        # A thread of its own writes and reads, so that neither side waits for room in a pipe.
+        self._output = ThreadPoolExecutor(1, "pipeloom-replan").submit(self._process.communicate, text)
 
     def answer(self) -> dict[str, Any] | None:
         """Return the schedule, as JSON, or the last line of a failure under "failed"; None while it is searched."""
-        code = self._process.poll()
-        if code is None:
+        if not self._output.done():
             return None
-        self._output.seek(0)
-        text = self._output.read().decode(errors="replace")
-        self._output.close()
+        text, code = self._output.result()[0], self._process.returncode
         if code:
             return {"failed": (text.strip().splitlines() or [f"exit code {code}"])[-1][:200]}
         answer: dict[str, Any] = json.loads(text)
@@ -251,4 +241,4 @@ class BackgroundSearch:
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._output.result()

@@ -34,7 +34,7 @@ from pipeloom.schedule.transforms import half_split
 from pipeloom.traces.measured import costs_of
 from pipeloom.train.report.device_profile import measured_costs, profiled, searched_bytes, split_layer_bytes
 from pipeloom.train.report.metrics import shared_cores
-from pipeloom.train.report.report import Report
+from pipeloom.train.report.report import Report, reported
 
 if TYPE_CHECKING:
     from pipeloom.train.workers.context import WorkerContext
@@ -414,7 +414,7 @@ class MeasureThenSearch:
         self._request = layout.search
         self._sizes = layout.microbatch_sizes
         self._key = fingerprint(layout.config, context.device)
-        self._pipeline, self._context, self._report = pipeline, context, report
+        self._pipeline, self._context, self._report = pipeline, context, reported(report)
         self._timelines: list[Timeline] = []
         self._outcome: SearchOutcome | None = None
         self._trial: ABTrial | None = None
@@ -432,18 +432,15 @@ class MeasureThenSearch:
             return False
         steady = self._timelines[1:]  # the first step includes warm-up
         words = f"measured in steps 2 to {count}"
-        if self._report is not None:
-            crowded = shared_cores(self._context.world_size, self._context.device)
-            self._report.say(
-                "searching for a schedule for the measured costs"
-                + (f" ({crowded}: CPU cores are oversubscribed, so these include waits for a core)" * bool(crowded))
-            )
+        crowded = shared_cores(self._context.world_size, self._context.device)
+        waits = f" ({crowded}: CPU cores are oversubscribed, so these include waits for a core)" if crowded else ""
+        self._report.say(f"searching for a schedule for the measured costs{waits}")
         outcome = outcome_of_rank_0(
             self._context, self._request, lambda: search_for(self._request, fitted_costs(steady, self._sizes), words)
         )
         assert outcome is not None
         self._pipeline.adopt(outcome.schedule)
-        if self._report is not None:
+        if self._context.rank == 0:
             report_outcome(self._report, self._key, self._request, outcome)
         family = self._request.family
         if not self._request.trial or outcome.schedule.programs == family.programs:
@@ -464,13 +461,12 @@ class MeasureThenSearch:
         if falls_back:
             outcome = replace(outcome, schedule=family, value=outcome.baseline)
         self._pipeline.adopt(outcome.schedule)
-        if self._report is not None:
-            winner = family.name if falls_back else "the searched one"
-            self._report.record("trial", searched=searched, family=of_family, kept=outcome.schedule.name)
-            self._report.say(
-                f"tried in turn, {self._request.trial} steps each: searched {searched * 1e3:.1f} ms, {family.name} "
-                f"{of_family * 1e3:.1f} ms (medians); {winner} stays"
-            )
-            if falls_back:  # the search saved the schedule that is now dropped
-                save_outcome(self._report, self._key, self._request, outcome)
+        winner = family.name if falls_back else "the searched one"
+        self._report.record("trial", searched=searched, family=of_family, kept=outcome.schedule.name)
+        self._report.say(
+            f"tried in turn, {self._request.trial} steps each: searched {searched * 1e3:.1f} ms, {family.name} "
+            f"{of_family * 1e3:.1f} ms (medians); {winner} stays"
+        )
+        if falls_back and self._context.rank == 0:  # the search saved the schedule that is now dropped
+            save_outcome(self._report, self._key, self._request, outcome)
         return True

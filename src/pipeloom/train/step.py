@@ -94,12 +94,11 @@ class BadSteps:
         on_nan: what to do about a norm that is not finite: "stop", "skip", "rollback".
         on_spike: the same for a norm above 10 times the median of the last ones; "ignore": such steps count as good.
 
-    Attributes:
-        norms: norms of up to 100 recent good steps, newest last; empty where spikes are ignored. Part of a checkpoint.
+        norms: the list that keeps the norms of up to 100 recent good steps, newest last; empty where spikes are ignored.
     """
 
-    def __init__(self, on_nan: str, on_spike: str) -> None:
-        self.norms: list[float] = []
+    def __init__(self, on_nan: str, on_spike: str, norms: list[float] | None = None) -> None:
+        self.norms = [] if norms is None else norms
         self._actions = {"nan": on_nan, "spike": on_spike}
 
     def action(self, kind: str) -> str:
@@ -114,7 +113,8 @@ class BadSteps:
             return ""
         if len(self.norms) >= _LEAST and norm > _SPIKE * median(self.norms):
             return "spike"
-        self.norms = [*self.norms, norm][-_WINDOW:]
+        self.norms.append(norm)
+        del self.norms[:-_WINDOW]
         return ""
 
 

@@ -51,8 +51,8 @@ def trained(tmp_path: Any, bad: dict[int, float], **changes: Any) -> tuple[Train
     def spoilt(*arguments: Any) -> Any:
         loss = plain(*arguments)
         for parameter in trainer.pipeline.parameters():
-            if trainer.batch in bad and parameter.grad is not None:
-                parameter.grad.mul_(bad[trainer.batch])
+            if trainer.state.batch in bad and parameter.grad is not None:
+                parameter.grad.mul_(bad[trainer.state.batch])
         return loss
 
     trainer.pipeline.step = spoilt  # type: ignore[method-assign]
@@ -79,9 +79,9 @@ def stopped(rank: int, what: str) -> str:
     plain = trainer.pipeline.step
 
     def spoilt(*arguments: Any) -> Any:
-        if trainer.steps_done == 1 and rank == 1 and what == "weight":
+        if trainer.state.steps_done == 1 and rank == 1 and what == "weight":
             dict(trainer.pipeline.named_parameters())[NORM].data[3] = math.nan
-        if trainer.steps_done == 1 and rank == 1 and what == "loss":
+        if trainer.state.steps_done == 1 and rank == 1 and what == "loss":
             first = next(iter(trainer.pipeline.modules.values()))
             handle = first.register_forward_hook(lambda *values: values[2] * math.nan)
             loss = plain(*arguments)
@@ -124,7 +124,7 @@ def test_what_one_replica_alone_has_is_not_blamed_on_the_learning_rate(what: str
 
 def test_skip_leaves_the_weights_and_goes_on(tmp_path: Any) -> None:
     trainer, events = trained(tmp_path, {3: math.nan}, on_nan="skip")
-    assert (trainer.steps_done, trainer.batch) == (8, 8)
+    assert (trainer.state.steps_done, trainer.state.batch) == (8, 8)
     assert [values["step"] for event, values in events if event == "skip"] == [4]
     assert all(bool(p.isfinite().all()) for p in trainer.pipeline.parameters())
     plain, _ = trained(tmp_path / "plain", {})
@@ -137,7 +137,7 @@ def test_skip_leaves_the_weights_and_goes_on(tmp_path: Any) -> None:
 def test_rollback_goes_on_from_the_last_checkpoint_past_the_bad_batch(tmp_path: Any) -> None:
     """Step 6, of batch 5, is bad: back to step 4, whose batches 4 and 5 are left out."""
     trainer, events = trained(tmp_path, {5: math.inf}, on_nan="rollback")
-    assert (trainer.steps_done, trainer.batch) == (8, 10)
+    assert (trainer.state.steps_done, trainer.state.batch) == (8, 10)
     (rollback,) = [values for event, values in events if event == "rollback"]
     assert rollback == {"step": 6, "to": 4, "batch": 6}
     assert [values["step"] for event, values in events if event == "step"] == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8]

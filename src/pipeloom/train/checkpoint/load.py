@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pipeloom.train.checkpoint.state import (
     require_shapes,
     required_names,
 )
-from pipeloom.train.collect import from_every_rank
+from pipeloom.train.collect import agreed, from_every_rank
 
 
 @dataclass(frozen=True)
@@ -124,11 +125,4 @@ def _require(reader: Reader, pipeline: Pipeline, adapters: bool) -> None:
 
 def on_every_rank(pipeline: Pipeline, work: Callable[[], None]) -> None:
     """Call `work`; if it fails on any rank, raise the same CheckpointError on every rank."""
-    problem = ""
-    try:
-        work()
-    except CheckpointError as error:
-        problem = str(error)
-    for failure in from_every_rank(pipeline, problem, "the other ranks to load a checkpoint", "load"):
-        if failure:
-            raise CheckpointError(failure)
+    agreed(partial(from_every_rank, pipeline, what="the other ranks to load a checkpoint", phase="load"), work)

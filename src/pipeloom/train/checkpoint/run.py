@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -19,9 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pipeloom.config import Config
 from pipeloom.config.problems import file_sentence
 from pipeloom.config.sections import OptimizerSection
-from pipeloom.errors import CheckpointError, ConfigError, echo, sentence
+from pipeloom.errors import CheckpointError, ConfigError, echo
 from pipeloom.limits import MOST_STEPS, expanded
-from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.folder import (
     RunClaim,
@@ -34,7 +33,7 @@ from pipeloom.train.checkpoint.load import Loaded, load
 from pipeloom.train.checkpoint.manifest import EXTRA, MANIFEST, BaseWeights, Manifest
 from pipeloom.train.checkpoint.reader import read_extra, verified
 from pipeloom.train.checkpoint.save import Saver
-from pipeloom.train.collect import from_every_rank
+from pipeloom.train.collect import agreed, from_every_rank, from_every_worker
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report.report import Report
@@ -100,6 +99,42 @@ class RunFacts(BaseModel):
         return self.config["model"]
 
 
+@dataclass
+class RunState:
+    """State of a run besides its tensors, from step to step and from one part of the run to the next.
+
+    Attributes:
+        steps_done: number of steps made, including those that were skipped.
+        batch: number of the next batch; larger than `steps_done` after a rollback, which leaves out batches.
+        rollbacks: number of rollbacks so far.
+        held_out: losses on the held-out text: "before", once it is measured.
+        norms: the latest gradient norms of good steps (`BadSteps`).
+        chat: whether the data are conversations, for those who generate with a checkpoint.
+        folder: the run's folder.
+    """
+
+    steps_done: int = 0
+    batch: int = 0
+    rollbacks: int = 0
+    held_out: dict[str, float] = field(default_factory=dict)
+    norms: list[float] = field(default_factory=list)
+    chat: bool = False
+    folder: Path = Path()
+
+    def adopt(self, loaded: Loaded) -> RunFacts:
+        """Continue from a checkpoint, and return all of its facts. Raises CheckpointError if it is not a trainer's."""
+        facts = RunFacts.of(loaded.extra, loaded.path)
+        self.steps_done, self.batch = loaded.step, facts.batch_after(loaded.step)
+        self.rollbacks, self.held_out = facts.rollbacks, facts.held_out
+        self.norms[:] = facts.norms
+        return facts
+
+    def facts(self) -> dict[str, Any]:
+        """Return the values for a checkpoint, under the names of `RunFacts`."""
+        values = {"batch": self.batch, "chat": self.chat, "rollbacks": self.rollbacks, "held_out": self.held_out}
+        return {**values, "norms": self.norms, "run": str(self.folder)}
+
+
 def validated(model: type[_Model], values: Any, directory: Path) -> _Model:
     """Return what `model` makes of `values`, which are from `extra.json`. Raises CheckpointError if it refuses them."""
     try:
@@ -118,6 +153,8 @@ _MODEL_KEYS = (
     *("qkv_bias", "intermediate_size", "vocab_size", "tie_word_embeddings", "num_experts", "moe_intermediate_size"),
     *("num_shared_experts", "router"),
 )
+# Further ones, with the value at which the digests of older runs do not have them.
+_LATER_KEYS = {"qk_norm": False, "num_nextn_predict_layers": 0, "moe_layer_freq": 1}
 # Keys that may change from one part of a run to the next without a note. Most change results by rounding at most; train.steps
 # moves the decay of the learning rate too, but changing it is the usual reason to resume.
 _FREE = re.compile(
@@ -149,14 +186,9 @@ class Start:
 def digests(config: Config, data: str) -> dict[str, str]:
     """Return the digests that two runs must have in common for one to continue the other: `model` and `data`."""
     model = config.model.model_dump(include=set(_MODEL_KEYS), mode="json")
-    if config.model.qk_norm:
-        model["qk_norm"] = True
+    model |= {key: value for key, usual in _LATER_KEYS.items() if (value := getattr(config.model, key)) != usual}
     if config.lora.r:
         model["lora"] = [config.lora.r, config.lora.target_modules]
-    if config.model.num_nextn_predict_layers:
-        model["num_nextn_predict_layers"] = config.model.num_nextn_predict_layers
-    if config.model.moe_layer_freq != 1:  # left out at its default, because the digests of older runs do not have it
-        model["moe_layer_freq"] = config.model.moe_layer_freq
     return {"model": hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()[:16], "data": data}
 
 
@@ -183,7 +215,7 @@ def find_start(
         ConfigError: `checkpoint.dir` holds checkpoints that new ones would be mixed with, or another run saves there.
     """
     group = dist.group.WORLD if context.world_size > 1 else None
-    candidates, notes = _candidates(config, mine, context, group, run, claim), []
+    candidates, notes = _candidates(config, mine, context, run, claim), []
     for number, text in enumerate(candidates["paths"]):
         path = Path(text)
         with context.waiting("the other workers to compare a checkpoint's checksums", "load"):
@@ -191,12 +223,8 @@ def find_start(
         if manifest is None:
             if candidates["exact"]:
                 raise CheckpointError(problem)
-            after = (
-                ", and there is none before it"
-                if number + 1 == len(candidates["paths"])
-                else "; taking the one before it"
-            )
-            notes.append(f"{problem}{after}")
+            last = number + 1 == len(candidates["paths"])
+            notes.append(f"{problem}{', and there is none before it' if last else '; taking the one before it'}")
             continue
         facts = RunFacts.read(path)
         earlier = facts.config.get("optimizer", {})
@@ -211,27 +239,18 @@ def find_start(
 
 
 def _candidates(
-    config: Config,
-    mine: Mapping[str, str],
-    context: WorkerContext,
-    group: Any,
-    run: Path | None,
-    claim: RunClaim | None,
+    config: Config, mine: Mapping[str, str], context: WorkerContext, run: Path | None, claim: RunClaim | None
 ) -> dict[str, Any]:
     """Return the first rank's candidates: `paths` to try in order, `exact` (no other may be taken), and the run's `folder`."""
-    candidates: dict[str, Any] = {}
-    if context.rank == 0:
+
+    def look() -> dict[str, Any]:
         try:
-            candidates = _look(config, mine, run, claim or RunClaim())
-        except (CheckpointError, ConfigError) as error:
-            candidates = {"error": sentence(str(error)), "kind": type(error).__name__}
+            return _look(config, mine, run, claim or RunClaim()) if context.rank == 0 else {}
         except OSError as error:
-            candidates = {"error": f"{error.filename}: cannot be read: {error.strerror}", "kind": "CheckpointError"}
-    if group is not None:
-        with context.waiting("rank 0 to look for a checkpoint", "load"):
-            candidates = all_gather_json(candidates, group)[0]
-    if "error" in candidates:
-        raise (ConfigError if candidates["kind"] == "ConfigError" else CheckpointError)(candidates["error"])
+            raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from None
+
+    exchange = partial(from_every_worker, context, what="rank 0 to look for a checkpoint", phase="load")
+    candidates: dict[str, Any] = agreed(exchange, look)[0]
     return candidates
 
 
@@ -339,10 +358,8 @@ def _differences(config: Config, mine: Mapping[str, str], facts: RunFacts) -> li
 def _sizes(config: Mapping[str, Any]) -> str:
     """Return the sizes of a replica's micro-batches, from a dumped configuration, in words; "" if it lacks a key."""
     try:
-        rows, parts = (
-            config["train"]["global_batch_size"] // config["parallel"]["dp"],
-            config["schedule"]["microbatches"],
-        )
+        parts = config["schedule"]["microbatches"]
+        rows = config["train"]["global_batch_size"] // config["parallel"]["dp"]
         return " or ".join(map(str, sorted({rows // parts, -(-rows // parts)})))
     except (KeyError, TypeError, ZeroDivisionError):
         return ""
@@ -358,11 +375,11 @@ class RunCheckpoints:
 
     Args:
         folder: the folder of the checkpoints, which all ranks share.
-        facts: returns the values to store with the tensors.
-        path: the checkpoint that the run starts from.
-        saved: its step and batch number, which need not be saved again.
+        state: the run's state, saved with the tensors.
+        facts: returns further values to store.
+        path: the checkpoint that the run starts from, which need not be saved again.
         base: source of the frozen weights, which are not saved; None: all weights are saved.
-        replicas: the check that replicas are equal, made before each save; None: they are not compared.
+        replicas: the check that replicas are equal, made before each save.
         claim: the run's claim to the folder, of which the first rank's is used; None: the folder is not claimed.
 
     Attributes:
@@ -375,31 +392,25 @@ class RunCheckpoints:
         pipeline: Pipeline,
         optimizer: Optimizer,
         folder: Path,
+        state: RunState,
         facts: Callable[[], Mapping[str, Any]],
-        report: Report | None,
+        report: Report,
+        replicas: ReplicaCheck,
+        *,
         path: Path | None = None,
-        saved: tuple[int, int] | None = None,
         base: BaseWeights | None = None,
-        replicas: ReplicaCheck | None = None,
         claim: RunClaim | None = None,
     ) -> None:
         section = config.checkpoint
         self.path = path
-        self._every = section.every
-        self._pipeline, self._optimizer, self._report = pipeline, optimizer, report
-        self._facts, self._saved = facts, saved
-        self._folder = folder
+        self._pipeline, self._optimizer, self._report, self._folder = pipeline, optimizer, report, folder
+        self._state, self._facts = state, facts
+        self._saved = (state.steps_done, state.batch) if path is not None else None
+        self._pending: tuple[int, Path, Path | None] | None = None
         self._key = f'checkpoint.dir = "{section.dir}"' if section.dir else f'log.dir = "{config.log.dir}"'
         self._asynchronous = section.asynchronous
-        self._saver = Saver(
-            folder,
-            pipeline,
-            optimizer,
-            keep=section.keep,
-            keep_every=section.keep_every,
-            asynchronous=section.asynchronous,
-            base=base,
-        )
+        how: dict[str, Any] = section.model_dump(include={"keep", "keep_every", "asynchronous"})
+        self._saver = Saver(folder, pipeline, optimizer, base=base, **how)
         self._base, self._replicas, self._claim = base, replicas, claim
 
     def require_room(self) -> None:
@@ -407,88 +418,96 @@ class RunCheckpoints:
 
         Call it before the first step; collective.
         """
-        pipeline, first, probe = self._pipeline, self._pipeline.mesh.everyone.index == 0, self._folder / _PROBE
-        size = 0  # of this rank's weights, of AdamW's two averages, and of fp32 copies of smaller weights
-        for name, parameter in pipeline.named_parameters():
-            if pipeline.owns(name):
+        rank, probe = self._pipeline.mesh.everyone.index, self._folder / _PROBE
+        exchange = partial(
+            from_every_rank, self._pipeline, what="the other ranks to look at the folder of checkpoints", phase="save"
+        )
+
+        def begin() -> int:
+            if rank == 0:
+                self._begin(probe)
+            return self._share()
+
+        need = sum(agreed(exchange, begin))
+
+        def look() -> None:
+            if not probe.is_file():
+                raise ConfigError(
+                    f"{self._key}: rank {rank} does not see {self._folder}, where rank 0 writes; all hosts must share it"
+                )
+            if rank == 0 and (free := shutil.disk_usage(self._folder).free) < need:
+                raise ConfigError(
+                    f"{self._key}: a checkpoint takes about {need / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free there"
+                )
+
+        try:
+            agreed(exchange, look)
+        finally:
+            if rank == 0:
+                probe.unlink(missing_ok=True)
+
+    def _share(self) -> int:
+        """Return the bytes of this rank's weights, of AdamW's two averages, and of fp32 copies of smaller weights."""
+        size = 0
+        for name, parameter in self._pipeline.named_parameters():
+            if self._pipeline.owns(name):
                 size += parameter.nbytes if parameter.requires_grad or self._base is None else 0
                 size += parameter.numel() * (8 if parameter.dtype.itemsize >= 4 else 12) * parameter.requires_grad
-        answers = self._exchange([size, self._begin(probe) if first else ""])
-        problem, need = answers[0][1], sum(size for size, _ in answers)
-        if not problem and not probe.is_file():
-            rank = pipeline.mesh.everyone.index
-            problem = (
-                f"{self._key}: rank {rank} does not see {self._folder}, where rank 0 writes; all hosts must share it"
-            )
-        if first and not problem and (free := shutil.disk_usage(self._folder).free) < need:
-            problem = (
-                f"{self._key}: a checkpoint takes about {need / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free there"
-            )
-        problems = [text for text in self._exchange(problem) if text]
-        if first:
-            probe.unlink(missing_ok=True)
-        if problems:
-            raise ConfigError(problems[0])
+        return size
 
-    def _begin(self, probe: Path) -> str:
-        """Create the folder, claim it, and write a file there, on the first rank. Return the reason if that fails."""
+    def _begin(self, probe: Path) -> None:
+        """Create the folder, claim it, and write a file there, on the first rank. Raises ConfigError if that fails."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._claim is not None:
                 self._claim.lock(self._folder, self._key)
             probe.write_text("")
-        except ConfigError as error:
-            return str(error)
         except OSError as error:
-            return f"{self._key}: cannot write there: {error.strerror or error}"
-        return ""
+            raise ConfigError(f"{self._key}: cannot write there: {error.strerror or error}") from None
 
-    def due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after `step` steps."""
-        return self._every > 0 and step % self._every == 0
-
-    def save(self, step: int, batch: int) -> None:
+    def save(self) -> None:
         """Save the state, unless it is saved already. A checkpoint that cannot be written is reported, and training continues."""
-        self._go_on_after(lambda: self.require(step, batch))
+        self._go_on_after(self.require)
 
-    def require(self, step: int, batch: int) -> None:
+    def require(self) -> None:
         """Save the state, unless it is saved already. Raises CheckpointError if it cannot be written.
 
         An asynchronous save fails in `finish` instead. Raises DistributedError, and saves nothing, if replicas differ.
         """
-        if self._saved == (step, batch):
+        step = self._state.steps_done
+        now = step, self._state.batch
+        if self._saved == now:
             return
         self._go_on_after(self.finish)
         if self._asynchronous:  # the state changes while it is written
             self._compare(step)
-        path = self._saver.save(step, self._facts(), None if self._asynchronous else partial(self._compare, step))
-        self._saved, before, self.path = (step, batch), self.path, path
+        facts = {**self._facts(), **self._state.facts()}
+        path = self._saver.save(step, facts, None if self._asynchronous else partial(self._compare, step))
+        self._pending = step, path, self.path
+        self._saved, self.path = now, path
         if not self._asynchronous:
-            self._tell(step, path)
-            return
-        self._pending = step, path, before
+            self.finish()
 
     def _compare(self, step: int) -> None:
-        if self._replicas is not None:
-            self._replicas.before_save(step)
-            self._saver.equal_until = self._replicas.equal_until
-
-    _pending: tuple[int, Path, Path | None] | None = None
+        self._replicas.before_save(step)
+        self._saver.equal_until = self._replicas.equal_until
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written. Raises CheckpointError if it could not be written."""
         if self._pending is None:
             return
         (step, path, before), self._pending = self._pending, None
-        try:
-            self._saver.wait()
-        except CheckpointError:
-            self.path, self._saved = before, None
-            raise
-        self._tell(step, path)
+        if self._asynchronous:
+            try:
+                self._saver.wait()
+            except CheckpointError:
+                self.path, self._saved = before, None
+                raise
+        self._report.say(f"checkpoint of step {step}: {path}")
+        self._report.record("checkpoint", step=step, path=str(path), stalled=self._saver.stalled)
 
     def back(self) -> Loaded:
-        """Load the state of the newest checkpoint. Raises CheckpointError if there is none, or if it cannot be loaded."""
+        """Load the tensors of the newest checkpoint. Raises CheckpointError if there is none, or if it cannot be loaded."""
         self.finish()
         if self.path is None:
             raise CheckpointError("there is no checkpoint to roll back to")
@@ -500,16 +519,4 @@ class RunCheckpoints:
         try:
             save()
         except CheckpointError as error:
-            self._say(f"{error}; training continues, and the newest checkpoint is {self.path or 'none'}")
-
-    def _tell(self, step: int, path: Path) -> None:
-        self._say(f"checkpoint of step {step}: {path}")
-        if self._report is not None:
-            self._report.record("checkpoint", step=step, path=str(path), stalled=self._saver.stalled)
-
-    def _say(self, text: str) -> None:
-        if self._report is not None:
-            self._report.say(text)
-
-    def _exchange(self, value: Any) -> list[Any]:
-        return from_every_rank(self._pipeline, value, "the other ranks to look at the folder of checkpoints", "save")
+            self._report.say(f"{error}; training continues, and the newest checkpoint is {self.path or 'none'}")

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch.distributed as dist
 
 from pipeloom.config import Config
 from pipeloom.errors import ConfigError, shortened
-from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime.batch import IGNORE_INDEX
+from pipeloom.train.collect import from_every_worker
 from pipeloom.train.data import cache, store
 from pipeloom.train.data.batches import (
     Batch,
@@ -81,11 +80,8 @@ def open_data(config: Config, context: WorkerContext) -> Data:
     Raises ConfigError for data that cannot be read, or that does not suit the model.
     """
     plan = prepare(config) if context.local_rank == 0 else None
-    if context.world_size > 1:
-        with context.waiting("the first worker of this machine to tokenize", "start-up"):
-            plan = all_gather_json(plan, dist.group.WORLD)[context.rank - context.local_rank]
-    assert plan is not None
-    return opened(config, plan)
+    plans = from_every_worker(context, plan, "the first worker of this machine to tokenize", "start-up")
+    return opened(config, plans[context.rank - context.local_rank])
 
 
 def require_data(config: Config, replicas: int) -> Data:

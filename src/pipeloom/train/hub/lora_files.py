@@ -28,7 +28,7 @@ from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import on_every_rank, opened_together
 from pipeloom.train.checkpoint.manifest import BaseWeights, read_manifest
 from pipeloom.train.checkpoint.state import Holder, holders, require_shapes
-from pipeloom.train.collect import from_every_rank
+from pipeloom.train.collect import agreed, from_every_rank
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # prefix of every name in peft's files
@@ -220,17 +220,10 @@ def read_adapter(folder: Path, pipeline: Pipeline) -> None:
     Raises ConfigError, on every rank, for adapters that only the model or only the file has, or that have another shape.
     """
     here = [held for held in holders(pipeline) if is_adapter(held.name)]
-    problem = ""
-    try:
-        keys = _read_parts(folder / ADAPTER_WEIGHTS, here)
-    except ConfigError as error:
-        keys, problem = [], str(error)
-    answer = [problem, keys, [hub_name(held.name) for held in here]]
-    answers = from_every_rank(pipeline, answer, "the other ranks to read an adapter", "load")
-    for problem, *_ in answers:
-        if problem:
-            raise ConfigError(problem)
-    _refuse_others(folder, {key for _, keys, _ in answers for key in keys}, {n for *_, names in answers for n in names})
+    names = [hub_name(held.name) for held in here]
+    exchange = partial(from_every_rank, pipeline, what="the other ranks to read an adapter", phase="load")
+    answers = agreed(exchange, lambda: [_read_parts(folder / ADAPTER_WEIGHTS, here), names])
+    _refuse_others(folder, {key for keys, _ in answers for key in keys}, {n for _, known in answers for n in known})
 
 
 def _read_parts(path: Path, here: Iterable[Holder]) -> list[str]:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -336,6 +336,18 @@ class Report:
             makespan_measured=measured.makespan,
             makespan_simulated=prediction.makespan,
         )
+
+
+class _NoReport:
+    """Report of a rank that has none: its calls do nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *values, **figures: None
+
+
+def reported(report: Report | None) -> Report:
+    """Return `report`, or for a rank without one an object whose calls do nothing, so that all ranks run the same lines."""
+    return cast(Report, _NoReport()) if report is None else report
 
 
 def typical(traces: Sequence[Timeline]) -> Timeline:
