@@ -165,7 +165,7 @@ def test_a_step_that_something_slowed_is_traced_only_at_the_end(monkeypatch: pyt
     traced = []
     for step, slow in ((1, False), (2, True), (5, True)):
         end: Any = SimpleNamespace(
-            step=step, seconds=1.0, outcomes=[SimpleNamespace(loss=1.0, norm=1.0, rate=1.0)],
+            step=step, seconds=1.0, outcomes=[SimpleNamespace(loss=1.0, norm=1.0, rate=1.0, norms=None)],
             batch=SimpleNamespace(tokens=torch.zeros(2, 4)),
         )  # fmt: skip
         log.slowed = lambda slow=slow: slow  # type: ignore[misc]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from pipeloom.errors import ConfigError, UsageError, shortened
+from pipeloom.errors import ConfigError, UsageError, reason_of, shortened
 from pipeloom.foreign import unknown_keys
 from pipeloom.limits import CORPUS_BYTES, CORPUS_FILES, LINE_BYTES, expanded, open_file, read_file
 from pipeloom.train.data.conversations import BESIDE, HARMLESS, PAIRS, REFUSED, BadConversation, conversation
@@ -63,7 +63,7 @@ def text_files(root: Path, stdlib: bool = False) -> list[Path]:
         inside = Path(folder)
         files += (path.relative_to(root) for name in names if (path := inside / name).is_file())
         if len(files) > CORPUS_FILES:
-            raise ConfigError(f'data.source = "{shortened(str(root))}": it holds more than {CORPUS_FILES:,} files')
+            raise ConfigError(f"{_option(str(root))}: it holds more than {CORPUS_FILES:,} files")
     files.sort()
     return [root / inner for inner in files if not any(part.startswith(".") for part in inner.parts)]
 
@@ -101,6 +101,11 @@ class Source:
     files: tuple[Path, ...]
 
     @property
+    def option(self) -> str:
+        """Return the entry of `data.source` as messages name it."""
+        return _option(self.name)
+
+    @property
     def words(self) -> str:
         """Return a description for people: what is read, and as which kind."""
         name = name_of(self.name)
@@ -114,7 +119,7 @@ class Record:
 
     Attributes:
         place: the file and the line or row, for messages.
-        value: a text, or a `Conversation`.
+        value: a text, a `Conversation`, or a `BadConversation`: the reason why it cannot be read.
         first, last: whether it begins and ends its document.
     """
 
@@ -124,12 +129,12 @@ class Record:
     last: bool = True
 
 
-@dataclass(frozen=True)
-class BadRecord:
-    """Placeholder for a document that cannot be read, with the reason."""
+def _bad(place: str, why: str) -> Record:
+    return Record(place, BadConversation(why))
 
-    place: str
-    why: str
+
+def _option(name: str) -> str:
+    return f'data.source = "{shortened(name)}"'
 
 
 def find(name: str, kind: str) -> Source:
@@ -139,7 +144,7 @@ def find(name: str, kind: str) -> Source:
         name: "stdlib", a file, a folder, a directory of `datasets`, or a pattern such as "texts/**/*.txt".
         kind: a FileKind, or "auto": the one that the names of the files indicate.
     """
-    option = f'data.source = "{shortened(name)}"'
+    option = _option(name)
     if name == STDLIB:
         return Source(name, "text", tuple(text_files(Path(name_of(name)), stdlib=True)))
     path = expanded(name)
@@ -227,7 +232,7 @@ def _is_object(line: bytes) -> bool:
 # -- reading -----------------------------------------------------------------------------------------------------------------
 
 
-def records(fields: Fields) -> Iterator[Record | BadRecord]:
+def records(fields: Fields) -> Iterator[Record]:
     """Yield the documents of a source, in order. Raises ConfigError for files that cannot be read at all."""
     source = fields.source
     try:
@@ -236,11 +241,10 @@ def records(fields: Fields) -> Iterator[Record | BadRecord]:
     except ConfigError:
         raise
     except UsageError as error:
-        raise ConfigError(f'data.source = "{shortened(source.name)}": {error}') from None
+        raise ConfigError(f"{source.option}: {error}") from None
     except (OSError, EOFError) as error:
         path = getattr(error, "filename", None) or source.name
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f'data.source = "{shortened(source.name)}": cannot read {path}: {reason}') from None
+        raise ConfigError(f"{source.option}: cannot read {path}: {reason_of(error)}") from None
 
 
 class Fields:
@@ -266,11 +270,9 @@ class Fields:
             return
         for candidates in (("messages",), ("conversations",), ("text",), *PAIRS):
             if {candidates[0], candidates[-1]} <= {*names}:
-                self.names = tuple(
-                    filter(None, candidates)
-                )  # of which a later record may have those that this one lacks
+                self.names = tuple(filter(None, candidates))  # a later record may have those that this one lacks
                 return
-        option = f'data.source = "{shortened(self.source.name)}"'
+        option = self.source.option
         for key in REFUSED.keys() & names:
             raise ConfigError(f"{option}: its records have {key}, and {REFUSED[key]}")
         known = ", ".join(shortened(str(name), 40) for name in list(names)[:20])
@@ -284,17 +286,16 @@ class Fields:
         self.choose(names)
         if self.names[0] not in names:
             raise ConfigError(
-                f'data.source = "{shortened(self.source.name)}": {where} has no column "{shortened(self.names[0])}"; it has '
-                + ", ".join(names[:20])
+                f'{self.source.option}: {where} has no column "{shortened(self.names[0])}"; it has {", ".join(names[:20])}'
             )
 
-    def of(self, place: str, record: Any) -> Record | BadRecord:
+    def of(self, place: str, record: Any) -> Record:
         if not isinstance(record, dict):
-            return BadRecord(place, f"it is {_json_kind(record)}, not an object")
+            return _bad(place, f"it is {_json_kind(record)}, not an object")
         self.choose(record)
         name, value = self.names[0], record.get(self.names[0])
         if name not in record:
-            return BadRecord(place, f'it has no field "{shortened(name)}"')
+            return _bad(place, f'it has no field "{shortened(name)}"')
         messages = isinstance(value, list) and all(isinstance(each, dict) for each in value)
         beside = BESIDE if messages or len(self.names) > 1 else ()
         self.unknown.update(unknown_keys(record, {*self.names, *beside, *HARMLESS}))
@@ -302,15 +303,15 @@ class Fields:
             try:
                 return Record(place, conversation(record, self.names))
             except BadConversation as error:
-                return BadRecord(place, str(error))
+                return Record(place, error)
         if isinstance(value, str):
             try:
                 value.encode()
             except UnicodeEncodeError:
-                return BadRecord(place, f'field "{name}" holds half of a surrogate pair, which is not text')
+                return _bad(place, f'field "{name}" holds half of a surrogate pair, which is not text')
             return Record(place, value)
         kind = "a list without messages" if isinstance(value, list) else _json_kind(value)
-        return BadRecord(place, f'field "{shortened(name)}" is {kind}, not a string')
+        return _bad(place, f'field "{shortened(name)}" is {kind}, not a string')
 
 
 def _json_kind(value: Any) -> str:
@@ -325,12 +326,12 @@ def _json_kind(value: Any) -> str:
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
-def _json_lines(file: Path, source: Source, fields: Fields) -> Iterator[Record | BadRecord]:
+def _json_lines(file: Path, source: Source, fields: Fields) -> Iterator[Record]:
     """Yield the records of a file with an object on each line, or of one array of objects."""
     if file.suffix.lower() != ".gz" and _ARRAY.match(_head(file)):
         rows = _parsed(read_file(file, CORPUS_BYTES, "a text").removeprefix(codecs.BOM_UTF8))
         if isinstance(rows, str):
-            yield BadRecord(str(file), rows)
+            yield _bad(str(file), rows)
             return
         for at, record in enumerate(rows[0], 1):
             yield fields.of(f"{file}, record {at}", record)
@@ -345,10 +346,10 @@ def _json_lines(file: Path, source: Source, fields: Fields) -> Iterator[Record |
                 line = line.removeprefix(codecs.BOM_UTF8)
             if len(line) > LINE_BYTES:
                 _skip_line(opened, line)
-                yield BadRecord(place, f"it has more than {LINE_BYTES:,} bytes")
+                yield _bad(place, f"it has more than {LINE_BYTES:,} bytes")
             elif line.strip():
                 record = _parsed(line)
-                yield BadRecord(place, record) if isinstance(record, str) else fields.of(place, record[0])
+                yield _bad(place, record) if isinstance(record, str) else fields.of(place, record[0])
 
 
 def _skip_line(opened: BinaryIO, line: bytes) -> None:
@@ -370,7 +371,7 @@ def _parsed(line: bytes) -> tuple[Any] | str:
         return f"it is not JSON: {getattr(error, 'msg', error)} (column {getattr(error, 'colno', '?')})"
 
 
-def _text(file: Path, source: Source, fields: Fields) -> Iterator[Record | BadRecord]:
+def _text(file: Path, source: Source, fields: Fields) -> Iterator[Record]:
     content = read_file(file, CORPUS_BYTES, "a text")
     if b"\0" in content or not content:
         return  # a binary file
@@ -379,7 +380,7 @@ def _text(file: Path, source: Source, fields: Fields) -> Iterator[Record | BadRe
         text = content.decode()
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        yield BadRecord(f"{file}, line {line}", "it is not UTF-8")
+        yield _bad(f"{file}, line {line}", "it is not UTF-8")
         return
     start = 0
     while start < len(text):
@@ -391,12 +392,12 @@ def _text(file: Path, source: Source, fields: Fields) -> Iterator[Record | BadRe
         start = end
 
 
-def _dataset(file: Path, source: Source, fields: Fields) -> Iterator[Record | BadRecord]:
+def _dataset(file: Path, source: Source, fields: Fields) -> Iterator[Record]:
     """Yield the documents of a Parquet file, or of all files that `datasets` reads, a thousand rows at a time.
 
     A directory written by `Dataset.save_to_disk` is memory-mapped; everything else is streamed.
     """
-    option, number = f'data.source = "{shortened(source.name)}"', 0
+    option, number = source.option, 0
     try:
         datasets: Any = importlib.import_module("datasets")
         datasets.logging.set_verbosity(logging.CRITICAL)  # its errors are raised too, and reported below
@@ -441,7 +442,7 @@ def _opened_dataset(datasets: Any, source: Source, file: Path, scratch: str) -> 
     return datasets.load_dataset(str(Path(files[0]).parent), data_files=files, streaming=True, cache_dir=scratch)
 
 
-_READERS: dict[str, Callable[[Path, Source, Fields], Iterator[Record | BadRecord]]] = {
+_READERS: dict[str, Callable[[Path, Source, Fields], Iterator[Record]]] = {
     "text": _text,
     "jsonl": _json_lines,
     "parquet": _dataset,

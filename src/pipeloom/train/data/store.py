@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from pipeloom.config.sections import DataSection
-from pipeloom.errors import ConfigError, UsageError, shortened
+from pipeloom.errors import ConfigError, UsageError, reason_of, shortened
 from pipeloom.limits import open_file
 from pipeloom.train.data import cache
 from pipeloom.train.data.conversations import BadConversation, Conversation
-from pipeloom.train.data.sources import BadRecord, Fields, Record, Source, records
+from pipeloom.train.data.sources import Fields, Record, Source, records
 from pipeloom.train.data.tokenizers import (
     CHAT_TEMPLATE,
     Piece,
@@ -101,7 +101,7 @@ def opened(entry: cache.Entry, source: Source) -> Store:
     first = "; ".join(facts["first left out"])
     if not len(entry["tokens"]):
         why = f" (bad ones left out: {facts['left out']:,}; {first})" if facts["left out"] else ""
-        raise ConfigError(f'data.source = "{shortened(source.name)}": it holds no text to train on{why}')
+        raise ConfigError(f"{source.option}: it holds no text to train on{why}")
     bad = f"{facts['left out']:,} bad one{'s' * (facts['left out'] > 1)}"
     left_out = f", {bad} left out ({first})" if facts["left out"] else ""
     field = f', field "{facts["field"]}"' if facts["field"] else ""
@@ -171,13 +171,13 @@ class _Tokenization:
                 self._refuse(record.place, str(error))
                 continue
             for pieces in rows:
-                if pieces and isinstance(record, Record):  # an empty text is no document
+                if pieces:  # an empty text is no document
                     yield pieces, record.last
 
-    def _rows(self, record: Record | BadRecord) -> list[list[Piece]]:
+    def _rows(self, record: Record) -> list[list[Piece]]:
         """Return the pieces of each document of a record. Raises BadConversation if there is something wrong with it."""
-        if isinstance(record, BadRecord):
-            raise BadConversation(record.why)
+        if isinstance(record.value, BadConversation):
+            raise record.value
         kinds = ("a text", "texts"), ("a conversation", "conversations")
         chat = isinstance(record.value, Conversation)
         self._chat = chat if self._chat is None else self._chat
@@ -253,12 +253,12 @@ def token_files(source: Source, vocabulary: int, kind: str, eos: int | None) -> 
         if smallest < 0 or largest >= vocabulary:
             wrong = smallest if smallest < 0 else largest
             raise ConfigError(
-                f'data.source = "{shortened(source.name)}": {file} holds the token {wrong:,}, and the model has '
+                f"{source.option}: {file} holds the token {wrong:,}, and the model has "
                 f"{vocabulary:,} tokens (model.vocab_size); numbers are read as {array.dtype} (data.token_type)"
             )
     tokens = arrays[0] if len(arrays) == 1 else Joined(arrays)
     if not len(tokens):
-        raise ConfigError(f'data.source = "{shortened(source.name)}": it holds no tokens')
+        raise ConfigError(f"{source.option}: it holds no tokens")
     begins = np.cumsum([0, *map(len, arrays)])
     starts = np.unique(begins)
     if eos is not None:
@@ -270,7 +270,7 @@ def token_files(source: Source, vocabulary: int, kind: str, eos: int | None) -> 
 
 
 def _mapped(file: Path, vocabulary: int, kind: str, source: Source) -> Any:
-    option = f'data.source = "{shortened(source.name)}"'
+    option = source.option
     try:
         with open_file(file, "a file of tokens") as raw:
             head = raw.read(1024)
@@ -298,8 +298,7 @@ def _mapped(file: Path, vocabulary: int, kind: str, source: Source) -> Any:
         if size == start:
             return np.empty(0, dtype=number)
         return np.memmap(file, dtype=number, mode="r", offset=start)
+    except ConfigError:
+        raise
     except (OSError, UsageError, ValueError, EOFError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(f"{option}: cannot read {file}: {reason}") from None
+        raise ConfigError(f"{option}: cannot read {file}: {reason_of(error)}") from None

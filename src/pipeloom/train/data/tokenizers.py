@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeloom.errors import ConfigError, UsageError, did_you_mean, shortened
+from pipeloom.errors import ConfigError, UsageError, did_you_mean, reason_of, shortened
 from pipeloom.foreign import typed
 from pipeloom.limits import TOKENIZER_BYTES, expanded, read_file, read_json
 from pipeloom.train.data.conversations import (
@@ -148,8 +148,7 @@ def load_tokenizer(name: str, bos: str = AUTO, eos: str = AUTO) -> Tokenizer:
     except ConfigError:
         raise
     except (OSError, UsageError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(f'data.tokenizer = "{shortened(name)}": cannot read it: {reason}') from None
+        raise ConfigError(f'data.tokenizer = "{shortened(name)}": cannot read it: {reason_of(error)}') from None
     except Exception as error:
         words = shortened(next(iter(str(error).splitlines()), type(error).__name__))
         raise ConfigError(f'data.tokenizer = "{shortened(name)}": it is not a tokenizer: {words}') from None

@@ -9,6 +9,8 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +31,7 @@ STOP, INTERRUPT, SAVE = 1, 2, 4  # bits: SIGTERM, SIGINT, SIGUSR1
 
 def together(flags: Iterable[float]) -> int:
     """Return the bits that any rank has set."""
-    bits = 0
-    for flag in flags:
-        bits |= int(flag)
-    return bits
+    return reduce(or_, map(int, flags), 0)
 
 
 @dataclass
