@@ -193,7 +193,7 @@ class Trainer:
         self.replanner: Replanner | None = None
         self.checkpoints: RunCheckpoints | None = None
         self.profile: OperatorProfile | None = None
-        self.garbage = GarbageCollection(trim_freed_memory)
+        self._garbage = GarbageCollection(trim_freed_memory)
         self.optimizer = Optimizer.of(pipeline, config)
         self.replicas = ReplicaCheck(pipeline, self.optimizer, config.train.check_every, ties(config))
         self.experts = ExpertLoads(config, pipeline)
@@ -275,7 +275,7 @@ class Trainer:
         batches = Batches(text, self.config, mesh.shape.dp)
         self._held_out = held_out
         self._before_steps()
-        with self.garbage:
+        with self._garbage:
             while state.steps_done < options.steps:
                 step = state.steps_done + 1
                 due = [row for row in self.observers if row.due(step)]
@@ -318,21 +318,25 @@ class Trainer:
         if self.profile is not None:
             self.profile.before_step(step)
 
-    def keep_profile(self, step: int) -> None:
+    def keep_profile(self, end: StepEnd) -> None:
         """Keep what was recorded in a step, and after the last one of them report the file with all of it."""
         if self.profile is not None:
-            self.say(*self.profile.after_step(step))
+            self.say(*self.profile.after_step(end.step))
 
-    def measure(self) -> None:
+    def collect_garbage(self, end: StepEnd) -> None:
+        """Collect on all ranks in the same step."""
+        self._garbage.collect()
+
+    def measure(self, end: StepEnd) -> None:
         """Hand the step to the search; once that has chosen a schedule, the row of this call goes."""
         if self.measuring is not None and self.measuring.after_step():
             self.measuring = None
             self.log.traces.clear()  # they are of other schedules
             self.observers = [row for row in self.observers if row.name != "measuring for the search"]
 
-    def replan(self, step: int) -> None:
+    def replan(self, end: StepEnd) -> None:
         """Hand the step to the search that follows the costs, unless the first schedule is still searched for."""
-        if self.replanner is not None and self.measuring is None and self.replanner.after_step(step):
+        if self.replanner is not None and self.measuring is None and self.replanner.after_step(end.step):
             self.log.traces.clear()
 
     def _save_end(self) -> str:
@@ -343,8 +347,9 @@ class Trainer:
         self.checkpoints.finish()
         return f"saved as {self.checkpoints.path}"
 
-    def evaluate(self, step: int) -> None:
+    def evaluate(self, end: StepEnd) -> None:
         """Report the loss on the held-out text. It does not affect the training that follows."""
+        step = end.step
         if step == self.config.train.steps or not self._held_out:
             return  # `run` always computes the loss after the last step
         loss = self.held_out_loss(self._held_out)
@@ -353,9 +358,9 @@ class Trainer:
         self._report.record("evaluation", step=step, loss=loss)
         self._report.figures(step, {"held_out_loss": loss})
 
-    def save_as_asked(self, flags: int) -> None:
+    def save_as_asked(self, end: StepEnd) -> None:
         """Save a checkpoint. Requests up to now are met by it; a request that arrives while it is saved leads to another one."""
-        if flags & SAVE:
+        if end.flags & SAVE:
             self._context.requests.flags &= ~SAVE
             self._save_file.unlink(missing_ok=True)
         if self.checkpoints is not None:
@@ -371,7 +376,11 @@ class Trainer:
         asked = self._context.rank == 0 and self.state.folder.is_absolute() and self._save_file.exists()
         return self._context.flags | SAVE * asked
 
-    def end(self, flags: int) -> NoReturn:
+    def end_as_asked(self, end: StepEnd) -> NoReturn:
+        """Save a checkpoint, and end the run, as requested in a step."""
+        self._end(end.flags)
+
+    def _end(self, flags: int) -> NoReturn:
         """Save a checkpoint, and end the run as requested: raise Preempted or Interrupted."""
         where = self._save_end()
         if self.profile is not None:
@@ -498,7 +507,7 @@ class Trainer:
             count += targets
             flags = together(row[0] for row in gather(self.pipeline, [float(self._flags())]))
             if flags & (STOP | INTERRUPT):
-                self.end(flags)
+                self._end(flags)
         return total / count
 
 

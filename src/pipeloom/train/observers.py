@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,13 @@ class StepObserver:
         return ", ".join(words)
 
 
+class _Listed:
+    """Stand-in for a Trainer whose rows are listed, and whose methods nobody calls."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+
 def observers(
     config: Config, first: int = 1, searches: bool = False, trainer: Trainer | None = None
 ) -> list[StepObserver]:
@@ -112,18 +119,15 @@ def observers(
         searches: whether the first steps are measured for a search.
         trainer: what the rows call; None: they are listed, and nobody calls them.
     """
-    run, train, last = cast("Trainer", trainer), config.train, config.train.steps
+    run = cast("Trainer", _Listed() if trainer is None else trainer)
+    train, last, ends = config.train, config.train.steps, STOP | INTERRUPT
     experts = bool(config.model.num_experts and not config.model.source)  # Hugging Face gates count no tokens
-    logged: tuple[StepNeed, ...] = ("outcome", "trace") if config.log.norms == "none" else ("outcome", "trace", "norms")
-    traced: tuple[StepNeed, ...] = ("outcome", "trace")
+    outcome: tuple[StepNeed, ...] = ("outcome",)
+    traced: tuple[StepNeed, ...] = (*outcome, "trace")
+    logged: tuple[StepNeed, ...] = traced if config.log.norms == "none" else (*traced, "norms")
     rows = [
         StepObserver(
-            "profile",
-            before_step=lambda step: run.start_profile(step),
-            after_step=lambda end: run.keep_profile(end.step),
-            every=0,
-            also=profiled_steps(config),
-            needs=("trace",),
+            "profile", run.start_profile, run.keep_profile, every=0, also=profiled_steps(config), needs=("trace",)
         ),
         # Routers with biases need the loads of every step; otherwise they are only for the log.
         StepObserver(
@@ -132,34 +136,15 @@ def observers(
             every=experts * (1 if config.model.router == "sigmoid" else config.log.every),
             also=(last,) if experts else (),
         ),
-        StepObserver("record, and bad steps", after_step=lambda end: run.record(end)),
+        StepObserver("record, and bad steps", after_step=run.record),
         StepObserver("replica check", after_step=lambda end: run.replicas.check(end.step), every=train.check_every),
-        StepObserver(
-            "garbage collection", after_step=lambda end: run.garbage.collect(), every=EVERY_STEPS, also=(first,)
-        ),
-        StepObserver(
-            "log",
-            after_step=lambda end: run.log.after_step(end),
-            every=config.log.every,
-            also=(last,),
-            requests=STOP | INTERRUPT,
-            needs=logged,
-        ),
-        StepObserver("end", after_step=lambda end: run.end(end.flags), every=0, requests=STOP | INTERRUPT),
-        StepObserver(
-            "evaluation", after_step=lambda end: run.evaluate(end.step), every=train.eval_every, needs=("outcome",)
-        ),
-        StepObserver(
-            "checkpoint",
-            after_step=lambda end: run.save_as_asked(end.flags),
-            every=config.checkpoint.every,
-            requests=SAVE,
-            needs=("outcome",),
-        ),
-        StepObserver(
-            "measuring for the search", after_step=lambda end: run.measure(), every=int(searches), needs=traced
-        ),
-        StepObserver("replan", after_step=lambda end: run.replan(end.step), every=config.schedule.replan, needs=traced),
+        StepObserver("garbage collection", after_step=run.collect_garbage, every=EVERY_STEPS, also=(first,)),
+        StepObserver("log", None, run.log.after_step, config.log.every, also=(last,), requests=ends, needs=logged),
+        StepObserver("end", after_step=run.end_as_asked, every=0, requests=ends),
+        StepObserver("evaluation", after_step=run.evaluate, every=train.eval_every, needs=outcome),
+        StepObserver("checkpoint", None, run.save_as_asked, config.checkpoint.every, requests=SAVE, needs=outcome),
+        StepObserver("measuring for the search", after_step=run.measure, every=int(searches), needs=traced),
+        StepObserver("replan", after_step=run.replan, every=config.schedule.replan, needs=traced),
     ]
     return [row for row in rows if row.when()]
 

@@ -30,7 +30,7 @@ from pipeloom.train.checkpoint.folder import (
     step_path,
 )
 from pipeloom.train.checkpoint.load import Loaded, load
-from pipeloom.train.checkpoint.manifest import EXTRA, MANIFEST, BaseWeights, Manifest
+from pipeloom.train.checkpoint.manifest import EXTRA, MANIFEST, BaseWeights
 from pipeloom.train.checkpoint.reader import read_extra, verified
 from pipeloom.train.checkpoint.save import Saver
 from pipeloom.train.collect import agreed, from_every_rank, from_every_worker
@@ -170,14 +170,12 @@ class Start:
 
     Attributes:
         path: the checkpoint; None: the run starts at the first step.
-        manifest: the checkpoint's manifest.
         folder: the folder of the run that continues; None: the run creates a new one.
         notes: messages for the log: checkpoints that were skipped, and changes since this one.
         optimizer: the section with the checkpoint's values of the automatic keys; None: the run starts at the first step.
     """
 
     path: Path | None = None
-    manifest: Manifest | None = None
     folder: Path | None = None
     notes: tuple[str, ...] = ()
     optimizer: OptimizerSection | None = None
@@ -232,7 +230,7 @@ def find_start(
         optimizer = validated(OptimizerSection, config.optimizer.model_dump() | rates, path)
         config = config.model_copy(update={"optimizer": optimizer})
         notes += _differences(config, mine, facts)
-        return Start(path, manifest, _folder(config, candidates, facts), tuple(notes), optimizer)
+        return Start(path, _folder(config, candidates, facts), tuple(notes), optimizer)
     if notes:
         raise CheckpointError("\n".join(notes))
     return Start(folder=Path(candidates["folder"]) if candidates["folder"] else None)

@@ -43,7 +43,7 @@ class Sampler:
 
     def __init__(self, items: int, rows: int, replicas: int, seed: int, order: Order, remainder: Remainder) -> None:
         self.items, self.rows, self.replicas = items, rows, replicas
-        self._seed, self._order, self._remainder = seed, order, remainder
+        self._seed, self._order = seed, order
         self._known: tuple[int, list[Tensor]] | None = None
         self.steps_per_epoch = max(1, items // rows) if remainder == "drop" else -(-items // rows)
         if rows % replicas:
@@ -257,7 +257,7 @@ class SortedDocuments:
         remainder: Remainder = "pad",
         multiple: int = MULTIPLE,
     ) -> None:
-        self._stores, self._multiple, self._length, self._rows, self._seed = stores, multiple, length, rows, seed
+        self._stores, self._length, self._rows, self._seed = stores, length, rows, seed
         self._firsts = np.concatenate([[0], np.cumsum([len(pieces) for _, _, pieces in stores])])
         sizes = np.concatenate([pieces[:, 1] for _, _, pieces in stores])
         self._lengths = rounded(sizes, multiple, length)

@@ -6,6 +6,7 @@ import importlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,6 @@ from pipeloom.train.hub.lora_files import checkpoint_digest, directory_digest, w
 _SHARD_BYTES = 2 * 10**9  # bytes of weights in memory at a time and per file; readers can read parts of a file
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
 _COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-# Keys that a decoder's shape and a configuration of transformers have in common.
-_SAME_KEYS = (
-    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"),
-    *("tie_word_embeddings", "rms_norm_eps"),
-)
 # What a family may lack, of any decoder and of those with experts: an exported configuration is compared with its decoder's.
 _FEATURES = (
     *("attention_bias", "qkv_bias", "qk_norm"),
@@ -316,27 +312,20 @@ def hub_config(shape: DecoderShape) -> Any:
     else:
         name = "Qwen2MoeConfig" if shape.num_shared_experts else "MixtralConfig"
     kind = getattr(transformers(), name)
-    values: dict[str, Any] = {key: getattr(shape, key) for key in _SAME_KEYS}
-    values |= {
+    of_family = {
+        **asdict(shape),  # whose names are those of transformers, but for these:
         "head_dim": shape.head_width,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
         "intermediate_size": shape.expert_width if name == "MixtralConfig" else shape.intermediate_size,
-    }
-    values |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    of_family = {
-        "attention_bias": shape.attention_bias,
-        "qkv_bias": shape.qkv_bias,
-        "num_experts_per_tok": shape.num_experts_per_tok,
-        "num_experts": shape.num_experts,
         "num_local_experts": shape.num_experts,
         "moe_intermediate_size": shape.expert_width,
         "shared_expert_intermediate_size": shape.num_shared_experts * shape.expert_width,
-        "norm_topk_prob": shape.norm_topk_prob,
         "mlp_only_layers": [block for block, sparse in enumerate(shape.expert_blocks) if not sparse],
         "decoder_sparse_step": 1,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
-    known = kind().to_dict()
-    config = kind(**values, **{key: value for key, value in of_family.items() if key in known})
+    known = kind().to_dict().keys() - {"model_type"} | {"head_dim"}
+    config = kind(**{key: value for key, value in of_family.items() if key in known})
     computed = own_shape(config.to_dict())
     for key in _FEATURES if experts else _FEATURES[:3]:
         wanted, value = getattr(shape, key), getattr(computed, key)

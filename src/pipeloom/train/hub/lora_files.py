@@ -145,39 +145,29 @@ def require_targets(config: Config) -> None:
         parts = {each.name: each.build() for each in layers(config.model.shape(), 0, device="meta")}
     modules = [(layer, *each) for layer, part in parts.items() for each in part.named_modules()]
     linear = {hub_name(f"{layer}.{path}".strip(".")) for layer, path, module in modules if is_linear(module)}
-    _refuse_targets(config, _fitting(config, linear), linear)
+    _refuse_targets(config, linear, linear)
 
 
 def _require_adapters(config: Config, pipeline: Pipeline) -> None:
     """As `require_targets`, of a model that is built; on every rank."""
+    if config.lora.adapter:  # whose own layers are compared when it is read
+        return
     names = [(hub_name(name), p) for name, p in pipeline.named_parameters()]
     adapted = [name.rpartition(".lora_")[0] for name, _ in names if is_adapter(name)]
     weights = {name.split(".")[-2] for name, p in names if p.ndim == 2 and name.endswith(".weight")}
-    facts = [_fitting(config, adapted), sorted(weights)]
-    everyone = from_every_rank(pipeline, facts, "the other ranks to count their adapters")
-    fitting, known = ({each for facts in everyone for each in facts[at]} for at in (0, 1))
-    if not config.lora.adapter:  # whose own layers are compared when it is read
-        _refuse_targets(config, fitting, known)
+    everyone = from_every_rank(pipeline, [adapted, sorted(weights)], "the other ranks to count their adapters")
+    adapted_anywhere, known = ({each for facts in everyone for each in facts[at]} for at in (0, 1))
+    _refuse_targets(config, adapted_anywhere, known)
 
 
-def _targets(config: Config) -> tuple[str, ...]:
-    targets = config.lora.target_modules
-    return (targets,) if isinstance(targets, str) else targets
-
-
-def _fitting(config: Config, names: Collection[str]) -> list[str]:
-    """Return the entries of `lora.target_modules` that one of these names of linear layers fits."""
+def _refuse_targets(config: Config, names: Collection[str], known: Collection[str]) -> None:
+    """Raise ConfigError for an entry of `lora.target_modules` that none of the linear layers `names` fits."""
     options = lora_options(config)
     assert options is not None
-    regular = isinstance(options.target_modules, str)
-    rules = {each: replace(options, target_modules=each if regular else (each,)) for each in _targets(config)}
-    return [each for each, rule in rules.items() if any(map(rule.chooses, names))]
-
-
-def _refuse_targets(config: Config, fitting: Collection[str], known: Collection[str]) -> None:
-    """Raise ConfigError for an entry of `lora.target_modules` that no layer fits."""
-    for target in _targets(config):
-        if target not in fitting:
+    targets = options.target_modules
+    for target in [targets] if isinstance(targets, str) else targets:
+        rule = replace(options, target_modules=target if isinstance(targets, str) else (target,))
+        if not any(map(rule.chooses, names)):
             nearest = did_you_mean(target, {name.rpartition(".")[2] for name in known})
             raise ConfigError(f"lora.target_modules: no linear layer is called {target!r:.200}{nearest}")
 
