@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -58,6 +58,7 @@ class Optimizer:
         foreign: the sizes of a Hugging Face model, whose fused projections Muon steps one by one.
 
     Attributes:
+        masters: the tensors that they step.
         optimizers: torch optimizers over disjoint sets of masters; empty where this process steps nothing.
     """
 
@@ -77,11 +78,11 @@ class Optimizer:
         self._trained = [parameter for _, parameter in named]
         self._sync = sync
         self._counts = counts
-        self._masters = Masters(named, sync)
+        self.masters = Masters(named, sync)
         self.optimizers: list[torch.optim.Optimizer] = []
         for rule in _MOMENTS:
             by_decay: dict[float, list[nn.Parameter]] = {}
-            for master in self._masters.all:
+            for master in self.masters.all:
                 if self._rule(master.name) == rule:
                     by_decay.setdefault(self._decay(master.name), []).append(master.tensor)
             groups: list[dict[str, Any]] = [{"params": held, "weight_decay": decay} for decay, held in by_decay.items()]
@@ -96,7 +97,7 @@ class Optimizer:
                         Muon(
                             groups or [{"params": []}],
                             WholeMatrices(matrices, sync, options.adjust_lr_fn),
-                            self._masters.all,
+                            self.masters.all,
                             lr=options.lr,
                             momentum=options.momentum,
                             nesterov=options.nesterov,
@@ -139,20 +140,20 @@ class Optimizer:
     @property
     def counted(self) -> int:
         """The largest number of squares that `squares` can return."""
-        return sum(self._counts(master.name) for master in self._masters.all)
+        return sum(self._counts(master.name) for master in self.masters.all)
 
     def squares(self) -> list[float]:
         """Return the sum of squares of each gradient that this process counts; call it after the pipeline's step."""
-        self._masters.take_gradients()
-        gradients = [master.gradient for master in self._masters.all if self._counts(master.name)]
+        self.masters.take_gradients()
+        gradients = [master.gradient for master in self.masters.all if self._counts(master.name)]
         return squares([gradient for gradient in gradients if gradient is not None])
 
     def named_squares(self, gradients: bool) -> dict[str, float]:
         """Return name -> the sum of squares of the gradients, or of the values, that this process counts of a parameter."""
-        self._masters.take_gradients()
+        self.masters.take_gradients()
         tensors = {
             master.name: master.gradient if gradients else master.tensor.detach().reshape(-1)
-            for master in self._masters.all
+            for master in self.masters.all
             if self._counts(master.name)
         }
         return {name: exact_sum(squares([tensor])) for name, tensor in tensors.items() if tensor is not None}
@@ -168,7 +169,7 @@ class Optimizer:
             norm: the global gradient norm. A step whose norm is not finite is skipped. None: neither clip nor skip.
             rate: the learning rate.
         """
-        self._masters.take_gradients()
+        self.masters.take_gradients()
         if norm is None or math.isfinite(norm):
             if norm is not None and self.clip_norm > 0:
                 clip([p.grad for p in self._tensors if p.grad is not None], norm, self.clip_norm)
@@ -177,16 +178,12 @@ class Optimizer:
                     group["lr"] = rate
                 optimizer.step()
         # Collective: a rank must take part even if its slices hold no parameter or it skipped the step.
-        self._masters.publish()
+        self.masters.publish()
         self.zero_grad()
 
     def wait(self) -> None:
         """Wait for the values that other ranks have stepped; call it before you read parameters without a Pipeline's methods."""
-        self._masters.wait()
-
-    def publish_again(self) -> None:
-        """Take part in the collective of other ranks that publish a repeated step, on a rank that does not repeat it."""
-        self._masters.publish()
+        self.masters.wait()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -195,18 +192,10 @@ class Optimizer:
         if self._sync is not None:
             self._sync.zero_grad()
 
-    def hold_gradients(self) -> Callable[[], None]:
-        """Keep this step's gradients while the next step computes its own; return a function that restores them."""
-        return self._masters.hold()
-
-    def changing(self) -> list[Tensor]:
-        """Return every tensor that a step writes to, except the moments, which are in the state of `optimizers`."""
-        return self._masters.changing()
-
     @property
     def state_bytes(self) -> int:
         """Bytes of the moments after the first step, and of masters that do not share memory with the parameters."""
-        moments = sum(len(self.moments(master.name)) * master.tensor.nbytes for master in self._masters.all)
+        moments = sum(len(self.moments(master.name)) * master.tensor.nbytes for master in self.masters.all)
         shared = {parameter.untyped_storage().data_ptr() for parameter in self._trained}
         return moments + sum(p.nbytes for p in self._tensors if p.untyped_storage().data_ptr() not in shared)
 
@@ -224,7 +213,7 @@ class Optimizer:
         `step` is 1.0 where SGD or Muon, which do not count steps, have a state.
         """
         states: dict[str, dict[str, Any]] = {}
-        for master in self._masters.all:
+        for master in self.masters.all:
             state = self._optimizer_of(master).state.get(master.tensor, {})
             moments = [key for key in self.moments(master.name) if state.get(key) is not None]
             states[master.name] = {
@@ -243,16 +232,16 @@ class Optimizer:
 
         A parameter with `step` 0 has no moments: it has had no gradient yet. Raises CheckpointError for missing elements.
         """
-        for master in self._masters.all:
+        for master in self.masters.all:
             state = states.get(master.name)
             if state is None or state["start"] > master.start or state["stop"] < master.stop:
                 raise CheckpointError(
                     f"the optimizer's state of {master.name!r} does not hold its elements {master.start} to {master.stop}"
                 )
-        self._masters.wait()
+        self.masters.wait()
         for optimizer in self.optimizers:
             optimizer.state.clear()
-        for master in self._masters.all:
+        for master in self.masters.all:
             state, tensor = states[master.name], master.tensor
             section = slice(master.start - state["start"], master.stop - state["start"])
             tensor.copy_(state["master"][section].view(tensor.shape))
@@ -264,11 +253,11 @@ class Optimizer:
                 mine[key] = torch.empty_like(tensor).copy_(state[key][section].view(tensor.shape))
             if "exp_avg" in moments:
                 mine["step"] = torch.tensor(state["step"], dtype=torch.float32, device=tensor.device)
-        self._masters.publish()
+        self.masters.publish()
 
     @property
     def _tensors(self) -> list[nn.Parameter]:
-        return [master.tensor for master in self._masters.all]
+        return [master.tensor for master in self.masters.all]
 
 
 def _of_torch(rule: str, groups: list[dict[str, Any]], options: OptimizerSection) -> torch.optim.Optimizer:

@@ -72,6 +72,12 @@ class SearchOutcome:
         return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
+# Attribute of an outcome -> its name in the log and in the saved file.
+_FIGURES = {"baseline": "was"} | {
+    name: name for name in ("objective", "value", "lower_bound", "source", "seconds", "stage_layers")
+}
+
+
 def to_plain(request: SearchRequest, outcome: SearchOutcome) -> dict[str, Any]:
     """Return `outcome` as JSON can hold it: the form of its schedule, and under `searched` the figures for the log."""
     return to_dict(outcome.schedule) | {"searched": figures_of(request, outcome)}
@@ -80,10 +86,9 @@ def to_plain(request: SearchRequest, outcome: SearchOutcome) -> dict[str, Any]:
 def from_plain(plain: Mapping[str, Any]) -> SearchOutcome:
     """Invert `to_plain`. Of a schedule's options, those that its JSON form does not hold are lost."""
     figures = plain["searched"]
-    names = ("objective", "value", "was", "lower_bound", "source", "seconds")
-    schedule, costs = from_json(json.dumps(plain)), Costs(**figures["costs"])
-    values = {"baseline" if name == "was" else name: figures[name] for name in names}
-    return SearchOutcome(schedule, costs, **values, stage_layers=tuple(figures["stage_layers"]))
+    values: dict[str, Any] = {name: figures[figure] for name, figure in _FIGURES.items()}
+    values["stage_layers"] = tuple(values["stage_layers"])
+    return SearchOutcome(from_json(json.dumps(plain)), Costs(**figures["costs"]), **values)
 
 
 def search_for(
@@ -224,19 +229,9 @@ def save_outcome(report: Report, key: str, request: SearchRequest, outcome: Sear
 
 def figures_of(request: SearchRequest, outcome: SearchOutcome) -> dict[str, Any]:
     """Return the outcome as it appears in the log and in the saved file."""
-    return {
-        "objective": outcome.objective,
-        "value": outcome.value,
-        "was": outcome.baseline,
-        "family": request.family.name,
-        "lower_bound": outcome.lower_bound,
-        "gap": outcome.gap,
-        "memory": request.memory,
-        "source": outcome.source,
-        "seconds": outcome.seconds,
-        "stage_layers": outcome.stage_layers,
-        "costs": set_fields(outcome.costs),
-    }
+    of_both = {"family": request.family.name, "gap": outcome.gap, "memory": request.memory}
+    figures = {figure: getattr(outcome, name) for name, figure in _FIGURES.items()}
+    return {**figures, **of_both, "costs": set_fields(outcome.costs)}
 
 
 def set_fields(costs: Costs) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class OptimizerCopy:
         states = [state for by_master in self._states for state in by_master.values()]
         values = [value for state in states for value in state.values() if isinstance(value, Tensor)]
         # also parameters that other ranks step for this one
-        self._originals = [tensor.detach() for tensor in (*optimizer.changing(), *values)]
+        self._originals = [tensor.detach() for tensor in (*optimizer.masters.changing(), *values)]
         if [(t.shape, t.dtype) for t in self._originals] != [(t.shape, t.dtype) for t in self._copies]:
             self._copies = [torch.empty_like(tensor) for tensor in self._originals]
         if self._copies:  # in one call for all tensors, where one call each takes longer than the copies
@@ -61,24 +61,19 @@ class OptimizerCopy:
             inner.state.update({master: dict(state) for master, state in states.items()})
 
 
-class ForwardSideEffects:
-    """Side effects of a forward pass besides gradients: the state of the layers, and torch's random state."""
+def before_forward(pipeline: Pipeline) -> Callable[[], None]:
+    """Copy what a forward pass changes besides gradients, the state of the layers and torch's random state; return a function
+    that restores them."""
+    state, device, random = StageState(list(pipeline.modules.values())), pipeline.device, torch.get_rng_state()
+    of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._layers = list(pipeline.modules.values())
-        self._device = pipeline.device
+    def restore() -> None:
+        state.restore()
+        torch.set_rng_state(random)
+        if of_device is not None:
+            torch.cuda.set_rng_state(of_device, device)
 
-    def take(self) -> None:
-        self._state = StageState(self._layers)
-        self._random = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            self._random.append(torch.cuda.get_rng_state(self._device))
-
-    def restore(self) -> None:
-        self._state.restore()
-        torch.set_rng_state(self._random[0])
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(self._random[1], self._device)
+    return restore
 
 
 _FLAG_COLUMNS = 2  # in front of a row: whether the rank speculates, and the requests that it has received
@@ -113,7 +108,6 @@ class SpeculativeOptimizer:
         self._pending: _Step | None = None
         self._last_norm_within_clip = False
         self._before_step = OptimizerCopy()
-        self._before_forward = ForwardSideEffects(pipeline)
         self._row = NormRow(pipeline, optimizer)
 
     def step(self, inputs: Any, targets: Any, rate: float, flags: int = 0, **keywords: Any) -> Outcome | None:
@@ -124,12 +118,12 @@ class SpeculativeOptimizer:
             rate: the learning rate.
             flags: requests received by this rank; they appear in every rank's outcome of this step.
         """
-        self._before_forward.take()
+        restore = before_forward(self._pipeline)
         loss = self._pipeline.forward_backward(inputs, targets, **keywords)
         before, wrong_weights = self._confirm()
         if wrong_weights:
             loss.wait()
-            self._before_forward.restore()
+            restore()
             self._pipeline.next_step -= 1  # the same step number, so the same random numbers
             loss = self._pipeline.forward_backward(inputs, targets, **keywords)
         self._advance(loss, rate, flags)
@@ -150,7 +144,7 @@ class SpeculativeOptimizer:
         if speculate:
             self.speculations += 1
             self._before_step.take(self._optimizer)
-            restore_gradients = self._optimizer.hold_gradients()
+            restore_gradients = self._optimizer.masters.hold()
             self._optimizer.step(None, rate)
         else:
             self._optimizer.step(_norm(exchange), rate)
@@ -176,7 +170,7 @@ class SpeculativeOptimizer:
                 step.restore_gradients()
                 self._optimizer.step(norm, step.rate)
             else:
-                self._optimizer.publish_again()
+                self._optimizer.masters.publish()  # collective: other ranks publish their repeated step
         flags = together(row[1] for row in rows)
         loss = step.loss.wait()
         with self._pipeline.waiting_for_device():

@@ -271,7 +271,7 @@ def test_a_step_can_be_taken_back_and_redone(dtype: torch.dtype) -> None:
     replica.gradients(1)
     norm = math.sqrt(replica.optimizer.square_norm()) * 100
     copy.take(replica.optimizer)
-    restore_gradients = replica.optimizer.hold_gradients()
+    restore_gradients = replica.optimizer.masters.hold()
     replica.optimizer.step(None, RATE)
     assert not all(torch.equal(value, wanted.weights()[name]) for name, value in replica.weights().items())
     replica.gradients(2)

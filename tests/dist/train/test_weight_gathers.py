@@ -107,7 +107,7 @@ def of_copy(trainer: Trainer) -> dict[str, Tensor]:
     copy = OptimizerCopy()
     copy.take(trainer.optimizer)
     with torch.no_grad():
-        for tensor in trainer.optimizer.changing():
+        for tensor in trainer.optimizer.masters.changing():
             tensor.zero_()
     copy.restore(trainer.optimizer)
     return weights_of(trainer)

@@ -13,6 +13,11 @@ class Box(NamedTuple):
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """Return the box that is all of a tensor of `shape`."""
+        return cls((0,) * len(shape), tuple(shape))
+
     @property
     def elements(self) -> int:
         return math.prod(self.shape)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import CheckpointError, ConfigError
-from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.folder import DTYPE_NAMES, newest_checkpoint
 from pipeloom.train.checkpoint.manifest import BaseWeights, Manifest
 from pipeloom.train.checkpoint.reader import opened
@@ -50,7 +49,7 @@ def export_dcp(path: Path, out: Path) -> Path:
     _require_new(out)
     reader = opened(directory)
     manifest = reader.manifest
-    state = {key: reader.region(key, Box((0,) * len(shape), shape)) for key, shape in reader.tensors.items()}
+    state = {key: reader.whole(key) for key in reader.tensors}
     record = {
         "step": manifest.step,
         "stored": list(manifest.stored),

@@ -44,6 +44,10 @@ class Reader:
             whole[common.slices_in(box)] = self._read(stored, key, common)
         return whole
 
+    def whole(self, key: str) -> Tensor:
+        """Read all of the tensor `key`, as `region` does."""
+        return self.region(key, Box.whole(self.tensors[key]))
+
     def _read(self, stored: StoredBox, key: str, wanted: Box) -> Tensor:
         path, name = self.directory / stored.file, stored.name
         try:

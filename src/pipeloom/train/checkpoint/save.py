@@ -507,7 +507,7 @@ def write_alone(folder: Path, manifest: Manifest, groups: Iterable[Mapping[str, 
             if group:
                 files[file] = write_tensors(partial / file, {key: tensor.contiguous() for key, tensor in group.items()})
             for key, tensor in group.items():
-                box = Box((0,) * tensor.ndim, tuple(tensor.shape))
+                box = Box.whole(tensor.shape)
                 entries[key] = TensorEntry(DTYPE_NAMES[tensor.dtype], box.shape, (StoredBox(file, key, *box),))
         if "extra" in manifest.stored:
             files[EXTRA] = write_bytes(partial / EXTRA, json.dumps(extra, allow_nan=False).encode())

@@ -97,7 +97,7 @@ class Holder:
                 "persistent=False, or keep its parts in buffers"
             )
         if values.shape == self.tensor.shape:
-            return [(piece.box, values[piece.local.slices_in(_all_of(values))]) for piece in self.pieces]
+            return [(piece.box, values[piece.local.slices_in(Box.whole(values.shape))]) for piece in self.pieces]
         parts, position = [], 0
         for run in boxes_of_run(self.tensor.shape, start, start + values.numel()):
             view = values[position : position + run.elements].view(run.shape)
@@ -136,13 +136,9 @@ def holders(pipeline: Pipeline) -> list[Holder]:
         persistent = module.state_dict()
         for inner, buffer in module.named_buffers():
             if inner in persistent:
-                shape, box = tuple(buffer.shape), _all_of(buffer)
+                shape, box = tuple(buffer.shape), Box.whole(buffer.shape)
                 held_tensors.append(Holder(f"{layer}.{inner}", buffer.detach(), shape, (HeldBox(box, box),), False))
     return held_tensors
-
-
-def _all_of(tensor: Tensor) -> Box:
-    return Box((0,) * tensor.ndim, tuple(tensor.shape))
 
 
 def pieces_of(sharding: ParameterSharding, place: Place, shape: tuple[int, ...]) -> tuple[HeldBox, ...]:
@@ -196,7 +192,7 @@ def optimizer_parts(pipeline: Pipeline, optimizer: AnyOptimizer) -> tuple[list[P
             if isinstance(value, Tensor) and value.shape == shape:
                 parts += [Part(key, held.shape, box, part) for box, part in held.parts(value.detach(), start)]
             elif isinstance(value, Tensor) and (value.ndim == 0 or held.shape == shape):
-                parts.append(Part(key, tuple(value.shape), _all_of(value), value.detach()))
+                parts.append(Part(key, tuple(value.shape), Box.whole(value.shape), value.detach()))
             elif isinstance(value, bool | int | float):
                 numbers[key] = value
             elif value is not None:
@@ -338,7 +334,7 @@ def _torch_state(stored: Reader, slot: _State, kind: str, device: torch.device) 
     shape = stored.tensors[key]
     if shape == held.shape and shape:
         return held.read(partial(stored.region, key), slot.start, slot.stop).view(slot.shape).to(device)
-    value = stored.region(key, Box((0,) * len(shape), shape))
+    value = stored.whole(key)
     return value.to(device) if value.ndim else value  # torch keeps the number of steps on the CPU
 
 

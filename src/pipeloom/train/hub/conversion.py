@@ -26,7 +26,6 @@ from pipeloom.models.layers import PREDICTION_NORMS, block_name, own_name
 from pipeloom.models.lora import LoraOptions, is_adapter, is_transposed, merged
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.hub import ADAPTER_CONFIG, is_directory, own_shape, own_values
-from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.manifest import BaseWeights
 from pipeloom.train.checkpoint.reader import Reader, opened
@@ -154,7 +153,7 @@ def _layers_of(reader: Reader, section: ModelSection) -> Iterator[dict[str, Tens
     blocks = [block_name(section.num_hidden_layers + at) for at in range(section.num_nextn_predict_layers)]
     left_out = tuple(f"{name}." for name in (*blocks, PREDICTION_NORMS))
     for group in _by_layer([name for name in names if section.source or not name.startswith(left_out)]):
-        tensors = {name: _values(reader, name) for name in group}
+        tensors = {name: reader.whole(f"model.{name}") for name in group}
         yield {hub_name(name): t for name, t in tensors.items()} if section.source else to_hub(tensors)
 
 
@@ -193,7 +192,7 @@ def _export_adapters(reader: Reader, base: BaseWeights, out: Path, merge: bool) 
     lora = validated(LoraSection, RunFacts.read(reader.directory).config.get("lora"), reader.directory)
     options = LoraOptions(lora.r, lora.lora_alpha, lora.lora_dropout, lora.target_modules)
     names = [key.partition(".")[2] for key in reader.tensors if key.startswith("model.") and is_adapter(key)]
-    adapters = {hub_name(name): _values(reader, name) for name in names}
+    adapters = {hub_name(name): reader.whole(f"model.{name}") for name in names}
     if not merge:
         write_adapter(out, adapters, options, _hub_source(base), bool(_transposed(base, adapters)))
         return
@@ -380,11 +379,6 @@ def _by_layer(names: list[str]) -> Iterator[list[str]]:
         number = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
         groups.setdefault(name if number is None else ".".join(parts[: number + 1]), []).append(name)
     yield from groups.values()
-
-
-def _values(reader: Reader, name: str) -> Tensor:
-    shape = reader.tensors[f"model.{name}"]
-    return reader.region(f"model.{name}", Box((0,) * len(shape), shape))
 
 
 def _write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
