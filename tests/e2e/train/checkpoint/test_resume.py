@@ -138,8 +138,10 @@ def test_who_asks_while_a_checkpoint_is_saved_gets_another_one(tmp_path: Path) -
         requests.note(signal.SIGUSR1)
         file.write_text("")
 
-    trainer: Any = SimpleNamespace(_context=SimpleNamespace(requests=requests), _save_file=file, _save=save)
-    Trainer.save_as_asked(trainer, SAVE)
+    context, checkpoints = SimpleNamespace(requests=requests), SimpleNamespace(save=save)
+    trainer: Any = SimpleNamespace(_context=context, _save_file=file, checkpoints=checkpoints)
+    end: Any = SimpleNamespace(flags=SAVE)
+    Trainer.save_as_asked(trainer, end)
     assert seen == [(False, False)]
     assert requests.flags & SAVE
     assert file.exists()
