@@ -338,13 +338,9 @@ def estimated(layout: Layout, context: WorkerContext) -> Layout:
     request = layout.search
     if request is None:
         return layout
-    stage_times = tuple(float(flops) / 3 for flops in stage_costs(layout.config, layout.stage_layers))
-    costs = request.costs or Costs(stage_times, stage_times, stage_times)
-    if request.in_bytes:
-        costs = with_bytes(layout, costs, context.device)
-    outcome = outcome_of_rank_0(context, request, lambda: search_for(request, costs, ""))
-    assert outcome is not None
-    return replace(layout, schedule=outcome.schedule, search=None)
+    times = tuple(float(flops) / 3 for flops in stage_costs(layout.config, layout.stage_layers))
+    given = replace(request, costs=request.costs or Costs(times, times, times), reuse=False)
+    return resolve_before_start(replace(layout, search=given), context, None)
 
 
 def outcome_of_rank_0(

@@ -37,7 +37,7 @@ from pipeloom.train.collect import agreed, from_every_rank, from_every_worker
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report.report import Report
-from pipeloom.train.workers.failures import DIGESTS_FILE
+from pipeloom.train.workers.failures import DIGESTS_FILE, facts_in
 
 if TYPE_CHECKING:
     from pipeloom.train.workers.context import WorkerContext
@@ -300,8 +300,8 @@ def newest_run(config: Config, mine: Mapping[str, str]) -> Path | None:
     root = expanded(config.log.dir).absolute()
     runs = []
     for path in root.iterdir() if root.is_dir() else ():
-        facts = _facts_of(path)
-        if facts is not None and all(facts.get(key) == value for key, value in mine.items()):
+        facts = facts_in(path / DIGESTS_FILE)
+        if facts and all(facts.get(key) == value for key, value in mine.items()):
             runs.append((float(facts.get("started", 0.0)), path))
     return max(runs)[1] if runs else None
 
@@ -311,21 +311,12 @@ def _folder(config: Config, candidates: Mapping[str, Any], facts: RunFacts) -> P
     if candidates["exact"]:
         return None
     folder = Path(candidates["folder"] or facts.run)
-    recorded = _facts_of(folder) if folder.is_absolute() else None
-    if recorded is None or candidates["folder"]:
-        return None if recorded is None else folder
+    recorded = facts_in(folder / DIGESTS_FILE) if folder.is_absolute() else {}
+    if not recorded or candidates["folder"]:
+        return folder if recorded else None
     there = str(expanded(config.checkpoint.dir).absolute())
     same = folder.parent == expanded(config.log.dir).absolute() and recorded.get("checkpoints", there) == there
     return folder if same else None
-
-
-def _facts_of(run: Path) -> Mapping[str, Any] | None:
-    """Return the content of a run's `run.json`; None if there is none."""
-    try:
-        facts = json.loads((run / DIGESTS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return facts if isinstance(facts, dict) else None
 
 
 def _differences(config: Config, mine: Mapping[str, str], facts: RunFacts) -> list[str]:

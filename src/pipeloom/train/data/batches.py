@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -130,21 +130,11 @@ class Batch(NamedTuple):
         return {name: tensor for name, tensor in keywords.items() if tensor is not None}
 
 
-class Rows(Protocol):
-    """Rows that batches consist of. `count`: the number of rows that do not overlap."""
-
-    @property
-    def count(self) -> int: ...
-
-    def rows_at(self, numbers: Tensor) -> Batch:
-        """Return the rows with these numbers, each below `count`."""
-
-    def random_rows(self, rows: int, seed: int, step: int) -> Batch:
-        """Return `rows` random rows, which depend on (seed, step) alone."""
-
-
 class SpanRows:
-    """Windows of documents, joined end to end wherever they are stored."""
+    """Windows of documents, joined end to end wherever they are stored.
+
+    Rows, of windows and of packed documents, have numbers below `count`, the number of rows that do not overlap.
+    """
 
     def __init__(self, tokens: Tokens, spans: Spans, seq_len: int) -> None:
         self.stored, self._spans, self._length = tokens, runs(spans), seq_len
@@ -161,9 +151,11 @@ class SpanRows:
         return max(0, self.tokens - 1) // self._length
 
     def rows_at(self, numbers: Tensor) -> Batch:
+        """Return the rows with these numbers."""
         return self._at(numbers * self._length)
 
     def random_rows(self, rows: int, seed: int, step: int) -> Batch:
+        """Return `rows` random rows, which depend on (seed, step) alone."""
         generator = torch.Generator().manual_seed(stable_seed("batch", seed, step))
         return self._at(torch.randint(0, self.tokens - self._length, (rows,), generator=generator))
 
@@ -228,6 +220,9 @@ class PackedRows:
             at += size
         positions[at:] = np.arange(self._length - at)  # the rest of the row is one more document, without targets
         return tokens, targets, positions
+
+
+Rows = SpanRows | PackedRows
 
 
 class SortedDocuments:

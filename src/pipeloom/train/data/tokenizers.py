@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,35 +33,16 @@ CHAT_TEMPLATE = "chat_template.jinja"
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
-class Tokenizer(Protocol):
-    """Text to numbers and back.
+class ByteTokenizer:
+    """Tokenizer of 256 tokens, the values of a byte; there is nothing to train or to store.
 
-    Attributes:
+    Attributes (of every tokenizer):
         name: name for people.
         vocab_size: larger than every token.
         bos, eos: the tokens that begin and end a document; None: there is none.
         digest: equal for tokenizers that encode alike.
         folder: directory of `transformers`; None: it is not from one.
     """
-
-    name: str
-    vocab_size: int
-    bos: int | None
-    eos: int | None
-    digest: str
-    folder: Path | None
-
-    def encode(self, text: str) -> Tensor:
-        """Return the tokens of a text: [length], without `bos` and `eos`."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode many texts at once, on all cores."""
-
-    def decode(self, tokens: Tensor) -> str: ...
-
-
-class ByteTokenizer:
-    """Tokenizer of 256 tokens, the values of a byte; there is nothing to train or to store."""
 
     name = "bytes"
     vocab_size = 256
@@ -76,6 +57,7 @@ class ByteTokenizer:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encode many texts at once."""
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def decode(self, tokens: Tensor) -> str:
@@ -86,7 +68,7 @@ class ByteTokenizer:
 
 
 class VocabularyTokenizer:
-    """A tokenizer of the package `tokenizers`, which encodes on all cores.
+    """A tokenizer of the package `tokenizers`, which encodes many texts on all cores; attributes as of `ByteTokenizer`.
 
     Args:
         inner: a `tokenizers.Tokenizer`.
@@ -109,6 +91,7 @@ class VocabularyTokenizer:
         self.digest = hashlib.sha256(inner.to_str().encode()).hexdigest()
 
     def encode(self, text: str) -> Tensor:
+        """Return the tokens of a text: [length], without `bos` and `eos`."""
         return torch.tensor(self._inner.encode(text, add_special_tokens=False).ids, dtype=torch.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -131,6 +114,9 @@ class VocabularyTokenizer:
             near = did_you_mean(wanted, [word for word in self._numbers if len(word) < 40 and word[:1] in "<["])
             raise ConfigError(f'{key} = "{shortened(wanted)}": the tokenizer {self.name} has no such token{near}')
         return self._numbers[wanted]
+
+
+Tokenizer = ByteTokenizer | VocabularyTokenizer
 
 
 def load_tokenizer(name: str, bos: str = AUTO, eos: str = AUTO) -> Tokenizer:
@@ -227,21 +213,6 @@ class Piece(NamedTuple):
     counts: bool
 
 
-class Template(Protocol):
-    """Renders conversations as pieces. `name` is part of the cache's key."""
-
-    name: str
-
-    def rows(self, given: Conversation) -> list[list[Piece]]:
-        """Return the pieces of each document of a conversation: one, or one for each answer that is learned.
-
-        Raises BadConversation if it cannot be rendered.
-        """
-
-    def prompt(self, text: str) -> list[Piece]:
-        """Return the pieces of a user's message, up to where the answer begins."""
-
-
 _SIMPLE = (
     "{{ BOS }}{% if tools %}{{ '<|tools|>\\n' + tools | tojson + '\\n' }}{% endif %}{% for message in messages %}"
     "{{ '<|' + message.role + '|>\\n' }}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
@@ -258,8 +229,6 @@ class SimpleTemplate:
     Calls stand in lines of their own behind an answer's text, as `<|call|>` and JSON, and tools before all messages.
     """
 
-    name = "simple"
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._bos, self._eos = tokenizer.bos, tokenizer.eos
         ends = [(name, end) for name, end in (("bos", self._bos), ("eos", self._eos)) if end is not None]
@@ -271,6 +240,10 @@ class SimpleTemplate:
         return reduce(lambda text, word: text.replace(word[0], json.dumps(word[1])), words, _SIMPLE)
 
     def rows(self, given: Conversation) -> list[list[Piece]]:
+        """Return the pieces of each document of a conversation: one, or one for each answer that is learned.
+
+        Raises BadConversation if it cannot be rendered.
+        """
         pieces = [] if self._bos is None else [Piece(self._bos, False)]
         if given.tools:
             pieces.append(Piece(f"<|tools|>\n{json.dumps(given.tools, ensure_ascii=False)}\n", False))
@@ -285,6 +258,7 @@ class SimpleTemplate:
         return [pieces]
 
     def prompt(self, text: str) -> list[Piece]:
+        """Return the pieces of a user's message, up to where the answer begins."""
         begin = [] if self._bos is None else [Piece(self._bos, False)]
         return [*begin, Piece(f"<|user|>\n{text}\n<|{ANSWERS}|>\n", False)]
 
@@ -303,7 +277,6 @@ class TokenizerTemplate:
 
     def __init__(self, folder: Path) -> None:
         self._tokenizer = tokenizer = transformers_tokenizer(folder)
-        self.name = f"template {tokenizer.chat_template}"
         self._words = f"the chat template of {shortened(folder.name)}"
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         ends = "|".join(map(re.escape, sorted(special | {*tokenizer.all_special_tokens}, key=len, reverse=True)))
@@ -401,6 +374,9 @@ class TokenizerTemplate:
             except Exception as error:
                 words = words or next(iter(str(error).splitlines()), type(error).__name__)
         raise BadConversation(f"{self._words} refuses it: {words}")
+
+
+Template = SimpleTemplate | TokenizerTemplate
 
 
 def prompt_tokens(text: str, tokenizer: Tokenizer, template: Template | None) -> list[int]:

@@ -112,7 +112,7 @@ def write_exit(folder: str | None, exit_code: int, reason: str = "", blames: Seq
     path = Path(folder) / EXIT_FILE
     is_cause = exit_code not in (0, DistributedError.exit_code, *OBEYED)
     with contextlib.suppress(OSError):
-        mode = "wb" if is_cause and _written(path).get("exit_code") == DistributedError.exit_code else "xb"
+        mode = "wb" if is_cause and facts_in(path).get("exit_code") == DistributedError.exit_code else "xb"
         with path.open(mode) as file, contextlib.ExitStack() as torn:
             torn.callback(path.unlink)  # on a full disk
             file.write(json.dumps(facts).encode() + b"\n")
@@ -122,13 +122,14 @@ def write_exit(folder: str | None, exit_code: int, reason: str = "", blames: Seq
 
 def failure_of_run(folder: Path) -> str:
     """Return the last line of the reason for which the run in `folder` failed; "" if it did not."""
-    facts = _written(folder / EXIT_FILE)
+    facts = facts_in(folder / EXIT_FILE)
     if facts.get("exit_code") in (None, 0, *OBEYED):
         return ""
     return (str(facts.get("reason", "")).strip().splitlines() or [f"exit code {facts['exit_code']}"])[-1]
 
 
-def _written(path: Path) -> dict[str, Any]:
+def facts_in(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a run's folder; {} if there is none."""
     try:
         facts = json.loads(path.read_bytes())
     except (OSError, ValueError):
