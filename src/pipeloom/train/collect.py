@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,7 @@ from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.parallel.collectives import carrier_of
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import LocalPipeline, Pipeline
-
-if TYPE_CHECKING:
-    from pipeloom.train.workers.context import WorkerContext
+from pipeloom.train.workers.context import WorkerContext
 
 
 def from_every_worker(context: WorkerContext, value: Any, what: str, phase: str) -> list[Any]:

@@ -55,13 +55,12 @@ from pipeloom.train.step import (
     norm_of,
 )
 from pipeloom.train.tuning import GarbageCollection, trim_freed_memory
-from pipeloom.train.workers.context import INTERRUPT, SAVE, STOP, require_agreement, together
+from pipeloom.train.workers.context import INTERRUPT, SAVE, STOP, WorkerContext, require_agreement, together
 from pipeloom.train.workers.failures import failure_of_run, note_run, restarted_run
 from pipeloom.train.workers.preflight import as_packed
 
 if TYPE_CHECKING:
     from pipeloom.train.report.profile import OperatorProfile
-    from pipeloom.train.workers.context import WorkerContext
 
 
 def run(layout: Layout, context: WorkerContext, observers: Sequence[StepObserver] = ()) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pipeloom.config import Layout
 from pipeloom.errors import PipeloomError
@@ -29,9 +29,7 @@ from pipeloom.train.collect import maxima
 from pipeloom.train.report.prediction import of_stages
 from pipeloom.train.report.report import Report, reported
 from pipeloom.train.schedule_search import fitted_costs, set_fields, value_of, value_of_rank_0
-
-if TYPE_CHECKING:
-    from pipeloom.train.workers.context import WorkerContext
+from pipeloom.train.workers.context import WorkerContext
 
 DRIFT_STEPS = 3
 """Measured steps of which the costs are medians: one stall among them changes nothing."""

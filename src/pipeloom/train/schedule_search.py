@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,7 @@ from pipeloom.traces.measured import costs_of
 from pipeloom.train.report.device_profile import measured_costs, profiled, searched_bytes, split_layer_bytes
 from pipeloom.train.report.metrics import shared_cores
 from pipeloom.train.report.report import Report, reported
-
-if TYPE_CHECKING:
-    from pipeloom.train.workers.context import WorkerContext
+from pipeloom.train.workers.context import WorkerContext
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -37,11 +37,8 @@ from pipeloom.train.collect import agreed, from_every_rank, from_every_worker
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report.report import Report
+from pipeloom.train.workers.context import WorkerContext
 from pipeloom.train.workers.failures import DIGESTS_FILE, facts_in
-
-if TYPE_CHECKING:
-    from pipeloom.train.workers.context import WorkerContext
-
 
 _Count = Annotated[int, Field(ge=0, le=MOST_STEPS)]
 _Model = TypeVar("_Model", bound=BaseModel)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,9 +27,7 @@ from pipeloom.train.data.batches import (
 from pipeloom.train.data.packing import MULTIPLE, Spans, packed, pieces_of, split
 from pipeloom.train.data.sources import BYTES, Source, find, require_length, tokenizer_name
 from pipeloom.train.data.tokenizers import Template, Tokenizer, load_tokenizer, prompt_tokens
-
-if TYPE_CHECKING:
-    from pipeloom.train.workers.context import WorkerContext
+from pipeloom.train.workers.context import WorkerContext
 
 Plan = list[dict[str, Any]]
 """For each source, as JSON: the paths of its entries in the cache."""
