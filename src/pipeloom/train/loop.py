@@ -219,7 +219,7 @@ class Trainer:
             begun = time.perf_counter()
             facts = self._adopted(load(start.path, self.pipeline, self.optimizer, self._base))
             if self.replanner is not None and self.measuring is None:
-                self.replanner.restore(facts.replan, facts.config.get("schedule"))
+                self.replanner.restore(facts.replan, facts.config.get("schedule", {}))
             self.say(f"resumed after step {state.steps_done} from {start.path} ({_recovery(begun)})")
             self._report.record("resume", step=state.steps_done, batch=state.batch, path=str(start.path))
         state.folder = folder

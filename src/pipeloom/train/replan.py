@@ -172,10 +172,11 @@ class Replanner:
             return {}
         return {"schedule": to_dict(self._pipeline.schedule), "costs": set_fields(self._suited)}
 
-    def restore(self, state: Mapping[str, Any], configured: Mapping[str, Any] | None) -> None:
+    def restore(self, state: Mapping[str, Any], configured: Mapping[str, Any]) -> None:
         """Continue with a checkpoint's schedule and costs, if it was of a run with the same `[schedule]`, `configured`."""
         section = self._section.model_dump(mode="json")
-        if not state or configured is None or any(configured.get(key) != section[key] for key in _same(section)):
+        same = [key for key in section if not key.startswith("replan")]
+        if not state or any(configured.get(key) != section[key] for key in same):
             return
         try:
             schedule, costs = from_json(json.dumps(state["schedule"])), Costs(**state["costs"])
@@ -192,10 +193,6 @@ class Replanner:
         """End a search under way."""
         if self._process is not None:
             self._process.close()
-
-
-def _same(section: Mapping[str, Any]) -> list[str]:
-    return [key for key in section if not key.startswith("replan")]
 
 
 def _memory(layout: Layout) -> tuple[float | tuple[float, ...], list[float]]:

@@ -242,7 +242,7 @@ def test_a_checkpoint_continues_with_its_schedule_and_costs() -> None:
 def test_a_checkpoint_of_another_layout_is_left_alone(state: dict[str, Any], section: dict[str, Any] | None) -> None:
     pipeline, replanner, _ = run_of()
     old = pipeline.schedule
-    replanner.restore(state, None if section is None else configured(**section))
+    replanner.restore(state, {} if section is None else configured(**section))
     assert pipeline.schedule is old
     assert replanner.state() == {}
 

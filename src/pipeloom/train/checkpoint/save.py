@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -458,12 +457,10 @@ def _plan(everyone: Sequence[Sequence[Sequence[Any]]], rank: int, digest: str) -
 
 def _writer(ranks: int) -> dict[str, Any]:
     """Return the manifest's entry about the writing program, for people."""
-    try:
-        pipeloom = version("pipeloom")
-    except PackageNotFoundError:
-        pipeloom = "unknown"
+    from pipeloom import __version__  # which is not set yet where `pipeloom.verify` imports this module
+
     time_of_writing = datetime.now().astimezone().isoformat(timespec="seconds")
-    return {"pipeloom": pipeloom, "ranks": ranks, "time": time_of_writing}
+    return {"pipeloom": __version__, "ranks": ranks, "time": time_of_writing}
 
 
 # -- from one process --------------------------------------------------------------------------------------------------

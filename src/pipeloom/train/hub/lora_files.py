@@ -42,13 +42,11 @@ def base_weights(config: Config) -> BaseWeights | None:
     """
     if not config.lora.r:
         return None
-    if config.model.source:
-        path = expanded(config.model.source)
+    source = config.model.source
+    path = expanded(source) if source else expanded(config.model.weights).absolute()
+    if source or is_directory(str(path)):
         return BaseWeights("hugging face", str(path), directory_digest(path))
-    weights = expanded(config.model.weights).absolute()
-    if is_directory(str(weights)):
-        return BaseWeights("hugging face", str(weights), directory_digest(weights))
-    path = newest_checkpoint(weights)
+    path = newest_checkpoint(path)
     return BaseWeights("checkpoint", str(path), checkpoint_digest(path))
 
 
