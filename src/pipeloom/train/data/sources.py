@@ -63,7 +63,7 @@ def text_files(root: Path, stdlib: bool = False) -> list[Path]:
         inside = Path(folder)
         files += (path.relative_to(root) for name in names if (path := inside / name).is_file())
         if len(files) > CORPUS_FILES:
-            raise ConfigError(f"{_option(str(root))}: it holds more than {CORPUS_FILES:,} files")
+            raise ConfigError(f'data.source = "{shortened(str(root))}": it holds more than {CORPUS_FILES:,} files')
     files.sort()
     return [root / inner for inner in files if not any(part.startswith(".") for part in inner.parts)]
 
@@ -102,8 +102,8 @@ class Source:
 
     @property
     def option(self) -> str:
-        """Return the entry of `data.source` as messages name it."""
-        return _option(self.name)
+        """Return the entry as messages name it."""
+        return f'data.source = "{shortened(self.name)}"'
 
     @property
     def words(self) -> str:
@@ -119,7 +119,7 @@ class Record:
 
     Attributes:
         place: the file and the line or row, for messages.
-        value: a text, a `Conversation`, or a `BadConversation`: the reason why it cannot be read.
+        value: a text, or a `Conversation`.
         first, last: whether it begins and ends its document.
     """
 
@@ -129,12 +129,12 @@ class Record:
     last: bool = True
 
 
-def _bad(place: str, why: str) -> Record:
-    return Record(place, BadConversation(why))
+@dataclass(frozen=True)
+class BadRecord:
+    """Placeholder for a document that cannot be read, with the reason."""
 
-
-def _option(name: str) -> str:
-    return f'data.source = "{shortened(name)}"'
+    place: str
+    why: str
 
 
 def find(name: str, kind: str) -> Source:
@@ -144,7 +144,7 @@ def find(name: str, kind: str) -> Source:
         name: "stdlib", a file, a folder, a directory of `datasets`, or a pattern such as "texts/**/*.txt".
         kind: a FileKind, or "auto": the one that the names of the files indicate.
     """
-    option = _option(name)
+    option = f'data.source = "{shortened(name)}"'
     if name == STDLIB:
         return Source(name, "text", tuple(text_files(Path(name_of(name)), stdlib=True)))
     path = expanded(name)
@@ -232,7 +232,7 @@ def _is_object(line: bytes) -> bool:
 # -- reading -----------------------------------------------------------------------------------------------------------------
 
 
-def records(fields: Fields) -> Iterator[Record]:
+def records(fields: Fields) -> Iterator[Record | BadRecord]:
     """Yield the documents of a source, in order. Raises ConfigError for files that cannot be read at all."""
     source = fields.source
     try:
@@ -270,7 +270,9 @@ class Fields:
             return
         for candidates in (("messages",), ("conversations",), ("text",), *PAIRS):
             if {candidates[0], candidates[-1]} <= {*names}:
-                self.names = tuple(filter(None, candidates))  # a later record may have those that this one lacks
+                self.names = tuple(
+                    filter(None, candidates)
+                )  # of which a later record may have those that this one lacks
                 return
         option = self.source.option
         for key in REFUSED.keys() & names:
@@ -289,13 +291,13 @@ class Fields:
                 f'{self.source.option}: {where} has no column "{shortened(self.names[0])}"; it has {", ".join(names[:20])}'
             )
 
-    def of(self, place: str, record: Any) -> Record:
+    def of(self, place: str, record: Any) -> Record | BadRecord:
         if not isinstance(record, dict):
-            return _bad(place, f"it is {_json_kind(record)}, not an object")
+            return BadRecord(place, f"it is {_json_kind(record)}, not an object")
         self.choose(record)
         name, value = self.names[0], record.get(self.names[0])
         if name not in record:
-            return _bad(place, f'it has no field "{shortened(name)}"')
+            return BadRecord(place, f'it has no field "{shortened(name)}"')
         messages = isinstance(value, list) and all(isinstance(each, dict) for each in value)
         beside = BESIDE if messages or len(self.names) > 1 else ()
         self.unknown.update(unknown_keys(record, {*self.names, *beside, *HARMLESS}))
@@ -303,15 +305,15 @@ class Fields:
             try:
                 return Record(place, conversation(record, self.names))
             except BadConversation as error:
-                return Record(place, error)
+                return BadRecord(place, str(error))
         if isinstance(value, str):
             try:
                 value.encode()
             except UnicodeEncodeError:
-                return _bad(place, f'field "{name}" holds half of a surrogate pair, which is not text')
+                return BadRecord(place, f'field "{name}" holds half of a surrogate pair, which is not text')
             return Record(place, value)
         kind = "a list without messages" if isinstance(value, list) else _json_kind(value)
-        return _bad(place, f'field "{shortened(name)}" is {kind}, not a string')
+        return BadRecord(place, f'field "{shortened(name)}" is {kind}, not a string')
 
 
 def _json_kind(value: Any) -> str:
@@ -326,12 +328,12 @@ def _json_kind(value: Any) -> str:
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
-def _json_lines(file: Path, source: Source, fields: Fields) -> Iterator[Record]:
+def _json_lines(file: Path, source: Source, fields: Fields) -> Iterator[Record | BadRecord]:
     """Yield the records of a file with an object on each line, or of one array of objects."""
     if file.suffix.lower() != ".gz" and _ARRAY.match(_head(file)):
         rows = _parsed(read_file(file, CORPUS_BYTES, "a text").removeprefix(codecs.BOM_UTF8))
         if isinstance(rows, str):
-            yield _bad(str(file), rows)
+            yield BadRecord(str(file), rows)
             return
         for at, record in enumerate(rows[0], 1):
             yield fields.of(f"{file}, record {at}", record)
@@ -346,10 +348,10 @@ def _json_lines(file: Path, source: Source, fields: Fields) -> Iterator[Record]:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if len(line) > LINE_BYTES:
                 _skip_line(opened, line)
-                yield _bad(place, f"it has more than {LINE_BYTES:,} bytes")
+                yield BadRecord(place, f"it has more than {LINE_BYTES:,} bytes")
             elif line.strip():
                 record = _parsed(line)
-                yield _bad(place, record) if isinstance(record, str) else fields.of(place, record[0])
+                yield BadRecord(place, record) if isinstance(record, str) else fields.of(place, record[0])
 
 
 def _skip_line(opened: BinaryIO, line: bytes) -> None:
@@ -371,7 +373,7 @@ def _parsed(line: bytes) -> tuple[Any] | str:
         return f"it is not JSON: {getattr(error, 'msg', error)} (column {getattr(error, 'colno', '?')})"
 
 
-def _text(file: Path, source: Source, fields: Fields) -> Iterator[Record]:
+def _text(file: Path, source: Source, fields: Fields) -> Iterator[Record | BadRecord]:
     content = read_file(file, CORPUS_BYTES, "a text")
     if b"\0" in content or not content:
         return  # a binary file
@@ -380,7 +382,7 @@ def _text(file: Path, source: Source, fields: Fields) -> Iterator[Record]:
         text = content.decode()
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        yield _bad(f"{file}, line {line}", "it is not UTF-8")
+        yield BadRecord(f"{file}, line {line}", "it is not UTF-8")
         return
     start = 0
     while start < len(text):
@@ -392,7 +394,7 @@ def _text(file: Path, source: Source, fields: Fields) -> Iterator[Record]:
         start = end
 
 
-def _dataset(file: Path, source: Source, fields: Fields) -> Iterator[Record]:
+def _dataset(file: Path, source: Source, fields: Fields) -> Iterator[Record | BadRecord]:
     """Yield the documents of a Parquet file, or of all files that `datasets` reads, a thousand rows at a time.
 
     A directory written by `Dataset.save_to_disk` is memory-mapped; everything else is streamed.
@@ -442,7 +444,7 @@ def _opened_dataset(datasets: Any, source: Source, file: Path, scratch: str) -> 
     return datasets.load_dataset(str(Path(files[0]).parent), data_files=files, streaming=True, cache_dir=scratch)
 
 
-_READERS: dict[str, Callable[[Path, Source, Fields], Iterator[Record]]] = {
+_READERS: dict[str, Callable[[Path, Source, Fields], Iterator[Record | BadRecord]]] = {
     "text": _text,
     "jsonl": _json_lines,
     "parquet": _dataset,

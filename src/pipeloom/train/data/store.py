@@ -15,7 +15,7 @@ from pipeloom.errors import ConfigError, UsageError, reason_of, shortened
 from pipeloom.limits import open_file
 from pipeloom.train.data import cache
 from pipeloom.train.data.conversations import BadConversation, Conversation
-from pipeloom.train.data.sources import Fields, Record, Source, records
+from pipeloom.train.data.sources import BadRecord, Fields, Record, Source, records
 from pipeloom.train.data.tokenizers import (
     CHAT_TEMPLATE,
     Piece,
@@ -171,13 +171,13 @@ class _Tokenization:
                 self._refuse(record.place, str(error))
                 continue
             for pieces in rows:
-                if pieces:  # an empty text is no document
+                if pieces and isinstance(record, Record):  # an empty text is no document
                     yield pieces, record.last
 
-    def _rows(self, record: Record) -> list[list[Piece]]:
+    def _rows(self, record: Record | BadRecord) -> list[list[Piece]]:
         """Return the pieces of each document of a record. Raises BadConversation if there is something wrong with it."""
-        if isinstance(record.value, BadConversation):
-            raise record.value
+        if isinstance(record, BadRecord):
+            raise BadConversation(record.why)
         kinds = ("a text", "texts"), ("a conversation", "conversations")
         chat = isinstance(record.value, Conversation)
         self._chat = chat if self._chat is None else self._chat
