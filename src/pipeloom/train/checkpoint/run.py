@@ -181,7 +181,7 @@ class Start:
 def digests(config: Config, data: str) -> dict[str, str]:
     """Return the digests that two runs must have in common for one to continue the other: `model` and `data`."""
     model = config.model.model_dump(include=set(_MODEL_KEYS), mode="json")
-    model |= {key: value for key, usual in _LATER_KEYS.items() if (value := getattr(config.model, key)) != usual}
+    model |= {key: value for key, default in _LATER_KEYS.items() if (value := getattr(config.model, key)) != default}
     if config.lora.r:
         model["lora"] = [config.lora.r, config.lora.target_modules]
     return {"model": hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()[:16], "data": data}
