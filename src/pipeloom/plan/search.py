@@ -107,6 +107,13 @@ class LayoutPlan:
 def search(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate] = ()) -> LayoutPlan:
     """The layouts of `request`, ranked. Raises UsageError where no layout exists for so many devices.
 
+    >>> from pipeloom import plan
+    >>> planner = plan.Planner(plan.load_model("llama3-8b"), plan.load_device("h100"), plan.RUNTIMES["pipeloom"])
+    >>> request = PlanRequest(4, memory=80 * 2**30, sequences=16, seq=2048, schedules=("1f1b",), fixed={"tp": 1})
+    >>> best = search(planner, request).predictions[0]
+    >>> best.layout.dp, best.layout.pp, best.peak < request.memory
+    (2, 2, True)
+
     Args:
         estimates: of an earlier search, which differed in `request.memory` at most.
     """

@@ -70,6 +70,17 @@ from pipeloom.schedule.timeline import Timeline
 class Pipeline:
     """One process's part of a pipeline; every process of the mesh creates one, with the same arguments.
 
+    `LocalPipeline` has the same methods, and runs all ranks in one process:
+
+    >>> from pipeloom import schedules
+    >>> layers = [torch.nn.Linear(4, 4) for _ in range(2)]
+    >>> schedule = schedules.one_f_one_b(ranks=2, microbatches=4)
+    >>> pipeline = LocalPipeline(layers, schedule, loss=torch.nn.functional.mse_loss)
+    >>> loss = pipeline.step(torch.rand(8, 4), torch.rand(8, 4))  # fills every .grad
+    >>> loss.shape, layers[0].weight.grad is None
+    (torch.Size([]), False)
+    >>> pipeline.close()
+
     Args:
         layers: the model, in order: factories (with a `name`, their parameters' prefix), or modules. A rank calls only the
             factories of its own stages, and materializes only its own stages' modules on the meta device.

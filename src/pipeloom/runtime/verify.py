@@ -112,6 +112,13 @@ def verify(
     is, and once with every layer recomputed. The layers given are not changed: modules are copied, factories called anew.
     Layers draw the same random numbers on both sides.
 
+    >>> from pipeloom import schedules
+    >>> layers = [torch.nn.Linear(4, 4) for _ in range(2)]
+    >>> batch = torch.rand(8, 4)
+    >>> report = verify(layers, schedules.one_f_one_b(2, 4), batch, batch, loss=torch.nn.functional.mse_loss)
+    >>> report.steps, max(report.errors.values()) < 1e-4
+    (6, True)
+
     Args:
         layers, schedule, loss, tied, weight, ignore_index, stages, options: as of `Pipeline`.
         inputs, targets, keywords: a batch, as of `Pipeline.step`; its rows should differ.

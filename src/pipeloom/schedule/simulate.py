@@ -24,6 +24,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, overlap_p2p: boo
     receiver computes; without, the hop begins only when the receiver needs the message and is free. Senders never wait.
     A pair takes the time that `PairTimes` gives. Linear in the number of actions.
 
+    >>> from pipeloom import schedules
+    >>> timeline = simulate(schedules.one_f_one_b(ranks=2, microbatches=3), Costs(forward=1, input_grad=1, weight_grad=1))
+    >>> timeline.makespan, timeline.peak_activations
+    (12.0, (2, 1))
+
     Raises:
         ScheduleError: the schedule cannot run to its end.
         UsageError: the costs are no `Costs`, or do not have one value for each stage.

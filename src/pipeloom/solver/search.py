@@ -125,6 +125,10 @@ def search(
     tabu search along critical paths improve the starts, and others restart from one micro-batch after the other. More iterations
     are never worse for a seed. Ctrl-C ends the search with the best schedule so far.
 
+    >>> result = search(2, 4, memory=1, iterations=50)
+    >>> result.value, result.lower_bound, max(result.timeline.peak_activations)
+    (20.0, 20.0, 1)
+
     Args:
         costs: costs of a stage; default: `Costs()`, F = I = W = 1. Micro-batches of different lengths (`Costs.microbatch`)
             may be reordered. With a memory limit and `Costs.recompute`, the search also decides which micro-batches of which

@@ -120,6 +120,10 @@ def build(
     unknown name, an option that the family does not take, or a value that it refuses, with the nearest valid ones. An exception
     in a user's function is a UsageError with its file and line, or a ScheduleError where the function raised one. The user's
     module is imported from `folder` (None: the working directory), after everything that is installed.
+
+    >>> schedule = build("1f1b", ranks=2, microbatches=3)
+    >>> [str(action) for action in schedule.programs[0]]
+    ['0F0', '0F1', '0B0', '0F2', '0B1', '0B2']
     """
     name = canonical_name(name)
     with importable_from(folder):
