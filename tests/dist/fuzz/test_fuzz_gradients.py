@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections.abc import Iterator
@@ -80,6 +81,23 @@ def test_every_kind_of_layer_trains_as_in_one_process(
         if name != "two routes" or kind not in STATEFUL:
             outcome = runner.outcome(Case(layers=layers, steps=2, **LAYOUTS[name]))
             assert outcome.sort == ("refused" if (kind, name) in REFUSED else "equal"), (name, outcome.lines)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["stop", "detached output", "unused", "sometimes", "one micro-batch"])
+def test_weights_that_some_replicas_do_not_use_train_as_in_one_process(kind: str, runner: gradients.Runner) -> None:
+    """Two of four steps are under no_sync; gradients are whole, summed in place, or sharded; nothing decays without a use."""
+    case = Case(
+        ("linear", kind, "linear"), microbatches=4, rows=(2, 1, 1, 2), dp=2, steps=2, accumulate=2, unsynced=True
+    )
+    for changes in (
+        {"transport": "individual"},
+        {"schedule": "zb-h1", "ranks": 2, "transport": "shared"},
+        {"main_gradients": True},
+        {"ranks": 2, "shard_gradients": True},
+    ):
+        outcome = runner.outcome(dataclasses.replace(case, **changes))
+        assert outcome.sort == "equal", (changes, outcome.lines)
 
 
 @pytest.mark.core

@@ -209,27 +209,6 @@ def net_bias_gradient(net: Net, tokens: Tensor) -> Tensor:
     return twin.last.bias.grad
 
 
-def early(rank: int) -> None:
-    """Reductions start while the last backward still runs, in one order, and not one backward too early."""
-    mesh = Mesh.of(MeshShape(dp=2))
-    assert mesh is not None
-    net = Net()
-    net.unused.requires_grad_(False)
-    sync, grad_context = (
-        GradientSync([BucketParameter(h.name, h.parameter, (0,)) for h in net.held()], mesh, capacity=500),
-        WeightGradContext(),
-    )
-    grad_context.main = sync.main
-    defer_weight_gradients(net, grad_context)
-    seen_in_backward: list[int] = []
-    with collectives() as seen:
-        net.norm.register_full_backward_hook(lambda *_: seen_in_backward.append(len(seen)))
-        run_step(net, grad_context, sync, 0, False)
-    assert seen_in_backward[0] == 0
-    assert 0 < seen_in_backward[1] < len(seen) == len(sync.buckets)
-    close(net, sync, reference(net, [0], 2), "early")
-
-
 def by_hand(rank: int) -> None:
     net = Net()
     net(tokens_of(0, 0, rank)).square().sum().backward()
@@ -277,7 +256,6 @@ def test_averages_by_hand_are_those_of_ddp_and_of_a_pipeline() -> None:
 def two(rank: int) -> None:
     sums(rank)
     exceptions(rank)
-    early(rank)
     by_hand(rank)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from layouts import WAYS, Way, model, parts, serial, step, tensor_parallel, whole, worst
+from layouts import WAYS, model, parts, serial, step, tensor_parallel, whole, worst
 from processes import run_ranks
 
 CASES = [(sequence, way) for sequence in (False, True) for way in WAYS]
@@ -55,9 +54,3 @@ def test_biases_head_width_and_epsilon_are_those_of_one_process() -> None:
         assert [rank[at][0] for rank in results] == pytest.approx([want_loss] * 2, rel=1e-6)
         assert sum(name.endswith("_proj.bias") for name in want) in (2 * 3, 2 * 4)
         assert worst(whole([rank[at][1] for rank in results]), want) <= 3e-5, (sequence, way)  # rounding of fp32
-
-
-def twice(rank: int) -> bool:
-    first, again = (step(model(), Way(split=True), tensor_parallel(True)) for _ in range(2))
-    pairs = [zip(first[1][n].parameters(), again[1][n].parameters(), strict=True) for n in first[1]]
-    return first[0] == again[0] and all(torch.equal(a.grad, b.grad) for each in pairs for a, b in each)

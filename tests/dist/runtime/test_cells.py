@@ -1,6 +1,7 @@
 """Families x layouts x models x options, every pair of values in some cell: each cell is run once, and many tests read it.
 
-A cell is two steps without `zero_grad`, the second of which knows the shapes, and an evaluation, on two or four processes.
+A cell is two steps without `zero_grad`, the second of which knows the shapes, with an evaluation and a prediction between
+them, on two or four processes.
 """
 
 from __future__ import annotations
@@ -194,13 +195,17 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     stages = split_sizes(len(layers), schedule.positions)[::-1]
     pipeline = Pipeline(layers, schedule, loss=loss, mesh=mesh, tied=tied, stages=stages, options=options)
     x, y, keywords = data(cell, mesh.place.dp)
-    losses = [pipeline.step(x, y, **keywords).item() for _ in range(2)]
-    terms = {name: value.item() for name, value in pipeline.loss_terms.items()}
+    losses = [pipeline.step(x, y, **keywords).item()]
     evaluated = pipeline.evaluate(x, y, **keywords).item()
+    few = {name: value[:1] for name, value in keywords.items()}
+    predicted = pipeline.predict(x[:1], **few) is not None  # of fewer rows than micro-batches
+    losses.append(pipeline.step(x, y, **keywords).item())
+    terms = {name: value.item() for name, value in pipeline.loss_terms.items()}
     report = {
         "losses": losses,
         "terms": terms,
         "evaluated": evaluated,
+        "predicted": predicted,
         "gradients": {n: None if p.grad is None else p.grad.float().numpy() for n, p in pipeline.named_parameters()},
         "owned": [name for name, _ in pipeline.named_parameters() if pipeline.owns(name)],
         "peak": pipeline.peak_activations,
@@ -269,6 +274,8 @@ def test_a_rank_holds_its_own_stages_only_and_every_weight_is_counted_once(repor
             positions = [schedule.position_of[stage] for stage in schedule.stages_of[cell.shape.place(number).pp]]
             held = {layer.name for position in positions for layer in layers[ends[position] : ends[position + 1]]}
             assert {name.partition(".")[0] for name in report["gradients"]} <= held, cell
+            last = schedule.placement[schedule.routes[0][-1]]
+            assert report["predicted"] == (cell.shape.place(number).pp == last), cell
         owned = sorted(name for report in ranks for name in report["owned"])
         assert len(owned) == len({*owned}), cell
         every = {name for report in ranks for name in report["gradients"]}

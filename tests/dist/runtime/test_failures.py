@@ -40,35 +40,6 @@ def run(folder: Path, fault: str, transport: Any, **options: Any) -> list[End]:
     return run_until_dead(train, 3, folder, blocks(6), chosen)
 
 
-class Bad(Block):
-    """Raises at its third forward, as a user's code would."""
-
-    def __init__(self) -> None:
-        super().__init__(4)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls == 3:
-            raise ValueError("the user's own words")
-        return super().forward(x)
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_exception_stops_all_ranks(transport: Any, tmp_path: Path) -> None:
-    layers = [*blocks(4), Layer("bad", Bad), *blocks(6)[5:]]
-    ends = run_until_dead(train, 3, tmp_path, layers, RuntimeOptions(transport=transport))
-    assert [end.code for end in ends] == [6, 1, 6]  # the one that raised ends as its own program decides
-    for end in ends:
-        assert "ValueError: the user's own words" in end.words
-        assert "in forward" in end.words  # its traceback
-        assert "(rank 1, F of stage 4 micro-batch 2)" in end.words
-    for rank in (0, 2):
-        assert f"[rank {rank}] stopped, because rank 1 failed" in ends[rank].words
-        assert f"[rank {rank}] step 0" in ends[rank].words
-
-
 @pytest.mark.core
 def test_a_fault_raises_at_its_action(tmp_path: Path) -> None:
     ends = run(tmp_path, "raise:2:5B1", "auto")

@@ -50,12 +50,14 @@ def ends_of(folder: Path, layers: Any, **options: Any) -> list[End]:
     return run_until_dead(train, 4, folder, layers, RuntimeOptions(**options))
 
 
-def test_an_exception_in_one_pipeline_stops_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["shared", "individual"])
+def test_an_exception_in_one_pipeline_stops_all(transport: Any, tmp_path: Path) -> None:
     """Ranks 0 and 2 are replica 0's pipeline, 1 and 3 replica 1's."""
-    ends = ends_of(tmp_path, [*blocks(3), Layer("bad", Bad)])
-    assert [end.code for end in ends] == [6, 6, 6, 1]
+    ends = ends_of(tmp_path, [*blocks(3), Layer("bad", Bad)], transport=transport)
+    assert [end.code for end in ends] == [6, 6, 6, 1]  # the one that raised ends as its own program decides
     for number, end in enumerate(ends):
         assert "ValueError: the user's own words" in end.words
+        assert "in forward" in end.words  # its traceback
         assert "(rank 3 (pp 1, dp 1), F of stage 3 micro-batch 2)" in end.words
         if number != 3:
             assert "stopped, because rank 3 (pp 1, dp 1) failed" in end.words

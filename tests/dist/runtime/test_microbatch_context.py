@@ -10,12 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.config import MeshShape
 from pipeloom.ops.layer import MicrobatchContext
-from pipeloom.ops.random_state import Dropout, RandomSource
-from pipeloom.parallel.mesh import Mesh
-from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
-from processes import run_ranks
+from pipeloom.runtime import Layer, LocalPipeline
 
 pytestmark = pytest.mark.core
 
@@ -54,42 +50,3 @@ def test_shares_and_numbers_reach_the_layers_under_any_schedule(family: str) -> 
     expected = {0.0: (0, 3 / 7), 3.0: (1, 2 / 7), 5.0: (2, 2 / 7)}
     for layer in asking:
         assert {first: (told.index, told.share) for first, told in layer.told} == expected
-
-
-class Drop(nn.Module):
-    """Dropout that keeps its mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-        self.drop = Dropout(0.5)
-        self.drop.source = RandomSource(7, "drop")
-        self.masks: dict[int, list[float]] = {}
-
-    def forward(self, x: Tensor, microbatch: MicrobatchContext | None = None) -> Tensor:
-        assert microbatch is not None
-        self.masks[microbatch.index] = self.drop(torch.ones(2, 8), microbatch).flatten().tolist()
-        return self.drop(x * self.scale, microbatch)
-
-
-def masks(rank: int) -> dict[int, list[float]]:
-    mesh = Mesh.of(MeshShape(dp=2))
-    assert mesh is not None
-    options = RuntimeOptions(monitor=False)
-    pipeline = Pipeline([Drop], pl.schedules.gpipe(1, 3), loss=nn.functional.mse_loss, mesh=mesh, options=options)
-    pipeline.step(torch.ones(3, 2, 8), torch.zeros(3, 2, 8))
-    pipeline.close()
-    drop = pipeline.modules["0"]
-    assert isinstance(drop, Drop)
-    return drop.masks
-
-
-def test_replicas_draw_different_masks() -> None:
-    """Together those of one process that has all micro-batches."""
-    drop = Drop()
-    alone = LocalPipeline([lambda: drop], pl.schedules.gpipe(1, 6), loss=nn.functional.mse_loss)
-    alone.step(torch.ones(6, 2, 8), torch.zeros(6, 2, 8))
-    first, second = run_ranks(masks, 2)
-    assert (set(first), set(second)) == ({0, 1, 2}, {3, 4, 5})
-    assert {**first, **second} == drop.masks
-    assert len({tuple(mask) for mask in drop.masks.values()}) == 6

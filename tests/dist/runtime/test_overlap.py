@@ -27,7 +27,6 @@ from segmented import AllToAll, expert_layers
 
 EXPERTS = 2
 LAYERS = 5
-NETWORKED = ("1f1b-overlap", "dualpipev", "dualpipe")
 
 
 def searched() -> Schedule:
@@ -139,45 +138,6 @@ def test_an_overlapped_pair_is_the_two_one_after_the_other_bitwise(rows: int) ->
             assert len(found.exposed) == schedule.ranks, name
             assert min(found.exposed) >= 0 < max(found.exposed), name
         assert worst(joined([result[name][0] for result in results]), want) <= 1e-5, name
-
-
-def _two_by_two(rank: int, rows: int) -> dict[str, Found]:
-    """Ranks 0 and 1 are the first place of two pipelines, 2 and 3 the second; experts are spread over each two."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mesh = PipelineMesh.of([rank % 2, rank % 2 + 2])
-    found = {}
-    for name in NETWORKED:
-        schedule = schedules()[name]
-        for label, one in ((name, schedule), (f"{name} apart", unpair(schedule))):
-            pipeline = Pipeline(expert_layers(LAYERS, EXPERTS, groups[rank // 2]), one, loss=mse, mesh=mesh)
-            loss = pipeline.step(*data(rank % 2, rows))
-            with torch.no_grad():
-                evaluated = pipeline.evaluate(*data(rank % 2, rows))
-            assert torch.allclose(loss, evaluated)
-            assert pipeline.exposed is not None
-            assert pipeline.exposed > 0
-            found[label] = Found(loss.item(), arrays(pipeline), pipeline.peak_activations, [pipeline.exposed])
-            timeline = pipeline.timeline()
-            assert all(cost > 0 for cost in timeline.costs.per_stage("forward", one.stages))
-            pipeline.close()
-    return found
-
-
-def test_two_pipelines_share_their_experts() -> None:
-    """Four processes, pp 2 and ep 2, on the network."""
-    rows = 11
-    results = run_ranks(_two_by_two, 4, rows)
-    for name in NETWORKED:
-        schedule = schedules()[name]
-        losses, want = serial(rows, schedule.microbatches)
-        for rank, result in enumerate(results):
-            assert same(result[name], result[f"{name} apart"]), name
-            assert abs(result[name].loss - losses[rank % 2]) <= 1e-6
-            assert result[name].peaks == pl.simulate(schedule).peak_activations[rank // 2]
-        places = (
-            results[:2] if name == "dualpipe" else results
-        )  # every place holds all layers, and the sum over the replicas
-        assert worst(joined([result[name] for result in places]), want) <= 1e-5
 
 
 def _one_sends_never(rank: int, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pipeline on gloo processes against one process: steps, evaluation, trace, buffers."""
+"""Pipeline on gloo processes: its buffers over several steps, and the timeline that it measures."""
 
 from __future__ import annotations
 
@@ -9,47 +9,12 @@ import pytest
 import torch
 
 import pipeloom as pl
-from models import batch, blocks, gradients, mse, serial, worst
+from models import batch, blocks, mse
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from processes import run_ranks
 
 S = pl.schedules
 QUIET = [RuntimeOptions(monitor=False, transport=name) for name in ("individual", "shared")]
-
-
-def evaluation(rank: int, schedule: Any, options: RuntimeOptions) -> dict[str, Any]:
-    """Two steps before zero_grad, evaluations of other batch sizes in between and after; then an optimizer's step."""
-    layers = blocks(schedule.stages)
-    pipeline = Pipeline(layers, schedule, loss=mse, options=options)
-    first, second = batch(3 * schedule.microbatches, seed=1), batch(schedule.microbatches + 1, seed=2)
-    pipeline.step(*first)
-    evaluated = {}
-    for rows in (1, 2, schedule.microbatches, 40):
-        x, y = batch(rows, seed=rows)
-        serial_loss = serial(layers, x, y, [rows])[0].item()
-        evaluated[rows] = (pipeline.evaluate(x, y).item(), serial_loss)
-        outputs = pipeline.predict(x)
-        assert (outputs is not None) == (schedule.placement[-1] == rank)
-        if outputs is not None:
-            evaluated[-rows] = (mse(outputs, y).item(), serial_loss)
-    pipeline.step(*second)
-    pipeline.evaluate(*first)
-    one = serial(layers, *first, split(len(first[0]), schedule.microbatches))[1]
-    two = serial(layers, *second, split(len(second[0]), schedule.microbatches))[1]
-    got = gradients(pipeline)
-    off = worst(got, {name: one[name] + two[name] for name in got})
-    before = {name: p.detach().clone() for name, p in pipeline.named_parameters()}
-    torch.optim.SGD(pipeline.parameters(), lr=0.5).step()
-    moved = worst(dict(pipeline.named_parameters()), {n: before[n] - 0.5 * (one[n] + two[n]) for n in before})
-    pipeline.zero_grad()
-    report = {"evaluated": evaluated, "worst": off, "moved": moved, "zeroed": not gradients(pipeline)}
-    pipeline.close()
-    return report
-
-
-def split(rows: int, count: int) -> list[int]:
-    base, larger = divmod(rows, count)
-    return [base + (at < larger) for at in range(count)]
 
 
 def buffers(rank: int, schedule: Any, options: RuntimeOptions) -> dict[str, Any]:
@@ -97,57 +62,41 @@ def lateness(timeline: Any) -> float:
     return worst_case
 
 
-def work(rank: int, ranks: int) -> dict[str, Any]:
-    looped = S.interleaved(ranks, 2 * ranks + 1, 2)
-    evaluated = [looped, S.one_f_one_b(ranks, 3), S.looped_bfs(ranks, ranks, 2)]
-    measured = [looped, S.one_f_one_b(ranks, 9), S.looped_bfs(ranks, 5, 3)]
-    return {
-        "evaluation": [evaluation(rank, s, options) for s in evaluated for options in QUIET],
-        "buffers": [buffers(rank, s, options) for s in measured for options in QUIET],
-    }
+def work(rank: int, ranks: int) -> list[dict[str, Any]]:
+    measured = [S.interleaved(ranks, 2 * ranks + 1, 2), S.one_f_one_b(ranks, 9), S.looped_bfs(ranks, 5, 3)]
+    return [buffers(rank, s, options) for s in measured for options in QUIET]
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def reports(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def reports(request: pytest.FixtureRequest) -> list[list[dict[str, Any]]]:
     """One spawn for all tests of this file: rank -> its reports."""
     return run_ranks(work, request.param, request.param)
 
 
 @pytest.mark.core
-def test_evaluation_between_steps_leaves_gradients_alone(reports: list[dict[str, Any]]) -> None:
-    for report in reports:
-        for each in report["evaluation"]:
-            for rows, (got, want) in each["evaluated"].items():
-                assert got == pytest.approx(want, rel=1e-5), rows
-            assert each["worst"] <= 1e-6
-            assert each["moved"] <= 1e-6
-            assert each["zeroed"]
-
-
-@pytest.mark.core
-def test_buffers_do_not_grow(reports: list[dict[str, Any]]) -> None:
+def test_buffers_do_not_grow(reports: list[list[dict[str, Any]]]) -> None:
     """Receive buffers are a pool: all are made in the first step, fewer than messages; nothing else is kept either."""
     for report in reports:
-        for each in report["buffers"]:
+        for each in report:
             assert each["made"][1:] == each["made"][:1] * 3, each
             if each["shared segments"] is None:
                 assert each["alive"][1] >= each["alive"][2] >= each["alive"][3], each
             else:  # how many are on their way at once depends on time, up to all of a step
                 assert each["shared segments"] <= each["sends"], each
             assert each["made"][0] <= each["messages"]
-    looped = [each for report in reports for each in report["buffers"][:2]]
+    looped = [each for report in reports for each in report[:2]]
     assert all(each["made"][0] <= each["peak"] + 2 * 2 for each in looped), looped  # alive, and two open a channel
     assert sum(each["made"][0] for each in looped) < sum(each["messages"] for each in looped)
 
 
 @pytest.mark.core
-def test_the_measured_timeline_has_the_simulated_boxes(reports: list[dict[str, Any]]) -> None:
+def test_the_measured_timeline_has_the_simulated_boxes(reports: list[list[dict[str, Any]]]) -> None:
     ranks = len(reports)
     schedule = S.interleaved(ranks, 2 * ranks + 1, 2)
     for report in reports:
-        each = report["buffers"][0]
+        each = report[0]
         assert each["boxes"] == tuple(map(len, schedule.programs))
         assert each["ordered"]
         assert each["makespan"] > 0
         assert each["late"] < 0.05  # no effect before its cause, but for the error of the clocks
-    assert len({report["buffers"][0]["makespan"] for report in reports}) == 1
+    assert len({report[0]["makespan"] for report in reports}) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import time
 from pathlib import Path
 
@@ -14,14 +13,6 @@ from models import batch, blocks, gradients, mse
 from paths import ROOT
 from pipeloom.errors import UsageError
 from pipeloom.runtime import LocalPipeline, Pipeline
-
-
-def public(kind: type) -> dict[str, list[str]]:
-    """Name -> parameters, of everything public that the class defines."""
-    members = {name: member for name, member in inspect.getmembers(kind) if not name.startswith("_")}
-    return {
-        name: list(inspect.signature(member).parameters) if callable(member) else [] for name, member in members.items()
-    }
 
 
 def test_both_pipelines_have_the_same_attributes() -> None:
@@ -76,18 +67,6 @@ def test_stats_of_a_step(name: str) -> None:
         assert each.schedule == pl.schedules.unpair(schedule)
         assert len(each.starts) == len(each.ends) == len(each.schedule.programs[rank])
         assert each.exposed == {}
-
-
-def test_another_schedule_is_adopted() -> None:
-    first, second = pl.schedules.zb_h1(2, 4), pl.schedules.transformed(pl.schedules.one_f_one_b(2, 4), ["half-split"])
-    pipeline = LocalPipeline(blocks(2), first, loss=mse)
-    pipeline.step(*batch(4))
-    before = gradients(pipeline)
-    pipeline.adopt(second)
-    pipeline.zero_grad()
-    pipeline.step(*batch(4))
-    assert pipeline.schedule == second
-    assert all((gradients(pipeline)[name] - before[name]).abs().max() < 1e-6 for name in before)
 
 
 def private_reads(path: Path) -> list[str]:
