@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fuzz._event_simulator import Times, actions_of
+from fuzz._simulator import Times, actions_of
 from pipeloom.schedule import Action, Costs, Pair, Schedule
 
 NONE, FORWARD, INPUT, DONE = range(4)
@@ -132,8 +132,7 @@ class Enumeration:
         new: list[Any] = list(clocks)
         starts = [clocks[rank]]
         for action in actions_of(cell):
-            origin = self.times.origin(action)
-            if origin is not None:
+            for origin, _ in self.times.origins(action):
                 sent = clocks[ranks + origin[1] * self.m + origin[2]]
                 hop = self.times.hop(origin, action.stage)
                 starts.append(sent + hop if self.overlap_p2p else max(sent, clocks[rank]) + hop)

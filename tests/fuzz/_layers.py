@@ -637,10 +637,11 @@ def _count(counts: Counter[str], key: str, what: str = "") -> bool:
 
 
 def _hook(kind: str, module: nn.Module, count: Callable[..., bool], kept: list[Tensor]) -> None:
-    """Give the layer, its first linear layer or its first matrix a hook that counts its calls and mostly changes a value."""
+    """Give the layer (`@layer`), its first linear layer or its first matrix a hook that counts calls and may change a value."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     parameter = next((p for p in trained if p.ndim >= 2), trained[0] if trained else None)
-    inner = next((part for part in module.modules() if isinstance(part, nn.Linear)), module)
+    kind, _, place = kind.partition("@")
+    inner = module if place else next((part for part in module.modules() if isinstance(part, nn.Linear)), module)
 
     def on_output(_: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output := _first(output), Tensor) and output.requires_grad:
@@ -657,9 +658,8 @@ def _hook(kind: str, module: nn.Module, count: Callable[..., bool], kept: list[T
         parameter.register_post_accumulate_grad_hook(
             lambda p: count("" if p.grad is not None else " without a gradient") and None
         )
-    elif kind in ("backward", "backward@layer"):
-        whose = inner if kind == "backward" else module
-        whose.register_full_backward_hook(lambda _, inputs, outputs: count() and _scaled(inputs, 0.5))
+    elif kind == "backward":
+        inner.register_full_backward_hook(lambda _, inputs, outputs: count() and _scaled(inputs, 0.5))
     elif kind == "backward_pre":
         inner.register_full_backward_pre_hook(lambda _, outputs: count() and _scaled(outputs, 0.5))
     elif kind == "forward":

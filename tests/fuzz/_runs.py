@@ -6,6 +6,7 @@ All three return an Observation of plain numbers, so that it may travel between 
 from __future__ import annotations
 
 import contextlib
+import re
 import traceback
 import warnings
 from collections import Counter
@@ -423,7 +424,7 @@ def _differences(case: Case, want: Observation, seen: Sequence[Observation]) -> 
     for name in sorted({key for each in (want, *seen) for key in each.counts}):
         layer, hook = name.split(" ", 1)
         at = int(layer[1:])
-        again = hook.split(" ")[0] in RERUN_HOOKS or case.layouts[at].kind in DERIVING
+        again = re.split("[ @]", hook)[0] in RERUN_HOOKS or case.layouts[at].kind in DERIVING
         if again and case.recomputed(at):
             continue
         called, expected_calls = sum(process.counts.get(name, 0) for process in seen), want.counts.get(name, 0)

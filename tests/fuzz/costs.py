@@ -3,7 +3,7 @@
 A case is a schedule (a family's, or one written at random: any order that its dependencies allow, fused, split and paired
 backwards, one route or two) and costs with any of their fields drawn. What is checked:
 
-* every start and end of `simulate`, and its peaks, are those of the event simulator (both ways of timing messages);
+* every start and end of `simulate`, and its peaks, are those of the second simulator (both ways of timing messages);
 * the critical path has no gap, and the solver's own evaluation of the schedule's words is the simulator's;
 * no bound (`lower_bound`, the search's with and without pairs, both objectives) is above what the schedule reaches;
 * every `ENUMERATED`-th case: nor above the optimum of a small instance, which is found by enumeration;
@@ -26,9 +26,8 @@ from typing import Any
 
 import pipeloom as pl
 from fuzz._brute_force import least
-from fuzz._event_simulator import Times, actions_of, memory_peaks, simulate_events
 from fuzz._loop import run_cases, smallest
-from fuzz._queue_simulator import peak_bytes, simulate_queues
+from fuzz._simulator import Times, actions_of, memory_peaks, peak_bytes, simulated_spans
 from pipeloom.errors import CapacityError, PipeloomError, UsageError
 from pipeloom.schedule import Action, Costs, Pair, Schedule, check, lower_bound, simulate
 from pipeloom.schedule.families import FAMILIES, build
@@ -303,7 +302,7 @@ def check_queues(schedule: Schedule, case: Case) -> None:
     if not schedule.has_queues:
         return
     check(schedule)
-    timeline, spans = simulate(schedule, costs), simulate_queues(schedule, costs)
+    timeline, spans = simulate(schedule, costs), simulated_spans(schedule, costs)
     check_spans(timeline, spans)
     for pool, peaks in peak_bytes(schedule, costs, spans).items() if costs.bytes else ():
         found = timeline.peak_bytes.get(pool, (0.0,) * schedule.ranks)
@@ -316,7 +315,7 @@ def check_simulation(case: Case) -> None:
         return check_queues(schedule, case)
     check(schedule)
     timeline = simulate(schedule, costs, overlap_p2p=case.overlap_p2p)
-    spans = simulate_events(schedule, costs, case.overlap_p2p)
+    spans = simulated_spans(schedule, costs, case.overlap_p2p)
     check_spans(timeline, spans)
     peaks = memory_peaks(schedule, costs)
     assert all(map(close, timeline.peak_memory, peaks)), f"peaks {timeline.peak_memory}, not {peaks}"
@@ -361,9 +360,8 @@ def check_path(
         gap = spans[following][then][0] - spans[rank][at][1]
         hops = [0.0] if rank == following else []
         for action in actions_of(schedule.programs[following][then]):
-            origin = times.origin(action)
-            if origin is not None and schedule.placement[origin[1]] == rank:
-                hops.append(times.hop(origin, action.stage))
+            for origin, _ in times.origins(action):
+                hops += [times.hop(origin, action.stage)] if schedule.placement[origin[1]] == rank else []
         scale = max(1.0, abs(spans[following][then][0]))
         assert any(abs(gap - hop) <= 1e-6 * scale for hop in hops), f"the critical path has a gap of {gap}, not {hops}"
 
@@ -427,7 +425,7 @@ def check_proof(case: Case) -> None:
             except CapacityError:
                 continue  # no start fits: allowed, as some room is left to the search
             check(found.schedule)
-            spans = simulate_events(found.schedule, case.costs, case.overlap_p2p)
+            spans = simulated_spans(found.schedule, case.costs, case.overlap_p2p)
             reached = max(row[-1][1] - (row[0][0] if instance.objective == "span" else 0.0) for row in spans)
             sequences = f"{instance.objective}, pairs={pairs}: value {found.value}, bound {found.lower_bound}, "
             sequences += f"proved={found.proved}; optimum {optimum}, its schedule takes {reached}"

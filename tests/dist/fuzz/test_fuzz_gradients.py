@@ -101,9 +101,16 @@ def test_weights_that_some_replicas_do_not_use_train_as_in_one_process(kind: str
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("hook", HOOKS)
-def test_every_hook_fires_as_in_one_process(hook: str, runner: gradients.Runner) -> None:
-    layers = ("linear", str(Layout("mlp", hooks=(hook,))), "linear")
+@pytest.mark.parametrize(
+    ("kind", "hook"),
+    [
+        *(("mlp", hook) for hook in HOOKS),
+        *(("segmented", f"{hook}@layer") for hook in ("forward", "forward_pre", "backward", "backward_pre")),
+    ],
+)
+def test_every_hook_fires_as_in_one_process(kind: str, hook: str, runner: gradients.Runner) -> None:
+    """Those on a layer that declares segments belong to its call, also in a pair."""
+    layers = ("linear", str(Layout(kind, hooks=(hook,))), "linear")
     for name, layout in LAYOUTS.items():
         outcome = runner.outcome(Case(layers=layers, steps=2, **layout))
         assert outcome.sort == "equal", (name, outcome.lines)

@@ -164,3 +164,21 @@ def test_every_place_of_a_communication_gets_a_gradient_in_the_backward(name: st
     for parameter in (p for n, p in pipeline.named_parameters() if n.endswith("unused")):
         assert parameter.grad is not None
         assert not parameter.grad.any()
+
+
+class Alone(nn.Linear):
+    """A layer whose segments have no communication."""
+
+    def segments(self) -> list[Compute]:
+        return [Compute("first", self.refuse), Compute("second", self.refuse)]
+
+    def refuse(self, values: Any) -> Any:
+        raise AssertionError("each segment would be recomputed on its own, from inputs that are kept")
+
+
+def test_a_layer_without_communications_runs_as_a_whole() -> None:
+    layers = [Layer(f"layer{at}", lambda: Alone(WIDTH, WIDTH)) for at in range(2)]
+    options = RuntimeOptions(recompute="full")
+    pipeline = LocalPipeline(layers, pl.schedules.one_f_one_b(2, 4), loss=mse, options=options)
+    pipeline.step(*data(0, 4))
+    assert all(parameter.grad is not None for parameter in pipeline.parameters())

@@ -5,29 +5,24 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import pipeloom as pl
 from pipeloom.runtime import RuntimeOptions
-from pipeloom.runtime.health.links import RunStore
 from pipeloom.runtime.p2p.base import BufferPool, Outgoing
-from pipeloom.runtime.p2p.shared_memory import SharedLinks, SharedMemoryTransport, _SharedSegment
 from pipeloom.runtime.p2p.torch_p2p import TorchTransport
 from pipeloom.runtime.program import lower
 from pipeloom.runtime.tensor_spec import ShapeCache, boundary_of, encode
-from pipeloom.schedule.channels import Channel, Edge, Message
+from pipeloom.schedule.channels import Channel, Message
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.transforms import unpair
 
 FAMILIES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe", "dualpipev", "1f1b-overlap", "chimera"]
 SCHEDULES = [*(pl.schedules.build(name, 4, 8) for name in FAMILIES), pl.schedules.build("interleaved", 2, 4)]
-BOTH = [(0, 1, "activation"), (1, 0, "gradient")]
 
 
 def positions(schedule: Schedule) -> dict[tuple[str, int, int], tuple[int, int]]:
@@ -140,43 +135,3 @@ def test_a_sent_tensor_lives_until_its_acknowledgement() -> None:
     transport.finish()
     gc.collect()
     assert all(work.tensor() is None for work in group.sends)
-
-
-def test_shared_memory_is_free_only_once_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sender sends on while the receiver is about to copy."""
-    channels = [Channel(source, to, kind) for source, to, kind in BOTH]  # type: ignore[arg-type]
-    store = RunStore(dist.HashStore(), b"", 20.0)
-    with ThreadPoolExecutor(2) as threads:
-        futures = [threads.submit(SharedLinks, store, "test", rank, channels, 20.0, False) for rank in range(2)]
-        sender, receiver = (future.result() for future in futures)
-    pool = BufferPool(torch.device("cpu"))
-    out, into = SharedMemoryTransport(sender, pool), SharedMemoryTransport(receiver, pool)
-    reading = False
-    original = _SharedSegment.tensor
-    sent: list[int] = []
-
-    def send() -> None:
-        number = len(sent)
-        sent.append(number)
-        value = torch.full((3,), float(number))
-        out.exchange(
-            [Outgoing(Message(channels[0], Edge(0, 1, "output"), number, number), (value,), boundary_of((value,)))], ()
-        )
-
-    def tensor(segment: _SharedSegment, like: Tensor) -> Tensor:
-        nonlocal reading
-        if reading and len(sent) < 6:
-            reading = False
-            send()
-        return original(segment, like)
-
-    monkeypatch.setattr(_SharedSegment, "tensor", tensor)
-    send()
-    for number in range(6):
-        reading = True
-        values = into.take(Message(channels[0], Edge(0, 1, "output"), number, number)).values
-        assert values[0] is not None
-        assert values[0].tolist() == [float(number)] * 3
-    assert len(sender.outboxes[1].segments) == 2
-    sender.close()
-    receiver.close()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeloom.runtime.health.links import RunStore
 from pipeloom.runtime.p2p.base import BufferPool, Outgoing, PeerGone
-from pipeloom.runtime.p2p.shared_memory import SharedLinks, SharedMemoryTransport
+from pipeloom.runtime.p2p.shared_memory import SharedLinks, SharedMemoryTransport, _SharedSegment
 from pipeloom.runtime.tensor_spec import boundary_of
 from pipeloom.schedule.channels import Channel, Edge, Message
 
@@ -66,4 +66,36 @@ def test_what_a_rank_sent_before_it_ended_arrives_although_it_did_not_read_all()
     assert torch.equal(value, sent)
     with pytest.raises(PeerGone, match="closed its connection"):
         into.take(message(1))
+    receiver.close()
+
+
+def test_shared_memory_is_free_only_once_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender sends on while the receiver is about to copy."""
+    sender, receiver = links()
+    pool = BufferPool(torch.device("cpu"))
+    out, into = SharedMemoryTransport(sender, pool), SharedMemoryTransport(receiver, pool)
+    reading = False
+    original = _SharedSegment.tensor
+    sent: list[int] = []
+
+    def send_next() -> None:
+        sent.append(len(sent))
+        send(out, sent[-1])
+
+    def tensor(segment: _SharedSegment, like: Tensor) -> Tensor:
+        nonlocal reading
+        if reading and len(sent) < 6:
+            reading = False
+            send_next()
+        return original(segment, like)
+
+    monkeypatch.setattr(_SharedSegment, "tensor", tensor)
+    send_next()
+    for number in range(6):
+        reading = True
+        values = into.take(message(number)).values
+        assert values[0] is not None
+        assert values[0].tolist() == [float(number)] * 3
+    assert len(sender.outboxes[1].segments) == 2
+    sender.close()
     receiver.close()

@@ -7,8 +7,9 @@ from collections import Counter
 
 import pytest
 
+from fuzz._simulator import Times, simulated_spans
 from pipeloom.errors import ScheduleError, UsageError
-from pipeloom.schedule import Costs, NamedTensor, Schedule, check, simulate
+from pipeloom.schedule import Action, Costs, NamedTensor, Schedule, check, simulate
 from pipeloom.schedule.batched_p2p import check_batches
 from pipeloom.schedule.channels import Message, message_counts, posting_plan, smallest_depths, traffic
 from pipeloom.schedule.families import FAMILIES, build
@@ -42,58 +43,6 @@ def cases(family: str) -> list[Schedule]:
     return found
 
 
-def needs(schedule: Schedule, kind: str, stage: int, mb: int) -> list[tuple[str, int, str]]:
-    """(event, stage that makes it, what brings it) of all that an action waits for, from the routes alone."""
-    route = schedule.routes[schedule.route_of[mb]]
-    at = route.index(stage)
-    if kind in ("W", "R"):
-        return [("I" if kind == "W" else "F", stage, "")]
-    if kind == "F":
-        by_name = [("F", route[t.producer], t.name) for t in schedule.tensors if at in t.consumers]
-        return by_name + ([("F", route[at - 1], "output")] if at else [])
-    by_name = [("I", route[c], t.name) for t in schedule.tensors if t.producer == at for c in t.consumers]
-    return by_name + ([("I", route[at + 1], "output")] if at + 1 < len(route) else [("F", stage, "")])
-
-
-def relaxed(schedule: Schedule, costs: Costs, overlap: bool) -> list[list[float]]:
-    """rank -> end of each entry, by repeated passes over all ranks."""
-    f, i, w = (costs.per_stage(name, schedule.stages) for name in ("forward", "input_grad", "weight_grad"))
-    time = {"F": f, "I": i, "W": w, "R": f, "B": [a + b for a, b in zip(i, w, strict=True)]}
-    time |= {f"R{kind}": [a + b for a, b in zip(f, time[kind], strict=True)] for kind in "BI"}
-    sizes = dict(costs.tensors)
-    ends: dict[tuple[str, int, int], float] = {}
-    found: list[list[float]] = [[] for _ in schedule.programs]
-
-    def hop(there: int, here: int, name: str) -> float:
-        if there == here:
-            return 0.0
-        assert isinstance(costs.p2p, tuple)
-        return costs.p2p[there][here] + sizes.get(name, costs.message) / costs.bandwidth
-
-    moved = True
-    while moved:
-        moved = False
-        for rank, program in enumerate(schedule.programs):
-            if len(found[rank]) == len(program):
-                continue
-            actions = parts(program[len(found[rank])])
-            free = found[rank][-1] if found[rank] else 0.0
-            start = free
-            for kind, stage, mb, _ in actions:
-                for event, other, name in needs(schedule, kind, stage, mb):
-                    end = ends.get((event, other, mb), float("inf"))
-                    leaves = end if overlap else max(end, free)
-                    start = max(start, leaves + (hop(schedule.placement[other], rank, name) if name else 0.0))
-            if start == float("inf"):
-                continue
-            end = start + sum(time[kind][stage] for kind, stage, _, _ in actions)
-            for kind, stage, mb, _ in actions:
-                ends["I" if kind in ("B", "RB", "RI") else kind, stage, mb] = end
-            found[rank].append(end)
-            moved = True
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_times_messages_and_check(family: str) -> None:
@@ -110,8 +59,8 @@ def test_times_messages_and_check(family: str) -> None:
         )
         for overlap in (True, False):
             timeline = simulate(schedule, costs, overlap_p2p=overlap)
-            for ends, want in zip(timeline.ends, relaxed(schedule, costs, overlap), strict=True):
-                assert ends == pytest.approx(want)
+            for ends, spans in zip(timeline.ends, simulated_spans(schedule, costs, overlap), strict=True):
+                assert ends == pytest.approx([end for _, end in spans])
             path = timeline.critical_path  # each entry starts when one before it ends, or its message arrives
             assert timeline.ends[path[-1][0]][path[-1][1]] == max(map(max, timeline.ends))
             assert "overhead" not in {gap.cause for gaps in timeline.gaps for gap in gaps}
@@ -122,7 +71,7 @@ def test_times_messages_and_check(family: str) -> None:
 
 
 def _check_traffic(schedule: Schedule) -> None:
-    programs = traffic(schedule)
+    programs, times = traffic(schedule), Times(schedule, Costs())
     sent: list[Message] = []
     for rank, program in enumerate(programs):
         for entry in program:
@@ -132,7 +81,7 @@ def _check_traffic(schedule: Schedule) -> None:
                 if kind == "F"
                 else ("gradient", other, stage, "input gradient" if name == "output" else name, mb)
                 for kind, stage, mb, _ in actions
-                for _, other, name in needs(schedule, kind, stage, mb)
+                for (_, other, _), name in times.origins(Action(kind, stage, mb))
                 if name and schedule.placement[other] != rank
             )
             got = Counter((m.channel.kind, m.producer, m.consumer, m.name, m.microbatch) for m in entry.receives)
