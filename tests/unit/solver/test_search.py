@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 
 import pipeloom as pl
+from fuzz._brute_force import least
 from pipeloom.errors import CapacityError, PipeloomError, UsageError
 from pipeloom.schedule import Costs, check, simulate
 from pipeloom.schedule.families import build
@@ -39,35 +41,70 @@ def random_costs(random: Random, stages: int) -> Costs:
     )
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("objective", ["makespan", "span"])
-def test_never_worse_than_the_families_that_fit(seed: int, objective: Any) -> None:
-    random = Random(seed)
+KINDS: dict[str, dict[str, Any]] = {
+    "makespan": {},
+    "span": {"objective": "span"},
+    "pairs": {"pairs": True},
+    "micro-batches that differ, receivers that wait": {"overlap_p2p": False},
+}
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", KINDS)
+def test_never_worse_than_the_families_that_fit(seed: int, kind: str) -> None:
+    random, options = Random(seed), KINDS[kind]
     ranks, chunks = random.choice([(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2)])
     microbatches = random.randint(1, 3 * ranks)
     costs = random_costs(random, ranks * chunks)
     memory = max(chunks, random.choice([0.5, 0.75, 1, 2]) * ranks * chunks)
-    found = pl.search(ranks, microbatches, costs, memory, chunks=chunks, objective=objective, iterations=150)
+    if kind == "pairs":
+        costs = replace(costs, all_to_all=random.choice([0.1, 0.5]))
+    if "differ" in kind:
+        costs = replace(costs, microbatch=tuple(round(random.uniform(0.5, 3), 2) for _ in range(microbatches)))
+        memory *= max(costs.microbatch)
+    found = pl.search(ranks, microbatches, costs, memory, chunks=chunks, iterations=150, **options)
     check(found.schedule)
-    assert max(found.timeline.peak_memory) <= memory + 1e-9
+    timeline = simulate(found.schedule, costs, overlap_p2p=options.get("overlap_p2p", True))
+    assert timeline.value(options.get("objective", "makespan")) == pytest.approx(found.value)
+    assert max(timeline.peak_memory) <= memory + 1e-9
     assert 0 < found.lower_bound <= found.value
-    best = best_family(ranks, microbatches, chunks, costs, memory, objective)
-    assert found.value <= best + 1e-9
+    assert found.value <= best_family(ranks, microbatches, chunks, costs, memory, options) + 1e-9
 
 
-def best_family(ranks: int, microbatches: int, chunks: int, costs: Costs, memory: float, objective: str) -> float:
+def best_family(
+    ranks: int, microbatches: int, chunks: int, costs: Costs, memory: float, options: dict[str, Any]
+) -> float:
     """The least value of the families with this many chunks that fit, built and simulated one by one."""
     values = [float("inf")]
     for name in pl.schedules.FAMILIES:
-        options = {"memory": memory} if name == "zb-auto" else {}
         try:
-            made = build(name, ranks, microbatches, None, options, costs)
-            timeline = simulate(made, costs)
+            made = build(name, ranks, microbatches, None, {"memory": memory} if name == "zb-auto" else {}, costs)
+            timeline = simulate(made, costs, overlap_p2p=options.get("overlap_p2p", True))
         except PipeloomError:
             continue
-        if len(made.routes) == 1 and made.chunks == chunks and max(timeline.peak_memory) <= memory + 1e-9:
-            values.append(timeline.makespan if objective == "makespan" else max(timeline.spans))
+        paired = made.has_pairs and not options.get("pairs")
+        if (
+            len(made.routes) == 1
+            and made.chunks == chunks
+            and not paired
+            and max(timeline.peak_memory) <= memory + 1e-9
+        ):
+            values.append(timeline.value(options.get("objective", "makespan")))
     return min(values)
+
+
+@pytest.mark.parametrize("case", range(12))
+def test_two_ranks_and_two_microbatches_get_the_best_schedule_there_is(case: int) -> None:
+    random, pairs = Random(case), case % 3 > 0
+    times = [random.choice([0.5, 1.0, 1.5]) for _ in range(3)]
+    more = {"pair": 1.8, "pair_split": 1.2} if case == 7 else {"all_to_all": random.choice([0.3, 0.5, 0.8])}
+    costs = Costs(*times, random.choice([0.0, 0.25]), held=random.choice([0.5, 1.0]), **more)  # type: ignore[arg-type]
+    memory = random.choice([1.0, 2.0])
+    if not pairs:
+        factors = random.choice([(1.0, 2.0), (3.0, 1.0), (0.5, 0.5)])
+        costs, memory = replace(costs, microbatch=factors), memory * max(factors)
+    found = pl.search(2, 2, costs, memory, pairs=pairs, iterations=300)
+    assert found.lower_bound <= found.value == pytest.approx(least((0, 1), 2, costs, memory, pairs=pairs))
 
 
 def test_fewer_chunks_count_too() -> None:
