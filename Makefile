@@ -73,11 +73,9 @@ fuzz: install
 growth: install
 	$(BIN)/python tests/growth.py $(ARGS)
 
-# checkpoints: 30 rounds of kill -9 at random moments, 500 damaged files; ARGS="--seed 1"
+# checkpoints: 30 rounds of kill -9 at random moments; ARGS="--seed 1"
 soak: install
-	$(BIN)/python -m tests.soak kill $(ARGS)
-	$(BIN)/python -m tests.soak corrupt $(ARGS)
-	$(BIN)/python -m tests.soak resume
+	$(BIN)/python -m tests.soak $(ARGS)
 
 # proof and measurement on a GPU with this machine's own Python and torch, without a network: no install
 # make gpu                                        all parts, benchmarks/RESULTS-gpu.md

@@ -329,7 +329,15 @@ def check_simulation(case: Case) -> None:
         if curve:
             assert close(max(level for _, level in curve), peaks[rank]), f"rank {rank}'s memory curve passes its peak"
             assert close(curve[-1][1], 0.0), f"rank {rank} ends with memory {curve[-1][1]}"
+    if all(schedule.programs):
+        assert all(
+            close(phases.total, idle) for phases, idle in zip(timeline.idle_by_phase, timeline.idle, strict=True)
+        )
+    for idle, causes in zip(timeline.idle, timeline.idle_by_cause, strict=True):
+        assert close(sum(causes.values()), idle), f"{causes} are not {idle} in all"
+        assert not causes["overhead"], f"a simulation has an overhead: {causes}"
     path = timeline.critical_path
+    assert timeline.starts[path[0][0]][path[0][1]] == 0, "the critical path starts late"
     assert close(max(timeline.ends[rank][at] for rank, at in path), timeline.makespan), "the critical path ends early"
     if case.overlap_p2p:
         check_path(schedule, costs, spans, path)

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 import pipeloom as pl
 from pipeloom.schedule.timeline import Gap
 
@@ -75,29 +71,3 @@ def test_a_message_that_is_there_already_is_waited_for_no_longer() -> None:
 def test_a_receiver_that_waits_for_the_whole_hop() -> None:
     timeline = pl.simulate(pl.schedules.gpipe(ranks=2, microbatches=1), pl.Costs(p2p=2), overlap_p2p=False)
     assert timeline.gaps[1][:2] == (Gap(0.0, 1.0, "dependency", 0), Gap(1.0, 3.0, "message", 0))
-
-
-@given(
-    name=st.sampled_from(sorted(pl.schedules.FAMILIES)),
-    ranks=st.integers(1, 6),
-    microbatches=st.integers(1, 16),
-    costs=st.tuples(*[st.sampled_from([0.0, 0.3, 1.0, 2.5])] * 4),
-    overlap=st.booleans(),
-)
-@settings(max_examples=80, deadline=None)
-def test_causes_add_up_to_idle(
-    name: str, ranks: int, microbatches: int, costs: tuple[float, ...], overlap: bool
-) -> None:
-    try:
-        schedule = pl.schedules.build(name, ranks, microbatches)
-    except pl.PipeloomError:
-        return
-    timeline = pl.simulate(schedule, pl.Costs(*costs), overlap_p2p=overlap)
-    for rank in range(ranks):
-        causes = timeline.idle_by_cause[rank]
-        assert sum(causes.values()) == pytest.approx(timeline.idle[rank], abs=1e-6)
-        assert causes["overhead"] == 0
-        clock = 0.0
-        for gap in timeline.gaps[rank]:
-            assert clock <= gap.start < gap.end
-            clock = gap.end
