@@ -18,7 +18,7 @@ import torch
 
 from pipeloom import checkpoint
 from pipeloom.config import load_layout
-from pipeloom.train.build import build_pipeline
+from pipeloom.measure.build import build_pipeline
 from pipeloom.train.data.batches import Batches
 from pipeloom.train.optimizer import Optimizer
 

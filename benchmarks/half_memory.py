@@ -28,7 +28,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,6 +36,8 @@ import torch.distributed as dist
 from commands import answer
 from pipeloom.config import Layout, load_layout
 from pipeloom.errors import PipeloomError
+from pipeloom.measure.build import build_pipeline
+from pipeloom.measure.device_profile import DeviceProfile, measured_costs, predicted_timeline, profiled
 from pipeloom.plan.memory import ranks_of
 from pipeloom.schedule import Costs, Schedule, simulate
 from pipeloom.schedule.costs import DEVICE
@@ -48,9 +49,6 @@ from pipeloom.schedule.transforms import recompute
 from pipeloom.solver.in_bytes import search_in_bytes
 from pipeloom.traces.measured import predict
 from pipeloom.traces.timelines import costs_dict
-from pipeloom.train.build import build_pipeline
-from pipeloom.train.report.device_profile import DeviceProfile, measured_costs, profiled
-from pipeloom.train.report.step_bytes import predicted_timeline
 from pipeloom.train.report.verify import make_batch
 from pipeloom.train.tuning import tune_process
 from processes import run_ranks, step_bytes
@@ -141,7 +139,7 @@ def peaks(layout: Layout, profile: DeviceProfile, schedule: Schedule) -> list[fl
 def work(rank: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
     """Measure, search, and run in turns; return a row for each schedule."""
     tune_process()
-    here: Any = SimpleNamespace(device=torch.device("cpu"), world_size=RANKS, waiting=lambda what, phase: nullcontext())
+    device = torch.device("cpu")
     m = options.microbatches
     layouts = {chunks: layout_of(chunks, options.width, m) for chunks in (1, 2)}
 
@@ -150,7 +148,7 @@ def work(rank: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
         copies = math.inf if options.no_copies else measured[1].host_bandwidth
         return {chunks: replace(each, host_bandwidth=copies) for chunks, each in measured.items()}
 
-    profile = profiled(layouts[1], here, 9)
+    profile = profiled(layouts[1], device, 9, lambda what, phase: nullcontext())
     costs, profiles = costs_from(profile), [profile]
     box: list[Any] = [None]
     if rank == 0:
@@ -170,9 +168,7 @@ def work(rank: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
         box = [[best, *fitting[:NAMED]]]
     dist.broadcast_object_list(box, src=0)
     candidates: list[Candidate] = box[0]
-    pipelines = [
-        build_pipeline(replace(layouts[each.chunks], schedule=each.schedule), here.device) for each in candidates
-    ]
+    pipelines = [build_pipeline(replace(layouts[each.chunks], schedule=each.schedule), device) for each in candidates]
     batch = make_batch(layouts[1])
     seconds: list[list[float]] = [[] for _ in candidates]
     timelines: list[list[Timeline]] = [[] for _ in candidates]
@@ -186,7 +182,7 @@ def work(rank: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
                 seconds[at].append(time.perf_counter() - began)
                 timelines[at].append(pipeline.timeline())
         if turn % 3 == 2:
-            profiles.append(profiled(layouts[1], here, 3))
+            profiles.append(profiled(layouts[1], device, 3, lambda what, phase: nullcontext()))
     costs = costs_from(shortest(profiles))
     rows = []
     for at, (each, pipeline) in enumerate(zip(candidates, pipelines, strict=True)):

@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 import pipeloom as pl
 from pipeloom.config import Layout, load_layout
+from pipeloom.measure.build import build_pipeline
 from pipeloom.runtime import Pipeline
 from pipeloom.schedule.transforms import half_split
 from pipeloom.schedules import FAMILIES
 from pipeloom.solver.merge_backward import merge_backwards
 from pipeloom.traces.measured import costs_of
-from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.batches import Batch
 from pipeloom.train.report.verify import make_batch
 from processes import run_ranks

@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from commands import answer
 from parts import run_parts
-from pipeloom.train.report.rehearse import Clock
+from pipeloom.measure.rehearse import Clock
 from processes import run_ranks
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints two lines at each start and stop

@@ -33,6 +33,7 @@ import pipeloom as pl
 from layers import mse, total
 from parts import run_parts
 from pipeloom.config import MeshShape, load
+from pipeloom.measure.rehearse import Clock, EmulatedLayer
 from pipeloom.models import layers, token_loss
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
 from pipeloom.parallel.dispatch import ExpertParallel
@@ -43,7 +44,6 @@ from pipeloom.schedule.model import parts
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts, exposed, length, run_block
 from pipeloom.schedule.transforms import unpair
 from pipeloom.traces.measured import hops
-from pipeloom.train.report.rehearse import Clock, EmulatedLayer
 from processes import run_ranks
 
 STEPS = 5

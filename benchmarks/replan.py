@@ -36,6 +36,7 @@ import torch
 
 from parts import run_parts
 from pipeloom.config import Layout, load_layout
+from pipeloom.measure.rehearse import Clock, EmulatedLayer, Rehearsal
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from pipeloom.schedule import Costs, Schedule, simulate
 from pipeloom.schedule.json_form import to_dict
@@ -43,7 +44,6 @@ from pipeloom.schedule.segments import PhaseTimes
 from pipeloom.schedule.transforms import half_split
 from pipeloom.solver.replan import better
 from pipeloom.train.replan import Replanner
-from pipeloom.train.report.rehearse import Clock, EmulatedLayer, Rehearsal
 from processes import run_ranks
 from small_run import small_run
 

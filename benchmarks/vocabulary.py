@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipeloom as pl
+from pipeloom.measure.rehearse import Clock, EmulatedLayer
 from pipeloom.parallel.vocabulary import VocabularyShare
 from pipeloom.runtime import Layer, Pipeline
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes
 from pipeloom.schedule.vocabulary import costs_of_all
 from pipeloom.shapes.mesh import uneven_parts
-from pipeloom.train.report.rehearse import Clock, EmulatedLayer
 from processes import run_ranks
 
 RANKS, MICROBATCHES, LAYERS, HEAD = 4, 16, 8, 6.0

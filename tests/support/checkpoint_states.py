@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pipeloom.config import Layout, load_layout
+from pipeloom.measure.build import build_pipeline
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Pipeline
-from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.manifest import read_manifest
 from pipeloom.train.checkpoint.reader import Reader

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import pipeloom.train.report.rehearse  # noqa: F401  # imports torch here, not in a test's call
+import pipeloom.measure.rehearse  # noqa: F401  # imports torch here, not in a test's call
 from paths import DATA
 from pipeloom.config import load_layout
 from pipeloom.errors import ConfigError

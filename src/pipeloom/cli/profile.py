@@ -23,7 +23,7 @@ from pipeloom.traces.timelines import costs_dict
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
-    from pipeloom.train.report.device_profile import DeviceProfile
+    from pipeloom.measure.device_profile import DeviceProfile
 
 _EXPERT_LINKS = {("all-to-all", axis) for axis in ("ep", "world")}
 _TIMEOUT = 600.0  # seconds that ranks wait for one that measures
@@ -88,11 +88,11 @@ def _measure(layout: Layout, processes: int, repeats: int, words: Sequence[str])
         )
 
     def body(context: Any) -> str:
-        from pipeloom.train.report.device_profile import profiled
+        from pipeloom.measure.device_profile import profiled
         from pipeloom.train.tuning import tune_process
 
         tune_process()
-        return json.dumps(_form(layout, profiled(layout, context, repeats)), allow_nan=False)
+        return json.dumps(_form(layout, profiled(layout, context.device, repeats, context.waiting)), allow_nan=False)
 
     workers = layout_of_workers(processes, layout.config.train.device, _TIMEOUT)
     return result_of_workers("profile", words, workers, body)
@@ -114,7 +114,7 @@ def _require_memory(layout: Layout, processes: int) -> None:
 
 def _form(layout: Layout, profile: DeviceProfile) -> dict[str, Any]:
     """Return the JSON form: the costs of the layout's stages, and everything measured."""
-    from pipeloom.train.report.device_profile import measured_costs
+    from pipeloom.measure.device_profile import measured_costs
 
     segments = profile.segments
     exchanges = (link for link in profile.links if (link.operation, link.axis) in _EXPERT_LINKS)
@@ -149,7 +149,7 @@ def _form(layout: Layout, profile: DeviceProfile) -> dict[str, Any]:
 
 def _lines(form: dict[str, Any]) -> list[str]:
     """Return the tables: layers, segments, and links at three sizes."""
-    from pipeloom.train.report.device_profile import KINDS
+    from pipeloom.measure.device_profile import KINDS
 
     def ms(sample: dict[str, float]) -> str:
         return f"{1e3 * sample['median']:.3g} ±{sample['spread'] / (sample['median'] or 1.0):.0%}"

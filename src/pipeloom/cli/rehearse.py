@@ -26,7 +26,7 @@ from pipeloom.traces import timelines as timeline_files
 from pipeloom.traces.measured import predict, settled
 
 if TYPE_CHECKING:
-    from pipeloom.train.report.rehearse import Rehearsal
+    from pipeloom.measure.rehearse import Rehearsal
 
 _MEAN_ACTION = 0.010
 """Seconds that the mean action takes where `--unit` is not given, multiplied by the number of ranks per core: the runtime
@@ -80,7 +80,7 @@ def command(
 
 def _rehearsal(schedule: Schedule, costs: Costs, options: Emulation) -> Rehearsal:
     """Return the rehearsal that the options describe. Raises UsageError for options that it cannot emulate."""
-    from pipeloom.train.report.rehearse import Rehearsal
+    from pipeloom.measure.rehearse import Rehearsal
 
     unit, steps, on_gpus = options.unit, options.steps, options.device == "cuda"
     if unit is not None and not (math.isfinite(unit) and 0 < unit <= MOST_SECONDS):
@@ -127,7 +127,7 @@ def _slow(words: Sequence[str], schedule: Schedule) -> dict[int, float]:
 
 def _run(rehearsal: Rehearsal, device: str, words: Sequence[str]) -> tuple[int, tuple[Timeline, ...]]:
     """Return the exit code and the recorded steps; no steps on workers, whose launcher returns them."""
-    from pipeloom.train.report.rehearse import patience, run
+    from pipeloom.measure.rehearse import patience, run
     from pipeloom.train.workers.worker import is_worker
 
     ranks = rehearsal.schedule.ranks
@@ -141,7 +141,9 @@ def _run(rehearsal: Rehearsal, device: str, words: Sequence[str]) -> tuple[int, 
         )
 
     def body(context: Any) -> str:
-        return json.dumps(timeline_files.to_dict(run(rehearsal, context)))
+        return json.dumps(
+            timeline_files.to_dict(run(rehearsal, context.device, context.watchdog, context.close_to_strangers))
+        )
 
     layout = layout_of_workers(ranks, device, patience(rehearsal))
     code, steps = result_of_workers("rehearse", words, layout, body)

@@ -19,6 +19,7 @@ from pipeloom.config import Config, Layout
 from pipeloom.config.rates import AUTO_RATE, AUTOMATIC, learning_rate
 from pipeloom.errors import Interrupted, PipeloomError, Preempted
 from pipeloom.limits import expanded
+from pipeloom.measure.build import build_pipeline, ties
 from pipeloom.ops.random_state import stable_seed
 from pipeloom.plan.run import boundary_bytes
 from pipeloom.plan.volume import volumes
@@ -26,7 +27,6 @@ from pipeloom.runtime import Pipeline
 from pipeloom.runtime.batch import count_targets
 from pipeloom.runtime.health.status import seconds_running
 from pipeloom.schedule.json_form import to_dict
-from pipeloom.train.build import build_pipeline, ties
 from pipeloom.train.checkpoint.folder import RunClaim
 from pipeloom.train.checkpoint.load import Loaded, load
 from pipeloom.train.checkpoint.run import RunCheckpoints, RunFacts, RunState, Start, digests, find_start

@@ -23,6 +23,7 @@ from pipeloom.config.layout import stage_sizes
 from pipeloom.config.search import SearchRequest
 from pipeloom.errors import CapacityError, PipeloomError
 from pipeloom.limits import expanded
+from pipeloom.measure.device_profile import measured_costs, profiled, searched_bytes, split_layer_bytes
 from pipeloom.parallel.exchange import broadcast_json
 from pipeloom.runtime import Pipeline
 from pipeloom.schedule import Costs, Schedule, Timeline, check, simulate
@@ -32,7 +33,6 @@ from pipeloom.schedule.json_form import from_json, to_dict
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.transforms import half_split
 from pipeloom.traces.measured import costs_of
-from pipeloom.train.report.device_profile import measured_costs, profiled, searched_bytes, split_layer_bytes
 from pipeloom.train.report.metrics import shared_cores
 from pipeloom.train.report.report import Report, reported
 from pipeloom.train.workers.context import WorkerContext
@@ -313,7 +313,7 @@ def _costs_before_start(
     if report is not None:
         report.say("measuring a layer of each kind, to search for a schedule")
     with torch.random.fork_rng([]):
-        profile = profiled(layout, context, PROFILE_REPEATS)
+        profile = profiled(layout, context.device, PROFILE_REPEATS, context.waiting)
 
     def costs_of(cut: tuple[int, ...]) -> Costs:
         return measured_costs(replace(layout, stage_layers=cut), profile)

@@ -10,7 +10,7 @@ import torch
 
 from pipeloom.config import load_layout
 from pipeloom.errors import PipeloomError
-from pipeloom.train.build import build_pipeline
+from pipeloom.measure.build import build_pipeline
 from pipeloom.train.checkpoint.run import Start
 from pipeloom.train.loop import Trainer
 from pipeloom.train.step import BadSteps

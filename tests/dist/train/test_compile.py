@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pipeloom.config import load_layout
+from pipeloom.measure.build import PARAMETER_DTYPES, block_names, compiled, model_layers, ties, training_loss
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
-from pipeloom.train.build import PARAMETER_DTYPES, block_names, compiled, model_layers, ties, training_loss
 
 
 def step_of(compile: str, name: str, dtype: str, recompute: str):

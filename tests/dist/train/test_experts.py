@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.config import load, resolve
+from pipeloom.measure.build import build_pipeline
 from pipeloom.models.gate import gates_of
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.train.build import build_pipeline
 from pipeloom.train.observers import ExpertLoads, Loads, observers
 from processes import run_ranks
 

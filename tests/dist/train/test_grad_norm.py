@@ -12,11 +12,11 @@ from torch import nn
 import pipeloom as pl
 from pipeloom.config import Layout, load_layout
 from pipeloom.errors import UsageError
+from pipeloom.measure.build import build_pipeline
 from pipeloom.models import tied
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import shard_of
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
-from pipeloom.train.build import build_pipeline
 from pipeloom.train.report.verify import make_batch, serial_step
 from processes import run_ranks
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.config import load_layout
+from pipeloom.measure.build import build_pipeline
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.train.build import build_pipeline
 from processes import run_ranks
 
 pytestmark = pytest.mark.core

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from pipeloom.config import Layout, load_layout
+from pipeloom.measure.build import build_pipeline
 from pipeloom.parallel import data
 from pipeloom.parallel.collectives import PendingCollective, start_gather_slices
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.mesh import Axis
-from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.batches import Batch
 from pipeloom.train.loop import Trainer
 from pipeloom.train.speculative import OptimizerCopy

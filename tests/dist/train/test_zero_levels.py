@@ -10,9 +10,9 @@ import torch
 from checkpoint_states import MOE, Run, layout_of
 from pipeloom import checkpoint
 from pipeloom.config import load_layout
+from pipeloom.measure import build
 from pipeloom.models.lora import LoraOptions
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.train import build
 from pipeloom.train.hub.generate import Sampling, extend
 from processes import run_ranks
 

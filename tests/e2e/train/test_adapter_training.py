@@ -18,17 +18,18 @@ from hf_families import MODEL_FAMILIES
 from pipeloom import checkpoint
 from pipeloom.config import load, load_layout
 from pipeloom.errors import CheckpointError, ConfigError
+from pipeloom.measure.build import build_pipeline
+from pipeloom.measure.device_profile import predicted_costs
+from pipeloom.measure.layer_bytes import layer_bytes
 from pipeloom.models.lora import is_adapter
 from pipeloom.plan.run import predicted as planned_run
 from pipeloom.runtime import Pipeline
-from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.manifest import read_manifest
 from pipeloom.train.hub import conversion as hub
 from pipeloom.train.hub.generate import open_model, open_pipeline
 from pipeloom.train.hub.lora_files import base_weights, begin_weights, require_targets
 from pipeloom.train.optimizer import Optimizer
-from pipeloom.train.report.layer_bytes import layer_bytes
-from pipeloom.train.report.step_bytes import predicted, predicted_costs
+from pipeloom.train.report.step_bytes import predicted
 from processes import run_ranks
 
 WIDE = {"train.dtype": "float64"}  # AdamW's first steps have the size of the rate whatever the gradient's

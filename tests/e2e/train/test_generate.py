@@ -17,10 +17,10 @@ from corpora import tokenizer_directory
 from hf_families import MODEL_FAMILIES, SCHEDULES
 from pipeloom.config import load, load_layout
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
+from pipeloom.measure.build import build_pipeline
 from pipeloom.models import cross_entropy, hf
 from pipeloom.models import layers as decoder_layers
 from pipeloom.runtime import LocalPipeline
-from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.save import write_whole
 from pipeloom.train.hub import conversion as hub
 from pipeloom.train.hub.generate import Sampling, continue_prompts, extend, open_model, text_of

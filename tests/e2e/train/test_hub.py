@@ -21,11 +21,11 @@ from corpora import tokenizer_directory, tokenizer_file
 from pipeloom import checkpoint
 from pipeloom.config import load, load_layout
 from pipeloom.errors import CheckpointError, ConfigError
+from pipeloom.measure.build import build_pipeline
 from pipeloom.models import cross_entropy, hf, hub_name, layers, tied
 from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.runtime import Pipeline
 from pipeloom.shapes.decoder import DecoderShape
-from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.reader import Reader, verified
 from pipeloom.train.checkpoint.save import Saver

@@ -12,7 +12,7 @@ import torch
 from checkpoint_runs import BRIEF
 from commands import pipeloom
 from pipeloom.config import Layout, load_layout
-from pipeloom.train.build import build_pipeline
+from pipeloom.measure.build import build_pipeline
 from pipeloom.train.data.batches import Batches
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.loop import Trainer

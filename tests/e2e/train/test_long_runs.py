@@ -20,8 +20,8 @@ import pipeloom as pl
 from pipeloom.config import load_layout
 from pipeloom.config.settings import to_toml
 from pipeloom.errors import ConfigError
+from pipeloom.measure.build import build_pipeline
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.batches import Batches, evenly_spaced
 from pipeloom.train.loop import Trainer
 from pipeloom.train.optimizer import Optimizer

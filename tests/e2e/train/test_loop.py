@@ -17,8 +17,8 @@ import torch
 from checkpoint_runs import environment
 from commands import pipeloom
 from pipeloom.config import load_layout
+from pipeloom.measure.build import build_pipeline
 from pipeloom.schedule.channels import size_words
-from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.batches import windows_of
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.hub.generate import generate

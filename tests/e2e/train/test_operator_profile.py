@@ -10,7 +10,7 @@ import torch
 from test_loop import train
 
 from pipeloom.config import load_layout
-from pipeloom.train.build import build_pipeline
+from pipeloom.measure.build import build_pipeline
 from pipeloom.train.report.profile import OperatorProfile
 from pipeloom.train.report.verify import make_batch
 

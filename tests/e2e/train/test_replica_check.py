@@ -11,10 +11,10 @@ import torch
 
 from pipeloom.config import load_layout
 from pipeloom.errors import DistributedError, PipeloomError
+from pipeloom.measure.build import build_pipeline
 from pipeloom.models import tied
 from pipeloom.runtime.replicas import differences
 from pipeloom.shapes.mesh import MeshShape
-from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.loop import Trainer
 from pipeloom.train.observers import observers

@@ -10,7 +10,7 @@ import torch
 
 from pipeloom.config import load_layout
 from pipeloom.errors import ConfigError
-from pipeloom.train.build import build_pipeline
+from pipeloom.measure.build import build_pipeline
 from pipeloom.train.loop import Trainer
 from processes import run_ranks
 from run_notes import Notes, context

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from pipeloom.config import Layout, load_layout
+from pipeloom.measure.build import build_pipeline
 from pipeloom.models import cross_entropy
 from pipeloom.runtime import Layer, Pipeline
 from pipeloom.runtime.executor import Executor
-from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.batches import Batch
 from pipeloom.train.loop import Trainer
 from pipeloom.train.optimizer import Optimizer

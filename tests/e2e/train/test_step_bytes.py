@@ -16,15 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeloom.config import Layout, load_layout
-from pipeloom.ops.deferred import WeightGradQueue
-from pipeloom.plan.run import predicted as planned_run
-from pipeloom.runtime import LocalPipeline, RuntimeOptions
-from pipeloom.runtime.executor import Executor
-from pipeloom.runtime.flight import Flight, StageInputs
-from pipeloom.runtime.stage import Stage
-from pipeloom.schedule import simulate
-from pipeloom.schedule.transforms import recompute
-from pipeloom.train.build import (
+from pipeloom.measure.build import (
     PARAMETER_DTYPES,
     build_pipeline,
     model_layers,
@@ -33,8 +25,17 @@ from pipeloom.train.build import (
     ties,
     training_loss,
 )
-from pipeloom.train.report.layer_bytes import layer_bytes
-from pipeloom.train.report.step_bytes import predicted, predicted_costs
+from pipeloom.measure.device_profile import predicted_costs
+from pipeloom.measure.layer_bytes import layer_bytes
+from pipeloom.ops.deferred import WeightGradQueue
+from pipeloom.plan.run import predicted as planned_run
+from pipeloom.runtime import LocalPipeline, RuntimeOptions
+from pipeloom.runtime.executor import Executor
+from pipeloom.runtime.flight import Flight, StageInputs
+from pipeloom.runtime.stage import Stage
+from pipeloom.schedule import simulate
+from pipeloom.schedule.transforms import recompute
+from pipeloom.train.report.step_bytes import predicted
 from pipeloom.train.report.verify import make_batch
 from processes import run_ranks
 

@@ -14,9 +14,9 @@ import pipeloom as pl
 from checkpoint_runs import BRIEF
 from commands import pipeloom
 from pipeloom.config import Layout, load_layout
+from pipeloom.measure.build import build_pipeline
 from pipeloom.schedule.files import load
 from pipeloom.traces.measured import costs_of
-from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.loop import Trainer
 from pipeloom.train.schedule_search import (

@@ -13,9 +13,9 @@ import torch
 
 import pipeloom as pl
 from pipeloom.config import load_layout
+from pipeloom.measure.build import build_pipeline
 from pipeloom.schedule.files import load
 from pipeloom.schedule.json_form import to_json
-from pipeloom.train.build import build_pipeline
 from pipeloom.train.report.verify import make_batch, run
 from processes import run_ranks
 

@@ -12,10 +12,10 @@ from paths import ROOT
 from pipeloom.config import load, load_layout, resolve
 from pipeloom.config.sections import RouterName
 from pipeloom.errors import ConfigError
+from pipeloom.measure.build import build_pipeline, model_layers, moe_classes
 from pipeloom.models.layers import block_name
 from pipeloom.shapes.decoder import ROUTERS
 from pipeloom.shapes.layers import layer_sizes, parameter_count, training_flops
-from pipeloom.train.build import build_pipeline, model_layers, moe_classes
 
 EXPERTS = {"model.num_experts": 8, "parallel.dp": 4, "train.global_batch_size": 40}
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from models import WIDTH, batch, mse, serial
+from pipeloom.measure.layer_bytes import measured_layer
 from pipeloom.ops.host_memory import HostBuffers
 from pipeloom.runtime import LocalPipeline, in_part
-from pipeloom.runtime.layer_bytes import measured_layer
 from pipeloom.runtime.offload import Parts, SavedTensors
 from pipeloom.schedule import Costs, Schedule
 

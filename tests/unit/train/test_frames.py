@@ -14,8 +14,8 @@ import torch
 import pipeloom
 from paths import ROOT
 from pipeloom.config import load_layout
+from pipeloom.measure.build import build_pipeline
 from pipeloom.models.decoder import Block
-from pipeloom.train.build import build_pipeline
 from pipeloom.train.loop import Trainer
 
 OURS = Path(pipeloom.__file__).parent

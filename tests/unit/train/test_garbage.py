@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pipeloom.config import load_layout
-from pipeloom.train.build import build_pipeline
+from pipeloom.measure.build import build_pipeline
 from pipeloom.train.loop import Trainer
 from pipeloom.train.observers import StepObserver, observers
 from pipeloom.train.tuning import EVERY_STEPS, GarbageCollection

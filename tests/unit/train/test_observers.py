@@ -10,8 +10,8 @@ import torch
 
 import pipeloom as pl
 from pipeloom.config import load_layout
+from pipeloom.measure.build import build_pipeline
 from pipeloom.train import observers as module
-from pipeloom.train.build import build_pipeline
 from pipeloom.train.loop import Trainer
 from pipeloom.train.observers import StepEnd, StepLog, StepObserver, observers
 from pipeloom.train.workers.context import INTERRUPT, SAVE, STOP

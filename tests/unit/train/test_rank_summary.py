@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pipeloom.config import MeshShape, load_layout
-from pipeloom.train.build import build_pipeline
+from pipeloom.measure.build import build_pipeline
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.report.tables import RankSummary, layer_words, table, what_ranks_hold
 

@@ -94,7 +94,7 @@ def require_masks(config: Config, data: Data) -> None:
     """Raise ConfigError for packed rows and a Hugging Face model whose attention would see across documents."""
     if not data.packed or not config.model.source:
         return
-    from pipeloom.train.build import PARAMETER_DTYPES, foreign
+    from pipeloom.measure.build import PARAMETER_DTYPES, foreign
 
     if not foreign(config.model.source, PARAMETER_DTYPES[config.train.dtype]).cut.keeps_documents_apart():
         raise ConfigError(

@@ -17,6 +17,7 @@ from pipeloom.config import Layout, load_layout
 from pipeloom.config.checks import CLASS_KEYS
 from pipeloom.config.settings import own_keys
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
+from pipeloom.measure.build import build_pipeline
 from pipeloom.models.decoder import Attention, KeyValueCache
 from pipeloom.models.hf.library import read_config
 from pipeloom.models.layers import VOCABULARY_WEIGHTS
@@ -25,7 +26,6 @@ from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.parallel.vocabulary import whole_logits
 from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.shapes.hub import ADAPTER_CONFIG, is_directory, read_adapter_config
-from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import load
 from pipeloom.train.checkpoint.run import RunFacts

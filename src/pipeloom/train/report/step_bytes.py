@@ -1,4 +1,4 @@
-"""Predicted bytes of a step: those of `Costs.bytes`, and the peak of each rank by what it consists of."""
+"""Predicted bytes of a step: the peak of each rank by what it consists of, compared with that of a step."""
 
 from __future__ import annotations
 
@@ -10,63 +10,19 @@ import torch
 from torch import Tensor
 
 from pipeloom.config import Layout
+from pipeloom.measure.device_profile import predicted_timeline
+from pipeloom.measure.layer_bytes import layer_bytes
 from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.plan.memory import RankMemory, ranks_of
-from pipeloom.plan.run import (
-    layout_messages,
-    layout_of,
-    moving_bytes,
-    runtime_of,
-    standing_bytes,
-    with_messages,
-)
 from pipeloom.plan.run import predicted as planned
 from pipeloom.runtime import Pipeline
-from pipeloom.schedule import Costs, Timeline, simulate
 from pipeloom.schedule.channels import size_words
-from pipeloom.schedule.timeline import MESSAGES
-from pipeloom.shapes.cut import spans
-from pipeloom.shapes.layers import whole_layers
-from pipeloom.shapes.stage_bytes import LayerBytes
 from pipeloom.train.collect import gather
 from pipeloom.train.observers import StepEnd, StepObserver
 from pipeloom.train.optimizer import Optimizer
-from pipeloom.train.report.layer_bytes import layer_bytes
 
 if TYPE_CHECKING:
     from pipeloom.train.report.report import Report
-
-
-def predicted_costs(layout: Layout, layers: Sequence[LayerBytes], device: str = "") -> Costs:
-    """Return costs with the bytes of each stage, for the largest micro-batch; the times are equal.
-
-    "messages" are the most of the rank, at the first of its stages. Those in memory that CPU ranks share are not torch's.
-
-    Args:
-        device: type of the stages' device; default: as configured.
-    """
-    messages = [0.0] * layout.schedule.stages
-    for stages, sizes in zip(layout.schedule.stages_of, layout_messages(layout, device), strict=True):
-        messages[stages[0]] = sizes.most
-    costs = _costs(layout, layers)
-    return replace(costs, bytes=dict(costs.bytes) | {MESSAGES: tuple(messages)})
-
-
-def _costs(layout: Layout, layers: Sequence[LayerBytes]) -> Costs:
-    """Return costs with the bytes of each stage, without messages."""
-    of_stage, largest = spans(layout.schedule, layout.stage_layers), max(layout.microbatch_sizes)
-    whole = whole_layers(layout.config.model.shape(), 1)
-    groups = [whole[start:end] for start, end in of_stage]
-    trained = [sum(layer.trained for layer in layers[start:end]) for start, end in of_stage]
-    standing = standing_bytes(layout, layout_of(layout), groups, runtime_of(layout.config, None), trained)
-    factors = tuple(size / largest for size in layout.microbatch_sizes)
-    costs = Costs(microbatch=factors, bytes=moving_bytes(layout, layers) | standing)
-    return costs if layout.cuts is None else layout.cuts.costs(costs)
-
-
-def predicted_timeline(layout: Layout, layers: Sequence[LayerBytes]) -> Timeline:
-    """Return the step with the bytes of whole layers, one of each kind given."""
-    return with_messages(layout, simulate(layout.schedule, _costs(layout, layers)))
 
 
 def predicted(layout: Layout) -> Sequence[RankMemory]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.config import Layout
+from pipeloom.measure.build import build_pipeline, model_layers, moe_classes, ties
 from pipeloom.models import cross_entropy
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
 from pipeloom.ops.layer import KEYWORD, MicrobatchContext
@@ -29,7 +30,6 @@ from pipeloom.runtime.stage_modules import LayerNames
 from pipeloom.runtime.tied_weights import Tie, share
 from pipeloom.runtime.verify import relative_error
 from pipeloom.shapes.mesh import MeshShape, Place
-from pipeloom.train.build import build_pipeline, model_layers, moe_classes, ties
 from pipeloom.train.data.batches import Batch
 from pipeloom.train.schedule_search import estimated
 from pipeloom.train.workers.context import require_agreement

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeloom.measure.layer_times import Sample, now
 from pipeloom.parallel.collectives import (
     Tag,
     carrier_of,
@@ -19,7 +20,6 @@ from pipeloom.parallel.collectives import (
 )
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.parallel.mesh import Axis, Mesh
-from pipeloom.train.report.layer_times import Sample, now
 
 MESSAGE_SIZES = tuple(2**power for power in range(10, 26, 3))  # bytes: 1 KiB to 32 MiB, each eight times the one before
 _WARM_UP = 2

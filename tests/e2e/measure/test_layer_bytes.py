@@ -10,10 +10,10 @@ import torch
 
 from pipeloom.config import Layout, load_layout
 from pipeloom.errors import UsageError
+from pipeloom.measure import layer_bytes as module
+from pipeloom.measure.layer_bytes import layer_bytes
 from pipeloom.plan.run import predicted as planned_run
 from pipeloom.runtime import Layer
-from pipeloom.train.report import layer_bytes as module
-from pipeloom.train.report.layer_bytes import layer_bytes
 
 LATENT = {
     **{"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},

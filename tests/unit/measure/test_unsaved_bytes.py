@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pipeloom.runtime.layer_bytes import measured_layer
+from pipeloom.measure.layer_bytes import measured_layer
 
 ROWS, WIDTH = 8, 16
 

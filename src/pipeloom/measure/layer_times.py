@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.config import Layout
+from pipeloom.measure.build import PARAMETER_DTYPES, compiled, model_layers, moe_classes, ties, training_loss
 from pipeloom.models import ahead
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients, run_backward
 from pipeloom.ops.layer import Layer, MicrobatchContext
@@ -24,7 +25,6 @@ from pipeloom.runtime.tied_weights import layer_of
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.actions import Action
 from pipeloom.shapes.layers import layer_sizes
-from pipeloom.train.build import PARAMETER_DTYPES, compiled, model_layers, moe_classes, ties, training_loss
 
 IN_TURN = 4
 """Layers of a kind that run in turn, as those of a stage do: a layer that ran alone would find its weights in the cache, and take

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import pipeloom as pl
+from pipeloom.measure import rehearse
+from pipeloom.measure.rehearse import Clock, EmulatedLayer, Rehearsal
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.runtime.pipeline import run_beside
 from pipeloom.schedule import Action, Costs, Schedule, simulate
 from pipeloom.schedule.actions import parse_action
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes
-from pipeloom.train.report import rehearse
-from pipeloom.train.report.rehearse import Clock, EmulatedLayer, Rehearsal
 
 
 class Hands:

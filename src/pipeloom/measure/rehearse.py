@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.parts import in_part
 from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_order, in_turns
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
+from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.runtime.pipeline import run_beside
 from pipeloom.schedule import Action, Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.actions import COPY_IN, COPY_OUT, fraction_of, kind_of
@@ -30,10 +31,6 @@ from pipeloom.schedule.check import TransportName
 from pipeloom.schedule.costs import StageCosts, durations
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts
-
-if TYPE_CHECKING:
-    from pipeloom.train.workers.context import WorkerContext
-
 
 _BACK_TO_BACK = 0.002
 """Seconds after a sleep within which the next one makes up for its oversleeping. The executor needs about 0.3 ms from one
@@ -386,22 +383,29 @@ class Rehearsal:
         return layers
 
 
-def run(rehearsal: Rehearsal, context: WorkerContext) -> tuple[Timeline, ...]:
-    """Run the rehearsal on this worker; return its recorded steps, in seconds, the same on every rank."""
-    schedule, device = rehearsal.schedule, context.device
+def run(
+    rehearsal: Rehearsal, device: torch.device, watchdog: Watchdog | None, connected: Callable[[], None]
+) -> tuple[Timeline, ...]:
+    """Run the rehearsal in this process; return its recorded steps, in seconds, the same on every rank.
+
+    Args:
+        watchdog: this process's; None: the pipeline starts one.
+        connected: is called once the process groups exist.
+    """
+    schedule, rank = rehearsal.schedule, dist.get_rank() if dist.is_initialized() else 0
     options = RuntimeOptions(
         transport=rehearsal.transport,
         device=device,
         timeout=patience(rehearsal),
-        watchdog=context.watchdog,
+        watchdog=watchdog,
         trace=device.type == "cuda",
         slice_tokens=rehearsal.slice_tokens if schedule.slices > 1 else None,
     )
     clock = Clock(device)
-    pipeline = Pipeline(rehearsal.layers(context.rank, clock), schedule, loss=_loss, options=options)
+    pipeline = Pipeline(rehearsal.layers(rank, clock), schedule, loss=_loss, options=options)
     if schedule.has_queues:
-        run_beside(pipeline, rehearsal.beside(context.rank))
-    context.close_to_strangers()
+        run_beside(pipeline, rehearsal.beside(rank))
+    connected()
     batch = torch.ones(schedule.microbatches, sum(rehearsal.slice_tokens), device=device)
     recorded = []
     for step in range(rehearsal.steps + 1):

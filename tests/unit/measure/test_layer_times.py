@@ -9,15 +9,11 @@ import torch
 
 from pipeloom.cli.profile import _form
 from pipeloom.config import load_layout
-from pipeloom.ops.deferred import WeightGradContext
-from pipeloom.runtime import in_part
-from pipeloom.runtime.layer_bytes import measured_layer
-from pipeloom.schedule.segments import LayerSegments, PhaseTimes
-from pipeloom.shapes.stage_bytes import LayerBytes
-from pipeloom.train.report import layer_times as module
-from pipeloom.train.report import link_times as links
-from pipeloom.train.report.device_profile import DeviceProfile
-from pipeloom.train.report.layer_times import (
+from pipeloom.measure import layer_times as module
+from pipeloom.measure import link_times as links
+from pipeloom.measure.device_profile import DeviceProfile
+from pipeloom.measure.layer_bytes import measured_layer
+from pipeloom.measure.layer_times import (
     LayerTimes,
     Sample,
     SegmentTimes,
@@ -25,8 +21,12 @@ from pipeloom.train.report.layer_times import (
     layer_times,
     layers_in_turn,
 )
-from pipeloom.train.report.link_times import LinkTimes
-from pipeloom.train.report.rehearse import Clock, EmulatedLayer
+from pipeloom.measure.link_times import LinkTimes
+from pipeloom.measure.rehearse import Clock, EmulatedLayer
+from pipeloom.ops.deferred import WeightGradContext
+from pipeloom.runtime import in_part
+from pipeloom.schedule.segments import LayerSegments, PhaseTimes
+from pipeloom.shapes.stage_bytes import LayerBytes
 
 KINDS = ("F", "I", "W", "B", "R", "RB")
 

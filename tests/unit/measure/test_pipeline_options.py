@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pipeloom.config import load_layout
-from pipeloom.train.build import build_pipeline
+from pipeloom.measure.build import build_pipeline
 
 ONE = {"parallel.pp": 1, "schedule.name": "gpipe"}
 

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from pipeloom.config import Layout
+from pipeloom.measure.layer_bytes import layer_bytes
+from pipeloom.measure.layer_times import LayerTimes, SegmentTimes, layer_times, segment_times
+from pipeloom.measure.link_times import LinkTimes, copy_times, link_times
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.plan.run import boundary_bytes
-from pipeloom.schedule import Costs
+from pipeloom.plan.run import (
+    boundary_bytes,
+    layout_messages,
+    layout_of,
+    moving_bytes,
+    runtime_of,
+    standing_bytes,
+    with_messages,
+)
+from pipeloom.schedule import Costs, Timeline, simulate
+from pipeloom.schedule.timeline import MESSAGES
 from pipeloom.schedule.transforms import half_split, recompute
 from pipeloom.shapes.cut import spans
+from pipeloom.shapes.layers import whole_layers
 from pipeloom.shapes.stage_bytes import LayerBytes
-from pipeloom.train.report.layer_bytes import layer_bytes
-from pipeloom.train.report.layer_times import LayerTimes, SegmentTimes, layer_times, segment_times
-from pipeloom.train.report.link_times import LinkTimes, copy_times, link_times
-from pipeloom.train.report.step_bytes import predicted_costs
-
-if TYPE_CHECKING:
-    from pipeloom.train.workers.context import WorkerContext
 
 KINDS = {"forward": "F", "input_grad": "I", "weight_grad": "W", "backward": "B", "recompute": "R"}
 """Time in `Costs` -> the action that takes it."""
@@ -38,21 +46,59 @@ class DeviceProfile:
     links: Sequence[LinkTimes]
 
 
-def profiled(layout: Layout, context: WorkerContext, repeats: int) -> DeviceProfile:
-    """Measure on this worker; collective, since all workers measure at once, as they would train."""
-    device = context.device
+def profiled(
+    layout: Layout, device: torch.device, repeats: int, waiting: Callable[[str, str], AbstractContextManager[None]]
+) -> DeviceProfile:
+    """Measure in this process; collective, since all processes measure at once, as they would train.
+
+    Args:
+        waiting: (what the process waits for, phase) -> context in which it does, as that of a watchdog.
+    """
     links = copy_times(device, repeats)
-    if context.world_size > 1:
-        with context.waiting("the other processes to measure links", "evaluation"):
-            mesh = Mesh.of(layout.mesh) if layout.world_size == context.world_size else None
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    if processes > 1:
+        with waiting("the other processes to measure links", "evaluation"):
+            mesh = Mesh.of(layout.mesh) if layout.world_size == processes else None
             links += link_times(mesh, device, repeats)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    with context.waiting("the other processes to measure layers", "evaluation"):
+    with waiting("the other processes to measure layers", "evaluation"):
         sizes = split_layer_bytes(layout)
         parts = (part for each in sizes for part in each.parts if "+" not in part)
         names = list(dict.fromkeys(parts))  # in the order of their first calls
         times = layer_times(layout, device, repeats, names if layout.config.train.compile == "none" else ())
         return DeviceProfile(name, times, sizes, segment_times(layout, device, repeats), links)
+
+
+def predicted_costs(layout: Layout, layers: Sequence[LayerBytes], device: str = "") -> Costs:
+    """Return costs with the bytes of each stage, for the largest micro-batch; the times are equal.
+
+    "messages" are the most of the rank, at the first of its stages. Those in memory that CPU ranks share are not torch's.
+
+    Args:
+        device: type of the stages' device; default: as configured.
+    """
+    messages = [0.0] * layout.schedule.stages
+    for stages, sizes in zip(layout.schedule.stages_of, layout_messages(layout, device), strict=True):
+        messages[stages[0]] = sizes.most
+    costs = _costs(layout, layers)
+    return replace(costs, bytes=dict(costs.bytes) | {MESSAGES: tuple(messages)})
+
+
+def _costs(layout: Layout, layers: Sequence[LayerBytes]) -> Costs:
+    """Return costs with the bytes of each stage, without messages."""
+    of_stage, largest = spans(layout.schedule, layout.stage_layers), max(layout.microbatch_sizes)
+    whole = whole_layers(layout.config.model.shape(), 1)
+    groups = [whole[start:end] for start, end in of_stage]
+    trained = [sum(layer.trained for layer in layers[start:end]) for start, end in of_stage]
+    standing = standing_bytes(layout, layout_of(layout), groups, runtime_of(layout.config, None), trained)
+    factors = tuple(size / largest for size in layout.microbatch_sizes)
+    costs = Costs(microbatch=factors, bytes=moving_bytes(layout, layers) | standing)
+    return costs if layout.cuts is None else layout.cuts.costs(costs)
+
+
+def predicted_timeline(layout: Layout, layers: Sequence[LayerBytes]) -> Timeline:
+    """Return the step with the bytes of whole layers, one of each kind given."""
+    return with_messages(layout, simulate(layout.schedule, _costs(layout, layers)))
 
 
 def split_layer_bytes(layout: Layout) -> Sequence[LayerBytes]:
