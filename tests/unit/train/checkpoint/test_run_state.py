@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from pipeloom.config import load_layout
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.train.checkpoint.load import Loaded
-from pipeloom.train.checkpoint.run import RunFacts, RunState
+from pipeloom.train.checkpoint.run import RunFacts, RunState, digests
 from pipeloom.train.collect import agreed
 from pipeloom.train.report.report import reported
 
@@ -30,6 +31,21 @@ def test_batches_of_an_older_checkpoint_are_as_many_as_its_steps() -> None:
     state = RunState()
     state.adopt(Loaded(3, None, Path()))
     assert (state.steps_done, state.batch, state.norms) == (3, 3, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "digest"),
+    [
+        ({}, "054a5c30169dfb8e"),
+        ({"model.qk_norm": True}, "251526e198fcd8a3"),
+        ({"model.num_nextn_predict_layers": 1}, "67e4e1f263dcfb45"),
+        ({"model.num_experts": 4, "model.moe_layer_freq": 2}, "69141d8f9373e0d9"),
+        ({"model.num_experts": 4}, "c0d7922279f803a0"),
+    ],
+)
+def test_the_digest_of_a_model_is_that_of_earlier_versions(changes: dict[str, Any], digest: str) -> None:
+    layout = load_layout("tiny", {"parallel.pp": 1, "schedule.name": "1f1b", **changes})
+    assert digests(layout.config, "text") == {"model": digest, "data": "text"}
 
 
 @pytest.mark.parametrize("kind", [CheckpointError, ConfigError])
