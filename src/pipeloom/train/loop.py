@@ -115,7 +115,7 @@ def _train(
         )
         context.close_to_strangers()
         begin_weights(config, pipeline, start.path is not None)
-        trainer = Trainer(config, pipeline, context, report, facts, data.unit, claim, observers)
+        trainer = Trainer(config, pipeline, context, report, data.unit, observers)
         sizes = BytesCheck(as_packed(layout, data.packed), pipeline, trainer.optimizer, report)
         # On a CPU the step whose bytes are counted takes longer, and a search would be for its times.
         if config.train.steps > 1 and (layout.search is None or context.device.type != "cpu"):
@@ -133,7 +133,7 @@ def _train(
             report.say("\n".join(table(held)))
             report.record("messages", volumes=[asdict(volume) for volume in volumes(layout)])
             report.say(data.words)
-        trainer.begin(start, folder)
+        trainer.begin(start, folder, facts, claim)
         losses = trainer.state.held_out
         if "before" not in losses:
             losses["before"] = trainer.held_out_loss(test)
@@ -162,9 +162,7 @@ class Trainer:
     """The training of one rank's part of a pipeline: its optimizer, checkpoints, checks and traces.
 
     Args:
-        facts: name -> digest of what a checkpoint must fit: configuration and data.
         unit: the word for a target in reports.
-        claim: the run's claim to the folder of its checkpoints.
         observers: rows to add to those of the configuration (`observers.observers`).
 
     Attributes:
@@ -182,9 +180,7 @@ class Trainer:
         pipeline: Pipeline,
         context: WorkerContext,
         report: Report | None,
-        facts: Mapping[str, str] | None = None,
         unit: str = "token",
-        claim: RunClaim | None = None,
         observers: Sequence[StepObserver] = (),
     ) -> None:
         self.config, self.pipeline, self.state = config, pipeline, RunState()
@@ -199,9 +195,7 @@ class Trainer:
         self.log = StepLog(config, pipeline, report, self.experts)
         self.observers: list[StepObserver] = []
         self._more_observers = list(observers)
-        self._context, self._report = context, reported(report)
-        self._facts, self._unit, self._claim = dict(facts or {}), unit, claim
-        self._base = base_weights(config)
+        self._context, self._report, self._unit = context, reported(report), unit
         self._row = NormRow(pipeline, self.optimizer)
         self._bad_steps = BadSteps(config.train.on_nan, config.train.on_spike, self.state.norms)
         self._recorded = 0  # steps whose outcomes are final and recorded
@@ -212,14 +206,22 @@ class Trainer:
         """Add a row to those of the configuration, before the first step."""
         self._more_observers.append(row)
 
-    def begin(self, start: Start, folder: Path) -> None:
-        """Load the checkpoint that the run starts from, if any, and prepare to save checkpoints; collective."""
-        state, config = self.state, self.config
+    def begin(
+        self, start: Start, folder: Path, facts: Mapping[str, str] | None = None, claim: RunClaim | None = None
+    ) -> None:
+        """Load the checkpoint that the run starts from, if any, and prepare to save checkpoints; collective.
+
+        Args:
+            folder: the run's folder.
+            facts: name -> digest of what a checkpoint must fit: configuration and data.
+            claim: the run's claim to the folder of its checkpoints.
+        """
+        state, config, base = self.state, self.config, base_weights(self.config)
         if start.path is not None:
             begun = time.perf_counter()
-            facts = self._adopted(load(start.path, self.pipeline, self.optimizer, self._base))
+            stored = self._adopted(load(start.path, self.pipeline, self.optimizer, base))
             if self.replanner is not None and self.measuring is None:
-                self.replanner.restore(facts.replan, facts.config.get("schedule", {}))
+                self.replanner.restore(stored.replan, stored.config.get("schedule", {}))
             self.say(f"resumed after step {state.steps_done} from {start.path} ({_recovery(begun)})")
             self._report.record("resume", step=state.steps_done, batch=state.batch, path=str(start.path))
         state.folder = folder
@@ -234,12 +236,12 @@ class Trainer:
             self.optimizer,
             where,
             state,
-            self._more_facts,
+            partial(self._more_facts, facts or {}),
             self._report,
             self.replicas,
             path=start.path if start.path is not None and start.path.parent == where else None,
-            base=self._base,
-            claim=self._claim,
+            base=base,
+            claim=claim,
         )
         self.checkpoints.require_room()
 
@@ -249,10 +251,10 @@ class Trainer:
         self._recorded = self.state.steps_done
         return facts
 
-    def _more_facts(self) -> dict[str, Any]:
+    def _more_facts(self, facts: Mapping[str, str]) -> dict[str, Any]:
         """Return the values that checkpoints hold besides tensors and the state."""
         return {
-            **self._facts,
+            **facts,
             "config": self.config.model_dump(mode="json"),
             "schedule": to_dict(self.pipeline.schedule),
             **({} if self.replanner is None else {"replan": self.replanner.state()}),
