@@ -18,7 +18,7 @@ from typing import Any
 
 from pipeloom.plan import OFFERED, RUNTIMES, PlannedLayout, Planner, PlanRequest, load_device, load_model, search
 from pipeloom.shapes.decoder import DecoderShape
-from pipeloom.shapes.hub import from_config
+from pipeloom.shapes.hub import shape_of
 
 HERE = Path(__file__).parent
 GIB = 2**30
@@ -28,7 +28,7 @@ def rows() -> list[dict[str, Any]]:
     """The published rows, each with its model's shape."""
     data = json.loads((HERE / "measured.json").read_text())
     return [
-        row | {"shape": from_config(data["models"][row["model"]] | {"num_hidden_layers": row["layers"]}, row["model"])}
+        row | {"shape": shape_of(data["models"][row["model"]] | {"num_hidden_layers": row["layers"]}, row["model"])}
         for row in data["rows"]
     ]
 

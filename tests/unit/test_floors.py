@@ -142,7 +142,7 @@ def test_a_shape_has_the_configurations_attributes() -> None:
     assert set(DecoderShape.__dataclass_fields__) - own == {
         *("gated", "mlp_bias", "n_positions", "shared_expert_intermediate_size", "shared_expert_gate"),
         *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group"),
-        *("model_type", "name", "assumed"),
+        *("model_type", "name", "reach", "counted"),
     }
     assert own <= set(DecoderShape.__dataclass_fields__)
 

@@ -11,7 +11,8 @@ import typer
 from typer.core import TyperCommand
 
 from pipeloom.cli.failures import exit_code_of, protect_streams
-from pipeloom.cli.workers import WordedCommand
+from pipeloom.cli.workers import WordedCommand, count_foreign
+from pipeloom.shapes.hub import count_with
 
 COMMANDS = {
     "schedule": "Draw a schedule, or write it in another format.",
@@ -59,6 +60,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+count_with(count_foreign)
 
 
 @app.callback(invoke_without_command=True)

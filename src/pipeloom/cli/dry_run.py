@@ -16,10 +16,11 @@ from pipeloom.plan.export import train_flags
 from pipeloom.plan.memory import RankMemory
 from pipeloom.plan.report import gib
 from pipeloom.plan.run import RunPrediction, element_bytes, predicted, rank_parameters
-from pipeloom.plan.search import closest
+from pipeloom.plan.search import closest, limits_of_source
 from pipeloom.schedule import Timeline, simulate
 from pipeloom.schedule.channels import size_words
 from pipeloom.shapes.cut import spans
+from pipeloom.shapes.hub import content_of
 from pipeloom.shapes.mesh import MeshShape
 
 _RELEASES = 0.39  # the largest difference of one layout's published steps (docs/planning.md)
@@ -93,7 +94,8 @@ def _missing(layout: Layout, prediction: RunPrediction, limit: float) -> str:
     short = (
         f"rank {prediction.worst} needs {gib(prediction.peak)} GiB, {gib(prediction.peak - limit)} more than there are"
     )
-    planned, train = prediction.layout, layout.config.train
+    planned, train, source = prediction.layout, layout.config.train, layout.config.model.source
+    limits = limits_of_source(prediction.planner.shape, content_of(source, "model.source")) if source else {}
     request = PlanRequest(
         layout.world_size,
         limit,
@@ -102,6 +104,7 @@ def _missing(layout: Layout, prediction: RunPrediction, limit: float) -> str:
         OFFERED["pipeloom"],
         zero=tuple(sorted({planned.zero, 1, 3})),
         capacity=planned.capacity,
+        limits=limits,
         recompute=("none", "full"),
     )
     better = closest(prediction.planner, request, planned)

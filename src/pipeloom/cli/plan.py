@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pipeloom.cli.options import flag, memory_of, with_options
 from pipeloom.cli.output import aligned, emit, json_flag, write
@@ -33,9 +33,11 @@ from pipeloom.plan.measured import read
 from pipeloom.plan.refine import refine
 from pipeloom.plan.report import advice, as_dict, gib, memory_rows, reason, refined_lines, table, what_if
 from pipeloom.plan.scaling import scaling
-from pipeloom.plan.search import neighbouring
+from pipeloom.plan.search import limits_of_source, neighbouring
 from pipeloom.schedule.json_form import to_json
 from pipeloom.shapes.cut import parse_stages
+from pipeloom.shapes.decoder import DecoderShape
+from pipeloom.shapes.hub import content_of, own_values
 from pipeloom.traces.timelines import costs_dict
 
 _ROWS = 10
@@ -114,7 +116,7 @@ def command(options: PlanFlags) -> None:
         raise UsageError("--measured scales the prediction of one layout; give it with --layout")
     if options.stages is not None:
         raise UsageError("--stages divides the layers of one layout; give it with --layout")
-    request = _request(options, device)
+    request = _request(options, device, shape)
     if options.svg is not None:
         write(options.svg, lambda: _chart(planner, request))
         return
@@ -157,8 +159,8 @@ def _planner(options: PlanFlags, device: Device) -> Planner:
         shape, runtime = config.model.shape(), runtime_of(config, None if config.train.device == "cpu" else device)
     else:
         shape = load_model(options.model)
-    if shape.assumptions:
-        print(f"{shape.name}: {shape.assumptions}", file=sys.stderr)
+    if _directory(options).get("source") and options.runtime == "pipeloom":
+        shape = replace(shape, num_nextn_predict_layers=0)  # transformers does not train them
     if options.layers is not None:
         if options.layers > (most := shape.num_hidden_layers):
             raise UsageError(f"--layers {options.layers}: {shape.name} has {most}; nearest: {most}")
@@ -166,6 +168,33 @@ def _planner(options: PlanFlags, device: Device) -> Planner:
     if options.costs is None:
         return Planner(shape, device, runtime)
     return Planner(shape, device, runtime, read(options.costs, shape))
+
+
+def _directory(options: PlanFlags) -> dict[str, str]:
+    """Return the key of `[model]` that trains the model of a directory -> the directory; empty for other models.
+
+    weights: our own decoder computes it; source: the layers of transformers.
+    """
+    if not Path(options.model).is_dir():
+        return {}
+    ours = own_values(content_of(options.model, "--model"))
+    return {"source" if ours is None else "weights": str(Path(options.model).absolute())}
+
+
+def _limits(options: PlanFlags, shape: DecoderShape) -> dict[str, Any]:
+    """Return what the layers of transformers, where they train the model, require of a layout."""
+    if options.runtime != "pipeloom" or "source" not in _directory(options):
+        return {}
+    return limits_of_source(shape, content_of(options.model, "--model"))
+
+
+def _require_limits(option: str, values: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
+    for key, value in limits.items():
+        if values.get(key, value) != value:
+            raise UsageError(
+                f"{option}: {key}={values[key]}: the layers of transformers do not have it, and Pipeloom's own do not compute "
+                f"this model; nearest: {key}={value}"
+            )
 
 
 def _device(options: PlanFlags) -> Device:
@@ -180,7 +209,7 @@ def _device(options: PlanFlags) -> Device:
     return device if options.memory is None else replace(device, memory=memory_of(options.memory)[0])
 
 
-def _request(options: PlanFlags, device: Device) -> PlanRequest:
+def _request(options: PlanFlags, device: Device, shape: DecoderShape) -> PlanRequest:
     if options.devices is None:
         raise UsageError("plan needs --devices, or --layout with the sizes of the axes")
     request = PlanRequest(
@@ -191,9 +220,11 @@ def _request(options: PlanFlags, device: Device) -> PlanRequest:
         OFFERED[options.runtime],
         zero=(3,) if options.runtime == "torchtitan" else (1,),
         capacity=options.capacity,
+        limits=_limits(options, shape),
     )
     if options.fixed is not None:
         request = replace(request, fixed=values_of(options.fixed, "--fixed"))
+        _require_limits("--fixed", request.fixed, request.limits)
     if options.costs is not None:  # layers are measured whole
         request = replace(request, fixed={"tp": 1, "cp": 1, "ep": 1} | dict(request.fixed))
     if options.runtime != "megatron":  # these parts are Megatron's
@@ -207,6 +238,7 @@ def _one(options: PlanFlags, planner: Planner, text: str, device_memory: float) 
     # Megatron and torchtitan divide the blocks evenly unless they are told; our trainer balances its stages.
     cut = "balanced" if options.runtime == "pipeloom" else "even"
     layout = parse_layout(text, PlannedLayout(seq=options.seq, capacity=options.capacity, cut=cut))
+    _require_limits("--layout", asdict(layout), _limits(options, planner.shape))
     if options.stages is not None:
         try:
             shape, stages = planner.shape, layout.built().positions
@@ -237,7 +269,7 @@ def _write(options: PlanFlags, prediction: LayoutCosts, planner: Planner) -> Non
     if options.as_ is not None:
         sys.stdout.write(EXPORTS[options.as_](prediction))
     if options.output is not None:
-        source = options.model if Path(options.model).is_dir() else None
+        source = _directory(options)
         table = options.output.with_suffix(".json") if prediction.searched is not None else None
         write(options.output, lambda: run_toml(prediction, planner.shape, source, table, options.data or ""))
         if table is not None:

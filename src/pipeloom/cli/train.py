@@ -173,8 +173,6 @@ def announce(layout: Layout) -> None:
         f"rank{'s' * (schedule.ranks > 1)}{chunks}, {schedule.microbatches} micro-batches{_side_by_side(layout)}; "
         f"{train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens, {train.dtype}"
     )
-    if shape.assumptions:
-        print(shape.assumptions)
     if (reason := layout.origins.get("optimizer.lr", "")).startswith(AUTO_RATE):
         resumed = config.checkpoint.resume != "none"
         print(

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from pipeloom.errors import TRAIN_PACKAGES, missing_packages
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
+    from pipeloom.shapes.decoder import DecoderShape
 
 
 _RESULT = "PIPELOOM_RESULT"  # names the file in which rank 0 leaves its result
@@ -64,6 +65,15 @@ def require_torch(command: str) -> None:
 def missing_of_trainer() -> list[str]:
     """Return the names of the trainer's packages that are not installed; import none of them."""
     return [name for name in TRAIN_PACKAGES if importlib.util.find_spec(name) is None]
+
+
+def count_foreign(values: Mapping[str, Any], where: str) -> DecoderShape | None:
+    """Return the shape of a model that `transformers` builds; None where a package for it is not installed."""
+    if missing_of_trainer():
+        return None
+    from pipeloom.models.hf.sizes import counted_shape
+
+    return counted_shape(values, where)
 
 
 def start_workers(command: str, arguments: Sequence[str], world_size: int) -> int:

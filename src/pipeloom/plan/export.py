@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 
@@ -156,12 +156,16 @@ _SECONDS_AT_RISK = 1800  # between two checkpoints: what a failure costs at most
 
 
 def run_toml(
-    prediction: LayoutCosts, shape: DecoderShape, source: str | None, table: Path | None = None, data: str = ""
+    prediction: LayoutCosts,
+    shape: DecoderShape,
+    source: Mapping[str, str] | None,
+    table: Path | None = None,
+    data: str = "",
 ) -> str:
     """A configuration for `pipeloom train`. Raises UsageError that names what the trainer does not have.
 
     Args:
-        source: the Hugging Face directory that holds the model, or None: its sizes are written.
+        source: the key of the Hugging Face directory that holds the model -> the directory; None: the model's sizes are written.
         table: the file that holds a searched schedule; None: the schedule is the family's.
         data: the source of the training data; "": it is to be named, and `train` refuses to start before.
     """
@@ -171,7 +175,7 @@ def run_toml(
         raise UsageError(
             f"--output: `pipeloom train` does not have {', '.join(wrong)}; choose another layout with --layout"
         )
-    model: dict[str, object] = {"source": source} if source else model_section(shape)
+    model: dict[str, object] = {**source} if source else model_section(shape)
     sections: dict[str, dict[str, object]] = {
         "model": model,
         "parallel": {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -15,6 +15,7 @@ from pipeloom.plan.memory import state_bytes
 from pipeloom.plan.predict import LayoutCosts, Planner, balanced, distinct
 from pipeloom.plan.time import HOST, AxisRates, gathers_by_microbatch
 from pipeloom.schedule.placement import named
+from pipeloom.shapes.decoder import DecoderShape, context_problem
 from pipeloom.shapes.ops import LayerOps
 
 RECOMPUTED = ("none", "norms+activation", "full")
@@ -47,6 +48,7 @@ class PlanRequest:
         zero: levels that may be used.
         capacity: factor of the experts.
         fixed: name of a field of `PlannedLayout` -> the value that it must have.
+        limits: as `fixed`, values that the model's layers require (`limits_of_source`).
         recompute: what may be recomputed.
         slices: numbers of slices of a sequence that may be used, with schedules of one chunk.
         vocabulary: where the output layer may be: on the last rank, or spread, where it takes longer than the mean stage, over at
@@ -61,9 +63,27 @@ class PlanRequest:
     zero: tuple[int, ...] = (1,)
     capacity: float = 0.0
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    limits: Mapping[str, Any] = field(default_factory=dict)
     recompute: tuple[str, ...] = RECOMPUTED
     slices: tuple[int, ...] = (1,)
     vocabulary: tuple[str, ...] = ("last",)
+
+    def allows(self, layout: PlannedLayout, keys: Collection[str] = ()) -> bool:
+        """Return whether a layout has the values that are fixed, and those of the limits; `keys`: of these alone."""
+        required = {**self.fixed, **self.limits}
+        return all(getattr(layout, key) == value for key, value in required.items() if not keys or key in keys)
+
+
+def limits_of_source(shape: DecoderShape, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return field of `PlannedLayout` -> the value that it must have, for a model that the layers of `transformers` compute.
+
+    Args:
+        values: its `config.json`.
+    """
+    limits: dict[str, Any] = {"tp": 1, "ep": 1}
+    if context_problem(values):
+        limits |= {"cp": 1, "slices": 1}
+    return limits if shape.counted is None or shape.counted.spreadable else limits | {"vocabulary": "last"}
 
 
 @dataclass(frozen=True)
@@ -191,8 +211,11 @@ def _better(planner: Planner, request: PlanRequest, best: LayoutCosts) -> Layout
     """Return the fastest layout one step from the best one that fits and is predicted to be faster; None: there is none."""
     better: LayoutCosts | None = None
     for _, prediction in neighbouring(planner, best, request):
-        allowed = all(getattr(prediction.layout, name) == value for name, value in request.fixed.items())
-        if allowed and prediction.peak <= request.memory and prediction.tokens > (better or best).tokens * 1.001:
+        if (
+            request.allows(prediction.layout)
+            and prediction.peak <= request.memory
+            and prediction.tokens > (better or best).tokens * 1.001
+        ):
             better = prediction
     return better
 
@@ -200,7 +223,8 @@ def _better(planner: Planner, request: PlanRequest, best: LayoutCosts) -> Layout
 def neighbouring(planner: Planner, best: LayoutCosts, request: PlanRequest) -> Iterator[tuple[str, LayoutCosts]]:
     """(what changes, the prediction) of every layout one step from the best one that the model and the families allow."""
     for change, layout in _steps(best.layout, request):
-        if not problems(planner.shape, layout) and not _is_slow_to_place(layout):
+        limited = replace(request, fixed={})
+        if limited.allows(layout) and not problems(planner.shape, layout) and not _is_slow_to_place(layout):
             with suppress(UsageError):
                 yield change, planner.predict(layout)
 
@@ -279,10 +303,7 @@ def _spreads(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
                                 dp, tp, cp, pp, ep, m=request.sequences // (dp * micro_batch), micro_batch=micro_batch,
                                 seq=request.seq, recompute=recompute, capacity=request.capacity, etp=etp,
                             )  # fmt: skip
-                            fixed = {key: value for key, value in request.fixed.items() if key in _SPREAD}
-                            if all(getattr(layout, key) == value for key, value in fixed.items()) and not problems(
-                                shape, layout
-                            ):
+                            if request.allows(layout, _SPREAD) and not problems(shape, layout):
                                 yield layout
 
 
@@ -300,7 +321,7 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
                 sizes = product(request.zero, _slices(request, layout, name), request.vocabulary)
                 for zero, slices, vocabulary in sizes:
                     candidate = replace(layout, v=v, schedule=name, zero=zero, slices=slices, vocabulary=vocabulary)
-                    if not all(getattr(candidate, key) == value for key, value in request.fixed.items()):
+                    if not request.allows(candidate):
                         continue
                     gathers = layout.dp if gathers_by_microbatch(candidate, planner.runtime) else 0
                     kind: tuple[object, ...] = (*key, gathers, slices)

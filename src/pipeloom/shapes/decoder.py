@@ -49,6 +49,24 @@ class DecoderSizes:
 
 
 @dataclass(frozen=True)
+class CountedModel:
+    """Parameters of a foreign model as `transformers` builds it.
+
+    Attributes:
+        first, last: of the part before the blocks, and of the one behind them, which counts its copy of tied weights.
+        blocks: block -> parameters without its experts, and those of its experts.
+        tied: parameters that the first and the last part share.
+        spreadable: whether pipeline ranks may have shares of the embedding and the output layer.
+    """
+
+    first: int
+    blocks: tuple[tuple[int, int], ...]
+    last: int
+    tied: int = 0
+    spreadable: bool = True
+
+
+@dataclass(frozen=True)
 class DecoderShape(DecoderSizes):
     """The sizes and options of a decoder, in Hugging Face's names; a trainer's `[model]` section has the same attributes.
 
@@ -87,9 +105,10 @@ class DecoderShape(DecoderSizes):
             0: none. q_lora_rank: that of the compressed query; 0: it is not compressed.
         qk_nope_head_dim, qk_rope_head_dim, v_head_dim: widths of such a head's part without positions, its part with, its value.
         n_group, topk_group: groups of experts, and those that a token may choose from (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
+        reach: block -> tokens that attention sees: 0: all before; n: the last n; -n: those before in a chunk of n; empty: all.
+        counted: parameters, where they do not follow from the sizes.
         model_type: family of a `config.json`; "": our own decoder, whose sizes must fit each other.
         name: of the model, for messages.
-        assumed: sizes that a `config.json` does not give.
 
     Raises ArgumentError for a size below 1, heads of odd width, key and value heads that do not divide the query heads, or, with
     experts, a moe_layer_freq below 1, of another length than the blocks, with entries other than 1 and 0, or without a 1.
@@ -133,9 +152,10 @@ class DecoderShape(DecoderSizes):
     v_head_dim: int = 0
     n_group: int = 1
     topk_group: int = 1
+    reach: tuple[int, ...] = ()
+    counted: CountedModel | None = None
     model_type: str = field(default="", compare=False)
     name: str = field(default="the model", compare=False)
-    assumed: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
@@ -151,9 +171,21 @@ class DecoderShape(DecoderSizes):
         return self.shared_expert_intermediate_size or self.num_shared_experts * self.expert_width
 
     @property
+    def reaches(self) -> tuple[int, ...]:
+        """block -> `reach`."""
+        return self.reach or (0,) * self.num_hidden_layers
+
+    @property
+    def counted_blocks(self) -> tuple[tuple[int, int] | None, ...]:
+        """block -> its counted parameters."""
+        return self.counted.blocks if self.counted is not None else (None,) * self.num_hidden_layers
+
+    @property
     def foreign(self) -> list[str]:
         """The parts of the model that our own decoder lacks."""
         parts = {
+            f"blocks of {self.model_type}": self.counted is not None,
+            "windows of attention": any(self.reach),
             "multi-head latent attention": self.kv_lora_rank,
             "feed-forward parts without a gate": not self.gated,
             "biases of the feed-forward part": self.mlp_bias,
@@ -161,12 +193,6 @@ class DecoderShape(DecoderSizes):
             or (self.num_shared_experts and not self.shared_expert_gate),
         }
         return [part for part, present in parts.items() if present]
-
-    @property
-    def assumptions(self) -> str:
-        """The sizes that a `config.json` does not give, as a sentence; "" where it gives all."""
-        sizes = ", ".join(f"{key} = {str(getattr(self, key)).lower()}" for key in self.assumed)
-        return f"config.json does not say, and assumed is: {sizes}" if sizes else ""
 
     def with_layers(self, layers: int) -> DecoderShape:
         """The model cut to its first `layers` blocks."""
@@ -176,6 +202,8 @@ class DecoderShape(DecoderSizes):
             num_hidden_layers=layers,
             num_experts=self.num_experts * any(sparse),
             moe_layer_freq=1 if all(sparse) or not any(sparse) else tuple(map(int, sparse)),
+            reach=self.reach[:layers],
+            counted=self.counted and replace(self.counted, blocks=self.counted.blocks[:layers]),
         )
 
 

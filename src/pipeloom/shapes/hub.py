@@ -10,29 +10,22 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import ConfigError, UsageError, did_you_mean, echo, reason_of, shortened
-from pipeloom.foreign import as_json, number_in, refuse_unknown, typed
+from pipeloom.foreign import as_json, number_in, refuse_unknown, typed, unknown_keys
 from pipeloom.limits import MODEL_CONFIG_BYTES, MOST_LAYERS, MOST_WIDTH, expanded, read_json, require_counts
 from pipeloom.shapes.decoder import DecoderShape
 
-# Size -> its names in the families' files, the most specific first.
+# Size -> its names in the files of the families of the table.
 SPELLINGS = {
-    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_heads"),
-    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
-    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "d_inner", "ffn_hidden_size"),
-    "num_experts": ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("num_experts_per_tok", "moe_k", "moe_topk"),
-    "num_shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
-    "first_k_dense_replace": ("first_k_dense_replace", "dense_layers", "moe_layer_start_index"),
-    "n_positions": ("n_positions", "max_position_embeddings"),
+    "num_experts": ("n_routed_experts", "num_local_experts", "num_experts"),
+    "num_shared_experts": ("n_shared_experts", "num_shared_experts"),
+    "first_k_dense_replace": ("first_k_dense_replace", "dense_layers"),
     "qk_nope_head_dim": ("qk_nope_head_dim", "qk_head_dim"),
     "qk_rope_head_dim": ("qk_rope_head_dim", "qk_pos_emb_head_dim"),
 }
@@ -41,45 +34,79 @@ _NEEDED = {"num_hidden_layers": 1, "hidden_size": 2, "vocab_size": 1}  # the lea
 
 @dataclass(frozen=True)
 class HubFamily:
-    """Values of keys in the files of a family.
+    """Knowledge of the files of a family.
 
     Attributes:
-        defaults: those that a file may give otherwise.
-        fixed: those that hold whatever the file says.
+        defaults: values of keys that a file may give otherwise.
+        fixed: values that hold whatever the file says.
         ours: our own decoder computes it.
+        keys: those that it has besides the common ones.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     ours: bool = False
+    keys: str = ""
 
 
-_PLAIN = {"attention_bias": False, "qkv_bias": False, "qk_norm": False, "mlp_bias": False}
+_SIZES = """
+    num_hidden_layers hidden_size vocab_size num_attention_heads num_key_value_heads intermediate_size head_dim
+    tie_word_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters
+"""
+_MIXTURE = "num_experts_per_tok num_experts num_local_experts moe_intermediate_size norm_topk_prob"
+_SPARSE = f"{_MIXTURE} decoder_sparse_step mlp_only_layers"
+_LATENT = f"""
+    {_MIXTURE} n_routed_experts n_shared_experts first_k_dense_replace moe_layer_freq n_group topk_group q_lora_rank kv_lora_rank
+    qk_nope_head_dim qk_rope_head_dim v_head_dim num_nextn_predict_layers
+"""
+# Keys that change neither sizes nor operations, with any value.
+_WITHOUT_EFFECT = """
+    _name_or_path architectures attention_dropout auto_map aux_loss_alpha bos_token_id dtype embd_pdrop eos_token_id
+    ep_size hidden_act id2label initializer_range is_decoder keys_to_ignore_at_inference label2id max_length
+    max_position_embeddings max_window_layers model_type output_router_logits pad_token_id partial_rotary_factor
+    pretraining_tp qk_head_dim quantization_config return_dict rope_interleave routed_scaling_factor router_aux_loss_coef
+    router_jitter_noise scoring_func seq_aux sliding_window source topk_method torch_dtype transformers_version
+    unsloth_fixed unsloth_version use_cache
+"""
+_PLAIN = {"attention_bias": False, "qkv_bias": False, "qk_norm": False}
 _DENSE = {**_PLAIN, "num_experts": 0}
-_UNGATED = HubFamily({"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}, {"gated": False})
+_DEEPSEEK = HubFamily({"shared_expert_gate": False}, _PLAIN, keys=_LATENT)
+# Families whose sizes and operations follow from keys that are all known; the models of others are counted.
 HUB_FAMILIES = {
-    "": HubFamily(ours=True),  # a file of ours, in the words of `DecoderShape`
-    "llama": HubFamily(fixed={key: value for key, value in _DENSE.items() if key != "attention_bias"}, ours=True),
-    "mistral": HubFamily({"num_key_value_heads": 8}, _DENSE, True),
+    # A file of ours, in the words of `DecoderShape`, and in Megatron's for latent attention.
+    "": HubFamily(ours=True, keys="attention dense_layers qk_head_dim qk_pos_emb_head_dim"),
+    "llama": HubFamily(fixed={"qkv_bias": False, "qk_norm": False, "num_experts": 0}, ours=True, keys="attention_bias"),
+    "mistral": HubFamily({"num_key_value_heads": 8, "sliding_window": 4096}, _DENSE, True),
     "qwen2": HubFamily({"num_key_value_heads": 32}, {**_DENSE, "qkv_bias": True}, True),
     "qwen3": HubFamily(
-        {"num_key_value_heads": 32, "head_dim": 128}, {"qkv_bias": False, "qk_norm": True, "num_experts": 0}, True
+        {"num_key_value_heads": 32, "head_dim": 128},
+        {"qkv_bias": False, "qk_norm": True, "num_experts": 0},
+        True,
+        "attention_bias",
     ),
     "mixtral": HubFamily(
         {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
         {**_PLAIN, "norm_topk_prob": True, "moe_intermediate_size": None},
         True,
+        _MIXTURE,
     ),
     "qwen2_moe": HubFamily(
         {"num_key_value_heads": 16, "qkv_bias": True, "norm_topk_prob": False},
         {"attention_bias": False, "qk_norm": False},
         True,
+        f"{_SPARSE} shared_expert_intermediate_size qkv_bias",
     ),
     "qwen3_moe": HubFamily(
-        {"num_key_value_heads": 4, "norm_topk_prob": False}, {"qkv_bias": False, "qk_norm": True}, True
+        {"num_key_value_heads": 4, "norm_topk_prob": False},
+        {"qkv_bias": False, "qk_norm": True},
+        True,
+        f"{_SPARSE} attention_bias",
     ),
-    **dict.fromkeys(("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon"), _UNGATED),
-    **dict.fromkeys(("phi", "starcoder2", "nemotron", "apertus"), _UNGATED),
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "gpt2": HubFamily(
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}, {"gated": False}, keys="n_positions"
+    ),
 }
 # `model_type` of the families of tests/data/hf_families.toml, which pass tests/dist/models/test_hf.py.
 _VERIFIED = """
@@ -104,32 +131,39 @@ _SWITCHES = (
     ),
     "gated",
 )
-_NULL = ("num_key_value_heads", "head_dim")  # null has a meaning of its own: as many as queries; of the hidden size
+_OF_SHAPES = {each.name for each in fields(DecoderShape)} - {"reach", "counted", "name"}
+_SPARSE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+_NULL = ("num_key_value_heads", "head_dim", "sliding_window")  # null says: as many as queries; of the hidden size; none
 
 
 class _Values:
     """The values of a `config.json`, with what its family leaves out; errors begin with `where`."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self.where, self.assumed = where, list[str]()
-        kind = typed(where, values, "model_type", str, "text") or ""
-        text = typed(where, values, "text_config", dict, "a table") or {}
-        self.kind = typed(where, text, "model_type", str, "text") or kind
-        self.family = HUB_FAMILIES.get(self.kind, HubFamily())
-        given = {key: value for key, value in {**values, **text}.items() if value is not None or key in _NULL}
+        self.where = where
+        self.kind = typed(where, values, "model_type", str, "text") or ""
+        if self.kind not in HUB_FAMILIES:
+            raise UnknownModelError(f"{where}: model_type = {as_json(self.kind)} is not known")
+        self.family = HUB_FAMILIES[self.kind]
+        known = {*f"{_SIZES} {_WITHOUT_EFFECT} {self.family.keys}".split(), *(() if self.kind else _OF_SHAPES)}
+        kinds = values.get("layer_types")
+        if isinstance(kinds, list) and kinds == ["full_attention"] * len(kinds):
+            known.add("layer_types")
+        for key in unknown_keys(values, known):
+            raise UnknownModelError(f"{where}: {shortened(key, 60)} = {as_json(values[key])} is not known")
+        given = {key: value for key, value in values.items() if value is not None or key in _NULL}
         self.given = {**self.family.defaults, **given, **self.family.fixed}
 
-    def size(self, key: str, default: int | None = None, least: int = 0, *, counted: bool = False) -> int:
-        """Return a size; where it is absent, or a list (one for each layer), the default, and `assumed` says so if `counted`."""
-        spelled = next((name for name in SPELLINGS.get(key, (key,)) if self.given.get(name) is not None), None)
-        value = None if spelled is None else self.given[spelled]
-        if value is None or (isinstance(value, list) and default is not None):
+    def size(self, key: str, default: int | None = None, least: int = 0) -> int:
+        """Return a size, or the default where it is absent."""
+        names = SPELLINGS.get(key, (key,))
+        spelled = next((name for name in names if self.given.get(name) is not None), None)
+        if spelled is None:
             if default is None:
-                raise ConfigError(f"{self.where} has no {' or '.join(SPELLINGS.get(key, (key,)))}")
-            self.assumed += [key] * counted
+                raise UnknownModelError(f"{self.where} has no {' or '.join(names)}")
             return default
         most = MOST_LAYERS if key == "num_hidden_layers" else MOST_WIDTH
-        return int(number_in(f"{self.where}: {spelled}", value, least, most, whole=True))
+        return int(number_in(f"{self.where}: {spelled}", self.given[spelled], least, most, whole=True))
 
     def rope(self) -> Mapping[str, Any]:
         for key in ("rope_parameters", "rope_scaling"):
@@ -142,33 +176,68 @@ class ForeignError(ConfigError):
     """A model that our own decoder does not compute."""
 
 
+class UnknownModelError(ConfigError):
+    """A family or a key of a `config.json` that the table lacks."""
+
+
+Counter = Callable[[Mapping[str, Any], str], DecoderShape | None]
+_counters: list[Counter] = []
+
+
+def count_with(counter: Counter) -> None:
+    """Let `counter` answer for models that the table lacks, with a function of a `config.json` and of what errors begin with.
+
+    It returns None where it cannot count because a package is missing.
+    """
+    _counters[:] = [counter]
+
+
 def presets() -> dict[str, dict[str, Any]]:
     """Name -> `config.json`, with its source under "source", of the models that are known by name."""
     return dict(json.loads(resources.files("pipeloom.shapes").joinpath("models.json").read_text(encoding="utf-8")))
 
 
+def shape_of(values: Mapping[str, Any], name: str, where: str = "") -> DecoderShape:
+    """Return the shape of the model in a `config.json`: of the table where all keys are known, else counted.
+
+    Raises ConfigError, with a message that begins with `where`, or with the name.
+    """
+    try:
+        return from_config(values, name, where)
+    except UnknownModelError as error:
+        if not values.get("model_type"):
+            raise ConfigError(f"{error}; without model_type a file has the keys of [model]") from None
+        shape = next((counter(values, where or name) for counter in _counters), None)
+        if shape is None:
+            raise ConfigError(
+                f"{error}, and transformers, which counts the parameters of other models, is not installed: "
+                'pip install -e ".[train,hf]"'
+            ) from None
+        return replace(shape, name=name)
+
+
 def from_config(values: Mapping[str, Any], name: str = "model", where: str = "") -> DecoderShape:
-    """Return the shape in a `config.json`, whose `assumed` lists the sizes that it leaves out.
+    """Return the shape in a `config.json` of a family of the table.
 
     Args:
         name: of the model.
         where: what errors begin with; default: the name.
 
     Raises:
-        ConfigError: it names a key that is missing, or has a value of another type.
+        UnknownModelError: the table lacks its family or a key, or the file a size.
+        ConfigError: a key has a value of another type.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where or name}: a model's configuration is an object, and this is {echo(values)}")
     read = _Values(values, where or name)
     given, family = read.given, read.family
     layers, hidden, vocabulary = (read.size(key, least=least) for key, least in _NEEDED.items())
-    heads = read.size("num_attention_heads", 1, 1, counted=True)
-    shared = 1 if given.get("multi_query") else read.size("num_key_value_heads", heads, 1)
-    shares = heads % shared == 0 or bool(given.get("kv_lora_rank"))  # with latent attention every head has its own
-    if not family.ours and "num_attention_heads" not in read.assumed and (not shares or heads > hidden):
-        where = f"{read.where}: num_attention_heads = {heads}, which do not share num_key_value_heads = {shared}"
-        raise ConfigError(f"{where} and hidden_size = {hidden}")
-    width = read.size("intermediate_size", 4 * hidden, 1, counted=family.fixed.get("gated", True))
+    heads = read.size("num_attention_heads", least=1)
+    shared = read.size("num_key_value_heads", heads, 1)
+    if read.kind and not given.get("kv_lora_rank"):  # with latent attention every head has its own
+        require_heads(read.where, heads, shared, hidden)
+    gated = family.fixed.get("gated", True)
+    width = read.size("intermediate_size", None if gated else 4 * hidden, 1)
     experts, sparse = read.size("num_experts", 0), _expert_blocks(read, layers)
     options: dict[str, Any] = {}
     for keys, kind, words in ((_NUMBERS, (int, float), "a number"), (_SWITCHES, bool, "true or false")):
@@ -176,17 +245,14 @@ def from_config(values: Mapping[str, Any], name: str = "model", where: str = "")
         options |= {key: value for key, value in values_of_kind.items() if value is not None}
     if (theta := typed(read.where, read.rope(), "rope_theta", (int, float), "a number")) is not None:
         options["rope_theta"] = theta
-    if "tie_word_embeddings" not in options and not family.ours:
-        options["tie_word_embeddings"] = True  # the default of transformers, which leaves defaults out
-        read.assumed.append("tie_word_embeddings")
     sizes: dict[str, Any] = {}
     if experts and any(sparse):
-        inner = read.size("moe_intermediate_size", width, 1, counted=read.kind not in ("", "mixtral"))
+        inner = read.size("moe_intermediate_size", width if read.kind in ("", "mixtral") else None, 1)
         common = read.size("shared_expert_intermediate_size", 0)
         copies, odd = divmod(common, inner)
         sizes = {
             "num_experts": experts,
-            "num_experts_per_tok": read.size("num_experts_per_tok", 2 if family.ours else 1, 1, counted=True),
+            "num_experts_per_tok": read.size("num_experts_per_tok", None if read.kind else 2, 1),
             "moe_intermediate_size": inner,
             "num_shared_experts": copies if common and not odd else read.size("num_shared_experts", 0),
             "shared_expert_intermediate_size": common if odd else 0,
@@ -194,13 +260,14 @@ def from_config(values: Mapping[str, Any], name: str = "model", where: str = "")
             "n_group": (groups := read.size("n_group", 1, 1)),
             "topk_group": read.size("topk_group", groups, 1),
         }
-        options.setdefault("shared_expert_gate", bool(common) or (family.ours and "n_shared_experts" not in given))
+        options.setdefault("shared_expert_gate", True)
     if rank := read.size("kv_lora_rank", 0):
         sizes |= {"kv_lora_rank": rank, "q_lora_rank": read.size("q_lora_rank", 0)}
-        widths = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-        sizes |= {key: read.size(key, value, counted=True) for key, value in widths.items()}
+        sizes |= {key: read.size(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
     if router := typed(read.where, given, "router", str, "text") if not read.kind else None:
         sizes["router"] = router
+    if window := read.size("sliding_window", 0) if read.kind in ("mistral", "mixtral") else 0:
+        sizes["reach"] = (window,) * layers
     return DecoderShape(
         num_hidden_layers=layers,
         hidden_size=hidden,
@@ -210,13 +277,19 @@ def from_config(values: Mapping[str, Any], name: str = "model", where: str = "")
         vocab_size=vocabulary,
         head_dim=read.size("head_dim", 0) or (None if hidden % heads == 0 else hidden // heads),
         num_nextn_predict_layers=read.size("num_nextn_predict_layers", 0),
-        n_positions=0 if family.fixed.get("gated", True) else read.size("n_positions", 0),
+        n_positions=0 if gated else read.size("n_positions", 0),
         model_type=read.kind,
         name=name,
-        assumed=tuple(read.assumed),
         **sizes,
         **options,
     )
+
+
+def require_heads(where: str, heads: int, shared: int, hidden: int) -> None:
+    """Raise ConfigError, with a message that begins with `where`, for heads that do not fit each other or the hidden size."""
+    if heads % shared or heads > hidden:
+        sizes = f"num_key_value_heads = {shared} and hidden_size = {hidden}"
+        raise ConfigError(f"{where}: num_attention_heads = {heads}, which do not share {sizes}")
 
 
 def _expert_blocks(read: _Values, blocks: int) -> tuple[bool, ...]:
@@ -257,7 +330,8 @@ def load(model: str) -> DecoderShape:
     if not path.is_file():
         nearest = did_you_mean(model.lower(), known)
         raise UsageError(f"{model!r:.200} is neither a preset, a config.json, nor a directory with one{nearest}")
-    return from_config(read_json(path, MODEL_CONFIG_BYTES, "a model's configuration"), path.parent.name or path.stem)
+    name = path.parent.name if path.name == "config.json" else ""
+    return shape_of(read_json(path, MODEL_CONFIG_BYTES, "a model's configuration"), name or path.stem)
 
 
 def is_directory(path: str) -> bool:
@@ -289,33 +363,21 @@ def is_verified(values: Mapping[str, Any]) -> bool:
 def foreign_shape(source: str, where: str) -> DecoderShape:
     """Return the shape of the model in a directory, as `transformers` trains it: without blocks that predict further ahead.
 
-    Raises ConfigError, with a message that begins with `where`, for files that cannot be read and models with an encoder.
+    Raises ConfigError, with a message that begins with `where`, for files that cannot be read, and models that cannot be counted.
     """
-    content = content_of(source, where)
-    if content.get("is_encoder_decoder"):
-        classes = content.get("architectures")
-        name = str(classes[0] if isinstance(classes, list) and classes else content.get("model_type"))
-        raise ConfigError(
-            f"{where}: {shortened(name)} has an encoder and a decoder; supported: causal language models, which are a decoder "
-            "alone"
-        )
     path = expanded(source) / "config.json"
-    return replace(from_config(content, path.parent.name, f"{where}: {path}"), num_nextn_predict_layers=0)
+    shape = shape_of(content_of(source, where), path.parent.name, f"{where}: {path}")
+    return replace(shape, num_nextn_predict_layers=0)
 
 
 def _not_plain(values: Mapping[str, Any]) -> str:
     """Return the features of a `config.json` that our own decoder lacks, as `key = value`; empty where there are none."""
-    rope, kind = values.get("rope_parameters") or values.get("rope_scaling") or {}, str(values.get("model_type"))
-    turns = rope.get("rope_type", rope.get("type", "default"))
-    window = values.get("sliding_window", 4096 if kind == "mistral" else None)  # files that leave it out mean this
-    if kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe") and not values.get("use_sliding_window", False):
-        window = None
+    rope = values.get("rope_parameters") or values.get("rope_scaling")
+    rope = rope if isinstance(rope, dict) else {}
     choices = {
         "hidden_act": (values.get("hidden_act", "silu"), "silu"),
-        "rope_type": (turns, "default"),
+        "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
         "partial_rotary_factor": (rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)), 1.0),
-        "mlp_bias": (values.get("mlp_bias", False), False),
-        "sliding_window": (window or None, None),
     }
     return ", ".join(f"{key} = {json.dumps(value)}" for key, (value, plain) in choices.items() if value != plain)
 
@@ -327,15 +389,22 @@ def own_shape(values: Mapping[str, Any], where: str = "config.json") -> DecoderS
         ForeignError: it cannot.
         ConfigError: with a message that begins with `where`; a size is missing.
     """
-    shape, why = from_config(values, where=where), _not_plain(values)
-    kind = shape.model_type or "model"
-    if missing := [key for key in ("num_attention_heads", "intermediate_size") if key in shape.assumed]:
-        raise ConfigError(f"{where} has no {missing[0]}")
-    lacks = shape.foreign or values.get("text_config") or (kind == "qwen2_moe" and not shape.num_shared_experts)
-    lacks = lacks or (not shape.num_experts and kind in ("mixtral", "qwen2_moe", "qwen3_moe"))
-    if HUB_FAMILIES.get(shape.model_type, HubFamily()).ours and not why and not lacks:
-        return shape
-    raise ForeignError(f"Pipeloom's own decoder cannot compute this {kind}{f' ({why})' if why else ''}")
+    kind, why = typed(where, values, "model_type", str, "text") or "", ""
+    if HUB_FAMILIES.get(kind, HubFamily()).ours:
+        try:
+            shape, why = from_config(values, where=where), _not_plain(values)
+        except UnknownModelError as error:
+            if not kind or " has no " in str(error):
+                raise
+            why = _not_plain(values) or str(error).removeprefix(f"{where}: ").removesuffix(" is not known")
+        else:
+            lacks = (kind == "qwen2_moe" and not shape.num_shared_experts) or (
+                not shape.num_experts and kind in _SPARSE_FAMILIES
+            )
+            why = why or ", ".join(shape.foreign)
+            if not why and not lacks:
+                return shape
+    raise ForeignError(f"Pipeloom's own decoder cannot compute this {kind or 'model'}{f' ({why})' if why else ''}")
 
 
 _KEYS = (

@@ -42,14 +42,13 @@ def layer_sizes(shape: DecoderShape, seq_len: int) -> tuple[LayerSize, ...]:
     for at, layer in enumerate(whole_layers(shape, seq_len)):
         experts = layer.parameters[1]
         depth = at - shape.num_hidden_layers if layer.kind == "m" else 0
-        sizes.append(LayerSize(layer.kind, int(sum(layer.parameters)), round(layer.flops), int(experts), depth))
+        sizes.append(LayerSize(layer.kind, round(sum(layer.parameters)), round(layer.flops), round(experts), depth))
     return tuple(sizes)
 
 
 def parameter_count(shape: DecoderShape) -> int:
     """Parameters of the whole model; a tied weight counts once."""
-    total = sum(size.parameters for size in layer_sizes(shape, 1))
-    return total - shape.vocab_size * shape.hidden_size if shape.tie_word_embeddings else total
+    return sum(size.parameters for size in layer_sizes(shape, 1)) - round(whole_layers(shape, 1)[-1].tied)
 
 
 def held_parameters(shape: DecoderShape, replicas: int, ep: int) -> int:

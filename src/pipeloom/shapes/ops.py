@@ -253,14 +253,19 @@ class LayerOps:
     @cached_property
     def parameters(self) -> tuple[float, float]:
         """(parameters that all ranks of an ep group hold, parameters of experts), on this rank."""
-        shared = sum(size * count for op in self.ops if not op.expert for size, count in op.weights)
-        experts = sum(size * count for op in self.ops if op.expert for size, count in op.weights)
+        shared = sum(op_parameters(op) for op in self.ops if not op.expert)
+        experts = sum(op_parameters(op) for op in self.ops if op.expert)
         return shared, experts
 
     @cached_property
     def flops(self) -> float:
         """Operations of the forward and the backward: a product for each of two gradients."""
         return sum(3 * op.flops + op.additions for op in self.ops)
+
+
+def op_parameters(op: Op) -> float:
+    """Return the parameters of an operation."""
+    return sum(size * count for size, count in op.weights)
 
 
 def parameters_of(layers: Sequence[LayerOps], *, has_embedding: bool = False) -> tuple[float, float]:
@@ -286,9 +291,9 @@ def layers_of(shape: DecoderShape, split: Split, shares: int = 0) -> list[LayerO
 
     With `shares` of the vocabulary on so many ranks, the first layer gets rows, the last one is a norm, and a share is behind it.
     """
-    dense = _block(shape, split, sparse=False)
-    sparse = _block(shape, split, sparse=True) if any(shape.expert_blocks) else dense
-    blocks = [sparse if experts else dense for experts in shape.expert_blocks]
+    kinds = list(zip(shape.expert_blocks, shape.reaches, shape.counted_blocks, strict=True))
+    block_of = {kind: _block(shape, split, *kind) for kind in dict.fromkeys(kinds)}
+    blocks = [block_of[kind] for kind in kinds]
     ahead = [_prediction(shape, split, blocks[-1])] * shape.num_nextn_predict_layers
     layers = [_embedding(shape, split), *blocks, *ahead, _output(shape, split)]
     return [*_without_vocabulary(layers, shape), vocabulary_share(shape, split, shares)] if shares else layers
@@ -296,6 +301,8 @@ def layers_of(shape: DecoderShape, split: Split, shares: int = 0) -> list[LayerO
 
 def _embedding(shape: DecoderShape, split: Split) -> LayerOps:
     table = shape.vocab_size * shape.hidden_size / split.tp + shape.n_positions * shape.hidden_size
+    if shape.counted is not None:
+        table = shape.counted.first / split.tp
     hidden = split.part(split.tokens * shape.hidden_size)
     op = Op(
         "embedding",
@@ -323,6 +330,10 @@ def _output(shape: DecoderShape, split: Split) -> LayerOps:
     split = replace(split, tokens=split.tokens * (1 + shape.num_nextn_predict_layers))
     elements, hidden = split.tokens * shape.hidden_size, split.part(split.tokens * shape.hidden_size)
     logits, weight = (each * shape.vocab_size / split.tp for each in (split.tokens * split.element, shape.hidden_size))
+    others, tied = float(shape.hidden_size), weight * shape.tie_word_embeddings
+    if (counted := shape.counted) is not None:
+        weight = min(weight, counted.last / split.tp)
+        others, tied = counted.last - weight * split.tp, counted.tied / split.tp
     saved, scratch = (logits / split.element * each for each in split.runtime.loss_bytes)
     scratch /= 1 + shape.num_nextn_predict_layers  # one loss after the other
     placeholder = weight * split.element if split.runtime.gradient_placeholders else 0.0
@@ -337,12 +348,16 @@ def _output(shape: DecoderShape, split: Split) -> LayerOps:
         tp_bytes=_exchanged(split, elements),
     )
     loss = Op("loss", ((LOGITS, saved),), scratch=scratch, traffic=3 * logits)
-    norm = _norm(shape, split, "input", "last_norm", 1 + shape.num_nextn_predict_layers)
-    return LayerOps("L", (norm, product, loss), 0.0, hidden, tied=weight * shape.tie_word_embeddings)
+    norm = _norm(shape, split, "input", "last_norm")
+    norm = replace(norm, weights=((others, 1 + shape.num_nextn_predict_layers),))
+    return LayerOps("L", (norm, product, loss), 0.0, hidden, tied=tied)
 
 
 def _without_vocabulary(layers: Sequence[LayerOps], shape: DecoderShape) -> list[LayerOps]:
-    op = replace(layers[0].ops[0], saves=(), scratch=0.0, weights=((float(shape.n_positions * shape.hidden_size), 1),))
+    others = float(shape.n_positions * shape.hidden_size)
+    if shape.counted is not None:
+        others = float(shape.counted.first - shape.vocab_size * shape.hidden_size)
+    op = replace(layers[0].ops[0], saves=(), scratch=0.0, weights=((others, 1),))
     first, last = replace(layers[0], ops=(op,), input=layers[1].input), layers[-1]
     return [first, *layers[1:-1], replace(last, kind="N", ops=last.ops[:1], tied=0.0)]
 
@@ -379,13 +394,33 @@ def _exchanged(split: Split, elements: float) -> float:
     return elements * split.element * (split.tp - 1) / split.tp
 
 
-def _block(shape: DecoderShape, split: Split, *, sparse: bool) -> LayerOps:
-    attention = _latent_attention(shape, split) if shape.kv_lora_rank else _attention(shape, split)
+def _block(
+    shape: DecoderShape, split: Split, sparse: bool, reach: int = 0, counted: tuple[int, int] | None = None
+) -> LayerOps:
+    """Attention, which sees as many tokens as `reach` says, and a feed-forward part.
+
+    `counted`: parameters of the block without its experts, and of these. Attention's are those of its sizes; the widths of the
+    feed-forward part are those with which it has the rest, whatever that consists of.
+    """
+    attend = _latent_attention if shape.kv_lora_rank else _attention
+    attention = attend(shape, split, reach)
     tokens, hidden = split.tokens, split.part(split.tokens * shape.hidden_size)
+    inner, shared = float(shape.intermediate_size), 0.0
     if sparse:
-        feed_forward = _experts(shape, split)
+        inner, shared = shape.expert_width, shape.shared_width
+    if counted is not None:
+        matrices = (2 + shape.gated) * shape.hidden_size
+        rest = counted[0] - (2 + shape.num_experts * sparse) * shape.hidden_size
+        sizes = sum(op_parameters(op) for op in attend(shape, replace(split, tp=1), reach))
+        if sizes > rest:  # another kind of mixer
+            attention, sizes = (), 0.0
+        inner = shared = (rest - sizes) / matrices
+        if sparse:
+            inner = counted[1] / matrices / shape.num_experts
+    if sparse:
+        feed_forward = _experts(shape, split, inner, shared)
     else:
-        width = shape.intermediate_size / split.tp
+        width = inner / split.tp
         feed_forward = _mlp(shape, split, ("norm_2", hidden), tokens, width, exchanged=tokens * shape.hidden_size)
     ops = (_norm(shape, split, "input", "norm_1"), *attention, _norm(shape, split, "middle", "norm_2"), *feed_forward)
     waits = sparse and split.ep > 1 and split.runtime.segments
@@ -441,8 +476,16 @@ def _widened(split: Split, elements: float) -> float:
     return 4.0 * elements * (split.runtime.copies_mixed and split.element < 4)
 
 
-def _core(shape: DecoderShape, split: Split, query: float, key: float, value: float, out: float, width: float) -> Op:
-    """Fused, causal attention; `width`: this rank's query and value widths, of all heads, added."""
+def _core(
+    shape: DecoderShape, split: Split, reach: int, query: float, key: float, value: float, out: float, width: float
+) -> Op:
+    """Fused, causal attention; `width`: this rank's query and value widths, of all heads, added.
+
+    Of n tokens a token sees n / 2 on average; with a window w, w (1 - w / 2n); half of its chunk.
+    """
+    seen = float(split.context)
+    if 0 < abs(reach) < split.context:
+        seen = reach * (2 - reach / split.context) if reach > 0 else -reach
     statistics = 4.0 * split.tokens * shape.num_attention_heads / split.tp
     result = "heads" if split.runtime.copies_mixed else "mixed"
     return Op(
@@ -450,21 +493,21 @@ def _core(shape: DecoderShape, split: Split, query: float, key: float, value: fl
         (("query", query), ("key", key), ("value", value), (result, out), ("statistics", statistics)),
         query + key + value + out,
         2 * query,  # the fp32 sum of the queries' gradient
-        flops=split.tokens * split.context * width,
+        flops=split.tokens * seen * width,
         traffic=query + key + value + out,
         attends=True,
         makes="statistics",
     )
 
 
-def _attention(shape: DecoderShape, split: Split) -> tuple[Op, ...]:
+def _attention(shape: DecoderShape, split: Split, reach: int = 0) -> tuple[Op, ...]:
     tokens, hidden = split.tokens, split.part(split.tokens * shape.hidden_size)
     queries = shape.num_attention_heads * shape.head_width / split.tp
     keys = shape.num_key_value_heads * shape.head_width / split.tp
     expanded = queries if split.runtime.repeats_keys else keys
     query, key = (tokens * width * split.element for width in (queries, expanded))
     exchanged = tokens * shape.hidden_size
-    core = _core(shape, split, query, key, key, query, 2 * queries)
+    core = _core(shape, split, reach, query, key, key, query, 2 * queries)
     if split.runtime.packed:
         positions = ("positions", float(tokens * shape.head_width * split.element))
         masks = () if split.runtime.copies_mixed else (("mask", float(tokens * split.context * split.element)),)
@@ -492,7 +535,7 @@ def _small_norm(name: str, operand: str, kept_width: float, split: Split, width:
     return Op(name, saves, size, weights=((width, 1),), traffic=size, makes=name)
 
 
-def _latent_attention(shape: DecoderShape, split: Split) -> tuple[Op, ...]:
+def _latent_attention(shape: DecoderShape, split: Split, reach: int = 0) -> tuple[Op, ...]:
     tokens = split.tokens
     hidden = split.part(tokens * shape.hidden_size)
     heads, query_width = shape.num_attention_heads / split.tp, shape.qk_nope_head_dim + shape.qk_rope_head_dim
@@ -503,7 +546,7 @@ def _latent_attention(shape: DecoderShape, split: Split) -> tuple[Op, ...]:
         size = hidden if operand == "norm_1" else tokens * inner * split.element
         return _linear(split, name, (operand, size), (out, inner), tokens, makes=makes)
 
-    core = _core(shape, split, query, query, value, value, heads * (query_width + shape.v_head_dim))
+    core = _core(shape, split, reach, query, query, value, value, heads * (query_width + shape.v_head_dim))
     if split.runtime.copies_mixed and query_width != shape.v_head_dim:  # which no fused attention on a CPU takes
         matrix = tokens * split.context * heads * split.element
         saves = (("query", query), ("key", query), ("value", value), ("probabilities", matrix))
@@ -559,8 +602,8 @@ def _mlp(
     )
 
 
-def _experts(shape: DecoderShape, split: Split) -> tuple[Op, ...]:
-    """Router, shared experts, dispatch, experts, combine.
+def _experts(shape: DecoderShape, split: Split, inner: float, common: float) -> tuple[Op, ...]:
+    """Router, shared experts, dispatch, experts of width `inner`, combine; `common`: width of what every token passes.
 
     Each rank of a tp group routes its own part of the tokens, and a rank's experts receive as many rows as it sends on average.
     Where the ranks of tp divide each expert's inner width (etp = tp), they gather what their experts receive.
@@ -573,7 +616,7 @@ def _experts(shape: DecoderShape, split: Split) -> tuple[Op, ...]:
     routing = split.tokens / split.parts * shape.num_experts
     operand = ("norm_2", hidden)
     shared: tuple[Op, ...] = ()
-    if width := shape.shared_width / split.tp:
+    if width := common / split.tp:
         shared = _mlp(shape, split, operand, split.tokens, width, "shared_", split.tokens * shape.hidden_size)
         if shape.shared_expert_gate:
             gate = _linear(split, "shared_score", operand, (1, shape.hidden_size), split.tokens / split.parts)
@@ -601,6 +644,6 @@ def _experts(shape: DecoderShape, split: Split) -> tuple[Op, ...]:
         router,
         *shared,
         replace(exchange, name="dispatch", saves=arrived),
-        *_mlp(shape, split, ("dispatched", moved), rows, shape.expert_width / split.etp, "expert_", count=local),
+        *_mlp(shape, split, ("dispatched", moved), rows, inner / split.etp, "expert_", count=local),
         replace(exchange, saves=outputs),
     )

@@ -176,9 +176,10 @@ def test_a_directory_that_our_own_decoder_does_not_compute_is_refused(tmp_path: 
     sizes = {**_SIZES, "model_type": "llama", "num_key_value_heads": 4}
     for keys, why in [
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r'this llama \(rope_type = "llama3"\)'),
-        ({"hidden_act": "gelu", "mlp_bias": True}, r'\(hidden_act = "gelu", mlp_bias = true\)'),
-        ({"model_type": "mistral"}, r"this mistral \(sliding_window = 4096\)"),  # the file leaves it out
-        ({"model_type": "qwen3", "sliding_window": 8, "use_sliding_window": True}, r"\(sliding_window = 8\)"),
+        ({"hidden_act": "gelu", "mlp_bias": True}, r'\(hidden_act = "gelu"\)'),
+        ({"mlp_bias": True}, r"\(mlp_bias = true\)"),
+        ({"model_type": "mistral"}, r"this mistral \(windows of attention\)"),  # the file leaves it out
+        ({"model_type": "qwen3", "sliding_window": 8, "use_sliding_window": True}, r"\(use_sliding_window = true\)"),
     ]:
         (tmp_path / "hub/config.json").write_text(json.dumps({**sizes, **keys}))
         with pytest.raises(ConfigError, match=why):
@@ -346,22 +347,29 @@ def test_a_source_and_keys_that_contradict_it(flags: dict[str, Any], message: st
 
 
 def test_a_source_gives_its_sizes(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"n_layer": 6, "n_embd": 48, "n_head": 3, "vocab_size": 300}))
+    gpt = {"model_type": "gpt2", "n_layer": 6, "n_embd": 48, "n_head": 3, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(gpt))
     model = load(None, {"model.source": str(tmp_path)}).model
     assert (model.num_hidden_layers, model.hidden_size, model.num_attention_heads, model.vocab_size) == (6, 48, 3, 300)
-    experts = {"num_hidden_layers": 6, "hidden_size": 48, "vocab_size": 9, "num_experts": 4}
+    sizes = {**_SIZES, **_QWEN_MOE, "num_hidden_layers": 6, "head_dim": 8}
+    deepseek = {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 8,
+        "shared_expert_intermediate_size": 0,
+    }
+    deepseek |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
     for keys, sparse in [
-        ({}, [1, 1, 1, 1, 1, 1]),
-        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, [0, 1, 0, 0, 0, 1]),
-        ({"moe_layer_freq": 2, "first_k_dense_replace": 1}, [0, 0, 1, 0, 1, 0]),
-        ({"moe_layer_freq": [0, 0, 1, 1, 1, 1]}, [0, 0, 1, 1, 1, 1]),
-        ({"first_k_dense_replace": 6}, [0] * 6),
+        ({"model_type": "qwen2_moe"}, [1, 1, 1, 1, 1, 1]),
+        ({"model_type": "qwen2_moe", "decoder_sparse_step": 2, "mlp_only_layers": [3]}, [0, 1, 0, 0, 0, 1]),
+        ({**deepseek, "moe_layer_freq": 2, "first_k_dense_replace": 1}, [0, 0, 1, 0, 1, 0]),
+        ({**deepseek, "first_k_dense_replace": 6}, [0] * 6),
     ]:
-        (tmp_path / "config.json").write_text(json.dumps({**experts, **keys}))
+        (tmp_path / "config.json").write_text(json.dumps({**sizes, **keys}))
         section = load(None, {"model.source": str(tmp_path)}).model
         assert [int(block) for block in section.expert_blocks] == sparse, keys
-    (tmp_path / "config.json").write_text(json.dumps({"n_layer": 6}))
-    with pytest.raises(ConfigError, match="has no hidden_size or n_embd or d_model"):
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 6}))
+    with pytest.raises(ConfigError, match="has no hidden_size"):
         load(None, {"model.source": str(tmp_path)})
 
 

@@ -103,7 +103,7 @@ def test_layouts_that_the_model_does_not_allow_say_why(changes, words):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({}, "has no num_hidden_layers or n_layer"),
+        ({}, "has no num_hidden_layers$"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0: it must be a whole number from 1"),
         ([], r"a model's configuration is an object, and this is \[\]"),
         (
@@ -126,18 +126,26 @@ SMALL = {
 }
 
 
+QWEN = {
+    **{"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4, "head_dim": 8},
+    "moe_intermediate_size": 96,
+}
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
         ({}, {"num_key_value_heads": 8, "head_width": 8, "gated": True, "num_experts": 0}),
-        ({"model_type": "falcon", "multi_query": True}, {"num_key_value_heads": 1, "gated": False, "tie_word_embeddings": True}),
-        ({"num_experts": 4, "mlp_only_layers": [1]}, {"expert_blocks": (True, False, True, True), "expert_width": 96}),
-        ({"num_experts": 4, "decoder_sparse_step": 2}, {"expert_blocks": (False, True, False, True)}),
-        ({"n_routed_experts": 4, "first_k_dense_replace": 3, "n_shared_experts": 2, "moe_intermediate_size": 16},
+        (QWEN | {"mlp_only_layers": [1]}, {"expert_blocks": (True, False, True, True), "expert_width": 96}),
+        (QWEN | {"decoder_sparse_step": 2}, {"expert_blocks": (False, True, False, True)}),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 4, "first_k_dense_replace": 3, "n_shared_experts": 2,
+          "moe_intermediate_size": 16, "num_experts_per_tok": 2},
          {"expert_blocks": (False, False, False, True), "expert_width": 16, "shared_width": 32}),
-        ({"moe_num_experts": 4, "moe_k": 3, "moe_layer_freq": [1, 0]},
+        ({"num_experts": 4, "num_experts_per_tok": 3, "moe_layer_freq": [1, 0]},
          {"expert_blocks": (True, False, True, False), "num_experts_per_tok": 3}),
-        ({"text_config": {"hidden_size": 128}}, {"hidden_size": 128}),
+        ({"model_type": "mistral"}, {"reaches": (4096,) * 4, "num_key_value_heads": 8}),
+        ({"model_type": "mistral", "sliding_window": None}, {"reaches": (0,) * 4}),
+        ({"model_type": "qwen3", "num_key_value_heads": 4, "sliding_window": 64}, {"reaches": (0,) * 4}),  # not used
     ],
 )  # fmt: skip
 def test_the_words_of_the_families_are_read(values, expected):

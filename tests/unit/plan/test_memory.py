@@ -18,7 +18,7 @@ from pipeloom.plan.run import predicted
 from pipeloom.plan.time import AxisRates, stage_times
 from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.families import build
-from pipeloom.shapes.hub import from_config, presets
+from pipeloom.shapes.hub import presets, shape_of
 from pipeloom.shapes.ops import LayerOps, Op, Split, layers_of, parameters_of
 
 PUBLISHED = json.loads((ROOT / "benchmarks" / "planbench" / "measured.json").read_text())
@@ -31,7 +31,7 @@ def published(row):
     axes = {axis: row[axis] for axis in ("tp", "cp", "pp", "dp", "ep", "seq")}
     experts = 1.0 if "num_experts" in model else 0.0
     layout = PlannedLayout(**axes, m=row["microbatches"], cut="even", capacity=experts)
-    return Planner(from_config(model, row["model"]), load_device("b200"), RUNTIMES["megatron"]), layout
+    return Planner(shape_of(model, row["model"]), load_device("b200"), RUNTIMES["megatron"]), layout
 
 
 @pytest.mark.parametrize("at", range(len(PUBLISHED["rows"])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from pipeloom.config import load_layout
 from pipeloom.config.settings import own_keys
 from pipeloom.errors import ConfigError
+from pipeloom.shapes import hub
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.hub import adapter_keys, foreign_shape
 
@@ -44,18 +46,17 @@ ADAPTER = {
         ({"num_hidden_layers": [2]}, "it must be a whole number"),
         ({"hidden_size": -32}, "hidden_size = -32: it must be a whole number from 2 to "),
         ({"vocab_size": 64.0}, "vocab_size = 64.0: it must be a whole number"),
-        ({"mlp_only_layers": ["x" * 900]}, "mlp_only_layers"),
+        ({"model_type": "qwen3_moe", "num_key_value_heads": 2, "mlp_only_layers": ["x" * 900]}, "mlp_only_layers"),
         ({"model_type": 5}, "model_type = 5: it must be text"),
         ({"model_type": ["llama"]}, r'model_type = \["llama"\]: it must be text'),
-        ({"text_config": {"model_type": ["llama"]}}, r'model_type = \["llama"\]: it must be text'),
         ({"hidden_size": 1}, "hidden_size = 1: it must be a whole number from 2 to "),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps = 1.*: it must be a finite number"),
         (
-            {"model_type": "some_family", "num_attention_heads": 32, "num_key_value_heads": 3},
+            {"num_attention_heads": 32, "num_key_value_heads": 3},
             "num_attention_heads = 32, which do not share num_key_value_heads = 3 and hidden_size = 32",
         ),
         (
-            {"model_type": "some_family", "num_attention_heads": 64, "num_key_value_heads": 64},
+            {"num_attention_heads": 64, "num_key_value_heads": 64},
             "num_attention_heads = 64, which do not share num_key_value_heads = 64 and hidden_size = 32",
         ),
     ],
@@ -70,16 +71,56 @@ def test_a_value_of_another_type_in_a_models_configuration_is_named(
         assert len(str(error.value)) < 500 + 2 * len(str(tmp_path))
 
 
-def test_a_width_for_each_layer_and_null_count_as_absent(tmp_path: Path) -> None:
+def test_null_counts_as_absent(tmp_path: Path) -> None:
     assert own_keys(str(written(tmp_path, {**MODEL, "rope_theta": None})))["rope_theta"] == 10_000.0
-    widths = {**MODEL, "intermediate_size": [64, 32], "num_attention_heads": None}
-    assert foreign(str(written(tmp_path, widths))).intermediate_size == 128
 
 
-def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
-    folder = written(tmp_path, {**MODEL, "architectures": ["BartModel"], "is_encoder_decoder": True})
-    with pytest.raises(ConfigError, match="BartModel has an encoder and a decoder; supported"):
-        foreign(str(folder))
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"model_type": "a_family"},
+            r'model_type = "a_family" is not known, and transformers, .* pip install -e ".\[train,hf\]"$',
+        ),
+        ({"mlp_bias": True}, "mlp_bias = true is not known, and transformers"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"layer_types = \[.* is not known, and transformers",
+        ),
+        ({"use_sliding_window": 1, "model_type": "qwen2"}, "use_sliding_window = 1 is not known, and transformers"),
+        ({"num_attention_heads": None}, "has no num_attention_heads, and transformers"),
+        (
+            {"model_type": None, "n_routed_experts": 4},
+            "n_routed_experts = 4 is not known; without model_type a file has the keys",
+        ),
+        ({"model_type": None, "hidden_size": None}, "has no hidden_size; without model_type"),
+    ],
+)
+def test_what_the_table_lacks_is_refused_without_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr(hub, "_counters", [])
+    with pytest.raises(ConfigError, match=rf"config\.json:? {words}"):
+        foreign(str(written(tmp_path, {**MODEL, **changes})))
+
+
+def test_what_the_table_lacks_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that predict further ahead are none of a run's."""
+    monkeypatch.setattr(hub, "_counters", [])
+    shape = foreign(str(written(tmp_path, {**MODEL, "layer_types": ["full_attention"] * 2, "use_cache": True})))
+    calls: list[Any] = []
+
+    def counter(values: Any, where: str) -> DecoderShape:
+        calls.append((values, where))
+        return replace(shape, num_nextn_predict_layers=1)
+
+    hub.count_with(counter)
+    assert foreign(str(tmp_path)) == shape
+    assert not calls
+    values = {**MODEL, "layer_types": ["sliding_attention"] * 2}
+    counted = foreign(str(written(tmp_path, values)))
+    assert (counted, counted.name) == (shape, tmp_path.name)
+    assert calls == [(values, f'model.source = "{tmp_path}": {tmp_path / "config.json"}')]
 
 
 def written(folder: Path, content: Any) -> Path:

@@ -7,11 +7,15 @@ from typing import Any
 
 from pipeloom.models.hf.cut import Cut, cut
 from pipeloom.models.hf.library import RANGE, causal_model, read_config, transformers
+from pipeloom.models.hf.sizes import counted_shape
 from pipeloom.models.layers import VocabularyRanks, hub_name
 from pipeloom.ops.layer import Layer
 from pipeloom.parallel.context import ContextParallel
+from pipeloom.shapes.hub import count_with
 
 __all__ = ["RANGE", "ModelLayers", "hub_name", "layers"]
+
+count_with(counted_shape)
 
 
 class ModelLayers(list[Layer]):

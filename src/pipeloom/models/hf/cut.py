@@ -306,6 +306,15 @@ class Cut:
                 raise ConfigError(f"its forward does not call the layers in {self.path}")
         return frozenset(stubs.used_by(tape.entered))
 
+    @property
+    def spreadable(self) -> bool:
+        """Spreadability: whether pipeline ranks may have shares of the embedding and the output layer."""
+        try:
+            self._require_spreadable()
+        except Exception:  # of the family's own forward, of any type
+            return False
+        return True
+
     def _require_spreadable(self) -> None:
         """Raise ConfigError unless the logits are the output of `head`, and tokens serve for rows of `embedding` alone."""
         if not self.head:
