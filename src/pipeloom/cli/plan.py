@@ -191,10 +191,8 @@ def _limits(options: PlanFlags, shape: DecoderShape) -> dict[str, Any]:
 def _require_limits(option: str, values: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
     for key, value in limits.items():
         if values.get(key, value) != value:
-            raise UsageError(
-                f"{option}: {key}={values[key]}: the layers of transformers do not have it, and Pipeloom's own do not compute "
-                f"this model; nearest: {key}={value}"
-            )
+            reason = "the layers of transformers, which train this model, do not have it"
+            raise UsageError(f"{option}: {key}={values[key]}: {reason}; nearest: {key}={value}")
 
 
 def _device(options: PlanFlags) -> Device:

@@ -17,7 +17,7 @@ from pipeloom.limits import expanded
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.model import parts
 from pipeloom.shapes.decoder import ROUTERS, context_problem, shape_problems
-from pipeloom.shapes.hub import content_of, download
+from pipeloom.shapes.hub import content_of, download, is_directory
 from pipeloom.shapes.rules import broken
 
 CLASS_KEYS = ("experts_class", "router_class")
@@ -90,10 +90,13 @@ def _decoder_is_possible(config: Config) -> Iterator[Problem]:
     yield from () if config.model.source else map(sentence, shape_problems(config.model))
 
 
-@_reads("model.vocab_size", "data.tokenizer")
+@_reads("model.vocab_size", "model.source", "model.weights", "data.tokenizer")
 def _vocabulary_holds_bytes(config: Config) -> Iterator[Problem]:
-    byte_tokens_by_default = config.data.tokenizer == "auto" and not config.model.source
-    if (byte_tokens_by_default or config.data.tokenizer == "bytes") and config.model.vocab_size < 256:
+    model = config.model
+    byte_tokens_by_default = config.data.tokenizer == "auto" and not (
+        model.source or (model.weights and is_directory(model.weights))
+    )
+    if (byte_tokens_by_default or config.data.tokenizer == "bytes") and model.vocab_size < 256:
         yield "model.vocab_size", "the byte tokenizer has 256 tokens; nearest: 256"
 
 

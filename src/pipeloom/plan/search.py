@@ -211,11 +211,8 @@ def _better(planner: Planner, request: PlanRequest, best: LayoutCosts) -> Layout
     """Return the fastest layout one step from the best one that fits and is predicted to be faster; None: there is none."""
     better: LayoutCosts | None = None
     for _, prediction in neighbouring(planner, best, request):
-        if (
-            request.allows(prediction.layout)
-            and prediction.peak <= request.memory
-            and prediction.tokens > (better or best).tokens * 1.001
-        ):
+        fits = request.allows(prediction.layout) and prediction.peak <= request.memory
+        if fits and prediction.tokens > (better or best).tokens * 1.001:
             better = prediction
     return better
 
@@ -223,8 +220,11 @@ def _better(planner: Planner, request: PlanRequest, best: LayoutCosts) -> Layout
 def neighbouring(planner: Planner, best: LayoutCosts, request: PlanRequest) -> Iterator[tuple[str, LayoutCosts]]:
     """(what changes, the prediction) of every layout one step from the best one that the model and the families allow."""
     for change, layout in _steps(best.layout, request):
-        limited = replace(request, fixed={})
-        if limited.allows(layout) and not problems(planner.shape, layout) and not _is_slow_to_place(layout):
+        if (
+            replace(request, fixed={}).allows(layout)
+            and not problems(planner.shape, layout)
+            and not _is_slow_to_place(layout)
+        ):
             with suppress(UsageError):
                 yield change, planner.predict(layout)
 

@@ -209,10 +209,8 @@ def shape_of(values: Mapping[str, Any], name: str, where: str = "") -> DecoderSh
             raise ConfigError(f"{error}; without model_type a file has the keys of [model]") from None
         shape = next((counter(values, where or name) for counter in _counters), None)
         if shape is None:
-            raise ConfigError(
-                f"{error}, and transformers, which counts the parameters of other models, is not installed: "
-                'pip install -e ".[train,hf]"'
-            ) from None
+            missing = "transformers, which counts other models, is not installed"
+            raise ConfigError(f'{error}, and {missing}: pip install -e ".[train,hf]"') from None
         return replace(shape, name=name)
 
 

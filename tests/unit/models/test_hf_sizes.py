@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 from paths import DATA
-from pipeloom.errors import ConfigError
+from pipeloom.cli import app
+from pipeloom.errors import ConfigError, UsageError
 from pipeloom.models.hf.sizes import counted_shape
 from pipeloom.shapes import hub
 from pipeloom.shapes.decoder import DecoderShape
@@ -199,3 +201,56 @@ def test_files_of_other_programs_have_their_published_sizes(name: str, millions:
     attention = [sum(op.flops for op in layer.ops if op.attends) for layer in whole_layers(shape, 131_072)[1:-1]]
     assert attention[0] / attention[1] == pytest.approx(256 / 131_072, rel=1e-2)
     assert sum(attention) / (4 * attention[1]) == pytest.approx(0.5, abs=0.01)
+
+
+def run_command(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    app(list(words), standalone_mode=False)
+    return capsys.readouterr().out
+
+
+# model_type -> its key of [model]; GLM has a block for multi-token prediction, which transformers does not train
+WRITTEN: dict[str, tuple[dict[str, Any], str]] = {
+    "glm4_moe": ({"n_routed_experts": 8, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}, "source"),
+    "deepseek_v3": (
+        {
+            **{"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
+            **{"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+            **{"moe_intermediate_size": 32, "num_key_value_heads": 4},
+        },
+        "source",
+    ),
+    "gemma2": ({"sliding_window": 8, "head_dim": 16}, "source"),
+    "llama": ({}, "weights"),
+    "qwen3_moe": ({"num_experts": 8, "moe_intermediate_size": 32, "head_dim": 16}, "weights"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_what_plan_writes_of_a_directory_train_accepts(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    more, key = WRITTEN[kind]
+    common = {**SIZES, "num_key_value_heads": 2, "num_experts_per_tok": 2} if "experts" in str(more) else {**SIZES}
+    common.setdefault("num_key_value_heads", 2)
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps({**common, "model_type": kind, **more}))
+    plan = ("plan", "--model", "model", "--global-batch", "8", "--seq", "2048", "--output", "run.toml")
+    for words in (("--devices", "4"), ("--layout", "pp=2,m=4"), ("--layout", "pp=2,dp=2,m=2,v=2")):
+        run_command(capsys, *plan, *words)
+        run = tomllib.loads(Path("run.toml").read_text())
+        assert run["model"] == {key: str(tmp_path / "model")}  # whose vocabulary is smaller than that of bytes
+        assert "m" not in run["parallel"]["stages"]
+        assert "would start" in run_command(capsys, "train", "run.toml", "--dry-run")
+    allowed = key == "weights"
+    for option, words in (("--layout", "tp=2,m=4"), ("--fixed", "tp=2"), ("--layout", "dp=2,ep=2,m=2")):
+        devices = ("--devices", "4") if option == "--fixed" else ()
+        if allowed and ("ep" not in words or kind != "llama"):
+            run_command(capsys, *plan, option, words, *devices)
+            assert "would start" in run_command(capsys, "train", "run.toml", "--dry-run")
+        elif not allowed:
+            with pytest.raises(
+                UsageError, match=rf"^{option}: [te]p=2: the layers of transformers.*; nearest: [te]p=1$"
+            ):
+                run_command(capsys, *plan, option, words, *devices)

@@ -64,15 +64,14 @@ def _counted(content: str) -> DecoderShape:
     sizes.allow_global_per_layer_attribute_access = (
         True  # where some layers have other sizes, the others' serve for operations
     )
-    layers = _parameters(whole)
-    experts = _experts(whole.trunk) if any(of_experts for _, of_experts in layers[1:-1]) else 0
+    first, *blocks, last = _parameters(whole)
+    sparse = tuple(int(of_experts > 0) for _, of_experts in blocks)
     heads = _number(sizes, "num_attention_heads", 1)
     hidden, shared = int(sizes.hidden_size), _number(sizes, "num_key_value_heads", heads)
     width = _number(sizes, "head_dim", 0)
     if not _number(sizes, "kv_lora_rank", 0):
         require_heads("its sizes", heads, shared, hidden)
-    sparse = tuple(int(of_experts > 0) for _, of_experts in layers[1:-1])
-    total = sum(parameter.numel() for parameter in whole.model.parameters())
+    tied = sum(map(sum, (first, *blocks, last))) - sum(parameter.numel() for parameter in whole.model.parameters())
     return DecoderShape(
         num_hidden_layers=len(whole.trunk),
         hidden_size=hidden,
@@ -82,19 +81,13 @@ def _counted(content: str) -> DecoderShape:
         vocab_size=int(sizes.vocab_size),
         head_dim=width or (None if hidden % heads == 0 else hidden // heads),
         tie_word_embeddings=bool(whole.tied()),
-        num_experts=experts,
+        num_experts=_experts(whole.trunk) if any(sparse) else 0,
         num_experts_per_tok=next((_number(sizes, key, 0) for key in _CHOSEN if _number(sizes, key, 0)), 1),
         moe_layer_freq=1 if all(sparse) or not any(sparse) else sparse,
         shared_expert_gate=False,
         gated=any(gate in name for name, _ in whole.trunk.named_parameters() for gate in _GATES),
         reach=_reach(whole.trunk, sizes, width or hidden // heads),
-        counted=CountedModel(
-            sum(layers[0]),
-            tuple(layers[1:-1]),
-            sum(layers[-1]),
-            sum(map(sum, layers)) - total,
-            whole.spreadable,
-        ),
+        counted=CountedModel(sum(first), tuple(blocks), sum(last), tied, whole.spreadable),
         model_type=str(sizes.model_type),
     )
 
