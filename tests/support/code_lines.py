@@ -1,7 +1,9 @@
-"""Code lines of each package: lines that are neither blank nor a comment nor part of a docstring.
+"""Code lines: lines that are neither blank nor a comment nor part of a docstring.
 
-python tests/support/code_lines.py             per package
+python tests/support/code_lines.py             of the library, per package
 python tests/support/code_lines.py --files     per file too
+python tests/support/code_lines.py --tests     of the tests
+python tests/support/code_lines.py --check     fail where `code-lines.txt` allows fewer
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parents[2] / "src" / "pipeloom"
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "pipeloom"
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -27,29 +30,40 @@ def code_lines(text: str) -> int:
     )
 
 
-def package_of(path: Path) -> str:
-    """Return the package of `src/pipeloom` that holds a module, or `top`."""
-    parts = path.relative_to(SOURCE).parts
-    return parts[0] if len(parts) > 1 else "top"
+def modules(folder: Path) -> dict[Path, int]:
+    """Return each module's code lines, by its path in `folder`."""
+    return {path.relative_to(folder): code_lines(path.read_text()) for path in sorted(folder.rglob("*.py"))}
 
 
-def modules() -> dict[Path, int]:
-    """Return each module's code lines."""
-    return {path: code_lines(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+def script_lines() -> int:
+    """Return the lines of the page's scripts that are neither blank nor a comment on its own."""
+    texts = [path.read_text() for path in (SOURCE / "draw" / "page").glob("*.js")]
+    return sum(1 for text in texts for line in text.splitlines() if line.strip() and not line.lstrip().startswith("//"))
 
 
-def per_package() -> Counter[str]:
-    """Return each package's code lines."""
-    totals: Counter[str] = Counter()
-    for path, lines in modules().items():
-        totals[package_of(path)] += lines
-    return totals
+def check() -> int:
+    """Compare with `code-lines.txt`; return the exit code."""
+    counts = {"library": sum(modules(SOURCE).values()), "page": script_lines()}
+    lines = [line.split() for line in (ROOT / "code-lines.txt").read_text().splitlines() if not line.startswith("#")]
+    allowed = {name: int(number) for number, name in lines}
+    for name, count in counts.items():
+        print(f"{count:6}  {name}, of {allowed[name]} allowed")
+    if all(count <= allowed[name] for name, count in counts.items()):
+        return 0
+    print("remove as many as you add; code-lines.txt is raised only in a commit that names the feature")
+    return 1
 
 
 if __name__ == "__main__":
+    if "--check" in sys.argv:
+        sys.exit(check())
+    counted = modules(ROOT / "tests" if "--tests" in sys.argv else SOURCE)
     if "--files" in sys.argv:
-        for path, lines in modules().items():
-            print(f"{lines:6}  {path.relative_to(SOURCE)}")
-    for package, total in sorted(per_package().items()):
-        print(f"{total:6}  {package}")
-    print(f"{sum(per_package().values()):6}  in {len(modules())} modules")
+        for path, lines in counted.items():
+            print(f"{lines:6}  {path}")
+    packages: Counter[str] = Counter()
+    for path, lines in counted.items():
+        packages[path.parts[0] if len(path.parts) > 1 else "top"] += lines
+    for package, lines in sorted(packages.items()):
+        print(f"{lines:6}  {package}")
+    print(f"{packages.total():6}  in {len(counted)} modules")
