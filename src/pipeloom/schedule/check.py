@@ -226,8 +226,10 @@ def _check_values(schedule: Schedule) -> None:
         for at, action in [(at, action) for at, cell in enumerate(program) for action in parts(cell)]:
             kind, stage, mb = kind_of(action.kind), action.stage, schedule.unit_of(action)
             where = f"rank {rank}, action {at}: {action}"
-            results = schedule.values_of(action).makes
-            needed = [need.value for need in kind.needs if not need.step and need != kind.waits_for]
+            values, waited = schedule.values_of(action), kind.waits_for and kind.waits_for.value
+            results, needed = values.makes, [value for value in values.needs if value != waited]
+            if INPUT_GRADIENT in kind.produces:  # what only W needs may be computed again behind it
+                needed = [value for value in needed if value == whole_of(value)]
             if kind.part and KEPT in needed and (KEPT, stage, mb) not in there and (PENDING, stage, mb) in there:
                 needed, results = [PENDING], (f"{PENDING}:{kind.part}",)  # behind I: a part that only W needs
             for value in (*needed, *kind.takes, *(value for value in kind.frees if value not in results)):
