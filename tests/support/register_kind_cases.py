@@ -108,7 +108,7 @@ def check_values() -> None:
     pl.register_kind(pl.Kind("SEAL", "seal", needs=(Need("saved"),)))
     checked("0F0", "0SEAL0", "0O0:1/2", "0L0:1/2", "0B0")
     for cells in (("0F0", "0O0:1/2", "0SEAL0", "0L0:1/2", "0B0"), ("0F0", "0SEAL0", "0R0:mlp", "0B0")):
-        with pytest.raises(pl.ScheduleError, match="0SEAL0 needs .* which is not there"):  # a part of it
+        with pytest.raises(pl.ScheduleError, match=r"0SEAL0 needs .* which is not there"):  # a part of it
             checked(*cells)
     pl.register_kind(pl.Kind("PROBE", "probe", time="forward"), execute=lambda modules, microbatch: None)
     probed = pl.Timeline.measured(checked("0F0", "0PROBE0", "0B0").schedule, ((0, 2, 3),), ((2, 3, 5),))

@@ -23,6 +23,7 @@ from pipeloom.schedule.actions import (
     WEIGHT_GRADIENT,
     Action,
     Cell,
+    Kind,
     kind_of,
     kinds,
     unit_words,
@@ -208,6 +209,12 @@ def _check_slices(schedule: Schedule) -> None:
             due[key] = expected + step
 
 
+def _needed(kind: Kind, needs: Sequence[str]) -> list[str]:
+    """Return which of the values that an action needs must be there: not what it waits for, nor a part that W alone may need."""
+    waited, with_parts = kind.waits_for and kind.waits_for.value, INPUT_GRADIENT not in kind.produces
+    return [value for value in needs if value != waited and (with_parts or value == whole_of(value))]
+
+
 def _check_values(schedule: Schedule) -> None:
     """Raise where an action needs a value of its own stage that is not there, makes one that is, or leaves one for ever.
 
@@ -226,10 +233,8 @@ def _check_values(schedule: Schedule) -> None:
         for at, action in [(at, action) for at, cell in enumerate(program) for action in parts(cell)]:
             kind, stage, mb = kind_of(action.kind), action.stage, schedule.unit_of(action)
             where = f"rank {rank}, action {at}: {action}"
-            values, waited = schedule.values_of(action), kind.waits_for and kind.waits_for.value
-            results, needed = values.makes, [value for value in values.needs if value != waited]
-            if INPUT_GRADIENT in kind.produces:  # what only W needs may be computed again behind it
-                needed = [value for value in needed if value == whole_of(value)]
+            values = schedule.values_of(action)
+            results, needed = values.makes, _needed(kind, values.needs)
             if kind.part and KEPT in needed and (KEPT, stage, mb) not in there and (PENDING, stage, mb) in there:
                 needed, results = [PENDING], (f"{PENDING}:{kind.part}",)  # behind I: a part that only W needs
             for value in (*needed, *kind.takes, *(value for value in kind.frees if value not in results)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,6 @@ from pipeloom.train.report.report import Report, reported
 from pipeloom.train.step import Outcome
 from pipeloom.train.tuning import EVERY_STEPS
 from pipeloom.train.workers.context import INTERRUPT, SAVE, STOP, together
-
-if TYPE_CHECKING:
-    from pipeloom.train.loop import Trainer
 
 TRACES = 9  # logged steps whose median is drawn at the end; a trace takes 50 KB for a tiny model, and megabytes for a large one
 
@@ -109,17 +106,15 @@ class _Listed:
         return self
 
 
-def observers(
-    config: Config, first: int = 1, searches: bool = False, trainer: Trainer | None = None
-) -> list[StepObserver]:
+def observers(config: Config, first: int = 1, searches: bool = False, trainer: Any = None) -> list[StepObserver]:
     """Return the rows of a run in the order of their calls; those that are never called are left out.
 
     Args:
         first: the first step that is made.
         searches: whether the first steps are measured for a search.
-        trainer: what the rows call; None: they are listed, and nobody calls them.
+        trainer: the `Trainer` that the rows call; None: they are listed, and nobody calls them.
     """
-    run = cast("Trainer", _Listed() if trainer is None else trainer)
+    run = _Listed() if trainer is None else trainer
     train, last, ends = config.train, config.train.steps, STOP | INTERRUPT
     experts = bool(config.model.num_experts and not config.model.source)  # Hugging Face gates count no tokens
     outcome: tuple[StepNeed, ...] = ("outcome",)
