@@ -251,7 +251,7 @@ class Timeline:
         forward = [at for at, cell in enumerate(program) if any(kind_of(a.kind).is_forward for a in parts(cell))]
         first = starts[backward[0]] if backward else origin + self.makespan
         last = max(ends[forward[-1]] if forward else origin, first)
-        gaps = [(origin, starts[0]), *zip(ends, starts[1:], strict=False), (ends[-1], origin + self.makespan)]
+        gaps = list(zip([origin, *ends], [*starts, origin + self.makespan], strict=True))  # one gap where nothing runs
 
         def within(low: float, high: float) -> float:
             return plain(sum(max(0.0, min(e, high) - max(s, low)) for s, e in gaps))

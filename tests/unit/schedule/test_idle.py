@@ -35,6 +35,13 @@ def test_a_forward_that_there_is_room_for_does_not_wait_for_memory() -> None:
     assert {gap.cause for gap in pl.simulate(schedule).gaps[0]} == {"dependency"}
 
 
+def test_a_rank_without_actions_idles_for_the_whole_step() -> None:
+    programs, routes = [["0F0", "0B0"], []], [[0], [1]]
+    timeline = pl.simulate(pl.Schedule.of(programs, placement=[0, 1], microbatches=1, routes=routes, route_of=[0]))
+    assert [phases.total for phases in timeline.idle_by_phase] == [0.0, 3.0]
+    assert timeline.gaps == ((), (Gap(0.0, 3.0, "end of step", 0),))
+
+
 def test_memory_begins_when_the_forward_could_have_run() -> None:
     """Rank 1's next forward has its input 2 after the gap begins: until then the rank waits for a dependency."""
     schedule = pl.Schedule.of(
