@@ -145,6 +145,14 @@ def _uneven_steps(factors: tuple[float, ...], count: int) -> list[pl.Timeline]:
     return steps
 
 
+def test_a_stall_in_another_stage_of_each_step_is_part_of_the_prediction() -> None:
+    """The medians of the stages leave out all stalls: a step simulated with them takes 24."""
+    schedule = pl.schedules.one_f_one_b(3, 6)
+    stalls = [pl.Costs(forward=tuple(3.0 if stage == step % 3 else 1.0 for stage in range(3))) for step in range(12)]
+    prediction = predict([pl.simulate(schedule, costs) for costs in stalls])
+    assert prediction.simulated == prediction.measured == 34
+
+
 def test_costs_of_steps_have_the_factors_of_their_micro_batches() -> None:
     factors = (0.8, 1.6, 0.4, 1.2)
     fitted = costs_of(_uneven_steps(factors, 5))

@@ -201,6 +201,11 @@ def assert_scaled(schedule: Schedule) -> None:
         assert after.peak_bytes == before.peak_bytes
 
 
+def test_a_rank_waits_for_the_shortest_micro_batch_in_the_bound() -> None:
+    """Rank 1 starts after a forward of micro-batch 0 at the earliest, and works for (1 + 3) 3."""
+    assert lower_bound(schedules.one_f_one_b(2, 2), Costs(microbatch=(1.0, 3.0))) == 1 + 12
+
+
 def test_lower_bound_is_reached() -> None:
     schedule = schedules.one_f_one_b(4, 8)
     assert lower_bound(schedule, split_backward=False) == simulate(schedule).makespan == 33
