@@ -196,8 +196,8 @@ def test_files_that_cannot_be_written_are_refused_before_the_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    for work in ("pipeloom.solver.search", "pipeloom.schedule.simulate", "pipeloom.cli.rehearse._run"):
-        monkeypatch.setattr(work, lambda *_, **__: pytest.fail("the work has begun"))
+    for work in ("schedule.simulate", "compare.simulate", "search.search", "rehearse._run"):
+        monkeypatch.setattr(f"pipeloom.cli.{work}", lambda *_, **__: pytest.fail("the work has begun"))
     ended = pipeloom(f"{line} {target}")
     file, reason = target.split()[1], "it is a directory" if "folder" in target else "there is no directory absent"
     assert (ended.code, ended.out, ended.err) == (2, "", f"pipeloom: cannot write {file}: {reason}\n")

@@ -26,7 +26,7 @@ def test_a_defect_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch, breaks: E
     def load(path: str) -> Any:
         raise breaks
 
-    monkeypatch.setattr("pipeloom.schedule.files.load", load)
+    monkeypatch.setattr("pipeloom.cli.check.load", load)
     case = part.Case(("check", "DIR/s.csv", "--json"), (("s.csv", "0F0,0B0\n"),))
     assert (part.failure(case) or "").startswith(words)
     small = smallest(case, lambda one: (part.failure(one) or "").startswith(words), part.simplifications, seconds=600)
