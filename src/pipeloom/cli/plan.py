@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,6 +91,17 @@ class PlanFlags:
         None, "FORM", "Print the best layout for another system: megatron, torchtitan or torch-csv.", "--as"
     )
 
+    @cached_property
+    def directory(self) -> dict[str, str]:
+        """The key of `[model]` that trains the model of a directory -> the directory; empty for other models.
+
+        weights: our own decoder computes it; source: the layers of transformers.
+        """
+        if not Path(self.model).is_dir():
+            return {}
+        ours = own_values(content_of(self.model, "--model"))
+        return {"source" if ours is None else "weights": str(Path(self.model).absolute())}
+
 
 @with_options()
 def command(options: PlanFlags) -> None:
@@ -159,7 +171,7 @@ def _planner(options: PlanFlags, device: Device) -> Planner:
         shape, runtime = config.model.shape(), runtime_of(config, None if config.train.device == "cpu" else device)
     else:
         shape = load_model(options.model)
-    if _directory(options).get("source") and options.runtime == "pipeloom":
+    if options.directory.get("source") and options.runtime == "pipeloom":
         shape = replace(shape, num_nextn_predict_layers=0)  # transformers does not train them
     if options.layers is not None:
         if options.layers > (most := shape.num_hidden_layers):
@@ -170,20 +182,9 @@ def _planner(options: PlanFlags, device: Device) -> Planner:
     return Planner(shape, device, runtime, read(options.costs, shape))
 
 
-def _directory(options: PlanFlags) -> dict[str, str]:
-    """Return the key of `[model]` that trains the model of a directory -> the directory; empty for other models.
-
-    weights: our own decoder computes it; source: the layers of transformers.
-    """
-    if not Path(options.model).is_dir():
-        return {}
-    ours = own_values(content_of(options.model, "--model"))
-    return {"source" if ours is None else "weights": str(Path(options.model).absolute())}
-
-
 def _limits(options: PlanFlags, shape: DecoderShape) -> dict[str, Any]:
     """Return what the layers of transformers, where they train the model, require of a layout."""
-    if options.runtime != "pipeloom" or "source" not in _directory(options):
+    if options.runtime != "pipeloom" or "source" not in options.directory:
         return {}
     return limits_of_source(shape, content_of(options.model, "--model"))
 
@@ -267,7 +268,7 @@ def _write(options: PlanFlags, prediction: LayoutCosts, planner: Planner) -> Non
     if options.as_ is not None:
         sys.stdout.write(EXPORTS[options.as_](prediction))
     if options.output is not None:
-        source = _directory(options)
+        source = options.directory
         table = options.output.with_suffix(".json") if prediction.searched is not None else None
         write(options.output, lambda: run_toml(prediction, planner.shape, source, table, options.data or ""))
         if table is not None:

@@ -68,10 +68,10 @@ class PlanRequest:
     slices: tuple[int, ...] = (1,)
     vocabulary: tuple[str, ...] = ("last",)
 
-    def allows(self, layout: PlannedLayout, keys: Collection[str] = ()) -> bool:
-        """Return whether a layout has the values that are fixed, and those of the limits; `keys`: of these alone."""
+    def allows(self, layout: PlannedLayout, keys: Collection[str] | None = None) -> bool:
+        """Return whether a layout has the values that are fixed, and those of the limits; `keys`: look at these alone."""
         required = {**self.fixed, **self.limits}
-        return all(getattr(layout, key) == value for key, value in required.items() if not keys or key in keys)
+        return all(getattr(layout, key) == value for key, value in required.items() if keys is None or key in keys)
 
 
 def limits_of_source(shape: DecoderShape, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def neighbouring(planner: Planner, best: LayoutCosts, request: PlanRequest) -> I
     """(what changes, the prediction) of every layout one step from the best one that the model and the families allow."""
     for change, layout in _steps(best.layout, request):
         if (
-            replace(request, fixed={}).allows(layout)
+            request.allows(layout, request.limits)
             and not problems(planner.shape, layout)
             and not _is_slow_to_place(layout)
         ):

@@ -118,19 +118,8 @@ _VERIFIED = """
     smollm3 stablelm starcoder2 xglm
 """
 VERIFIED_FAMILIES = frozenset(_VERIFIED.split())
-_NUMBERS = ("rope_theta", "rms_norm_eps", "dropout", "capacity_factor", "aux_loss_coef", "z_loss_coef", "mtp_loss_coef")
-_SWITCHES = (
-    *(
-        "tie_word_embeddings",
-        "attention_bias",
-        "qkv_bias",
-        "qk_norm",
-        "mlp_bias",
-        "norm_topk_prob",
-        "shared_expert_gate",
-    ),
-    "gated",
-)
+_NUMBERS = "rope_theta rms_norm_eps dropout capacity_factor aux_loss_coef z_loss_coef mtp_loss_coef"
+_SWITCHES = "tie_word_embeddings attention_bias qkv_bias qk_norm mlp_bias norm_topk_prob shared_expert_gate gated"
 _OF_SHAPES = {each.name for each in fields(DecoderShape)} - {"reach", "counted", "name"}
 _SPARSE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
 _NULL = ("num_key_value_heads", "head_dim", "sliding_window")  # null says: as many as queries; of the hidden size; none
@@ -143,14 +132,14 @@ class _Values:
         self.where = where
         self.kind = typed(where, values, "model_type", str, "text") or ""
         if self.kind not in HUB_FAMILIES:
-            raise UnknownModelError(f"{where}: model_type = {as_json(self.kind)} is not known")
+            raise UnknownModelError(where, f"model_type = {as_json(self.kind)}")
         self.family = HUB_FAMILIES[self.kind]
         known = {*f"{_SIZES} {_WITHOUT_EFFECT} {self.family.keys}".split(), *(() if self.kind else _OF_SHAPES)}
         kinds = values.get("layer_types")
         if isinstance(kinds, list) and kinds == ["full_attention"] * len(kinds):
             known.add("layer_types")
         for key in unknown_keys(values, known):
-            raise UnknownModelError(f"{where}: {shortened(key, 60)} = {as_json(values[key])} is not known")
+            raise UnknownModelError(where, f"{shortened(key, 60)} = {as_json(values[key])}")
         given = {key: value for key, value in values.items() if value is not None or key in _NULL}
         self.given = {**self.family.defaults, **given, **self.family.fixed}
 
@@ -160,7 +149,7 @@ class _Values:
         spelled = next((name for name in names if self.given.get(name) is not None), None)
         if spelled is None:
             if default is None:
-                raise UnknownModelError(f"{self.where} has no {' or '.join(names)}")
+                raise MissingSizeError(f"{self.where} has no {' or '.join(names)}")
             return default
         most = MOST_LAYERS if key == "num_hidden_layers" else MOST_WIDTH
         return int(number_in(f"{self.where}: {spelled}", self.given[spelled], least, most, whole=True))
@@ -177,7 +166,15 @@ class ForeignError(ConfigError):
 
 
 class UnknownModelError(ConfigError):
-    """A family or a key of a `config.json` that the table lacks."""
+    """A family or a key of a `config.json` that the table lacks; `what`: with its value."""
+
+    def __init__(self, where: str, what: str) -> None:
+        super().__init__(f"{where}: {what} is not known")
+        self.what = what
+
+
+class MissingSizeError(ConfigError):
+    """A size that a `config.json` leaves to the default of its family, which the table lacks."""
 
 
 Counter = Callable[[Mapping[str, Any], str], DecoderShape | None]
@@ -204,7 +201,7 @@ def shape_of(values: Mapping[str, Any], name: str, where: str = "") -> DecoderSh
     """
     try:
         return from_config(values, name, where)
-    except UnknownModelError as error:
+    except (UnknownModelError, MissingSizeError) as error:
         if not values.get("model_type"):
             raise ConfigError(f"{error}; without model_type a file has the keys of [model]") from None
         shape = next((counter(values, where or name) for counter in _counters), None)
@@ -222,7 +219,8 @@ def from_config(values: Mapping[str, Any], name: str = "model", where: str = "")
         where: what errors begin with; default: the name.
 
     Raises:
-        UnknownModelError: the table lacks its family or a key, or the file a size.
+        UnknownModelError: the table lacks its family or a key.
+        MissingSizeError: the file lacks a size.
         ConfigError: a key has a value of another type.
     """
     if not isinstance(values, Mapping):
@@ -239,7 +237,7 @@ def from_config(values: Mapping[str, Any], name: str = "model", where: str = "")
     experts, sparse = read.size("num_experts", 0), _expert_blocks(read, layers)
     options: dict[str, Any] = {}
     for keys, kind, words in ((_NUMBERS, (int, float), "a number"), (_SWITCHES, bool, "true or false")):
-        values_of_kind = {key: typed(read.where, given, key, kind, words) for key in keys}
+        values_of_kind = {key: typed(read.where, given, key, kind, words) for key in keys.split()}
         options |= {key: value for key, value in values_of_kind.items() if value is not None}
     if (theta := typed(read.where, read.rope(), "rope_theta", (int, float), "a number")) is not None:
         options["rope_theta"] = theta
@@ -392,9 +390,9 @@ def own_shape(values: Mapping[str, Any], where: str = "config.json") -> DecoderS
         try:
             shape, why = from_config(values, where=where), _not_plain(values)
         except UnknownModelError as error:
-            if not kind or " has no " in str(error):
+            if not kind:
                 raise
-            why = _not_plain(values) or str(error).removeprefix(f"{where}: ").removesuffix(" is not known")
+            why = _not_plain(values) or error.what
         else:
             lacks = (kind == "qwen2_moe" and not shape.num_shared_experts) or (
                 not shape.num_experts and kind in _SPARSE_FAMILIES

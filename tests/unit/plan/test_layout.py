@@ -253,6 +253,8 @@ def test_neighbours_say_why_they_lost():
     assert "full" in {each.layout.recompute for each in found}
     fewer = neighbouring(planner(), plan.best, replace(asked, recompute=("none",)))
     assert {each.layout.recompute for _, each in fewer} == {"none", plan.best.layout.recompute}
+    fixed = neighbouring(planner(), plan.best, replace(asked, fixed={"tp": plan.best.layout.tp}))
+    assert [each.layout for _, each in fixed] == [each.layout for each in found]  # also those that were not asked for
 
 
 def test_a_reason_names_the_rank_and_the_missing_memory():

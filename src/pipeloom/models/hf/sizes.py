@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,9 +61,8 @@ def _counted(content: str) -> DecoderShape:
         if value and key.startswith(_UNPLANNED):
             raise ConfigError(f"{key} = {as_json(value)}: {_UNPLANNED_WORDS}")
     whole = cut(causal_model(config, torch.bfloat16))
-    sizes.allow_global_per_layer_attribute_access = (
-        True  # where some layers have other sizes, the others' serve for operations
-    )
+    # Where some layers have other sizes, those of the others serve for operations.
+    sizes.allow_global_per_layer_attribute_access = True
     first, *blocks, last = _parameters(whole)
     sparse = tuple(int(of_experts > 0) for _, of_experts in blocks)
     heads = _number(sizes, "num_attention_heads", 1)
@@ -82,7 +81,7 @@ def _counted(content: str) -> DecoderShape:
         head_dim=width or (None if hidden % heads == 0 else hidden // heads),
         tie_word_embeddings=bool(whole.tied()),
         num_experts=_experts(whole.trunk) if any(sparse) else 0,
-        num_experts_per_tok=next((_number(sizes, key, 0) for key in _CHOSEN if _number(sizes, key, 0)), 1),
+        num_experts_per_tok=_first(sizes, _CHOSEN, 1),
         moe_layer_freq=1 if all(sparse) or not any(sparse) else sparse,
         shared_expert_gate=False,
         gated=any(gate in name for name, _ in whole.trunk.named_parameters() for gate in _GATES),
@@ -126,16 +125,23 @@ def _reach(trunk: nn.ModuleList, sizes: Any, width: int) -> tuple[int, ...]:
     Linear attention with a state of n columns costs as much as attention to n tokens.
     """
     window, chunk = _number(sizes, "sliding_window", 0), _number(sizes, "attention_chunk_size", 0)
-    state = next((_number(sizes, key, 0) for key in _STATES if _number(sizes, key, 0)), width)
+    seen = {"sliding": window, "chunked": -chunk}
     kinds = getattr(sizes, "layer_types", None) or ()
     if len(kinds) != len(trunk):
         kinds = ("sliding_attention" if window else "full_attention",) * len(trunk)
     reach = []
     for layer, kind in zip(trunk, kinds, strict=True):
         attends = any("Attention" in type(part).__name__ for part in layer.modules())
-        linear = str(kind).startswith("linear") or not attends
-        reach.append(state if linear else window if "sliding" in str(kind) else -chunk if "chunked" in str(kind) else 0)
+        if str(kind).startswith("linear") or not attends:
+            reach.append(_first(sizes, _STATES, width))
+        else:
+            reach.append(next((tokens for word, tokens in seen.items() if word in str(kind)), 0))
     return tuple(reach)
+
+
+def _first(sizes: Any, keys: Sequence[str], default: int) -> int:
+    """Return the first of these numbers that a configuration has."""
+    return next((number for key in keys if (number := _number(sizes, key, 0))), default)
 
 
 def _number(sizes: Any, key: str, default: int) -> int:
