@@ -15,7 +15,7 @@ from pipeloom.plan import OFFERED, Device, PlanRequest
 from pipeloom.plan.export import train_flags
 from pipeloom.plan.memory import RankMemory
 from pipeloom.plan.report import gib
-from pipeloom.plan.run import RunPrediction, element_bytes, predicted, rank_parameters
+from pipeloom.plan.run import RunPrediction, predicted, rank_parameters
 from pipeloom.plan.search import closest, limits_of_source
 from pipeloom.schedule import Timeline, simulate
 from pipeloom.schedule.channels import size_words
@@ -146,13 +146,11 @@ def rank_table(mesh: MeshShape) -> list[str]:
 
 
 def _rank_lines(layout: Layout, timeline: Timeline) -> list[str]:
-    config, schedule = layout.config, layout.schedule
-    layers = _layers(layout)
-    peaks = timeline.peak_activations
-    rows = [["rank", "parameters", "with state", "in flight", "layers"]]
+    schedule, layers, peaks = layout.schedule, _layers(layout), timeline.peak_activations
+    rows = [["rank", "parameters", "in flight", "layers"]]
     for rank, count in enumerate(rank_parameters(layout)):
         words = " | ".join(layers[stage] for stage in schedule.stages_of[rank])
-        rows.append([str(rank), f"{count:,}", _state(config, count), str(peaks[rank]), words])
+        rows.append([str(rank), f"{count:,}", str(peaks[rank]), words])
     lines = aligned(rows, ragged=True)
     divided = [f"{axis} {size}" for axis, size in (("tp", layout.mesh.tp), ("ep", layout.mesh.ep)) if size > 1]
     if divided:
@@ -174,11 +172,6 @@ def _layers(layout: Layout) -> list[str]:
         ends = [names[0] if start == 0 < end else "", span, names[-1] if start < end == len(names) else ""]
         words.append(" ".join(filter(None, ends)) or "-")
     return words
-
-
-def _state(config: Config, parameters: int) -> str:
-    """Return the bytes of weights, gradients and optimizer state in words; ZeRO-1 divides the state by the replicas."""
-    return size_words(parameters * sum(element_bytes(config).values()))
 
 
 def _rates(config: Config, steps: int, replicas: int) -> Sequence[tuple[int, float]]:

@@ -243,6 +243,7 @@ FLAGS = {
     **{name: f"--{name.replace('_', '-')}" for name in ("memory", "time_limit", "prove", "pairs")},
     "held": "--held-until-weight-grad",
     "microbatch": "--microbatch-costs",
+    "target_modules": "--lora.target_modules",
 }
 """Argument of the library -> the flag that gives it."""
 _PHRASES = {

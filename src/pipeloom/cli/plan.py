@@ -62,6 +62,8 @@ class PlanFlags:
     )
     capacity: float = flag(0.0, "X", "Capacity factor of the experts; 0: rows as routed, evenly.", min=0.0)
     layers: int | None = flag(None, "N", "Cut the model to its first N blocks.", min=1)
+    lora_r: int | None = flag(None, "R", "Train adapters of this rank alone, as `train` does.", "--lora.r", min=0)
+    lora_targets: str | None = flag(None, "NAMES", "Layers with adapters, as of `train`.", "--lora.target_modules")
     layout: str | None = flag(
         None,
         "KEY=N,…",
@@ -160,17 +162,21 @@ def _chart(planner: Planner, request: PlanRequest) -> str:
 
 
 def _planner(options: PlanFlags, device: Device) -> Planner:
+    from pipeloom.config import load, split_arguments
     from pipeloom.config.settings import BUILT_IN
+    from pipeloom.plan.run import adapters_of, runtime_of
 
     runtime = RUNTIMES[options.runtime]
+    flags = (("--lora.r", options.lora_r), ("--lora.target_modules", options.lora_targets))
+    _, lora = split_arguments([str(word) for name, value in flags if value is not None for word in (name, value)])
     if options.model.endswith(".toml") or options.model in BUILT_IN:
-        from pipeloom.config import load
-        from pipeloom.plan.run import runtime_of
-
-        config = load(options.model)
+        config = load(options.model, lora)
         shape, runtime = config.model.shape(), runtime_of(config, None if config.train.device == "cpu" else device)
     else:
         shape = load_model(options.model)
+        runtime = replace(runtime, adapters=adapters_of(load(None, lora)))
+    if runtime.adapters is not None and options.runtime != "pipeloom":
+        raise UsageError(f"--lora.r: {options.runtime}'s adapters are not planned; nearest: --lora.r 0")
     if options.directory.get("source") and options.runtime == "pipeloom":
         shape = replace(shape, num_nextn_predict_layers=0)  # transformers does not train them
     if options.layers is not None:
@@ -268,9 +274,9 @@ def _write(options: PlanFlags, prediction: LayoutCosts, planner: Planner) -> Non
     if options.as_ is not None:
         sys.stdout.write(EXPORTS[options.as_](prediction))
     if options.output is not None:
-        source = options.directory
+        source, adapters = options.directory, planner.runtime.adapters
         table = options.output.with_suffix(".json") if prediction.searched is not None else None
-        write(options.output, lambda: run_toml(prediction, planner.shape, source, table, options.data or ""))
+        write(options.output, lambda: run_toml(prediction, planner.shape, source, table, options.data or "", adapters))
         if table is not None:
             write(table, lambda: to_json(prediction.schedule))
     if options.costs_to is not None:

@@ -14,32 +14,30 @@ AUTO_RATE = "auto"
 AUTOMATIC: dict[str, float] = {"lr": 1.0, "min_lr": 0.0, "warmup_steps": 0}
 
 
-def suitable_rate(parameters: int, trained: bool) -> float:
+def suitable_rate(parameters: int, trained: bool, adapters: bool = False) -> float:
     """Return the learning rate for all weights of a model of this size, whose weights are `trained` already or not.
 
     From scratch, small models take 3e-3. Larger ones take GPT-3's rates (arXiv 2005.14165, table 2.1: 6e-4 at 125 M
     parameters), which fall about with the fourth root of the size. Trained weights are changed with a tenth of that.
+    Adapters take the rate of QLoRA (arXiv 2305.14314).
     """
+    if adapters:
+        return 2e-4
     rate = 3e-3 if parameters < 20e6 else 6e-4 * (125e6 / parameters) ** 0.25
     return float(f"{rate / 10 if trained else rate:.2g}")
 
 
 def automatic_rates(config: Config, keys: Collection[str]) -> tuple[OptimizerSection, str]:
-    """Return the optimizer's section with values for those `keys` of AUTOMATIC that are "auto", and the reason for the rate.
-
-    Adapters take the rate of QLoRA (arXiv 2305.14314).
-    """
+    """Return the optimizer's section with values for those `keys` of AUTOMATIC that are "auto", and the reason for the rate."""
     options, steps = config.optimizer, config.train.steps
     weights = config.model.source or config.model.weights
     try:
         count = parameter_count(config.model.shape())
     except ArgumentError:  # sizes that contradict each other, which are reported with the other problems
         count = 0
-    lr, why = suitable_rate(count, bool(weights)), "for a new model of this size"
+    lr, why = suitable_rate(count, bool(weights), config.lora.r > 0), "for a new model of this size"
     if weights:
-        why = f"for a model of this size that starts from {weights}"
-    if config.lora.r:
-        lr, why = 2e-4, "for adapters"
+        why = f"for a model of this size that starts from {weights}" if not config.lora.r else "for adapters"
     lr = lr if "lr" in keys else options.lr
     warmup = min(max(10, round(0.03 * steps)), steps // 4)
     values = {"lr": lr, "min_lr": float(f"{lr / 10:.6g}"), "warmup_steps": warmup}

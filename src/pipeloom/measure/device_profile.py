@@ -89,7 +89,7 @@ def _costs(layout: Layout, layers: Sequence[LayerBytes]) -> Costs:
     of_stage, largest = spans(layout.schedule, layout.stage_layers), max(layout.microbatch_sizes)
     whole = whole_layers(layout.config.model.shape(), 1)
     groups = [whole[start:end] for start, end in of_stage]
-    trained = [sum(layer.trained for layer in layers[start:end]) for start, end in of_stage]
+    trained = [sum(layer.trained for layer in layers[start:end]) for start, end in of_stage if layout.config.lora.r]
     standing = standing_bytes(layout, layout_of(layout), groups, runtime_of(layout.config, None), trained)
     factors = tuple(size / largest for size in layout.microbatch_sizes)
     costs = Costs(microbatch=factors, bytes=moving_bytes(layout, layers) | standing)

@@ -27,8 +27,7 @@ from pipeloom.parallel.expert import PartialSumLinear
 from pipeloom.parallel.sharding import WHOLE, HasSharding, ParameterSharding, Shard, shard_of, shardings_of
 from pipeloom.parallel.tensor import Adapted, ColumnLinear, RowLinear, TensorParallel, enter, project, sum_over_ranks
 from pipeloom.parallel.vocabulary import VocabularyShare
-
-ALL_LINEAR = "all-linear"
+from pipeloom.shapes.ops import ALL_LINEAR, Adapters
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,7 @@ class LoraOptions:
         r: the adapters' rank.
         lora_alpha: the adapters' output is multiplied by lora_alpha / r.
         lora_dropout: share of their input that training drops.
-        target_modules: "all-linear": every linear layer but the output layer; a list: layers whose names are, or end in a dot
-            and, one of these; any other text: a regular expression that whole names match. Names are those of
-            `transformers`, such as model.layers.0.self_attn.q_proj.
+        target_modules: as of `Adapters`.
 
     Raises ArgumentError for an invalid value.
     """
@@ -71,11 +68,7 @@ class LoraOptions:
 
     def chooses(self, name: str) -> bool:
         """Return whether the linear layer called `name` in `transformers` gets an adapter."""
-        if self.target_modules == ALL_LINEAR:
-            return name.rpartition(".")[2] not in ("lm_head", "embed_out")
-        if isinstance(self.target_modules, str):
-            return re.fullmatch(self.target_modules, name) is not None
-        return any(name == target or name.endswith(f".{target}") for target in self.target_modules)
+        return Adapters(self.r, self.target_modules).chooses(name)
 
 
 def with_adapters(layers: Sequence[Layer], options: LoraOptions, seed: int) -> list[Layer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby, islice
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from pipeloom.schedule import Schedule
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.hub import model_keys
 from pipeloom.shapes.layers import parameter_count
+from pipeloom.shapes.ops import Adapters
 
 _TORCHTITAN = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
 
@@ -161,6 +163,7 @@ def run_toml(
     source: Mapping[str, str] | None,
     table: Path | None = None,
     data: str = "",
+    adapters: Adapters | None = None,
 ) -> str:
     """A configuration for `pipeloom train`. Raises UsageError that names what the trainer does not have.
 
@@ -168,10 +171,12 @@ def run_toml(
         source: the key of the Hugging Face directory that holds the model -> the directory; None: the model's sizes are written.
         table: the file that holds a searched schedule; None: the schedule is the family's.
         data: the source of the training data; "": it is to be named, and `train` refuses to start before.
+        adapters: what is trained; None: the model's weights.
     """
     layout = prediction.layout
     wrong = [f"recompute={layout.recompute}"] * (layout.recompute not in ("none", "full"))
-    if wrong := [*wrong, *(() if source else (f"{part} without a Hugging Face directory" for part in shape.foreign))]:
+    foreign = [*shape.foreign, *["adapters"] * (adapters is not None)]
+    if wrong := [*wrong, *(() if source else (f"{part} without a Hugging Face directory" for part in foreign))]:
         raise UsageError(
             f"--output: `pipeloom train` does not have {', '.join(wrong)}; choose another layout with --layout"
         )
@@ -200,9 +205,10 @@ def run_toml(
             "device": "cuda",
             "recompute": layout.recompute,
         },
-        "optimizer": {"lr": suitable_rate(parameter_count(shape), source is not None)},
+        "optimizer": {"lr": suitable_rate(parameter_count(shape), bool(source), adapters is not None)},
         "data": {"source": data},
         "checkpoint": {"every": max(1, round(_SECONDS_AT_RISK / prediction.step.total))},
+        **({"lora": asdict(adapters)} if adapters is not None else {}),
     }
     return "\n".join(
         line

@@ -123,14 +123,14 @@ def planned_bytes(
     amounts["layer"] = tuple(max((each.saved for each in layers[slice(*span)]), default=0.0) for span in spans)
     if runtime.name == "pipeloom":
         spans_of = dict(zip(schedule.position_of, spans, strict=True))
-        counts = [sum(parameters_of(layers[slice(*spans_of[at])])) for at in range(schedule.positions)]
-        tied = 0.0 if schedule.vocabulary else sum(layer.tied for layer in layers)
+        counts = [sum(parameters_of(layers[slice(*spans_of[at])], trained=True)) for at in range(schedule.positions)]
+        tied = 0.0 if schedule.vocabulary else sum(layer.trained.tied for layer in layers)
         amounts["end_sums"] = tuple(4 * count for count in copies_in_sums(schedule, counts, tied))
     standing = {name: [0.0] * schedule.stages for name in (PARAMS, GRADS, "optimizer", "gathered", "buffers")}
     for stages in schedule.stages_of:
         held = [layers[at] for stage in stages for at in range(*spans[stage])]
-        # (parameters, ranks that hold the same ones)
-        groups = list(zip(parameters_of(held), (layout.dp * layout.cp, layout.expert_replicas), strict=True))
+        replicas = layout.dp * layout.cp, layout.expert_replicas
+        groups = list(zip(parameters_of(held), parameters_of(held, trained=True), replicas, strict=True))
         largest = max((sum(layer.parameters) for layer in held), default=0.0)
         buffers = placeholders(held, runtime.element) if runtime.gradient_placeholders else 0.0
         state = *state_bytes(groups, largest, layout, runtime), buffers
@@ -140,7 +140,7 @@ def planned_bytes(
 
 
 def state_bytes(
-    groups: Sequence[tuple[float, int]], largest: float, layout: PlannedLayout, runtime: Runtime
+    groups: Sequence[tuple[float, float, int]], largest: float, layout: PlannedLayout, runtime: Runtime
 ) -> tuple[float, float, float, float]:
     """Bytes of (weights, gradients, optimizer state, gathered copies).
 
@@ -149,23 +149,24 @@ def state_bytes(
     bf16 copy but the gathered one: 4 + 4 + 8.
 
     Args:
-        groups: (parameters, ranks that hold the same ones) of what every rank of an ep group holds, and of the experts.
+        groups: (parameters, those of them that are trained, ranks that hold the same ones) of what every rank of an ep group
+            holds, and of the experts.
         largest: parameters of the largest layer, which is gathered whole.
     """
     element = runtime.element
-    whole = sum(count for count, _ in groups)
-    shard = sum(count / replicas for count, replicas in groups)
+    whole, trained = (sum(group[at] for group in groups) for at in (0, 1))
+    shard, trained_shard = (sum(group[at] / group[2] for group in groups) for at in (0, 1))
     if runtime.sharded:
         # Two layers gathered at once (one computes, one is on its way), and a layer's gradient before its reduction; a pipeline's
         # stages stay gathered, and accumulate whole gradients over their micro-batches.
         two = 2 * element * largest + (element + 4) * largest
         gathered = element * whole + 4 * whole if layout.pp > 1 else two
-        return 4 * shard, 4 * shard, 8 * shard, gathered
+        return 4 * shard, 4 * trained_shard, 8 * trained_shard, gathered
     zero = layout.zero
     gathered = (2 * element * largest if zero == 3 else 0.0) + (4 * largest if zero >= 2 else 0.0)
     return (
         element * (shard if zero == 3 else whole),
-        max(4, element) * (shard if zero >= 2 else whole),
-        runtime.optimizer * (shard if zero >= 1 else whole),
+        max(4, element) * (trained_shard if zero >= 2 else trained),
+        runtime.optimizer * (trained_shard if zero >= 1 else trained),
         gathered,
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from pipeloom.errors import UsageError
+from pipeloom.errors import ArgumentError, UsageError
 from pipeloom.plan.layout import CHUNKS, WHOLE_ROUNDS, PlannedLayout, problems
 from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import OfRanks, RankMemory, planned_bytes, ranks_of
@@ -190,8 +190,8 @@ class Planner:
         makespan, busy, timeline = _pipeline(layout, in_seconds, searched, placed)
         slowest = (0.0, 0.0)
         for mine in schedule.stages_of:
-            shared, experts = parameters_of([layers[at] for stage in mine for at in range(*of_stage[stage])])
-            slowest = max(slowest, self.state_seconds(shared, experts, layout, links))
+            held = [layers[at] for stage in mine for at in range(*of_stage[stage])]
+            slowest = max(slowest, self.state_seconds(*parameters_of(held, trained=True), layout, links))
         host = HOST if self.measured_layers is None else 0.0
         spent = busy_parts(busy, seconds, layout.m, layout.pp, schedule.has_pairs)
         step = StepTime(*spent, max(0.0, makespan - busy), *slowest, host)
@@ -264,6 +264,9 @@ class Planner:
 def _recomputed(shape: DecoderShape, split: Split, part: str, shares: int) -> tuple[LayerOps, ...]:
     """The model's layers with a part recomputed; those of one kind are one object."""
     layers = layers_of(shape, split, shares)
+    if not any(layer.trained.ops for layer in layers):
+        names = sorted({name for layer in layers for op in layer.ops for name, _ in op.modules})
+        raise ArgumentError("target_modules", f" choose none of the planned layers; nearest: {', '.join(names)}")
     copies = {key: layer.recomputed(part) for key, layer in distinct(layers).items()}
     return tuple(copies[id(layer)] for layer in layers)
 

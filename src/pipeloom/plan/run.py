@@ -19,7 +19,7 @@ from pipeloom.schedule import Schedule, Timeline, simulate
 from pipeloom.schedule.actions import GRADS, PARAMS
 from pipeloom.shapes.cut import spans
 from pipeloom.shapes.mesh import uneven_parts
-from pipeloom.shapes.ops import RUNTIMES, LayerOps, Runtime, parameters_of
+from pipeloom.shapes.ops import RUNTIMES, Adapters, LayerOps, Runtime, parameters_of
 from pipeloom.shapes.stage_bytes import LayerBytes, copies_in_sums, stage_bytes
 
 # Bytes of fp32 state per element, besides its value: two moments, or one. For Muon an upper bound: its matrices have one.
@@ -43,11 +43,17 @@ class RunPrediction(OfRanks):
     step: StepTime | None
 
 
+def adapters_of(config: Config) -> Adapters | None:
+    """The configuration's adapters, by their sizes."""
+    return Adapters(config.lora.r, config.lora.target_modules) if config.lora.r else None
+
+
 def runtime_of(config: Config, device: Device | None) -> Runtime:
     """Pipeloom's runtime in the configuration's dtype and with its optimizer; without a device, on a CPU."""
     unsharded = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"zero1": False})})
     sizes = element_bytes(unsharded)
-    runtime = replace(RUNTIMES["pipeloom"], element=int(sizes["params"]), optimizer=sizes["optimizer"])
+    element, optimizer = int(sizes["params"]), sizes["optimizer"]
+    runtime = replace(RUNTIMES["pipeloom"], element=element, optimizer=optimizer, adapters=adapters_of(config))
     return runtime if device is not None else runtime.on_cpu()
 
 
@@ -114,10 +120,8 @@ def predicted(
     timeline = with_messages(layout, simulate(layout.schedule, run))
     step = None
     if device is not None:
-        state = [
-            planner.state_seconds(*parameters_of([layer for at in mine for layer in groups[at]]), planned, links)
-            for mine in layout.schedule.stages_of
-        ]
+        held = [[layer for at in mine for layer in groups[at]] for mine in layout.schedule.stages_of]
+        state = [planner.state_seconds(*parameters_of(each, trained=True), planned, links) for each in held]
         busy = sum(timeline.busy) / planned.pp
         spent = busy_parts(busy, times, sum(rows) / max(rows), planned.pp, layout.schedule.has_pairs)
         step = StepTime(*spent, max(0.0, timeline.makespan - busy), *max(state))
@@ -139,8 +143,7 @@ def _bytes(
             for whole, piece in zip(each, timed, strict=True)
         ]
     groups = [layers[slice(*span)] for span in spans(layout.schedule, layout.stage_layers)]
-    adapters = [_adapters(layout, group) for group in groups]
-    return standing_bytes(layout, planned, groups, runtime, adapters) | moving_bytes(layout, each)
+    return standing_bytes(layout, planned, groups, runtime) | moving_bytes(layout, each)
 
 
 def standing_bytes(
@@ -148,23 +151,22 @@ def standing_bytes(
     planned: PlannedLayout,
     groups: Sequence[Sequence[LayerOps]],
     runtime: Runtime,
-    adapters: Sequence[float],
+    adapters: Sequence[float] = (),
 ) -> dict[str, tuple[float, ...]]:
     """Return `Costs.bytes` of what stands for the whole step, and of whole copies of what ranks divide.
 
     Args:
         groups: stage -> its layers.
-        adapters: stage -> parameters of its adapters, which are trained in place of its own.
+        adapters: stage -> parameters of its adapters, where the layers are without; empty: the layers have theirs.
     """
     replicas, ties, values = planned.dp * planned.cp, with_embedding(layout.schedule), []
     for stage, group in enumerate(groups):
-        counts = parameters_of(group, has_embedding=stage in ties)
-        held = list(zip(counts, (replicas, planned.expert_replicas), strict=True))
-        trained = [(adapters[stage], replicas)] if layout.config.lora.r else held
-        frozen = [*held, *trained] if layout.config.lora.r else held
-        weights, whole = (state_bytes(frozen, 0.0, each, runtime)[0] for each in (planned, replace(planned, zero=0)))
-        _, gradients, optimizer, _ = state_bytes(trained, 0.0, planned, runtime)
-        summed = state_bytes(trained, 0.0, replace(planned, zero=0), runtime)[1]
+        counts, trained = (parameters_of(group, has_embedding=stage in ties, trained=each) for each in (False, True))
+        if adapters:
+            counts, trained = (counts[0] + adapters[stage], counts[1]), (adapters[stage], 0.0)
+        held = list(zip(counts, trained, (replicas, planned.expert_replicas), strict=True))
+        weights, gradients, optimizer, _ = state_bytes(held, 0.0, planned, runtime)
+        whole, summed, *_ = state_bytes(held, 0.0, replace(planned, zero=0), runtime)
         shards = {"shards": weights} if planned.zero == 3 else {}
         shards |= {"grad_shards": gradients} if planned.zero >= 2 else {}
         # Gradients without buffers do not exist before the step.
@@ -209,16 +211,6 @@ def layout_messages(layout: Layout, device: str = "") -> list[MessageBytes]:
         ahead=section.overlap_p2p is not False,
         shared=(device or layout.config.train.device) == "cpu" and section.transport in ("auto", "shared"),
     )
-
-
-def _adapters(layout: Layout, layers: Sequence[LayerOps]) -> float:
-    """Return about as many parameters as adapters of every product in the blocks have, of which one side is the hidden state.
-
-    What reads one input is one product here, such as q, k and v: an input's factor for each of them is left out.
-    """
-    rank, hidden = layout.config.lora.r, layout.config.model.hidden_size
-    products = [op for layer in layers if layer.kind in "tm" for op in layer.ops if op.deferred]
-    return sum(rank * (hidden + size / hidden) * count for op in products for size, count in op.weights)
 
 
 def _recomputed(layout: Layout) -> list[bool]:

@@ -377,6 +377,8 @@ class _Rank:
     pending: float
     shared: float
     experts: float
+    trained_shared: float
+    trained_experts: float
     extra: float
 
 
@@ -406,18 +408,18 @@ class _Sums:
         """The layers in balanced stages, and these on ranks: in a loop, or back and forth; a share is on each rank."""
         shares = self.layers[-1].kind == "S"
         of_stage = balanced(self.seconds[: len(self.seconds) - shares], ranks * chunks)
-        sums, start = [[0.0] * 7 for _ in range(ranks)], 0
+        sums, start = [[0.0] * 9 for _ in range(ranks)], 0
         for rank, count in zip(named("vee" if vee else "loop", ranks, chunks), of_stage, strict=True):
             for at in range(start, start + count):
                 layer = self.layers[at]
-                times = self.seconds[at], self.hidden[at]
-                for field_, value in enumerate((*times, layer.saved, layer.pending, *layer.parameters)):
+                times = self.seconds[at], self.hidden[at], layer.saved, layer.pending
+                for field_, value in enumerate((*times, *layer.parameters, *layer.trained.parameters)):
                     sums[rank][field_] += value
                 sums[rank][-1] = max(sums[rank][-1], layer.backward_peak)
             start += count
         if shares:
             share, seconds = self.layers[-1], self.seconds[-1]
-            values = seconds, 0.0, 0.0, 0.0, *share.parameters, share.saved
+            values = seconds, 0.0, 0.0, 0.0, *share.parameters, *share.trained.parameters, share.saved
             sums = [[a + b for a, b in zip(each, values, strict=True)] for each in sums]
         largest = max(sum(each.parameters) for each in distinct(self.layers).values())
         return _Cut(tuple(_Rank(*each) for each in sums), largest)
@@ -448,9 +450,10 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
     memory, state_time = 0.0, (0.0, 0.0)
     replicas, states = layout.dp * layout.cp, {}
     for rank in set(cut.ranks):
-        groups = [(rank.shared, replicas), (rank.experts, layout.expert_replicas)]
+        trained = rank.trained_shared, rank.trained_experts
+        groups = list(zip((rank.shared, rank.experts), trained, (replicas, layout.expert_replicas), strict=True))
         states[rank] = sum(state_bytes(groups, cut.largest, layout, runtime))
-        state_time = max(state_time, planner.state_seconds(rank.shared, rank.experts, layout, links))
+        state_time = max(state_time, planner.state_seconds(*trained, layout, links))
     for at, rank in enumerate(cut.ranks):
         alive = {"interleaved": p - at + (p - 1 - at) / v, "zbv": p}.get(
             plain, (1 + paired) * (1 + (p - at - 1) / layout.slices)

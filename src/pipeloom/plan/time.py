@@ -208,9 +208,10 @@ def _layer_times(
         sent_forward += sent
         exchanged += to_experts
         # fused attention computes its scores again: 5 products for 2
-        input_grad += product * (2.5 if op.attends else 1.0) + 2 * elementwise + sent
-        sent_backward += sent
-        if op.flops and op.weights:
+        if op.carries:
+            input_grad += product * (2.5 if op.attends else 1.0) + 2 * elementwise + sent
+            sent_backward += sent
+        if op.deferred:
             weights = sum(size * count for size, count in op.weights)
             weight_grad += max(product, 8 * weights / (MEMORY_SHARE * device.bandwidth))
         if whole or op.makes in layer.dropped:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from pipeloom.config.layout import Layout
 from pipeloom.config.sections import Config
-from pipeloom.plan.run import boundary_bytes, element_bytes
+from pipeloom.plan.run import adapters_of, boundary_bytes, element_bytes
 from pipeloom.schedule.channels import message_counts, size_words
-from pipeloom.shapes.layers import layer_sizes
+from pipeloom.shapes.layers import whole_layers
+from pipeloom.shapes.ops import parameters_of
 
 
 @dataclass(frozen=True)
@@ -116,15 +118,10 @@ def _data(layout: Layout) -> Volume:
 
 
 def _held(layout: Layout) -> Iterator[tuple[float, float]]:
-    """(parameters that all replicas hold, of experts) of each stage's layers; tensor-parallel parts together."""
-    config = layout.config
-    sizes = layer_sizes(config.model.shape(), config.train.seq_len)
-    start = 0
-    for layers in layout.stage_layers:
-        mine = sizes[start : start + layers]
-        start += layers
-        experts = sum(size.experts for size in mine)
-        yield sum(size.parameters for size in mine) - experts, experts
+    """(trained parameters that all replicas hold, of experts) of each stage's layers; tensor-parallel parts together."""
+    layers = whole_layers(layout.config.model.shape(), 1, adapters_of(layout.config))
+    for span in pairwise(accumulate(layout.stage_layers, initial=0)):
+        yield parameters_of(layers[slice(*span)], trained=True)
 
 
 def _experts(layout: Layout) -> Volume:

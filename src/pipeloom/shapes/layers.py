@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pipeloom.shapes.decoder import DecoderShape
-from pipeloom.shapes.ops import RUNTIMES, LayerOps, Split, layers_of
+from pipeloom.shapes.ops import RUNTIMES, Adapters, LayerOps, Split, layers_of
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class LayerSize:
     depth: int = 0
 
 
-def whole_layers(shape: DecoderShape, tokens: int) -> list[LayerOps]:
+def whole_layers(shape: DecoderShape, tokens: int, adapters: Adapters | None = None) -> list[LayerOps]:
     """Return the layers of a model on one device, for one sequence of `tokens`."""
-    return layers_of(shape, Split(RUNTIMES["pipeloom"], tokens, tokens))
+    return layers_of(shape, Split(replace(RUNTIMES["pipeloom"], adapters=adapters), tokens, tokens))
 
 
 @lru_cache(maxsize=256)

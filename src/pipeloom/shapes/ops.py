@@ -6,13 +6,39 @@ Bytes and operations are those of one rank and one micro-batch. Runtimes keep di
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 from typing import Any
 
 from pipeloom.shapes.decoder import DecoderShape
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters (LoRA), which are trained in place of a model's weights.
+
+    Attributes:
+        r: their rank.
+        target_modules: "all-linear": every linear layer but the output layer has one; a list: layers whose names are, or end in
+            a dot and, one of these; any other text: a regular expression that whole names match. Names are those of
+            `transformers`, such as model.layers.0.self_attn.q_proj.
+    """
+
+    r: int
+    target_modules: str | tuple[str, ...] = ALL_LINEAR
+
+    def chooses(self, name: str) -> bool:
+        """Return whether the linear layer called `name` in `transformers` gets an adapter."""
+        if self.target_modules == ALL_LINEAR:
+            return name.rpartition(".")[2] not in ("lm_head", "embed_out")
+        if isinstance(self.target_modules, str):
+            return re.fullmatch(self.target_modules, name) is not None
+        return any(name == target or name.endswith(f".{target}") for target in self.target_modules)
 
 
 @dataclass(frozen=True)
@@ -32,7 +58,8 @@ class Runtime:
         whole_experts: an expert is usually whole on one rank of tp, and ep extends over tp.
         element: bytes of an element of activations and weights; 2: bf16.
         optimizer: bytes of the optimizer's state per parameter.
-        copies_mixed: attention's output is copied into the order of its heads for the next product (on a CPU).
+        copies_mixed: attention's output is copied into the order of its heads for the next product, and a norm's backward takes
+            one operation after the other (on a CPU).
         sequence: tp divides activations by tokens where it does not divide the products (sequence parallelism).
         sums_inside: a product adds a weight's gradient to its sum; otherwise the gradient is there beside the sum.
         segments: a layer whose experts are on several ranks runs in segments: the rows that arrive stay beside those in the
@@ -40,6 +67,7 @@ class Runtime:
         packed: rows hold several documents, so that each block has the cosines and sines of its tokens' positions, and on a GPU
             a mask of which tokens see which.
         sharded: parameters, gradients and optimizer state are fp32 and sharded over dp by layer (fully_shard).
+        adapters: what is trained; None: the model's weights.
     """
 
     name: str
@@ -61,6 +89,7 @@ class Runtime:
     sums_inside: bool = True
     segments: bool = False
     packed: bool = False
+    adapters: Adapters | None = None
 
     def on_cpu(self) -> Runtime:
         """This runtime without what an accelerator's allocator and libraries hold."""
@@ -130,6 +159,9 @@ class Op:
         makes: the tensor that it has to compute again where that is recomputed.
         joins: a product whose output is added to the residual stream, so that both have one gradient.
         additions: of the backward, which no product makes.
+        modules: (name in `transformers`, outputs on this rank) of the linear layers that a product stands for.
+        carries: whether the backward computes the gradient of its input.
+        trained: whether it computes that of the weights, or of the other operand.
     """
 
     name: str
@@ -147,11 +179,14 @@ class Op:
     makes: str = ""
     joins: bool = False
     additions: float = 0.0
+    modules: tuple[tuple[str, float], ...] = ()
+    carries: bool = True
+    trained: bool = True
 
     @property
     def deferred(self) -> bool:
-        """Return whether its weight gradient may wait."""
-        return bool(self.flops and self.weights)
+        """Return whether it has a weight gradient that may wait."""
+        return bool(self.flops and self.weights and self.trained)
 
 
 # Part -> the tensors that it recomputes, as Megatron-Core's `recompute_modules` does. Attention frees only its statistics: its
@@ -258,9 +293,15 @@ class LayerOps:
         return shared, experts
 
     @cached_property
+    def trained(self) -> LayerOps:
+        """The operations whose weights are trained."""
+        ops = tuple(op for op in self.ops if op.trained)
+        return self if len(ops) == len(self.ops) else replace(self, ops=ops, tied=0.0)
+
+    @cached_property
     def flops(self) -> float:
-        """Operations of the forward and the backward: a product for each of two gradients."""
-        return sum(3 * op.flops + op.additions for op in self.ops)
+        """Operations of the forward and the backward: a product for each of its gradients."""
+        return sum((1 + op.carries + op.trained) * op.flops + op.additions for op in self.ops)
 
 
 def op_parameters(op: Op) -> float:
@@ -268,12 +309,16 @@ def op_parameters(op: Op) -> float:
     return sum(size * count for size, count in op.weights)
 
 
-def parameters_of(layers: Sequence[LayerOps], *, has_embedding: bool = False) -> tuple[float, float]:
+def parameters_of(
+    layers: Sequence[LayerOps], *, has_embedding: bool = False, trained: bool = False
+) -> tuple[float, float]:
     """(parameters that every rank of an ep group has, those of experts) of layers on one rank.
 
     Args:
         has_embedding: the rank has the embedding in another stage.
+        trained: count those that are trained.
     """
+    layers = [layer.trained for layer in layers] if trained else layers
     shared, experts = (sum(layer.parameters[at] for layer in layers) for at in (0, 1))
     if has_embedding or any(layer.kind == "E" for layer in layers):
         shared -= sum(layer.tied for layer in layers)
@@ -296,7 +341,60 @@ def layers_of(shape: DecoderShape, split: Split, shares: int = 0) -> list[LayerO
     blocks = [block_of[kind] for kind in kinds]
     ahead = [_prediction(shape, split, blocks[-1])] * shape.num_nextn_predict_layers
     layers = [_embedding(shape, split), *blocks, *ahead, _output(shape, split)]
-    return [*_without_vocabulary(layers, shape), vocabulary_share(shape, split, shares)] if shares else layers
+    if shares:
+        layers = [*_without_vocabulary(layers, shape), vocabulary_share(shape, split, shares)]
+    return layers if split.runtime.adapters is None else _with_adapters(layers, split.runtime.adapters, split)
+
+
+def _with_adapters(layers: Sequence[LayerOps], adapters: Adapters, split: Split) -> list[LayerOps]:
+    """Return the layers with frozen weights, and with adapters."""
+    results, copies, begun = list[LayerOps](), dict[Any, LayerOps](), False
+    for at, layer in enumerate(layers):
+        prefix = f"model.layers.{at - 1}." if layer.kind in "tm" else ""
+        targets = frozenset(name for op in layer.ops for name, _ in op.modules if adapters.chooses(prefix + name))
+        key = id(layer), targets, begun
+        if key not in copies:
+            copies[key] = _adapted(layer, targets, adapters.r, split, begun)
+        results.append(copies[key])
+        begun = begun or bool(targets)
+    return results
+
+
+def _adapted(layer: LayerOps, targets: frozenset[str], rank: int, split: Split, begun: bool) -> LayerOps:
+    """Freeze a layer's weights, and put the two products of an adapter behind each of the `targets`.
+
+    A frozen weight has no gradient, for which its operand would be saved, but by grouped products. Before the first adapter,
+    which is in an earlier layer where it has `begun`, nothing has: there the most bytes are those of the forward.
+    """
+    ops, residual = [], layer.residual if begun or targets else 5 * layer.residual  # input, norms, and what is added
+    for op in layer.ops:
+        frozen = replace(op, carries=begun, trained=begun and not op.weights, additions=0.0)
+        if op.weights and not op.flops:
+            units = sum(size for name, size in op.saves if name.endswith("_unit"))
+            saves = tuple(each for each in op.saves if not each[0].endswith("_unit"))
+            frozen = replace(frozen, saves=saves, scratch=(op.scratch + units) * (op.scratch > 0))
+        elif op.weights:
+            frozen = replace(frozen, saves=op.saves[not op.expert :], scratch=0.0, out=0.0, joins=False)
+        if not begun:
+            extra = 0.0 if targets else sum(size for _, size in op.saves[1:])
+            frozen = replace(frozen, saves=(), gradients=op.gradients * (not targets), scratch=extra)
+        widths = [width for name, width in op.modules if name in targets]
+        if not widths:
+            ops.append(frozen)
+            continue
+        operand, outputs, (size, _) = op.saves[0], sum(width for _, width in op.modules), op.weights[0]
+        rows, count = op.flops / (2 * size), len(widths) * rank
+        low, out = rows * count * split.element, rows * sum(widths) * split.element
+        # The gradient of the input by the adapter is there while that by the frozen weight is computed.
+        ops.append(replace(frozen, scratch=operand[1] * begun))
+        weights = (size / outputs * count, rank * sum(widths))
+        down = Op(f"{op.name}_lora_A", (operand,), low + operand[1] * begun, out, low, carries=begun)
+        down = replace(down, tp_bytes=_exchanged(split, rows * count))
+        up = Op(f"{op.name}_lora_B", ((f"{op.name}_low", low),), out + low, 0.0, out, traffic=3 * out, joins=op.joins)
+        for product, weight in zip((down, up), weights, strict=True):
+            ops.append(replace(product, weights=((weight, 1),), flops=2 * rows * weight))
+        begun = True
+    return replace(layer, ops=tuple(ops), residual=residual, input=layer.input * begun)
 
 
 def _embedding(shape: DecoderShape, split: Split) -> LayerOps:
@@ -320,8 +418,8 @@ def _prediction(shape: DecoderShape, split: Split, block: LayerOps) -> LayerOps:
     """A norm of the embedding of the token ahead and one of the hidden states, a product of both, and a block like the last."""
     hidden = split.part(split.tokens * shape.hidden_size)
     norms = (_norm(shape, split, "embedding", "embedding_norm"), _norm(shape, split, "states", "states_norm"))
-    weight = (shape.hidden_size, 2 * shape.hidden_size)
-    joint = _linear(split, "joint", ("joined", 2 * hidden), weight, split.tokens / split.parts)
+    joined, inner = {"eh_proj": float(shape.hidden_size)}, 2 * shape.hidden_size
+    joint = _linear(split, "joint", ("joined", 2 * hidden), joined, inner, split.tokens / split.parts)
     return replace(block, kind="m", ops=(*norms, joint, *block.ops))
 
 
@@ -346,6 +444,7 @@ def _output(shape: DecoderShape, split: Split) -> LayerOps:
         weights=((weight, 1),),
         flops=2 * split.tokens * weight,
         tp_bytes=_exchanged(split, elements),
+        modules=(("lm_head", weight / shape.hidden_size),),
     )
     loss = Op("loss", ((LOGITS, saved),), scratch=scratch, traffic=3 * logits)
     norm = _norm(shape, split, "input", "last_norm")
@@ -372,10 +471,11 @@ def vocabulary_share(shape: DecoderShape, split: Split, ranks: int) -> LayerOps:
     copy = (("hidden", float(split.element * split.tokens * shape.hidden_size)),)
     # T computes the weight's gradient beside its sum.
     gradient = sum(size * count for size, count in product.weights) * split.element
+    gradient *= split.runtime.adapters is None
     weights = (
         product.weights if shape.tie_word_embeddings else product.weights * 2
     )  # the embedding's, which it looks up
-    product = replace(product, saves=copy, gradients=0.0, scratch=0.0, tp_bytes=0.0, weights=weights)
+    product = replace(product, saves=copy, gradients=0.0, scratch=0.0, tp_bytes=0.0, weights=weights, modules=())
     loss = replace(loss, saves=(("scores", logits * (1 + wide)),), scratch=gradient)
     return LayerOps("S", (product, loss), 0.0, 0.0)
 
@@ -387,7 +487,8 @@ def _norm(shape: DecoderShape, split: Split, operand: str, makes: str, count: in
     source = (f"{operand}_wide" if wide > 1 else operand, wide * hidden)
     unfused = (source, (f"{operand}_unit", hidden), (f"{operand}_scale", 4.0 * split.tokens / split.parts))
     saves = ((operand, hidden),) if split.runtime.fused_norm else unfused
-    return Op(makes, saves, 2 * hidden, weights=((shape.hidden_size, count),), traffic=2 * hidden, makes=makes)
+    scratch = (5 * wide - 2) * hidden * split.runtime.copies_mixed
+    return Op(makes, saves, 2 * hidden, scratch, weights=((shape.hidden_size, count),), traffic=2 * hidden, makes=makes)
 
 
 def _exchanged(split: Split, elements: float) -> float:
@@ -431,7 +532,8 @@ def _linear(
     split: Split,
     name: str,
     operand: tuple[str, float],
-    shape: tuple[float, float],
+    modules: Mapping[str, float],
+    inner: float,
     rows: float,
     exchanged: float = 0.0,
     *,
@@ -439,23 +541,20 @@ def _linear(
     expert: bool = False,
     makes: str = "",
     joins: bool = False,
-    largest: float = 0.0,
     bias: bool = False,
 ) -> Op:
-    """A product of `rows` rows with this rank's part of a weight (out, in), or of `count` experts.
+    """A product of `rows` rows of width `inner` with this rank's parts of the weights of layers, or of `count` experts.
 
-    `largest`: outputs of the largest of the weights that it stands for; 0: it is one.
+    `modules`: name of each layer in `transformers` -> its outputs.
     `exchanged`: elements that tp gathers for it, or reduces behind it; a gathered input is gathered again for the backward.
     """
-    out, inner = shape
+    out, largest = sum(modules.values()), max(modules.values())
     gathers = exchanged if split.parts > 1 and exchanged == rows * inner else 0.0
     return Op(
         name,
         (operand,),
         (out + inner) * rows * split.element,
-        gathers * split.element
-        + _beside(split, (largest or out) * inner * count)
-        + _widened(split, rows * ((largest or out) + inner)),
+        gathers * split.element + _beside(split, largest * inner * count) + _widened(split, rows * (largest + inner)),
         out * rows * split.element,
         ((out * inner, count), *(((out, count),) if bias else ())),
         expert,
@@ -463,6 +562,7 @@ def _linear(
         tp_bytes=_exchanged(split, exchanged),
         makes=makes,
         joins=joins and split.parts == 1,
+        modules=() if expert else tuple(modules.items()),
     )
 
 
@@ -517,10 +617,11 @@ def _attention(shape: DecoderShape, split: Split, reach: int = 0) -> tuple[Op, .
         for name, width in (("queries", queries), ("keys", keys)):
             norm = _small_norm(f"{name}_norm", name, width, split, width, width / shape.head_width)
             norms.append(replace(norm, weights=((shape.head_width, 1),)))
-    widths, bias = (queries + 2 * keys, shape.hidden_size), shape.qkv_bias or shape.attention_bias
-    project = _linear(split, "qkv", ("norm_1", hidden), widths, tokens, exchanged, largest=queries, bias=bias)
-    back = (shape.hidden_size, queries)
-    output = _linear(split, "o", ("mixed", query), back, tokens, exchanged, joins=True, bias=shape.attention_bias)
+    widths = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+    bias, back = shape.qkv_bias or shape.attention_bias, {"self_attn.o_proj": float(shape.hidden_size)}
+    project = _linear(split, "qkv", ("norm_1", hidden), widths, shape.hidden_size, tokens, exchanged, bias=bias)
+    bias = shape.attention_bias
+    output = _linear(split, "o", ("mixed", query), back, queries, tokens, exchanged, joins=True, bias=bias)
     return (project, *norms, core, output)
 
 
@@ -542,39 +643,34 @@ def _latent_attention(shape: DecoderShape, split: Split, reach: int = 0) -> tupl
     rank, shared = shape.kv_lora_rank, shape.kv_lora_rank + shape.qk_rope_head_dim
     query, value = (tokens * heads * width * split.element for width in (query_width, shape.v_head_dim))
 
-    def linear(name: str, operand: str, out: float, inner: float, makes: str = "") -> Op:
+    def linear(name: str, module: str, operand: str, out: float, inner: float, makes: str = "") -> Op:
         size = hidden if operand == "norm_1" else tokens * inner * split.element
-        return _linear(split, name, (operand, size), (out, inner), tokens, makes=makes)
+        return _linear(split, name, (operand, size), {f"self_attn.{module}": out}, inner, tokens, makes=makes)
 
     core = _core(shape, split, reach, query, query, value, value, heads * (query_width + shape.v_head_dim))
     if split.runtime.copies_mixed and query_width != shape.v_head_dim:  # which no fused attention on a CPU takes
         matrix = tokens * split.context * heads * split.element
         saves = (("query", query), ("key", query), ("value", value), ("probabilities", matrix))
         core = replace(core, saves=saves, scratch=2 * matrix)
-    ops: list[Op] = []
+    ops, exchanged = list[Op](), tokens * shape.hidden_size
+    back = {"self_attn.o_proj": float(shape.hidden_size)}
     if narrow := shape.q_lora_rank:
         ops += [
-            linear("query_down", "norm_1", narrow, shape.hidden_size),
+            linear("query_down", "q_a_proj", "norm_1", narrow, shape.hidden_size),
             _small_norm("query_norm", "query_down", narrow, split, narrow),
-            linear("query_up", "query_norm", heads * query_width, narrow, "query"),
+            linear("query_up", "q_b_proj", "query_norm", heads * query_width, narrow, "query"),
         ]
     else:
-        ops.append(linear("query_up", "norm_1", heads * query_width, shape.hidden_size))
+        ops.append(linear("query_up", "q_proj", "norm_1", heads * query_width, shape.hidden_size))
     return (
         *ops,
-        linear("latent_down", "norm_1", shared, shape.hidden_size),
+        linear("latent_down", "kv_a_proj_with_mqa", "norm_1", shared, shape.hidden_size),
         _small_norm("latent_norm", "latent", shared, split, rank),
-        linear("latent_up", "latent_norm", heads * (shape.qk_nope_head_dim + shape.v_head_dim), rank, "key"),
-        core,
-        _linear(
-            split,
-            "o",
-            ("mixed", value),
-            (shape.hidden_size, heads * shape.v_head_dim),
-            tokens,
-            tokens * shape.hidden_size,
-            joins=True,
+        linear(
+            "latent_up", "kv_b_proj", "latent_norm", heads * (shape.qk_nope_head_dim + shape.v_head_dim), rank, "key"
         ),
+        core,
+        _linear(split, "o", ("mixed", value), back, heads * shape.v_head_dim, tokens, exchanged, joins=True),
     )
 
 
@@ -593,12 +689,14 @@ def _mlp(
     wide, expert = width * (2 if shape.gated else 1), prefix == "expert_"
     tall, out = rows * wide * split.element, rows * width * split.element
     unfused = ((silu, out),) if shape.gated and not split.runtime.fused_gate else ()
-    up, down = (wide, shape.hidden_size), (shape.hidden_size, width)
+    part = "mlp.shared_expert" if prefix == "shared_" else "mlp"
+    up = {f"{part}.gate_proj": width} if shape.gated else {}
+    up, down = {**up, f"{part}.up_proj": width}, {f"{part}.down_proj": float(shape.hidden_size)}
     both: dict[str, Any] = {"count": count, "expert": expert, "bias": shape.mlp_bias}
     return (
-        _linear(split, f"{prefix}up", operand, up, rows, exchanged, makes=inner, largest=width, **both),
+        _linear(split, f"{prefix}up", operand, up, shape.hidden_size, rows, exchanged, makes=inner, **both),
         Op(f"{prefix}activation", ((inner, tall), *unfused), tall + out, traffic=tall + out, makes=gated),
-        _linear(split, f"{prefix}down", (gated, out), down, rows, exchanged, joins=not expert, **both),
+        _linear(split, f"{prefix}down", (gated, out), down, width, rows, exchanged, joins=not expert, **both),
     )
 
 
@@ -619,7 +717,8 @@ def _experts(shape: DecoderShape, split: Split, inner: float, common: float) -> 
     if width := common / split.tp:
         shared = _mlp(shape, split, operand, split.tokens, width, "shared_", split.tokens * shape.hidden_size)
         if shape.shared_expert_gate:
-            gate = _linear(split, "shared_score", operand, (1, shape.hidden_size), split.tokens / split.parts)
+            name = {"mlp.shared_expert_gate": 1.0}
+            gate = _linear(split, "shared_score", operand, name, shape.hidden_size, split.tokens / split.parts)
             shared += (gate, Op("shared_gate", (("shared_outputs", hidden),), 2 * hidden, traffic=3 * hidden))
     matrices = 2 if shape.router == "noisy" else 1
     # logits, probabilities and their gradient's factor in fp32, and a mask

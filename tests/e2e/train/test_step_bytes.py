@@ -92,6 +92,15 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dualpipev, R blocks": ("dualpipev", 4, BLOCK),
     "1f1b-overlap, experts": ("1f1b-overlap", 4, EXPERTS),
 }
+# Where adapters are trained, and the weights are those of another folder.
+LORA = GLOO | {"model.weights": ".", "lora.r": 8}
+ADAPTERS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "adapters, 1f1b": ("1f1b", 4, LORA),
+    "adapters, zb-h1": ("zb-h1", 4, LORA),
+    "adapters of queries and values, zbv": ("zbv", 4, LORA | {"lora.target_modules": ["q_proj", "v_proj"]}),
+    "adapters of the last half, 1f1b": ("1f1b", 4, LORA | {"lora.target_modules": r"model\.layers\.[23]\..*"}),
+    "adapters, experts": ("1f1b", 4, LORA | EXPERTS),
+}
 # Sets of parts, and of whole layers, under each way to run.
 SETS: dict[str, tuple[str, int, dict[str, Any]]] = {
     f"{schedule}, R of {parts}": (
@@ -107,7 +116,7 @@ LAYOUTS |= {
 
 
 def layout_of(name: str) -> Layout:
-    schedule, count, keys = (LAYOUTS | SETS)[name]
+    schedule, count, keys = (LAYOUTS | SETS | ADAPTERS)[name]
     shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4}
     flags = {f"model.{key}": value for key, value in shape.items()} | {
         "train.seq_len": 64,
@@ -271,6 +280,15 @@ def test_the_planner_predicts_what_measured_layers_do(name: str) -> None:
             assert one.activations == pytest.approx(other.activations, rel=0.01)
         sums = one.activations + one.temporaries, other.activations + other.temporaries
         assert sums[0] == pytest.approx(sums[1], rel=0.02)
+
+
+def test_adapters_take_the_bytes_that_a_dry_run_predicts() -> None:
+    """Within 3 % of what a step makes, and 6 % where all that a rank does is a forward."""
+    for at, rows in enumerate(zip(*run_ranks(allocated_in_a_step, 2, [*ADAPTERS]), strict=True)):
+        name = [*ADAPTERS][at]
+        planned = planned_run(layout_of(name)).ranks
+        expected = [each.total - each.parameters - each.optimizer for each in planned]
+        assert expected == pytest.approx(list(rows), rel=0.06 if "half" in name else 0.03), name
 
 
 @pytest.mark.parametrize("names", [[*LAYOUTS], pytest.param([*SETS], marks=pytest.mark.full)], ids=["layouts", "sets"])

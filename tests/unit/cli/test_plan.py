@@ -10,6 +10,9 @@ import pytest
 from pipeloom.cli import app
 from pipeloom.errors import CapacityError, PipeloomError, UsageError
 
+LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 4096, "num_attention_heads": 32}
+LLAMA |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 1000}
+
 
 def run(capsys, *words):
     """What the command prints."""
@@ -44,7 +47,30 @@ def test_a_search_explains_itself(capsys, tmp_path):
     start = head.index("layout")
     assert rows
     assert all(row[start - 1] == " " != row[start] for row in rows)
-    assert tomllib.loads(path.read_text())["parallel"]["pp"] >= 1
+    written = tomllib.loads(path.read_text())
+    assert written["parallel"]["pp"] >= 1
+    assert written["optimizer"]["lr"] == 2.1e-4  # of a model from scratch
+    assert "lora" not in written
+
+
+def test_adapters_are_planned_and_written(capsys, tmp_path, monkeypatch):
+    """As those of a configuration, with the same bytes and seconds, which are less than where all weights are trained."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    lora = ("--lora.r", "8", "--lora.target_modules", '["q_proj", "v_proj"]')
+    words = ("--layout", "pp=2,m=4", "--seq", "2048", "--json")
+    whole, adapted = (
+        json.loads(run(capsys, "--model", "model", *words, "--output", "run.toml", *more)) for more in ((), lora)
+    )
+    written = tomllib.loads((tmp_path / "run.toml").read_text())
+    assert written["lora"] == {"r": 8, "target_modules": ["q_proj", "v_proj"]}
+    assert written["optimizer"]["lr"] == 2e-4
+    assert adapted["peak_bytes"] < whole["peak_bytes"]
+    assert adapted["step_seconds"] < whole["step_seconds"]
+    app(["train", "run.toml", "--dry-run"], standalone_mode=False)
+    assert "adapters of rank 8" in capsys.readouterr().out
+    assert json.loads(run(capsys, "--model", "run.toml", *words)) == adapted
 
 
 def test_stages_are_read_in_megatrons_notation(capsys):
@@ -58,6 +84,21 @@ def test_stages_are_read_in_megatrons_notation(capsys):
         (["--model", "llama3-9b", "--devices", "8"], UsageError, "did you mean 'llama3-8b'"),
         (["--model", "llama3-8b", "--devices", "8", "--device", "h10"], UsageError, "did you mean 'h100'"),
         (["--model", "llama3-8b"], UsageError, "plan needs --devices"),
+        (
+            ["--model", "llama3-8b", "--layout", "pp=2", "--lora.r", "8", "--runtime", "megatron"],
+            UsageError,
+            "--lora.r: megatron's adapters are not planned; nearest: --lora.r 0",
+        ),
+        (
+            ["--model", "llama3-8b", "--layout", "pp=2", "--lora.r", "8", "--lora.target_modules", "c_attn"],
+            UsageError,
+            "choose none of the planned layers; nearest: lm_head, mlp.down_proj",
+        ),
+        (
+            ["--model", "llama3-8b", "--layout", "pp=2", "--lora.r", "8", "--output", "run.toml"],
+            UsageError,
+            "adapters without a Hugging Face directory",
+        ),
         (
             ["--model", "llama3-8b", "--devices", "8", "--nodes", "3"],
             UsageError,

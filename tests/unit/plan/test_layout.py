@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import tomllib
 from dataclasses import replace
 from functools import cache
@@ -35,6 +36,7 @@ from pipeloom.schedule.csv_form import from_csv
 from pipeloom.schedule.families import FAMILIES, ONE_ROUTE
 from pipeloom.shapes.cut import expand, parse_stages
 from pipeloom.shapes.hub import from_config
+from pipeloom.shapes.ops import Adapters
 
 H100 = load_device("h100")
 
@@ -412,3 +414,22 @@ def test_a_dry_run_of_the_written_file_has_the_same_peaks(name, tmp_path):
     (tmp_path / "run.toml").write_text(run_toml(plan, model.shape, None))
     dry = predicted(load_layout(tmp_path / "run.toml"), H100)
     assert [rank.total for rank in plan.ranks] == pytest.approx([rank.total for rank in dry.ranks], rel=0.02)
+
+
+TARGETS = {"all": "all-linear", "two": ("q_proj", "v_proj"), "the last half": r"model\.layers\.[23]\..*"}
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("text", ["pp=2,m=8", "pp=2,m=8,schedule=zbv,v=2", "tp=2,dp=2,m=4", "dp=2,m=4,recompute=full"])
+def test_a_dry_run_of_adapters_has_the_same_peaks_and_step(text, targets, tmp_path):
+    values = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 300, "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    adapters = Adapters(8, TARGETS[targets])
+    model = Planner(from_config(values), H100, replace(RUNTIMES["pipeloom"], adapters=adapters))
+    plan = model.predict(parse_layout(text, PlannedLayout(seq=1024)))
+    written = run_toml(plan, model.shape, {"weights": str(tmp_path)}, adapters=adapters)
+    (tmp_path / "run.toml").write_text(written)
+    dry = predicted(load_layout(tmp_path / "run.toml"), H100)
+    ranks = [[rank.total - rank.overhead - rank.buffers for rank in each.ranks] for each in (plan, dry)]
+    assert ranks[0] == pytest.approx(ranks[1], rel=0.02)
+    assert dry.step.total == pytest.approx(plan.step.total, rel=0.02)

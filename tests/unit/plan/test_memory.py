@@ -19,7 +19,7 @@ from pipeloom.plan.time import AxisRates, stage_times
 from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.families import build
 from pipeloom.shapes.hub import presets, shape_of
-from pipeloom.shapes.ops import LayerOps, Op, Split, layers_of, parameters_of
+from pipeloom.shapes.ops import Adapters, LayerOps, Op, Split, layers_of, parameters_of
 
 PUBLISHED = json.loads((ROOT / "benchmarks" / "planbench" / "measured.json").read_text())
 GIB = 2**30
@@ -152,6 +152,58 @@ def test_rows_that_arrive_stay_beside_those_in_the_experts_order():
     assert home.backward_peak < home.input_peak
 
 
+def adapted(name="llama3-8b", r=16, targets="all-linear", **changes):
+    """The layers of a model on a CPU, with adapters; the same layers without."""
+    shape, runtime = replace(load_model(name), **changes), RUNTIMES["pipeloom"].on_cpu()
+    both = (replace(runtime, adapters=Adapters(r, targets)), runtime)
+    return [layers_of(shape, Split(each, 64, 64)) for each in both]
+
+
+def test_only_adapters_are_trained():
+    """A linear layer's have r (inputs + outputs) parameters; gradients of weights are theirs alone, those of inputs are all."""
+    layers, plain = adapted()
+    queries, keys, inner, hidden, r = 4096, 1024, 14336, 4096, 16
+    sums = 2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + inner)  # q and o, k and v, gate, up and down
+    assert [parameters_of([layer], trained=True) for layer in (layers[0], layers[5], layers[-1])] == [
+        (0.0, 0.0),
+        (r * sums, 0.0),
+        (0.0, 0.0),
+    ]
+    assert sum(parameters_of(layers)) - sum(parameters_of(plain)) == 32 * r * sums
+    attention = sum(op.flops for op in plain[5].ops if op.attends)
+    products = sum(op.flops for op in plain[5].ops if not op.attends)
+    assert layers[5].flops == 3 * attention + 2 * products + 3 * 2 * 64 * r * sums
+    assert layers[0].flops == 0
+    tied, _ = adapted(tie_word_embeddings=True)
+    assert parameters_of(tied, trained=True) == parameters_of(layers, trained=True)
+
+
+def test_a_frozen_weight_keeps_no_operand():
+    layers, plain = adapted(targets=("o_proj",))
+    gone = plain[5].tensors.keys() - layers[5].tensors.keys()
+    assert gone == {"input_unit", "norm_1", "middle_unit", "norm_2", "gated"}
+    assert layers[5].tensors.keys() - plain[5].tensors.keys() == {"o_low"}
+    assert layers[5].tensors["o_low"] == 64 * 16 * 2
+    assert {op.name for op in layers[5].ops if op.deferred} == {"o_lora_A", "o_lora_B"}
+    assert layers[-1].tensors.keys() == plain[-1].tensors.keys() - {"input_unit", "last_norm"}
+
+
+def test_before_the_first_adapter_nothing_is_kept_and_no_gradient_computed():
+    layers, plain = adapted(targets=r"model\.layers\.[3-9]\.self_attn\.o_proj")
+    assert [layer.saved for layer in layers[:4]] == [0.0] * 4
+    assert layers[2].flops == pytest.approx(plain[2].flops / 3)
+    assert layers[4].tensors.keys() < layers[5].tensors.keys()  # what comes before its adapter
+    assert not any(op.carries for op in layers[4].ops[:4])
+    # Later blocks without an adapter lack its operands alone.
+    assert layers[5].saved - layers[20].saved == layers[5].tensors["mixed"] + layers[5].tensors["o_low"]
+    device, layout = load_device("h100"), PlannedLayout(seq=64)
+    planner = Planner(load_model("llama3-8b"), device, RUNTIMES["pipeloom"])
+    links = AxisRates.of(layout, device, planner.shape)
+    seconds = [planner.stage_seconds([layer], layout, links) for layer in (layers[2], layers[5], plain[5])]
+    assert (seconds[0].input_grad, seconds[0].weight_grad, seconds[0].forward) == (0.0, 0.0, seconds[2].forward)
+    assert 0 < seconds[1].weight_grad < 0.1 * seconds[2].weight_grad
+
+
 def hand_made():
     """Two operations: the first keeps a and b, the second b and c; gradients 10 and 20, 5 of scratch in the first."""
     first = Op("first", (("a", 100.0), ("b", 40.0)), gradients=10, scratch=5)
@@ -186,15 +238,20 @@ def test_bytes_and_activations_have_the_same_peak(name):
 @pytest.mark.parametrize(("zero", "bytes_a_parameter"), [(0, 18), (1, 6 + 12 / 4), (2, 2 + 16 / 4), (3, 18 / 4)])
 def test_zero_levels_divide_18_bytes_a_parameter(zero, bytes_a_parameter):
     layout = PlannedLayout(dp=4, zero=zero)
-    *state, gathered = state_bytes([(1000.0, 4), (0.0, 1)], 50.0, layout, RUNTIMES["megatron"])
+    *state, gathered = state_bytes([(1000.0, 1000.0, 4), (0.0, 0.0, 1)], 50.0, layout, RUNTIMES["megatron"])
     assert sum(state) == pytest.approx(1000 * bytes_a_parameter)
     assert gathered == {0: 0, 1: 0, 2: 200, 3: 400}[zero]
 
 
+def test_state_is_that_of_what_is_trained():
+    state = state_bytes([(1000.0, 10.0, 4), (0.0, 0.0, 1)], 50.0, PlannedLayout(dp=4, zero=1), RUNTIMES["pipeloom"])
+    assert state == (2 * 1000, 4 * 10, 12 * 10 / 4, 0.0)
+
+
 def test_fully_shard_divides_16_bytes_a_parameter_and_keeps_stages_gathered():
-    one = state_bytes([(1000.0, 4), (0.0, 1)], 50.0, PlannedLayout(dp=4), RUNTIMES["torchtitan"])
+    one = state_bytes([(1000.0, 1000.0, 4), (0.0, 0.0, 1)], 50.0, PlannedLayout(dp=4), RUNTIMES["torchtitan"])
     assert one == (1000.0, 1000.0, 2000.0, 50 * (4 + 6))
-    deep = state_bytes([(1000.0, 4), (0.0, 1)], 50.0, PlannedLayout(dp=4, pp=2), RUNTIMES["torchtitan"])
+    deep = state_bytes([(1000.0, 1000.0, 4), (0.0, 0.0, 1)], 50.0, PlannedLayout(dp=4, pp=2), RUNTIMES["torchtitan"])
     assert deep[3] == 1000 * (2 + 4)
 
 

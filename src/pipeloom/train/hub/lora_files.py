@@ -20,10 +20,11 @@ from pipeloom.measure.build import lora_options
 from pipeloom.models import hub_name, layers
 from pipeloom.models.hf.library import causal_model, read_config
 from pipeloom.models.hf.weights import Folder, PretrainedWeights
-from pipeloom.models.lora import ALL_LINEAR, LoraOptions, is_adapter, is_linear
+from pipeloom.models.lora import LoraOptions, is_adapter, is_linear
 from pipeloom.models.stored_tensors import StoredTensors
 from pipeloom.runtime import Pipeline
 from pipeloom.shapes.hub import ADAPTER_CONFIG, is_directory
+from pipeloom.shapes.ops import ALL_LINEAR
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import on_every_rank, opened_together
 from pipeloom.train.checkpoint.manifest import BaseWeights, read_manifest
