@@ -196,7 +196,7 @@ def _layer_times(
 ) -> tuple[float, ...]:
     """The fields of `StageSeconds` for one layer whose weights are there."""
     forward = input_grad = weight_grad = sent_forward = sent_backward = exchanged = 0.0
-    whole = "mixed" in layer.dropped  # a whole block repeats its exchanges too
+    whole = bool(layer.dropped) and layer.dropped == layer.tensors.keys()  # a whole block repeats its exchanges too
     for op in layer.ops:
         product = _product_seconds(op, element, device)
         elementwise = op.traffic / (MEMORY_SHARE * device.bandwidth) + LAUNCH

@@ -640,6 +640,7 @@ def _latent_attention(shape: DecoderShape, split: Split, reach: int = 0) -> tupl
     tokens = split.tokens
     hidden = split.part(tokens * shape.hidden_size)
     heads, query_width = shape.num_attention_heads / split.tp, shape.qk_nope_head_dim + shape.qk_rope_head_dim
+    wide = heads * (shape.qk_nope_head_dim + shape.v_head_dim)
     rank, shared = shape.kv_lora_rank, shape.kv_lora_rank + shape.qk_rope_head_dim
     query, value = (tokens * heads * width * split.element for width in (query_width, shape.v_head_dim))
 
@@ -652,8 +653,7 @@ def _latent_attention(shape: DecoderShape, split: Split, reach: int = 0) -> tupl
         matrix = tokens * split.context * heads * split.element
         saves = (("query", query), ("key", query), ("value", value), ("probabilities", matrix))
         core = replace(core, saves=saves, scratch=2 * matrix)
-    ops, exchanged = list[Op](), tokens * shape.hidden_size
-    back = {"self_attn.o_proj": float(shape.hidden_size)}
+    ops, back, joint = list[Op](), {"self_attn.o_proj": float(shape.hidden_size)}, tokens * shape.hidden_size
     if narrow := shape.q_lora_rank:
         ops += [
             linear("query_down", "q_a_proj", "norm_1", narrow, shape.hidden_size),
@@ -666,11 +666,9 @@ def _latent_attention(shape: DecoderShape, split: Split, reach: int = 0) -> tupl
         *ops,
         linear("latent_down", "kv_a_proj_with_mqa", "norm_1", shared, shape.hidden_size),
         _small_norm("latent_norm", "latent", shared, split, rank),
-        linear(
-            "latent_up", "kv_b_proj", "latent_norm", heads * (shape.qk_nope_head_dim + shape.v_head_dim), rank, "key"
-        ),
+        linear("latent_up", "kv_b_proj", "latent_norm", wide, rank, "key"),
         core,
-        _linear(split, "o", ("mixed", value), back, heads * shape.v_head_dim, tokens, exchanged, joins=True),
+        _linear(split, "o", ("mixed", value), back, heads * shape.v_head_dim, tokens, joint, joins=True),
     )
 
 
