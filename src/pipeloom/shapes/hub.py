@@ -59,14 +59,14 @@ _LATENT = f"""
     {_MIXTURE} n_routed_experts n_shared_experts first_k_dense_replace moe_layer_freq n_group topk_group q_lora_rank kv_lora_rank
     qk_nope_head_dim qk_rope_head_dim v_head_dim num_nextn_predict_layers
 """
-# Keys that change neither sizes nor operations, with any value.
+# Keys that change neither sizes nor operations, with any value; nor do ids of tokens, and what libraries note behind "_".
 _WITHOUT_EFFECT = """
-    _name_or_path architectures attention_dropout auto_map aux_loss_alpha bos_token_id dtype embd_pdrop eos_token_id
-    ep_size hidden_act id2label initializer_range is_decoder keys_to_ignore_at_inference label2id max_length
-    max_position_embeddings max_window_layers model_type output_router_logits pad_token_id partial_rotary_factor
-    pretraining_tp qk_head_dim quantization_config return_dict rope_interleave routed_scaling_factor router_aux_loss_coef
-    router_jitter_noise scoring_func seq_aux sliding_window source topk_method torch_dtype transformers_version
-    unsloth_fixed unsloth_version use_cache
+    architectures attention_dropout auto_map aux_loss_alpha do_sample dtype embd_pdrop ep_size finetuning_task hidden_act id2label
+    initializer_range is_decoder keys_to_ignore_at_inference label2id max_length max_position_embeddings max_window_layers
+    model_type output_attentions output_hidden_states output_router_logits partial_rotary_factor pretraining_tp problem_type
+    qk_head_dim quantization_config return_dict rope_interleave routed_scaling_factor router_aux_loss_coef router_jitter_noise
+    scoring_func seq_aux sliding_window source task_specific_params temperature tokenizer_class top_k top_p topk_method
+    torch_dtype torchscript transformers_version unsloth_fixed unsloth_version use_cache
 """
 _PLAIN = {"attention_bias": False, "qkv_bias": False, "qk_norm": False}
 _DENSE = {**_PLAIN, "num_experts": 0}
@@ -138,7 +138,7 @@ class _Values:
         kinds = values.get("layer_types")
         if isinstance(kinds, list) and kinds == ["full_attention"] * len(kinds):
             known.add("layer_types")
-        for key in unknown_keys(values, known):
+        for key in unknown_keys(values, {*known, *(k for k in values if k[:1] == "_" or k.endswith("_token_id"))}):
             raise UnknownModelError(where, f"{shortened(key, 60)} = {as_json(values[key])}")
         given = {key: value for key, value in values.items() if value is not None or key in _NULL}
         self.given = {**self.family.defaults, **given, **self.family.fixed}

@@ -59,6 +59,7 @@ def test_a_shared_expert_has_a_gate_but_in_deepseeks_family() -> None:
     ("kind", "changes", "expected"),
     [
         ("llama", {"attention_bias": True}, {"attention_bias": True, "qk_norm": False}),
+        ("llama", {"_model_name_or_path": "x", "unk_token_id": 0, "top_p": 0.9}, {"hidden_size": SMALL["hidden_size"]}),
         ("mistral", {"sliding_window": None}, {"attention_bias": False}),
         ("qwen2", {"qkv_bias": False}, {"qkv_bias": True, "attention_bias": False}),
         ("qwen3", {"num_key_value_heads": None}, {"qk_norm": True, "head_dim": 128, "num_key_value_heads": 8}),
