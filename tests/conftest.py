@@ -11,10 +11,11 @@ import math
 import os
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 import pytest
 
@@ -24,6 +25,7 @@ BUDGETS = {
     "dist": 5.0,
     "e2e": 30.0,
 }  # CPU seconds of one call, its processes included; what takes more is counted at the end, and fails nothing
+WHOLE, SHARE = 8, 3  # cells of a slow matrix that `make test-all` runs whole; of a larger one it runs one in three
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault(
@@ -53,9 +55,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with its tier, and put the slow tiers first: one worker of `pytest -n 2` must not wait for the other."""
+    """Mark each test with its tier, and put the slow tiers first: one worker of `pytest -n 2` must not wait for the other.
+
+    Of a slow matrix of more than `WHOLE` cells, those that the checksums of their names choose are left to `make full`.
+    """
     cost: dict[Path, float] = defaultdict(float)
+    cells = Counter(item.nodeid.partition("[")[0] for item in items if item.get_closest_marker("slow"))
     for item in items:
+        if cells[item.nodeid.partition("[")[0]] > WHOLE and crc32(item.nodeid.encode()) % SHARE:
+            item.add_marker("full")
         tier = tier_of(item.path)
         if tier in BUDGETS:
             item.add_marker(tier)

@@ -25,6 +25,7 @@ from pipeloom.ops.segments import Compute
 from pipeloom.parallel import tensor as linear
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Pipeline
+from pipeloom.train.data import sources
 from pipeloom.train.workers import launch
 from processes import run_ranks
 
@@ -32,6 +33,7 @@ PAGES = {path.name: path for path in (ROOT / "README.md", *sorted((ROOT / "docs"
 RUN = [name for name, path in PAGES.items() if any(block.language and not block.skipped for block in blocks(path))]
 BRIEF = [
     ("^pipeloom search", "--time-limit 0.5"),
+    ("^pipeloom plan --model llama3-8b --devices", "--fixed tp=4"),
     (" train .*--schedule.name search", "--schedule.options.iterations 50"),
     (" profile ", "--repeats 2"),
     (" rehearse ", "--steps 2"),
@@ -191,7 +193,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run_console("pipeloom schedule 1f1b --ranks 4 --microbatches 4 --csv > my_schedule.csv", [])
         shutil.copy("my_schedule.csv", "my.csv")
         run_console("pipeloom import path/to/llama runs/20260101-120000-zbv", [])
-        run_console("pipeloom train my.toml --log.dir trained --train.steps 5", [])
+        run_console("pipeloom train my.toml --log.dir trained --train.steps 5", SHORTER)
         next(Path("trained").iterdir()).rename("runs/20260101-120000-1f1b")
         Path("runs/20260101-120000-1f1b/step-000005").rename("runs/20260101-120000-1f1b/step-000500")
     return folder
@@ -209,6 +211,7 @@ def test_the_blocks_of_a_page_run_in_order(
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(launch, "subprocess", FORKING)
+    monkeypatch.setattr(sources, "stdlib_files", lambda root: sorted(root.glob("*.py"))[:50])  # of some thousand
     monkeypatch.setenv("COLUMNS", "80")
     printed = ""
     for block in blocks(PAGES[name]):

@@ -10,6 +10,7 @@ import sysconfig
 import venv
 from pathlib import Path
 
+from checkpoint_runs import BRIEF, text_in
 from paths import ROOT
 
 COMMANDS = (
@@ -18,7 +19,7 @@ COMMANDS = (
     "search --ranks 2 --microbatches 4 --iterations 200",
     "check schedule.csv",
     "plan --model llama3-8b --layout pp=2,tp=4,m=16",
-    "train tiny --train.steps 4 --log.dir run",
+    f"train tiny --data.source text.txt --train.steps 2 {' '.join(BRIEF)} --log.dir run",
     "show run",
     "export run exported",
     "generate exported --prompt def --tokens 4",
@@ -33,8 +34,9 @@ def test_every_command_of_a_wheel_runs_without_the_checkout(tmp_path: Path) -> N
         timeout=600,
     )
     (wheel,), (_,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    text_in(tmp_path)
     home = tmp_path / "environment"
-    venv.create(home, with_pip=True)
+    venv.create(home)
     bin_folder = home / ("Scripts" if os.name == "nt" else "bin")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["PATH"] = f"{bin_folder}{os.pathsep}{environment['PATH']}"
@@ -44,7 +46,7 @@ def test_every_command_of_a_wheel_runs_without_the_checkout(tmp_path: Path) -> N
         assert done.returncode == 0, (words, done.stdout, done.stderr)
         return done.stdout
 
-    run("pip", "install", "--no-deps", "--no-index", str(wheel))
+    run(sys.executable, "-m", "pip", "--python", str(home), "install", "--no-deps", "--no-index", str(wheel))
     # Its dependencies are those of this environment; a checkout that is installed there is not on the path.
     packages = next((home / "lib").glob("python*/site-packages"))
     (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")

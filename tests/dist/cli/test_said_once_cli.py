@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint_runs import BRIEF
+from checkpoint_runs import BRIEF, text_in
 from commands import pipeloom
 from pipeloom.train.workers import launch
 from pipeloom.train.workers.failures import WorkerFailure
@@ -20,7 +20,7 @@ TINY = ("train", "tiny", *BRIEF, "--train.steps", "3", "--parallel.pp", "2", "--
 
 
 def run(folder: Path, *arguments: str, torchrun: bool = False) -> subprocess.CompletedProcess[str]:
-    words = [*TINY, "--log.dir", str(folder), *arguments]
+    words = [*TINY, "--data.source", text_in(folder), "--log.dir", str(folder), *arguments]
     if not torchrun:
         return pipeloom(*words, folder=folder)
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pipeloom"]

@@ -59,19 +59,9 @@ def runner() -> Iterator[gradients.Runner]:
     runner.close()
 
 
-SPLIT, RECOMPUTED = ("split", "replicas"), ("recomputed", "two routes")
-
-
-@pytest.mark.parametrize(
-    ("kind", "names"),
-    [
-        pytest.param(
-            kind, names, marks=[pytest.mark.full] if names == RECOMPUTED and at % 3 else [], id=f"{kind}, {names[0]}"
-        )
-        for at, kind in enumerate(KINDS)
-        for names in (SPLIT, RECOMPUTED)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("split", "replicas"), ("recomputed", "two routes")], ids=lambda names: names[0])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_layer_trains_as_in_one_process(
     kind: str, names: tuple[str, ...], runner: gradients.Runner
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint_runs import BRIEF
 from pipeloom.config import load_layout
 from pipeloom.config.matrix import load_matrix
 from pipeloom.errors import ConfigError
@@ -21,7 +22,7 @@ def mine(ranks, microbatches):
     import helper_beside_it
     return pl.schedules.gpipe(ranks, microbatches)
 """
-FAST = ("--train.device", "cpu", "--train.steps", "2", "--parallel.pp", "2", "--schedule.microbatches", "4")
+FAST = ("--train.device", "cpu", "--train.steps", "1", *BRIEF)
 
 
 @pytest.fixture

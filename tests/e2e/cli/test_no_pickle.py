@@ -112,4 +112,4 @@ def test_a_training_run_unpickles_nothing(name: str, tmp_path: Path) -> None:
 
 
 def test_verify_unpickles_nothing(tmp_path: Path) -> None:
-    assert "PASS" in run(tmp_path, "verify", "tiny", "--parallel.pp", "2", "--parallel.tp", "2")
+    assert "PASS" in run(tmp_path, "verify", "tiny")

@@ -69,8 +69,9 @@ def test_ctrl_c_exits_130_quietly(tmp_path: Path, corpus: Path) -> None:
 
 @pytest.mark.parametrize(
     ("matrix", "layouts"),
-    [("verify_quick.toml", 26), pytest.param("verify_families.toml", 138, marks=pytest.mark.full)],
+    [("verify_quick.toml", 26), ("verify_families.toml", 138)],
 )
+@pytest.mark.full
 def test_verify_matrix_passes(matrix: str, layouts: int) -> None:
     done = pipeloom("verify", "--matrix", str(DATA / matrix))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -21,7 +21,7 @@ from pipeloom.schedule.csv_form import to_csv
 from pipeloom.schedule.json_form import to_dict
 from pipeloom.schedule.timeline import CAUSES, plain
 
-CASES = 200
+CASES = 60
 
 SETTLE = """(text) => JSON.stringify(JSON.parse(text).map(([pane, kinds, edit]) => {
     const schedule = new pipeloom.Schedule(pane, kinds);
@@ -178,7 +178,7 @@ def test_the_page_simulates_and_checks_as_python_does(tmp_path: Path) -> None:
             cyclic += 1
         else:
             _agrees(answer["edited"], pl.simulate(changed, timeline.costs, overlap_p2p=timeline.overlap_p2p))
-    assert 20 < cyclic < CASES - 20
+    assert CASES / 6 < cyclic < CASES * 5 / 6
 
 
 TABLES = """(panes) => JSON.stringify(panes.map((pane) => {
@@ -188,10 +188,10 @@ TABLES = """(panes) => JSON.stringify(panes.map((pane) => {
 
 
 def test_terminal_page_json_and_svg_have_the_same_numbers(tmp_path: Path) -> None:
-    """Makespan, idle and peak of 40 random timelines, every third one measured, as each of the four writes them."""
+    """Makespan, idle and peak of 16 random timelines, every third one measured, as each of the four writes them."""
     rng = random.Random(7)
     timelines = []
-    for case in range(40):
+    for case in range(16):
         schedule = _schedule(rng)
         timeline = pl.simulate(schedule, _costs(rng, schedule))
         timelines.append(replace(timeline, source="measured") if case % 3 == 2 else timeline)

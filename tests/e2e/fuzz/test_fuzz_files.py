@@ -23,7 +23,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_sample_of_damaged_files_is_answered_as_documented(good: Path) -> None:
     codes: Counter[tuple[str, int]] = Counter()
-    assert [wrong for seed in range(11, 31) if (wrong := files.failure(good, seed, codes))] == []
+    assert [wrong for seed in range(11, 23) if (wrong := files.failure(good, seed, codes))] == []
     assert {code for _, code in codes} == {0, 2, 5}
 
 

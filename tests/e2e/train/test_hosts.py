@@ -74,6 +74,7 @@ def test_two_hosts_have_the_losses_of_one(layout: str, tmp_path: Path) -> None:
 
 
 @two_hosts
+@pytest.mark.full  # a cut link, which tests/e2e/train/test_faults.py makes, is a host that does not answer either
 def test_a_host_that_is_frozen_is_named_by_the_other(tmp_path: Path) -> None:
     line = faults.command(tmp_path, *faults.LAYOUTS["gloo"])
     with Hosts() as hosts:

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint_runs import environment
 from commands import pipeloom
 from pipeloom.config import load_layout
 from pipeloom.measure.build import build_pipeline
@@ -34,15 +32,11 @@ def context(rank: int = 0, stop: bool = False) -> Any:
     return SimpleNamespace(rank=rank, device=CPU, flags=int(stop))
 
 
-def train(folder: Path, *flags: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def train(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """`pipeloom train tiny` on a small text, its runs below `folder`."""
     source = folder / "text.py"
     source.write_text(TEXT)
-    words = ["train", "tiny", "--data.source", str(source), "--log.dir", str(folder / "runs"), *flags]
-    if not launcher:
-        return pipeloom(*words)
-    command = [sys.executable, *launcher, "-m", "pipeloom", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment())
+    return pipeloom("train", "tiny", "--data.source", str(source), "--log.dir", str(folder / "runs"), *flags)
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -90,22 +84,6 @@ def test_two_runs_are_equal_bit_by_bit_and_tell_what_they_did(tmp_path: Path) ->
     assert "predicted (times from FLOPs at the measured speed) beside measured:" in done.stdout
     (page,) = first.glob("runs/*/timeline.html")
     assert "predicted: " in page.read_text()
-
-
-def test_torchrun_gives_the_same_bits(tmp_path: Path) -> None:
-    ours, theirs = tmp_path / "a", tmp_path / "b"
-    launchers = {ours: (), theirs: ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")}
-    for folder, launcher in launchers.items():
-        folder.mkdir()
-        done = train(folder, launcher=launcher)
-        assert done.returncode == 0, done.stderr
-    assert events(ours, "step") == events(theirs, "step")
-    assert events(ours, "held-out") == events(theirs, "held-out")
-    for folder in launchers:
-        (run,) = (folder / "runs").iterdir()
-        first, second = (run / f"rank_{rank}.log" for rank in range(2))
-        assert "held-out loss before training: " in first.read_text()
-        assert second.read_text().startswith("--- rank 1, process ")
 
 
 def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:

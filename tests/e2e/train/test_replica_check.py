@@ -83,7 +83,9 @@ def undisturbed(rank: int, settings: dict[str, Any]) -> int:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.full] if name in ("sp", "zero1 with tp", "two routes", "bf16") else [])
+        pytest.param(
+            name, marks=[pytest.mark.full] if name in ("sp", "zero1 with tp", "two routes", "bf16", "experts") else []
+        )
         for name in LAYOUTS
     ],
 )

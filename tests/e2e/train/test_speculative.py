@@ -26,7 +26,7 @@ from processes import run_ranks
 from run_notes import Notes, context
 
 CPU = torch.device("cpu")
-STEPS = 12
+STEPS = 8
 Spoil = Callable[[int, int, Pipeline], None]
 
 

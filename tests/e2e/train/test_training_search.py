@@ -78,7 +78,7 @@ def measured_then_named(rank: int, folder: Path, barrier: bool) -> list[dict[str
     return [first, named, again]
 
 
-@pytest.mark.parametrize("barrier", [True, False])
+@pytest.mark.parametrize("barrier", [pytest.param(True, marks=pytest.mark.full), False])
 def test_a_measured_search_trains_as_its_schedule_does_from_the_start(tmp_path: Path, barrier: bool) -> None:
     everyone = run_ranks(measured_then_named, 2, tmp_path, barrier)
     (first, named, again), (first1, named1, _) = everyone

@@ -1,4 +1,4 @@
-"""Twenty searched schedules with random stage costs and memory limits: `verify`, and as CSV through torch's own runtime."""
+"""Eight searched schedules with random stage costs and memory limits: `verify`, and as CSV through torch's own runtime."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def searched(seed: int) -> tuple[pl.Schedule, float]:
 
 
 @pytest.fixture(scope="module")
-def twenty(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, float]]:
+def eight(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, float]]:
     """(JSON file, memory) of each."""
     folder = tmp_path_factory.mktemp("searched")
     files = []
-    for seed in range(20):
+    for seed in range(8):
         schedule, memory = searched(seed)
         path = folder / f"{seed}.json"
         path.write_text(to_json(schedule))
@@ -80,17 +80,17 @@ def verified(rank: int, files: list[Path]) -> tuple[list[float], list[int]]:
     return [max(result.loss_error, *result.errors.values()) for result in results], peaks
 
 
-def test_verify_passes_and_peaks_stay_within_the_memory(twenty: list[tuple[Path, float]]) -> None:
-    everyone = run_ranks(verified, 4, [path for path, _ in twenty])
+def test_verify_passes_and_peaks_stay_within_the_memory(eight: list[tuple[Path, float]]) -> None:
+    everyone = run_ranks(verified, 4, [path for path, _ in eight])
     errors, _ = everyone[0]
-    assert len(errors) == 20
+    assert len(errors) == 8
     assert max(errors) <= 1e-5
     counted = 0
-    for at, (path, memory) in enumerate(twenty):
+    for at, (path, memory) in enumerate(eight):
         schedule = load(path)
         simulated = pl.simulate(schedule).peak_activations
         assert max(simulated) <= memory
         if schedule.ranks == 4:
             counted += 1
             assert tuple(peaks[at] for _, peaks in everyone) == simulated
-    assert counted >= 5
+    assert counted >= 2

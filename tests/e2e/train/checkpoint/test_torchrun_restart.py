@@ -1,4 +1,4 @@
-"""`torchrun --max-restarts`: a worker that is killed after a checkpoint costs a run its last steps, and no bit of its weights."""
+"""A run under torchrun has the bits of the command's; a worker that is killed after a checkpoint costs it its last steps only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from checkpoint_runs import command, environment, runs, steps_of, wait_for, word
 from checkpoint_states import contents
 from pipeloom.train.checkpoint.folder import complete
 
-STEPS = 40
+STEPS = 20
 FLAGS = ("--train.steps", str(STEPS), "--checkpoint.every", "2", "--checkpoint.resume", "auto")
 
 
@@ -48,6 +48,8 @@ def test_torchrun_goes_on_from_the_newest_checkpoint_after_a_worker_was_killed(t
     assert "resumed after step" in out
     assert [step for step, _ in steps_of(folder)] == list(range(1, STEPS + 1))
     assert steps_of(folder) == steps_of(reference)
+    assert "held-out loss before training: " in (folder / "rank_0.log").read_text()
+    assert (folder / "rank_1.log").read_text().startswith("--- rank 1, process ")
     wanted, found = (contents(complete(each)[0][1]) for each in (reference, folder))
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], value) for key, value in wanted.items())
