@@ -35,6 +35,7 @@ BRIEF = [
     ("^pipeloom search", "--time-limit 0.5"),
     ("^pipeloom plan --model llama3-8b --devices", "--fixed tp=4"),
     (" train .*--schedule.name search", "--schedule.options.iterations 50"),
+    (" train .*--train.steps 20", "--train.steps 5"),
     (" profile ", "--repeats 2"),
     (" rehearse ", "--steps 2"),
 ]

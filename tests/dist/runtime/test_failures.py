@@ -40,13 +40,6 @@ def run(folder: Path, fault: str, transport: Any, **options: Any) -> list[End]:
     return run_until_dead(train, 3, folder, blocks(6), chosen)
 
 
-@pytest.mark.core
-def test_a_fault_raises_at_its_action(tmp_path: Path) -> None:
-    ends = run(tmp_path, "raise:2:5B1", "auto")
-    assert [end.code for end in ends] == [6, 6, 1]
-    assert all("InjectedFault" in end.words and "(rank 2, B of stage 5 micro-batch 1)" in end.words for end in ends)
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_lost_message_is_reported_by_every_rank(transport: Any, tmp_path: Path) -> None:
     """Rank 0 sends the outputs of stage 0 first; its third is micro-batch 2's."""

@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeloom.config import Layout, load_layout
 from pipeloom.measure.build import (
-    PARAMETER_DTYPES,
     build_pipeline,
-    model_layers,
-    moe_classes,
-    recomputed,
-    ties,
-    training_loss,
 )
 from pipeloom.measure.device_profile import predicted_costs
 from pipeloom.measure.layer_bytes import layer_bytes
-from pipeloom.ops.deferred import WeightGradQueue
 from pipeloom.plan.run import predicted as planned_run
-from pipeloom.runtime import LocalPipeline, RuntimeOptions
-from pipeloom.runtime.executor import Executor
-from pipeloom.runtime.flight import Flight, StageInputs
-from pipeloom.runtime.stage import Stage
 from pipeloom.schedule import simulate
 from pipeloom.schedule.transforms import recompute
 from pipeloom.train.report.step_bytes import predicted
@@ -164,85 +149,6 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
-class SavedByRank:
-    """Bytes that are alive of what autograd saves, of stages' inputs and of what W reads, by the rank whose action runs.
-
-    Attributes:
-        peaks: rank -> the most at once.
-    """
-
-    def __init__(self, excluded: set[int]) -> None:
-        self.now: Counter[int] = Counter()
-        self.peaks: Counter[int] = Counter()
-        self.rank = 0
-        self._known: set[int] = set()
-        self._excluded = excluded
-
-    def add(self, tensor: Any) -> None:
-        storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
-        if storage is None or storage.data_ptr() in self._excluded or storage._cdata in self._known:
-            return
-        self._known.add(storage._cdata)
-        self.now[self.rank] += storage.nbytes()
-        weakref.finalize(storage, self._freed, storage._cdata, self.rank, storage.nbytes())
-
-    def save(self, tensor: Tensor) -> Tensor:
-        self.add(tensor)
-        self.peaks[self.rank] = max(self.peaks[self.rank], self.now[self.rank])
-        return tensor
-
-    def _freed(self, key: int, rank: int, size: int) -> None:
-        self._known.remove(key)
-        self.now[rank] -= size
-
-
-def saved_in_a_step(layout: Layout, patch: pytest.MonkeyPatch) -> list[int]:
-    """Rank -> the most bytes that are saved at once."""
-    config, cpu = layout.config, torch.device("cpu")
-    layers = model_layers(config, PARAMETER_DTYPES[config.train.dtype], cpu, classes=moe_classes(layout))
-    sizes = None if layout.cuts is None else layout.cuts.positions
-    tokens = None if sizes is None else tuple(after - before for before, after in pairwise(sizes))
-    options = RuntimeOptions(
-        microbatch_sizes=layout.microbatch_sizes, recompute=recomputed(config), slice_tokens=tokens
-    )
-    pipeline = LocalPipeline(
-        layers,
-        layout.schedule,
-        loss=training_loss(config),
-        stages=layout.stage_layers,
-        tied=ties(config),
-        options=options,
-    )
-    batch = make_batch(layout)
-    pipeline.step(batch.tokens, batch.targets)
-    whole = [*pipeline.state_dict().values(), batch.tokens, batch.targets]
-    meter = SavedByRank({each.untyped_storage().data_ptr() for each in whole})
-    placement = layout.schedule.placement
-
-    def execute(run: Callable[..., None], executor: Executor, *arguments: Any) -> None:
-        meter.rank = placement[min(executor.stages)]
-        run(executor, *arguments)
-
-    def forward(run: Callable[..., Any], stage: Stage, flight: Flight, given: StageInputs, *arguments: Any) -> Any:
-        for value in given[0] if given[1] is not None else ():
-            meter.add(value)
-        return run(stage, flight, given, *arguments)
-
-    def put(run: Callable[..., None], queue: WeightGradQueue, *arguments: Any, reads: Any) -> None:
-        for tensor in reads:
-            meter.add(tensor)
-        run(queue, *arguments, reads=reads)
-
-    step, first, queued = Executor.execute, Stage.begin_forward, WeightGradQueue.put
-    with patch.context() as patched:
-        patched.setattr(Executor, "execute", lambda *arguments: execute(step, *arguments))
-        patched.setattr(Stage, "begin_forward", lambda *arguments: forward(first, *arguments))
-        patched.setattr(WeightGradQueue, "put", lambda *arguments, **keywords: put(queued, *arguments, **keywords))
-        with torch.autograd.graph.saved_tensors_hooks(meter.save, lambda tensor: tensor):
-            pipeline.step(batch.tokens, batch.targets)
-    return [meter.peaks[rank] for rank in range(layout.schedule.ranks)]
-
-
 def allocated_in_a_step(rank: int, names: list[str]) -> list[int]:
     """The most bytes that a step of each layout, before which no gradient is there, has allocated at once."""
     peaks = []
@@ -258,23 +164,6 @@ def allocated_in_a_step(rank: int, names: list[str]) -> list[int]:
         peaks.append(live.most + pipeline.stats.receive_bytes)  # of the steps before
         pipeline.close()
     return peaks
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        n
-        for n in LAYOUTS
-        if not any(each in n for each in ("R blocks", "R of", "slices, R", "the last", "tied and large", "few tokens"))
-    ],
-)
-def test_saved_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without blocks and parts, whose hooks take the place of these, and without keys and values that no backward needs yet:
-    what they hold is among the bytes allocated. Where the sum at the end is the peak, nothing is saved.
-    """
-    layout = layout_of(name)
-    wanted = [each.activations for each in predicted(layout)]
-    assert saved_in_a_step(layout, monkeypatch) == pytest.approx(wanted, rel=0.01)
 
 
 @pytest.mark.parametrize(

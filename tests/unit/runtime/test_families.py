@@ -14,8 +14,7 @@ from pipeloom.schedule.families import FAMILIES
 LAYERS = 9
 
 
-@pytest.mark.parametrize("microbatches", [3, 8, 13])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (2, 8), (3, 13), (4, 8)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_evaluation_and_peaks(family: str, ranks: int, microbatches: int) -> None:
     try:

@@ -1,4 +1,4 @@
-"""The batches of the batched transport: all meet, in NCCL's order, and none delays what the schedule could do."""
+"""The batches of the batched transport: all meet, in NCCL's order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import pytest
 import pipeloom as pl
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule import batched_p2p
-from pipeloom.schedule.batched_p2p import MessageBatch, batches_of, check_batches
+from pipeloom.schedule.batched_p2p import batches_of, check_batches
 from pipeloom.schedule.channels import Message, traffic
 from pipeloom.schedule.families import FAMILIES
-from pipeloom.schedule.model import Pair, parts
-from pipeloom.schedule.transforms import unpair
+from pipeloom.schedule.model import Pair
 
 S = pl.schedules
-UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}
 
 
 @cache
@@ -84,54 +82,6 @@ def test_both_ends_have_the_messages_of_a_pair_of_ranks_in_one_order(family: str
         for (source, destination, sending), order in orders.items():
             assert order == orders[source, destination, not sending]
             assert len(set(order)) == len(order)
-
-
-def makespan(schedule: pl.Schedule, ahead: bool) -> float:
-    """At unit costs, one communicator: an entry waits for the batches with its receives, a batch for the one before it."""
-    programs = traffic(schedule)
-    calls = [batches_of(programs, rank, ahead) for rank in range(schedule.ranks)]
-    issued: list[list[tuple[MessageBatch, float]]] = [[] for _ in programs]  # in order, and when
-    ended: list[list[float]] = [[] for _ in programs]
-    times, clocks = [0] * len(programs), [0.0] * len(programs)
-    for rank in range(len(programs)):
-        issued[rank] += [(batch, 0.0) for batch in calls[rank][0]]
-    while True:
-        progress = False
-        turn: dict[Message, list[float]] = defaultdict(list)
-        for rank, batches_here in enumerate(issued):
-            for at, (batch, when) in enumerate(batches_here[: len(ended[rank]) + 1]):
-                for message in batch:
-                    turn[message].append(max([when, *ended[rank][at - 1 : at]]))
-        for rank, batches_here in enumerate(issued):
-            if len(ended[rank]) < len(batches_here):
-                batch, when = batches_here[len(ended[rank])]
-                if all(len(turn[message]) == 2 for message in batch):
-                    ended[rank].append(max([when, *ended[rank][-1:], *(max(turn[message]) for message in batch)]))
-                    progress = True
-        for rank, program in enumerate(programs):
-            if times[rank] == len(program):
-                continue
-            entry = program[times[rank]]
-            holders = [at for at, (batch, _) in enumerate(issued[rank]) if not set(entry.receives).isdisjoint(batch)]
-            if holders and max(holders) >= len(ended[rank]):
-                continue
-            start = max([clocks[rank], *(ended[rank][at] for at in holders)])
-            length = sum(UNITS[action.kind] for action in parts(entry.cell))
-            clocks[rank] = start + length
-            times[rank] += 1
-            issued[rank] += [(batch, clocks[rank]) for batch in calls[rank][times[rank]]]
-            progress = True
-        if not progress:
-            assert times == [len(program) for program in programs]
-            return max(clocks)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_batches_delay_nothing_at_unit_costs(family: str) -> None:
-    """With receives ahead the one communicator takes no longer than a channel of its own for each message."""
-    schedule = pl.schedules.build(family, 4, 8)
-    for case in (unpair(schedule), schedule):
-        assert makespan(case, ahead=True) == pl.simulate(case, pl.Costs(1, 1, 1, 0)).makespan
 
 
 def test_one_call_between_two_actions_where_nothing_waits_for_half_of_it() -> None:

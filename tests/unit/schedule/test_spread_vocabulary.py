@@ -1,8 +1,7 @@
-"""The vocabulary over the ranks: group entries in `check` and `simulate`, and the transform against CP-SAT."""
+"""The vocabulary over the ranks: group entries in `check` and `simulate`."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -87,18 +86,6 @@ def test_groups_in_different_orders() -> None:
     assert len(lines) == 3
     assert "REDUCE of stage 2 micro-batch 0 (action 6), which waits for REDUCE of stage 3 micro-batch 0" in lines[1]
     assert "REDUCE of stage 3 micro-batch 1 (action 6), which waits for REDUCE of stage 2 micro-batch 1" in lines[2]
-
-
-@pytest.mark.parametrize(("microbatches", "form"), list(itertools.product((4, 6), ("fused", "two"))))
-def test_the_transform_against_cp_sat(microbatches: int, form: str) -> None:
-    """No order of 1F1B's work is shorter within p + 1 micro-batches (p + 2 with two reductions)."""
-    pytest.importorskip("ortools")
-    reductions = 1 if form == "fused" else 2
-    schedule = transformed(build("1f1b", 4, microbatches), [f"vocabulary={form}"], COSTS)
-    check(schedule)
-    timeline = simulate(schedule, COSTS)
-    assert max(timeline.peak_activations) <= 4 + reductions
-    assert timeline.makespan * 10 == optimum(4, microbatches, reductions, 4 + reductions)
 
 
 @pytest.mark.parametrize("shares", [{}, {"slice_times": (0.3, 0.7), "slice_sizes": (0.6, 0.4)}])
@@ -200,47 +187,6 @@ def test_lookups_take_the_step_one_sum_and_one_copy(name: str, chunks: int | Non
         )
         == 2
     )
-
-
-def optimum(ranks: int, m: int, reductions: int, memory: int) -> int:
-    """Return the least makespan, in tenths, of F 10, B 20, S and T 5 on every rank, and reductions of 1 on one queue."""
-    from ortools.sat.python import cp_model
-
-    model = cp_model.CpModel()
-    lengths = {"F": 10, "B": 20, "S": 5, "T": 5}
-    latest = 30 * (m + ranks) + 10 * m + 20
-    start = {
-        (kind, rank, mb): model.new_int_var(0, latest, "")
-        for kind, rank, mb in itertools.product(lengths, range(ranks), range(m))
-    }
-    sums = {(at, mb): model.new_int_var(0, latest, "") for at in range(reductions) for mb in range(m)}
-    for rank in range(ranks):
-        here = [(start[key], lengths[key[0]]) for key in start if key[1] == rank]
-        model.add_no_overlap([model.new_fixed_size_interval_var(begin, length, "") for begin, length in here])
-    model.add_no_overlap([model.new_fixed_size_interval_var(begin, 1, "") for begin in sums.values()])
-    end = model.new_int_var(0, latest, "")
-    for (kind, rank, mb), begin in start.items():
-        model.add(end >= begin + lengths[kind])
-        if mb:
-            model.add(begin >= start[kind, rank, mb - 1] + lengths[kind])
-    for rank, mb in itertools.product(range(ranks), range(m)):
-        forward, backward, scores, grads = (start[kind, rank, mb] for kind in "FBST")
-        if rank:
-            model.add(forward >= start["F", rank - 1, mb] + 10)
-            model.add(start["B", rank - 1, mb] >= backward + 20)
-        if mb >= memory:
-            model.add(forward >= start["B", rank, mb - memory] + 20)
-        model.add(scores >= start["F", ranks - 1, mb] + 10)
-        model.add(sums[0, mb] >= scores + 5)
-        model.add(grads >= sums[0, mb] + 1)
-        if reductions > 1:
-            model.add(sums[1, mb] >= grads + 5)
-        model.add(start["B", ranks - 1, mb] >= sums[reductions - 1, mb] + 1)
-    model.minimize(end)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    assert solver.solve(model) == cp_model.OPTIMAL
-    return round(solver.objective_value)
 
 
 @pytest.mark.slow

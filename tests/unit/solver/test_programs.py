@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from random import Random
 
 import pytest
 
-from pipeloom.schedule import Costs, check, simulate
+from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.families import build
 from pipeloom.schedule.offload import copies_beside
-from pipeloom.solver.incumbent import Budget, Incumbent
 from pipeloom.solver.instance import Instance
-from pipeloom.solver.programs import STUCK, ProgramTable, search_programs
+from pipeloom.solver.programs import STUCK, ProgramTable
 
 # One micro-batch is larger; parts, blocks and whole stages can be recomputed.
 BYTES = {"saved": 90, "kept": 10, "saved:norms": 60, "pending": 70, "layer": 30, "forward": 80}
@@ -59,44 +57,3 @@ def test_a_claim_of_a_slot_that_is_never_free_gets_stuck() -> None:
     state = table.state_of(slots)
     assert state is not None
     assert table.evaluate(rows) != STUCK == table.evaluate(state)
-
-
-# The least of all programs by `benchmarks/memory_search.py --exact`: p, m, (F, I, W, hop), held, R, copy, memory, makespan.
-@pytest.mark.parametrize(
-    ("p", "m", "times", "held", "recompute", "copy", "memory", "least"),
-    [
-        (3, 2, (1.5, 1, 1, 0), 1, 0.75, 0, 1.2, 12.0),
-        (3, 2, (2, 1, 1, 0), 1, 2, 1.0, 2.2, 13.0),
-        (2, 2, (1, 1, 1, 0), 0.5, None, 1.0, 2.0, 7.0),
-        (3, 2, (1.5, 1, 0.5, 0.5), 0.7, 1.5, 0.75, 1.5, 13.0),
-        (2, 2, (1.5, 1, 1, 0), 0.5, 1.5, 1.5, 2.0, 8.5),
-        (2, 3, (1.5, 2, 1, 0.5), 0.5, 1.5, 0.75, 1.2, 18.0),
-        (2, 2, (2, 1, 1, 0), 1, 2, 4.0, 1.5, 11.0),
-        (2, 2, (1.5, 2, 0.5, 0.5), 0.5, 0.75, 3.0, 2.2, 12.0),
-        (2, 3, (1, 1, 1, 0.5), 1, 1, 1.0, 2.0, 11.0),
-        (3, 2, (1, 2, 1, 0.5), 0.7, 1, 0, 1.2, 16.0),
-        (3, 2, (2, 1, 0.5, 0.5), 1, 1.0, 2.0, 1.2, 15.0),
-        (2, 2, (1, 1.5, 1, 0.5), 0.7, 1, 1.0, 1.2, 10.5),
-    ],
-)
-def test_small_cases_are_as_short_as_exact_programs(
-    p: int,
-    m: int,
-    times: tuple[float, ...],
-    held: float,
-    recompute: float | None,
-    copy: float,
-    memory: float,
-    least: float,
-) -> None:
-    bandwidth = 0.9 / copy if copy else math.inf
-    costs = Costs(*times, kept=0.1, held=held, recompute=recompute, host_bandwidth=bandwidth)
-    instance, budget = Instance(tuple(range(p)), m, costs, memory), Budget(1, None, 20_000, False)
-    incumbent = Incumbent({instance: least}, budget, None)
-    search_programs([instance], incumbent, budget, Random(0), recompute is not None, copy > 0)
-    assert incumbent.best is not None
-    assert incumbent.value == pytest.approx(least)
-    check(incumbent.best.schedule)
-    timeline = simulate(incumbent.best.schedule, costs)
-    assert timeline.makespan == pytest.approx(least)
-    assert max(timeline.peak_memory) <= memory + 1e-9
