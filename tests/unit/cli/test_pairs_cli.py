@@ -17,16 +17,16 @@ Run = Callable[[str], Any]
 
 def test_compare_with_all_to_all(pipeloom: Run) -> None:
     """Known figures at an all-to-all share of 0.3; schedules without pairs do not gain."""
-    ended = pipeloom("compare dualpipe dualpipev interleaved-overlap 1f1b-overlap 1f1b --ranks 8 --microbatches 32 --weight-grad 0.7 --all-to-all 0.3 --json")
+    ended = pipeloom(
+        "compare dualpipe dualpipev interleaved-overlap 1f1b-overlap 1f1b --ranks 8 --microbatches 32 --weight-grad 0.7 --all-to-all 0.3 --json"
+    )
     found = {row["label"]: row["makespan"] for row in json.loads(ended.out)["schedules"]}
     expected = {"dualpipe": 77.7, "dualpipev": 78.25, "interleaved-overlap": 79.35, "1f1b-overlap": 86.7, "1f1b": 105.3}
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
 def test_search_over_pairs(pipeloom: Run) -> None:
-    line = (
-        "search --ranks 4 --microbatches 8 --chunks 2 --memory 10 --weight-grad 0.6 --all-to-all 0.4 --iterations 30"
-    )
+    line = "search --ranks 4 --microbatches 8 --chunks 2 --memory 10 --weight-grad 0.6 --all-to-all 0.4 --iterations 30"
     costs = Costs(weight_grad=0.6, all_to_all=0.4)
     without, found = (json.loads(pipeloom(f"{line} {flag} --json").out) for flag in ("", "--pairs"))
     assert found["makespan"] < without["makespan"]

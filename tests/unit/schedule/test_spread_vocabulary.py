@@ -88,6 +88,16 @@ def test_groups_in_different_orders() -> None:
     assert "REDUCE of stage 3 micro-batch 1 (action 6), which waits for REDUCE of stage 2 micro-batch 1" in lines[2]
 
 
+@pytest.mark.parametrize(
+    ("microbatches", "form", "least"), [(4, "fused", 23), (4, "two", 25), (6, "fused", 30), (6, "two", 33)]
+)
+def test_the_transform_reaches_the_optimum_of_an_exact_model(microbatches: int, form: str, least: int) -> None:
+    """CP-SAT proved that no order of 1F1B's work is shorter within p + 1 micro-batches (p + 2 with two reductions)."""
+    timeline = simulate(transformed(build("1f1b", 4, microbatches), [f"vocabulary={form}"], COSTS), COSTS)
+    assert max(timeline.peak_activations) <= (5 if form == "fused" else 6)
+    assert timeline.makespan == least
+
+
 @pytest.mark.parametrize("shares", [{}, {"slice_times": (0.3, 0.7), "slice_sizes": (0.6, 0.4)}])
 def test_a_measured_step_shows_what_its_shares_and_groups_took(shares: dict[str, tuple[float, ...]]) -> None:
     """A group's entry ends at once on all ranks: the one that begins last shows its time, and one that waits more."""
