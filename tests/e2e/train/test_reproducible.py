@@ -18,7 +18,7 @@ from run_notes import Notes, context
 TEXT = torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
 COMMON: dict[str, Any] = {
     "train.reproducible": True,
-    "train.steps": 3,
+    "train.steps": 10,
     "train.seq_len": 8,
     "model.num_hidden_layers": 8,
     "train.global_batch_size": 8,
@@ -45,7 +45,7 @@ CELLS: list[tuple[int, str, int, str, str]] = [
 
 
 def trained(rank: int, cells: list[tuple[int, str, int, str, str]], changes: dict[str, Any]) -> list[dict[str, str]]:
-    """Name -> digest of each weight of this rank after three steps in each cell, and of losses and norms."""
+    """Name -> digest of each weight of this rank after 10 steps in each cell, and of losses and norms."""
     found = []
     for ranks, schedule, chunks, transport, recompute in cells:
         own = {"parallel.pp": ranks, "schedule.name": schedule, "schedule.transport": transport}

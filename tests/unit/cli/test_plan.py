@@ -8,7 +8,6 @@ import tomllib
 import pytest
 
 from pipeloom.cli import app
-from pipeloom.errors import CapacityError, PipeloomError, UsageError
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 4096, "num_attention_heads": 32}
 LLAMA |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 1000}
@@ -76,62 +75,3 @@ def test_adapters_are_planned_and_written(capsys, tmp_path, monkeypatch):
 def test_stages_are_read_in_megatrons_notation(capsys):
     words = ("--model", "llama3-8b", "--layout", "pp=4,m=8", "--json")
     assert json.loads(run(capsys, *words, "--stages", "Et*5|(t*9|)*2t*9L"))["stages"] == [6, 9, 9, 10]
-
-
-@pytest.mark.parametrize(
-    ("words", "kind", "message"),
-    [
-        (["--model", "llama3-9b", "--devices", "8"], UsageError, "did you mean 'llama3-8b'"),
-        (["--model", "llama3-8b", "--devices", "8", "--device", "h10"], UsageError, "did you mean 'h100'"),
-        (["--model", "llama3-8b"], UsageError, "plan needs --devices"),
-        (
-            ["--model", "llama3-8b", "--layout", "pp=2", "--lora.r", "8", "--runtime", "megatron"],
-            UsageError,
-            "--lora.r: megatron's adapters are not planned; nearest: --lora.r 0",
-        ),
-        (
-            ["--model", "llama3-8b", "--layout", "pp=2", "--lora.r", "8", "--lora.target_modules", "c_attn"],
-            UsageError,
-            "choose none of the planned layers; nearest: lm_head, mlp.down_proj",
-        ),
-        (
-            ["--model", "llama3-8b", "--layout", "pp=2", "--lora.r", "8", "--output", "run.toml"],
-            UsageError,
-            "adapters without a Hugging Face directory",
-        ),
-        (
-            ["--model", "llama3-8b", "--devices", "8", "--nodes", "3"],
-            UsageError,
-            "--nodes 3 does not divide --devices 8; nearest: 2 or 4",
-        ),
-        (["--model", "llama3-8b", "--devices", "8", "--layers", "33"], UsageError, "--layers 33: llama3-8b has 32"),
-        (["--model", "llama3-8b", "--devices", "8", "--stages", "EtL"], UsageError, "--stages divides the layers of"),
-        (
-            ["--model", "llama3-8b", "--layout", "m=4", "--costs", "none.json"],
-            UsageError,
-            "--costs 'none.json' cannot be",
-        ),
-        (["--model", "llama3-8b", "--devices", "8", "--fixed", "tp=3"], UsageError, "--fixed tp=3: there is no such"),
-        (
-            ["--model", "llama3-8b", "--devices", "8", "--fixed", "v=3,schedule=interleaved"],
-            UsageError,
-            "nearest: v=2,schedule=interleaved",
-        ),
-        (
-            ["--model", "llama3-8b", "--devices", "524287"],
-            UsageError,
-            "--devices 524287: there is no layout of llama3-8b",
-        ),
-        (["--model", "llama3-8b", "--devices", "4", "--layout", "tp=2"], UsageError, "nearest: --devices 2"),
-        (["--model", "llama3-8b", "--devices", "8", "--measured", "m=4:1s"], UsageError, "give it with --layout"),
-        (["--model", "llama3-8b", "--layout", "tp=2", "--measured", "4s"], UsageError, "such as m=4:843ms"),
-        (["--model", "llama3-8b", "--layout", "pp=4,m=8", "--stages", "Et|L"], UsageError, "it holds 1 blocks"),
-        (["--model", "llama3-8b", "--devices", "8", "--fixed", "tq=2"], UsageError, "--fixed: there is no key 'tq'"),
-        (["--model", "llama3-405b", "--devices", "8"], CapacityError, "no layout of llama3-405b fits into 74.5 GiB"),
-    ],
-)
-def test_refusals(words, kind, message):
-    with pytest.raises(PipeloomError) as error:
-        app(["plan", *words], standalone_mode=False)
-    assert isinstance(error.value, kind)
-    assert message in str(error.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -179,34 +178,6 @@ def test_slices_are_cut_where_they_take_the_same_time() -> None:
 
 
 SPREAD = {"parallel.vocabulary": "pp"}
-
-
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        (
-            {"schedule.slices": 64},
-            "train.seq_len = 32: 32 tokens cannot be cut into 64 slices of multiples of 1 tokens",
-        ),
-        (
-            {"schedule.name": "search", "schedule.slices": 4},
-            "schedule.slices = 4: schedules are searched for whole sequences",
-        ),
-        ({"schedule.transforms": ["vocabulary"]}, 'vocabulary: set parallel.vocabulary = "pp"'),
-        ({**SPREAD, "parallel.pp": 1}, 'parallel.vocabulary = "pp": there is one pipeline rank'),
-        ({**SPREAD, "schedule.name": "search"}, 'parallel.vocabulary = "pp": a searched schedule runs as'),
-        ({**SPREAD, "schedule.name": "dualpipe", "schedule.microbatches": 4}, "has two routes"),
-        (
-            {**SPREAD, "model.num_nextn_predict_layers": 1},
-            "the blocks that predict further ahead use the output layer too",
-        ),
-        ({**SPREAD, "train.reproducible": True}, "set train.reproducible = false"),
-        ({"schedule.name": "chimera", "schedule.slices": 2}, "would take different routes"),
-    ],
-)
-def test_slices_and_vocabulary_that_cannot_be_are_refused(keys: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        load_layout("tiny", {"train.seq_len": 32, "parallel.pp": 2, "schedule.name": "1f1b", **keys})
 
 
 def test_a_spread_output_layer_leaves_the_last_stage_to_blocks() -> None:

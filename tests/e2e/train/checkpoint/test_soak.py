@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from soak import soak
 
 
-@pytest.mark.full  # test_interrupted_save.py kills a run that saves, test_resume.py one that goes on with the same bits
 def test_a_run_that_is_killed_twice_ends_with_the_same_bits(tmp_path: Path) -> None:
     said: list[str] = []
     soak(tmp_path, rounds=2, seed=11, say=said.append)
