@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import pipeloom as pl
 from models import WIDTH, Block
 from pipeloom.runtime import Layer
 
@@ -38,6 +39,21 @@ class Close(Block):
         return super().forward(x + gate) + old * mask[..., None]
 
 
+class Twice(Block):
+    """The same tensor two times."""
+
+    def forward(self, x: Tensor, again: Tensor | None = None) -> Any:  # type: ignore[override]
+        hidden = super().forward(x if again is None else x + 0.5 * again)
+        return hidden, hidden
+
+
+class PassOn(Block):
+    """Its own input, untouched, beside its output."""
+
+    def forward(self, x: Tensor, old: Tensor | None = None) -> Any:  # type: ignore[override]
+        return super().forward(x if old is None else x - 0.3 * old), x
+
+
 class Views(Block):
     """Two views of one storage, one of them transposed."""
 
@@ -49,6 +65,11 @@ class Views(Block):
 class JoinViews(Block):
     def forward(self, x: Tensor, back: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(torch.cat((x, back.transpose(0, 1)), 1))
+
+
+class Join(Block):
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + other)
 
 
 class Ids(nn.Module):
@@ -103,7 +124,20 @@ def chain(*kinds: Callable[..., nn.Module]) -> list[Layer]:
 
 MODELS: dict[str, Callable[[], list[Layer]]] = {
     "several tensors, None, int and bool": lambda: chain(Open, Middle, Middle, Close),
+    "the same tensor twice": lambda: chain(Twice, Twice, Twice, Join),
+    "an input passed through": lambda: chain(PassOn, PassOn, PassOn, Join),
     "views of one storage": lambda: chain(Views, Views, Views, JoinViews),
     "integers only": lambda: chain(Ids, Embed, Block, Block),
     "frozen leading layers": lambda: chain(Frozen, Frozen, Block, Block),
+    "frozen layers in the middle": lambda: chain(Block, Frozen, Frozen, Block),
+    "frozen last layers": lambda: chain(Block, Block, Frozen, Frozen),
 }
+SPLIT = pl.Schedule.of(  # I now, W later
+    [
+        ["0F0", "0F1", "2F0", "2F1", "2I0", "2I1", "0I0", "0I1", "2W0", "2W1", "0W1", "0W0"],
+        ["1F0", "1F1", "3F0", "3F1", "3I0", "3I1", "1I0", "1I1", "3W0", "1W0", "3W1", "1W1"],
+    ],
+    placement=[0, 1, 0, 1],
+    microbatches=2,
+    name="split",
+)

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import pipeloom as pl
-from awkward import First, Unused, chain
+from awkward import MODELS, SPLIT, First, Unused, chain
 from models import Block, batch, blocks, gradients, mse, serial, worst
 from pipeloom.errors import UsageError
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from processes import run_ranks
 
 S = pl.schedules
+SCHEDULES = [S.gpipe(4, 3), S.one_f_one_b(4, 5), S.interleaved(2, 5, 2), S.looped_bfs(2, 4, 2), S.gpipe(1, 3)]
 PADDED = torch.tensor([1, 3, 2, 3, 1, 1, 2, 2])
 
 
@@ -39,9 +40,40 @@ class Total(Block):
         return (super().forward(x) / lengths[:, None, None]).sum(1)
 
 
+class Scaled(Block):
+    """Takes a keyword argument; a tensor of it is cut with the batch."""
+
+    def forward(self, x: Tensor, *, scale: Tensor | None = None, power: float = 1.0) -> Tensor:  # type: ignore[override]
+        hidden = super().forward(x)
+        return hidden if scale is None else hidden * scale[:, None, None] ** power
+
+
 class Dictionary(Block):
     def forward(self, x: Tensor) -> Any:  # type: ignore[override]
         return {"hidden": x}
+
+
+def compare(pipeline: Any, layers: list[Layer], inputs: Any, targets: Tensor, sizes: list[int]) -> tuple[float, float]:
+    """How far a step is from one process: the loss, and the worst gradient of those that this rank has."""
+    loss = pipeline.step(inputs, targets)
+    want_loss, want = serial(layers, inputs, targets, sizes)
+    names = {name for name, p in pipeline.named_parameters() if p.requires_grad}
+    return abs(loss.item() / want_loss.item() - 1), worst(gradients(pipeline), {n: want[n] for n in want if n in names})
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, SPLIT], ids=repr)
+@pytest.mark.parametrize("model", MODELS)
+def test_what_crosses_a_boundary(model: str, schedule: pl.Schedule) -> None:
+    layers, m = MODELS[model](), schedule.microbatches
+    for options in (RuntimeOptions(), RuntimeOptions(shapes="each", deallocate=False)):
+        sizes = (3, *[2] * (m - 1))
+        pipeline = LocalPipeline(layers, schedule, loss=mse, options=options, stages=spread(schedule))
+        off = compare(pipeline, layers, *batch(sum(sizes)), list(sizes))
+        assert max(off) <= 1e-6, off
+
+
+def spread(schedule: pl.Schedule) -> list[int]:
+    return [4 // schedule.positions] * schedule.positions
 
 
 @pytest.mark.core
@@ -78,6 +110,18 @@ def variable_step(pipeline: Any) -> tuple[float, float]:
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("schedule", [S.gpipe(4, 4), S.one_f_one_b(2, 4), S.interleaved(2, 4, 2)], ids=repr)
+def test_lengths_that_depend_on_the_data(schedule: pl.Schedule) -> None:
+    pipeline = LocalPipeline(
+        variable(), schedule, loss=mse, options=RuntimeOptions(shapes="each"), stages=spread(schedule)
+    )
+    for _ in range(2):
+        off = variable_step(pipeline)
+        assert max(off) <= 1e-6, off
+        pipeline.zero_grad()
+
+
+@pytest.mark.core
 def test_lengths_that_depend_on_the_data_need_shapes_each() -> None:
     pipeline = LocalPipeline(variable(), S.gpipe(4, 4), loss=mse)
     with pytest.raises(UsageError, match=r'micro-batch 2 is .*2, 1, 6.*was .*2, 3, 6.*shapes = "each"') as caught:
@@ -103,6 +147,29 @@ def test_outputs_that_are_others_than_before_are_described(change: str) -> None:
         pytest.raises(UsageError, match=words + ".*build a new pipeline if layers were frozen .* or autocast switched"),
     ):
         pipeline.step(x, y)
+
+
+def keyword_step(pipeline: Any) -> tuple[float, float]:
+    x, y = batch(7)
+    scale = torch.linspace(0.5, 1.5, 7)
+    loss = pipeline.step(x, y, scale=scale, power=2.0)
+    modules = [Scaled(i) for i in range(4)]
+    out = x
+    for module in modules:
+        out = module(out, scale=scale, power=2.0)
+    whole = mse(out, y)
+    whole.backward()
+    every = {f"layer{i}.{n}": p.grad for i, module in enumerate(modules) for n, p in module.named_parameters()}
+    got = gradients(pipeline)
+    return abs(loss.item() / whole.item() - 1), worst(got, {name: every[name] for name in got})  # type: ignore[misc]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
+def test_keyword_arguments_reach_every_stage(schedule: pl.Schedule) -> None:
+    pipeline = LocalPipeline(chain(*[Scaled] * 4), schedule, loss=mse, stages=spread(schedule))
+    off = keyword_step(pipeline)
+    assert max(off) <= 1e-5, off
 
 
 @pytest.mark.core

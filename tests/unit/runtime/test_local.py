@@ -59,6 +59,27 @@ def test_the_mean_is_over_targets_not_over_microbatches() -> None:
     assert loss.item() != pytest.approx(mean_of_means, rel=1e-3)
 
 
+def test_weight_decides_the_share_of_a_microbatch() -> None:
+    """Padding: targets of NaN do not count, and a micro-batch has another number of them than its neighbour."""
+    x, y = batch(6)
+    y[4:, 1:] = float("nan")
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        real = ~target.isnan()
+        return ((output - target.nan_to_num()) ** 2)[real].mean()
+
+    pipeline = LocalPipeline(
+        blocks(3), pl.schedules.one_f_one_b(3, 3), loss=loss, weight=lambda target: (~target.isnan()).sum()
+    )
+    got = pipeline.step(x, y)
+    modules = [layer() for layer in blocks(3)]
+    whole = loss(modules[2](modules[1](modules[0](x))), y)
+    whole.backward()
+    assert got.item() == pytest.approx(whole.item(), rel=1e-6)
+    want = {f"block{i}.{n}": p.grad for i, module in enumerate(modules) for n, p in module.named_parameters()}
+    assert worst(gradients(pipeline), want) <= 1e-5  # type: ignore[arg-type]
+
+
 def test_gradients_add_up_over_steps() -> None:
     """The loss is scaled, never `.grad`: a second step adds its gradients to the first one's."""
     schedule = pl.schedules.interleaved(2, 5, 2)
