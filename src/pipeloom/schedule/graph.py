@@ -388,7 +388,10 @@ def runnable_prefix(schedule: Schedule, graph: Graph) -> list[int]:
             happened[event] = 1
             if event in waiting:
                 ready.append(waiting.pop(event))
-    return [sum(map(happened.__getitem__, graph.events_of(program))) for program in schedule.codes]
+    return [
+        sum(map(happened.__getitem__, graph.events_of(program))) if waiting else len(program)
+        for program in schedule.codes
+    ]
 
 
 def walk(
