@@ -51,11 +51,7 @@ def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backwar
     route_of = {stage: index for index, route in enumerate(schedule.routes) for stage in route}
     uses = {stage: sums[route] for stage, route in route_of.items()}
     in_use = set(schedule.route_of)
-    gainless = (
-        cost_model.pair is None
-        and cost_model.pair_split is None
-        and not any(cost_model.per_stage("all_to_all", schedule.stages))
-    )
+    gainless = _gainless(cost_model, schedule.stages)
     best = 0.0
     for stages in schedule.stages_of:
         busy = [stage for stage in stages if uses.get(stage)]
@@ -67,6 +63,11 @@ def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backwar
         tail = min(suffix[stage] for stage in busy) if not split_backward and len(schedule.routes) == 1 else 0.0
         best = max(best, work + head + tail)
     return round(best, 9)
+
+
+def _gainless(costs: Costs, stages: int) -> bool:
+    """Return whether no pair is given and no stage communicates, so that a pair takes as long as its halves."""
+    return costs.pair is None and costs.pair_split is None and not any(costs.per_stage("all_to_all", stages))
 
 
 def _least_work(costs: Costs, stages: int, uses: list[tuple[int, float]]) -> float:
@@ -125,14 +126,15 @@ def memory_bound(
     Makespan adds the least time before the rank can start. Where micro-batches differ, the smallest stands for the one that is
     waited for, and of the forwards before the first backward parts may fit. docs/bounds.md.
     """
-    if costs.pair is not None or costs.pair_split is not None or any(costs.per_stage("all_to_all", len(placement))):
-        return 0.0
     count = len(placement)
+    if not _gainless(costs, count):
+        return 0.0
     costs = costs.least_split(count)
     spread = StageCosts(costs, count)
     activation, held = costs.per_stage("activation", count), costs.per_stage("held", count)
     factors = costs.factors(microbatches)
-    smallest, whole = min(factors), sum(factors)
+    smallest, whole, room = min(factors), sum(factors), memory + ROUNDING
+    even = smallest == 1 == max(factors)
     head, chain, tail = _ways(placement, costs, smallest)
     chains = {factor: _ways(placement, costs, factor)[1] for factor in set(factors)}
     best = 0.0
@@ -140,7 +142,7 @@ def memory_bound(
         stages_of_rank = [s for s in range(count) if placement[s] == rank]
         work = whole * sum(spread.forward[s] + spread.backward[s] for s in stages_of_rank)
         loads = [(spread.forward[s], activation[s]) for s in stages_of_rank]
-        filled = _most_that_fits(loads, whole, memory + ROUNDING, even=smallest == 1 == max(factors))
+        filled = most_that_fits(loads, whole, room, even)
         area = sum(
             factor * activation[s] * (chains[factor][s] + factor * min(1.0, held[s]) * spread.weight_grad[s])
             for factor in factors
@@ -150,7 +152,7 @@ def memory_bound(
         if objective == "makespan":
             wait = min(head[s] + chain[s] - smallest * spread.input_grad[s] for s in stages_of_rank)
             pending = [(spread.weight_grad[s], held[s] * activation[s]) for s in stages_of_rank]
-            last = _most_that_fits(pending, whole, memory + ROUNDING, even=smallest == 1 == max(factors))
+            last = most_that_fits(pending, whole, room, even)
             idle = max(0.0, tail[stages_of_rank[0]] - last)
             best = max(best, max(wait - filled, first) + work + idle, first + area / memory)
         else:
@@ -179,17 +181,17 @@ def _ways(placement: Sequence[int], costs: Costs, factor: float) -> tuple[list[f
     return head, chain, tail
 
 
-def _most_that_fits(stages: list[tuple[float, float]], microbatches: float, memory: float, even: bool) -> float:
-    """The most time of F, or of W, whose memory fits: of stages (time, memory), `microbatches` each, parts allowed.
+def most_that_fits(items: list[tuple[float, float]], count: float, room: float, even: bool = False) -> float:
+    """Return the largest sum of (gain, size) items whose sizes fit into `room`: a fractional knapsack with `count` of each item.
 
-    `even`: micro-batches of factor 1 only, so that where the stages' memory is alike, whole ones fit.
+    `even`: where the sizes are alike, only whole items fit.
     """
-    total, left = 0.0, memory
-    alike = even and len({size for _, size in stages}) == 1
-    for time, size in sorted(stages, key=lambda stage: stage[1] / stage[0] if stage[0] else math.inf):
-        fitting = min(microbatches, left / size) if size else microbatches
+    total, left = 0.0, room
+    alike = even and len({size for _, size in items}) == 1
+    for gain, size in sorted(items, key=lambda item: item[1] / item[0] if item[0] else math.inf):
+        fitting = min(count, left / size) if size else count
         if alike:
             fitting = math.floor(fitting + ROUNDING)
-        total += fitting * time
+        total += fitting * gain
         left -= fitting * size if size else 0.0
     return total

@@ -238,18 +238,18 @@ class Costs:
 
     def saved(self, stages: int) -> tuple[float, ...]:
         """Return the bytes that one micro-batch saves on each stage; without bytes, the part of `activation` beyond `kept`."""
-        amounts = dict(self.bytes)
-        if SAVED in amounts:
-            return self._spread(f"bytes[{SAVED!r}]", amounts[SAVED], stages)
-        sizes = zip(*(self.per_stage(name, stages) for name in ("kept", "activation")), strict=True)
-        return tuple((1 - share) * size for share, size in sizes)
+        return self._bytes_or_share(SAVED, [1 - share for share in self.per_stage("kept", stages)])
 
     def kept_bytes(self, stages: int) -> tuple[float, ...]:
         """Return the bytes that R of one micro-batch needs on each stage; without bytes, the share `kept` of `activation`."""
+        return self._bytes_or_share(KEPT, self.per_stage("kept", stages))
+
+    def _bytes_or_share(self, name: str, shares: Sequence[float]) -> tuple[float, ...]:
+        """Return the bytes called `name` on each stage; without them these shares of `activation`."""
         amounts = dict(self.bytes)
-        if KEPT in amounts:
-            return self._spread(f"bytes[{KEPT!r}]", amounts[KEPT], stages)
-        return tuple(map(mul, self.per_stage("kept", stages), self.per_stage("activation", stages)))
+        if name in amounts:
+            return self._spread(f"bytes[{name!r}]", amounts[name], len(shares))
+        return tuple(map(mul, shares, self.per_stage("activation", len(shares))))
 
     def while_running(self, value: str, stages: int) -> tuple[float, ...] | None:
         """stage -> the size of one of `WHILE_RUNNING`, in the unit of `activation`; None without such bytes."""

@@ -33,25 +33,14 @@ def to_csv(schedule: Schedule) -> str:
     Raises ScheduleError for a schedule with two routes, with slices, with tensors that stages pass by name or with slots: this
     form cannot express them.
     """
-    if schedule.slices > 1:
-        raise ScheduleError(
-            f"{schedule.name} cuts sequences into {schedule.slices} slices, which the CSV form cannot say; write it as JSON"
-        )
-    if len(schedule.routes) > 1:
-        raise ScheduleError(
-            f"{schedule.name} has {len(schedule.routes)} routes, and the CSV form cannot say which micro-batch takes "
-            "which; write it as JSON"
-        )
-    if schedule.tensors:
-        raise ScheduleError(
-            f"{schedule.name} passes tensor {schedule.tensors[0].name!r:.200} by name between stages, which the CSV form "
-            "cannot say; write it as JSON"
-        )
-    if schedule.slots:
-        raise ScheduleError(
-            f"{schedule.name} holds at most {schedule.slots[0][1]} of what is {schedule.slots[0][0]}, which the CSV form cannot "
-            "say; write it as JSON"
-        )
+    for holds, words in (
+        (schedule.slices > 1, f"cuts sequences into {schedule.slices} slices"),
+        (len(schedule.routes) > 1, f"has {len(schedule.routes)} routes"),
+        *((True, f"passes tensor {name!r:.200} by name between stages") for name, *_ in schedule.tensors),
+        *((True, f"holds at most {count} of what is {value}") for value, count in schedule.slots),
+    ):
+        if holds:
+            raise ScheduleError(f"{schedule.name} {words}, which the CSV form cannot say; write it as JSON")
     return "".join(",".join(map(str, program)) + "\n" for program in schedule.programs)
 
 

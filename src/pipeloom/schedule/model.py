@@ -569,22 +569,15 @@ def _encode(cell: Cell | str | int, sizes: tuple[int, int, int], rank: int, at: 
         raise ScheduleError(f"rank {rank}, action {at}: {error}") from None
     codes = []
     for action in parts(value):
-        if not 0 <= action.stage < stages:
-            raise ScheduleError(
-                f"rank {rank}, action {at}: {action} names stage {action.stage} of {stages} (0..{stages - 1})"
-            )
-        if not 0 <= action.microbatch < microbatches:
-            raise ScheduleError(
-                f"rank {rank}, action {at}: {action} names micro-batch {action.microbatch} of {microbatches} "
-                f"(0..{microbatches - 1})"
-            )
+        named = ("stage", action.stage), ("micro-batch", action.microbatch), ("slice", action.slice or 0)
+        for (what, number), count in zip(named, sizes, strict=True):
+            if not 0 <= number < count:
+                raise ScheduleError(
+                    f"rank {rank}, action {at}: {action} names {what} {number} of {count} (0..{count - 1})"
+                )
         if action.slice is None and slices > 1 and not kind_of(action.kind).of_stage:
             raise ScheduleError(
                 f"rank {rank}, action {at}: {action} names no slice of {slices}; nearest: {action._replace(slice=0)}"
-            )
-        if action.slice is not None and not 0 <= action.slice < slices:
-            raise ScheduleError(
-                f"rank {rank}, action {at}: {action} names slice {action.slice} of {slices} (0..{slices - 1})"
             )
         unit = action.microbatch * slices + (action.slice or 0)
         codes.append(kind_number(action.kind) * stride + action.stage * microbatches * slices + unit)

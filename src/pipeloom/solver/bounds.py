@@ -5,9 +5,7 @@ The bound for pairs uses that the first actions of a rank have no counterpart ye
 
 from __future__ import annotations
 
-import math
-
-from pipeloom.schedule.bounds import memory_bound, work_bound
+from pipeloom.schedule.bounds import memory_bound, most_that_fits, work_bound
 from pipeloom.schedule.costs import TIME_TOLERANCE, PairTimes, StageCosts
 from pipeloom.solver.instance import Instance
 
@@ -95,18 +93,6 @@ def _of_rank(instance: Instance, times: PairTimes, back: list[float], rank: int)
     activation = instance.costs.per_stage("activation", instance.stages)
     gains = [(spread.forward[s] - saved[s], spread.forward[s], activation[s]) for s in stages]
     gains = [gain for gain in gains if gain[0] > 0]
-    in_time = _most([(gain, time) for gain, time, _ in gains], wait, m)
-    in_memory = _most([(gain, memory) for gain, _, memory in gains], instance.memory_limit + TIME_TOLERANCE, m)
+    in_time = most_that_fits([(gain, time) for gain, time, _ in gains], m, wait)
+    in_memory = most_that_fits([(gain, memory) for gain, _, memory in gains], m, instance.memory_limit + TIME_TOLERANCE)
     return head + m * work + max(0.0, wait - min(in_time, in_memory))
-
-
-def _most(items: list[tuple[float, float]], size: float, count: int) -> float:
-    """Return the largest total gain of (gain, size) items within `size`: a fractional knapsack with `count` of each item."""
-    total = 0.0
-    for gain, item_size in sorted(items, key=lambda item: item[1] / item[0]):
-        amount = min(float(count), size / item_size) if item_size else float(count)
-        total += amount * gain
-        size -= amount * item_size
-        if math.isclose(size, 0.0):
-            break
-    return total

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeloom.schedule.costs import TIME_TOLERANCE
+from pipeloom.schedule.families.construct.steady import balanced_windows, extended
 from pipeloom.solver.instance import Instance, Sequences
 
 # Passes over the nodes before `measure` gives up: more would measure a few schedules that it now refuses.
@@ -326,32 +327,13 @@ def with_repeated_part(small: Instance, sequences: Sequences, per_period: int, i
         first = balanced_window(operation_types, per_period)
         if first is None:
             return None
-        last = first + per_period * (len(sequence) // m)
-        done = dict.fromkeys(operation_types, 0)
-        line = []
-        for operation_type in [*operation_types[:last], *operation_types[first:last] * more, *operation_types[last:]]:
-            line.append(operation_type * instance.microbatches + done[operation_type])
-            done[operation_type] += 1
-        result.append(line)
+        window = first, first + per_period * (len(sequence) // m)
+        result.append(extended(operation_types, window, more, instance.microbatches))
     return result
 
 
 def balanced_window(operation_types: Sequence[int], times: int) -> int | None:
     """Return the start of the window nearest to the middle with every operation type `times` times; None if there is none."""
-    count = dict.fromkeys(operation_types, 0)
-    size = times * len(count)
-    even = 0
-    best, nearest = None, len(operation_types) + 1
-    for at, operation_type in enumerate(operation_types):
-        even -= count[operation_type] == times
-        count[operation_type] += 1
-        even += count[operation_type] == times
-        if at >= size:
-            gone = operation_types[at - size]
-            even -= count[gone] == times
-            count[gone] -= 1
-            even += count[gone] == times
-        first = at + 1 - size
-        if even == len(count) and abs(2 * first + size - len(operation_types)) < nearest:
-            best, nearest = first, abs(2 * first + size - len(operation_types))
-    return best
+    windows = balanced_windows(operation_types, times)
+    starts = (at for at, balanced in enumerate(windows) if balanced)
+    return min(starts, key=lambda at: abs(2 * at - len(windows) + 1), default=None)

@@ -114,7 +114,7 @@ def steady_state(timeline: Timeline, periods: Iterable[int]) -> SteadyState | No
         if 2 * period > schedule.microbatches:
             break
         sizes = [len(word) // schedule.microbatches * period for word in words]
-        balanced = [_balanced(word, period, size) for word, size in zip(words, sizes, strict=True)]
+        balanced = [balanced_windows(word, period)[:-1] for word in words]  # behind each, the time of the next action
         for first, begin in enumerate(starts[0][: len(balanced[0])]):
             if not balanced[0][first]:
                 continue
@@ -130,9 +130,10 @@ def steady_state(timeline: Timeline, periods: Iterable[int]) -> SteadyState | No
     return best
 
 
-def _balanced(word: list[int], period: int, size: int) -> list[bool]:
-    """Return for each index whether the `size` actions from there on hold `period` of every (kind, stage) in `word`."""
+def balanced_windows(word: Sequence[int], period: int) -> list[bool]:
+    """Return for each start of a window, `period` times as long as `word` has different items, whether it holds each so often."""
     held = Counter(dict.fromkeys(word, -period))
+    size = period * len(held)
     held.update(word[:size])
     uneven = sum(1 for balance in held.values() if balance)
     fits = []
@@ -142,18 +143,17 @@ def _balanced(word: list[int], period: int, size: int) -> list[bool]:
             uneven += (held[gone] == 0) - (held[gone] == 1) + (held[new] == 0) - (held[new] == -1)
             held[gone] -= 1
             held[new] += 1
-    return fits
+    return [*fits, not uneven]
 
 
 def repeated(schedule: Schedule, steady: SteadyState, microbatches: int) -> Schedule:
     """Return `schedule`, of one route, for more micro-batches: `steady` is repeated. It must divide the micro-batches to add."""
     before, times = schedule.microbatches, (microbatches - schedule.microbatches) // steady.microbatches
-    codes = []
-    for program, begin in zip(schedule.codes, steady.begins, strict=True):
-        word = [code // before for code in program]
-        end = begin + len(word) // before * steady.microbatches
-        following = {what: count(what * microbatches) for what in set(word)}
-        codes.append([next(following[what]) for what in [*word[:begin], *word[begin:end] * times, *word[begin:]]])
+    words = [[code // before for code in program] for program in schedule.codes]
+    codes = [
+        extended(word, (begin, begin + len(word) // before * steady.microbatches), times, microbatches)
+        for word, begin in zip(words, steady.begins, strict=True)
+    ]
     return Schedule.of(
         codes,
         placement=schedule.placement,
@@ -161,3 +161,10 @@ def repeated(schedule: Schedule, steady: SteadyState, microbatches: int) -> Sche
         name=schedule.name,
         options=dict(schedule.options),
     )
+
+
+def extended(word: list[int], window: tuple[int, int], times: int, microbatches: int) -> list[int]:
+    """Return the numbers, what * microbatches + micro-batch, of `word` with a window (begin, end) repeated `times` more."""
+    begin, end = window
+    following = {what: count(what * microbatches) for what in set(word)}
+    return [next(following[what]) for what in [*word[:begin], *word[begin:end] * times, *word[begin:]]]
