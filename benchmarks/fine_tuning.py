@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RATES = ("auto", "3e-5", "1e-4", "3e-4", "1e-3", "3e-3")
-FIRST_STEPS, STEPS = 300, 100
+FIRST_STEPS, STEPS = 600, 300
 
 
 def main() -> int:

@@ -138,7 +138,7 @@ class _Values:
         kinds = values.get("layer_types")
         if isinstance(kinds, list) and kinds == ["full_attention"] * len(kinds):
             known.add("layer_types")
-        for key in unknown_keys(values, {*known, *(k for k in values if k[:1] == "_" or k.endswith("_token_id"))}):
+        for key in unknown_keys(values, {*known, *(k for k in values if k[:1] == "_" or k.endswith("token_id"))}):
             raise UnknownModelError(where, f"{shortened(key, 60)} = {as_json(values[key])}")
         given = {key: value for key, value in values.items() if value is not None or key in _NULL}
         self.given = {**self.family.defaults, **given, **self.family.fixed}
