@@ -1,7 +1,7 @@
 """The commands of a launch script, read without running anything.
 
-Variables, arrays, defaults (`${X:-4}`), `+=`, arithmetic and continued lines are resolved; what only a run would tell (a variable of
-the environment, the output of a command, a value set under a condition) is listed, and stays in the word as it was written.
+Variables, arrays, defaults (`${X:-4}`), `+=`, arithmetic and continued lines are resolved; what only a run would tell (a variable
+of the environment, the output of a command, a value set under a condition) is listed, and stays in the word as it was written.
 """
 
 from __future__ import annotations
@@ -278,8 +278,8 @@ class _Reader:
         earlier = self.values.get(name)
         if adds and isinstance(earlier, list):
             value = [*earlier, *([value] if isinstance(value, str) else value)]
-        elif adds and isinstance(value, str):
-            value = (earlier or "") + value
+        elif adds and isinstance(earlier, str) and isinstance(value, str):
+            value = earlier + value
         self.written += len(value) if isinstance(value, str) else sum(map(len, value))
         if self.written > _LONGEST:
             value = ""
