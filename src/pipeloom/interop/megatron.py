@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 
 from pipeloom.errors import UsageError
 from pipeloom.interop.shell import Command, commands_of
+from pipeloom.limits import MOST_LAYERS
+from pipeloom.plan.export import layout_string
 from pipeloom.plan.job import Job
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.shapes.cut import parse_stages
@@ -33,7 +35,8 @@ _FLAGS = {
     float: """rotary-base norm-epsilon moe-aux-loss-coeff moe-z-loss-coeff mtp-loss-scaling-factor moe-expert-capacity-factor
         activation-offload-fraction attention-dropout hidden-dropout""",
     str: """pipeline-model-parallel-layout recompute-granularity recompute-method fp8-format fp8-recipe normalization
-        position-embedding-type moe-layer-freq moe-router-score-function moe-token-dispatcher-type data-parallel-sharding-strategy""",
+        position-embedding-type moe-layer-freq moe-router-score-function moe-token-dispatcher-type
+        data-parallel-sharding-strategy""",
     bool: """group-query-attention swiglu disable-bias-linear add-qkv-bias qk-layernorm untie-embeddings-and-output-weights
         moe-shared-expert-gate moe-router-pre-softmax multi-latent-attention sequence-parallel use-distributed-optimizer
         account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split no-overlap-p2p-communication
@@ -43,17 +46,21 @@ _FLAGS = {
     list: "recompute-modules offload-modules cp-comm-type",
 }
 # Flags that change neither sizes nor time nor memory by more than their own small tensors.
-_HARMLESS = """data-* *-data-path split tokenizer-* vocab-file merge-file save load save-* load-* ckpt-* *-ckpt* no-load-* no-save-*
-    log-* tensorboard-* wandb-* timing-* eval-* lr lr-* min-lr weight-decay* clip-grad adam-* train-iters train-samples exit-* seed
-    init-method-std distributed-* use-mcore-models transformer-impl num-workers no-create-attention-mask-in-dataloader no-mmap-bin-files
-    dataloader-type master-addr master-port master_addr master_port node-rank node_rank rdzv-* rdzv_* override-opt_param-scheduler
-    use-checkpoint-* manual-gc* no-check-for-nan* bf16 use-flash-attn attention-backend attention-softmax-in-fp32 no-masked-softmax-fusion
-    no-rope-fusion no-bias-* use-rotary-position-embeddings rotary-percent rotary-scaling-factor rotary-seq-len-interpolation-factor
-    apply-layernorm-1p no-position-embedding moe-router-load-balancing-type moe-router-dtype moe-router-bias-update-rate
-    moe-router-enable-expert-bias moe-router-topk-scaling-factor moe-permute-fusion moe-router-fusion moe-per-layer-logging
-    cross-entropy-* tp-comm-overlap use-tp-pp-dp-mapping rerun-* mock-data high-priority-* log_dir tee redirects *-straggler* profile*
-    use-pytorch-profiler async-save auto-detect-ckpt-format dist-ckpt-* ddp-* accumulate-allreduce-grads-in-fp32 reset-* initial-*
-    start-weight-decay end-weight-decay weight-decay-incr-style mscale* beta-fast beta-slow nccl-* enable-experimental""".split()
+_HARMLESS = """
+    *-ckpt* *-data-path *-straggler* accumulate-allreduce-grads-in-fp32 adam-* apply-layernorm-1p async-save
+    attention-backend attention-softmax-in-fp32 auto-detect-ckpt-format beta-fast beta-slow bf16 ckpt-* clip-grad
+    cross-entropy-* data-* dataloader-type ddp-* dist-ckpt-* distributed-* enable-experimental end-weight-decay eval-*
+    exit-* high-priority-* init-method-std initial-* load load-* log-* log_dir lr lr-* manual-gc* master-addr
+    master-port master_addr master_port merge-file min-lr mock-data moe-per-layer-logging moe-permute-fusion
+    moe-router-bias-update-rate moe-router-dtype moe-router-enable-expert-bias moe-router-fusion
+    moe-router-load-balancing-type moe-router-topk-scaling-factor mscale* nccl-* no-bias-* no-check-for-nan*
+    no-create-attention-mask-in-dataloader no-load-* no-masked-softmax-fusion no-mmap-bin-files no-position-embedding
+    no-rope-fusion no-save-* node-rank node_rank num-workers override-opt_param-scheduler profile* rdzv-* rdzv_*
+    redirects rerun-* reset-* rotary-percent rotary-scaling-factor rotary-seq-len-interpolation-factor save save-*
+    seed split start-weight-decay tee tensorboard-* timing-* tokenizer-* tp-comm-overlap train-iters train-samples
+    transformer-impl use-checkpoint-* use-flash-attn use-mcore-models use-pytorch-profiler
+    use-rotary-position-embeddings use-tp-pp-dp-mapping vocab-file wandb-* weight-decay* weight-decay-incr-style
+"""
 _PARTS = {  # part of a block -> the module that Megatron recomputes
     "norms": "layernorm", "attention": "core_attn", "activation": "moe_act", "mlp": "mlp", "experts": "moe",
     "shared": "shared_experts", "latent_up": "mla_up_proj",
@@ -91,7 +98,10 @@ def accepts(text: str) -> bool:
 
 
 def read(text: str) -> Job:
-    """Return the run that a line of flags, or a launch script, starts. Raises UsageError where it starts none, or for a bad value."""
+    """Return the run that a line of flags, or a launch script, starts.
+
+    Raises UsageError where it starts none, or for a bad value.
+    """
     commands = commands_of(text)
     if not commands:
         raise UsageError(
@@ -120,7 +130,9 @@ def _flags_only(command: Command) -> list[str]:
 def _unknown(rest: Sequence[str]) -> list[str]:
     """Return a sentence for each flag that is neither used nor harmless."""
     flags = [word.partition("=")[0].removeprefix("--") for word in rest if word.startswith("--")]
-    return [f"--{flag} is not known" for flag in flags if not any(fnmatch(flag, pattern) for pattern in _HARMLESS)]
+    return [
+        f"--{flag} is not known" for flag in flags if not any(fnmatch(flag, pattern) for pattern in _HARMLESS.split())
+    ]
 
 
 def _job(values: Mapping[str, Any], unknown: tuple[str, ...]) -> Job:
@@ -245,7 +257,7 @@ def _of_ranks(layers: int, pp: int, first: int | None, last: int | None, values:
 
 
 def _expanded(text: str) -> str:
-    """Return a layout with its repetitions written out, as Megatron expands them: `x*n` for a letter or a group, commas mean nothing."""
+    """Return a layout with its repetitions written out: `x*n` for a letter or a group; commas mean nothing."""
     text = text.replace(",", "").replace(" ", "")
     for _ in range(20):
         shorter = re.sub(r"\(([^()]*)\)(?:\*(\d{1,4}))?", lambda found: found[1] * int(found[2] or 1), text)
@@ -269,25 +281,27 @@ def _layer_freq(text: str | None) -> int | tuple[int, ...]:
 
 def _list(node: ast.expr) -> list[int]:
     if isinstance(node, ast.List):
-        return [each.value for each in node.elts if isinstance(each, ast.Constant) and each.value in (0, 1)]
+        return [int(each.value == 1) for each in node.elts if isinstance(each, ast.Constant)]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _list(node.left) + _list(node.right)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and isinstance(node.right, ast.Constant):
-        return _list(node.left) * min(int(node.right.value), 10_000)
+        count = node.right.value
+        return _list(node.left) * (min(count, MOST_LAYERS) if isinstance(count, int) else 1)
     raise ValueError
 
 
 def _shape(values: Mapping[str, Any]) -> tuple[DecoderShape | None, list[str]]:
     """Return the model, and a sentence for each size that the flags do not give, or that we do not have."""
     get, unknown = values.get, list[str]()
-    layers, hidden, heads = (get(key) for key in ("num-layers", "hidden-size", "num-attention-heads"))
-    if None in (layers, hidden, heads):
+    layers, hidden, heads = (int(get(key, 0)) for key in ("num-layers", "hidden-size", "num-attention-heads"))
+    if not (layers and hidden and heads):
         return None, [
             "the flags do not describe the model: --num-layers, --hidden-size and --num-attention-heads are needed"
         ]
-    vocabulary, assumed = get("padded-vocab-size") or get("vocab-size"), ()
+    vocabulary = get("padded-vocab-size") or get("vocab-size")
+    assumed = ("vocab_size",) if vocabulary is None else ()
     if vocabulary is None:
-        vocabulary, assumed = 128_256, ("vocab_size",)
+        vocabulary = 128_256
         unknown.append("--vocab-size is not given (the tokenizer has it): 128,256 is assumed")
     gated, biases, latent = bool(get("swiglu")), not get("disable-bias-linear"), bool(get("multi-latent-attention"))
     if get("normalization", "LayerNorm") != "RMSNorm":
@@ -332,3 +346,193 @@ def _shape(values: Mapping[str, Any]) -> tuple[DecoderShape | None, list[str]]:
         assumed=assumed,
     )  # fmt: skip
     return shape, unknown
+
+
+def write(job: Job) -> str:
+    """Return the flags that start this run, one to a line. Raises UsageError for what Megatron-LM refuses (`refusals`)."""
+    if reasons := refusals(job):
+        raise UsageError(f"megatron: {'; '.join(reasons)}")
+    layout = job.layout
+    flags: dict[str, object] = {} if job.shape is None else _model_flags(job.shape)
+    flags |= {
+        "tensor-model-parallel-size": layout.tp,
+        "pipeline-model-parallel-size": layout.pp,
+        "context-parallel-size": layout.cp,
+        "expert-model-parallel-size": layout.ep,
+        "micro-batch-size": layout.micro_batch,
+        "global-batch-size": layout.sequences,
+        "seq-length": layout.seq,
+        "sequence-parallel": layout.tp > 1,
+        "bf16": True,
+    }
+    if layout.etp and (layout.ep > 1 or (job.shape is not None and job.shape.num_experts)):
+        flags["expert-tensor-parallel-size"] = layout.etp
+    flags |= {
+        1: {"use-distributed-optimizer": True},
+        **{
+            level: {"use-megatron-fsdp": True, "data-parallel-sharding-strategy": name}
+            for level, name in ((2, "optim_grads"), (3, "optim_grads_params"))
+        },
+    }.get(layout.zero, {})
+    if layout.stages:
+        ahead = 0 if job.shape is None else job.shape.num_nextn_predict_layers
+        flags["pipeline-model-parallel-layout"] = f'"{layout_string(layout.stages, ahead)}"'
+    elif layout.v > 1:
+        flags["num-virtual-stages-per-pipeline-rank"] = layout.v
+    if job.group:
+        flags["microbatch-group-size-per-virtual-pipeline-stage"] = job.group
+    flags |= _recompute_flags(job)
+    if job.offload:
+        flags |= {"fine-grained-activation-offloading": True, "offload-modules": " ".join(job.offload)}
+    if job.fp8:
+        flags |= {"fp8-format": "hybrid", "fp8-recipe": job.fp8}
+    flags["grad-reduce-in-bf16"] = job.grads == "bf16"
+    if job.context:
+        flags["cp-comm-type"] = job.context.replace("+", " ")
+    flags |= {flag: name in job.options for name, flag in _SWITCHES.items()}
+    flags["no-overlap-p2p-communication"] = layout.v > 1 and "overlap_p2p" not in job.options
+    if job.dispatcher or "overlap_experts" in job.options:
+        flags |= {"moe-token-dispatcher-type": {"deepep": "flex", "": "alltoall"}.get(job.dispatcher, job.dispatcher)}
+        flags["moe-enable-deepep"] = job.dispatcher == "deepep"
+    if layout.capacity:
+        flags["moe-expert-capacity-factor"] = layout.capacity
+    words = [
+        f"--{flag}" if value is True else f"--{flag} {value}" for flag, value in flags.items() if value is not False
+    ]
+    return " \\\n".join(words) + "\n"
+
+
+def _model_flags(shape: DecoderShape) -> dict[str, object]:
+    """Return the flags of a model."""
+    flags: dict[str, object] = {
+        "num-layers": shape.num_hidden_layers,
+        "hidden-size": shape.hidden_size,
+        "ffn-hidden-size": shape.intermediate_size,
+        "num-attention-heads": shape.num_attention_heads,
+        "group-query-attention": shape.num_key_value_heads != shape.num_attention_heads,
+        "num-query-groups": shape.num_key_value_heads != shape.num_attention_heads and shape.num_key_value_heads,
+        "kv-channels": shape.head_dim or False,
+        "vocab-size": shape.vocab_size,
+        "make-vocab-size-divisible-by": 1,
+        "swiglu": shape.gated,
+        "disable-bias-linear": not shape.attention_bias,
+        "add-qkv-bias": shape.qkv_bias and not shape.attention_bias,
+        "qk-layernorm": shape.qk_norm or bool(shape.kv_lora_rank),
+        "untie-embeddings-and-output-weights": not shape.tie_word_embeddings,
+        "normalization": "RMSNorm",
+        "norm-epsilon": shape.rms_norm_eps,
+        "position-embedding-type": "learned_absolute" if shape.n_positions else "rope",
+        "max-position-embeddings": shape.n_positions or False,
+        "rotary-base": not shape.n_positions and shape.rope_theta,
+    }
+    if shape.num_experts:
+        freq = shape.moe_layer_freq
+        flags |= {
+            "num-experts": shape.num_experts,
+            "moe-router-topk": shape.num_experts_per_tok,
+            "moe-layer-freq": freq if isinstance(freq, int) else f"'{list(freq)}'".replace(" ", ""),
+            "moe-ffn-hidden-size": shape.expert_width,
+            "moe-shared-expert-intermediate-size": shape.shared_width or False,
+            "moe-shared-expert-gate": bool(shape.shared_width) and shape.shared_expert_gate,
+            "moe-router-pre-softmax": not shape.norm_topk_prob,
+            "moe-router-score-function": shape.router,
+            "moe-aux-loss-coeff": shape.aux_loss_coef,
+            "moe-z-loss-coeff": shape.z_loss_coef,
+            "moe-router-num-groups": shape.n_group > 1 and shape.n_group,
+            "moe-router-group-topk": shape.n_group > 1 and shape.topk_group,
+            "moe-grouped-gemm": True,
+        }
+    if shape.kv_lora_rank:
+        flags |= {
+            "multi-latent-attention": True,
+            "q-lora-rank": shape.q_lora_rank or False,
+            "kv-lora-rank": shape.kv_lora_rank,
+            "qk-head-dim": shape.qk_nope_head_dim,
+            "qk-pos-emb-head-dim": shape.qk_rope_head_dim,
+            "v-head-dim": shape.v_head_dim,
+        }
+    if shape.num_nextn_predict_layers:
+        flags |= {"mtp-num-layers": shape.num_nextn_predict_layers, "mtp-loss-scaling-factor": shape.mtp_loss_coef}
+    return flags
+
+
+def _recompute_flags(job: Job) -> dict[str, object]:
+    recompute = job.layout.recompute
+    if recompute == "none":
+        return {}
+    if recompute == "full":
+        method = "block" if job.recompute_layers else "uniform"
+        count = job.recompute_layers or job.recompute_span
+        return {"recompute-granularity": "full", "recompute-method": method, "recompute-num-layers": count}
+    modules = " ".join(_PARTS[part] for part in recompute.split("+"))
+    return {"recompute-granularity": "selective", "recompute-modules": modules}
+
+
+def losses(job: Job) -> list[str]:
+    """Return a sentence for each part of the run that Megatron-LM's words cannot hold."""
+    layout, lost = job.layout, []
+    if layout.slices > 1:
+        lost.append(f"slices={layout.slices}: Megatron-LM does not cut sequences into slices of a schedule")
+    if layout.vocabulary != "last":
+        lost.append("vocabulary=pp: Megatron-LM has the output layer on the last stage")
+    if job.shape is not None and job.shape.dropout:
+        lost.append("dropout of the residual stream is written as neither of its two rates")
+    return lost
+
+
+_ATTENTION = {"p2p", "all_gather", "a2a", "a2a+p2p"}
+
+
+def refusals(job: Job) -> list[str]:
+    """Return a sentence for each thing that Megatron-LM refuses, with the file that does."""
+    layout, shape, reasons = job.layout, job.shape, []
+    if layout.schedule not in ("1f1b", "interleaved", "interleaved-overlap"):
+        reasons.append(f"it has no schedule {layout.schedule!r} (pipeline_parallel/schedules.py); nearest: interleaved")
+    if layout.v > 1:
+        if layout.pp == 1:
+            reasons.append(f"v={layout.v} needs more than one pipeline rank (parallel_state.py); nearest: v=1")
+        group = job.group or layout.pp
+        if not layout.pp <= group <= max(layout.m, layout.pp):
+            reasons.append(
+                f"a group of {group} is outside [{layout.pp}, {layout.m}] (schedules.py); nearest: {layout.pp}"
+            )
+        elif 0 < layout.m % group < layout.pp:
+            nearest = max(group, layout.m - layout.m % group)
+            reasons.append(
+                f"m={layout.m} leaves {layout.m % group} micro-batches over groups of {group}, fewer than the {layout.pp} ranks "
+                f"(schedules.py); nearest: m={nearest}"
+            )
+    if shape is not None:
+        if shape.num_attention_heads % layout.tp:
+            reasons.append(
+                f"tp={layout.tp} does not divide the {shape.num_attention_heads} heads (transformer_config.py)"
+            )
+        if layout.ep > 1 and not shape.num_experts:
+            reasons.append(f"ep={layout.ep} needs experts (transformer_config.py); nearest: ep=1")
+        elif layout.ep > 1 and shape.num_experts % layout.ep:
+            reasons.append(f"ep={layout.ep} does not divide the {shape.num_experts} experts (transformer_config.py)")
+        if not layout.stages and shape.num_hidden_layers % (layout.pp * layout.v):
+            reasons.append(
+                f"{layout.pp * layout.v} stages do not divide the {shape.num_hidden_layers} blocks evenly; give the layers of each"
+            )
+    experts = (layout.etp or layout.tp) * layout.ep * layout.pp
+    if layout.world % experts:
+        reasons.append(
+            f"etp x ep x pp = {experts} does not divide the {layout.world} devices (parallel_state.py); nearest: etp=1"
+        )
+    if job.options and "overlap_experts" in job.options:
+        if layout.recompute == "full":
+            reasons.append("the overlap of experts' exchange does not recompute whole blocks (transformer_config.py)")
+        if layout.pp > 1 and layout.v == 1:
+            reasons.append(
+                "the overlap of experts' exchange over pipeline ranks needs chunks (transformer_config.py); nearest: v=2"
+            )
+        if job.dispatcher == "allgather":
+            reasons.append(
+                "the overlap of experts' exchange needs the dispatcher alltoall or flex (transformer_config.py)"
+            )
+    elif "delay_wgrad" in job.options:
+        reasons.append("delay_wgrad needs the overlap of experts' exchange (transformer_config.py)")
+    if "attn_proj" in job.offload and "core_attn" not in job.offload:
+        reasons.append("offloading attn_proj needs core_attn too (transformer_config.py)")
+    return reasons
