@@ -19,6 +19,7 @@ COMMANDS = {
     "compare": "Compare schedules that do the same work.",
     "search": "Search for a schedule within a memory limit.",
     "plan": "Find the layout with which to train a model.",
+    "translate": "Write a job of one training system in the words of another.",
     "check": "Check that a schedule is complete and free of deadlock, and with --costs that it fits the memory.",
     "rehearse": "Run a schedule with real messages and emulated computation.",
     "show": "Show the measured steps of a run.",

@@ -67,7 +67,8 @@ class PlanFlags:
     layout: str | None = flag(
         None,
         "KEY=N,…",
-        "Predict this layout only: dp, tp, cp, pp, ep, v, m, micro_batch, zero, recompute, slices, schedule, vocabulary.",
+        "Predict this layout only: dp, tp, cp, pp, ep, etp, v, m, micro_batch, seq, zero, recompute, offload, schedule, group, "
+        "slices, vocabulary, capacity, cut, grads.",
     )
     fixed: str | None = flag(None, "KEY=N,…", "Search only layouts with these values, such as tp=8,cp=1.")
     stages: str | None = flag(None, "TEXT", "Layers of each stage of --layout, such as 'Et*3|(tt|)*29L'.")
@@ -89,8 +90,11 @@ class PlanFlags:
         "FILE",
         "Draw tokens/s of a device over tp and pp, with the links as they are and half as fast; search nothing.",
     )
-    as_: Literal["megatron", "torchtitan", "torch-csv"] | None = flag(
-        None, "FORM", "Print the best layout for another system: megatron, torchtitan or torch-csv.", "--as"
+    as_: Literal["megatron", "torchtitan", "automodel", "torch-csv", "pipeloom"] | None = flag(
+        None,
+        "FORM",
+        "Print the best layout as a job of megatron, torchtitan, automodel, torch-csv or pipeloom.",
+        "--as",
     )
 
     @cached_property
@@ -116,6 +120,8 @@ def command(options: PlanFlags) -> None:
     """
     if options.refine and options.runtime == "megatron":
         raise UsageError("--refine: megatron runs its own schedules alone; nearest: --runtime pipeloom")
+    if options.nodes is not None and options.devices is None and options.layout is not None:
+        options = replace(options, devices=parse_layout(options.layout).world)
     device = _device(options)
     planner = _planner(options, device)
     shape = planner.shape
@@ -269,14 +275,16 @@ def _one(options: PlanFlags, planner: Planner, text: str, device_memory: float) 
 
 
 def _write(options: PlanFlags, prediction: LayoutCosts, planner: Planner) -> None:
-    from pipeloom.plan.export import EXPORTS, run_toml
+    from pipeloom.interop.systems import written
 
+    source, data = options.directory or None, options.data or ""
     if options.as_ is not None:
-        sys.stdout.write(EXPORTS[options.as_](prediction))
+        text, notes = written(prediction, planner, options.as_, source, data=data)
+        sys.stdout.write(text)
+        print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
     if options.output is not None:
-        source, adapters = options.directory, planner.runtime.adapters
         table = options.output.with_suffix(".json") if prediction.searched is not None else None
-        write(options.output, lambda: run_toml(prediction, planner.shape, source, table, options.data or "", adapters))
+        write(options.output, lambda: written(prediction, planner, "pipeloom", source, table, data)[0])
         if table is not None:
             write(table, lambda: to_json(prediction.schedule))
     if options.costs_to is not None:

@@ -1,458 +1,425 @@
 """Megatron-LM: its flags as a `Job`, a `Job` as its flags, and what it refuses.
 
-Names and defaults are those of Megatron-LM's `arguments.py` and megatron-core 0.16.1's `TransformerConfig`.
+Names and defaults are those of Megatron-LM's argument parser and megatron-core 0.16.1's TransformerConfig.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
-from typing import Any, NoReturn
+from typing import Any
 
-from pipeloom.errors import UsageError
-from pipeloom.interop.shell import Command, commands_of
+from pipeloom.errors import UsageError, did_you_mean
+from pipeloom.interop.shell import Command, best_command, flags_of
 from pipeloom.limits import MOST_LAYERS
 from pipeloom.plan.export import layout_string
 from pipeloom.plan.job import Job
-from pipeloom.plan.layout import PlannedLayout
-from pipeloom.shapes.cut import parse_stages
+from pipeloom.plan.layout import PlannedLayout, even_stages
+from pipeloom.shapes.cut import expand, parse_stages
 from pipeloom.shapes.decoder import DecoderShape
+from pipeloom.shapes.ops import OFFLOADED
 
-# Flags by the type of their value: `switch` has none, `list` several.
-_FLAGS = {
-    int: """tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size expert-model-parallel-size
-        expert-tensor-parallel-size micro-batch-size global-batch-size seq-length num-layers hidden-size ffn-hidden-size
-        num-attention-heads num-query-groups kv-channels vocab-size padded-vocab-size make-vocab-size-divisible-by num-experts
-        moe-router-topk moe-ffn-hidden-size moe-shared-expert-intermediate-size moe-router-num-groups moe-router-group-topk
-        q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim mtp-num-layers max-position-embeddings
-        num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank decoder-first-pipeline-num-layers
-        decoder-last-pipeline-num-layers microbatch-group-size-per-virtual-pipeline-stage recompute-num-layers
-        nproc-per-node nproc_per_node nnodes world-size""",
-    float: """rotary-base norm-epsilon moe-aux-loss-coeff moe-z-loss-coeff mtp-loss-scaling-factor moe-expert-capacity-factor
-        activation-offload-fraction attention-dropout hidden-dropout""",
-    str: """pipeline-model-parallel-layout recompute-granularity recompute-method fp8-format fp8-recipe normalization
-        position-embedding-type moe-layer-freq moe-router-score-function moe-token-dispatcher-type
-        data-parallel-sharding-strategy""",
-    bool: """group-query-attention swiglu disable-bias-linear add-qkv-bias qk-layernorm untie-embeddings-and-output-weights
-        moe-shared-expert-gate moe-router-pre-softmax multi-latent-attention sequence-parallel use-distributed-optimizer
-        account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split no-overlap-p2p-communication
-        overlap-p2p-communication-warmup-flush overlap-grad-reduce overlap-param-gather overlap-moe-expert-parallel-comm
-        delay-wgrad-compute fine-grained-activation-offloading grad-reduce-in-bf16 bf16 fp16 moe-enable-deepep
-        use-megatron-fsdp use-custom-fsdp recompute-activations moe-grouped-gemm""",
-    list: "recompute-modules offload-modules cp-comm-type",
+# Flag -> our name; those of a group are written for models that have the group's first size.
+_DENSE = """
+    num-layers:num_hidden_layers hidden-size:hidden_size num-attention-heads:num_attention_heads vocab-size:vocab_size
+    ffn-hidden-size:intermediate_size kv-channels:head_dim swiglu:gated add-qkv-bias:qkv_bias norm-epsilon:rms_norm_eps
+    rotary-base:rope_theta hidden-dropout:dropout
+"""
+_EXPERTS = """
+    num-experts:num_experts moe-router-topk:num_experts_per_tok moe-ffn-hidden-size:moe_intermediate_size
+    moe-router-score-function:router moe-aux-loss-coeff:aux_loss_coef moe-z-loss-coeff:z_loss_coef
+    moe-router-num-groups:n_group moe-router-group-topk:topk_group moe-shared-expert-gate:shared_expert_gate
+"""
+_LATENT = """
+    kv-lora-rank:kv_lora_rank q-lora-rank:q_lora_rank qk-head-dim:qk_nope_head_dim qk-pos-emb-head-dim:qk_rope_head_dim
+    v-head-dim:v_head_dim
+"""
+_AHEAD = "mtp-num-layers:num_nextn_predict_layers mtp-loss-scaling-factor:mtp_loss_coef"
+_PARALLEL = """
+    tensor-model-parallel-size:tp pipeline-model-parallel-size:pp context-parallel-size:cp expert-model-parallel-size:ep
+    micro-batch-size:micro_batch seq-length:seq
+"""
+*_GROUPS, _AXES = (
+    [pair.split(":") for pair in text.split()] for text in (_DENSE, _EXPERTS, _LATENT, _AHEAD, _PARALLEL)
+)
+_DEFAULTS: dict[str, Any] = {
+    "norm-epsilon": 1e-5, "hidden-dropout": 0.1, "moe-aux-loss-coeff": 0.0, "moe-z-loss-coeff": 0.0, "kv-lora-rank": 32,
+    "qk-head-dim": 128, "qk-pos-emb-head-dim": 64, "v-head-dim": 128, "swiglu": False, "moe-shared-expert-gate": False,
+}  # fmt: skip
+# Flags by the type of their value: `bool` has none, `list` several.
+_KINDS: dict[str, type] = {flag: int for group in (*_GROUPS, _AXES) for flag, _ in group} | {
+    name: kind
+    for kind, names in {
+        int: """expert-tensor-parallel-size global-batch-size padded-vocab-size make-vocab-size-divisible-by num-query-groups
+            moe-shared-expert-intermediate-size max-position-embeddings num-layers-per-virtual-pipeline-stage
+            num-virtual-stages-per-pipeline-rank decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers
+            microbatch-group-size-per-virtual-pipeline-stage recompute-num-layers nproc-per-node nnodes world-size""",
+        float: """rotary-base norm-epsilon moe-aux-loss-coeff moe-z-loss-coeff mtp-loss-scaling-factor hidden-dropout
+            moe-expert-capacity-factor activation-offload-fraction""",
+        str: """pipeline-model-parallel-layout recompute-granularity recompute-method fp8-format fp8-recipe normalization
+            position-embedding-type moe-layer-freq moe-router-score-function moe-token-dispatcher-type tokenizer-type
+            data-parallel-sharding-strategy moe-flex-dispatcher-backend""",
+        bool: """group-query-attention swiglu disable-bias-linear add-qkv-bias qk-layernorm moe-shared-expert-gate
+            untie-embeddings-and-output-weights moe-router-pre-softmax multi-latent-attention use-distributed-optimizer
+            account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split no-overlap-p2p-communication
+            overlap-p2p-communication-warmup-flush overlap-grad-reduce overlap-param-gather
+            overlap-moe-expert-parallel-comm delay-wgrad-compute fine-grained-activation-offloading grad-reduce-in-bf16
+            moe-enable-deepep use-megatron-fsdp use-custom-fsdp recompute-activations use-rotary-position-embeddings""",
+        list: "recompute-modules offload-modules cp-comm-type",
+    }.items()
+    for name in names.split()
 }
 # Flags that change neither sizes nor time nor memory by more than their own small tensors.
 _HARMLESS = """
-    *-ckpt* *-data-path *-straggler* accumulate-allreduce-grads-in-fp32 adam-* apply-layernorm-1p async-save
-    attention-backend attention-softmax-in-fp32 auto-detect-ckpt-format beta-fast beta-slow bf16 ckpt-* clip-grad
-    cross-entropy-* data-* dataloader-type ddp-* dist-ckpt-* distributed-* enable-experimental end-weight-decay eval-*
-    exit-* high-priority-* init-method-std initial-* load load-* log-* log_dir lr lr-* manual-gc* master-addr
-    master-port master_addr master_port merge-file min-lr mock-data moe-per-layer-logging moe-permute-fusion
-    moe-router-bias-update-rate moe-router-dtype moe-router-enable-expert-bias moe-router-fusion
-    moe-router-load-balancing-type moe-router-topk-scaling-factor mscale* nccl-* no-bias-* no-check-for-nan*
-    no-create-attention-mask-in-dataloader no-load-* no-masked-softmax-fusion no-mmap-bin-files no-position-embedding
-    no-rope-fusion no-save-* node-rank node_rank num-workers override-opt_param-scheduler profile* rdzv-* rdzv_*
-    redirects rerun-* reset-* rotary-percent rotary-scaling-factor rotary-seq-len-interpolation-factor save save-*
-    seed split start-weight-decay tee tensorboard-* timing-* tokenizer-* tp-comm-overlap train-iters train-samples
-    transformer-impl use-checkpoint-* use-flash-attn use-mcore-models use-pytorch-profiler
-    use-rotary-position-embeddings use-tp-pp-dp-mapping vocab-file wandb-* weight-decay* weight-decay-incr-style
+    *-ckpt* *-data-path *-data-args-path *-straggler* *-random-seed *checkpoint* accumulate-allreduce-grads-in-fp32
+    adam-* apply-layernorm-1p async-save attention-backend attention-dropout attention-softmax-in-fp32
+    auto-detect-ckpt-format bert-* beta-* bf16 bias-* calculate-per-token-loss clip-grad cross-entropy-* data-*
+    dataloader-type ddp-* dist-* distributed-* enable-experimental end-weight-decay eod-* eval-* exit-* finetune
+    fp8-amax-* fp8-interval fp8-margin gradient-accumulation-fusion high-priority-* init-* initial-* load load-* log-*
+    lr lr-* make-vocab-size-divisible-by manual-gc* master-* max-restarts merge-file min-lr mock-data module
+    monitor-interval moe-grouped-gemm moe-per-layer-logging moe-permute-fusion moe-router-bias-update-rate
+    moe-router-dtype moe-router-enable-expert-bias moe-router-force-load-balancing moe-router-fusion
+    moe-router-load-balancing-type moe-router-topk-scaling-factor mscale* nccl-* no-bias-* no-async-* no-check-for-nan*
+    no-create-attention-mask-in-dataloader no-gradient-accumulation-fusion no-load-* no-masked-softmax-fusion
+    no-mmap-bin-files no-persist-layer-norm no-position-embedding no-rope-fusion no-save-* no-initialization node-rank
+    num-dataset-builder-threads num-workers openai-gelu optimizer override-opt* per-split-data-args-path profile* rank
+    rdzv-* redirects rerun-* reset-* rotary-percent rotary-scal* rotary-seq-len-interpolation-factor save save-* seed
+    sequence-parallel sft split spec start-weight-decay te-rng-tracker tee tensorboard-* test-mode tiktoken-* timing-*
+    tokenizer-* tp-comm-overlap* train-iters train-samples transformer-impl use-flash-attn use-mcore-models
+    use-precision-aware-optimizer use-pytorch-profiler use-rope-scaling use-tp-pp-dp-mapping vocab-file wandb-*
+    weight-decay*
 """
-_PARTS = {  # part of a block -> the module that Megatron recomputes
+_PARTS = {
     "norms": "layernorm", "attention": "core_attn", "activation": "moe_act", "mlp": "mlp", "experts": "moe",
     "shared": "shared_experts", "latent_up": "mla_up_proj",
 }  # fmt: skip
+"""Part of a block -> the module that Megatron recomputes."""
 _SWITCHES = {
-    "overlap_warmup": "overlap-p2p-communication-warmup-flush",
-    "overlap_grads": "overlap-grad-reduce",
-    "overlap_params": "overlap-param-gather",
-    "overlap_experts": "overlap-moe-expert-parallel-comm",
+    "blocking_p2p": "no-overlap-p2p-communication",
+    "overlap_warmup": "overlap-p2p-communication-warmup-flush", "overlap_grads": "overlap-grad-reduce",
+    "overlap_params": "overlap-param-gather", "overlap_experts": "overlap-moe-expert-parallel-comm",
     "delay_wgrad": "delay-wgrad-compute",
-}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"megatron: {message}")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
-    for kind, names in _FLAGS.items():
-        for name in names.split():
-            if kind is bool:
-                parser.add_argument(f"--{name}", action="store_true")
-            elif kind is list:
-                parser.add_argument(f"--{name}", nargs="+")
-            else:
-                parser.add_argument(f"--{name}", type=kind)
-    return parser
+}  # fmt: skip
+_SHARDED = {"optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 
 
 def accepts(text: str) -> bool:
     """Return whether a text looks like a launch script or the flags of Megatron-LM."""
-    return "--tensor-model-parallel-size" in text or "--pipeline-model-parallel-size" in text or "--num-layers " in text
+    return any(word in text for word in ("model-parallel-size", "--num-layers", "pretrain_gpt", "--micro-batch-size"))
 
 
-def read(text: str) -> Job:
+def read(text: str, shape: DecoderShape | None = None) -> Job:
     """Return the run that a line of flags, or a launch script, starts.
+
+    Args:
+        shape: of the model, where the flags do not describe one.
 
     Raises UsageError where it starts none, or for a bad value.
     """
-    commands = commands_of(text)
-    if not commands:
-        raise UsageError(
-            "megatron: there is no command in this text; give the flags of pretrain_gpt.py, or the script that starts it"
-        )
-    command = max(commands, key=lambda each: sum(word.startswith("--") for word in each.words))
-    known, rest = _parser().parse_known_args(_flags_only(command))
-    values = {name.replace("_", "-"): value for name, value in vars(known).items()}
-    return _job(values, (*_unknown(rest), *command.unresolved))
+    values, unknown = _values(best_command(text, "megatron"))
+    described = _shape(values, unknown)
+    return _job(values, described or shape, unknown)
 
 
-def _flags_only(command: Command) -> list[str]:
-    """Return the words from the first flag on; what was not resolved is left out with its flag."""
-    words = list(command.words)
-    start = next((at for at, word in enumerate(words) if word.startswith("--")), len(words))
-    kept: list[str] = []
-    for word in words[start:]:
-        if "$" in word and command.unresolved:
-            if kept and kept[-1].startswith("--"):
-                kept.pop()
+def _values(command: Command) -> tuple[dict[str, Any], list[str]]:
+    """Return flag -> value, and sentences on what is not known; a value that only a run would tell is None."""
+    values: dict[str, Any] = {}
+    unknown = list(command.unresolved)
+    program = next((at for at, word in enumerate(command.words) if word.endswith(".py")), 0)
+    started = set(command.words[:program])
+    for flag, given in flags_of(command.words):
+        name = flag.replace("_", "-")
+        kind = _KINDS.get(name)
+        if kind is None:
+            if f"--{flag}" not in started and not any(fnmatch(name, pattern) for pattern in _HARMLESS.split()):
+                unknown.append(f"--{flag} is not known{did_you_mean(name, _KINDS)}")
+        elif any("$" in word for word in given):
+            values[name] = None
+        elif kind is bool:
+            values[name] = True
+        elif not given:
+            raise UsageError(f"megatron: --{flag} has no value")
         else:
-            kept.append(word)
-    return kept
+            values[name] = given if kind is list else _converted(flag, kind, given[0])
+    return values, unknown
 
 
-def _unknown(rest: Sequence[str]) -> list[str]:
-    """Return a sentence for each flag that is neither used nor harmless."""
-    flags = [word.partition("=")[0].removeprefix("--") for word in rest if word.startswith("--")]
-    return [
-        f"--{flag} is not known" for flag in flags if not any(fnmatch(flag, pattern) for pattern in _HARMLESS.split())
-    ]
+def _converted(flag: str, kind: type, text: str) -> Any:
+    try:
+        value = kind(text)
+        if kind is str or -1.0 <= value < 10**9:
+            return value
+    except (ValueError, OverflowError):
+        pass
+    what = "a whole number" if kind is int else "a number"
+    raise UsageError(f"megatron: --{flag} {text:.60}: it must be {what}")
 
 
-def _job(values: Mapping[str, Any], unknown: tuple[str, ...]) -> Job:
+def _shape(values: Mapping[str, Any], unknown: list[str]) -> DecoderShape | None:
+    """Return the model, and add a sentence for each size that the flags do not give, or that we do not have."""
+    if not all(values.get(key) for key in ("num-layers", "hidden-size", "num-attention-heads")):
+        unknown.append("the model is not in the flags: they lack --num-layers, --hidden-size or --num-attention-heads")
+        return None
     get = values.get
-    shape, more = _shape(values)
-    tp, pp, cp = (int(get(f"{axis}-parallel-size", 1)) for axis in ("tensor-model", "pipeline-model", "context"))
-    devices = get("world-size")
-    if devices is None and (per_node := get("nproc-per-node")) is not None:
-        devices = per_node * get("nnodes", 1)
-    unknown = (*unknown, *more)
-    if devices is None:
-        unknown = (*unknown, "the number of devices is not in the text: one replica is assumed")
-        devices = tp * pp * cp
-    if devices % (tp * pp * cp):
-        raise UsageError(
-            f"megatron: {devices} devices are no multiple of tp x pp x cp = {tp * pp * cp}; nearest: {tp * pp * cp}"
-        )
-    dp, micro_batch = devices // (tp * pp * cp), get("micro-batch-size", 1)
-    sequences = get("global-batch-size", micro_batch * dp)
-    if sequences % (micro_batch * dp):
-        raise UsageError(
-            f"megatron: --global-batch-size {sequences} is no multiple of micro-batch size x dp = {micro_batch * dp}; "
-            f"nearest: {max(1, sequences // (micro_batch * dp)) * micro_batch * dp}"
-        )
-    ep = get("expert-model-parallel-size", 1)
-    options = [name for name, flag in _SWITCHES.items() if get(flag)]
-    stages, v = _stages(values, shape, pp)
-    if v > 1 and not get("no-overlap-p2p-communication"):
-        options.append("overlap_p2p")
-    schedule = "1f1b" if v == 1 else "interleaved-overlap" if "overlap_experts" in options else "interleaved"
-    layout = PlannedLayout(
-        dp, tp, cp, pp, ep, v, sequences // (micro_batch * dp), micro_batch, get("seq-length", 4096), _zero(values),
-        schedule=schedule,
-        capacity=max(0.0, get("moe-expert-capacity-factor", 0.0)),
-        etp=get("expert-tensor-parallel-size", tp) if ep > 1 or "expert-tensor-parallel-size" in values else 0,
-        cut="even",
-        stages=stages,
-    )  # fmt: skip
-    job = Job(shape, layout, devices, unknown=unknown, options=tuple(sorted(options)))
-    job = _recomputing(job, values)
-    group = get("microbatch-group-size-per-virtual-pipeline-stage", 0)
-    return replace(
-        job,
-        group=0 if group == pp else group,
-        offload=tuple(get("offload-modules", ())) if get("fine-grained-activation-offloading") else (),
-        offload_share=get("activation-offload-fraction", 1.0),
-        fp8=get("fp8-recipe", "delayed") if get("fp8-format") else "",
-        grads="bf16" if get("grad-reduce-in-bf16") else "fp32",
-        context="+".join(get("cp-comm-type", ())) if cp > 1 else "",
-        dispatcher="deepep" if get("moe-enable-deepep") else get("moe-token-dispatcher-type", ""),
+    sizes: dict[str, Any] = {}
+    for group, needs in zip(
+        _GROUPS, ("num-layers", "num-experts", "multi-latent-attention", "mtp-num-layers"), strict=True
+    ):
+        if get(needs):
+            given = {field: get(flag, _DEFAULTS.get(flag)) for flag, field in group}
+            sizes |= {field: value for field, value in given.items() if value is not None}
+    heads, hidden, latent = sizes["num_attention_heads"], sizes["hidden_size"], bool(get("multi-latent-attention"))
+    if get("padded-vocab-size") or "vocab_size" not in sizes:
+        sizes["vocab_size"] = get("padded-vocab-size") or _VOCABULARIES.get(get("tokenizer-type") or "", 128_256)
+        if not get("padded-vocab-size"):
+            unknown.append(f"--vocab-size is not given (the tokenizer has it): {sizes['vocab_size']:,} is assumed")
+    multiple = (get("make-vocab-size-divisible-by") or 128) * (get("tensor-model-parallel-size") or 1)
+    if not get("padded-vocab-size"):
+        sizes["vocab_size"] = -(-sizes["vocab_size"] // multiple) * multiple
+    width = int(4 * hidden * 2 / 3 / 64) * 64 if sizes.get("gated") else 4 * hidden
+    biases = not get("disable-bias-linear")
+    if sizes.get("num_experts"):
+        inner = sizes.setdefault("moe_intermediate_size", sizes.get("intermediate_size", width))
+        copies, rest = divmod(get("moe-shared-expert-intermediate-size") or 0, inner)
+        sizes |= {"num_shared_experts": 0 if rest else copies}
+        sizes |= {"shared_expert_intermediate_size": rest and copies * inner + rest}
+        sizes["shared_expert_gate"] = sizes["shared_expert_gate"] or not copies + rest
+        freq = get("moe-layer-freq")
+        sizes |= {
+            "moe_layer_freq": 1 if freq is None else _layer_freq(freq),
+            "norm_topk_prob": not get("moe-router-pre-softmax"),
+        }
+    if latent and "q_lora_rank" not in sizes:
+        sizes["q_lora_rank"] = 0
+    rotary = (
+        get("use-rotary-position-embeddings")
+        or (get("position-embedding-type") or "learned_absolute") != "learned_absolute"
     )
+    options: dict[str, Any] = {
+        "intermediate_size": width,
+        "num_key_value_heads": (get("num-query-groups") or 1) if get("group-query-attention") else heads,
+        "attention_bias": biases,
+        "mlp_bias": biases,
+        "qk_norm": bool(get("qk-layernorm")) and not latent,
+        "tie_word_embeddings": not get("untie-embeddings-and-output-weights"),
+        "n_positions": 0 if rotary else get("max-position-embeddings") or 0,
+    }
+    return DecoderShape(**(options | sizes), model_type="megatron", name="the model of the flags")
+
+
+def _layer_freq(text: str) -> int | tuple[int, ...]:
+    """Return the value of `--moe-layer-freq`: a number, or a pattern such as `([0]*3+[1]*58)`, as it says."""
+    if text.isdigit() and int(text):
+        return int(text)
+    try:
+        pattern = _pattern(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        pattern = []
+    if not pattern:
+        raise UsageError(f"megatron: --moe-layer-freq {text!r:.60} is no number, and no list of 0 and 1")
+    return tuple(pattern)
+
+
+def _pattern(node: ast.expr) -> list[int]:
+    if isinstance(node, ast.List):
+        values = [item.value for item in node.elts if isinstance(item, ast.Constant) and item.value in (0, 1)]
+        if len(values) == len(node.elts):
+            return [int(bool(value)) for value in values]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return (_pattern(node.left) + _pattern(node.right))[:MOST_LAYERS]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and isinstance(node.right, ast.Constant):
+        return _pattern(node.left) * min(int(str(node.right.value)), MOST_LAYERS)
+    raise ValueError
+
+
+def _job(values: Mapping[str, Any], shape: DecoderShape | None, unknown: list[str]) -> Job:
+    get = values.get
+    axes: dict[str, Any] = {field: get(flag) or 1 for flag, field in _AXES}
+    tp, pp, cp, ep = (axes[name] for name in ("tp", "pp", "cp", "ep"))
+    devices = get("world-size") or (get("nproc-per-node") or 0) * (get("nnodes", 1) or 0)
+    if not devices:
+        unknown.append("the number of devices is not in the text: one replica is assumed")
+        devices = math.lcm(tp * cp, (get("expert-tensor-parallel-size") or tp) * ep) * pp
+    if min(tp, pp, cp, ep) < 1 or devices % (tp * pp * cp):
+        raise UsageError(
+            f"megatron: {devices} devices are no multiple of tp x pp x cp = {tp * pp * cp} (arguments.py); "
+            f"nearest: {max(1, tp * pp * cp)} devices"
+        )
+    dp, micro = devices // (tp * pp * cp), axes["micro_batch"]
+    total = get("global-batch-size") or micro * dp
+    if micro < 1 or total % (micro * dp):
+        nearest = max(1, total // max(1, micro * dp)) * micro * dp
+        raise UsageError(
+            f"megatron: --global-batch-size {total} is no multiple of micro-batch x dp = {micro * dp} "
+            f"(num_microbatches_calculator.py); nearest: {nearest}"
+        )
+    options = [name for name, flag in _SWITCHES.items() if get(flag)]
+    stages, v = _stages(values, get("num-layers") or (shape.num_hidden_layers if shape else 0), pp)
+    offload = (get("offload-modules") or ()) if get("fine-grained-activation-offloading") else ()
+    _require_known("offload-modules", offload, OFFLOADED)
+    recompute, layers, span = _recomputing(values)
+    deepep = get("moe-enable-deepep") or get("moe-flex-dispatcher-backend") == "deepep"
+    layout = PlannedLayout(
+        dp, v=v,
+        m=total // (micro * dp),
+        zero=_zero(values),
+        recompute=recompute,
+        schedule="1f1b" if v == 1 else "interleaved-overlap" if "overlap_experts" in options else "interleaved",
+        capacity=max(0.0, get("moe-expert-capacity-factor") or 0.0),
+        etp=get("expert-tensor-parallel-size") or 0,
+        grads="bf16" if get("grad-reduce-in-bf16") else "fp32",
+        offload="+".join(offload) or "none",
+        group=get("microbatch-group-size-per-virtual-pipeline-stage") or 0,
+        stages=stages,
+        **axes,
+    )  # fmt: skip
+    return Job(
+        shape, layout, layers, span,
+        offload_share=get("activation-offload-fraction") or 1.0,
+        fp8=(get("fp8-recipe") or "delayed") if get("fp8-format") else "",
+        options=tuple(sorted(options)),
+        context="+".join(get("cp-comm-type") or ()) if cp > 1 else "",
+        dispatcher="deepep" if deepep else get("moe-token-dispatcher-type") or "",
+        unknown=tuple(unknown),
+    )  # fmt: skip
 
 
 def _zero(values: Mapping[str, Any]) -> int:
     if values.get("use-megatron-fsdp") or values.get("use-custom-fsdp"):
-        return {"optim": 1, "optim_grads": 2, "optim_grads_params": 3}.get(
-            values.get("data-parallel-sharding-strategy", ""), 0
-        )
+        return _SHARDED.get(values.get("data-parallel-sharding-strategy") or "", 0)
     return int(bool(values.get("use-distributed-optimizer")))
 
 
-def _recomputing(job: Job, values: Mapping[str, Any]) -> Job:
-    granularity, method = values.get("recompute-granularity"), values.get("recompute-method")
-    if values.get("recompute-activations"):
-        granularity = granularity or "selective"
-    count = values.get("recompute-num-layers", 1)
+def _recomputing(values: Mapping[str, Any]) -> tuple[str, int, int]:
+    """Return what is recomputed, of how many blocks of a stage, and how many blocks together."""
+    granularity = "selective" if values.get("recompute-activations") else values.get("recompute-granularity")
+    count = values.get("recompute-num-layers") or 1
     if granularity == "full":
-        job = replace(job, layout=replace(job.layout, recompute="full"))
-        return replace(job, recompute_layers=count) if method == "block" else replace(job, recompute_span=count)
-    if granularity == "selective":
-        parts = {module: part for part, module in _PARTS.items()}
-        modules = values.get("recompute-modules", ["core_attn"])
-        if wrong := [module for module in modules if module not in parts]:
-            raise UsageError(f"megatron: --recompute-modules has {wrong[0]!r:.60}; it knows {', '.join(parts)}")
-        order = [part for part in _PARTS if _PARTS[part] in modules]
-        return replace(job, layout=replace(job.layout, recompute="+".join(order)))
-    return job
+        return ("full", count, 1) if values.get("recompute-method") == "block" else ("full", 0, count)
+    if granularity != "selective":
+        return "none", 0, 1
+    modules = values.get("recompute-modules") or ["core_attn"]
+    _require_known("recompute-modules", modules, _PARTS.values())
+    return "+".join(part for part, module in _PARTS.items() if module in modules) or "none", 0, 1
 
 
-def _stages(values: Mapping[str, Any], shape: DecoderShape | None, pp: int) -> tuple[tuple[int, ...], int]:
-    """Return the layers of each stage, embedding and output layer among them, and the chunks of a rank."""
-    layers = values.get("num-layers", 0)
-    if text := values.get("pipeline-model-parallel-layout"):
-        count = _expanded(text).count("|") + 1
+def _require_known(flag: str, given: Sequence[str], known: Iterable[str]) -> None:
+    if wrong := [module for module in given if module not in known]:
+        raise UsageError(f"megatron: --{flag} {wrong[0]!r:.60} is not known{did_you_mean(wrong[0], known)}")
+
+
+def _stages(values: Mapping[str, Any], layers: int, pp: int) -> tuple[tuple[int, ...], int]:
+    """Return the layers of each stage, embedding and output layer among them (none: even), and the chunks of a rank."""
+    get, ahead = values.get, values.get("mtp-num-layers") or 0
+    if text := get("pipeline-model-parallel-layout"):
+        count = len(expand(text).removesuffix("|").split("|"))
         if count % pp:
             raise UsageError(f"megatron: the layout {text!r:.200} has {count} stages, no multiple of {pp} ranks")
-        depths = values.get("mtp-num-layers", 0)
-        counts = parse_stages(_expanded(text), layers, count, depths)
-        return tuple(counts), count // pp
-    v = values.get("num-virtual-stages-per-pipeline-rank", 1)
-    first, last = (values.get(f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
-    if per_stage := values.get("num-layers-per-virtual-pipeline-stage"):
-        v = max(1, layers // (pp * per_stage))
-    blocks = _of_ranks(layers, pp, first, last, values)
-    if any(each % v for each in blocks):
-        raise UsageError(f"megatron: {v} chunks do not divide the {blocks[0]} layers of a rank")
-    if first is None and last is None and not values.get("account-for-embedding-in-pipeline-split"):
-        even = not values.get("account-for-loss-in-pipeline-split")
-        if even:
-            return (), v
-    stages = [blocks[rank] // v for _ in range(v) for rank in range(pp)]
-    return (stages[0] + 1, *stages[1:-1], stages[-1] + 1) if len(stages) > 1 else (stages[0] + 2,), v
-
-
-def _of_ranks(layers: int, pp: int, first: int | None, last: int | None, values: Mapping[str, Any]) -> list[int]:
-    """Return rank -> its blocks."""
-    counted = layers + sum(bool(values.get(f"account-for-{end}-in-pipeline-split")) for end in ("embedding", "loss"))
-    ends = [each for each in (first, last) if each is not None]
-    between = pp - len(ends)
-    rest = counted - sum(ends)
-    if between and rest % between:
-        raise UsageError(f"megatron: the {rest} layers between do not divide by {between} ranks")
-    share = rest // between if between else 0
-    blocks = [share] * pp
-    if first is not None:
-        blocks[0] = first
-    if last is not None:
-        blocks[-1] = last
-    blocks[0] -= bool(values.get("account-for-embedding-in-pipeline-split"))
-    blocks[-1] -= bool(values.get("account-for-loss-in-pipeline-split"))
-    return blocks
-
-
-def _expanded(text: str) -> str:
-    """Return a layout with its repetitions written out: `x*n` for a letter or a group; commas mean nothing."""
-    text = text.replace(",", "").replace(" ", "")
-    for _ in range(20):
-        shorter = re.sub(r"\(([^()]*)\)(?:\*(\d{1,4}))?", lambda found: found[1] * int(found[2] or 1), text)
-        if shorter == text:
-            break
-        text = shorter
-    return re.sub(r"([EtmL|])\*(\d{1,4})", lambda found: found[1] * int(found[2]), text)
-
-
-def _layer_freq(text: str | None) -> int | tuple[int, ...]:
-    """Return `--moe-layer-freq`: a number, or a list as `([0]*3+[1]*58)`."""
-    if text is None or text.strip().isdigit():
-        return int(text or 1)
-    try:
-        return tuple(_list(ast.parse(text.strip(), mode="eval").body))
-    except (SyntaxError, ValueError):
+        try:
+            return tuple(parse_stages(text, layers, count, ahead)), count // pp
+        except UsageError as error:
+            raise UsageError(
+                f"megatron: the layout {text!r:.200}: {error} (pipeline_parallel_layer_layout.py)"
+            ) from None
+    ends = [get(f"decoder-{end}-pipeline-num-layers") for end in ("first", "last")]
+    extra = [int(bool(get(f"account-for-{what}-in-pipeline-split"))) for what in ("embedding", "loss")]
+    middle, rest = pp - sum(end is not None for end in ends), layers - sum(end or 0 for end in ends) + sum(extra)
+    if rest % max(1, middle) or rest < 0 or (not middle and rest):
         raise UsageError(
-            f"megatron: --moe-layer-freq {text!r:.100} is neither a number nor a list such as ([0]*3+[1]*58)"
-        ) from None
-
-
-def _list(node: ast.expr) -> list[int]:
-    if isinstance(node, ast.List):
-        return [int(each.value == 1) for each in node.elts if isinstance(each, ast.Constant)]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _list(node.left) + _list(node.right)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and isinstance(node.right, ast.Constant):
-        count = node.right.value
-        return _list(node.left) * (min(count, MOST_LAYERS) if isinstance(count, int) else 1)
-    raise ValueError
-
-
-def _shape(values: Mapping[str, Any]) -> tuple[DecoderShape | None, list[str]]:
-    """Return the model, and a sentence for each size that the flags do not give, or that we do not have."""
-    get, unknown = values.get, list[str]()
-    layers, hidden, heads = (int(get(key, 0)) for key in ("num-layers", "hidden-size", "num-attention-heads"))
-    if not (layers and hidden and heads):
-        return None, [
-            "the flags do not describe the model: --num-layers, --hidden-size and --num-attention-heads are needed"
-        ]
-    vocabulary = get("padded-vocab-size") or get("vocab-size")
-    assumed = ("vocab_size",) if vocabulary is None else ()
-    if vocabulary is None:
-        vocabulary = 128_256
-        unknown.append("--vocab-size is not given (the tokenizer has it): 128,256 is assumed")
-    gated, biases, latent = bool(get("swiglu")), not get("disable-bias-linear"), bool(get("multi-latent-attention"))
-    if get("normalization", "LayerNorm") != "RMSNorm":
-        unknown.append("LayerNorm is priced as RMSNorm, without its bias")
-    width = get("ffn-hidden-size") or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden)
-    experts = get("num-experts", 0)
-    shape = DecoderShape(
-        layers, hidden, heads,
-        get("num-query-groups", 1) if get("group-query-attention") else heads,
-        width, vocabulary,
-        head_dim=get("kv-channels"),
-        attention_bias=biases,
-        qkv_bias=bool(get("add-qkv-bias")) or biases,
-        qk_norm=bool(get("qk-layernorm")) and not latent,
-        tie_word_embeddings=not get("untie-embeddings-and-output-weights"),
-        rope_theta=get("rotary-base", 10000.0),
-        rms_norm_eps=get("norm-epsilon", 1e-5),
-        num_experts=experts,
-        num_experts_per_tok=get("moe-router-topk", 2),
-        moe_layer_freq=_layer_freq(get("moe-layer-freq")) if experts else 1,
-        norm_topk_prob=not get("moe-router-pre-softmax"),
-        moe_intermediate_size=get("moe-ffn-hidden-size", 0) if experts else 0,
-        router=get("moe-router-score-function", "softmax") if experts else "softmax",
-        aux_loss_coef=get("moe-aux-loss-coeff", 0.0),
-        z_loss_coef=get("moe-z-loss-coeff", 0.0),
-        num_nextn_predict_layers=get("mtp-num-layers", 0),
-        mtp_loss_coef=get("mtp-loss-scaling-factor", 0.1),
-        gated=gated,
-        mlp_bias=biases,
-        n_positions=0 if get("position-embedding-type") in ("rope", "yarn", "none") else get("max-position-embeddings", 0),
-        shared_expert_intermediate_size=get("moe-shared-expert-intermediate-size", 0),
-        shared_expert_gate=bool(get("moe-shared-expert-gate")),
-        q_lora_rank=get("q-lora-rank", 0) if latent else 0,
-        kv_lora_rank=get("kv-lora-rank", 32) if latent else 0,
-        qk_nope_head_dim=get("qk-head-dim", 128) if latent else 0,
-        qk_rope_head_dim=get("qk-pos-emb-head-dim", 64) if latent else 0,
-        v_head_dim=get("v-head-dim", 128) if latent else 0,
-        n_group=get("moe-router-num-groups", 1),
-        topk_group=get("moe-router-group-topk", 1),
-        model_type="megatron",
-        name="the model of the flags",
-        assumed=assumed,
-    )  # fmt: skip
-    return shape, unknown
+            f"megatron: {rest} layers are no multiple of the {middle} pipeline ranks that divide them (transformer_config.py)"
+        )
+    ranks = [rest // max(1, middle)] * pp
+    ranks[0], ranks[-1] = (ranks[at] if end is None else end for at, end in zip((0, -1), ends, strict=True))
+    v = get("num-virtual-stages-per-pipeline-rank") or 1
+    if per_stage := get("num-layers-per-virtual-pipeline-stage"):
+        v = max(1, ranks[0] // per_stage) if ranks[0] % per_stage == 0 else 0
+    if v < 1 or any(count % v for count in ranks):
+        raise UsageError(f"megatron: the chunks do not divide the {ranks[0]} layers of a rank (arguments.py)")
+    sizes = [ranks[at % pp] // v for at in range(pp * v)]
+    sizes[0] += 1 - extra[0]
+    sizes[-1] += 1 - extra[1] + ahead
+    return (() if pp == 1 or not layers else tuple(sizes)), v
 
 
 def write(job: Job) -> str:
-    """Return the flags that start this run, one to a line. Raises UsageError for what Megatron-LM refuses (`refusals`)."""
-    if reasons := refusals(job):
-        raise UsageError(f"megatron: {'; '.join(reasons)}")
-    layout = job.layout
-    flags: dict[str, object] = {} if job.shape is None else _model_flags(job.shape)
-    flags |= {
-        "tensor-model-parallel-size": layout.tp,
-        "pipeline-model-parallel-size": layout.pp,
-        "context-parallel-size": layout.cp,
-        "expert-model-parallel-size": layout.ep,
-        "micro-batch-size": layout.micro_batch,
-        "global-batch-size": layout.sequences,
-        "seq-length": layout.seq,
-        "sequence-parallel": layout.tp > 1,
-        "bf16": True,
-    }
-    if layout.etp and (layout.ep > 1 or (job.shape is not None and job.shape.num_experts)):
+    """Return the command that starts this run, one flag to a line."""
+    layout, shape = job.layout, job.shape
+    flags: dict[str, object] = {} if shape is None else _model_flags(shape, layout.seq)
+    flags |= {flag: getattr(layout, field) for flag, field in _AXES}
+    flags |= {"global-batch-size": layout.sequences, "sequence-parallel": layout.tp > 1, "bf16": True}
+    if layout.etp:
         flags["expert-tensor-parallel-size"] = layout.etp
-    flags |= {
-        1: {"use-distributed-optimizer": True},
-        **{
-            level: {"use-megatron-fsdp": True, "data-parallel-sharding-strategy": name}
-            for level, name in ((2, "optim_grads"), (3, "optim_grads_params"))
-        },
-    }.get(layout.zero, {})
-    if layout.stages:
-        ahead = 0 if job.shape is None else job.shape.num_nextn_predict_layers
-        flags["pipeline-model-parallel-layout"] = f'"{layout_string(layout.stages, ahead)}"'
+    if layout.zero == 1:
+        flags["use-distributed-optimizer"] = True
+    elif layout.zero:
+        strategy = {level: name for name, level in _SHARDED.items()}[layout.zero]
+        flags |= {"use-megatron-fsdp": True, "data-parallel-sharding-strategy": strategy}
+    ahead = 0 if shape is None else shape.num_nextn_predict_layers
+    blocks = sum(layout.stages) - 2 - ahead
+    even = (
+        layout.stages
+        and blocks % len(layout.stages) == 0
+        and layout.stages == even_stages(blocks, len(layout.stages), ahead)
+    )
+    if layout.stages and not even:
+        flags["pipeline-model-parallel-layout"] = f"'{layout_string(layout.stages, ahead)}'"
     elif layout.v > 1:
         flags["num-virtual-stages-per-pipeline-rank"] = layout.v
-    if job.group:
-        flags["microbatch-group-size-per-virtual-pipeline-stage"] = job.group
-    flags |= _recompute_flags(job)
-    if job.offload:
-        flags |= {"fine-grained-activation-offloading": True, "offload-modules": " ".join(job.offload)}
-    if job.fp8:
-        flags |= {"fp8-format": "hybrid", "fp8-recipe": job.fp8}
-    flags["grad-reduce-in-bf16"] = job.grads == "bf16"
-    if job.context:
-        flags["cp-comm-type"] = job.context.replace("+", " ")
+    flags |= {"microbatch-group-size-per-virtual-pipeline-stage": layout.group or False} | _recompute_flags(job)
+    if layout.offload != "none":
+        flags |= {"fine-grained-activation-offloading": True, "offload-modules": layout.offload.replace("+", " ")}
+        flags |= {"activation-offload-fraction": job.offload_share if job.offload_share < 1 else False}
+    flags |= {"fp8-format": "hybrid", "fp8-recipe": job.fp8} if job.fp8 else {}
+    flags |= {"grad-reduce-in-bf16": layout.grads == "bf16", "cp-comm-type": job.context.replace("+", " ") or False}
     flags |= {flag: name in job.options for name, flag in _SWITCHES.items()}
-    flags["no-overlap-p2p-communication"] = layout.v > 1 and "overlap_p2p" not in job.options
-    if job.dispatcher or "overlap_experts" in job.options:
-        flags |= {"moe-token-dispatcher-type": {"deepep": "flex", "": "alltoall"}.get(job.dispatcher, job.dispatcher)}
+    if job.dispatcher:
+        flags["moe-token-dispatcher-type"] = "flex" if job.dispatcher == "deepep" else job.dispatcher
         flags["moe-enable-deepep"] = job.dispatcher == "deepep"
-    if layout.capacity:
-        flags["moe-expert-capacity-factor"] = layout.capacity
-    words = [
+    flags["moe-expert-capacity-factor"] = layout.capacity or False
+    per_node = math.gcd(layout.world, 8)
+    start = f"torchrun --nnodes {layout.world // per_node} --nproc-per-node {per_node} pretrain_gpt.py"
+    words = (
         f"--{flag}" if value is True else f"--{flag} {value}" for flag, value in flags.items() if value is not False
-    ]
-    return " \\\n".join(words) + "\n"
+    )
+    return " \\\n".join((start, *words)) + "\n"
 
 
-def _model_flags(shape: DecoderShape) -> dict[str, object]:
-    """Return the flags of a model."""
-    flags: dict[str, object] = {
-        "num-layers": shape.num_hidden_layers,
-        "hidden-size": shape.hidden_size,
-        "ffn-hidden-size": shape.intermediate_size,
-        "num-attention-heads": shape.num_attention_heads,
-        "group-query-attention": shape.num_key_value_heads != shape.num_attention_heads,
-        "num-query-groups": shape.num_key_value_heads != shape.num_attention_heads and shape.num_key_value_heads,
-        "kv-channels": shape.head_dim or False,
-        "vocab-size": shape.vocab_size,
+def _model_flags(shape: DecoderShape, seq: int) -> dict[str, object]:
+    """Return the flags of a model; sizes of 0 are those that it does not have."""
+    flags: dict[str, object] = {}
+    for group in _GROUPS:
+        if getattr(shape, group[0][1]):
+            values = {flag: getattr(shape, field) for flag, field in group}
+            flags |= {flag: value for flag, value in values.items() if value or isinstance(value, float)}
+    grouped = shape.num_key_value_heads != shape.num_attention_heads
+    flags |= {
         "make-vocab-size-divisible-by": 1,
-        "swiglu": shape.gated,
+        "group-query-attention": grouped,
+        "num-query-groups": grouped and shape.num_key_value_heads,
         "disable-bias-linear": not shape.attention_bias,
-        "add-qkv-bias": shape.qkv_bias and not shape.attention_bias,
         "qk-layernorm": shape.qk_norm or bool(shape.kv_lora_rank),
+        "multi-latent-attention": bool(shape.kv_lora_rank),
         "untie-embeddings-and-output-weights": not shape.tie_word_embeddings,
-        "normalization": "RMSNorm",
-        "norm-epsilon": shape.rms_norm_eps,
+        "normalization": "RMSNorm" if shape.gated else "LayerNorm",
         "position-embedding-type": "learned_absolute" if shape.n_positions else "rope",
-        "max-position-embeddings": shape.n_positions or False,
-        "rotary-base": not shape.n_positions and shape.rope_theta,
+        "max-position-embeddings": shape.n_positions or seq,
+        "attention-dropout": 0.0,
     }
     if shape.num_experts:
         freq = shape.moe_layer_freq
         flags |= {
-            "num-experts": shape.num_experts,
-            "moe-router-topk": shape.num_experts_per_tok,
             "moe-layer-freq": freq if isinstance(freq, int) else f"'{list(freq)}'".replace(" ", ""),
             "moe-ffn-hidden-size": shape.expert_width,
             "moe-shared-expert-intermediate-size": shape.shared_width or False,
-            "moe-shared-expert-gate": bool(shape.shared_width) and shape.shared_expert_gate,
+            "moe-shared-expert-gate": shape.shared_expert_gate and bool(shape.shared_width),
             "moe-router-pre-softmax": not shape.norm_topk_prob,
-            "moe-router-score-function": shape.router,
-            "moe-aux-loss-coeff": shape.aux_loss_coef,
-            "moe-z-loss-coeff": shape.z_loss_coef,
-            "moe-router-num-groups": shape.n_group > 1 and shape.n_group,
-            "moe-router-group-topk": shape.n_group > 1 and shape.topk_group,
             "moe-grouped-gemm": True,
         }
-    if shape.kv_lora_rank:
-        flags |= {
-            "multi-latent-attention": True,
-            "q-lora-rank": shape.q_lora_rank or False,
-            "kv-lora-rank": shape.kv_lora_rank,
-            "qk-head-dim": shape.qk_nope_head_dim,
-            "qk-pos-emb-head-dim": shape.qk_rope_head_dim,
-            "v-head-dim": shape.v_head_dim,
-        }
-    if shape.num_nextn_predict_layers:
-        flags |= {"mtp-num-layers": shape.num_nextn_predict_layers, "mtp-loss-scaling-factor": shape.mtp_loss_coef}
+        if shape.n_group == 1:
+            del flags["moe-router-num-groups"], flags["moe-router-group-topk"]
     return flags
 
 
@@ -461,78 +428,82 @@ def _recompute_flags(job: Job) -> dict[str, object]:
     if recompute == "none":
         return {}
     if recompute == "full":
-        method = "block" if job.recompute_layers else "uniform"
-        count = job.recompute_layers or job.recompute_span
+        method, count = ("block", job.recompute_layers) if job.recompute_layers else ("uniform", job.recompute_span)
         return {"recompute-granularity": "full", "recompute-method": method, "recompute-num-layers": count}
     modules = " ".join(_PARTS[part] for part in recompute.split("+"))
     return {"recompute-granularity": "selective", "recompute-modules": modules}
 
 
-def losses(job: Job) -> list[str]:
-    """Return a sentence for each part of the run that Megatron-LM's words cannot hold."""
-    layout, lost = job.layout, []
-    if layout.slices > 1:
-        lost.append(f"slices={layout.slices}: Megatron-LM does not cut sequences into slices of a schedule")
-    if layout.vocabulary != "last":
-        lost.append("vocabulary=pp: Megatron-LM has the output layer on the last stage")
-    if job.shape is not None and job.shape.dropout:
-        lost.append("dropout of the residual stream is written as neither of its two rates")
-    return lost
-
-
-_ATTENTION = {"p2p", "all_gather", "a2a", "a2a+p2p"}
-
-
 def refusals(job: Job) -> list[str]:
     """Return a sentence for each thing that Megatron-LM refuses, with the file that does."""
-    layout, shape, reasons = job.layout, job.shape, []
-    if layout.schedule not in ("1f1b", "interleaved", "interleaved-overlap"):
-        reasons.append(f"it has no schedule {layout.schedule!r} (pipeline_parallel/schedules.py); nearest: interleaved")
-    if layout.v > 1:
-        if layout.pp == 1:
-            reasons.append(f"v={layout.v} needs more than one pipeline rank (parallel_state.py); nearest: v=1")
-        group = job.group or layout.pp
-        if not layout.pp <= group <= max(layout.m, layout.pp):
-            reasons.append(
-                f"a group of {group} is outside [{layout.pp}, {layout.m}] (schedules.py); nearest: {layout.pp}"
-            )
-        elif 0 < layout.m % group < layout.pp:
-            nearest = max(group, layout.m - layout.m % group)
-            reasons.append(
-                f"m={layout.m} leaves {layout.m % group} micro-batches over groups of {group}, fewer than the {layout.pp} ranks "
-                f"(schedules.py); nearest: m={nearest}"
-            )
-    if shape is not None:
-        if shape.num_attention_heads % layout.tp:
-            reasons.append(
-                f"tp={layout.tp} does not divide the {shape.num_attention_heads} heads (transformer_config.py)"
-            )
-        if layout.ep > 1 and not shape.num_experts:
-            reasons.append(f"ep={layout.ep} needs experts (transformer_config.py); nearest: ep=1")
-        elif layout.ep > 1 and shape.num_experts % layout.ep:
-            reasons.append(f"ep={layout.ep} does not divide the {shape.num_experts} experts (transformer_config.py)")
-        if not layout.stages and shape.num_hidden_layers % (layout.pp * layout.v):
-            reasons.append(
-                f"{layout.pp * layout.v} stages do not divide the {shape.num_hidden_layers} blocks evenly; give the layers of each"
-            )
-    experts = (layout.etp or layout.tp) * layout.ep * layout.pp
-    if layout.world % experts:
-        reasons.append(
-            f"etp x ep x pp = {experts} does not divide the {layout.world} devices (parallel_state.py); nearest: etp=1"
-        )
-    if job.options and "overlap_experts" in job.options:
-        if layout.recompute == "full":
-            reasons.append("the overlap of experts' exchange does not recompute whole blocks (transformer_config.py)")
-        if layout.pp > 1 and layout.v == 1:
-            reasons.append(
-                "the overlap of experts' exchange over pipeline ranks needs chunks (transformer_config.py); nearest: v=2"
-            )
-        if job.dispatcher == "allgather":
-            reasons.append(
-                "the overlap of experts' exchange needs the dispatcher alltoall or flex (transformer_config.py)"
-            )
-    elif "delay_wgrad" in job.options:
-        reasons.append("delay_wgrad needs the overlap of experts' exchange (transformer_config.py)")
-    if "attn_proj" in job.offload and "core_attn" not in job.offload:
-        reasons.append("offloading attn_proj needs core_attn too (transformer_config.py)")
-    return reasons
+    rows = [*_refused_schedules(job), *_refused_overlaps(job), *_refused_models(job)]
+    return [f"{words} ({check}); nearest: {near}" for holds, words, check, near in rows if holds]
+
+
+_Row = tuple[bool, str, str, str]
+_FAMILIES = ("1f1b", "interleaved", "interleaved-overlap")
+_SCHEDULES, _CONFIG, _ARGUMENTS = "pipeline_parallel/schedules.py", "transformer_config.py", "arguments.py"
+
+
+def _refused_schedules(job: Job) -> list[_Row]:
+    layout = job.layout
+    p, m, group = layout.pp, layout.m, layout.group or layout.pp
+    looped, rest = layout.v > 1, m % group
+    family = layout.schedule if p > 1 else "1f1b"
+    experts = (layout.etp or layout.tp) * layout.ep * p
+    return [
+        (family not in _FAMILIES, f"there is no schedule {family!r:.60}", _SCHEDULES, "interleaved"),
+        (family == "1f1b" and looped, f"1f1b has one chunk, not {layout.v}", _SCHEDULES, "schedule=interleaved"),
+        (family.startswith("interleaved") and not looped and p > 1, f"{family} needs chunks", _SCHEDULES, "v=2"),
+        (looped and p == 1, f"v={layout.v} needs more than one pipeline rank", "parallel_state.py", "v=1"),
+        (looped and p == 2 and "blocking_p2p" in job.options, "chunks on two ranks need overlapped messages", _ARGUMENTS, "pp=4"),
+        (looped and not p <= group <= max(m, p), f"a group of {group} is outside {p} to {m}", _SCHEDULES, f"group={p}"),
+        (looped and m < p, f"m={m} is less than the {p} ranks", _SCHEDULES, f"m={p}"),
+        (looped and m >= p and 0 < rest < p, f"m={m} leaves {rest} micro-batches over groups of {group}, fewer than the ranks",
+         _SCHEDULES, f"m={max(group, m - rest)}"),
+        (layout.world % experts > 0, f"etp x ep x pp = {experts} does not divide {layout.world} devices", "parallel_state.py",
+         "etp=1"),
+    ]  # fmt: skip
+
+
+def _refused_overlaps(job: Job) -> list[_Row]:
+    layout, options = job.layout, job.options
+    experts, params = "overlap_experts" in options, "overlap_params" in options
+    what = "the overlap of experts' exchange"
+    return [
+        (experts and layout.recompute == "full", f"{what} does not recompute whole blocks", _CONFIG, "recompute=none"),
+        (experts and layout.pp > 1 and layout.v == 1, f"{what} over pipeline ranks needs chunks", _CONFIG, "v=2"),
+        (experts and layout.ep == 1, f"{what} needs experts on several ranks", _CONFIG, "ep=2"),
+        (experts and job.dispatcher in ("", "allgather"), f"{what} needs another dispatcher", _CONFIG, "alltoall"),
+        (layout.schedule == "interleaved-overlap" and not experts, f"a schedule of pairs is {what}", _SCHEDULES, "interleaved"),
+        (experts and layout.schedule == "interleaved", f"{what} pairs its chunks", _SCHEDULES, "interleaved-overlap"),
+        ("delay_wgrad" in options and not experts, f"delay_wgrad needs {what}", _CONFIG, "overlap_experts"),
+        (params and "overlap_grads" not in options, "the overlap of parameters needs that of sums", _ARGUMENTS, "overlap_grads"),
+        (params and not layout.zero, "the overlap of parameters needs the distributed optimizer", _ARGUMENTS, "zero=1"),
+        (layout.offload.split("+").count("attn_proj") > layout.offload.split("+").count("core_attn"),
+         "attn_proj goes to the host with core_attn alone", _CONFIG, "offload=attn_proj+core_attn"),
+        (job.fp8 == "delayed" and not {"norms", "activation"}.isdisjoint(layout.recompute.split("+")),
+         "delayed scaling does not recompute norms or activations", _CONFIG, "recompute=attention"),
+    ]  # fmt: skip
+
+
+def _refused_models(job: Job) -> list[_Row]:
+    layout, shape = job.layout, job.shape
+    if shape is None:
+        return []
+    heads, groups, parts = shape.num_attention_heads, shape.num_key_value_heads, layout.recompute.split("+")
+    foreign = shape.counted is not None or any(shape.reach) or shape.router not in ("softmax", "sigmoid")
+    uneven = layout.pp > 1 and not layout.stages and shape.num_hidden_layers % (layout.pp * layout.v) > 0
+    return [
+        (heads % layout.tp > 0, f"tp={layout.tp} does not divide the {heads} heads", _CONFIG, f"tp={math.gcd(heads, layout.tp)}"),
+        (groups % layout.tp > 0 and layout.tp % groups > 0, f"tp={layout.tp} and the {groups} key and value heads", _CONFIG,
+         f"tp={math.gcd(groups, layout.tp)}"),
+        (layout.ep > 1 and not shape.num_experts, f"ep={layout.ep} needs experts", _CONFIG, "ep=1"),
+        (shape.num_experts % layout.ep > 0, f"ep={layout.ep} does not divide the {shape.num_experts} experts", _CONFIG,
+         f"ep={math.gcd(shape.num_experts, layout.ep)}"),
+        (uneven, f"{layout.pp * layout.v} stages, {shape.num_hidden_layers} blocks", _ARGUMENTS, "explicit stages"),
+        ("latent_up" in parts and not shape.kv_lora_rank, "latent_up needs latent attention", _CONFIG, "recompute=attention"),
+        (foreign, "the model has parts that its flags do not describe", _CONFIG, "a preset"),
+        (layout.seq % (2 * layout.cp) > 0 and layout.cp > 1, f"{layout.seq} tokens, cp={layout.cp}", _ARGUMENTS, "cp=1"),
+        (layout.seq % layout.tp > 0 and layout.tp > 1, f"{layout.seq} tokens, tp={layout.tp}", _ARGUMENTS, "tp=1"),
+    ]  # fmt: skip

@@ -1,246 +1,150 @@
 """torchtitan: its command line and its older TOML as a `Job`, a `Job` as its command line, and what it refuses.
 
-Names and defaults are those of torchtitan 0.3.0's `config/configs.py`; before February 2026 it read the same keys from TOML.
+Names and defaults are those of torchtitan 0.3.0's configuration classes; before February 2026 it read the same keys from TOML.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean
-from pipeloom.interop.shell import commands_of
-from pipeloom.interop.stages import names_of_stages, stages_of_names
+from pipeloom.interop.shell import best_command, flags_of
+from pipeloom.interop.torch_runtime import job_of, known_model, names_of_stages, schedule_words, without_predictions
+from pipeloom.interop.torch_runtime import refusals as torch_refusals
 from pipeloom.plan.job import Job
-from pipeloom.plan.layout import PlannedLayout
+from pipeloom.shapes.decoder import DecoderShape
 
-SCHEDULES = {
-    "1f1b": "1F1B",
-    "gpipe": "GPipe",
-    "looped-bfs": "LoopedBFS",
-    "interleaved": "Interleaved1F1B",
-    "interleaved-zb": "InterleavedZeroBubble",
-    "zbv": "ZBVZeroBubble",
-    "dualpipev": "DualPipeV",
-}
-_SINGLE = ("1f1b", "gpipe")
-_BACK_AND_FORTH = ("zbv", "dualpipev")
-# Keys that say what a run costs; those of sections that are not named here are harmless.
-_DEFAULTS: dict[str, Any] = {
-    "training.local_batch_size": 8,
-    "training.global_batch_size": -1,
-    "training.seq_len": 2048,
-    "training.dtype": "float32",
-    "training.mixed_precision_param": "bfloat16",
-    "training.mixed_precision_reduce": "float32",
-    "training.enable_cpu_offload": False,
-    "parallelism.data_parallel_replicate_degree": 1,
-    "parallelism.data_parallel_shard_degree": -1,
-    "parallelism.fsdp_reshard_after_forward": "default",
-    "parallelism.tensor_parallel_degree": 1,
-    "parallelism.enable_sequence_parallel": True,
-    "parallelism.pipeline_parallel_degree": 1,
-    "parallelism.module_fqns_per_model_part": None,
-    "parallelism.pipeline_parallel_first_stage_less_layers": 1,
-    "parallelism.pipeline_parallel_last_stage_less_layers": 1,
-    "parallelism.pipeline_parallel_layers_per_stage": None,
-    "parallelism.pipeline_parallel_schedule": "1F1B",
-    "parallelism.pipeline_parallel_schedule_csv": "",
-    "parallelism.pipeline_parallel_microbatch_size": 1,
-    "parallelism.context_parallel_degree": 1,
-    "parallelism.expert_parallel_degree": 1,
-    "parallelism.expert_tensor_parallel_degree": 1,
-    "activation_checkpoint.mode": "none",
-}
-_SECTIONS = ("training", "parallelism", "activation_checkpoint")
+_SUBCOMMAND = "activation-checkpoint:"
+_MODELS = {
+    "llama3-8b": ("llama3", "llama3_8b"), "llama3-70b": ("llama3", "llama3_70b"), "llama3-405b": ("llama3", "llama3_405b"),
+    "qwen3-30b-a3b": ("qwen3", "qwen3_30b_a3b"), "deepseek-v3": ("deepseek_v3", "deepseek_v3_671b"),
+}  # fmt: skip
+# Our word, the key that it has in any section, and its default.
+_WORDS = """
+    seq seq_len 2048 local local_batch_size 8 total global_batch_size -1 tp tensor_parallel_degree 1 cp context_parallel_degree 1
+    pp pipeline_parallel_degree 1 ep expert_parallel_degree 1 etp expert_tensor_parallel_degree 1
+    replicas data_parallel_replicate_degree 1 shards data_parallel_shard_degree -1 reshard fsdp_reshard_after_forward default
+    micro pipeline_parallel_microbatch_size 1 name pipeline_parallel_schedule 1F1B csv pipeline_parallel_schedule_csv -
+    parts module_fqns_per_model_part - per_stage pipeline_parallel_layers_per_stage 0
+    first pipeline_parallel_first_stage_less_layers 1 last pipeline_parallel_last_stage_less_layers 1
+    mode mode none host enable_cpu_offload False sequence enable_sequence_parallel True batch batch_size 0
+    model name - flavor flavor -
+"""
+_SECTIONS = ("training", "parallelism", "activation_checkpoint", "model", "experimental")
 _HARMLESS = """
     max_norm steps gc_freq gc_debug disable_cuda_graphs enable_fsdp_symm_mem spmd_backend context_parallel_load_balancer
     context_parallel_ptrr_mask_key context_parallel_rotate_method disable_loss_parallel preserve_rng_state
-    determinism_check debug early_stop deterministic seed
+    determinism_check debug early_stop deterministic seed dataset dataset_path compile selective_ac_option
+    per_op_sac_force_recompute_mm_shapes_by_fqns tokenizer_path hf_assets_path converters print_after_conversion
+    disable_color_printing enable_async_tensor_parallel norm_type
 """
 
 
-def read(text: str, blocks: int | None = None, devices: int | None = None) -> Job:
+def accepts(text: str) -> bool:
+    """Return whether a text looks like a command line or an older TOML of torchtitan."""
+    return "--parallelism." in text or "torchtitan" in text or "[parallelism]" in text or "--training." in text
+
+
+def read(text: str, shape: DecoderShape | None = None) -> Job:
     """Return the run of a command line, of a script with it, or of a TOML of before February 2026.
 
     Args:
-        blocks: of the model, where the text leaves the division of layers to torchtitan.
-        devices: of the run; default: those that the text says.
+        shape: of the model, where the text does not name one that is known.
 
     Raises UsageError for a text that is neither, or for a bad value.
     """
-    is_toml = any(line.strip() in [f"[{section}]" for section in _SECTIONS] for line in text.splitlines())
-    values, unknown = _from_toml(text) if is_toml else _from_words(text)
-    return _job({**_DEFAULTS, **values}, unknown, blocks, devices or values.get("devices"))
+    flat = iter(_WORDS.split())
+    keys = {key: (word, _value(default, "")) for word, key, default in zip(flat, flat, flat, strict=True)}
+    words: dict[str, Any] = {word: "" if default == "-" else default for word, default in keys.values()}
+    words |= {"devices": 0, "rounds": "", "module": "", "config": ""}
+    unknown = list[str]()
+    if any(line.strip() in ("[training]", "[parallelism]", "[model]") for line in text.splitlines()):
+        unknown.append("this is a TOML of before February 2026: torchtitan reads --module, --config and flags now")
+        pairs = _of_toml(text)
+    else:
+        command = best_command(text, "torchtitan")
+        unknown += command.unresolved
+        pairs = list(_of_words(command.words))
+    for key, value in pairs:
+        _take(key, value, words, keys, unknown)
+    shape = known_model(f"{words['model']}-{words['flavor']}", words["config"]) or shape
+    if shape is None:
+        unknown.append(
+            f"the sizes of the model {words['config'] or words['flavor']} are in torchtitan's code: give the model"
+        )
+    words |= {"recompute": "full" if words["mode"] == "full" else "none", "shards": max(0, words["shards"])}
+    words["local"] = words["batch"] or words["local"]
+    if words["mode"] not in ("full", "none"):
+        unknown.append(
+            f"activation checkpointing {words['mode']!r:.40} keeps the outputs of chosen operations: read as none"
+        )
+    unknown += ["parameters on the host (enable_cpu_offload) are not read"] * bool(words["host"])
+    return job_of("torchtitan", words, shape, unknown)
 
 
-def _from_toml(text: str) -> tuple[dict[str, Any], list[str]]:
+def _of_toml(text: str) -> list[tuple[str, Any]]:
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"torchtitan: no TOML: {error}") from None
-    values: dict[str, Any] = {}
-    unknown = ["a TOML of before February 2026: torchtitan reads a module and flags now"]
-    for section in _SECTIONS:
-        for key, value in tables.get(section, {}).items():
-            _take(f"{section}.{key}", value, values, unknown)
-    return values, unknown
+        raise UsageError(f"torchtitan: this is no TOML: {error}") from None
+    sections = [name for name, table in tables.items() if isinstance(table, dict)]
+    return [(f"{section}.{key}", value) for section in sections for key, value in tables[section].items()]
 
 
-def _from_words(text: str) -> tuple[dict[str, Any], list[str]]:
-    commands = commands_of(text)
-    if not commands:
-        raise UsageError("torchtitan: there is no command in this text; give the line that starts torchtitan.train")
-    command = max(commands, key=lambda each: sum(word.startswith("--") for word in each.words))
-    values: dict[str, Any] = {}
-    unknown, words, devices = list(command.unresolved), list(command.words), 1
-    while words:
-        word = words.pop(0)
-        if word.startswith("activation-checkpoint:"):
-            _take("activation_checkpoint.mode", word.partition(":")[2].replace("-", "_"), values, unknown)
-        if not word.startswith("--"):
-            continue
-        flag, equals, value = word.removeprefix("--").partition("=")
-        given = [value] if equals else []
-        while not equals and words and not words[0].startswith(("--", "activation-checkpoint:")):
-            given.append(words.pop(0))
+def _of_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of a command line; nodes times their processes are the key `devices`."""
+    devices = 1
+    yield from (
+        ("activation_checkpoint.mode", word.partition(":")[2]) for word in words if word.startswith(_SUBCOMMAND)
+    )
+    for flag, given in flags_of(words, (_SUBCOMMAND,)):
         key = flag.replace("-", "_")
+        if any("$" in word for word in given):
+            continue
         if key in ("nproc_per_node", "nnodes") and given and given[0].isdigit():
             devices *= int(given[0])
-            values["devices"] = devices
-        elif key.partition(".")[0] in _SECTIONS:
-            _take(key, _value(key, given), values, unknown)
-    return values, unknown
+            yield "devices", devices
+        elif key.endswith("module_fqns_per_model_part"):
+            yield key, [part.split(",") for part in given]
+        else:
+            yield key, _value(given[0] if given else "True", key)
 
 
-def _value(key: str, given: Sequence[str]) -> Any:
-    if key == "parallelism.module_fqns_per_model_part":
-        return [part.split(",") for part in given]
-    if not given:
-        return True
-    text = given[0]
-    if isinstance(_DEFAULTS.get(key), bool):
+def _value(text: str, key: str) -> Any:
+    if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    return int(text) if text.lstrip("-").isdigit() else text
+    return int(text) if re.fullmatch(r"-?\d{1,9}", text) else text
 
 
-def _take(key: str, value: Any, values: dict[str, Any], unknown: list[str]) -> None:
-    """Take over a key's value; an unknown one is named."""
-    section, _, name = key.partition(".")
-    positive = f"{section}.{name.removeprefix('no_')}"
-    if key not in _DEFAULTS and isinstance(_DEFAULTS.get(positive), bool):
-        key, value = positive, False
-    default = _DEFAULTS.get(key)
-    if key not in _DEFAULTS:
-        if name not in _HARMLESS.split():
-            near = did_you_mean(name, [each.partition(".")[2] for each in _DEFAULTS])
-            unknown.append(f"{key} is not known{near}")
-    elif type(default) is int and type(value) is not int:
-        raise UsageError(f"torchtitan: {key} = {value!r:.60}: it must be a whole number")
+def _take(key: str, value: Any, words: dict[str, Any], keys: Mapping[str, tuple[str, Any]], unknown: list[str]) -> None:
+    """Take over a key's value; an unknown one of a section that matters is named."""
+    section, _, name = key.rpartition(".")
+    if key in ("devices", "module", "config"):
+        words[key] = value
+    if section not in _SECTIONS or name in _HARMLESS.split():
+        return
+    if isinstance(keys.get(name.removeprefix("no_"), ("", None))[1], bool) and name.startswith("no_"):
+        name, value = name.removeprefix("no_"), False
+    word, default = keys.get(name, ("", None))
+    if not word:
+        unknown.append(f"{key} is not known{did_you_mean(name, keys)}")
+    elif type(default) is int and (type(value) is not int or value < min(default, 1)):
+        raise UsageError(f"torchtitan: {key} = {value!r:.60}: it must be a whole number of at least {min(default, 1)}")
     else:
-        values[key] = value
+        words[word] = value if value is not None else ""
 
 
-def _job(values: Mapping[str, Any], unknown: Sequence[str], blocks: int | None, devices: int | None) -> Job:
-    def of(key: str) -> Any:
-        return values[f"parallelism.{key}"]
-
-    tp, cp, pp = (of(f"{axis}_parallel_degree") for axis in ("tensor", "context", "pipeline"))
-    replicas, shards = of("data_parallel_replicate_degree"), of("data_parallel_shard_degree")
-    notes = list(unknown)
-    if shards == -1:
-        if devices is None:
-            notes.append("the number of devices is not in the text: one shard is assumed")
-        shards = max(1, (devices or 0) // (replicas * tp * cp * pp))
-    dp, table = replicas * shards, of("pipeline_parallel_schedule_csv")
-    name = of("pipeline_parallel_schedule")
-    schedule = {word: ours for ours, word in SCHEDULES.items()}.get(name)
-    if schedule is None:
-        raise UsageError(
-            f"torchtitan: pipeline_parallel_schedule {name!r:.60} is not known; it knows {', '.join(SCHEDULES.values())}"
-        )
-    stages, v, more = _stages(values, schedule, pp, blocks)
-    local = values["training.local_batch_size"]
-    micro_batch = of("pipeline_parallel_microbatch_size") if pp > 1 else local
-    if local % micro_batch:
-        nearest = max(1, local // micro_batch) * micro_batch
-        raise UsageError(
-            f"torchtitan: local_batch_size {local} is no multiple of the micro-batch {micro_batch}; nearest: {nearest}"
-        )
-    total = values["training.global_batch_size"]
-    m = total // (micro_batch * dp) if total > 0 and pp == 1 else local // micro_batch
-    reshard = of("fsdp_reshard_after_forward")
-    mode, ep = values["activation_checkpoint.mode"], of("expert_parallel_degree")
-    layout = PlannedLayout(
-        dp,
-        tp,
-        cp,
-        pp,
-        ep,
-        v,
-        max(1, m),
-        micro_batch,
-        values["training.seq_len"],
-        zero=0 if shards == 1 else 2 if reshard == "never" or (reshard == "default" and pp > 1) else 3,
-        recompute="full" if mode == "full" else "none",
-        schedule=table or (schedule if pp > 1 else "1f1b"),
-        etp=of("expert_tensor_parallel_degree") if ep > 1 else 0,
-        cut="even",
-        stages=stages,
-    )
-    if mode not in ("none", "full"):
-        notes.append(f"activation checkpointing {mode!r} keeps the outputs of chosen operations: priced as none")
-    if replicas > 1 and shards > 1:
-        notes.append(f"{replicas} replicas of {shards} shards are priced as {dp} shards")
-    if values["training.enable_cpu_offload"]:
-        notes.append("the offload of parameters to the host is not priced")
-    return Job(None, layout, dp * tp * cp * pp, unknown=(*notes, *more))
-
-
-def _stages(
-    values: Mapping[str, Any], schedule: str, pp: int, blocks: int | None
-) -> tuple[tuple[int, ...], int, list[str]]:
-    """Return the layers of each stage, the chunks of a rank, and what is missing to tell."""
-    if pp == 1:
-        return (), 1, []
-    if parts := values["parallelism.module_fqns_per_model_part"]:
-        if len(parts) % pp:
-            raise UsageError(f"torchtitan: {len(parts)} model parts are no multiple of {pp} ranks")
-        return stages_of_names(parts, "torchtitan: module_fqns_per_model_part"), len(parts) // pp, []
-    chunks = 1 if schedule in _SINGLE else 2
-    if blocks is None:
-        return (), chunks, ["the number of blocks is not in the text: layers are divided evenly"]
-    first, last = (values[f"parallelism.pipeline_parallel_{end}_stage_less_layers"] for end in ("first", "last"))
-    count = pp * chunks
-    if per_stage := values["parallelism.pipeline_parallel_layers_per_stage"]:
-        count = math.ceil((blocks + first + last) / per_stage)
-        if count % pp:
-            raise UsageError(f"torchtitan: {count} stages of {per_stage} layers are no multiple of {pp} ranks")
-    return tuple(_divided(blocks, count, first, last)), count // pp, []
-
-
-def _divided(blocks: int, stages: int, first: int, last: int) -> list[int]:
-    """Return the layers of each stage as torchtitan divides them; embedding and output layer weigh `first` and `last` blocks."""
-    share, more = divmod(blocks + first + last, stages)
-    if max(first, last) > share:
-        raise UsageError(f"torchtitan: {stages} stages have fewer layers than the embedding or output layer counts")
-    sizes = [share + (at < more) for at in range(stages)]
-    sizes[0] += 1 - first
-    sizes[-1] += 1 - last
-    return sizes
-
-
-def write(job: Job, module: str = "MODULE", config: str = "CONFIG") -> str:
-    """Return the command line that starts this run, one flag to a line.
-
-    Raises UsageError for what torchtitan refuses (`refusals`).
-    """
-    if reasons := refusals(job):
-        raise UsageError(f"torchtitan: {'; '.join(reasons)}")
+def write(job: Job) -> str:
+    """Return the command that starts this run, one flag to a line."""
+    job = without_predictions(job)
     layout = job.layout
-    sharded = layout.zero >= 2
+    module, config = _MODELS.get(_name(job), ("MODULE", "CONFIG"))
+    sharded = layout.zero > 0 and layout.dp * layout.cp > 1
+    per_node = math.gcd(layout.world, 8)
     words: dict[str, object] = {
         "module": module,
         "config": config,
@@ -257,57 +161,24 @@ def write(job: Job, module: str = "MODULE", config: str = "CONFIG") -> str:
     }
     if layout.pp > 1:
         words["parallelism.pipeline-parallel-microbatch-size"] = layout.micro_batch
-        if layout.schedule in SCHEDULES:
-            words["parallelism.pipeline-parallel-schedule"] = SCHEDULES[layout.schedule]
-        else:  # a table: stages are placed as the schedule that is named beside it places them
-            words["parallelism.pipeline-parallel-schedule"] = "Interleaved1F1B" if layout.v > 1 else "1F1B"
-            words["parallelism.pipeline-parallel-schedule-csv"] = layout.schedule
+        words["parallelism.pipeline-parallel-schedule"], table = schedule_words(job)
+        if table:
+            words["parallelism.pipeline-parallel-schedule-csv"] = table
         if layout.stages:
-            parts = names_of_stages(layout.stages, "tok_embeddings", ("norm", "lm_head"))
+            parts = names_of_stages(layout.stages, "tok_embeddings", ("norm", "lm_head"), "layers.")
             words["parallelism.module-fqns-per-model-part"] = " ".join(",".join(part) for part in parts)
     mode = "full" if layout.recompute == "full" else "none"
-    lines = [*(f"--{key} {value}" for key, value in words.items()), f"activation-checkpoint:{mode}"]
-    return " \\\n".join(lines) + "\n"
+    start = f"torchrun --nnodes {layout.world // per_node} --nproc_per_node {per_node} -m torchtitan.train"
+    flags = (f"--{key} {value}" for key, value in words.items())
+    return " \\\n".join((f"{start}", *flags, f"activation-checkpoint:{mode}")) + "\n"
 
 
-def losses(job: Job) -> list[str]:
-    """Return a sentence for each part of the run that torchtitan's words cannot hold."""
-    layout, lost = job.layout, []
-    if layout.zero == 1:
-        lost.append("zero=1: torchtitan shards parameters too, or nothing: written as replicas (zero=0)")
-    if layout.slices > 1:
-        lost.append(f"slices={layout.slices}: torchtitan does not cut sequences into slices of a schedule")
-    if layout.vocabulary != "last":
-        lost.append("vocabulary=pp: torchtitan has the output layer on the last stage")
-    if layout.recompute not in ("none", "full"):
-        lost.append(f"recompute={layout.recompute}: torchtitan recomputes whole blocks or chosen operations")
-    elif job.recompute_layers or job.recompute_span > 1:
-        lost.append("recompute_layers, recompute_span: torchtitan recomputes every block by itself")
-    if layout.v > 2 and not layout.stages:
-        lost.append(f"v={layout.v}: without the layers of each stage torchtitan has two chunks")
-    if job.offload:
-        lost.append("offload: torchtitan does not copy activations to the host")
-    if job.fp8:
-        lost.append(f"fp8={job.fp8}: torchtitan names it in the model's configuration")
-    if job.grads != "fp32":
-        lost.append(f"grads={job.grads}: torchtitan reduces gradients in fp32")
-    return lost
+def _name(job: Job) -> str:
+    return next((name for name in _MODELS if job.shape is not None and known_model(name) == job.shape), "")
 
 
 def refusals(job: Job) -> list[str]:
     """Return a sentence for each thing that torchtitan refuses, with the file that does."""
-    layout, reasons = job.layout, []
-    word = SCHEDULES.get(layout.schedule, "")
-    if layout.pp > 1 and not word and not layout.schedule.endswith(".csv"):
-        reasons.append(f"it has no schedule {layout.schedule!r:.60} (torch's get_schedule_class); nearest: interleaved")
-    if layout.pp > 1 and layout.schedule in _SINGLE and layout.v != 1:
-        reasons.append(f"{word} has one stage a rank, not {layout.v} (pipeline_parallel.py); nearest: v=1")
-    if layout.pp > 1 and word and layout.schedule not in _SINGLE and layout.v < 2:
-        reasons.append(f"{word} needs two stages a rank (pipeline_parallel.py); nearest: v=2")
-    if layout.schedule in _BACK_AND_FORTH and layout.v > 2:
-        reasons.append(f"{word} has two stages a rank, not {layout.v} (torch's schedules.py); nearest: v=2")
-    if layout.ep > 1 and (layout.dp * layout.cp * layout.tp) % layout.ep:
-        reasons.append(f"ep={layout.ep} does not divide dp x cp x tp (parallel_dims.py)")
-    if layout.zero >= 2 and layout.dp == 1:
-        reasons.append(f"zero={layout.zero} needs replicas to shard over (parallel_dims.py); nearest: zero=0")
-    return reasons
+    return torch_refusals(
+        job, "torchtitan, distributed/pipeline_parallel.py", "torchtitan, distributed/parallel_dims.py"
+    )

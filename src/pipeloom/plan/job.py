@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
-from pipeloom.plan.layout import PlannedLayout
+from pipeloom.plan.layout import PlannedLayout, even_stages
+from pipeloom.schedule.families import canonical_name
 from pipeloom.shapes.decoder import DecoderShape
 
-OPTIONS = ("overlap_p2p", "overlap_warmup", "overlap_grads", "overlap_params", "overlap_experts", "delay_wgrad")
-"""What a run hides behind computation: messages between stages, those of the warm-up too, the reduction of gradients, the gathering of
-parameters, the experts' all-to-all, and the products of weights' gradients, which are put off for that."""
+OPTIONS = ("blocking_p2p", "overlap_warmup", "overlap_grads", "overlap_params", "overlap_experts", "delay_wgrad")
+"""What a run does beside computation: nothing while chunks send messages ("blocking"); messages of the warm-up too, the sums of
+gradients, the gathering of parameters, the experts' all-to-all, and the products of weights' gradients, put off for that."""
 
 
 @dataclass(frozen=True)
@@ -18,31 +20,65 @@ class Job:
 
     Attributes:
         shape: the model; None: the words do not describe it.
-        layout: axes, batch, schedule, recomputation; its `stages` are empty where blocks are divided evenly.
-        devices: None: the words do not say.
-        group: micro-batches that interleaving takes through a chunk before it goes on to the next; 0: as many as ranks.
+        layout: axes, batch, schedule, recomputation; a schedule may be the path of a CSV file.
         recompute_layers: blocks of each stage that are recomputed, from its first; 0: all.
         recompute_span: blocks whose input alone is kept, so that they are recomputed together.
-        offload: modules whose inputs are copied to host memory; offload_share: the share of them.
+        offload_share: the share of the tensors that `layout.offload` names.
         fp8: name of the recipe of 8-bit products; "": none.
-        grads: "fp32" or "bf16", in which gradients are reduced.
-        options: of `OPTIONS`.
-        context: how context parallelism exchanges keys and values: "p2p", "all_gather", "a2a"; "": the system's choice.
-        dispatcher: how tokens travel to their experts, in the system's word; "": the system's choice.
+        options: of `OPTIONS`, in alphabetical order.
+        context: how context parallelism exchanges keys and values, in Megatron's words joined by "+"; "": the system's choice.
+        dispatcher: how tokens travel to their experts: "allgather", "alltoall", "flex" or "deepep"; "": the system's choice.
         unknown: words that were not understood, and values that only a run would tell.
     """
 
     shape: DecoderShape | None
     layout: PlannedLayout
-    devices: int | None = None
-    group: int = 0
     recompute_layers: int = 0
     recompute_span: int = 1
-    offload: tuple[str, ...] = ()
     offload_share: float = 1.0
     fp8: str = ""
-    grads: str = "fp32"
     options: tuple[str, ...] = ()
     context: str = ""
     dispatcher: str = ""
-    unknown: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = field(default=(), compare=False)
+
+
+def normal(job: Job) -> Job:
+    """Return the same run with nothing left to a default: layers of every stage, ranks that divide an expert, one word each."""
+    layout, shape = job.layout, job.shape
+    looped = layout.pp > 1 and layout.v > 1
+    stages = layout.stages if layout.pp > 1 else ()
+    if layout.pp > 1 and not stages and shape is not None:
+        stages = even_stages(shape.num_hidden_layers, layout.pp * layout.v, shape.num_nextn_predict_layers)
+    experts = layout.ep > 1 or (shape is not None and shape.num_experts > 0)
+    layout = replace(
+        layout,
+        v=layout.v if layout.pp > 1 else 1,
+        schedule=canonical_name(layout.schedule) if layout.pp > 1 else "1f1b",
+        stages=stages,
+        cut="even",
+        etp=(layout.etp or layout.tp) if experts else 0,
+        group=layout.group if looped and layout.group != layout.pp else 0,
+        capacity=layout.capacity or (0.0 if shape is None else shape.capacity_factor),
+    )
+    return replace(job, layout=layout, shape=shape and replace(shape, capacity_factor=0.0))
+
+
+def differences(job: Job, other: Job) -> dict[str, tuple[Any, Any]]:
+    """Return field -> its two values, for the fields in which two runs differ; those of a model are `model.NAME`."""
+    before, after = _flat(job), _flat(other)
+    if job.shape is not None and other.shape is None:
+        before = {key: value for key, value in before.items() if not key.startswith("model.")} | {
+            "model": job.shape.name
+        }
+    return {key: (value, after.get(key)) for key, value in before.items() if value != after.get(key)}
+
+
+def _flat(job: Job) -> dict[str, Any]:
+    values = {
+        spec.name: getattr(job, spec.name) for spec in fields(job) if spec.name not in ("layout", "shape", "unknown")
+    }
+    values |= {spec.name: getattr(job.layout, spec.name) for spec in fields(job.layout)}
+    if job.shape is None:
+        return values
+    return values | {f"model.{spec.name}": getattr(job.shape, spec.name) for spec in fields(job.shape) if spec.compare}

@@ -10,12 +10,13 @@ from pipeloom.schedule.families import build
 from pipeloom.schedule.slices import balanced_cuts
 from pipeloom.schedule.vocabulary import embedding, vocabulary
 from pipeloom.shapes.decoder import DecoderShape
-from pipeloom.shapes.ops import PARTS
+from pipeloom.shapes.ops import OFFLOADED, PARTS
 from pipeloom.shapes.rules import broken
 
 RECOMPUTE = ("none", "full", *PARTS)
 CUTS = ("balanced", "even")
 VOCABULARY = ("last", "pp")
+GRAD_BYTES = {"fp32": 4, "bf16": 2}
 # Families that the search tries, and their numbers of chunks; those of which it tries multiples of the ranks in micro-batches.
 CHUNKS = {"1f1b": (1,), "zb-h1": (1,), "interleaved": (2, 4, 8), "zbv": (2,)}
 CHUNKS |= {"1f1b-overlap": (1,), "interleaved-overlap": (2, 4), "dualpipev": (2,)}
@@ -42,6 +43,9 @@ class PlannedLayout:
         slices: of each sequence along its tokens, cut so that they take the same time.
         vocabulary: "last": the embedding and the output layer are on the first and the last stage; "pp": each pipeline rank has a
             share of them.
+        grads: "fp32" or "bf16", in which gradients are summed and reduced.
+        offload: modules whose inputs are copied to host memory, joined by "+", in Megatron's words; "none": none.
+        group: micro-batches that interleaving takes through a chunk before the next, from pp to m; 0: as the family divides them.
         stages: layers of each stage by position, the embedding and the output layer among them; empty: as `cut` says.
     """
 
@@ -62,6 +66,9 @@ class PlannedLayout:
     cut: str = "balanced"
     slices: int = 1
     vocabulary: str = "last"
+    grads: str = "fp32"
+    offload: str = "none"
+    group: int = 0
     stages: tuple[int, ...] = ()
 
     @property
@@ -91,7 +98,8 @@ class PlannedLayout:
 
     def built(self, placed: Costs | None = None) -> Schedule:
         """The schedule, with S and T placed by these costs. Raises UsageError when the family refuses these sizes."""
-        schedule = build(self.schedule, self.pp, self.m, self.v if self.v > 1 else None, {"slices": self.slices})
+        options = {"slices": self.slices} | ({"group_size": self.group} if self.group else {})
+        schedule = build(self.schedule, self.pp, self.m, self.v if self.v > 1 else None, options)
         return embedding(vocabulary(schedule, costs=placed), placed) if self.vocabulary == "pp" else schedule
 
     def text(self) -> str:
@@ -120,7 +128,10 @@ def values_of(text: str, option: str) -> dict[str, int | float | str]:
         if key in values:
             raise UsageError(f"{option}: {key} is given twice, as {values[key]} and {value:.100}; give it once")
         values[key] = value if kinds[key] == "str" else _number(key, value, kinds[key] == "float", option)
-    choices = (("cut", CUTS), ("recompute", RECOMPUTE), ("vocabulary", VOCABULARY))
+    choices = (
+        *(("cut", CUTS), ("recompute", RECOMPUTE), ("vocabulary", VOCABULARY), ("grads", tuple(GRAD_BYTES))),
+        ("offload", ("none", *OFFLOADED)),
+    )
     for key, known in choices:
         for part in str(values.get(key, known[0])).split("+"):
             if part not in known or (part in ("none", "full") and part != values.get(key, part)):
@@ -133,7 +144,7 @@ def _number(key: str, text: str, real: bool, option: str) -> int | float:
         number = float(text) if real else int(text)
     except ValueError:
         raise UsageError(f"{option}: {key}={text!r:.100} is not a number; nearest: {key}=1") from None
-    least, most = 0 if key in ("zero", "capacity", "etp") else 1, 3 if key == "zero" else 10**6
+    least, most = 0 if key in ("zero", "capacity", "etp", "group") else 1, 3 if key == "zero" else 10**6
     if not least <= number <= most:
         nearest = most if number > most else least
         raise UsageError(f"{option}: {key}={text:.100} is outside {least} to {most}; nearest: {key}={nearest:g}")
@@ -146,6 +157,13 @@ def parse(text: str, base: PlannedLayout = PlannedLayout()) -> PlannedLayout:
     if values.get("v", 1) != 1:
         values = {"schedule": "interleaved", **values}
     return replace(base, **values)  # type: ignore[arg-type]
+
+
+def even_stages(blocks: int, positions: int, ahead: int = 0) -> tuple[int, ...]:
+    """Layers of each stage with as many blocks on each, the first ones one more; the last has what predicts further ahead."""
+    fewest, more = divmod(blocks, positions)
+    ends = {0: 1, positions - 1: 1 + ahead} if positions > 1 else {0: 2 + ahead}
+    return tuple(fewest + (at < more) + ends.get(at, 0) for at in range(positions))
 
 
 def problems(shape: DecoderShape, layout: PlannedLayout) -> list[str]:
@@ -183,7 +201,7 @@ def problems(shape: DecoderShape, layout: PlannedLayout) -> list[str]:
     }
     used = {name: value for name, value in features.items() if value}
     reasons += [f"{name.removesuffix('_factor')}={used[name]}: {reason}" for name, reason in broken(used)]
-    if layout.pp * layout.v > shape.num_hidden_layers:
+    if layout.pp * layout.v > shape.num_hidden_layers and not layout.stages:
         nearest = max(1, shape.num_hidden_layers // layout.pp)
         reasons.append(
             f"pp={layout.pp} times v={layout.v} is more than the {shape.num_hidden_layers} blocks; nearest: v={nearest}"

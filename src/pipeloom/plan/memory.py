@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from pipeloom.plan.layout import PlannedLayout
+from pipeloom.plan.layout import GRAD_BYTES, PlannedLayout
 from pipeloom.schedule import Schedule, Timeline
 from pipeloom.schedule.actions import GRADS, PARAMS
 from pipeloom.schedule.costs import DEVICE
@@ -144,7 +144,7 @@ def state_bytes(
 ) -> tuple[float, float, float, float]:
     """Bytes of (weights, gradients, optimizer state, gathered copies).
 
-    Mixed precision: bf16 weights, gradients in fp32 or wider, and for AdamW an fp32 copy of the weights and two moments
+    Mixed precision: bf16 weights, gradients in fp32 or wider, or in bf16, and for AdamW an fp32 copy of the weights and two moments
     (2 + 4 + 12 bytes a parameter), each divided by the replicas from its ZeRO level on (arXiv 1910.02054). `fully_shard` keeps no
     bf16 copy but the gathered one: 4 + 4 + 8.
 
@@ -163,10 +163,11 @@ def state_bytes(
         gathered = element * whole + 4 * whole if layout.pp > 1 else two
         return 4 * shard, 4 * trained_shard, 8 * trained_shard, gathered
     zero = layout.zero
+    wide = GRAD_BYTES[layout.grads]
     gathered = (2 * element * largest if zero == 3 else 0.0) + (4 * largest if zero >= 2 else 0.0)
     return (
         element * (shard if zero == 3 else whole),
-        max(4, element) * (trained_shard if zero >= 2 else trained),
+        max(wide, element) * (trained_shard if zero >= 2 else trained),
         runtime.optimizer * (trained_shard if zero >= 1 else trained),
         gathered,
     )

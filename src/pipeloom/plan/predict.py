@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from pipeloom.errors import ArgumentError, UsageError
-from pipeloom.plan.layout import CHUNKS, WHOLE_ROUNDS, PlannedLayout, problems
+from pipeloom.plan.layout import CHUNKS, WHOLE_ROUNDS, PlannedLayout, even_stages, problems
 from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import OfRanks, RankMemory, planned_bytes, ranks_of
 from pipeloom.plan.time import (
@@ -113,7 +113,7 @@ class Planner:
             self.runtime, tokens, layout.seq, layout.tp, layout.ep, layout.cp, layout.capacity, layout.etp or layout.tp
         )
         shares = layout.pp * layout.tp if layout.vocabulary == "pp" else 0
-        return list(_recomputed(self.shape, split, layout.recompute, shares))
+        return list(_kept(self.shape, split, layout.recompute, layout.offload, shares))
 
     def cut(self, layout: PlannedLayout, layers: list[LayerOps], links: AxisRates, positions: int) -> tuple[int, ...]:
         """The layers of each stage, of which a share of the output layer is none."""
@@ -121,9 +121,7 @@ class Planner:
         if layout.stages:
             return layout.stages
         if layout.cut == "even":
-            fewest, more = divmod(len(layers) - 2, positions)
-            blocks = [fewest + (at < more) for at in range(positions)]
-            return tuple(count + (at == 0) + (at == positions - 1) for at, count in enumerate(blocks))
+            return even_stages(self.shape.num_hidden_layers, positions, self.shape.num_nextn_predict_layers)
         return balanced([each.total for each in self.layer_seconds(layers, layout, links)], positions)
 
     def layer_seconds(self, layers: list[LayerOps], layout: PlannedLayout, links: AxisRates) -> list[StageSeconds]:
@@ -261,13 +259,13 @@ class Planner:
 
 
 @lru_cache(maxsize=4096)
-def _recomputed(shape: DecoderShape, split: Split, part: str, shares: int) -> tuple[LayerOps, ...]:
-    """The model's layers with a part recomputed; those of one kind are one object."""
+def _kept(shape: DecoderShape, split: Split, part: str, offload: str, shares: int) -> tuple[LayerOps, ...]:
+    """The model's layers with a part recomputed, and inputs of modules on the host; those of one kind are one object."""
     layers = layers_of(shape, split, shares)
     if not any(layer.trained.ops for layer in layers):
         names = sorted({name for layer in layers for op in layer.ops for name, _ in op.modules})
         raise ArgumentError("target_modules", f" choose none of the planned layers; nearest: {', '.join(names)}")
-    copies = {key: layer.recomputed(part) for key, layer in distinct(layers).items()}
+    copies = {key: layer.recomputed(part).offloaded(offload) for key, layer in distinct(layers).items()}
     return tuple(copies[id(layer)] for layer in layers)
 
 
@@ -286,7 +284,7 @@ SHORT_ROUNDS = (4, 5)  # of micro-batches, after which time is linear in them: i
 
 def extrapolated_from(layout: PlannedLayout) -> list[PlannedLayout]:
     """The layouts with fewer micro-batches from which that of a long step is extrapolated; the layout itself if it is short."""
-    round_size = -(-layout.pp // layout.slices)
+    round_size = layout.group or -(-layout.pp // layout.slices)
     rounds = layout.m // round_size
     if rounds <= SHORT_ROUNDS[-1]:
         return [layout]
@@ -299,7 +297,7 @@ def with_its_peaks(layout: PlannedLayout) -> PlannedLayout:
     Of those the first rounds hold the most, except where rounds are larger the fewer there are: where p does not divide m.
     """
     name = canonical_name(layout.schedule)
-    uneven = name in WHOLE_ROUNDS and (layout.m % layout.pp or layout.slices > 1)
+    uneven = name in WHOLE_ROUNDS and (layout.m % (layout.group or layout.pp) or layout.slices > 1)
     return layout if name not in CHUNKS or uneven else extrapolated_from(layout)[0]
 
 
@@ -317,10 +315,11 @@ def _pipeline(
 
 
 @lru_cache(maxsize=256)
-def _built(schedule: str, pp: int, m: int, v: int, slices: int, vocabulary: str, placed: Costs | None) -> Schedule:
-    return PlannedLayout(schedule=schedule, pp=pp, m=m, v=v, slices=slices, vocabulary=vocabulary).built(placed)
+def _built(layout: PlannedLayout, placed: Costs | None) -> Schedule:
+    return layout.built(placed)
 
 
 def built(layout: PlannedLayout, placed: Costs | None = None) -> Schedule:
     """The layout's schedule; layouts that differ elsewhere share it."""
-    return _built(layout.schedule, layout.pp, layout.m, layout.v, layout.slices, layout.vocabulary, placed)
+    names = ("schedule", "pp", "m", "v", "slices", "vocabulary", "group")
+    return _built(PlannedLayout(**{name: getattr(layout, name) for name in names}), placed)

@@ -11,7 +11,7 @@ from operator import add
 from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean
-from pipeloom.plan.layout import PlannedLayout
+from pipeloom.plan.layout import GRAD_BYTES, PlannedLayout
 from pipeloom.schedule import Costs
 from pipeloom.schedule.actions import TIMES
 from pipeloom.shapes.decoder import DecoderShape
@@ -27,6 +27,7 @@ LATENCY = 15e-6  # seconds of a collective, whatever its size
 LAUNCH = 4e-6  # seconds of an operation, whatever its size
 # Share of a device's processors that an exchange beside computation takes: 20 of 132 (arXiv 2412.19437, section 3.2.2).
 EXCHANGE_SHARE = 20 / 132
+HOST_LINK = 50e9  # bytes per second and direction between a device and its host: PCIe 5 with 16 lanes
 HOST = 0.02  # seconds of a step in which devices wait for their hosts: batches, norms of gradients, logs
 
 
@@ -214,10 +215,18 @@ def _layer_times(
         if op.deferred:
             weights = sum(size * count for size, count in op.weights)
             weight_grad += max(product, 8 * weights / (MEMORY_SHARE * device.bandwidth))
-        if whole or op.makes in layer.dropped:
+        if whole or op.makes in layer.dropped - layer.copied:
             input_grad += product + elementwise + sent * whole
             sent_backward += sent * whole
-    return forward, input_grad, weight_grad, sent_forward, sent_backward, exchanged
+    copies = sum(layer.tensors[name] for name in layer.copied) / HOST_LINK  # beside the computation
+    return (
+        max(forward, copies),
+        max(input_grad, copies - weight_grad),
+        weight_grad,
+        sent_forward,
+        sent_backward,
+        exchanged,
+    )
 
 
 def _seconds(size: float, rate: float) -> float:
@@ -316,13 +325,13 @@ def state_seconds(
 ) -> tuple[float, float]:
     """(reduction of gradients and gathering of weights, optimizer) in seconds, of a rank with so many parameters.
 
-    A ring moves (n - 1) / n of the fp32 gradients, and as much of the bf16 weights. The optimizer reads and writes 16 bytes a
+    A ring moves (n - 1) / n of the gradients, and as much of the bf16 weights. The optimizer reads and writes 16 bytes a
     parameter of its shard, and reads the gradient twice more for its norm and its clipping.
     """
     replicas = layout.dp * layout.cp
     moved = traffic = 0.0
     hidden = gathers_by_microbatch(layout, runtime)
     for count, ranks in ((shared, replicas), (experts, layout.expert_replicas)):
-        moved += 0.0 if hidden else count * (4 + runtime.element) * (ranks - 1) / ranks
+        moved += 0.0 if hidden else count * (GRAD_BYTES[layout.grads] + runtime.element) * (ranks - 1) / ranks
         traffic += 40 * count / (ranks if layout.zero or runtime.sharded else 1)
     return _seconds(moved, links.dp), traffic / (MEMORY_SHARE * device.bandwidth)

@@ -201,6 +201,12 @@ PARTS = {
     "latent_up": ("query_norm", "latent_norm", "query", "key", "value"),
 }
 
+# Module -> the tensors that Megatron-Core's offloading of modules copies to the host: its inputs.
+OFFLOADED = {
+    "attn_norm": ("input",), "qkv_linear": ("norm_1",), "core_attn": ("query", "key", "value"), "attn_proj": ("mixed",),
+    "mlp_norm": ("middle",), "expert_fc1": ("dispatched",), "moe_act": ("expert_inner",),
+}  # fmt: skip
+
 
 LOGITS = "logits"  # what the loss keeps, which no layer's recomputation makes
 
@@ -214,7 +220,8 @@ class LayerOps:
             and S a share.
         residual: bytes of gradient that are alive beside each operation of the backward.
         input: bytes of the input, which a wholly recomputed layer keeps.
-        dropped: names of tensors that the backward computes again.
+        dropped: names of tensors that are not kept: the backward computes them again, or copies them back.
+        copied: names of those that are copied to the host and back.
         waits: weights' gradients wait until the end of the backward.
         tied: parameters that are the embedding's too, of which a rank that has both layers holds one copy.
     """
@@ -224,6 +231,7 @@ class LayerOps:
     residual: float
     input: float = 0.0
     dropped: frozenset[str] = field(default=frozenset())
+    copied: frozenset[str] = field(default=frozenset())
     waits: bool = False
     tied: float = 0.0
 
@@ -236,6 +244,13 @@ class LayerOps:
         else:
             names = {name for each in part.split("+") for name in PARTS[each]}
         return replace(self, dropped=frozenset(names))
+
+    def offloaded(self, modules: str) -> LayerOps:
+        """This layer with the inputs of modules of OFFLOADED, joined by "+", on the host; "none": as it is."""
+        if modules == "none" or self.kind not in "tm":
+            return self
+        names = {name for each in modules.split("+") for name in OFFLOADED[each]} & self.tensors.keys() - self.dropped
+        return replace(self, dropped=self.dropped | names, copied=frozenset(names))
 
     @cached_property
     def tensors(self) -> dict[str, float]:

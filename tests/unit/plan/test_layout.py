@@ -12,6 +12,7 @@ import pytest
 
 from pipeloom.config import load_layout
 from pipeloom.errors import UsageError
+from pipeloom.interop.systems import written
 from pipeloom.plan import (
     OFFERED,
     RUNTIMES,
@@ -24,7 +25,7 @@ from pipeloom.plan import (
     search,
 )
 from pipeloom.plan import predict as prediction_module
-from pipeloom.plan.export import layers_by_rank, layout_string, megatron, run_toml, torch_csv, torchtitan
+from pipeloom.plan.export import layers_by_rank, layout_string
 from pipeloom.plan.layout import CHUNKS, problems
 from pipeloom.plan.predict import extrapolated_from, with_its_peaks
 from pipeloom.plan.report import advice, reason, what_if
@@ -293,7 +294,7 @@ def exported():
 
 def test_a_configuration_is_one_that_train_accepts(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text(run_toml(exported(), load_model("llama3-8b"), None))
+    path.write_text(written(exported(), planner(runtime="pipeloom"), "pipeloom")[0])
     layout = load_layout(path)
     assert (layout.mesh.dp, layout.mesh.tp, layout.mesh.pp) == (2, 2, 2)
     assert layout.schedule.microbatches == 4
@@ -307,7 +308,7 @@ def test_a_configuration_is_one_that_train_accepts(tmp_path):
 def test_data_that_a_plan_was_given_are_trained_on(tmp_path):
     path, text = tmp_path / "run.toml", tmp_path / "text.txt"
     text.write_text("loom " * 1000)
-    path.write_text(run_toml(exported(), load_model("llama3-8b"), None, data=str(text)))
+    path.write_text(written(exported(), planner(runtime="pipeloom"), "pipeloom", data=str(text))[0])
     assert load_layout(path).config.data.source == (str(text),)
 
 
@@ -315,25 +316,26 @@ def test_data_that_a_plan_was_given_are_trained_on(tmp_path):
 def test_what_train_does_not_have_is_refused_by_name(changes, words):
     prediction = planner().predict(PlannedLayout(**{"dp": 2, "seq": 2048, **changes}))
     with pytest.raises(UsageError, match=words):
-        run_toml(prediction, load_model("llama3-8b"), None)
+        written(prediction, planner(), "pipeloom")
 
 
 def test_other_systems_read_the_same_layout():
     prediction = planner().predict(PlannedLayout(dp=2, tp=2, pp=2, v=2, m=4, schedule="interleaved", recompute="norms"))
-    flags = megatron(prediction)
+    flags = written(prediction, planner(), "megatron")[0]
     assert "--tensor-model-parallel-size 2" in flags
     assert "--recompute-modules layernorm" in flags
-    assert f'--pipeline-model-parallel-layout "{layout_string(prediction.stages)}"' in flags
+    assert f"--pipeline-model-parallel-layout '{layout_string(prediction.stages)}'" in flags
     assert "--global-batch-size 8" in flags
-    with pytest.raises(UsageError, match="recomputes other parts than 'norms'; nearest: full"):
-        torchtitan(prediction)
-    titan = tomllib.loads(torchtitan(planner().predict(replace(prediction.layout, recompute="full"))))
-    assert titan["activation_checkpoint"]["mode"] == "full"
-    assert titan["parallelism"]["pipeline_parallel_schedule"] == "Interleaved1F1B"
-    assert titan["training"]["local_batch_size"] == 4
-    assert from_csv(torch_csv(prediction)).codes == prediction.layout.built().codes
-    with pytest.raises(UsageError, match="no schedule 'zbv'; nearest: interleaved"):
-        megatron(planner().predict(PlannedLayout(pp=2, v=2, m=4, schedule="zbv")))
+    assert any(note.startswith("recompute=norms: ") for note in written(prediction, planner(), "torchtitan")[1])
+    whole = planner().predict(replace(prediction.layout, recompute="full"))
+    titan, notes = written(whole, planner(), "torchtitan")
+    assert "activation-checkpoint:full" in titan
+    assert not any("recompute" in note for note in notes)
+    assert "--parallelism.pipeline-parallel-schedule Interleaved1F1B" in titan
+    assert "--training.local-batch-size 4" in titan
+    assert from_csv(written(prediction, planner(), "torch-csv")[0]).codes == prediction.layout.built().codes
+    with pytest.raises(UsageError, match=r"no schedule 'zbv' \(pipeline_parallel/schedules.py\); nearest: interleaved"):
+        written(planner().predict(PlannedLayout(pp=2, v=2, m=4, schedule="zbv")), planner(), "megatron")
 
 
 def test_an_estimate_places_stages_as_the_schedule_does():
@@ -374,11 +376,11 @@ def test_the_nodes_of_experts_are_written_for_the_runtime_that_uses_them():
     base = PlannedLayout(dp=16, ep=16, m=1, seq=2048)
     spread = planner("mixtral-8x22b").predict(replace(base, ep=8, tp=2, etp=0))
     assert spread.ep_nodes == 2
-    assert "--moe-enable-deepep" in megatron(spread)
-    assert tomllib.loads(run_toml(spread, load_model("mixtral-8x22b"), None))["parallel"]["ep_nodes"] == 2
+    assert "--moe-enable-deepep" in written(spread, planner("mixtral-8x22b"), "megatron")[0]
+    assert tomllib.loads(written(spread, planner("mixtral-8x22b"), "pipeloom")[0])["parallel"]["ep_nodes"] == 2
     inside = planner("mixtral-8x22b").predict(replace(base, ep=8))
     assert inside.ep_nodes == 1
-    assert "deepep" not in megatron(inside)
+    assert "deepep" not in written(inside, planner("mixtral-8x22b"), "megatron")[0]
 
 
 def test_a_search_whose_estimates_are_too_low_still_finds_what_fits(monkeypatch):
@@ -411,7 +413,7 @@ def test_a_dry_run_of_the_written_file_has_the_same_peaks(name, tmp_path):
     pp, m = (6, 41) if "interleaved" in name else (4, 24)
     v, model = 2 if name in ONE_ROUTE["loop"] + ONE_ROUTE["vee"] else 1, planner(runtime="pipeloom")
     plan = model.predict(PlannedLayout(pp=pp, v=v, m=m, schedule=name, seq=1024))
-    (tmp_path / "run.toml").write_text(run_toml(plan, model.shape, None))
+    (tmp_path / "run.toml").write_text(written(plan, model, "pipeloom")[0])
     dry = predicted(load_layout(tmp_path / "run.toml"), H100)
     assert [rank.total for rank in plan.ranks] == pytest.approx([rank.total for rank in dry.ranks], rel=0.02)
 
@@ -427,8 +429,7 @@ def test_a_dry_run_of_adapters_has_the_same_peaks_and_step(text, targets, tmp_pa
     adapters = Adapters(8, TARGETS[targets])
     model = Planner(from_config(values), H100, replace(RUNTIMES["pipeloom"], adapters=adapters))
     plan = model.predict(parse_layout(text, PlannedLayout(seq=1024)))
-    written = run_toml(plan, model.shape, {"weights": str(tmp_path)}, adapters=adapters)
-    (tmp_path / "run.toml").write_text(written)
+    (tmp_path / "run.toml").write_text(written(plan, model, "pipeloom", {"weights": str(tmp_path)})[0])
     dry = predicted(load_layout(tmp_path / "run.toml"), H100)
     ranks = [[rank.total - rank.overhead - rank.buffers for rank in each.ranks] for each in (plan, dry)]
     assert ranks[0] == pytest.approx(ranks[1], rel=0.02)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import replace
 
 import pytest
 
 from pipeloom.config import load_layout
 from pipeloom.errors import UsageError
+from pipeloom.interop.systems import written
 from pipeloom.plan import OFFERED, RUNTIMES, PlannedLayout, Planner, PlanRequest, load_device, load_model, search
-from pipeloom.plan.export import megatron, run_toml, torchtitan
 from pipeloom.plan.run import predicted
 from pipeloom.plan.search import OVERLAPPED, _schedules, estimate, neighbouring
 from pipeloom.plan.time import EXCHANGE_SHARE, StageSeconds, with_pairs
@@ -79,7 +78,7 @@ def test_an_estimate_of_pairs_is_near_the_prediction(name):
 @pytest.mark.parametrize("name", CHUNKS)
 def test_a_dry_run_predicts_the_same_step(name, tmp_path):
     plan = planner().predict(with_schedule(name, m=8))
-    (tmp_path / "run.toml").write_text(run_toml(plan, planner().shape, None))
+    (tmp_path / "run.toml").write_text(written(plan, planner(), "pipeloom")[0])
     step = predicted(load_layout(tmp_path / "run.toml"), H100).step
     assert (step.compute, step.exchange, step.idle) == pytest.approx(
         (plan.step.compute, plan.step.exchange, plan.step.idle), rel=0.01
@@ -117,11 +116,13 @@ def test_megatron_pairs_interleaved_schedules_without_full_recomputation():
     paired = {each.layout for each in plan.estimates if each.layout.schedule in OVERLAPPED}
     assert {(layout.schedule, layout.recompute == "full") for layout in paired} == {("interleaved-overlap", False)}
     prediction = planner(runtime="megatron").predict(with_schedule("interleaved-overlap"))
-    assert "--overlap-moe-expert-parallel-comm --delay-wgrad-compute" in megatron(prediction)
-    with pytest.raises(UsageError, match="does not recompute whole blocks; nearest: interleaved"):
-        megatron(planner(runtime="megatron").predict(with_schedule("interleaved-overlap", recompute="full")))
+    flags = written(prediction, planner(runtime="megatron"), "megatron")[0].split()
+    assert {"--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute", "--moe-token-dispatcher-type"} <= set(flags)
+    full = planner(runtime="megatron").predict(with_schedule("interleaved-overlap", recompute="full"))
+    with pytest.raises(UsageError, match="does not recompute whole blocks"):
+        written(full, planner(), "megatron")
 
 
 def test_torchtitan_runs_dualpipev():
-    text = torchtitan(planner(runtime="torchtitan").predict(with_schedule("dualpipev")))
-    assert tomllib.loads(text)["parallelism"]["pipeline_parallel_schedule"] == "DualPipeV"
+    plan = planner(runtime="torchtitan").predict(with_schedule("dualpipev"))
+    assert "--parallelism.pipeline-parallel-schedule DualPipeV" in written(plan, planner(), "torchtitan")[0]

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from pipeloom.errors import UsageError
+from pipeloom.interop.systems import written
 from pipeloom.plan import OFFERED, RUNTIMES, PlannedLayout, Planner, PlanRequest, load_device, load_model, search
-from pipeloom.plan.export import megatron, run_toml, torch_csv
 from pipeloom.plan.layout import problems
 from pipeloom.plan.predict import built
 from pipeloom.schedule import simulate
@@ -73,7 +73,7 @@ def test_short_slices_and_capacities_are_not_searched(planner):
 
 def test_only_our_trainer_runs_them(planner):
     prediction = planner.predict(sliced(2))
-    assert "slices = 2\n" in run_toml(prediction, planner.shape, None)
-    for export in (megatron, torch_csv):
-        with pytest.raises(UsageError, match="it has no slices=2 of a sequence; nearest: --fixed slices=1"):
-            export(prediction)
+    assert "slices = 2\n" in written(prediction, planner, "pipeloom")[0]
+    for system in ("megatron", "torchtitan", "automodel", "torch-csv"):
+        with pytest.raises(UsageError, match="slices=2: sequences are not cut into slices; nearest: slices=1"):
+            written(prediction, planner, system)

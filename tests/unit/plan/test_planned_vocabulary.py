@@ -8,8 +8,9 @@ import pytest
 
 from pipeloom.config import load_layout
 from pipeloom.errors import UsageError
+from pipeloom.interop.systems import written
 from pipeloom.plan import RUNTIMES, Planner, PlanRequest, load_device, load_model, parse_layout, search
-from pipeloom.plan.export import layers_by_rank, megatron, run_toml
+from pipeloom.plan.export import layers_by_rank
 from pipeloom.plan.layout import problems
 from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.run import predicted
@@ -105,7 +106,7 @@ def planner():
 )
 def test_the_planner_predicts_what_the_dry_run_does(planner, text, tmp_path):
     plan = planner.predict(parse_layout(text + ",vocabulary=pp"))
-    (tmp_path / "run.toml").write_text(run_toml(plan, planner.shape, None))
+    (tmp_path / "run.toml").write_text(written(plan, planner, "pipeloom")[0])
     dry = predicted(load_layout(tmp_path / "run.toml"), planner.device)
     assert plan.schedule == dry.timeline.schedule
     assert sum(getattr(plan.step, part) for part in ("compute", "exchange", "idle")) == pytest.approx(
@@ -143,8 +144,8 @@ def test_where_it_cannot_be_spread(planner):
         assert problems(shape, layout)[0].endswith('nearest: "last"')
     with pytest.raises(UsageError, match="megatron does not spread the output layer"):
         replace(planner, runtime=RUNTIMES["megatron"]).predict(spread)
-    with pytest.raises(UsageError, match="nearest: --fixed vocabulary=last"):
-        megatron(planner.predict(spread))
+    with pytest.raises(UsageError, match="nearest: vocabulary=last"):
+        written(planner.predict(spread), planner, "megatron")
     assert layers_by_rank(spread.built(), (5, 5)) == [
         ["rank", "chunk 0", "share"],
         ["0", "t*4", "E/2 L/2"],

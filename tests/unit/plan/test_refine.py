@@ -9,8 +9,8 @@ import pytest
 
 from pipeloom.cli import app
 from pipeloom.errors import UsageError
+from pipeloom.interop.systems import written
 from pipeloom.plan import RUNTIMES, Planner, load_device, load_model, parse_layout
-from pipeloom.plan.export import torchtitan
 from pipeloom.plan.refine import refine
 from pipeloom.schedule.json_form import from_json
 
@@ -76,9 +76,9 @@ def test_what_autograd_saves_may_be_less_than_what_w_needs(planner):
     assert roomy.tokens > full.tokens
 
 
-def test_torchtitan_reads_it_from_a_csv(searched):
-    with pytest.raises(UsageError, match="nearest: --as torch-csv"):
-        torchtitan(searched)
+def test_torchtitan_reads_it_from_a_csv(planner, searched):
+    with pytest.raises(UsageError, match="nearest: torch-csv"):
+        written(searched, planner, "torchtitan")
 
 
 def test_the_command_writes_the_schedule_beside_the_configuration(capsys, tmp_path):

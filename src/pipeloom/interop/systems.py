@@ -1,0 +1,139 @@
+"""The systems whose jobs are read and written, by name."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipeloom.errors import UsageError, reason_of
+from pipeloom.interop import automodel, megatron, pipeloom, torch_runtime, torchtitan
+from pipeloom.plan.job import Job, differences, normal
+from pipeloom.plan.layout import PlannedLayout
+from pipeloom.plan.predict import LayoutCosts, Planner
+from pipeloom.schedule import Schedule
+from pipeloom.schedule.files import load as load_schedule
+from pipeloom.shapes.decoder import DecoderShape
+
+_LARGEST = 2**20  # bytes of a script
+
+
+@dataclass(frozen=True)
+class System:
+    """One system: what reads, refuses and writes its jobs."""
+
+    read: Callable[[str], Job]
+    refusals: Callable[[Job], list[str]]
+    write: Callable[[Job], str]
+
+
+def _read_ours(text: str) -> Job:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.toml"
+        path.write_text(text)
+        return pipeloom.read(path)
+
+
+SYSTEMS = {
+    "megatron": System(megatron.read, megatron.refusals, megatron.write),
+    "torchtitan": System(torchtitan.read, torchtitan.refusals, torchtitan.write),
+    "automodel": System(automodel.read, automodel.refusals, automodel.write),
+    "pipeloom": System(_read_ours, pipeloom.refusals, pipeloom.write),
+}
+
+
+def read_job(source: str, shape: DecoderShape | None = None) -> Job:
+    """Return the run of a file, or of standard input ("-").
+
+    Args:
+        shape: of the model, where the text does not describe it.
+
+    Raises UsageError for a text of none of the systems.
+    """
+    try:
+        data = sys.stdin.buffer.read(_LARGEST + 1) if source == "-" else Path(source).read_bytes()[: _LARGEST + 1]
+        text = data.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {source}: {reason_of(error)}") from None
+    if len(data) > _LARGEST:
+        raise UsageError(f"{source} is longer than {_LARGEST:,} bytes: that is no job")
+    if pipeloom.accepts(text):
+        return normal(_read_ours(text) if source == "-" else pipeloom.read(Path(source)))
+    for system in (automodel, torchtitan, megatron):
+        if system.accepts(text):
+            return normal(system.read(text, shape))
+    raise UsageError(
+        f"{source} is no job of Megatron-LM, torchtitan, NeMo Automodel or Pipeloom: it has none of their words"
+    )
+
+
+def translated(job: Job, to: str, schedule: Schedule | None = None) -> tuple[str, list[str]]:
+    """Return (a run in the words of a system, a sentence for each thing that they do not hold).
+
+    Args:
+        schedule: in place of that which the job names.
+
+    Raises UsageError for what the system refuses, with the nearest that it takes.
+    """
+    job = normal(job)
+    layout = job.layout
+    common = [f"slices={layout.slices}: sequences are not cut into slices; nearest: slices=1"] * (layout.slices > 1)
+    common += ["vocabulary=pp: the output layer is not spread; nearest: vocabulary=last"] * (layout.vocabulary == "pp")
+    if to == "torch-csv":
+        _require(to, common)
+        schedule = schedule or (load_schedule(layout.schedule) if layout.schedule.endswith(".csv") else layout.built())
+        text, notes = torch_runtime.csv_of(schedule)
+        held = PlannedLayout(
+            pp=layout.pp, v=layout.v, m=layout.m, schedule=layout.schedule, group=layout.group, zero=0, cut="even"
+        )
+        return text, [*_losses(to, job, Job(None, held)), *notes]
+    system = SYSTEMS[to]
+    _require(to, [*(common if to != "pipeloom" else []), *system.refusals(job)])
+    text = system.write(job)
+    return text, _losses(to, job, normal(system.read(text)))
+
+
+def _require(to: str, reasons: list[str]) -> None:
+    if reasons:
+        raise UsageError(f"{to} does not take this run: {'; '.join(reasons)}")
+
+
+def _losses(to: str, job: Job, held: Job) -> list[str]:
+    return [
+        f"{key}={value}: {to} has no word for it"
+        + (f"; what is written means {key}={other}" if other is not None else "")
+        for key, (value, other) in differences(job, held).items()
+    ]
+
+
+def written(
+    prediction: LayoutCosts,
+    planner: Planner,
+    to: str,
+    source: Mapping[str, str] | None = None,
+    table: Path | None = None,
+    data: str = "",
+) -> tuple[str, list[str]]:
+    """Return a planned layout in the words of a system, as `translated` does.
+
+    Args:
+        source, table, data: of a configuration of ours, as for `interop.pipeloom.write`.
+    """
+    layout = replace(prediction.layout, stages=prediction.stages)
+    if planner.runtime.sharded:  # a pipeline's stages stay gathered
+        layout = replace(layout, zero=2 if layout.pp > 1 else 3)
+    paired = layout.schedule == "interleaved-overlap"
+    options = ("delay_wgrad", "overlap_experts") if paired else ()
+    dispatcher = "deepep" if prediction.ep_nodes > 1 else "alltoall" if paired else ""
+    job = normal(Job(planner.shape, layout, options=options, dispatcher=dispatcher))
+    if prediction.searched is not None and to != "torch-csv" and table is None:
+        raise UsageError(f"{to} reads a searched schedule from a file; nearest: torch-csv")
+    adapters = planner.runtime.adapters
+    if to != "pipeloom":
+        text, losses = translated(job, to, prediction.schedule)
+        return text, [*losses, *[f"{adapters}: they are not written; {to} would train all weights"] * (adapters is not None)]
+    foreign = ["adapters without a Hugging Face directory are not there"] * (adapters is not None and not source)
+    _require(to, [*pipeloom.refusals(job, source), *foreign])
+    return pipeloom.write(job, source, table, data, prediction.ep_nodes, prediction.step.total, adapters), []

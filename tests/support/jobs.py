@@ -1,0 +1,83 @@
+"""Random runs, by seed, of models that other systems have."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from pipeloom.plan import load_model
+from pipeloom.plan.job import Job, normal
+from pipeloom.plan.layout import PlannedLayout
+from pipeloom.shapes.ops import OFFLOADED, PARTS
+
+MODELS = (
+    "llama3-8b",
+    "llama3-70b",
+    "llama3-405b",
+    "qwen3-30b-a3b",
+    "mixtral-8x7b",
+    "deepseek-v2",
+    "deepseek-v3",
+    "gpt3-175b",
+)
+FAMILIES = {
+    "megatron": ("1f1b", "interleaved", "interleaved-overlap"),
+    "torchtitan": ("1f1b", "gpipe", "interleaved", "interleaved-zb", "zbv", "dualpipev", "looped-bfs"),
+}
+FAMILIES |= {"automodel": FAMILIES["torchtitan"], "pipeloom": ("1f1b", "zb-h1", "interleaved", "zbv", "dualpipev")}
+_BACK_AND_FORTH = ("zbv", "dualpipev")
+
+
+def random_cut(draw: random.Random, layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each of `stages` stages, each at least one, at random."""
+    ends = sorted(draw.sample(range(1, layers), stages - 1))
+    return tuple(b - a for a, b in zip([0, *ends], [*ends, layers], strict=True))
+
+
+def random_job(seed: int, system: str) -> Job:
+    """A run with random values in all fields; most of them are ones that the system takes."""
+    draw = random.Random(f"{system}-{seed}")
+    shape = load_model(draw.choice(MODELS if system != "pipeloom" else MODELS[:5]))
+    experts = shape.num_experts > 0
+    family = draw.choice([name for name in FAMILIES[system] if experts or name != "interleaved-overlap"])
+    pp = draw.choice([2, 4, 4, 8]) if family != "1f1b" else draw.choice([1, 2, 4, 8])
+    v = 1 if family in ("1f1b", "gpipe", "zb-h1") else 2 if family in _BACK_AND_FORTH else draw.choice([2, 2, 3, 4, 8])
+    m = pp * draw.choice([2, 3, 4]) if draw.random() < 0.85 else draw.randint(1, 40)
+    tp, cp, dp = draw.choice([1, 2, 4, 8]), draw.choice([1, 1, 2]), draw.choice([1, 2, 4, 8])
+    ep = draw.choice([2, 4] if family == "interleaved-overlap" else [1, 2, 4, 8]) if experts else 1
+    stages = random_cut(draw, shape.blocks + 2, pp * v) if draw.random() < 0.7 and pp * v <= shape.blocks else ()
+    overlap = family == "interleaved-overlap" and experts
+    options = set(draw.sample(["overlap_grads", "overlap_warmup"], draw.randint(0, 2)))
+    options |= ({"blocking_p2p"} if v > 1 and pp > 2 and draw.random() < 0.2 else set()) | (
+        {"overlap_experts"} if overlap else set()
+    )
+    options |= {"overlap_params"} if "overlap_grads" in options and draw.random() < 0.5 else set()
+    options |= {"delay_wgrad"} if overlap and draw.random() < 0.5 else set()
+    parts = [part for part in PARTS if draw.random() < 0.3 and (shape.kv_lora_rank or part != "latent_up")]
+    layout = PlannedLayout(
+        dp, tp, cp, pp, ep, v, m,
+        micro_batch=draw.choice([1, 2]),
+        seq=draw.choice([4096, 8192]),
+        zero=draw.choice([0, 1, 1, 2, 3] if "overlap_params" not in options else [1, 2]),
+        recompute=draw.choice(["none", "none", "none" if overlap else "full", "+".join(parts) or "none"]),
+        schedule=family,
+        capacity=draw.choice([0.0, 0.0, 1.5]) if experts else 0.0,
+        etp=draw.choice([0, 1]) if experts else 0,
+        grads=draw.choice(["fp32", "fp32", "bf16"]),
+        offload="+".join(sorted(draw.sample(list(OFFLOADED), 2))) if draw.random() < 0.2 else "none",
+        group=draw.choice([0, 0, pp, m]) if v > 1 and family in ("interleaved", "interleaved-overlap") else 0,
+        stages=stages,
+    )  # fmt: skip
+    job = Job(
+        shape, layout,
+        fp8=draw.choice(["", "", "blockwise", "delayed"]),
+        options=tuple(sorted(options)),
+        context=draw.choice(["", "p2p", "a2a"]) if cp > 1 else "",
+        dispatcher=draw.choice(["alltoall", "deepep"] if overlap else ["", "allgather", "alltoall"]) if experts else "",
+    )  # fmt: skip
+    if layout.recompute == "full":
+        job = replace(job, recompute_layers=draw.choice([0, 0, 2]))
+        job = replace(job, recompute_span=1 if job.recompute_layers else draw.choice([1, 1, 3]))
+    if layout.offload != "none":
+        job = replace(job, offload_share=draw.choice([1.0, 0.5]))
+    return normal(job)
