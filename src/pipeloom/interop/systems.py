@@ -133,7 +133,10 @@ def written(
     adapters = planner.runtime.adapters
     if to != "pipeloom":
         text, losses = translated(job, to, prediction.schedule)
-        return text, [*losses, *[f"{adapters}: they are not written; {to} would train all weights"] * (adapters is not None)]
+        return text, [
+            *losses,
+            *[f"{adapters}: they are not written; {to} would train all weights"] * (adapters is not None),
+        ]
     foreign = ["adapters without a Hugging Face directory are not there"] * (adapters is not None and not source)
     _require(to, [*pipeloom.refusals(job, source), *foreign])
     return pipeloom.write(job, source, table, data, prediction.ep_nodes, prediction.step.total, adapters), []

@@ -144,7 +144,7 @@ def state_bytes(
 ) -> tuple[float, float, float, float]:
     """Bytes of (weights, gradients, optimizer state, gathered copies).
 
-    Mixed precision: bf16 weights, gradients in fp32 or wider, or in bf16, and for AdamW an fp32 copy of the weights and two moments
+    Mixed precision: bf16 weights, gradients in fp32 or wider, or in bf16, and for AdamW an fp32 copy of weights and two moments
     (2 + 4 + 12 bytes a parameter), each divided by the replicas from its ZeRO level on (arXiv 1910.02054). `fully_shard` keeps no
     bf16 copy but the gathered one: 4 + 4 + 8.
 
