@@ -45,6 +45,7 @@ from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts, 
 from pipeloom.schedule.transforms import unpair
 from pipeloom.traces.measured import hops
 from processes import run_ranks
+from two_levels import TwoLevels
 
 STEPS = 5
 UNIT = 0.010
@@ -61,7 +62,7 @@ def times_of(clock: Clock, name: str) -> PhaseTimes:
     return PhaseTimes(*(fmean(clock.seconds[name, kind]) for kind in "FIW"))
 
 
-class Fused(EmulatedLayer):
+class Fused(TwoLevels):
     """Computes its weight gradients with its input gradients."""
 
     def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
@@ -81,7 +82,7 @@ def run_alone(microbatches: int, talk: float, split: bool, pairs: bool, blocks: 
     clock = Clock()
     schedule = pl.schedules.build("1f1b-overlap", 1, microbatches)
     run = schedule if pairs else unpair(schedule)
-    block = partial(EmulatedLayer if split else Fused, clock, segments(talk), **levels)
+    block = partial(TwoLevels if split else Fused, clock, segments(talk), **levels)
     pipeline = LocalPipeline([block] * blocks, run, loss=total)
     stood, took = [], []
     x = torch.ones(microbatches, 1)

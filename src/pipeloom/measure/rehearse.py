@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.parts import in_part
-from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_order, in_turns
+from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_order
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.runtime.pipeline import run_beside
@@ -148,8 +148,6 @@ class EmulatedLayer(nn.Module):
     Args:
         times: times of one micro-batch, in seconds.
         factors: factor on the times of each micro-batch, or of each of its slices; empty: 1 for all.
-        inside: time of each hop inside a node, on a link of its own, which each all-to-all takes too (two levels).
-        chunks: runs of the tokens, whose all-to-alls overlap with the other runs' experts and all-to-alls.
         saves: number of tensors of one size that a part of the layer saves, one after the other in equal shares of its time.
         parts: name of a part -> time of its R; in the forward it is a share of the layer's.
     """
@@ -159,15 +157,12 @@ class EmulatedLayer(nn.Module):
         clock: Clock,
         times: LayerSegments,
         factors: Sequence[float] = (),
-        inside: float = 0.0,
-        chunks: int = 1,
         saves: int = 0,
         parts: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__()
-        self.parts = parts or {}
-        self.clock, self.times, self.factors, self.inside, self.chunks = clock, times, factors, inside, chunks
-        self.saves = saves
+        self.clock, self.times, self.factors = clock, times, factors
+        self.saves, self.parts = saves, parts or {}
         self.weight = nn.Parameter(torch.zeros(()))
         self.grad_context = WeightGradContext()
 
@@ -175,41 +170,28 @@ class EmulatedLayer(nn.Module):
         self.grad_context = grad_context
 
     def segments(self, microbatch: MicrobatchContext | None = None) -> Sequence[Segment]:
-        times, factor, n = self.times, _factor(self.factors, microbatch), self.chunks
+        times, factor = self.times, factor_of(self.factors, microbatch)
         parts = {name: factor * seconds for name, seconds in self.parts.items()}
-        attention = self._part("attention", _times(times.attention, factor), parts=parts)
+        attention = self.part("attention", scaled(times.attention, factor), parts=parts)
         if not any(times.experts):
             return (attention,)
         combine_backward, dispatch_backward = times.backward_talk
-        share = factor / n
-        runs = [
-            [
-                *self._hops("dispatch", share * times.dispatch, share * dispatch_backward, share * self.inside, at),
-                self._part("experts", _times(times.experts, share), at),
-                *self._hops("combine", share * times.combine, share * combine_backward, share * self.inside, at)[::-1],
-            ]
-            for at in range(n)
-        ]
-        if n == 1:
-            return [attention, *runs[0]]
-        split = Compute("attention", lambda values: attention.run(values) * n)
-        turns = in_turns(runs, lambda timed: (timed.at,), Compute("nothing", lambda values: values))  # type: ignore[attr-defined]
-        return [split, *turns, Compute("sum", lambda values: (sum(values) / n,))]
+        return (
+            attention,
+            TimedExchange("dispatch", self.clock, factor * times.dispatch, factor * dispatch_backward),
+            self.part("experts", scaled(times.experts, factor)),
+            TimedExchange("combine", self.clock, factor * times.combine, factor * combine_backward),
+        )
 
-    def _hops(self, name: str, seconds: float, backward_seconds: float, inside: float, at: int) -> list[Segment]:
-        """Return an all-to-all: between nodes, then inside a node if that takes time."""
-        across = _Timed(name, self.clock, seconds, backward_seconds, at=at)
-        if not inside:
-            return [across]
-        return [across, Compute(name, lambda values: values), _Timed(name, self.clock, inside, inside, "inside", at)]
-
-    def _part(
+    def part(
         self, name: str, times: PhaseTimes, at: int = 0, parts: Mapping[str, float] = MappingProxyType({})
     ) -> Compute:
+        """Return a computation of the value `at` that takes these times; `parts`: name of a part in it -> time of its R."""
+
         def run(values: Values) -> Values:
             queue = self.grad_context.queue  # of the micro-batch whose forward runs now
             out, count = values[at], max(1, self.saves)
-            work = _Work(self.clock, name, _times(times, 1 / count), queue)
+            work = _Work(self.clock, name, scaled(times, 1 / count), queue)
             for _ in range(count):
                 saved = torch.ones((), device=out.device) if self.saves else None
                 if saved is not None:
@@ -245,19 +227,15 @@ class _Timer:
 
 
 @dataclass(frozen=True)
-class _Timed:
-    """An emulated all-to-all of the value `at`; those of one process on one link run one after the other."""
+class TimedExchange:
+    """An emulated all-to-all; those of one process on one link run one after the other."""
 
     name: str
     clock: Clock
     seconds: float
     backward_seconds: float
     link: str = "across"
-    at: int = 0
-
-    @property
-    def quick(self) -> bool:
-        return self.link == "inside"
+    quick: bool = False
 
     def start(self, values: Values) -> Pending:
         return _Timer(self.clock, values, self.clock.communicate(self.link, self.seconds))
@@ -266,14 +244,16 @@ class _Timed:
         return _Timer(self.clock, gradients, self.clock.communicate(self.link, self.backward_seconds))
 
 
-def _factor(factors: Sequence[float], microbatch: MicrobatchContext | None) -> float:
+def factor_of(factors: Sequence[float], microbatch: MicrobatchContext | None) -> float:
+    """Return the factor on the times of a micro-batch, or of a slice of one."""
     if not factors or microbatch is None:
         return 1.0
     place = microbatch.place
     return factors[microbatch.index if place is None else microbatch.index * place.count + place.index]
 
 
-def _times(times: PhaseTimes, factor: float) -> PhaseTimes:
+def scaled(times: PhaseTimes, factor: float) -> PhaseTimes:
+    """Return the times multiplied by a factor."""
     return times if factor == 1 else PhaseTimes(*(factor * time for time in times))
 
 
@@ -341,7 +321,7 @@ class Rehearsal:
         def build(position: int) -> nn.Module:
             stage = stages[position]
             factor, part = self.slow.get(stage, 1.0), segments[stage]
-            slowed = replace(part, attention=_times(part.attention, factor), experts=_times(part.experts, factor))
+            slowed = replace(part, attention=scaled(part.attention, factor), experts=scaled(part.experts, factor))
             named = {name: self.unit * factor * again.time_of(f"recompute:{name}")[stage] for name in names}
             return EmulatedLayer(clock, slowed, factors, saves=saves, parts=named)
 

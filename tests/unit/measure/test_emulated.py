@@ -20,6 +20,7 @@ from pipeloom.runtime.pipeline import run_beside
 from pipeloom.schedule import Action, Costs, Schedule, simulate
 from pipeloom.schedule.actions import parse_action
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes
+from two_levels import TwoLevels
 
 
 class Hands:
@@ -153,7 +154,7 @@ def test_two_levels_in_chunks_hide_more_than_a_flat_exchange(hands: Hands) -> No
     def exposed(talk: float, inside: float, chunks: int, blocks: int, microbatches: int) -> float:
         clock, part = Clock(), PhaseTimes(0.01, 0.01, 0.01)
         times = LayerSegments(part, part, talk, talk)
-        block = partial(EmulatedLayer, clock, times, inside=inside, chunks=chunks)
+        block = partial(TwoLevels, clock, times, inside=inside, chunks=chunks)
         schedule = pl.schedules.build("1f1b-overlap", 1, microbatches)
         pipeline = LocalPipeline([block] * blocks, schedule, loss=lambda out, _: out.mean())
         begun, x = hands.now, torch.ones(microbatches, 1)
