@@ -25,9 +25,9 @@ from pipeloom.cli.options import (
     with_options,
     with_slowdown,
 )
-from pipeloom.cli.output import OutputFlags, aligned, as_dict, emit
+from pipeloom.cli.output import OutputFlags, as_dict, emit
 from pipeloom.cli.sweep import Sweep, full_rank_peaks
-from pipeloom.draw.figures import BUBBLE_WORDS, cost_numbers, messages, number
+from pipeloom.draw.figures import BUBBLE_WORDS, cost_numbers, in_columns, messages, number
 from pipeloom.errors import ConfigError, PipeloomError, UsageError
 from pipeloom.schedule import Costs, Timeline, period, simulate
 from pipeloom.schedule.channels import size_words
@@ -231,7 +231,9 @@ def table(
     hidden |= {("mes.", "size")} if not costs.message else set()
     columns = [key for key in figures_of_rows[0] if key not in hidden]
     heads = [[head[at] for head in columns] for at in (0, 1)]
-    cells = aligned([["", *line] for line in [*heads, *([line[key] for key in columns] for line in figures_of_rows)]])
+    cells = in_columns(
+        [["", *line] for line in [*heads, *([line[key] for key in columns] for line in figures_of_rows)]]
+    )
     labels = ["", "schedule", *(label for label, _ in rows)]
     first = max(len(label) for label in labels if len(label) <= max(width - len(cells[0]), len("schedule")))
     lines = []
@@ -347,7 +349,7 @@ def volume_table(rows: dict[str, Any]) -> list[str]:
         lines.append([row["label"], str(row["workers"]), *cells, total])
     values = linear["values_per_token"]
     return [
-        *aligned(lines),
+        *in_columns(lines),
         "",
         "bytes that all workers send in a step, and the number of messages or collective operations",
         f"a linear layer of {linear['inputs']} inputs and {linear['outputs']} outputs, whole on each of {linear['ranks']} ranks "

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import fields
 from itertools import product
 
-from pipeloom.cli.output import aligned
 from pipeloom.config import Config, Layout
-from pipeloom.config.layout import flop_costs
+from pipeloom.config.layout import flop_costs, stage_words
 from pipeloom.config.rates import learning_rate
+from pipeloom.draw.figures import in_columns
 from pipeloom.errors import UsageError
 from pipeloom.plan import OFFERED, Device, PlanRequest
 from pipeloom.plan.export import train_flags
@@ -19,7 +19,6 @@ from pipeloom.plan.run import RunPrediction, predicted, rank_parameters
 from pipeloom.plan.search import closest, limits_of_source
 from pipeloom.schedule import Timeline, simulate
 from pipeloom.schedule.channels import size_words
-from pipeloom.shapes.cut import spans
 from pipeloom.shapes.hub import content_of
 from pipeloom.shapes.mesh import MeshShape
 
@@ -73,7 +72,7 @@ def _bytes_lines(prediction: RunPrediction) -> list[str]:
     rows = [["rank", *names, "peak"]]
     for rank, memory in enumerate(prediction.ranks):
         rows.append([str(rank), *(size_words(getattr(memory, name)) for name in names), size_words(memory.total)])
-    return aligned(rows)
+    return in_columns(rows)
 
 
 def _step_lines(layout: Layout, prediction: RunPrediction | None, device: Device | None) -> list[str]:
@@ -142,36 +141,20 @@ def rank_table(mesh: MeshShape) -> list[str]:
         rows.append([f"pp {pp}", *(str(numbers[pp, *column][0]) for column in columns)])
     clipped = [row[: _COLUMNS + 1] + ["…"] * (len(row) > _COLUMNS + 1) for row in rows]
     title = f"workers in the order {mesh.order}, the fastest axis first:"
-    return [title, *aligned(clipped), *["…"] * (mesh.pp > _ROWS)]
+    return [title, *in_columns(clipped), *["…"] * (mesh.pp > _ROWS)]
 
 
 def _rank_lines(layout: Layout, timeline: Timeline) -> list[str]:
-    schedule, layers, peaks = layout.schedule, _layers(layout), timeline.peak_activations
+    schedule, layers, peaks = layout.schedule, stage_words(layout), timeline.peak_activations
     rows = [["rank", "parameters", "in flight", "layers"]]
     for rank, count in enumerate(rank_parameters(layout)):
         words = " | ".join(layers[stage] for stage in schedule.stages_of[rank])
         rows.append([str(rank), f"{count:,}", str(peaks[rank]), words])
-    lines = aligned(rows, ragged=True)
+    lines = in_columns(rows, ragged=True)
     divided = [f"{axis} {size}" for axis, size in (("tp", layout.mesh.tp), ("ep", layout.mesh.ep)) if size > 1]
     if divided:
         lines.append(f"      totals of each pipeline rank, which {' and '.join(divided)} divide")
     return lines
-
-
-def _layers(layout: Layout) -> list[str]:
-    """Return stage -> its layers in words, such as `E 0-1` or `2-3 L`; E/4 and L/4 are one of 4 shares of the two."""
-    shares = layout.schedule.vocabulary
-    names = ["" if shares else "E", *map(str, range(layout.config.model.blocks)), "norm" if shares else "L"]
-    words = []
-    for stage, (start, end) in enumerate(spans(layout.schedule, layout.stage_layers)):
-        if stage in shares:
-            words.append(f"E/{len(shares)} L/{len(shares)}")
-            continue
-        blocks = [name for name in names[start:end] if name.isdecimal()]
-        span = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else "".join(blocks)
-        ends = [names[0] if start == 0 < end else "", span, names[-1] if start < end == len(names) else ""]
-        words.append(" ".join(filter(None, ends)) or "-")
-    return words
 
 
 def _rates(config: Config, steps: int, replicas: int) -> Sequence[tuple[int, float]]:

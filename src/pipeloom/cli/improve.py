@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeloom.cli.options import argument, flag, memory_of, with_options
-from pipeloom.cli.output import aligned, emit, json_flag, write
+from pipeloom.cli.output import emit, json_flag, write
 from pipeloom.cli.show import Study, layers_of, layout_of, steps_of
-from pipeloom.draw.figures import number, time_unit
+from pipeloom.draw.figures import in_columns, number, time_unit
 from pipeloom.errors import PipeloomError, UsageError
 from pipeloom.limits import newest_run
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
@@ -219,7 +219,7 @@ def _lines(study: Study, now: Change, changes: list[Change], best: Change, simpl
         *study.notes,
         f"measured {number(study.prediction.measured * factor)} {unit}, simulated with the step's own costs "
         f"{number(now.makespan * factor)} {unit}",
-        *aligned(
+        *in_columns(
             [
                 ["schedule", f"step, {unit}", "saved", "peak"],
                 *map(row, [now, *ordered]),

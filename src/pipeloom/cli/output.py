@@ -113,20 +113,6 @@ def emit(as_json: bool, values: Callable[[], Mapping[str, Any]], lines: Callable
     print(json.dumps(values(), allow_nan=False) if as_json else "\n".join(lines()))
 
 
-def aligned(rows: Sequence[Sequence[str]], left: int = 1, *, ragged: bool = False) -> list[str]:
-    """Return a line of text for each row: the first `left` columns to the left, the others to the right; `ragged`: the last one
-    as it is, which may be long."""
-    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if ragged:
-        wide[-1] = 0
-    return [
-        "  ".join(
-            cell.ljust(w) if at < left else cell.rjust(w) for at, (cell, w) in enumerate(zip(row, wide, strict=True))
-        )
-        for row in rows
-    ]
-
-
 def as_dict(timeline: Timeline) -> dict[str, object]:
     """Return the JSON form of the schedule together with the costs of a stage and the figures of the timeline."""
     return to_dict(timeline.schedule) | figures_and_costs(timeline)

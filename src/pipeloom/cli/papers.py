@@ -8,8 +8,7 @@ from math import isclose
 from typing import Any
 
 from pipeloom.cli.options import share
-from pipeloom.cli.output import aligned
-from pipeloom.draw.figures import number
+from pipeloom.draw.figures import in_columns, number
 from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.families import build
@@ -120,7 +119,7 @@ def table(name: str, rows: list[dict[str, Any]]) -> list[str]:
     """Return lines of at most 80 columns."""
     content = paper(name)
     cells, notes = _moe_cells(content, rows) if name == "moe" else _zero_bubble_cells(rows)
-    return [*content["title"], "", *aligned(cells), "", *notes]
+    return [*content["title"], "", *in_columns(cells), "", *notes]
 
 
 def _zero_bubble_cells(rows: list[dict[str, Any]]) -> tuple[list[list[str]], list[str]]:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeloom.cli.options import flag, memory_of, with_options
-from pipeloom.cli.output import aligned, emit, json_flag, write
+from pipeloom.cli.output import emit, json_flag, write
 from pipeloom.draw.chart import Panel, chart
+from pipeloom.draw.figures import in_columns
 from pipeloom.errors import CapacityError, UsageError, divisors, nearest
 from pipeloom.plan import (
     OFFERED,
@@ -300,9 +301,9 @@ def _details(prediction: LayoutCosts, device: Device) -> list[str]:
     room = (device.memory - prediction.peak) / 2**30
     return [
         f"{prediction.text}: {prediction.layout.world} devices, stages {layout_string(*layers)}",
-        *(aligned(layers_by_rank(prediction.short, *layers)) if prediction.layout.pp > 1 else ()),
+        *(in_columns(layers_by_rank(prediction.short, *layers)) if prediction.layout.pp > 1 else ()),
         f"step {prediction.step.total:.4g} s ({parts}); {prediction.tokens:,.0f} tokens/s on each device",
-        *aligned(memory_rows(prediction.ranks)),
+        *in_columns(memory_rows(prediction.ranks)),
         f"rank {prediction.worst} needs the most, {gib(prediction.peak)} GiB, at {worst.peak_action}: "
         + (f"{room:.1f} GiB are left" if room >= 0 else f"{-room:.1f} GiB more than there are"),
     ]
@@ -315,7 +316,7 @@ def _lines(plan: LayoutPlan, planner: Planner, request: PlanRequest) -> list[str
         f"{request.sequences} sequences of {request.seq} tokens a step, run by {planner.runtime.name}",
         f"{len(plan.estimates):,} layouts estimated; of those that fit, {len(plan.predictions)} predicted from their schedules; "
         "below, each is slower and smaller than the one above",
-        *aligned(table(plan.pareto[:_ROWS]), left=0, ragged=True),
+        *in_columns(table(plan.pareto[:_ROWS]), left=0, ragged=True),
         advice(plan),
         "",
         *_details(best, planner.device),

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from pipeloom.cli.options import flag, with_options
-from pipeloom.cli.output import aligned, json_flag, write
+from pipeloom.cli.output import json_flag, write
 from pipeloom.cli.workers import layout_of_workers, require_torch, result_of_workers, words_of
 from pipeloom.draw.chart import Panel, chart
+from pipeloom.draw.figures import in_columns
 from pipeloom.errors import CapacityError
 from pipeloom.schedule.channels import size_words
 from pipeloom.shapes.hub import presets
@@ -162,23 +163,23 @@ def _lines(form: dict[str, Any]) -> list[str]:
         rows.append([each["name"][-18:] + number, *times])
     lines = [
         f"{form['device']}; micro-batches of {samples} x {tokens} tokens; medians and their spread",
-        *aligned(rows),
+        *in_columns(rows),
     ]
     names = {"input": "kept", "saved": "saved", "pending": "pending"}
     sizes = [[each["name"][-18:], *(size_words(each["bytes"][name]) for name in names)] for each in form["layers"]]
-    lines += aligned([["layer, bytes", *names.values()], *sizes])
+    lines += in_columns([["layer, bytes", *names.values()], *sizes])
     rows = [
         [each["name"][-18:], part, ms(each["seconds"][f"R:{part}"]), size_words(size)]
         for each in form["layers"]
         for part, size in each["bytes"]["parts"].items()
         if f"R:{part}" in each["seconds"]
     ]
-    lines += aligned([["layer", "part", "ms of its R", "saved"], *rows]) if rows else []
+    lines += in_columns([["layer", "part", "ms of its R", "saved"], *rows]) if rows else []
     if (segments := form["segments"]) is not None:
         lines.append("a block with experts, ms:")
         rows = [["", "F", "I", "W"]]
         rows += [[name, *(f"{1e3 * time:.3g}" for time in segments[name])] for name in ("attention", "experts")]
-        lines += aligned(rows)
+        lines += in_columns(rows)
         lines.append(
             f"dispatch and combine: {1e3 * segments['dispatch']:.3g} ms each"
             if segments["dispatch"]
@@ -191,7 +192,7 @@ def _lines(form: dict[str, Any]) -> list[str]:
         line = [f"{link['axis']} {between}".strip(), link["operation"]]
         line += [f"{1e6 * link['latency']:.3g}", f"{link['bandwidth'] / 1e6:,.0f}"]
         rows.append(line + [f"{1e3 * median:.3g} ms" for median, _ in link["seconds"][1::2]])
-    return [*lines, *aligned(rows)]
+    return [*lines, *in_columns(rows)]
 
 
 def _chart(form: dict[str, Any]) -> str:

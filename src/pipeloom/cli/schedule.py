@@ -18,8 +18,9 @@ from pipeloom.cli.options import (
     flag,
     with_options,
 )
-from pipeloom.cli.output import OutputFlags, aligned, figures_and_costs
+from pipeloom.cli.output import OutputFlags, figures_and_costs
 from pipeloom.draw import largest_gain, segment_lanes, segment_table
+from pipeloom.draw.figures import in_columns
 from pipeloom.schedule import simulate
 from pipeloom.schedule.comms_form import to_torch_csv
 from pipeloom.schedule.csv_form import to_csv
@@ -88,4 +89,4 @@ def command(
         output.print_timeline(timeline)
         if table:
             print("\nA pair of layers, F of one micro-batch and B of another:")
-            print("\n".join(aligned(table)))
+            print("\n".join(in_columns(table)))

@@ -12,8 +12,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.cli.options import argument, flag, with_options
-from pipeloom.cli.output import OutputFlags, aligned, as_dict
-from pipeloom.draw.figures import number, time_unit
+from pipeloom.cli.output import OutputFlags, as_dict
+from pipeloom.draw.figures import in_columns, number, time_unit
 from pipeloom.errors import PipeloomError, UsageError, did_you_mean, shortened
 from pipeloom.limits import newest_run
 from pipeloom.schedule import Timeline, simulate
@@ -233,7 +233,7 @@ class Study:
             [str(rank), *(number(row[name] * factor) for name in columns), number(sum(row.values()) * factor)]
             for rank, row in enumerate(spent)
         ]
-        lines += ["", f"where the time went, {unit} per step, mean over the steps", *aligned(table)]
+        lines += ["", f"where the time went, {unit} per step, mean over the steps", *in_columns(table)]
         if self.better is not None:
             gain = 1 - self.better.value / prediction.simulated
             lines += [

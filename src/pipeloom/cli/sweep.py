@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeloom.cli.output import aligned
 from pipeloom.draw.chart import Panel, chart
-from pipeloom.draw.figures import full_rank, number
+from pipeloom.draw.figures import full_rank, in_columns, number
 from pipeloom.errors import PipeloomError, UsageError
 from pipeloom.schedule import Timeline
 from pipeloom.schedule.timeline import plain
@@ -100,7 +99,7 @@ def table(sweep: Sweep, series: Sequence[dict[str, Any]], costs: str) -> list[st
             peaks = [number(point["activations"]), number(point["memory"])]
             value = "any" if one["fixed"] else str(point["value"])
             rows.append([one["label"], value, *figures_of_point, *peaks])
-    lines = aligned(rows)
+    lines = in_columns(rows)
     lines += ["", f"costs of 1/p of the model: {costs}", "peaks in full-rank units (micro-batches of 1/p of the model)"]
     for one in series:
         if one["refused"]:

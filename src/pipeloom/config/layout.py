@@ -25,7 +25,7 @@ from pipeloom.schedule.model import parts
 from pipeloom.schedule.slices import SequenceCuts, balanced_cuts
 from pipeloom.schedule.transforms import recompute_stages, transformed
 from pipeloom.schedule.vocabulary import embedding, vocabulary
-from pipeloom.shapes.cut import balance, parse_stages
+from pipeloom.shapes.cut import balance, parse_stages, spans
 from pipeloom.shapes.decoder import shape_problems
 from pipeloom.shapes.layers import LayerSize, attention_share, layer_sizes, whole_layers
 from pipeloom.shapes.mesh import MeshShape
@@ -223,6 +223,22 @@ def flop_costs(config: Config, schedule: Schedule, stage_layers: tuple[int, ...]
     two = any(word.replace(" ", "") == "vocabulary=two" for word in config.schedule.transforms)
     scores, gradients = (part, 2 * part) if two else (2 * part, part)
     return Costs(layers, layers, layers, scores=scores, scores_grad=gradients)
+
+
+def stage_words(layout: Layout) -> list[str]:
+    """Return stage -> its layers in words, such as `E 0-1` or `2-3 L`; E/4 and L/4 are one of 4 shares of the two."""
+    shares = layout.schedule.vocabulary
+    names = ["" if shares else "E", *map(str, range(layout.config.model.blocks)), "norm" if shares else "L"]
+    words = []
+    for stage, (start, end) in enumerate(spans(layout.schedule, layout.stage_layers)):
+        if stage in shares:
+            words.append(f"E/{len(shares)} L/{len(shares)}")
+            continue
+        blocks = [name for name in names[start:end] if name.isdecimal()]
+        span = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else "".join(blocks)
+        ends = [names[0] if start == 0 < end else "", span, names[-1] if start < end == len(names) else ""]
+        words.append(" ".join(filter(None, ends)) or "-")
+    return words
 
 
 def stage_costs(config: Config, stage_layers: tuple[int, ...]) -> list[int]:

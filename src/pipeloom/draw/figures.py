@@ -163,3 +163,17 @@ def _count(value: int, word: str, plural: str = "s") -> str:
 
 def _is_short(value: object) -> bool:
     return isinstance(value, (str, int, float)) and len(str(value)) <= 20
+
+
+def in_columns(rows: Sequence[Sequence[str]], left: int = 1, *, ragged: bool = False) -> list[str]:
+    """Return a line of text for each row: the first `left` columns to the left, the others to the right; `ragged`: the last one
+    as it is, which may be long."""
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if ragged:
+        wide[-1] = 0
+    return [
+        "  ".join(
+            cell.ljust(w) if at < left else cell.rjust(w) for at, (cell, w) in enumerate(zip(row, wide, strict=True))
+        )
+        for row in rows
+    ]

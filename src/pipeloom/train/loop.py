@@ -43,17 +43,10 @@ from pipeloom.train.report.metrics import memory_history, shared_cores
 from pipeloom.train.report.prediction import compared
 from pipeloom.train.report.report import Report, reported
 from pipeloom.train.report.step_bytes import BytesCheck
-from pipeloom.train.report.tables import table, what_ranks_hold
+from pipeloom.train.report.tables import what_ranks_hold
 from pipeloom.train.schedule_search import MeasureThenSearch, resolve_before_start
 from pipeloom.train.speculative import SpeculativeOptimizer
-from pipeloom.train.step import (
-    BadSteps,
-    NormRow,
-    Outcome,
-    first_not_finite,
-    layer_norms,
-    norm_of,
-)
+from pipeloom.train.step import BadSteps, NormRow, Outcome, first_not_finite, layer_norms, norm_of
 from pipeloom.train.tuning import GarbageCollection, trim_freed_memory
 from pipeloom.train.workers.context import INTERRUPT, SAVE, STOP, WorkerContext, require_agreement, together
 from pipeloom.train.workers.failures import failure_of_run, note_run, restarted_run
@@ -119,7 +112,7 @@ def _train(
         sizes = BytesCheck(as_packed(layout, data.packed), pipeline, trainer.optimizer, report)
         # On a CPU the step whose bytes are counted takes longer, and a search would be for its times.
         if config.train.steps > 1 and (layout.search is None or context.device.type != "cpu"):
-            trainer.add_row(sizes.row)
+            trainer.more_observers.append(sizes.row)
             trainer.log.slowed = lambda: sizes.slows
         trainer.state.chat = data.template is not None
         if layout.search is not None:
@@ -128,9 +121,9 @@ def _train(
             pipeline.adopt(layout.schedule)
             trainer.replanner = Replanner(layout, pipeline, context, report)
             stack.callback(trainer.replanner.close)
-        held = what_ranks_hold(pipeline, trainer.optimizer)
-        if report is not None and held is not None:
-            report.say("\n".join(table(held)))
+        held = what_ranks_hold(layout, pipeline, trainer.optimizer)
+        if report is not None:
+            report.say("\n".join(held))
             report.record("messages", volumes=[asdict(volume) for volume in volumes(layout)])
             report.say(data.words)
         trainer.begin(start, folder, facts, claim)
@@ -172,6 +165,7 @@ class Trainer:
         checkpoints: the checkpoints of this run, once `begin` was called; None: nothing is saved.
         log: the log lines, with the traces of their steps.
         observers: the rows of the present `train`, in the order of their calls.
+        more_observers: rows to add to those of the configuration, before the first step.
     """
 
     def __init__(
@@ -188,23 +182,19 @@ class Trainer:
         self.replanner: Replanner | None = None
         self.checkpoints: RunCheckpoints | None = None
         self.profile: OperatorProfile | None = None
-        self._garbage = GarbageCollection(trim_freed_memory)
+        self.garbage = GarbageCollection(trim_freed_memory)
         self.optimizer = Optimizer.of(pipeline, config)
         self.replicas = ReplicaCheck(pipeline, self.optimizer, config.train.check_every, ties(config))
         self.experts = ExpertLoads(config, pipeline)
         self.log = StepLog(config, pipeline, report, self.experts)
         self.observers: list[StepObserver] = []
-        self._more_observers = list(observers)
+        self.more_observers = list(observers)
         self._context, self._report, self._unit = context, reported(report), unit
         self._row = NormRow(pipeline, self.optimizer)
         self._bad_steps = BadSteps(config.train.on_nan, config.train.on_spike, self.state.norms)
         self._recorded = 0  # steps whose outcomes are final and recorded
         self._held_out: Sequence[Batch] = ()
         self._speculative = None if config.optimizer.barrier else SpeculativeOptimizer(pipeline, self.optimizer)
-
-    def add_row(self, row: StepObserver) -> None:
-        """Add a row to those of the configuration, before the first step."""
-        self._more_observers.append(row)
 
     def begin(
         self, start: Start, folder: Path, facts: Mapping[str, str] | None = None, claim: RunClaim | None = None
@@ -276,7 +266,7 @@ class Trainer:
         batches = Batches(text, self.config, mesh.shape.dp)
         self._held_out = held_out
         self._before_steps()
-        with self._garbage:
+        with self.garbage:
             while state.steps_done < options.steps:
                 step = state.steps_done + 1
                 due = [row for row in self.observers if row.due(step)]
@@ -312,33 +302,18 @@ class Trainer:
         self._recorded = done
         if self.checkpoints is not None and "rollback" in (options.on_nan, options.on_spike):
             self.checkpoints.save()  # the first checkpoint to roll back to
-        self.observers = observers(self.config, done + 1, self.measuring is not None, self) + self._more_observers
+        self.observers = observers(self.config, done + 1, self.measuring is not None, self) + self.more_observers
 
-    def start_profile(self, step: int) -> None:
-        """Record the operators of a step that is about to begin."""
-        if self.profile is not None:
-            self.profile.before_step(step)
-
-    def keep_profile(self, end: StepEnd) -> None:
-        """Keep what was recorded in a step, and after the last one of them report the file with all of it."""
-        if self.profile is not None:
-            self.say(*self.profile.after_step(end.step))
-
-    def collect_garbage(self, end: StepEnd) -> None:
-        """Collect on all ranks in the same step."""
-        self._garbage.collect()
-
-    def measure(self, end: StepEnd) -> None:
+    def measure(self) -> None:
         """Hand the step to the search; once that has chosen a schedule, the row of this call goes."""
         if self.measuring is not None and self.measuring.after_step():
             self.measuring = None
-            self.log.traces.clear()  # they are of other schedules
             self.observers = [row for row in self.observers if row.name != "measuring for the search"]
 
-    def replan(self, end: StepEnd) -> None:
+    def replan(self, step: int) -> None:
         """Hand the step to the search that follows the costs, unless the first schedule is still searched for."""
-        if self.replanner is not None and self.measuring is None and self.replanner.after_step(end.step):
-            self.log.traces.clear()
+        if self.replanner is not None and self.measuring is None:
+            self.replanner.after_step(step)
 
     def _save_end(self) -> str:
         """Save the final state, unless it is saved already. Return where it is, in words."""
@@ -348,9 +323,8 @@ class Trainer:
         self.checkpoints.finish()
         return f"saved as {self.checkpoints.path}"
 
-    def evaluate(self, end: StepEnd) -> None:
-        """Report the loss on the held-out text. It does not affect the training that follows."""
-        step = end.step
+    def evaluate(self, step: int) -> None:
+        """Report the loss on the held-out text after a step. It does not affect the training that follows."""
         if step == self.config.train.steps or not self._held_out:
             return  # `run` always computes the loss after the last step
         loss = self.held_out_loss(self._held_out)
@@ -359,9 +333,9 @@ class Trainer:
         self._report.record("evaluation", step=step, loss=loss)
         self._report.figures(step, {"held_out_loss": loss})
 
-    def save_as_asked(self, end: StepEnd) -> None:
+    def save(self, flags: int) -> None:
         """Save a checkpoint. Requests up to now are met by it; a request that arrives while it is saved leads to another one."""
-        if end.flags & SAVE:
+        if flags & SAVE:
             self._context.requests.flags &= ~SAVE
             self._save_file.unlink(missing_ok=True)
         if self.checkpoints is not None:
@@ -377,11 +351,7 @@ class Trainer:
         asked = self._context.rank == 0 and self.state.folder.is_absolute() and self._save_file.exists()
         return self._context.flags | SAVE * asked
 
-    def end_as_asked(self, end: StepEnd) -> NoReturn:
-        """Save a checkpoint, and end the run, as requested in a step."""
-        self._end(end.flags)
-
-    def _end(self, flags: int) -> NoReturn:
+    def end(self, flags: int) -> NoReturn:
         """Save a checkpoint, and end the run as requested: raise Preempted or Interrupted."""
         where = self._save_end()
         if self.profile is not None:
@@ -508,7 +478,7 @@ class Trainer:
             count += targets
             flags = together(row[0] for row in gather(self.pipeline, [float(self._flags())]))
             if flags & (STOP | INTERRUPT):
-                self._end(flags)
+                self.end(flags)
         return total / count
 
 

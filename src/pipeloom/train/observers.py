@@ -99,13 +99,6 @@ class StepObserver:
         return ", ".join(words)
 
 
-class _Listed:
-    """Stand-in for a Trainer whose rows are listed, and whose methods nobody calls."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self
-
-
 def observers(config: Config, first: int = 1, searches: bool = False, trainer: Any = None) -> list[StepObserver]:
     """Return the rows of a run in the order of their calls; those that are never called are left out.
 
@@ -114,7 +107,6 @@ def observers(config: Config, first: int = 1, searches: bool = False, trainer: A
         searches: whether the first steps are measured for a search.
         trainer: the `Trainer` that the rows call; None: they are listed, and nobody calls them.
     """
-    run = _Listed() if trainer is None else trainer
     train, last, ends = config.train, config.train.steps, STOP | INTERRUPT
     experts = bool(config.model.num_experts and not config.model.source)  # Hugging Face gates count no tokens
     outcome: tuple[StepNeed, ...] = ("outcome",)
@@ -122,24 +114,38 @@ def observers(config: Config, first: int = 1, searches: bool = False, trainer: A
     logged: tuple[StepNeed, ...] = traced if config.log.norms == "none" else (*traced, "norms")
     rows = [
         StepObserver(
-            "profile", run.start_profile, run.keep_profile, every=0, also=profiled_steps(config), needs=("trace",)
+            "profile",
+            lambda step: trainer.profile.before_step(step),
+            lambda end: trainer.say(*trainer.profile.after_step(end.step)),
+            every=0,
+            also=profiled_steps(config),
+            needs=("trace",),
         ),
         # Routers with biases need the loads of every step; otherwise they are only for the log.
         StepObserver(
             "expert loads",
-            after_step=lambda end: run.experts.collect(),
+            after_step=lambda end: trainer.experts.collect(),
             every=experts * (1 if config.model.router == "sigmoid" else config.log.every),
             also=(last,) if experts else (),
         ),
-        StepObserver("record, and bad steps", after_step=run.record),
-        StepObserver("replica check", after_step=lambda end: run.replicas.check(end.step), every=train.check_every),
-        StepObserver("garbage collection", after_step=run.collect_garbage, every=EVERY_STEPS, also=(first,)),
-        StepObserver("log", None, run.log.after_step, config.log.every, also=(last,), requests=ends, needs=logged),
-        StepObserver("end", after_step=run.end_as_asked, every=0, requests=ends),
-        StepObserver("evaluation", after_step=run.evaluate, every=train.eval_every, needs=outcome),
-        StepObserver("checkpoint", None, run.save_as_asked, config.checkpoint.every, requests=SAVE, needs=outcome),
-        StepObserver("measuring for the search", after_step=run.measure, every=int(searches), needs=traced),
-        StepObserver("replan", after_step=run.replan, every=config.schedule.replan, needs=traced),
+        StepObserver("record, and bad steps", after_step=lambda end: trainer.record(end)),
+        StepObserver("replica check", None, lambda end: trainer.replicas.check(end.step), train.check_every),
+        StepObserver("garbage collection", None, lambda end: trainer.garbage.collect(), EVERY_STEPS, also=(first,)),
+        StepObserver(
+            "log", None, lambda end: trainer.log.after_step(end), config.log.every, (last,), requests=ends, needs=logged
+        ),
+        StepObserver("end", None, lambda end: trainer.end(end.flags), every=0, requests=ends),
+        StepObserver("evaluation", None, lambda end: trainer.evaluate(end.step), train.eval_every, needs=outcome),
+        StepObserver(
+            "checkpoint",
+            None,
+            lambda end: trainer.save(end.flags),
+            config.checkpoint.every,
+            requests=SAVE,
+            needs=outcome,
+        ),
+        StepObserver("measuring for the search", None, lambda end: trainer.measure(), int(searches), needs=traced),
+        StepObserver("replan", None, lambda end: trainer.replan(end.step), config.schedule.replan, needs=traced),
     ]
     return [row for row in rows if row.when()]
 
@@ -154,7 +160,7 @@ class StepLog:
     """The log lines of a run, with the figures of the steps since the last one.
 
     Attributes:
-        traces: logged steps, the newest last.
+        traces: logged steps of the present schedule, the newest last.
         slowed: whether something made the last step take longer than the others, so that it is not traced unless the run ends.
     """
 
@@ -179,8 +185,10 @@ class StepLog:
 
     def after_step(self, end: StepEnd) -> None:
         """Report the figures since the last log line, and the bubble of this step; collective."""
-        pipeline, outcome, loads = self._pipeline, end.outcomes[-1], self._experts.take()
-        measured = pipeline.timeline()
+        pipeline, outcome, measured = self._pipeline, end.outcomes[-1], self._pipeline.timeline()
+        load, drops = self._experts.take() or (None, None)
+        if self.traces and self.traces[-1].schedule is not measured.schedule:
+            self.traces.clear()
         if end.step == self._config.train.steps or not self.slowed():
             self.traces.append(measured)
         memory, exposed = maxima(pipeline, [memory_in_use(pipeline.device), pipeline.exposed or 0.0])
@@ -199,8 +207,8 @@ class StepLog:
             ),
             bubble_measured=measured.bubble_rate,
             bubble_simulated=simulated(measured).bubble_rate,
-            expert_load=None if loads is None else loads.largest,
-            expert_drops=None if loads is None else loads.dropped,
+            expert_load=load,
+            expert_drops=drops,
             all_to_all=exposed if waits else None,
         )
         self._clear()
@@ -211,20 +219,6 @@ class StepLog:
                 end.step, {f"{kind}_norm/{name}": norm for kind, norms in kinds.items() for name, norm in norms.items()}
             )
         self._report.step(metrics)
-
-
-@dataclass(frozen=True)
-class Loads:
-    """Balance of one step's use of its experts.
-
-    Attributes:
-        largest: tokens of the busiest expert over the mean of its block, for the block where this is largest; between 1 (even)
-            and the number of experts.
-        dropped: tokens dropped because their expert was full, as a share of all choices.
-    """
-
-    largest: float
-    dropped: float
 
 
 class ExpertLoads:
@@ -258,12 +252,17 @@ class ExpertLoads:
                 balance(gate, table[at, :-1].to(device))
         self._table = table
 
-    def take(self) -> Loads | None:
-        """Return the loads that were collected last; None if there are none since the last call."""
+    def take(self) -> tuple[float, float] | None:
+        """Return the balance of the loads that were collected last; None if there are none since the last call.
+
+        Returns:
+            tokens of the busiest expert over the mean of its block, for the block where this is largest: between 1 (even) and the
+            number of experts; and the share of all choices that were dropped because their expert was full.
+        """
         if self._table is None:
             return None
         counts, drops = self._table[:, :-1], self._table[:, -1]
         self._table = None
         even = counts.sum(1) / self._experts
         largest = (counts.amax(1) / even.clamp_min(1e-9)).max()
-        return Loads(float(largest), float(drops.sum() / counts.sum().clamp_min(1)))
+        return float(largest), float(drops.sum() / counts.sum().clamp_min(1))

@@ -86,6 +86,7 @@ class Optimizer:
                 if self._rule(master.name) == rule:
                     by_decay.setdefault(self._decay(master.name), []).append(master.tensor)
             groups: list[dict[str, Any]] = [{"params": held, "weight_decay": decay} for decay, held in by_decay.items()]
+            inertia: dict[str, Any] = {"momentum": options.momentum, "nesterov": options.nesterov}
             if rule == "muon":
                 matrices = {
                     name: _matrix(name, p, (layouts or {}).get(name, WHOLE), foreign)
@@ -93,18 +94,15 @@ class Optimizer:
                     if p.requires_grad and self._rule(name) == "muon"
                 }
                 if matrices:  # a rank whose slices hold none of their elements still takes part in gathering them
+                    whole = WholeMatrices(matrices, sync, options.adjust_lr_fn)
                     self.optimizers.append(
-                        Muon(
-                            groups or [{"params": []}],
-                            WholeMatrices(matrices, sync, options.adjust_lr_fn),
-                            self.masters.all,
-                            lr=options.lr,
-                            momentum=options.momentum,
-                            nesterov=options.nesterov,
-                        )
+                        Muon(groups or [{"params": []}], whole, self.masters.all, lr=options.lr, **inertia)
                     )
+            elif groups and rule == "sgd":
+                self.optimizers.append(torch.optim.SGD(groups, lr=options.lr, **inertia))
             elif groups:
-                self.optimizers.append(_of_torch(rule, groups, options))
+                adamw = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=1e-8, fused=True)
+                self.optimizers.append(adamw)
 
     @classmethod
     def of(cls, pipeline: Pipeline, config: Config) -> Optimizer:
@@ -157,10 +155,6 @@ class Optimizer:
             if self._counts(master.name)
         }
         return {name: exact_sum(squares([tensor])) for name, tensor in tensors.items() if tensor is not None}
-
-    def square_norm(self) -> float:
-        """Return the sum of `squares`."""
-        return exact_sum(self.squares())
 
     def step(self, norm: float | None, rate: float) -> None:
         """Clip the gradients, make or skip the step, and drop the gradients.
@@ -258,12 +252,6 @@ class Optimizer:
     @property
     def _tensors(self) -> list[nn.Parameter]:
         return [master.tensor for master in self.masters.all]
-
-
-def _of_torch(rule: str, groups: list[dict[str, Any]], options: OptimizerSection) -> torch.optim.Optimizer:
-    if rule == "adamw":
-        return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=1e-8, fused=True)
-    return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov)
 
 
 def _matrix(name: str, parameter: nn.Parameter, layout: ParameterSharding, foreign: ModelSection | None) -> MuonWeight:

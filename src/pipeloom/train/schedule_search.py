@@ -47,7 +47,7 @@ class SearchOutcome:
         costs: the costs that it was searched for.
         objective: quantity that `value`, `baseline` and `lower_bound` give, in the unit of the costs.
         value: objective of `schedule`, simulated with the costs.
-        baseline: objective of the family, simulated with the costs.
+        was: objective of the family, simulated with the costs.
         lower_bound: bound on the objective for schedules within the memory, on the placements searched.
         source: origin of the costs, in words.
         seconds: duration of the search; 0 for an outcome reused from an earlier run.
@@ -58,7 +58,7 @@ class SearchOutcome:
     costs: Costs
     objective: str
     value: float
-    baseline: float
+    was: float
     lower_bound: float
     source: str
     seconds: float = 0.0
@@ -70,10 +70,8 @@ class SearchOutcome:
         return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
-# Attribute of an outcome -> its name in the log and in the saved file.
-_FIGURES = {"baseline": "was"} | {
-    name: name for name in ("objective", "value", "lower_bound", "source", "seconds", "stage_layers")
-}
+# Attributes of an outcome that the log and the saved file have too.
+_FIGURES = ("was", "objective", "value", "lower_bound", "source", "seconds", "stage_layers")
 
 
 def to_plain(request: SearchRequest, outcome: SearchOutcome) -> dict[str, Any]:
@@ -84,7 +82,7 @@ def to_plain(request: SearchRequest, outcome: SearchOutcome) -> dict[str, Any]:
 def from_plain(plain: Mapping[str, Any]) -> SearchOutcome:
     """Invert `to_plain`. Of a schedule's options, those that its JSON form does not hold are lost."""
     figures = plain["searched"]
-    values: dict[str, Any] = {name: figures[figure] for name, figure in _FIGURES.items()}
+    values: dict[str, Any] = {name: figures[name] for name in _FIGURES}
     values["stage_layers"] = tuple(values["stage_layers"])
     return SearchOutcome(from_json(json.dumps(plain)), Costs(**figures["costs"]), **values)
 
@@ -111,14 +109,8 @@ def search_for(
     family, objective = request.family, request.objective
     baseline = value_of(family, costs, objective)
     sizes, best_cut = (request.ranks, request.microbatches), tuple(cut)
-    limits: dict[str, Any] = {
-        "placement": request.placement,
-        "chunks": request.chunks,
-        "objective": objective,
-        "time_limit": request.time_limit,
-        "iterations": request.iterations,
-        "seed": request.seed,
-    }
+    names = ("placement", "chunks", "objective", "time_limit", "iterations", "seed")
+    limits: dict[str, Any] = {name: getattr(request, name) for name in names}
     try:
         if costs_of is not None:
             best_cut, result = search_cuts_in_bytes(best_cut, costs_of, *sizes, request.memory, **limits)
@@ -207,7 +199,7 @@ def report_outcome(report: Report, key: str, request: SearchRequest, outcome: Se
     path = save_outcome(report, key, request, outcome)
     word = "makespan" if outcome.objective == "makespan" else "largest span"
     report.say(
-        f"searched schedule: {word} {_time(outcome.value, request)}, was {_time(outcome.baseline, request)} with "
+        f"searched schedule: {word} {_time(outcome.value, request)}, was {_time(outcome.was, request)} with "
         f"{request.family.name}, bound {_time(outcome.lower_bound, request)}, gap {100 * outcome.gap:.1f} % "
         f"(costs {outcome.source}" + (f"; searched for {outcome.seconds:.1f} s" if outcome.seconds else "") + ")"
     )
@@ -228,7 +220,7 @@ def save_outcome(report: Report, key: str, request: SearchRequest, outcome: Sear
 def figures_of(request: SearchRequest, outcome: SearchOutcome) -> dict[str, Any]:
     """Return the outcome as it appears in the log and in the saved file."""
     of_both = {"family": request.family.name, "gap": outcome.gap, "memory": request.memory}
-    figures = {figure: getattr(outcome, name) for name, figure in _FIGURES.items()}
+    figures = {name: getattr(outcome, name) for name in _FIGURES}
     return {**figures, **of_both, "costs": set_fields(outcome.costs)}
 
 
@@ -308,8 +300,11 @@ def _costs_before_start(
     where layers are measured and `parallel.stages` is not set, the costs of any cut of the model into stages.
     """
     if request.costs is not None:
-        given = request.costs
-        return with_bytes(layout, given, context.device) if request.in_bytes else given, "as given", None
+        costs = request.costs
+        if request.in_bytes:  # R takes the time of F
+            sizes = searched_bytes(layout, split_layer_bytes(layout), context.device.type)
+            costs = replace(costs, recompute=costs.forward, bytes=sizes.bytes, microbatch=sizes.microbatch)
+        return costs, "as given", None
     if report is not None:
         report.say("measuring a layer of each kind, to search for a schedule")
     with torch.random.fork_rng([]):
@@ -320,12 +315,6 @@ def _costs_before_start(
 
     words = "measured in a layer of each kind"
     return costs_of(layout.stage_layers), words, None if layout.config.parallel.stages else costs_of
-
-
-def with_bytes(layout: Layout, costs: Costs, device: torch.device) -> Costs:
-    """Return `costs` with the bytes of the layout's stages, and with R of the time of F."""
-    sizes = searched_bytes(layout, split_layer_bytes(layout), device.type)
-    return replace(costs, recompute=costs.forward, bytes=sizes.bytes, microbatch=sizes.microbatch)
 
 
 def estimated(layout: Layout, context: WorkerContext) -> Layout:
@@ -363,28 +352,11 @@ def value_of_rank_0(context: WorkerContext, find: Callable[[], Any]) -> Any:
         return broadcast_json(value, dist.group.WORLD, 0)
 
 
-class ABTrial:
-    """A trial of two schedules in alternating steps, because a simulation leaves out effects on caches and cores."""
-
-    def __init__(self, schedules: tuple[Schedule, Schedule], count: int, objective: str) -> None:
-        self.schedules = schedules
-        self._count, self._objective = count, objective
-        self._values: list[float] = []
-
-    @property
-    def next(self) -> Schedule | None:
-        """Return the schedule of the next step; None once each has run `count` steps."""
-        steps = len(self._values)
-        return self.schedules[steps % 2] if steps < 2 * self._count else None
-
-    def note(self, step: Timeline) -> None:
-        """Record the measured step of `next`."""
-        self._values.append(step.value(self._objective))
-
-    def medians(self) -> tuple[float, float]:
-        """Return the median of each schedule's steps, without the first, which allocates buffers, unless it is the only one."""
-        first, second = (self._values[at::2] for at in (0, 1))
-        return median(first[1:] or first), median(second[1:] or second)
+def trial_medians(steps: Sequence[float]) -> tuple[float, float]:
+    """Return the medians of two schedules that were tried in alternating steps, because a simulation leaves out effects on caches
+    and cores; without each one's first step, which allocates buffers, unless it is the only one."""
+    first, second = (steps[at::2] for at in (0, 1))
+    return median(first[1:] or first), median(second[1:] or second)
 
 
 def fitted_costs(steps: Sequence[Timeline], rows: Sequence[int]) -> Costs:
@@ -406,12 +378,12 @@ class MeasureThenSearch:
         self._pipeline, self._context, self._report = pipeline, context, reported(report)
         self._timelines: list[Timeline] = []
         self._outcome: SearchOutcome | None = None
-        self._trial: ABTrial | None = None
+        self._tried: list[float] = []  # trial steps of the searched schedule and of the family, in turn
 
     def after_step(self) -> bool:
         """Record the last step, and adopt the schedule of the next; collective. Return True once that is the final one."""
-        if self._trial is not None:
-            return self._after_trial_step(self._trial)
+        if self._outcome is not None:
+            return self._after_trial_step(self._outcome)
         self._timelines.append(self._pipeline.timeline())
         steps, count = len(self._timelines), self._request.measure
         if steps < count:
@@ -435,20 +407,18 @@ class MeasureThenSearch:
         if not self._request.trial or outcome.schedule.programs == family.programs:
             return True
         self._outcome = outcome
-        self._trial = ABTrial((outcome.schedule, family), self._request.trial, outcome.objective)
         return False
 
-    def _after_trial_step(self, trial: ABTrial) -> bool:
-        assert self._outcome is not None
-        trial.note(self._pipeline.timeline())
-        if trial.next is not None:
-            self._pipeline.adopt(trial.next)
+    def _after_trial_step(self, outcome: SearchOutcome) -> bool:
+        family = self._request.family
+        self._tried.append(self._pipeline.timeline().value(outcome.objective))
+        if len(self._tried) < 2 * self._request.trial:
+            self._pipeline.adopt((outcome.schedule, family)[len(self._tried) % 2])
             return False
-        searched, of_family = value_of_rank_0(self._context, trial.medians)
-        outcome, family = self._outcome, self._request.family
+        searched, of_family = value_of_rank_0(self._context, lambda: trial_medians(self._tried))
         falls_back = of_family < searched
         if falls_back:
-            outcome = replace(outcome, schedule=family, value=outcome.baseline)
+            outcome = replace(outcome, schedule=family, value=outcome.was)
         self._pipeline.adopt(outcome.schedule)
         winner = family.name if falls_back else "the searched one"
         self._report.record("trial", searched=searched, family=of_family, kept=outcome.schedule.name)

@@ -58,26 +58,23 @@ def layer_norms(pipeline: Pipeline, optimizer: Optimizer, by: str) -> LayerNorms
     Args:
         by: the unit of a norm, "layer" or "parameter".
     """
-    norms = [_named(pipeline, optimizer.named_squares(gradients), by) for gradients in (True, False)]
-    everyone = from_every_rank(pipeline, norms, "the other ranks' norms")
-    gradient, parameter = (_joined([each[at] for each in everyone]) for at in range(2))
-    return LayerNorms(gradient, parameter)
+    mine: list[dict[str, list[float]]] = []
+    for gradients in (True, False):
+        squares_of: dict[str, list[float]] = defaultdict(list)
+        for name, square in optimizer.named_squares(gradients).items():
+            stored = pipeline.stored_name(name)
+            squares_of[stored if by == "parameter" else layer_of(name, pipeline.modules) or stored].append(square)
+        mine.append(squares_of)
+    everyone = from_every_rank(pipeline, mine, "the other ranks' norms")
 
+    def joined(kind: int) -> dict[str, float]:
+        squares_of: dict[str, list[float]] = defaultdict(list)
+        for both in everyone:
+            for name, squares in both[kind].items():
+                squares_of[name] += squares
+        return {name: math.sqrt(exact_sum(squares)) for name, squares in squares_of.items()}
 
-def _named(pipeline: Pipeline, squares: dict[str, float], by: str) -> dict[str, list[float]]:
-    named: dict[str, list[float]] = defaultdict(list)
-    for name, square in squares.items():
-        stored = pipeline.stored_name(name)
-        named[stored if by == "parameter" else layer_of(name, pipeline.modules) or stored].append(square)
-    return dict(named)
-
-
-def _joined(parts: list[dict[str, list[float]]]) -> dict[str, float]:
-    joined: dict[str, list[float]] = defaultdict(list)
-    for part in parts:
-        for name, squares in part.items():
-            joined[name] += squares
-    return {name: math.sqrt(exact_sum(squares)) for name, squares in joined.items()}
+    return LayerNorms(joined(0), joined(1))
 
 
 # Long enough for a stable median, short enough to follow the norms down as training settles.

@@ -17,7 +17,7 @@ from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
 from pipeloom.parallel import collectives
 from pipeloom.parallel.buckets import BucketParameter
 from pipeloom.parallel.data import GradientSync
-from pipeloom.parallel.grad_norm import global_norm
+from pipeloom.parallel.grad_norm import exact_sum, global_norm
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.speculative import OptimizerCopy
@@ -75,7 +75,7 @@ class Replica:
         (self.net(tokens_of(step, self.mesh.place.dp)).float().square().sum() * 0.01).backward()
         self.sync.stage_done(0)
         self.sync.finish()
-        own = torch.tensor(self.optimizer.square_norm(), dtype=torch.float64)
+        own = torch.tensor(exact_sum(self.optimizer.squares()), dtype=torch.float64)
         if self.mesh.everyone.group is None:
             return global_norm([float(own)])
         rows = [torch.empty_like(own) for _ in range(self.mesh.everyone.size)]
@@ -101,7 +101,7 @@ def serial(ranks: int, dtype: torch.dtype = torch.float32) -> tuple[list[float],
     for step in range(STEPS):
         for rank in range(ranks):
             (net(tokens_of(step, rank)).square().sum() * 0.01).backward()
-        norms.append(math.sqrt(optimizer.square_norm()))
+        norms.append(math.sqrt(exact_sum(optimizer.squares())))
         optimizer.step(norms[-1], RATE)
     return norms, dict(net.named_parameters())
 
@@ -269,7 +269,7 @@ def test_a_step_can_be_taken_back_and_redone(dtype: torch.dtype) -> None:
     wanted.optimizer.step(wanted.gradients(1) * 100, RATE)  # clipped
     copy = OptimizerCopy()
     replica.gradients(1)
-    norm = math.sqrt(replica.optimizer.square_norm()) * 100
+    norm = math.sqrt(exact_sum(replica.optimizer.squares())) * 100
     copy.take(replica.optimizer)
     restore_gradients = replica.optimizer.masters.hold()
     replica.optimizer.step(None, RATE)

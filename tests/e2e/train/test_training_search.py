@@ -17,11 +17,11 @@ from pipeloom.config import Layout, load_layout
 from pipeloom.measure.build import build_pipeline
 from pipeloom.schedule.files import load
 from pipeloom.traces.measured import costs_of
+from pipeloom.train import schedule_search
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.loop import Trainer
 from pipeloom.train.schedule_search import (
     FILE,
-    ABTrial,
     MeasureThenSearch,
     SearchOutcome,
     earlier_outcome,
@@ -154,7 +154,7 @@ def test_a_search_within_bytes_trains_as_its_schedule_does(tmp_path: Path) -> No
 
 def tried(rank: int, folder: Path, medians: tuple[float, float]) -> list[dict[str, Any]]:
     """A run whose trial shows these times, and the same run again."""
-    ABTrial.medians = lambda self: medians  # type: ignore[method-assign]  # of this process only
+    schedule_search.trial_medians = lambda steps: medians  # of this process only
     more = {**SEARCH, "schedule.options.memory": 3, "train.steps": 9, "schedule.options.trial": 2}
     return [trained(rank, folder, more) for _ in range(2)]
 
@@ -180,16 +180,9 @@ def test_the_faster_of_two_tried_schedules_stays(tmp_path: Path, medians: tuple[
     assert again["losses"] == pytest.approx(first["losses"], rel=1e-6)
 
 
-def test_a_trial_takes_turns_and_leaves_out_first_steps() -> None:
-    schedules = (pl.schedules.build("1f1b", 2, 4), pl.schedules.build("gpipe", 2, 4))
-    trial = ABTrial(schedules, 3, "makespan")
-    ran = []
-    while (schedule := trial.next) is not None:
-        ran.append(schedule.name)
-        scale = (9.0 if len(ran) <= 2 else 1.0) * (2.0 if schedule.name == "gpipe" else 1.0)
-        trial.note(pl.simulate(schedule, pl.Costs(scale, scale, scale)))
-    assert ran == ["1f1b", "gpipe"] * 3
-    assert trial.medians() == (15.0, 30.0)
+def test_a_trial_leaves_out_first_steps() -> None:
+    assert schedule_search.trial_medians([9.0, 18.0, 1.0, 2.0, 3.0, 6.0]) == (2.0, 4.0)
+    assert schedule_search.trial_medians([9.0, 18.0]) == (9.0, 18.0)
 
 
 def given(rank: int, folder: Path) -> list[dict[str, Any]]:
@@ -219,7 +212,7 @@ def test_what_is_found_is_never_worse_than_what_runs_first() -> None:
     costs = pl.Costs(forward=(1, 2, 1, 4), input_grad=(1, 2, 1, 4), weight_grad=(1, 1, 1, 3), p2p=0.1)
     request = request_of({"schedule.options.iterations": 0})
     found = search_for(request, costs, "as given")
-    assert found.lower_bound <= found.value <= found.baseline == pl.simulate(request.family, costs).makespan
+    assert found.lower_bound <= found.value <= found.was == pl.simulate(request.family, costs).makespan
     assert max(pl.simulate(found.schedule).peak_activations) <= request.memory
     assert found.schedule.placement == request.first.placement
 
@@ -285,7 +278,7 @@ def test_a_schedule_of_uneven_microbatches_is_taken_over(tmp_path: Path) -> None
     assert found is not None
     assert found.schedule.codes == schedule.codes
     assert found.costs == costs
-    assert (found.value, found.baseline, found.lower_bound) == (2.0, 3.0, 1.0)
+    assert (found.value, found.was, found.lower_bound) == (2.0, 3.0, 1.0)
 
 
 def _kept(folder: Path, layout: Layout, text: str) -> Any:

@@ -140,8 +140,7 @@ def test_who_asks_while_a_checkpoint_is_saved_gets_another_one(tmp_path: Path) -
 
     context, checkpoints = SimpleNamespace(requests=requests), SimpleNamespace(save=save)
     trainer: Any = SimpleNamespace(_context=context, _save_file=file, checkpoints=checkpoints)
-    end: Any = SimpleNamespace(flags=SAVE)
-    Trainer.save_as_asked(trainer, end)
+    Trainer.save(trainer, SAVE)
     assert seen == [(False, False)]
     assert requests.flags & SAVE
     assert file.exists()
