@@ -13,7 +13,7 @@ import typer
 from pipeloom.cli.options import argument, flag, with_options
 from pipeloom.cli.output import json_flag
 from pipeloom.cli.workers import be_worker, require_torch, start_workers, words_of
-from pipeloom.errors import ConfigError, UsageError
+from pipeloom.errors import UsageError
 from pipeloom.shapes.hub import ADAPTER_CONFIG
 
 
@@ -83,8 +83,6 @@ def import_(
         return
     from pipeloom.train.hub.conversion import import_directory
 
-    if checkpoint.exists() and (not checkpoint.is_dir() or any(checkpoint.iterdir())):
-        raise ConfigError(f"{checkpoint} exists and is not empty; give a new directory")
     path, ours = import_directory(source, checkpoint)
     model = (
         "Pipeloom's own decoder, for any layout" if ours else "the model in transformers, for layouts without tp and ep"

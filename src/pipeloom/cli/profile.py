@@ -16,7 +16,6 @@ from pipeloom.cli.output import json_flag, write
 from pipeloom.cli.workers import layout_of_workers, require_torch, result_of_workers, words_of
 from pipeloom.draw.chart import Panel, chart
 from pipeloom.draw.figures import in_columns
-from pipeloom.errors import CapacityError
 from pipeloom.schedule.channels import size_words
 from pipeloom.shapes.hub import presets
 from pipeloom.shapes.layers import layer_sizes
@@ -101,16 +100,13 @@ def _measure(layout: Layout, processes: int, repeats: int, words: Sequence[str])
 
 def _require_memory(layout: Layout, processes: int) -> None:
     """Raise CapacityError where the weights and gradients of one layer of each kind exceed this machine's memory."""
-    from pipeloom.train.workers.preflight import memory_of_machine
+    from pipeloom.train.workers.preflight import require_bytes
 
     config = layout.config
     count = sum(size.parameters for size in set(layer_sizes(config.model.shape(), config.train.seq_len)))
-    need, memory = 8 * count * processes, memory_of_machine()
-    if config.train.device != "cuda" and need > memory:
-        raise CapacityError(
-            f"one layer of each kind takes {need / 1e9:,.0f} GB with its gradients, and this machine has {memory / 1e9:,.0f} GB; "
-            "shrink it with --model.vocab_size, --model.intermediate_size or --model.hidden_size"
-        )
+    if config.train.device != "cuda":
+        advice = "shrink them with --model.vocab_size, --model.intermediate_size or --model.hidden_size"
+        require_bytes(8 * count * processes, "layers, one of each kind, with their gradients", advice)
 
 
 def _form(layout: Layout, profile: DeviceProfile) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pipeloom.cli.output import OutputFlags
 from pipeloom.cli.show import Study
 from pipeloom.cli.workers import layout_of_workers, require_torch, result_of_workers, words_of
 from pipeloom.draw.figures import number, time_unit
-from pipeloom.errors import CapacityError, UsageError
+from pipeloom.errors import UsageError
 from pipeloom.limits import MOST_SECONDS, usable_cores
 from pipeloom.schedule import Costs, Schedule, Timeline
 from pipeloom.schedule.check import TransportName
@@ -152,19 +152,16 @@ def _run(rehearsal: Rehearsal, device: str, words: Sequence[str]) -> tuple[int, 
 
 def _require_machine(rehearsal: Rehearsal, device: str) -> None:
     """Raise CapacityError if this machine has too little memory, UsageError if it has too few GPUs."""
-    from pipeloom.train.workers.preflight import cuda_devices, memory_of_machine, require_room
+    from pipeloom.train.workers.preflight import cuda_devices, memory_of_machine, require_bytes, require_room
 
     schedule = rehearsal.schedule
     require_room(schedule.ranks, "--ranks")
-    memory = memory_of_machine()
     size = int(rehearsal.costs.message)
-    activations = sum(rehearsal.simulated().peak_activations) / schedule.slices
-    need = size * activations * 2  # an input and an output per activation
-    if need > memory:
-        raise CapacityError(
-            f"--message {size:,} bytes: the micro-batches in flight take {need / 1e9:,.0f} GB, and this machine has "
-            f"{memory / 1e9:,.0f} GB; at most {int(size * memory / need):,}"
-        )
+    need = (
+        2 * size * sum(rehearsal.simulated().peak_activations) / schedule.slices
+    )  # an input and an output per activation
+    most = f"at most {int(size * memory_of_machine() / (need or 1)):,}"
+    require_bytes(need, f"--message {size:,} bytes: the micro-batches in flight", most)
     if device == "cuda":
         gpus = cuda_devices()
         if gpus < schedule.ranks:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeloom.errors import CheckpointError, ConfigError
-from pipeloom.train.checkpoint.folder import DTYPE_NAMES, newest_checkpoint
+from pipeloom.errors import CheckpointError
+from pipeloom.train.checkpoint.folder import DTYPE_NAMES, newest_checkpoint, require_new
 from pipeloom.train.checkpoint.manifest import BaseWeights, Manifest
 from pipeloom.train.checkpoint.reader import opened
 from pipeloom.train.checkpoint.save import write_alone
@@ -46,7 +46,7 @@ def export_dcp(path: Path, out: Path) -> Path:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     directory = newest_checkpoint(path)
-    _require_new(out)
+    require_new(out)
     reader = opened(directory)
     manifest = reader.manifest
     state = {key: reader.whole(key) for key in reader.tensors}
@@ -78,7 +78,7 @@ def import_dcp(source: Path, folder: Path) -> Path:
         CheckpointError: the directory is damaged, or lacks the keys of `export_dcp`.
         ConfigError: `folder` is not empty.
     """
-    _require_new(folder)
+    require_new(folder)
     state = _read(source)
     packed = state.pop(RECORD)
     try:
@@ -119,8 +119,3 @@ def _read(source: Path) -> dict[str, Tensor]:
         words = str(error).strip().splitlines() or [""]
         raise CheckpointError(f"{source}: cannot be read: {type(error).__name__} {words[-1][:200]}") from None
     return state
-
-
-def _require_new(path: Path) -> None:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"{path} exists and is not empty; give a new directory")

@@ -191,6 +191,12 @@ def _folder_in_config(run: Path) -> Path | None:
         return None
 
 
+def require_new(path: Path) -> None:
+    """Raise ConfigError unless there is nothing at `path`, or an empty directory."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{path} exists and is not empty; give a new directory")
+
+
 def remove_leftovers(folder: Path) -> None:
     """Restore old checkpoints whose replacement was interrupted, and remove what an interrupted save or deletion left."""
     for path in list(folder.iterdir()):

@@ -26,7 +26,7 @@ from pipeloom.models.layers import PREDICTION_NORMS, block_name, own_name
 from pipeloom.models.lora import LoraOptions, is_adapter, is_transposed, merged
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.hub import ADAPTER_CONFIG, is_directory, own_shape, own_values
-from pipeloom.train.checkpoint.folder import newest_checkpoint
+from pipeloom.train.checkpoint.folder import newest_checkpoint, require_new
 from pipeloom.train.checkpoint.manifest import BaseWeights
 from pipeloom.train.checkpoint.reader import Reader, opened
 from pipeloom.train.checkpoint.run import RunFacts, validated
@@ -65,8 +65,7 @@ def export(path: Path, out: Path, merge: bool = False) -> Path:
         ConfigError: the model has no counterpart in `transformers`, `out` is not empty, or there is nothing to merge.
     """
     directory = newest_checkpoint(path)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is not empty; give a new directory")
+    require_new(out)
     reader = opened(directory)
     if reader.manifest.base is not None:
         _export_adapters(reader, reader.manifest.base, out, merge)
@@ -269,9 +268,10 @@ def import_directory(source: Path, out: Path) -> tuple[Path, bool]:
         (the checkpoint's directory, whether it is of Pipeloom's decoder).
 
     Raises:
-        ConfigError: `source` is not a model that can be read.
+        ConfigError: `source` is not a model that can be read, or `out` is not empty.
         CheckpointError: the checkpoint cannot be written.
     """
+    require_new(out)
     config = read_config(source)
     values = own_values(config.to_dict())
     foreign = hf.layers(source, dtype=None)

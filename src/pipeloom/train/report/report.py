@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -22,24 +22,17 @@ from pipeloom.errors import ConfigError, UsageError, printable
 from pipeloom.limits import expanded
 from pipeloom.schedule import Timeline
 from pipeloom.traces import timelines as timeline_files
-from pipeloom.train.checkpoint.folder import locked
 from pipeloom.train.report.metrics import StepMetrics, simulated
 from pipeloom.train.report.prediction import Comparison
 from pipeloom.train.workers.failures import DIGESTS_FILE, EXIT_FILE
 from pipeloom.train.workers.preflight import environment_lines
 
 
-class FigureWriter(Protocol):
-    """Destination of figures."""
-
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write the figures of a step, counted from 1. Step numbers never decrease, and one may be written several times."""
-
-    def close(self) -> None: ...
-
-
 class TensorBoardFigures:
-    """Event files in `tensorboard/` of the run's folder."""
+    """Event files in `tensorboard/` of the run's folder.
+
+    `write` takes the figures of a step, counted from 1. Step numbers never decrease, and one may be written several times.
+    """
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -73,16 +66,6 @@ class WandbFigures:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def figure_writers(config: Config, folder: Path) -> list[FigureWriter]:
-    """Return the writers that `[log]` enables."""
-    writers: list[FigureWriter] = []
-    if config.log.tensorboard:
-        writers.append(TensorBoardFigures(folder))
-    if config.log.wandb:
-        writers.append(WandbFigures(config, folder))
-    return writers
 
 
 def numbers_of(figures: Mapping[str, Any]) -> dict[str, float]:
@@ -140,18 +123,22 @@ class Report:
             facts: for the `run.json` of a new folder.
             origins: origins of the configuration's values, for the comments in `config.toml`.
 
-        Raises ConfigError if the folder cannot be written, or belongs to a run that is still active.
+        Raises ConfigError if the folder cannot be written.
         """
         self._steps = config.train.steps
         self._html = config.log.html
         try:
             self.folder = RunFolder(make_folder(config) if folder is None else folder)
             self._log = os.open(self.folder.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            self._claim(config, origins, facts if folder is None else None)
+            self._begin(config, origins, facts if folder is None else None)
         except OSError as error:
             where = error.filename or self.folder.root
             raise ConfigError(f'log.dir = "{config.log.dir}": cannot write {where}: {error.strerror}') from None
-        self._writers = figure_writers(config, self.folder.root)
+        self._writers: list[TensorBoardFigures | WandbFigures] = []
+        if config.log.tensorboard:
+            self._writers.append(TensorBoardFigures(self.folder.root))
+        if config.log.wandb:
+            self._writers.append(WandbFigures(config, self.folder.root))
         self._torn = False  # whether only part of the last line was written
         self._unwritten: set[Path] = set()
         self._console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
@@ -161,15 +148,9 @@ class Report:
             self._progress = Progress(*columns, console=self._console, transient=True)
             self._task = self._progress.add_task("training", total=self._steps)
 
-    def _claim(self, config: Config, origins: Mapping[str, str] | None, facts: Mapping[str, Any] | None) -> None:
-        """Lock the folder, remove the record of its last end, and write `config.toml`; with `facts`, also `run.json`."""
+    def _begin(self, config: Config, origins: Mapping[str, str] | None, facts: Mapping[str, Any] | None) -> None:
+        """Remove the record of the run's last end, and write `config.toml`; with `facts`, also `run.json`."""
         root = self.folder.root
-        if locked(self._log) is False:
-            os.close(self._log)
-            raise ConfigError(
-                f"{root} is the folder of a run that is still active; end that run first, or set checkpoint.resume to another "
-                "checkpoint"
-            )
         (root / EXIT_FILE).unlink(missing_ok=True)
         text = "\n".join([to_toml(config, origins), *environment_lines(), ""])
         (root / "config.toml").write_text(text, encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -44,11 +44,10 @@ def worker_threads(configured: int | Literal["auto"], local_workers: int) -> int
     return max(1, usable_cores() // local_workers) if configured == "auto" else configured
 
 
-def environment_lines(environment: Mapping[str, str] | None = None) -> list[str]:
+def environment_lines() -> list[str]:
     """Return comments for the end of a configuration file: the variables that are set, and their values."""
-    given = os.environ if environment is None else environment
-    lines = [f"#   {name} = {printable(given[name])!r}" for name in READ if name in given]
-    lines += [f"#   {name}: set" for name in SECRET if name in given]
+    lines = [f"#   {name} = {printable(os.environ[name])!r}" for name in READ if name in os.environ]
+    lines += [f"#   {name}: set" for name in SECRET if name in os.environ]
     return ["# environment of rank 0:", *lines] if lines else []
 
 
@@ -100,24 +99,29 @@ def require_room(workers: int, what: str = "parallel.pp x dp x tp") -> None:
             f"{workers:,} workers ({what}) are more than one machine starts; at most {MOST_LOCAL_WORKERS:,}: use "
             "fewer, or torchrun on several machines"
         )
-    memory = memory_of_machine()
-    if workers * WORKER_BYTES > memory:
-        raise CapacityError(
-            f"{workers:,} workers ({what}) need about {workers * WORKER_BYTES / 1e9:,.0f} GB before they hold any "
-            f"weights, and this machine has {memory / 1e9:,.0f} GB; at most {memory // WORKER_BYTES:,} workers fit"
-        )
+    fit = memory_of_machine() // WORKER_BYTES
+    require_bytes(
+        workers * WORKER_BYTES,
+        f"{workers:,} workers ({what}), before they hold any weights,",
+        f"at most {fit:,} workers fit",
+    )
 
 
 def require_memory(layout: Layout) -> None:
     """Raise CapacityError where weights, gradients and AdamW's moments of a run on the CPU exceed the memory of this machine."""
-    memory, config = memory_of_machine(), layout.config
+    config = layout.config
     shape = config.model.shape()
-    need = 16 * held_parameters(shape, layout.mesh.replicas, config.parallel.ep)
-    host = config.train.device == "cpu" or (config.train.device == "auto" and not Path("/dev/nvidiactl").exists())
-    if host and need > memory:
+    if config.train.device == "cpu" or (config.train.device == "auto" and not Path("/dev/nvidiactl").exists()):
+        need = 16 * held_parameters(shape, layout.mesh.replicas, config.parallel.ep)
+        what = f"weights, gradients and AdamW's averages of {parameter_count(shape):,} parameters"
+        require_bytes(need, what, "use a smaller model, or several machines")
+
+
+def require_bytes(need: float, what: str, advice: str) -> None:
+    """Raise CapacityError where `what` needs more memory than this machine has."""
+    if need > (memory := memory_of_machine()):
         raise CapacityError(
-            f"the model has {parameter_count(shape):,} parameters: weights, gradients and AdamW's averages take about "
-            f"{need / 1e9:,.0f} GB, and this machine has {memory / 1e9:,.0f} GB; use a smaller model, or several machines"
+            f"{what} take about {need / 1e9:,.0f} GB, and this machine has {memory / 1e9:,.0f} GB; {advice}"
         )
 
 
