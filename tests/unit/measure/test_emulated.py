@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -20,7 +21,6 @@ from pipeloom.runtime.pipeline import run_beside
 from pipeloom.schedule import Action, Costs, Schedule, simulate
 from pipeloom.schedule.actions import parse_action
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes
-from two_levels import TwoLevels
 
 
 class Hands:
@@ -146,10 +146,12 @@ def test_a_weight_gradient_hides_an_all_to_all(hands: Hands) -> None:
     assert hands.now - begun == pytest.approx(0.13)
 
 
-def test_two_levels_in_chunks_hide_more_than_a_flat_exchange(hands: Hands) -> None:
+def test_two_levels_in_chunks_hide_more_than_a_flat_exchange(hands: Hands, monkeypatch: pytest.MonkeyPatch) -> None:
     """ep 4 as 2 x 2, links between nodes 1/8 as fast: a flat all-to-all takes 1.5 of a computation. Top 2 sends 2 copies of a
     token, one of them to the other node; with two levels 3/4 of a token, and one copy inside a node.
     """
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    from two_levels import TwoLevels
 
     def exposed(talk: float, inside: float, chunks: int, blocks: int, microbatches: int) -> float:
         clock, part = Clock(), PhaseTimes(0.01, 0.01, 0.01)

@@ -160,7 +160,10 @@ def test_without_links_messages_and_all_to_alls_take_no_time():
 
 @pytest.mark.parametrize(
     ("word", "said"),
-    [("deepseek-v3", "own decoder cannot compute this deepseek_v3"), ("llama3-405b", "layers, one of each kind, with their gradients take")],
+    [
+        ("deepseek-v3", "own decoder cannot compute this deepseek_v3"),
+        ("llama3-405b", "layers, one of each kind, with their gradients take"),
+    ],
 )
 def test_models_that_cannot_be_measured_are_refused(word, said, monkeypatch):
     from pipeloom.cli import app

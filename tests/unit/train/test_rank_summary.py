@@ -48,7 +48,7 @@ def test_axes_of_one_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_of_many_ranks_one_pipeline_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = lines_of(layout_of((2, 4, 4)), monkeypatch)
+    lines = lines_of(layout_of((2, 8, 2)), monkeypatch)
     assert [line.split()[0] for line in lines[1:3]] == ["0", "16"]
     assert lines[3:] == ["and 30 more ranks, which differ in dp and tp"]
 
@@ -59,6 +59,6 @@ def test_a_real_rank() -> None:
     optimizer = Optimizer(list(pipeline.named_parameters()), layout.config.optimizer)
     parameters = sum(parameter.numel() for parameter in pipeline.parameters())
     _, line = tables.what_ranks_hold(layout, pipeline, optimizer)
-    state = f"{8 * parameters / 2**20:.3g}"
-    assert line.split() == ["0", f"{parameters / 1000:.3g}", "k", state, "MiB", "5", "E", "0-3", "L"]
+    state = f"{8 * parameters / 2**10:.0f}"
+    assert line.split() == ["0", f"{parameters / 1000:.3g}", "k", state, "KiB", "5", "E", "0-3", "L"]
     pipeline.close()
