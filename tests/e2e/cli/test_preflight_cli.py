@@ -109,7 +109,7 @@ def test_dense_weights_are_held_by_every_replica_whatever_the_experts(
     experts = 4 * 4 * 3 * model.hidden_size * model.expert_width
     need = 16 * (4 * (parameter_count(model.shape()) - experts) + 2 * experts)
     monkeypatch.setattr(preflight, "memory_of_machine", lambda: int(room * need))
-    monkeypatch.setattr(preflight, "WORKER_BYTES", 0)
+    monkeypatch.setattr(preflight, "WORKER_BYTES", 1)
     flags = " ".join(f"--{key} {value}" for key, value in sections.items())
     ended = pipeloom(
         f"train tiny {flags} --train.device cpu --train.global_batch_size 40 --parallel.pp 2 --parallel.dp 4 --parallel.ep 2"
