@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 from pipeloom.plan import load_model
 from pipeloom.plan.job import Job, normal
@@ -45,12 +46,14 @@ def random_job(seed: int, system: str) -> Job:
     m = pp * draw.choice([2, 3, 4]) if draw.random() < 0.85 else draw.randint(1, 40)
     tp, cp, dp = draw.choice([1, 2, 4, 8]), draw.choice([1, 1, 2]), draw.choice([1, 2, 4, 8])
     ep = draw.choice([2, 4] if family == "interleaved-overlap" else [1, 2, 4, 8]) if experts else 1
+    if ours := system == "pipeloom":
+        ep, tp = min(ep, dp), min(tp, 4)
     stages = random_cut(draw, shape.blocks + 2, pp * v) if draw.random() < 0.7 and pp * v <= shape.blocks else ()
     overlap = family == "interleaved-overlap" and experts
-    options = set(draw.sample(["overlap_grads", "overlap_warmup"], draw.randint(0, 2)))
-    options |= ({"blocking_p2p"} if v > 1 and pp > 2 and draw.random() < 0.2 else set()) | (
-        {"overlap_experts"} if overlap else set()
-    )
+    options = {"overlap_experts"} if overlap else set()
+    options |= {"overlap_grads"} if draw.random() < 0.5 else set()
+    if v > 1 and pp > 2 and system != "pipeloom":
+        options |= set(draw.choice([(), ("blocking_p2p",), ("overlap_warmup",)]))
     options |= {"overlap_params"} if "overlap_grads" in options and draw.random() < 0.5 else set()
     options |= {"delay_wgrad"} if overlap and draw.random() < 0.5 else set()
     parts = [part for part in PARTS if draw.random() < 0.3 and (shape.kv_lora_rank or part != "latent_up")]
@@ -59,7 +62,7 @@ def random_job(seed: int, system: str) -> Job:
         micro_batch=draw.choice([1, 2]),
         seq=draw.choice([4096, 8192]),
         zero=draw.choice([0, 1, 1, 2, 3] if "overlap_params" not in options else [1, 2]),
-        recompute=draw.choice(["none", "none", "none" if overlap else "full", "+".join(parts) or "none"]),
+        recompute=draw.choice(["none", "none", "none" if overlap else "full", "+".join(parts) or "none"][: 3 if ours else 4]),
         schedule=family,
         capacity=draw.choice([0.0, 0.0, 1.5]) if experts else 0.0,
         etp=draw.choice([0, 1]) if experts else 0,
@@ -81,3 +84,35 @@ def random_job(seed: int, system: str) -> Job:
     if layout.offload != "none":
         job = replace(job, offload_share=draw.choice([1.0, 0.5]))
     return normal(job)
+
+
+UNHELD = {
+    "megatron": {"model.vocab_size"},  # padded to a multiple of tp
+    "torchtitan": {
+        "model", "options", "fp8", "grads", "dispatcher", "context", "etp", "capacity", "recompute", "recompute_layers",
+        "recompute_span", "offload", "offload_share", "group", "zero", "model.num_nextn_predict_layers", "stages",
+    },
+}  # fmt: skip
+"""System -> fields that its words do not hold; `stages` of models that predict further ahead, which it does not train."""
+UNHELD["automodel"] = UNHELD["torchtitan"]
+UNHELD["pipeloom"] = {
+    "options", "fp8", "grads", "dispatcher", "context", "etp", "recompute_layers", "recompute_span", "offload",
+    "offload_share", "group",
+}  # fmt: skip
+_BREAKS: dict[str, dict[str, Any]] = {
+    "no such schedule": {"schedule": "v-half", "v": 2, "pp": 4, "stages": ()},
+    "slices": {"slices": 2},
+    "a spread vocabulary": {"vocabulary": "pp", "pp": 2},
+    "one chunk of two": {"schedule": "interleaved", "v": 1, "pp": 4, "stages": (), "group": 0},
+    "too few micro-batches": {"schedule": "interleaved", "v": 2, "pp": 8, "m": 6, "stages": (), "group": 0},
+    "experts over too many": {"ep": 64, "dp": 1, "tp": 1, "cp": 1, "etp": 1},
+    "two chunks of one": {"schedule": "1f1b", "v": 2, "pp": 4, "stages": ()},
+    "uneven rounds": {"schedule": "interleaved", "v": 2, "pp": 4, "m": 13, "stages": (), "group": 0},
+}
+
+
+def broken_job(seed: int, system: str) -> Job:
+    """A run that the system refuses: a random one with one of the values that none of them takes."""
+    values = list(_BREAKS.values())[seed % len(_BREAKS)]
+    job = random_job(seed, system)
+    return replace(job, layout=replace(job.layout, **values))

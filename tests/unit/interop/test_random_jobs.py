@@ -1,0 +1,61 @@
+"""Random runs, written in the words of each system and read back."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from jobs import UNHELD, broken_job, random_job
+from pipeloom.errors import PipeloomError
+from pipeloom.interop.systems import SYSTEMS, translated
+from pipeloom.plan.job import Job, differences, normal
+
+SEEDS = range(200)
+FAST = 20
+
+
+def written(seeds: range, system: str) -> list[tuple[Job, str, list[str]]]:
+    """(Job, text, losses) of those that the system takes."""
+    jobs = []
+    for seed in seeds:
+        job = random_job(seed, system)
+        try:
+            jobs.append((job, *translated(job, system)))
+        except PipeloomError as error:
+            assert "nearest: " in str(error), seed
+    return jobs
+
+
+def require_what_losses_say(jobs: list[tuple[Job, str, list[str]]], system: str) -> None:
+    for job, text, losses in jobs:
+        assert "#" not in text
+        read = normal(SYSTEMS[system].read(text))
+        lost = {sentence.partition("=")[0] for sentence in losses}
+        assert lost == set(differences(job, read))
+        assert lost <= UNHELD[system], (job.layout.text(), losses)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_what_is_read_back_is_the_run_without_what_was_said_to_be_lost(system: str) -> None:
+    require_what_losses_say(written(SEEDS[:FAST], system), system)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_most_random_runs_are_written_and_read_back(system: str) -> None:
+    jobs = written(SEEDS, system)
+    assert len(jobs) >= 140
+    require_what_losses_say(jobs, system)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_refusal_of_a_broken_run_names_the_file_that_refuses_it(system: str) -> None:
+    refused = 0
+    for seed in range(60):
+        with pytest.raises(PipeloomError) as caught:
+            translated(broken_job(seed, system), system)
+        refused += 1
+        for sentence in str(caught.value).partition("take this run: ")[2].split("; nearest: ")[:-1]:
+            assert system == "pipeloom" or re.search(r"\w\.py\)", sentence), sentence
+    assert refused == 60
