@@ -99,20 +99,38 @@ UNHELD["pipeloom"] = {
     "options", "fp8", "grads", "dispatcher", "context", "etp", "recompute_layers", "recompute_span", "offload",
     "offload_share", "group",
 }  # fmt: skip
-_BREAKS: dict[str, dict[str, Any]] = {
-    "no such schedule": {"schedule": "v-half", "v": 2, "pp": 4, "stages": ()},
-    "slices": {"slices": 2},
-    "a spread vocabulary": {"vocabulary": "pp", "pp": 2},
-    "one chunk of two": {"schedule": "interleaved", "v": 1, "pp": 4, "stages": (), "group": 0},
-    "too few micro-batches": {"schedule": "interleaved", "v": 2, "pp": 8, "m": 6, "stages": (), "group": 0},
-    "experts over too many": {"ep": 64, "dp": 1, "tp": 1, "cp": 1, "etp": 1},
-    "two chunks of one": {"schedule": "1f1b", "v": 2, "pp": 4, "stages": ()},
-    "uneven rounds": {"schedule": "interleaved", "v": 2, "pp": 4, "m": 13, "stages": (), "group": 0},
+_BREAKS: list[dict[str, Any]] = [
+    {"schedule": "v-half", "v": 2, "pp": 4},
+    {"schedule": "interleaved", "v": 1, "pp": 4},
+    {"schedule": "1f1b", "v": 2, "pp": 4},
+    {"schedule": "interleaved", "v": 2, "pp": 4, "m": 13},
+    {"ep": 64, "dp": 1, "tp": 1, "cp": 1, "etp": 1},
+]
+_BREAKS_OF = {
+    "megatron": [{"schedule": "interleaved", "v": 2, "pp": 8, "m": 6}, {"schedule": "zbv", "v": 2, "pp": 4}],
+    "torch": [{"schedule": "1f1b", "v": 1, "pp": 8, "m": 4}, {"schedule": "zbv", "v": 4, "pp": 4}],
 }
 
 
 def broken_job(seed: int, system: str) -> Job:
-    """A run that the system refuses: a random one with one of the values that none of them takes."""
-    values = list(_BREAKS.values())[seed % len(_BREAKS)]
+    """A run that the system refuses: a random one with values that it does not take together."""
+    breaks = _BREAKS + _BREAKS_OF["megatron" if system == "megatron" else "torch"]
     job = random_job(seed, system)
-    return replace(job, layout=replace(job.layout, **values))
+    return replace(job, layout=replace(job.layout, stages=(), group=0, **breaks[seed % len(breaks)]))
+
+
+def layers_of_ranks(job: Job) -> list[list[list[int]]]:
+    """[pipeline rank][chunk] -> the numbers of the blocks there, without those that predict further ahead."""
+    layout, blocks = job.layout, 0 if job.shape is None else job.shape.num_hidden_layers
+    if layout.pp == 1:
+        return [[list(range(blocks))]]
+    ends, last = [], 0
+    for at, count in enumerate(layout.stages):
+        last += count - (at == 0) - (at == len(layout.stages) - 1)
+        ends.append(min(last, blocks))
+    held = [list(range(begin, end)) for begin, end in zip([0, *ends], ends, strict=False)]
+    p, vee = layout.pp, layout.schedule in _BACK_AND_FORTH
+    return [
+        [held[2 * p - 1 - rank if vee and chunk else chunk * p + rank] for chunk in range(layout.v)]
+        for rank in range(p)
+    ]

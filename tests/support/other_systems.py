@@ -1,4 +1,4 @@
-"""What other training systems make of the words that are written for them, by their own code from `.interop/` (`make interop`)."""
+"""What other systems make of the words that are written for them, by their own code in `.interop/` (`make interop`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OF_TRAINING = """
     untie-embeddings-and-output-weights position-embedding-type max-position-embeddings rotary-base nnodes nproc-per-node
     use-distributed-optimizer use-megatron-fsdp data-parallel-sharding-strategy grad-reduce-in-bf16 overlap-grad-reduce
     overlap-param-gather activation-offload-fraction
-""".split()
+"""
 
 
 @dataclass
@@ -56,48 +56,65 @@ def enter() -> None:
     sys.path.append(str(FOLDER))
 
 
-def megatron(text: str) -> Made:
+def megatron(text: str, blocks: int = 0) -> Made:
     """Return what megatron-core makes of a command; raises what it raises."""
     enter()
-    import torch
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.schedules import get_schedule_table
-    from megatron.core.transformer import transformer_config
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+    config, training = _megatron_config(text)
+    tp, pp, cp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size, config.context_parallel_size
+    v, world = config.virtual_pipeline_model_parallel_size, training["nnodes"] * training["nproc-per-node"]
+    _initialize(world, tp, pp, cp, config.expert_model_parallel_size, config.expert_tensor_parallel_size)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(v)
+
+    def held(rank: int, chunk: int) -> list[int]:
+        stage = chunk if v else None
+        if config.pipeline_model_parallel_layout is not None:
+            return list(config.pipeline_model_parallel_layout.get_layer_id_list(vp_stage=stage, pp_rank=rank))
+        first = get_transformer_layer_offset(config, vp_stage=stage, pp_rank=rank)
+        return list(range(first, first + get_num_layers_to_build(config, vp_stage=stage, pp_rank=rank)))
+
+    layers = [[held(rank, chunk) for chunk in range(v or 1)] for rank in range(pp)]
+    dp = world // (tp * pp * cp)
+    m = training["global-batch-size"] // (training["micro-batch-size"] * dp)
+    order = get_schedule_table(m, v, config.microbatch_group_size_per_vp_stage) if v else []
+    values = {spec.name: getattr(config, spec.name) for spec in fields(config)}
+    return Made(values | training | {"dp": dp, "m": m}, layers, order)
+
+
+def _megatron_config(text: str) -> tuple[Any, dict[str, Any]]:
+    """Return (the configuration of a command's transformer, the flags that its training loop reads)."""
+    import torch
+    from megatron.core.transformer import transformer_config
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
     transformer_config.is_te_min_version = lambda *args, **options: True  # of a package that is not here
-    words = shlex.split(text.replace("\\\n", " "))
     flags = dict[str, list[str]]()
-    for word in words:
+    for word in shlex.split(text.replace("\\\n", " ")):
         if word.startswith("--"):
             flags[name := word[2:]] = []
         elif flags and not word.endswith(".py"):
             flags[name].append(word)
-    kind = (
-        transformer_config.MLATransformerConfig
-        if "multi-latent-attention" in flags
-        else transformer_config.TransformerConfig
-    )
-    known = {spec.name: spec for spec in fields(kind)}
+    latent = "multi-latent-attention" in flags
+    kind = transformer_config.MLATransformerConfig if latent else transformer_config.TransformerConfig
+    known = {spec.name for spec in fields(kind)}
     values: dict[str, Any] = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
     training = dict[str, Any]()
     for name, given in flags.items():
         target = _FIELDS.get(name, _OPPOSITES.get(name, name.replace("-", "_")))
-        value = [_number(word) for word in given]
-        if name in _OF_TRAINING:
-            training[name] = value[0] if value else True
+        if name in _OF_TRAINING.split():
+            training[name] = _number(given[0]) if given else True
         elif target not in known:
             raise AssertionError(f"--{name} is no field of {kind.__name__}")
-        elif not value:
+        elif not given:
             values[target] = name not in _OPPOSITES
-        elif "modules" in name:
-            values[target] = given
-        elif name == "moe-layer-freq" and isinstance(value[0], str):
-            values[target] = [int(each) for each in value[0].strip("[]").split(",")]
+        elif name == "moe-layer-freq" and given[0].startswith("["):
+            values[target] = [int(each) for each in given[0].strip("[]").split(",")]
         else:
-            values[target] = value[0]
+            values[target] = given if "modules" in name else _number(given[0])
     if values.get("gated_linear_unit"):
         values["activation_func"] = torch.nn.functional.silu
     values["apply_rope_fusion"] = values["bias_activation_fusion"] = False  # kernels of a package that is not here
@@ -108,31 +125,7 @@ def megatron(text: str) -> Made:
         virtual = count // values["pipeline_model_parallel_size"]
     values["overlap_p2p_comm"] = virtual > 1 and values.get("overlap_p2p_comm", True)
     values["batch_p2p_comm"] = not values["overlap_p2p_comm"]
-    config = kind(**values)
-    pp, v = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
-    world = training["nnodes"] * training["nproc-per-node"]
-    _initialize(
-        world, config.tensor_model_parallel_size, pp, config.context_parallel_size,
-        config.expert_model_parallel_size, config.expert_tensor_parallel_size,
-    )  # fmt: skip
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(v)
-    dp = world // (config.tensor_model_parallel_size * pp * config.context_parallel_size)
-    m = training["global-batch-size"] // (training["micro-batch-size"] * dp)
-    layers = list[list[list[int]]]()
-    for rank in range(pp):
-        chunks = list[list[int]]()
-        for chunk in range(v or 1):
-            stage = chunk if v else None
-            if config.pipeline_model_parallel_layout is not None:
-                held = config.pipeline_model_parallel_layout.get_layer_id_list(vp_stage=stage, pp_rank=rank)
-            else:
-                first = get_transformer_layer_offset(config, vp_stage=stage, pp_rank=rank)
-                held = list(range(first, first + get_num_layers_to_build(config, vp_stage=stage, pp_rank=rank)))
-            chunks.append(held)
-        layers.append(chunks)
-    order = get_schedule_table(m, v, config.microbatch_group_size_per_vp_stage) if v else []
-    names = [spec.name for spec in fields(kind)]
-    return Made({name: getattr(config, name) for name in names} | training | {"dp": dp, "m": m}, layers, order)
+    return kind(**values), training
 
 
 def _number(word: str) -> Any:
