@@ -246,7 +246,7 @@ def automodel(text: str, blocks: int) -> Made:
 
     tables = yaml.safe_load(text)
     made = parse_distributed_section(tables["distributed"])
-    values = made | tables.get("step_scheduler", {}) | vars(made["strategy_config"])
+    values = vars(made["strategy_config"]) | tables.get("step_scheduler", {}) | made
     pipeline, pp = made["pipeline_config"], made["pp_size"]
     spread = made["dp_size"] * made["cp_size"] * made["tp_size"]
     if spread % made["ep_size"]:
