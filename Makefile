@@ -6,7 +6,7 @@ PYTHON := $(shell command -v $(PYTHON) || command -v python3)
 # the many processes of the tests start from compiled modules
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: all install train test test-all budget full versions real lint fuzz growth mutants mutate soak gpu docs clean
+.PHONY: all install train test test-all interop budget full versions real lint fuzz growth mutants mutate soak gpu docs clean
 
 # the environment, and the line that makes `pipeloom` a command of this shell
 all: install
@@ -39,6 +39,15 @@ test: install lint
 test-all: install
 	$(BIN)/python tests/mutants.py --sample 6 --no-baseline
 	$(TWICE) -n 3 -m "not ($(CORE)) and not full" tests/unit tests/dist tests/e2e
+
+# jobs written for Megatron-LM, torchtitan and NeMo Automodel, judged by their own code, in a folder of its own
+interop: install .interop/.installed
+	$(BIN)/python -m pytest -q -n 2 tests/interop
+
+.interop/.installed: Makefile
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .interop megatron-core==0.16.1 torchtitan==0.3.0 \
+	  nemo-automodel==0.7.0 spmd_types==0.2.3 tyro==1.0.17 typeguard==4.6.1 docstring-parser==0.18.0 einops==0.8.2
+	@touch $@
 
 # the times that the documentation promises: promised, measured, and the ratio; nothing fails
 budget: install

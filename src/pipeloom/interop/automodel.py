@@ -24,6 +24,7 @@ _HARMLESS = """
     enable_async_tensor_parallel enable_compile sequence_parallel enable_fsdp2_prefetch fsdp2_backward_prefetch_depth
     fsdp2_forward_prefetch_depth multimodal _target_ _recursive_ _convert_
 """
+_STRATEGIES = ("fsdp2", "megatron_fsdp", "ddp")
 _PIPELINE = """
     pp_schedule pp_schedule_csv pp_microbatch_size pp_batch_size layers_per_stage round_virtual_stages_to_pp_multiple
     module_fqns_per_model_part
@@ -64,7 +65,10 @@ def read(text: str, shape: DecoderShape | None = None) -> Job:
     checkpointing = str(parallel.get("activation_checkpointing", False)).lower()
     if checkpointing == "selective":
         unknown.append("selective activation checkpointing keeps the outputs of chosen operations: it is read as none")
-    ddp = str(parallel.get("strategy", "fsdp2")).lower() == "ddp"
+    strategy = str(parallel.get("strategy", "fsdp2")).lower()
+    if strategy not in _STRATEGIES:
+        raise UsageError(f"automodel: there is no strategy {strategy!r:.60}{did_you_mean(strategy, _STRATEGIES)}")
+    ddp = strategy == "ddp"
     data = _table(tables, "dataset")
     words = {
         **{f"{axis}p": _size(parallel, f"{axis}p_size", 1) for axis in "tcpe"},
