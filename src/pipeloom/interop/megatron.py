@@ -194,10 +194,7 @@ def _shape(values: Mapping[str, Any], unknown: list[str]) -> DecoderShape | None
         }
     if latent and "q_lora_rank" not in sizes:
         sizes["q_lora_rank"] = 0
-    rotary = (
-        get("use-rotary-position-embeddings")
-        or (get("position-embedding-type") or "learned_absolute") != "learned_absolute"
-    )
+    learned = get("position-embedding-type") in (None, "learned_absolute") and not get("use-rotary-position-embeddings")
     options: dict[str, Any] = {
         "intermediate_size": width,
         "num_key_value_heads": (get("num-query-groups") or 1) if get("group-query-attention") else heads,
@@ -205,7 +202,7 @@ def _shape(values: Mapping[str, Any], unknown: list[str]) -> DecoderShape | None
         "mlp_bias": biases,
         "qk_norm": bool(get("qk-layernorm")) and not latent,
         "tie_word_embeddings": not get("untie-embeddings-and-output-weights"),
-        "n_positions": 0 if rotary else get("max-position-embeddings") or 0,
+        "n_positions": (learned and get("max-position-embeddings")) or 0,
     }
     return DecoderShape(**(options | sizes), model_type="megatron", name="the model of the flags")
 
@@ -359,12 +356,8 @@ def write(job: Job) -> str:
         flags |= {"use-megatron-fsdp": True, "data-parallel-sharding-strategy": strategy}
     ahead = 0 if shape is None else shape.num_nextn_predict_layers
     blocks = sum(layout.stages) - 2 - ahead
-    even = (
-        layout.stages
-        and blocks % len(layout.stages) == 0
-        and layout.stages == even_stages(blocks, len(layout.stages), ahead)
-    )
-    if layout.stages and not even:
+    count = len(layout.stages) or 1
+    if layout.stages and (blocks % count or layout.stages != even_stages(blocks, count, ahead)):
         flags["pipeline-model-parallel-layout"] = f"'{layout_string(layout.stages, ahead)}'"
     elif layout.v > 1:
         flags["num-virtual-stages-per-pipeline-rank"] = layout.v

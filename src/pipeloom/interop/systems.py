@@ -85,9 +85,8 @@ def translated(job: Job, to: str, schedule: Schedule | None = None) -> tuple[str
         _require(to, common)
         schedule = schedule or (load_schedule(layout.schedule) if layout.schedule.endswith(".csv") else layout.built())
         text, notes = torch_runtime.csv_of(schedule)
-        held = PlannedLayout(
-            pp=layout.pp, v=layout.v, m=layout.m, schedule=layout.schedule, group=layout.group, zero=0, cut="even"
-        )
+        names = ("pp", "v", "m", "schedule", "group")
+        held = PlannedLayout(zero=0, cut="even", **{name: getattr(layout, name) for name in names})
         return text, [*_losses(to, job, Job(None, held)), *notes]
     system = SYSTEMS[to]
     _require(to, [*(common if to != "pipeloom" else []), *system.refusals(job)])
