@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeloom.cli.options import argument, flag, memory_of, with_options
-from pipeloom.cli.output import emit, json_flag, write
+from pipeloom.cli.output import emit, json_flag, write_csv
 from pipeloom.cli.show import Study, layers_of, layout_of, steps_of
 from pipeloom.draw.figures import in_columns, number, time_unit
 from pipeloom.errors import PipeloomError, UsageError
@@ -17,7 +17,6 @@ from pipeloom.schedule import Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import DEVICE, activation_limit
-from pipeloom.schedule.csv_form import to_csv
 from pipeloom.schedule.families import ONE_ROUTE, build
 from pipeloom.schedule.placement import name_of
 from pipeloom.schedule.transforms import merge_backward, split_cooldown
@@ -90,7 +89,7 @@ def command(
     gain = now.makespan - best.makespan
     simple = next(each for each in changes if now.makespan - each.makespan >= min(gain, _ENOUGH * gain))
     if options.csv is not None:
-        write(options.csv, lambda: to_csv(best.schedule))
+        write_csv(best.schedule, options.csv)
     results = study, now, changes, best, simple
     emit(options.as_json, lambda: _as_dict(*results), lambda: _lines(*results))
 

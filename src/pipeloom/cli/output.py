@@ -17,7 +17,7 @@ from pipeloom.draw import LEAST_WIDTH, USUAL_WIDTH, figures, terminal
 from pipeloom.draw.svg import png as rendered
 from pipeloom.draw.svg import require_png
 from pipeloom.errors import UsageError
-from pipeloom.schedule import Timeline
+from pipeloom.schedule import Schedule, Timeline
 from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.json_form import to_dict
 from pipeloom.traces.timelines import costs_dict
@@ -93,6 +93,22 @@ class OutputFlags:
     def print_timeline(self, timeline: Timeline, bound: bool = True) -> None:
         """Draw `timeline` in the terminal, with or without its lower bound."""
         sys.stdout.write(terminal(timeline, width=self.columns, bound=bound))
+
+
+def write_csv(schedule: Schedule, path: Path | None = None, *, messages: bool = False) -> None:
+    """Print a schedule in torch's CSV format, or write it to a file; what torch needs beside it goes to standard error.
+
+    Args:
+        messages: with sends and receives, as torch's runtime executes it.
+    """
+    from pipeloom.interop.torch_runtime import csv_of
+
+    text, notes = csv_of(schedule, messages=messages)
+    print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
+    if path is None:
+        sys.stdout.write(text)
+    else:
+        write(path, lambda: text)
 
 
 def write(path: Path, content: Callable[[], str | bytes]) -> None:

@@ -18,12 +18,10 @@ from pipeloom.cli.options import (
     flag,
     with_options,
 )
-from pipeloom.cli.output import OutputFlags, figures_and_costs
+from pipeloom.cli.output import OutputFlags, figures_and_costs, write_csv
 from pipeloom.draw import largest_gain, segment_lanes, segment_table
 from pipeloom.draw.figures import in_columns
 from pipeloom.schedule import simulate
-from pipeloom.schedule.comms_form import to_torch_csv
-from pipeloom.schedule.csv_form import to_csv
 from pipeloom.schedule.json_form import parts_of_json
 from pipeloom.traces.segment_times import read_segments
 
@@ -71,16 +69,8 @@ def command(
     schedule, values = family.schedule(name, sizes, costs, cuts)
     timeline = simulate(schedule, values, overlap_p2p=costs.overlap_p2p)
     output.draw([timeline], below, limit=limits.of(values))
-    if torch_csv:
-        text, omitted = to_torch_csv(schedule)
-        if omitted:
-            print(
-                f"left out: {', '.join(omitted)}, which torch does not know; activations stay on the device",
-                file=sys.stderr,
-            )
-        sys.stdout.write(text)
-    elif output.csv:
-        sys.stdout.write(to_csv(schedule))
+    if torch_csv or output.csv:
+        write_csv(schedule, messages=torch_csv)
     elif output.as_json:
         more = {"segments": [dict(zip(table[0], row, strict=True)) for row in table[1:]]} if table else {}
         sys.stdout.writelines(parts_of_json(schedule, figures_and_costs(timeline) | more))

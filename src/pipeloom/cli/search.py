@@ -12,11 +12,10 @@ from typing import Any
 import typer
 
 from pipeloom.cli.options import CostFlags, Sizes, flag, memory_of, with_options
-from pipeloom.cli.output import OutputFlags, as_dict, peak_lines
+from pipeloom.cli.output import OutputFlags, as_dict, peak_lines, write_csv
 from pipeloom.draw.figures import number
 from pipeloom.errors import INTERRUPTED, UsageError
 from pipeloom.schedule import Costs
-from pipeloom.schedule.csv_form import to_csv
 from pipeloom.solver import Progress, SearchResult, search
 from pipeloom.solver.in_bytes import search_in_bytes
 
@@ -72,7 +71,7 @@ def command(sizes: Sizes, options: SearchFlags, costs: CostFlags, output: Output
     bound = result.lower_bound if result.objective == "makespan" else None
     output.draw([result.timeline], bound=bound, limit=memory if in_bytes or not values.bytes else None)
     if output.csv:
-        sys.stdout.write(to_csv(result.schedule))
+        write_csv(result.schedule)
     elif output.as_json:
         print(json.dumps(_as_dict(result, options, memory), allow_nan=False))
     else:

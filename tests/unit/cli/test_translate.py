@@ -116,3 +116,14 @@ def test_stages_of_single_layers_and_nodes_without_devices() -> None:
     layout = "tp=8,pp=16,v=8,m=32,schedule=interleaved"
     words = ("--runtime", "megatron", "--nodes", "16", "--stages", "E|(t|)*126L", "--json")
     assert plan(layout, *words, model="llama3-405b").exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["schedule", "search"])
+@pytest.mark.parametrize(("placement", "word"), [("loop", "Interleaved1F1B"), ("vee", "ZBVZeroBubble"), ("linear", "")])
+def test_every_csv_of_a_schedule_names_the_words_that_place_its_stages(command: str, placement: str, word: str) -> None:
+    family = {"loop": "interleaved", "vee": "zbv", "linear": "1f1b"}[placement]
+    words = (family,) if command == "schedule" else ("--placement", placement, "--time-limit", "0.1")
+    result = run(command, *words, "--ranks", "2", "--microbatches", "4", "--csv")
+    assert result.stdout.startswith("0F0,")
+    assert result.stderr.endswith(f"--parallelism.pipeline-parallel-schedule {word}\n" if word else "")
+    assert bool(word) == ("torchtitan places" in result.stderr)
