@@ -16,23 +16,30 @@ from pipeloom.plan.job import Job
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.hub import presets
 
-_USED = """
-    strategy tp_size pp_size cp_size ep_size dp_size dp_replicate_size activation_checkpointing pipeline reshard_after_forward
-"""
-_HARMLESS = """
-    tp_plan patch_is_packed_sequence mp_policy autocast_dtype activation_checkpointing_scope defer_fsdp_grad_sync moe
-    enable_async_tensor_parallel enable_compile sequence_parallel enable_fsdp2_prefetch fsdp2_backward_prefetch_depth
-    fsdp2_forward_prefetch_depth multimodal _target_ _recursive_ _convert_
-"""
 _STRATEGIES = ("fsdp2", "megatron_fsdp", "ddp")
-_PIPELINE = """
-    pp_schedule pp_schedule_csv pp_microbatch_size pp_batch_size layers_per_stage round_virtual_stages_to_pp_multiple
-    module_fqns_per_model_part
-"""
-_PIPELINE_HARMLESS = """
-    patch_inner_model patch_causal_lm_model patch_stage_backward_maybe_with_nosync dtype scale_grads_in_schedule loss_fn
-    pp_seq_len pp_recv_buffer_pool pp_recv_buffer_pool_slack _target_
-"""
+# Table -> the keys that are used, and behind | those that change nothing here.
+_KNOWN = {
+    "": """
+        distributed step_scheduler model packed_sequence dataset | recipe seed dist_env rng checkpoint loss_fn dataloader
+        validation_dataset validation_dataloader optimizer lr_scheduler wandb mlflow comet logger tokenizer processor compile
+        slurm benchmark moe_metrics clip_grad_norm mfu prewarm
+    """,
+    "distributed": """
+        strategy tp_size pp_size cp_size ep_size dp_size dp_replicate_size activation_checkpointing pipeline
+        reshard_after_forward | tp_plan patch_is_packed_sequence mp_policy autocast_dtype activation_checkpointing_scope
+        defer_fsdp_grad_sync moe enable_async_tensor_parallel enable_compile sequence_parallel enable_fsdp2_prefetch
+        fsdp2_backward_prefetch_depth fsdp2_forward_prefetch_depth multimodal _target_ _recursive_ _convert_
+    """,
+    "distributed.pipeline": """
+        pp_schedule pp_schedule_csv pp_microbatch_size pp_batch_size layers_per_stage round_virtual_stages_to_pp_multiple
+        module_fqns_per_model_part | patch_inner_model patch_causal_lm_model patch_stage_backward_maybe_with_nosync dtype
+        scale_grads_in_schedule loss_fn pp_seq_len pp_recv_buffer_pool pp_recv_buffer_pool_slack _target_
+    """,
+    "step_scheduler": """
+        global_batch_size local_batch_size | ckpt_every_steps save_checkpoint_every_epoch validate_on_checkpoint val_every_steps
+        log_remote_every_steps loss_average_window_steps gc_every_steps num_epochs max_steps preemption_signal _target_
+    """,
+}
 
 
 def accepts(text: str) -> bool:
@@ -51,9 +58,13 @@ def read(text: str, shape: DecoderShape | None = None) -> Job:
     tables = _parsed(text)
     parallel = _table(tables, "distributed")
     pipeline = _table(parallel, "pipeline")
-    unknown = _unknown("distributed", parallel, _USED, _HARMLESS)
-    unknown += _unknown("distributed.pipeline", pipeline, _PIPELINE, _PIPELINE_HARMLESS)
     model, batch = _table(tables, "model"), _table(tables, "step_scheduler")
+    unknown = [
+        f"{f'{name}.{key}'.lstrip('.')} is not known{did_you_mean(str(key), known.split())}"
+        for (name, known), table in zip(_KNOWN.items(), (tables, parallel, pipeline, batch), strict=True)
+        for key in table
+        if key not in known.split()
+    ]
     name = model.get("pretrained_model_name_or_path") or _table(model, "config").get(
         "pretrained_model_name_or_path", ""
     )
@@ -107,11 +118,6 @@ def _parsed(text: str) -> Mapping[str, Any]:
 def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     table = values.get(key)
     return table if isinstance(table, Mapping) else {}
-
-
-def _unknown(section: str, values: Mapping[str, Any], used: str, harmless: str) -> list[str]:
-    known = [*used.split(), *harmless.split()]
-    return [f"{section}.{key} is not known{did_you_mean(str(key), known)}" for key in values if key not in known]
 
 
 def _size(values: Mapping[str, Any], key: str, default: int) -> int:

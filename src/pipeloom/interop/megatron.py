@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean
-from pipeloom.interop.shell import Command, best_command, flags_of
+from pipeloom.interop.shell import Command, best_command, flags_of, launches
 from pipeloom.limits import MOST_LAYERS
 from pipeloom.plan.export import layout_string
 from pipeloom.plan.job import Job
@@ -61,7 +61,7 @@ _KINDS: dict[str, type] = {flag: int for group in (*_GROUPS, _AXES) for flag, _ 
         str: """pipeline-model-parallel-layout recompute-granularity recompute-method fp8-format fp8-recipe normalization
             position-embedding-type moe-layer-freq moe-router-score-function moe-token-dispatcher-type tokenizer-type
             data-parallel-sharding-strategy moe-flex-dispatcher-backend""",
-        bool: """group-query-attention swiglu disable-bias-linear add-qkv-bias qk-layernorm moe-shared-expert-gate
+        bool: """bf16 fp16 group-query-attention swiglu disable-bias-linear add-qkv-bias qk-layernorm moe-shared-expert-gate
             untie-embeddings-and-output-weights moe-router-pre-softmax multi-latent-attention use-distributed-optimizer
             account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split no-overlap-p2p-communication
             overlap-p2p-communication-warmup-flush overlap-grad-reduce overlap-param-gather
@@ -75,18 +75,18 @@ _KINDS: dict[str, type] = {flag: int for group in (*_GROUPS, _AXES) for flag, _ 
 _HARMLESS = """
     *-ckpt* *-data-path *-data-args-path *-straggler* *-random-seed *checkpoint* accumulate-allreduce-grads-in-fp32
     adam-* apply-layernorm-1p async-save attention-backend attention-dropout attention-softmax-in-fp32
-    auto-detect-ckpt-format bert-* beta-* bf16 bias-* calculate-per-token-loss clip-grad cross-entropy-* data-*
+    auto-detect-ckpt-format bert-* beta-* bias-* calculate-per-token-loss clip-grad cross-entropy-* data-*
     dataloader-type ddp-* dist-* distributed-* enable-experimental end-weight-decay eod-* eval-* exit-* finetune
     fp8-amax-* fp8-interval fp8-margin gradient-accumulation-fusion high-priority-* init-* initial-* load load-* log-*
-    lr lr-* make-vocab-size-divisible-by manual-gc* master-* max-restarts merge-file min-lr mock-data module
-    monitor-interval moe-grouped-gemm moe-per-layer-logging moe-permute-fusion moe-router-bias-update-rate
+    lr lr-* make-vocab-size-divisible-by manual-gc* merge-file min-lr mock-data
+    moe-grouped-gemm moe-per-layer-logging moe-permute-fusion moe-router-bias-update-rate
     moe-router-dtype moe-router-enable-expert-bias moe-router-force-load-balancing moe-router-fusion
     moe-router-load-balancing-type moe-router-topk-scaling-factor mscale* nccl-* no-bias-* no-async-* no-check-for-nan*
     no-create-attention-mask-in-dataloader no-gradient-accumulation-fusion no-load-* no-masked-softmax-fusion
-    no-mmap-bin-files no-persist-layer-norm no-position-embedding no-rope-fusion no-save-* no-initialization node-rank
-    num-dataset-builder-threads num-workers openai-gelu optimizer override-opt* per-split-data-args-path profile* rank
-    rdzv-* redirects rerun-* reset-* rotary-percent rotary-scal* rotary-seq-len-interpolation-factor save save-* seed
-    sequence-parallel sft split spec start-weight-decay te-rng-tracker tee tensorboard-* test-mode tiktoken-* timing-*
+    no-mmap-bin-files no-persist-layer-norm no-position-embedding no-rope-fusion no-save-* no-initialization
+    num-dataset-builder-threads num-workers openai-gelu optimizer override-opt* per-split-data-args-path profile*
+    rerun-* reset-* rotary-percent rotary-scal* rotary-seq-len-interpolation-factor save save-* seed
+    sequence-parallel sft split spec start-weight-decay te-rng-tracker tensorboard-* test-mode tiktoken-* timing-*
     tokenizer-* tp-comm-overlap* train-iters train-samples transformer-impl use-flash-attn use-mcore-models
     use-precision-aware-optimizer use-pytorch-profiler use-rope-scaling use-tp-pp-dp-mapping vocab-file wandb-*
     weight-decay*
@@ -128,14 +128,12 @@ def _values(command: Command) -> tuple[dict[str, Any], list[str]]:
     """Return flag -> value, and sentences on what is not known; a value that only a run would tell is None."""
     values: dict[str, Any] = {}
     unknown = list(command.unresolved)
-    program = next((at for at, word in enumerate(command.words) if word.endswith(".py")), 0)
-    started = set(command.words[:program])
     for flag, given in flags_of(command.words):
         name = flag.replace("_", "-")
         kind = _KINDS.get(name)
         if kind is None:
-            if f"--{flag}" not in started and not any(fnmatch(name, pattern) for pattern in _HARMLESS.split()):
-                unknown.append(f"--{flag} is not known{did_you_mean(name, _KINDS)}")
+            if not launches(name) and not any(fnmatch(name, pattern) for pattern in _HARMLESS.split()):
+                unknown.append(f"--{flag} is not known{did_you_mean(name, _KINDS)}".partition("; known: ")[0])
         elif any("$" in word for word in given):
             values[name] = None
         elif kind is bool:
@@ -253,6 +251,7 @@ def _job(values: Mapping[str, Any], shape: DecoderShape | None, unknown: list[st
             f"megatron: --global-batch-size {total} is no multiple of micro-batch x dp = {micro * dp} "
             f"(num_microbatches_calculator.py); nearest: {nearest}"
         )
+    unknown += ["neither --bf16 nor --fp16 is given: 16 bits are read"] * (not get("bf16") and not get("fp16"))
     options = [name for name, flag in _SWITCHES.items() if get(flag)]
     stages, v = _stages(values, get("num-layers") or (shape.num_hidden_layers if shape else 0), pp)
     offload = (get("offload-modules") or ()) if get("fine-grained-activation-offloading") else ()

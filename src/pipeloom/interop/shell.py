@@ -11,6 +11,7 @@ import operator
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 
 from pipeloom.errors import UsageError
 
@@ -29,6 +30,19 @@ _LONGEST = 4_000_000  # characters: a script of assignments that double a text e
 _ARITHMETIC = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod, ast.FloorDiv: operator.floordiv,
 }  # fmt: skip
+
+
+# Flags of torchrun, torch.distributed.launch and srun that do not say how many processes there are.
+_LAUNCHERS = """
+    container-* cpu-bind* cpus-per-* export gpus-per-* job-name kill-on-bad-exit label local-addr local-rank* log-dir logs-specs
+    master-* max-restarts monitor-interval mpi module no-python node-rank ntasks* output partition rank rdzv-* redirects role
+    run-path standalone start-method tee time use-env virtual-local-rank
+""".split()  # noqa: SIM905
+
+
+def launches(flag: str) -> bool:
+    """Return whether a flag, with hyphens, is one of a launcher that changes nothing here."""
+    return any(fnmatch(flag, pattern) for pattern in _LAUNCHERS)
 
 
 @dataclass(frozen=True)
@@ -51,7 +65,8 @@ def commands_of(text: str) -> list[Command]:
 
 def best_command(text: str, system: str) -> Command:
     """Return the command of a script that starts the run: the one with the most flags. Raises UsageError where there is none."""
-    commands = commands_of(text)
+    lines = re.sub(r"^[ \t]*#[^\n]*", "", text, flags=re.MULTILINE)
+    commands = commands_of(lines.replace("\n", " ") if lines.lstrip().startswith("--") else text)
     if not any(word.startswith("--") for command in commands for word in command.words):
         raise UsageError(
             f"{system}: no command in this text has flags; give the script, or the line, that starts the run"

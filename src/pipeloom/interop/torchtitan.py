@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean
-from pipeloom.interop.shell import best_command, flags_of
+from pipeloom.interop.shell import best_command, flags_of, launches
 from pipeloom.interop.torch_runtime import job_of, known_model, names_of_stages, schedule_words, without_predictions
 from pipeloom.interop.torch_runtime import refusals as torch_refusals
 from pipeloom.plan.job import Job
@@ -35,7 +35,12 @@ _WORDS = """
     model name - flavor flavor -
 """
 _SECTIONS = ("training", "parallelism", "activation_checkpoint", "model", "experimental")
+_HARMLESS_SECTIONS = """
+    job profiler profiling metrics tokenizer dataloader optimizer lr_scheduler checkpoint compile comm validator validation debug
+    override loss memory_estimation fault_tolerance
+"""
 _HARMLESS = """
+    hf_assets_path dump_folder
     max_norm steps gc_freq gc_debug disable_cuda_graphs enable_fsdp_symm_mem spmd_backend context_parallel_load_balancer
     context_parallel_ptrr_mask_key context_parallel_rotate_method disable_loss_parallel preserve_rng_state
     determinism_check debug early_stop deterministic seed dataset dataset_path compile selective_ac_option
@@ -125,12 +130,17 @@ def _take(key: str, value: Any, words: dict[str, Any], keys: Mapping[str, tuple[
     section, _, name = key.rpartition(".")
     if key in ("devices", "module", "config"):
         words[key] = value
-    if section not in _SECTIONS or name in _HARMLESS.split():
+        return
+    if name in _HARMLESS.split() or section.partition(".")[0] in _HARMLESS_SECTIONS.split():
+        return
+    if not section and launches(name.replace("_", "-")):
         return
     if isinstance(keys.get(name.removeprefix("no_"), ("", None))[1], bool) and name.startswith("no_"):
         name, value = name.removeprefix("no_"), False
     word, default = keys.get(name, ("", None))
-    if not word:
+    if section not in _SECTIONS:
+        unknown.append(f"{key} is not known{did_you_mean(section or name, _SECTIONS if section else keys)}")
+    elif not word:
         unknown.append(f"{key} is not known{did_you_mean(name, keys)}")
     elif type(default) is int and (type(value) is not int or value < min(default, 1)):
         raise UsageError(f"torchtitan: {key} = {value!r:.60}: it must be a whole number of at least {min(default, 1)}")

@@ -1,0 +1,111 @@
+"""Launch scripts and recipes (`tests/data/interop`): what is read from them, and from 30 changed copies of each."""
+
+from __future__ import annotations
+
+import random
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from pipeloom.errors import PipeloomError
+from pipeloom.interop.systems import read_job, translated
+from pipeloom.plan import load_model
+from pipeloom.plan.job import Job
+
+FOLDER = Path(__file__).parents[2] / "data/interop"
+SCRIPTS = sorted(FOLDER.iterdir())
+# What each says, by hand: axes, chunks, micro-batches, tokens, and other fields.
+SAID = {
+    "gpt3_175b.sh": "dp=8,tp=8,pp=16,m=192,micro_batch=1,seq=2048,zero=0",
+    "deepseek_v3.sh": "dp=64,pp=16,ep=64,etp=1,v=2,m=128,seq=4096,zero=1,recompute=norms+activation+latent_up,"
+    "schedule=interleaved-overlap",
+    "mixtral_srun.sh": "dp=16,tp=1,pp=4,ep=8,v=2,m=16,seq=4096,zero=1,schedule=interleaved",
+    "llama70b_split.sh": "dp=2,tp=4,cp=2,pp=4,m=64,seq=8192,zero=1,recompute=full,grads=bf16",
+    "qwen3_moe.sh": "dp=4,tp=2,pp=4,ep=4,etp=1,v=3,m=64,zero=1,group=8,schedule=interleaved",
+    "flags.txt": "dp=2,tp=2,pp=2,m=16,micro_batch=2,zero=3,recompute=attention",
+    "torchtitan_llama3.sh": "dp=2,tp=8,pp=4,v=2,m=8,micro_batch=2,seq=8192,zero=2,recompute=full,schedule=interleaved",
+    "torchtitan_zbv.sh": "dp=2,pp=8,ep=2,v=2,m=32,seq=4096,zero=2,schedule=zbv",
+    "torchtitan_2025.toml": "dp=2,pp=4,m=8,seq=8192,zero=2",
+    "automodel_llama.yaml": "tp=2,pp=2,v=4,m=8,seq=4096,recompute=full,schedule=interleaved",
+    "automodel_moe.yaml": "dp=8,pp=2,ep=8,m=4,seq=2048,zero=2",
+    "pipeloom.toml": "dp=2,pp=2,v=2,m=4,seq=1024,zero=1,schedule=interleaved",
+}
+STAGES = {
+    "deepseek_v3.sh": (4, *(2,) * 29, 1, 1),
+    "llama70b_split.sh": (19, 22, 22, 19),
+    "torchtitan_llama3.sh": (11, 11, 10, 10, 10, 10, 10, 10),
+    "torchtitan_2025.toml": (9, 9, 8, 8),
+    "automodel_llama.yaml": (5, 4, 4, 4, 4, 4, 4, 5),
+}
+UNKNOWN = {
+    "deepseek_v3.sh": {"$SLURM_JOB_ID"},
+    "mixtral_srun.sh": {"$HOSTNAME", "$TOKENIZER_MODEL", "ARGS is set under a condition"},
+    "gpt3_175b.sh": {"$1", "$2"},
+    "torchtitan_llama3.sh": {"${@}"},
+    "torchtitan_2025.toml": {"a TOML of before February 2026", "'selective' keeps the outputs of chosen operations"},
+    "automodel_llama.yaml": {"the number of devices is not in the text", "gradients of 4 passes"},
+    "automodel_moe.yaml": {"gradients of 2 passes"},
+}
+
+
+def read(path: Path, shape: str | None = None) -> Job:
+    return read_job(str(path), None if shape is None else load_model(shape))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_what_is_read(path: Path) -> None:
+    job = read(path)
+    for word in SAID[path.name].split(","):
+        key, _, value = word.partition("=")
+        assert str(getattr(job.layout, key)) == value, key
+    assert job.layout.stages == STAGES.get(path.name, job.layout.stages)
+    expected = UNKNOWN.get(path.name, set())
+    assert len(job.unknown) == len(expected), job.unknown
+    assert all(any(part in sentence for sentence in job.unknown) for part in expected), job.unknown
+
+
+def with_an_unknown_word(path: Path, draw: random.Random) -> str:
+    """The text with one more flag or key, at a random place where there may be one."""
+    text = path.read_text()
+    if path.suffix == ".toml":
+        return re.sub(r"(\[parallel(ism)?\]\n)", r"\1invented_word = 7\n", text)
+    if path.suffix == ".yaml":
+        return text.replace("\ndistributed:\n", "\ndistributed:\n  invented_word: 7\n")
+    flag = "--parallelism.invented_word 7 " if "torchtitan" in text else "--invented-word 7 "
+    places = [match.start() for match in re.finditer(r"(?<=[ (\"])--(?=[\w.-]+[ =][\w.]+)(?!.*#)", text)]
+    at = draw.choice([place for place in places if "#" not in text[text.rfind("\n", 0, place) : place]])
+    return text[:at] + flag + text[at:]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_every_unknown_word_is_listed(path: Path, tmp_path: Path) -> None:
+    before = read(path)
+    for seed in range(10):
+        (copy := tmp_path / path.name).write_text(with_an_unknown_word(path, random.Random(seed)))
+        if path.name == "pipeloom.toml":
+            with pytest.raises(PipeloomError, match="invented_word"):
+                read(copy)
+            continue
+        job = read(copy)
+        assert any("invented" in sentence for sentence in job.unknown), copy.read_text()
+        assert job.layout == before.layout
+
+
+def mutation(text: str, draw: random.Random) -> str:
+    """The text with a character, a word or a line that is left out, put twice, or replaced."""
+    pieces = re.split(draw.choice([r"( )", r"(\n)", r"()"]), text)
+    at = draw.randrange(len(pieces))
+    pieces[at] = draw.choice(
+        ["", pieces[at] * 2, "--", "$X", "'", '"', "0", "-1", "1e9", "999999999999", "\\", "(", "{", "é"]
+    )
+    return "".join(pieces)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_changed_texts_are_read_or_refused_in_words(path: Path, tmp_path: Path) -> None:
+    for seed in range(30):
+        (copy := tmp_path / path.name).write_text(mutation(path.read_text(), random.Random(seed)))
+        with suppress(PipeloomError):
+            translated(read(copy, "llama3-8b"), "megatron")
