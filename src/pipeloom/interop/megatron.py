@@ -181,7 +181,7 @@ def _shape(values: Mapping[str, Any], unknown: list[str]) -> DecoderShape | None
     biases = not get("disable-bias-linear")
     if sizes.get("num_experts"):
         inner = sizes.setdefault("moe_intermediate_size", sizes.get("intermediate_size", width))
-        copies, rest = divmod(get("moe-shared-expert-intermediate-size") or 0, inner)
+        copies, rest = divmod(get("moe-shared-expert-intermediate-size") or 0, inner or 1)
         sizes |= {"num_shared_experts": 0 if rest else copies}
         sizes |= {"shared_expert_intermediate_size": rest and copies * inner + rest}
         sizes["shared_expert_gate"] = sizes["shared_expert_gate"] or not copies + rest

@@ -127,3 +127,9 @@ def test_every_csv_of_a_schedule_names_the_words_that_place_its_stages(command: 
     assert result.stdout.startswith("0F0,")
     assert result.stderr.endswith(f"--parallelism.pipeline-parallel-schedule {word}\n" if word else "")
     assert bool(word) == ("torchtitan places" in result.stderr)
+
+
+def test_experts_without_a_width_are_no_division_by_zero() -> None:
+    script = MEGATRON.replace("--bf16", "--bf16 --num-experts 8 --moe-ffn-hidden-size 0")
+    result = run("translate", "-", "--to", "megatron", text=script)
+    assert not isinstance(result.exception, ZeroDivisionError)
