@@ -55,6 +55,11 @@ SHORTER = [
 ]
 """The same for the README, whose runs are of a few milliseconds a step."""
 PRINTED = {
+    "other_systems.md": [
+        "training 70.6 B parameters: interleaved, rounds balanced, 4 ranks of 4 stages, 32 micro-batches, 2 data-parallel",
+        "training 8.03 B parameters: interleaved, rounds balanced, 4 ranks of 2 stages, 16 micro-batches, 4 data-parallel",
+        "step on h100: ",
+    ],
     "from_papers.md": [
         "gpipe                2        27        3.5000 ",
         "gpipe                8        45        0.8750 ",
