@@ -65,9 +65,8 @@ def read(text: str, shape: DecoderShape | None = None) -> Job:
         for key in table
         if key not in known.split()
     ]
-    name = model.get("pretrained_model_name_or_path") or _table(model, "config").get(
-        "pretrained_model_name_or_path", ""
-    )
+    key = "pretrained_model_name_or_path"
+    name = model.get(key) or _table(model, "config").get(key, "")
     shape = known_model(str(name)) or shape
     if name and shape is None:
         unknown.append(f"the sizes of {name!s:.80} are not known here: give --model")

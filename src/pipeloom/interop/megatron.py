@@ -73,23 +73,21 @@ _KINDS: dict[str, type] = {flag: int for group in (*_GROUPS, _AXES) for flag, _ 
 }
 # Flags that change neither sizes nor time nor memory by more than their own small tensors.
 _HARMLESS = """
-    *-ckpt* *-data-path *-data-args-path *-straggler* *-random-seed *checkpoint* accumulate-allreduce-grads-in-fp32
-    adam-* apply-layernorm-1p async-save attention-backend attention-dropout attention-softmax-in-fp32
-    auto-detect-ckpt-format bert-* beta-* bias-* calculate-per-token-loss clip-grad cross-entropy-* data-*
-    dataloader-type ddp-* dist-* distributed-* enable-experimental end-weight-decay eod-* eval-* exit-* finetune
-    fp8-amax-* fp8-interval fp8-margin gradient-accumulation-fusion high-priority-* init-* initial-* load load-* log-*
-    lr lr-* make-vocab-size-divisible-by manual-gc* merge-file min-lr mock-data
-    moe-grouped-gemm moe-per-layer-logging moe-permute-fusion moe-router-bias-update-rate
-    moe-router-dtype moe-router-enable-expert-bias moe-router-force-load-balancing moe-router-fusion
-    moe-router-load-balancing-type moe-router-topk-scaling-factor mscale* nccl-* no-bias-* no-async-* no-check-for-nan*
-    no-create-attention-mask-in-dataloader no-gradient-accumulation-fusion no-load-* no-masked-softmax-fusion
-    no-mmap-bin-files no-persist-layer-norm no-position-embedding no-rope-fusion no-save-* no-initialization
-    num-dataset-builder-threads num-workers openai-gelu optimizer override-opt* per-split-data-args-path profile*
-    rerun-* reset-* rotary-percent rotary-scal* rotary-seq-len-interpolation-factor save save-* seed
-    sequence-parallel sft split spec start-weight-decay te-rng-tracker tensorboard-* test-mode tiktoken-* timing-*
-    tokenizer-* tp-comm-overlap* train-iters train-samples transformer-impl use-flash-attn use-mcore-models
-    use-precision-aware-optimizer use-pytorch-profiler use-rope-scaling use-tp-pp-dp-mapping vocab-file wandb-*
-    weight-decay*
+    *-ckpt* *-data-args-path *-data-path *-random-seed *-straggler* *checkpoint* accumulate-allreduce-grads-in-fp32 adam-*
+    apply-layernorm-1p async-save attention-backend attention-dropout attention-softmax-in-fp32 auto-detect-ckpt-format bert-*
+    beta-* bias-* calculate-per-token-loss clip-grad cross-entropy-* data-* dataloader-type ddp-* decoupled-* dist-*
+    distributed-* empty-unused-memory-level enable-experimental end-weight-decay eod-* eval-* exit-* finetune fp8-amax-*
+    fp8-interval fp8-margin fp8-param-gather gradient-accumulation-fusion high-priority-* init-* initial-* load load-* log-*
+    lr lr-* manual-gc* merge-file min-lr mock-data moe-grouped-gemm moe-per-layer-logging moe-permute-fusion
+    moe-router-bias-update-rate moe-router-dtype moe-router-enable-expert-bias moe-router-force-load-balancing
+    moe-router-fusion moe-router-load-balancing-type moe-router-topk-scaling-factor mscale* nccl-* no-async-* no-bias-*
+    no-check-for-nan* no-create-attention-mask-in-dataloader no-gradient-accumulation-fusion no-initialization no-load-*
+    no-masked-softmax-fusion no-mmap-bin-files no-persist-layer-norm no-position-embedding no-rope-fusion no-save-*
+    num-dataset-builder-threads num-workers openai-gelu optimizer override-opt* per-split-data-args-path profile* rerun-*
+    reset-* rotary-percent rotary-scal* rotary-seq-len-interpolation-factor save save-* seed sequence-parallel sft spec split
+    start-weight-decay te-rng-tracker tensorboard-* test-mode tiktoken-* timing-* tokenizer-* tp-comm-overlap* train-iters
+    train-samples transformer-impl use-flash-attn use-mcore-models use-precision-aware-optimizer use-pytorch-profiler
+    use-rope-scaling use-tp-pp-dp-mapping vocab-file wandb-* weight-decay*
 """
 _PARTS = {
     "norms": "layernorm", "attention": "core_attn", "activation": "moe_act", "mlp": "mlp", "experts": "moe",
@@ -134,12 +132,12 @@ def _values(command: Command) -> tuple[dict[str, Any], list[str]]:
         if kind is None:
             if not launches(name) and not any(fnmatch(name, pattern) for pattern in _HARMLESS.split()):
                 unknown.append(f"--{flag} is not known{did_you_mean(name, _KINDS)}".partition("; known: ")[0])
-        elif any("$" in word for word in given):
-            values[name] = None
         elif kind is bool:
             values[name] = True
         elif not given:
             raise UsageError(f"megatron: --{flag} has no value")
+        elif any("$" in word for word in (given if kind is list else given[:1])):
+            values[name] = None
         else:
             values[name] = given if kind is list else _converted(flag, kind, given[0])
     return values, unknown
@@ -163,19 +161,19 @@ def _shape(values: Mapping[str, Any], unknown: list[str]) -> DecoderShape | None
         return None
     get = values.get
     sizes: dict[str, Any] = {}
-    for group, needs in zip(
-        _GROUPS, ("num-layers", "num-experts", "multi-latent-attention", "mtp-num-layers"), strict=True
-    ):
-        if get(needs):
+    needs = ("num-layers", "num-experts", "multi-latent-attention", "mtp-num-layers")
+    for group, need in zip(_GROUPS, needs, strict=True):
+        if get(need):
             given = {field: get(flag, _DEFAULTS.get(flag)) for flag, field in group}
             sizes |= {field: value for field, value in given.items() if value is not None}
     heads, hidden, latent = sizes["num_attention_heads"], sizes["hidden_size"], bool(get("multi-latent-attention"))
-    if get("padded-vocab-size") or "vocab_size" not in sizes:
-        sizes["vocab_size"] = get("padded-vocab-size") or _VOCABULARIES.get(get("tokenizer-type") or "", 128_256)
-        if not get("padded-vocab-size"):
+    if padded := get("padded-vocab-size"):
+        sizes["vocab_size"] = padded
+    else:
+        if "vocab_size" not in sizes:
+            sizes["vocab_size"] = _VOCABULARIES.get(get("tokenizer-type") or "", 128_256)
             unknown.append(f"--vocab-size is not given (the tokenizer has it): {sizes['vocab_size']:,} is assumed")
-    multiple = (get("make-vocab-size-divisible-by") or 128) * (get("tensor-model-parallel-size") or 1)
-    if not get("padded-vocab-size"):
+        multiple = (get("make-vocab-size-divisible-by") or 128) * (get("tensor-model-parallel-size") or 1)
         sizes["vocab_size"] = -(-sizes["vocab_size"] // multiple) * multiple
     width = int(4 * hidden * 2 / 3 / 64) * 64 if sizes.get("gated") else 4 * hidden
     biases = not get("disable-bias-linear")
@@ -251,6 +249,8 @@ def _job(values: Mapping[str, Any], shape: DecoderShape | None, unknown: list[st
             f"megatron: --global-batch-size {total} is no multiple of micro-batch x dp = {micro * dp} "
             f"(num_microbatches_calculator.py); nearest: {nearest}"
         )
+    gated = get("swiglu") and get("normalization") != "RMSNorm"
+    unknown += ["LayerNorm beside --swiglu is read as RMSNorm, without its bias"] * bool(gated)
     unknown += ["neither --bf16 nor --fp16 is given: 16 bits are read"] * (not get("bf16") and not get("fp16"))
     options = [name for name, flag in _SWITCHES.items() if get(flag)]
     stages, v = _stages(values, get("num-layers") or (shape.num_hidden_layers if shape else 0), pp)

@@ -123,6 +123,7 @@ class _Script:
     def _statement(self) -> list[str]:
         """Return the words of the next simple command; keywords and assignments before it are taken over."""
         words, heredocs = list[str](), list[str]()
+        before: tuple[dict[str, str | list[str]], dict[str, str]] | None = None
         self.missing = []
         while self.at < len(self.text):
             if self._blank():
@@ -143,8 +144,11 @@ class _Script:
                     self.tested = match[1] in ("&&", "||")
                     break
             elif assigns and (not words or words[0] in _DECLARES):
+                before = before or (dict(self.values), dict(self.doubts))
                 self._assign(assigns)
             else:
+                if before and not words:  # `X=1 command`: it is the command's alone
+                    (self.values, self.doubts), before = before, None
                 plain = self.here not in "\"'$\\"
                 words += self._word()
                 if len(words) == 1 and plain and words[0] in _KEYWORDS:

@@ -41,16 +41,12 @@ def csv_of(schedule: Schedule, *, messages: bool = False) -> tuple[str, list[str
     Raises UsageError, or ScheduleError with messages, for what torch's runtime does not have.
     """
     text, omitted = to_torch_csv(schedule) if messages else (to_csv(schedule), ())
-    notes = (
-        [f"left out: {', '.join(omitted)}, which torch does not know; activations stay on the device"]
-        if omitted
-        else []
-    )
+    left_out = f"left out: {', '.join(omitted)}, which torch does not know; activations stay on the device"
+    notes = [left_out] * bool(omitted)
     placement = name_of(schedule.placement, schedule.ranks)
     if placement in _PLACED and placement != "linear":  # which torchtitan's default is
-        notes.append(
-            f"torchtitan places its stages with --parallelism.pipeline-parallel-schedule {placement_word(schedule)}"
-        )
+        word = placement_word(schedule)
+        notes.append(f"torchtitan places its stages with --parallelism.pipeline-parallel-schedule {word}")
     elif placement not in _PLACED:
         notes.append("torchtitan and Automodel place stages as a line, a loop or a V: this placement is none of them")
     return text, notes

@@ -103,12 +103,11 @@ def _of_toml(text: str) -> list[tuple[str, Any]]:
 def _of_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield (key, value) of a command line; nodes times their processes are the key `devices`."""
     devices = 1
-    yield from (
-        ("activation_checkpoint.mode", word.partition(":")[2]) for word in words if word.startswith(_SUBCOMMAND)
-    )
+    modes = [word.partition(":")[2] for word in words if word.startswith(_SUBCOMMAND)]
+    yield from (("activation_checkpoint.mode", mode) for mode in modes)
     for flag, given in flags_of(words, (_SUBCOMMAND,)):
         key = flag.replace("-", "_")
-        if any("$" in word for word in given):
+        if any("$" in word for word in given[:1]):
             continue
         if key in ("nproc_per_node", "nnodes") and given and given[0].isdigit():
             devices *= int(given[0])
@@ -189,6 +188,5 @@ def _name(job: Job) -> str:
 
 def refusals(job: Job) -> list[str]:
     """Return a sentence for each thing that torchtitan refuses, with the file that does."""
-    return torch_refusals(
-        job, "torchtitan, distributed/pipeline_parallel.py", "torchtitan, distributed/parallel_dims.py"
-    )
+    folder = "torchtitan, distributed"
+    return torch_refusals(job, f"{folder}/pipeline_parallel.py", f"{folder}/parallel_dims.py")

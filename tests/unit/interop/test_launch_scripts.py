@@ -109,3 +109,20 @@ def test_changed_texts_are_read_or_refused_in_words(path: Path, tmp_path: Path) 
         (copy := tmp_path / path.name).write_text(mutation(path.read_text(), random.Random(seed)))
         with suppress(PipeloomError):
             translated(read(copy, "llama3-8b"), "megatron")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "system"),
+    [
+        ("--config llama3_8b", '--config llama3_8b "$@"', "torchtitan"),
+        ("--seq-length 4096", "--seq-length 4096 $EXTRA", "megatron"),
+    ],
+)
+def test_words_of_the_caller_behind_a_value_leave_it(old: str, new: str, system: str, tmp_path: Path) -> None:
+    titan = "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --training.seq_len 4096 --config llama3_8b"
+    text = titan if system == "torchtitan" else (FOLDER / "flags.txt").read_text()
+    (tmp_path / "run.sh").write_text(text.replace(old, new))
+    job = read(tmp_path / "run.sh")
+    assert job.layout.seq == 4096
+    assert job.shape is not None
+    assert any("$" in sentence for sentence in job.unknown)

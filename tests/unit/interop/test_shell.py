@@ -87,3 +87,9 @@ def test_doubling_a_text_ends() -> None:
     (command,) = commands_of("X=ab\n" + "X=$X$X\n" * 60 + "launch $X")
     assert command.words == ("launch",)
     assert "X is longer than 4,000,000 characters" in command.unresolved[0]
+
+
+def test_an_assignment_before_a_command_is_that_command_s_alone() -> None:
+    (command,) = [each for each in commands_of("X=1\nX=2 Y=3 true\nlaunch $X ${Y:-4}") if each.words[0] == "launch"]
+    assert command.words == ("launch", "1", "4")
+    assert commands_of("X=1 Y=2\nlaunch $X $Y")[-1].words == ("launch", "1", "2")
