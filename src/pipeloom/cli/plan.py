@@ -132,6 +132,10 @@ def command(options: PlanFlags) -> None:
         _write(options, prediction, planner)
         if options.as_json or options.as_ is None:
             emit(options.as_json, lambda: as_dict(prediction) | {"fits": fits}, lambda: _details(prediction, device))
+        if not fits:
+            raise CapacityError(
+                f"--layout {prediction.text} needs {gib(prediction.peak)} GiB, and a device has {gib(device.memory)}"
+            )
         return
     if options.measured:
         raise UsageError("--measured scales the prediction of one layout; give it with --layout")
@@ -143,12 +147,7 @@ def command(options: PlanFlags) -> None:
         return
     plan = search(planner, request)
     if not plan.predictions:
-        least = plan.smallest
-        missing = (least.memory - request.memory) / 2**30
-        raise CapacityError(
-            f"no layout of {shape.name} fits into {request.memory / 2**30:.1f} GiB on {request.devices} devices; the smallest "
-            f"needs about {least.memory / 2**30:.1f} GiB, {max(missing, 0):.1f} more: {least.layout.text()}"
-        )
+        raise CapacityError(_none_fits(plan, shape, request))
     refined: Sequence[LayoutCosts] = plan.predictions
     if options.refine:
         refined = refine(planner, refined, request.memory, options.refine)
@@ -157,9 +156,21 @@ def command(options: PlanFlags) -> None:
     if options.as_json or options.as_ is None:
         emit(
             options.as_json,
-            lambda: {"best": as_dict(refined[0]), "layouts": [as_dict(each) for each in refined]},
+            lambda: {
+                "best": as_dict(refined[0]),
+                "layouts": [as_dict(each) for each in refined],
+                "looked_at": plan.looked_at,
+            },
             lambda: [*_lines(plan, planner, request), *searched],
         )
+
+
+def _none_fits(plan: LayoutPlan, shape: DecoderShape, request: PlanRequest) -> str:
+    words = f"no layout of {shape.name} fits into {gib(request.memory)} GiB on {request.devices} devices"
+    if plan.smallest is None:
+        return words
+    least = plan.smallest.peak
+    return f"{words}; the smallest needs {gib(least)} GiB, {gib(least - request.memory)} more: {plan.smallest.text}"
 
 
 def _chart(planner: Planner, request: PlanRequest) -> str:
@@ -230,12 +241,14 @@ def _request(options: PlanFlags, device: Device, shape: DecoderShape) -> PlanReq
         options.global_batch or max(1, _TOKENS // options.seq),
         options.seq,
         OFFERED[options.runtime],
-        zero=(3,) if options.runtime == "torchtitan" else (1,),
+        zero={"torchtitan": (3,), "pipeloom": (1, 2, 3)}.get(options.runtime, (1,)),
         capacity=options.capacity,
         limits=_limits(options, shape),
     )
     if options.fixed is not None:
-        request = replace(request, fixed=values_of(options.fixed, "--fixed"))
+        fixed = values_of(options.fixed, "--fixed")
+        levels = (int(fixed["zero"]),) if "zero" in fixed else request.zero
+        request = replace(request, fixed=fixed, zero=levels)
         _require_limits("--fixed", request.fixed, request.limits)
     if options.costs is not None:  # layers are measured whole
         request = replace(request, fixed={"tp": 1, "cp": 1, "ep": 1} | dict(request.fixed))
@@ -243,7 +256,7 @@ def _request(options: PlanFlags, device: Device, shape: DecoderShape) -> PlanReq
         request = replace(request, recompute=("none", "full"))
     if options.runtime != "pipeloom":  # what other trainers do not do is not planned
         return request
-    return replace(request, slices=(1, 2, 4), vocabulary=("last", "pp"))
+    return replace(request, slices=(1, 2, 4, 8, 16, 32), vocabulary=("last", "pp"))
 
 
 def _one(options: PlanFlags, planner: Planner, text: str, device_memory: float) -> LayoutCosts:
@@ -314,8 +327,8 @@ def _lines(plan: LayoutPlan, planner: Planner, request: PlanRequest) -> list[str
     lines = [
         f"{planner.shape.name} on {request.devices} {planner.device.name} with {request.memory / 2**30:.1f} GiB, "
         f"{request.sequences} sequences of {request.seq} tokens a step, run by {planner.runtime.name}",
-        f"{len(plan.estimates):,} layouts estimated; of those that fit, {len(plan.predictions)} predicted from their schedules; "
-        "below, each is slower and smaller than the one above",
+        f"{len(plan.estimates):,} layouts estimated: {plan.discarded:,} are too large, {plan.predicted} were predicted from "
+        "their schedules, and the others are slower; below, each is slower and smaller than the one above",
         *in_columns(table(plan.pareto[:_ROWS]), left=0, ragged=True),
         advice(plan),
         "",

@@ -181,7 +181,12 @@ def problems(shape: DecoderShape, layout: PlannedLayout) -> list[str]:
     divides("tp", layout.tp, shape.intermediate_size, "elements of the feed-forward width")
     if layout.etp not in (0, 1, layout.tp):
         reasons.append(f"etp={layout.etp} is neither 1 nor tp; nearest: etp=1")
-    divides("ep", layout.ep, layout.expert_ranks, "ranks of dp x cp x tp / etp")
+    if layout.expert_ranks % layout.ep and not layout.dp * layout.cp * layout.tp % layout.ep:
+        reasons.append(
+            f"ep={layout.ep} does not divide the ranks of dp x cp; nearest: etp=1, with which those of tp count too"
+        )
+    else:
+        divides("ep", layout.ep, layout.expert_ranks, "ranks of dp x cp x tp / etp")
     if layout.ep > 1 and shape.num_experts:
         divides("ep", layout.ep, shape.num_experts, "experts")
     divides("cp", 2 * layout.cp if layout.cp > 1 else 1, layout.seq, "tokens of a sequence")

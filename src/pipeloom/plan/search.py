@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -30,8 +30,11 @@ OFFERED = {
     "pipeloom": tuple(CHUNKS),
 }
 _SPREAD = ("dp", "tp", "cp", "pp", "ep", "m", "micro_batch", "recompute")
-EXACT = 16  # most layouts that are predicted from their schedules before the search climbs
-CLIMBS = 8  # most steps to a faster neighbour; after three or four none has been seen
+CLOSE = 1.06  # times the memory: estimates of more bytes are not predicted, since they are at most so much too high
+ROOM = 0.8  # of the memory: a layout that needs less gains nothing from a higher ZeRO level or a spread output layer
+SMALLER = 0.95  # times the least memory of faster layouts, to be worth a row
+ROWS = 8  # most layouts that are predicted because they need less memory than faster ones
+SMALLEST = 16  # layouts of the least estimated memory that are predicted before the search says that none fits
 SLICE_TOKENS = 1024  # fewest of a slice, with which products are still near their rate
 
 
@@ -45,14 +48,14 @@ class PlanRequest:
         sequences: of a step, over all replicas.
         seq: tokens of a sequence.
         schedules: names of families that may be used.
-        zero: levels that may be used.
+        zero: levels that may be used; a higher one only where the lower one needs `ROOM` of the memory.
         capacity: factor of the experts.
         fixed: name of a field of `PlannedLayout` -> the value that it must have.
         limits: as `fixed`, values that the model's layers require (`limits_of_source`).
         recompute: what may be recomputed.
         slices: numbers of slices of a sequence that may be used, with schedules of one chunk.
-        vocabulary: where the output layer may be: on the last rank, or spread, where it takes longer than the mean stage, over at
-            most `MOST_SHARES` ranks of one or two chunks.
+        vocabulary: where the output layer may be: on the last rank, or spread, where it takes longer than the mean stage or
+            memory is short, over at most `MOST_SHARES` ranks of one or two chunks.
     """
 
     devices: int
@@ -100,19 +103,28 @@ class LayoutPlan:
     """The outcome of a search.
 
     Attributes:
-        predictions: layouts that fit, the fastest first.
-        best: the first of them.
-        estimates: all layouts that were looked at.
-        smallest: the estimate with the least memory, also where none fits.
+        predictions: layouts that fit, the fastest first: the fastest with and without a pipeline, what was predicted on the way
+            to them, and some that need less memory.
+        estimates: all layouts of the space.
+        discarded: the number of those whose estimated bytes are too many.
+        predicted: the number of those that were predicted; the others are slower by their estimates.
+        smallest: where none fits, the prediction with the least memory.
     """
 
     predictions: tuple[LayoutCosts, ...]
     estimates: tuple[Estimate, ...]
-    smallest: Estimate
+    discarded: int
+    predicted: int
+    smallest: LayoutCosts | None = None
 
     @property
     def best(self) -> LayoutCosts:
         return self.predictions[0]
+
+    @property
+    def looked_at(self) -> dict[str, int]:
+        """Numbers of layouts: estimated, discarded for their bytes, and predicted; the others are slower by their estimates."""
+        return {"estimated": len(self.estimates), "too_large": self.discarded, "predicted": self.predicted}
 
     @property
     def pareto(self) -> list[LayoutCosts]:
@@ -127,6 +139,9 @@ class LayoutPlan:
 def search(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate] = ()) -> LayoutPlan:
     """The layouts of `request`, ranked. Raises UsageError where no layout exists for so many devices.
 
+    Branch and bound: estimated seconds are a lower bound, and layouts are predicted in their order until the next estimate is
+    above the best prediction. So more memory, devices' memory or space never gives a slower layout.
+
     >>> from pipeloom import plan
     >>> planner = plan.Planner(plan.load_model("llama3-8b"), plan.load_device("h100"), plan.RUNTIMES["pipeloom"])
     >>> request = PlanRequest(4, memory=80 * 2**30, sequences=16, seq=2048, schedules=("1f1b",), fixed={"tp": 1})
@@ -140,21 +155,50 @@ def search(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate]
     estimates = estimates or sorted(_estimates(planner, request), key=lambda each: each.seconds)
     if not estimates:
         raise UsageError(_no_layout(planner, request))
-    fitting = [each for each in estimates if each.memory <= request.memory]
-    # besides the fastest, the fastest of each depth, so that the table shows what the pipeline costs
-    candidates = list({(each.layout.pp, each.layout.recompute): each for each in reversed(fitting)}.values())
-    candidates = sorted(candidates, key=lambda each: each.seconds)[: EXACT // 2]
-    candidates += [each for each in fitting[:EXACT] if each not in candidates][: EXACT - len(candidates)]
-    predictions, smallest = list(_fitting(planner, request, candidates)), min(estimates, key=lambda each: each.memory)
-    if not predictions:  # estimates are not exact
-        predictions = list(_fitting(planner, request, sorted(estimates, key=lambda each: each.memory)[:EXACT]))
-    for _ in range(CLIMBS if predictions else 0):
-        better = _better(planner, request, max(predictions, key=lambda each: each.tokens))
-        if better is None:
-            break
-        predictions.append(better)
-    predictions.sort(key=lambda each: -each.tokens)
-    return LayoutPlan(tuple(predictions), tuple(estimates), smallest)
+    close = [each for each in estimates if each.memory <= CLOSE * request.memory]
+    known = [
+        prediction
+        for pipelined in (False, True)
+        for prediction in _until_best(planner, request, [e for e in close if (e.layout.pp > 1) == pipelined])
+    ]
+    if any(each.peak <= request.memory for each in known):
+        known += _smaller(planner, request, close, known)
+    else:
+        known += _predictions(planner, sorted(estimates, key=lambda each: each.memory)[:SMALLEST])
+    fitting = sorted((each for each in known if each.peak <= request.memory), key=lambda each: each.step.total)
+    smallest = min(known, key=lambda each: each.peak, default=None)
+    return LayoutPlan(tuple(fitting), tuple(estimates), len(estimates) - len(close), len(known), smallest)
+
+
+def _until_best(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate]) -> Iterator[LayoutCosts]:
+    """Yield predictions, of the fastest estimate first, until no other layout can be faster than the best that fits."""
+    fastest = math.inf
+    for each in estimates:
+        if each.seconds >= fastest:
+            return
+        for prediction in _predictions(planner, [each]):
+            if prediction.peak <= request.memory:
+                fastest = min(fastest, prediction.step.total)
+            yield prediction
+
+
+def _smaller(
+    planner: Planner, request: PlanRequest, estimates: Sequence[Estimate], known: Sequence[LayoutCosts]
+) -> Iterator[LayoutCosts]:
+    """Yield predictions of a few layouts that need less memory than all faster ones."""
+    least, rows = min(each.peak for each in known), 0
+    for each in estimates:
+        if rows < ROWS and each.memory < SMALLER * least:
+            for prediction in _predictions(planner, [each]):
+                least, rows = min(least, prediction.peak), rows + 1
+                yield prediction
+
+
+def _predictions(planner: Planner, estimates: Iterable[Estimate]) -> Iterator[LayoutCosts]:
+    """Yield the predictions of layouts whose families take their sizes."""
+    for each in estimates:
+        with suppress(UsageError):
+            yield planner.predict(each.layout)
 
 
 def _no_layout(planner: Planner, request: PlanRequest) -> str:
@@ -178,15 +222,6 @@ def _no_layout(planner: Planner, request: PlanRequest) -> str:
     return f"--fixed {fixed}: there is no such layout of {words}; nearest: {other}"
 
 
-def _fitting(planner: Planner, request: PlanRequest, candidates: Sequence[Estimate]) -> Iterator[LayoutCosts]:
-    """The predictions of the candidates that fit."""
-    for each in candidates:
-        with suppress(UsageError):  # a family that refuses these sizes
-            prediction = planner.predict(each.layout)
-            if prediction.peak <= request.memory:
-                yield prediction
-
-
 _AXES = ("dp", "tp", "cp", "pp", "ep", "v", "micro_batch")
 
 
@@ -204,17 +239,8 @@ def closest(planner: Planner, request: PlanRequest, layout: PlannedLayout) -> La
 
     fitting = [each for each in _estimates(planner, request) if each.memory <= request.memory]
     near = sorted(fitting, key=lambda each: (changes(each.layout), each.seconds))
-    return next(_fitting(planner, request, near[:EXACT]), None)
-
-
-def _better(planner: Planner, request: PlanRequest, best: LayoutCosts) -> LayoutCosts | None:
-    """Return the fastest layout one step from the best one that fits and is predicted to be faster; None: there is none."""
-    better: LayoutCosts | None = None
-    for _, prediction in neighbouring(planner, best, request):
-        fits = request.allows(prediction.layout) and prediction.peak <= request.memory
-        if fits and prediction.tokens > (better or best).tokens * 1.001:
-            better = prediction
-    return better
+    predictions = _predictions(planner, near[:SMALLEST])
+    return next((each for each in predictions if each.peak <= request.memory), None)
 
 
 def neighbouring(planner: Planner, best: LayoutCosts, request: PlanRequest) -> Iterator[tuple[str, LayoutCosts]]:
@@ -318,23 +344,29 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
             for v in CHUNKS[name] if layout.pp > 1 else (1,):
                 if not _is_offered(planner, layout, name, v):
                     continue
-                sizes = product(request.zero, _slices(request, layout, name), request.vocabulary)
-                for zero, slices, vocabulary in sizes:
-                    candidate = replace(layout, v=v, schedule=name, zero=zero, slices=slices, vocabulary=vocabulary)
-                    if not request.allows(candidate):
+                needed = math.inf  # bytes with the output layer on the last rank
+                for slices, vocabulary in product(_slices(request, layout, name), request.vocabulary):
+                    sized = replace(layout, v=v, schedule=name, slices=slices, vocabulary=vocabulary)
+                    if vocabulary == "pp" and not _may_spread(
+                        planner, request, sized, known.get((*key, 0, slices, 0)), needed
+                    ):
                         continue
-                    gathers = layout.dp if gathers_by_microbatch(candidate, planner.runtime) else 0
-                    kind: tuple[object, ...] = (*key, gathers, slices)
-                    if vocabulary == "pp":
-                        if not _may_spread(planner, request, candidate, known.get(kind)):
+                    for zero in request.zero:
+                        candidate = replace(sized, zero=zero)
+                        if not request.allows(candidate):
                             continue
-                        kind = (*kind, layout.pp)
-                    if kind not in known:
-                        known[kind] = _Sums.of(planner, candidate, links)
-                    place = (kind, layout.pp, v, name in BACK_AND_FORTH)
-                    if place not in cuts:
-                        cuts[place] = known[kind].cut(layout.pp, v, vee=name in BACK_AND_FORTH)
-                    yield _estimate(planner, candidate, links, cuts[place])
+                        gathers = layout.dp if gathers_by_microbatch(candidate, planner.runtime) else 0
+                        kind = (*key, gathers, slices, layout.pp if vocabulary == "pp" else 0)
+                        if kind not in known:
+                            known[kind] = _Sums.of(planner, candidate, links)
+                        place = (kind, layout.pp, v, name in BACK_AND_FORTH)
+                        if place not in cuts:
+                            cuts[place] = known[kind].cut(layout.pp, v, vee=name in BACK_AND_FORTH)
+                        estimate = _estimate(planner, candidate, links, cuts[place])
+                        yield estimate
+                        needed = min(needed, estimate.memory) if vocabulary == "last" else needed
+                        if estimate.memory <= ROOM * request.memory or layout.dp * layout.cp == 1:
+                            break
 
 
 def _is_offered(planner: Planner, layout: PlannedLayout, schedule: str, chunks: int) -> bool:
@@ -350,11 +382,19 @@ def _is_slow_to_place(layout: PlannedLayout) -> bool:
     return layout.vocabulary == "pp" and (layout.pp > MOST_SHARES or layout.v > 2)
 
 
-def _may_spread(planner: Planner, request: PlanRequest, layout: PlannedLayout, whole: _Sums | None) -> bool:
-    """Return whether to estimate the layout with the output layer spread; `whole`: its layers without, if they were looked at."""
+def _may_spread(
+    planner: Planner, request: PlanRequest, layout: PlannedLayout, whole: _Sums | None, needed: float
+) -> bool:
+    """Return whether to estimate the layout with the output layer spread.
+
+    Args:
+        whole: its layers without, if they were looked at.
+        needed: bytes of the same layout without.
+    """
     if problems(planner.shape, layout) or _is_slow_to_place(layout):
         return False
-    return whole is None or whole.seconds[-1] * layout.pp * layout.v > sum(whole.seconds)
+    slow = whole is None or whole.seconds[-1] * layout.pp * layout.v > sum(whole.seconds)
+    return slow or needed > ROOM * request.memory
 
 
 def _slices(request: PlanRequest, layout: PlannedLayout, schedule: str) -> tuple[int, ...]:
@@ -437,7 +477,8 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
 
     Rank r of p keeps p - r micro-batches, in k slices, whose ramps take 1 / k, 1 + (p - r - 1) / k; interleaved,
     p + (p - 1 - 2 r) / v - r more; zbv p on every rank; zb-h1 as many as 1F1B, and what r / k of them need for W. With pairs all
-    but p micro-batches hide their exchanges; 1F1B then keeps twice as many, but for the one that the backward of a pair frees.
+    but p micro-batches hide their exchanges; 1F1B then keeps twice as many, but for the one that the backward of a pair frees. A
+    spread output layer keeps one more.
     """
     p, v, m, runtime = layout.pp, layout.v, layout.m, planner.runtime
     plain = OVERLAPPED.get(layout.schedule, layout.schedule)
@@ -458,8 +499,8 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
         alive = {"interleaved": p - at + (p - 1 - at) / v, "zbv": p}.get(
             plain, (1 + paired) * (1 + (p - at - 1) / layout.slices)
         )
-        alive -= paired * (v == 1)
-        held = rank.saved * min(m, alive) + rank.extra
+        alive += (layout.vocabulary == "pp") - paired * (v == 1)
+        held = rank.saved * min(m, alive) + rank.extra / layout.slices
         if layout.schedule == "zb-h1":
             held += rank.pending * min(m - min(m, alive), at / layout.slices)
         memory = max(memory, states[rank] + (1 + runtime.margin) * held)
