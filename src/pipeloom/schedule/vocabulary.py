@@ -87,8 +87,8 @@ def vocabulary(schedule: Schedule, form: str = "fused", costs: Costs | None = No
     best: tuple[float, _Placing] | None = None
     for late_count, ahead, scores_first, (waiting, fit) in product(late, range(most + 1), (True, False), waits):
         placing = _Placing(schedule, spread, cost_model, groups, _Policy(ahead, scores_first, waiting, late_count, fit))
-        makespan = placing.run()
-        if best is None or makespan < (1 - _SHORTER) * best[0]:
+        limit = (1 - _SHORTER) * best[0] if best is not None else NEVER
+        if (makespan := placing.run(limit)) < limit:
             best = makespan, placing
     assert best is not None
     assert best[0] < NEVER
@@ -179,6 +179,7 @@ class _PlacedRank:
         rest: the entries of the schedule that have not run, next one first.
         cells: (start, entry) of those that have, S and T included, in order.
         free: when the last one ends.
+        left: the time of what has not run.
         scores: the unit of its next S.
         grads: the units whose T can run.
     """
@@ -186,6 +187,7 @@ class _PlacedRank:
     rest: deque[Action]
     cells: list[tuple[float, Action]] = field(default_factory=list)
     free: float = 0.0
+    left: float = 0.0
     scores: int = 0
     grads: deque[int] = field(default_factory=deque)
 
@@ -205,6 +207,9 @@ class _Placing:
         self.graph, self.duration, self.hop = Graph.of(probe, full=True), weights.duration, weights.hop
         self.end_of = [NEVER] * self.graph.always + [0.0, 0.0]
         self.ranks = [_PlacedRank(_with_lead(program, policy.ahead)) for program in schedule.programs]
+        for rank, each in enumerate(self.ranks):
+            own = [self._of_share(letter, rank, unit) for letter in "ST" for unit in range(spread.units)]
+            each.left = sum(self.duration[self._code(action)] for action in (*each.rest, *own))
         self.started: list[tuple[float, str, int]] = []  # the group entries, in order
         self.due: list[tuple[float, str, int]] = []  # those that are known to start, by the moment at which they could
         self.collective_free = 0.0
@@ -212,17 +217,19 @@ class _Placing:
         self.there: dict[tuple[str, int], float] = {}  # (kind, unit) of a group -> its end
         self.moments = [0.0]
 
-    def run(self) -> float:
-        """Place all entries and return the makespan; NEVER if the ranks cannot run to their ends."""
+    def run(self, limit: float = NEVER) -> float:
+        """Place all entries and return the makespan; NEVER if the ranks cannot run to their ends, or not before `limit`."""
         while self.moments:
             now = heapq.heappop(self.moments)
             while self.moments and self.moments[0] <= now + TIME_TOLERANCE:  # one moment, whatever the rounding
                 now = heapq.heappop(self.moments)
             while self.due and self.due[0][0] <= now:
                 self._start_group(*heapq.heappop(self.due))
-            for rank in range(len(self.ranks)):
-                while self.ranks[rank].free <= now and self._start_next(rank, now):
+            for rank, each in enumerate(self.ranks):
+                while each.free <= now and self._start_next(rank, now):
                     pass
+                if max(now, each.free) + each.left > limit:
+                    return NEVER
         units = self.schedule.units
         if any(rank.rest or rank.grads or rank.scores < units for rank in self.ranks):
             return NEVER
@@ -278,6 +285,7 @@ class _Placing:
     def _start(self, rank: int, action: Action, now: float) -> None:
         each, code, unit = self.ranks[rank], self._code(action), self.schedule.unit_of(action)
         each.free = end = now + self.duration[code]
+        each.left -= self.duration[code]
         each.cells.append((now, action))
         self.end_of[self.graph.event[code] if self.graph.event is not None else code] = end
         heapq.heappush(self.moments, end)
