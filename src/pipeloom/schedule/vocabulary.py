@@ -11,9 +11,9 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from typing import Any, NamedTuple
 
 from pipeloom.errors import UsageError
@@ -84,9 +84,10 @@ def vocabulary(schedule: Schedule, form: str = "fused", costs: Costs | None = No
     most = len(groups) * schedule.chunks
     late = (0, schedule.ranks, 2 * schedule.ranks) if form == "fused" else (0,)
     waits = [(0, 0.0), (0, 1.0), (1, 0.5), (2, 0.0)] if form == "fused" else [(0, 0.0)]
+    work = _Work(schedule, spread, cost_model, groups)
     best: tuple[float, _Placing] | None = None
     for late_count, ahead, scores_first, (waiting, fit) in product(late, range(most + 1), (True, False), waits):
-        placing = _Placing(schedule, spread, cost_model, groups, _Policy(ahead, scores_first, waiting, late_count, fit))
+        placing = _Placing(work, _Policy(ahead, scores_first, waiting, late_count, fit))
         limit = (1 - _SHORTER) * best[0] if best is not None else NEVER
         if (makespan := placing.run(limit)) < limit:
             best = makespan, placing
@@ -171,23 +172,62 @@ def costs_of_all(costs: Costs, schedule: Schedule) -> Costs:
     return costs.changed(longer)
 
 
+class _Work:
+    """What all placements of a schedule share: its entries as codes, their times, and what they wait for.
+
+    Attributes:
+        programs: rank -> the entries of the schedule.
+        left: rank -> the time of its entries, S and T included.
+        forwards: the codes of forwards; `last`: those of the last stage.
+        shares: letter of an entry of the vocabulary -> rank -> its code for unit 0; those of the other units follow.
+        end: code -> the number of the event at which the entry ends.
+    """
+
+    def __init__(self, schedule: Schedule, spread: Schedule, costs: Costs, groups: tuple[str, ...]) -> None:
+        self.schedule, self.groups, self.units = spread, groups, spread.units
+        letters = ("S", "T", "BROADCAST", *groups)
+        some = unit_action(spread, "REDUCE_INPUT", spread.vocabulary.start, 0)
+        probe = spread.with_programs([(some, *schedule.programs[0]), *schedule.programs[1:]])
+        self.programs = [probe.codes[0][1:], *probe.codes[1:]]
+        weights, graph = weights_of(probe, costs), Graph.of(probe, full=True)
+        self.needs, self.duration, self.hop = graph.needs, weights.duration, weights.hop
+        self.end_of = [NEVER] * graph.always + [0.0, 0.0]
+        self.end = graph.event if graph.event is not None else range(len(graph.needs))
+        stride, first = spread.kind_stride, [stage * spread.units for stage in spread.vocabulary]
+        self.shares = {letter: [kind_number(letter) * stride + stage for stage in first] for letter in letters}
+        ahead = {at for at, kind in enumerate(spread.kinds) if kind.is_forward}
+        self.forwards = {code for program in self.programs for code in program if code // stride in ahead}
+        self.last = {code for code in self.forwards if code % stride // spread.units == spread.routes[0][-1]}
+        self.left = []
+        for rank, program in enumerate(self.programs):
+            own = [range(self.shares[letter][rank], self.shares[letter][rank] + self.units) for letter in "ST"]
+            self.left.append(sum(self.duration[code] for code in chain(program, *own)))
+        self._led: dict[int, list[list[int]]] = {}
+
+    def led(self, ahead: int) -> list[list[int]]:
+        """The programs with so many forwards more ahead of each of their other entries."""
+        if ahead not in self._led:
+            self._led[ahead] = [_with_lead(program, self.forwards, ahead) for program in self.programs]
+        return self._led[ahead]
+
+
 @dataclass
 class _PlacedRank:
     """One rank while its program is placed.
 
     Attributes:
         rest: the entries of the schedule that have not run, next one first.
+        left: the time of what has not run.
         cells: (start, entry) of those that have, S and T included, in order.
         free: when the last one ends.
-        left: the time of what has not run.
         scores: the unit of its next S.
         grads: the units whose T can run.
     """
 
-    rest: deque[Action]
-    cells: list[tuple[float, Action]] = field(default_factory=list)
+    rest: deque[int]
+    left: float
+    cells: list[tuple[float, int]] = field(default_factory=list)
     free: float = 0.0
-    left: float = 0.0
     scores: int = 0
     grads: deque[int] = field(default_factory=deque)
 
@@ -195,21 +235,12 @@ class _PlacedRank:
 class _Placing:
     """One placement: ranks and group entries run from one moment to the next, and each rank follows the policy."""
 
-    def __init__(
-        self, schedule: Schedule, spread: Schedule, costs: Costs, groups: tuple[str, ...], policy: _Policy
-    ) -> None:
-        self.schedule, self.groups, self.policy = spread, groups, policy
-        self.shares, self.stages = spread.vocabulary, spread.stages
-        first = self.shares.start
-        some = unit_action(spread, "REDUCE_INPUT", first, 0)
-        probe = spread.with_programs([(some, *schedule.programs[0]), *schedule.programs[1:]])
-        weights = weights_of(probe, costs)
-        self.graph, self.duration, self.hop = Graph.of(probe, full=True), weights.duration, weights.hop
-        self.end_of = [NEVER] * self.graph.always + [0.0, 0.0]
-        self.ranks = [_PlacedRank(_with_lead(program, policy.ahead)) for program in schedule.programs]
-        for rank, each in enumerate(self.ranks):
-            own = [self._of_share(letter, rank, unit) for letter in "ST" for unit in range(spread.units)]
-            each.left = sum(self.duration[self._code(action)] for action in (*each.rest, *own))
+    def __init__(self, work: _Work, policy: _Policy) -> None:
+        self.work, self.policy = work, policy
+        self.end_of = list(work.end_of)
+        self.ranks = [
+            _PlacedRank(deque(program), left) for program, left in zip(work.led(policy.ahead), work.left, strict=True)
+        ]
         self.started: list[tuple[float, str, int]] = []  # the group entries, in order
         self.due: list[tuple[float, str, int]] = []  # those that are known to start, by the moment at which they could
         self.collective_free = 0.0
@@ -230,76 +261,66 @@ class _Placing:
                     pass
                 if max(now, each.free) + each.left > limit:
                     return NEVER
-        units = self.schedule.units
-        if any(rank.rest or rank.grads or rank.scores < units for rank in self.ranks):
+        if any(rank.rest or rank.grads or rank.scores < self.work.units for rank in self.ranks):
             return NEVER
         return max(self.collective_free, *(rank.free for rank in self.ranks))
 
     def schedule_of(self) -> Schedule:
         """Return the schedule with all entries as they are placed."""
-        return self.schedule.with_programs([self._program(rank) for rank in range(len(self.ranks))])
+        return self.work.schedule.with_programs([self._program(rank) for rank in range(len(self.ranks))])
 
-    def _code(self, action: Action) -> int:
-        schedule = self.schedule
-        return (kind_number(action.kind) * self.stages + action.stage) * schedule.units + schedule.unit_of(action)
-
-    def _of_share(self, letter: str, rank: int, unit: int) -> Action:
-        """Return the entry of this kind of a rank's share."""
-        return unit_action(self.schedule, letter, self.shares[rank], unit)
-
-    def _ready(self, action: Action) -> float:
+    def _ready(self, code: int) -> float:
         """Return when what an entry of the schedule waits for is there; NEVER if that is not known yet."""
-        code = self._code(action)
-        return self.end_of[self.graph.needs[code]] + (self.hop[code] if self.hop is not None else 0.0)
+        hop = self.work.hop
+        return self.end_of[self.work.needs[code]] + (hop[code] if hop is not None else 0.0)
 
     def _start_next(self, rank: int, now: float) -> bool:
         """Start what the policy says on a rank that is free; return whether there is something."""
-        each, policy, two = self.ranks[rank], self.policy, len(self.groups) > 1
+        each, policy, work, two = self.ranks[rank], self.policy, self.work, len(self.work.groups) > 1
         ready = self._ready(each.rest[0]) if each.rest else NEVER
-        waiting = [unit for unit in each.grads if self.there[self.groups[0], unit] <= now]
-        grads = self._of_share("T", rank, waiting[0]) if waiting else None
+        waiting = [unit for unit in each.grads if self.there[work.groups[0], unit] <= now]
+        grads = work.shares["T"][rank] + waiting[0] if waiting else None
         scores = self.there.get(("BROADCAST", each.scores), NEVER)
-        early = sum(unit < self.schedule.units - policy.late for unit in waiting)
+        early = sum(unit < work.units - policy.late for unit in waiting)
         urgent = two or early > policy.waiting
-        options: list[Action | None] = [
+        options: list[int | None] = [
             grads if two else None,
-            self._of_share("S", rank, each.scores) if scores <= now else None,
+            work.shares["S"][rank] + each.scores if scores <= now else None,
             grads if urgent else None,
         ]
         following = each.rest[0] if ready <= now else None
         options.insert(3 if policy.scores_first else 0, following)
         if early > policy.waiting + 1:  # or they wait to the end, where the rank never does
             options.insert(0, grads)
-        action = next((option for option in options if option is not None), None)
-        if action is None and grads is not None:
-            length = self.duration[self._code(grads)]
-            if ready == NEVER or now + policy.fit * length <= ready + TIME_TOLERANCE:
-                action = grads
-        if action is None:
+        code = next((option for option in options if option is not None), None)
+        fits = grads is not None and now + policy.fit * work.duration[grads] <= ready + TIME_TOLERANCE
+        if code is None and fits:  # before what comes next, of which nothing may be known yet
+            code = grads
+        if code is None:
             if ready < NEVER:
                 heapq.heappush(self.moments, ready)
             return False
-        self._start(rank, action, now)
+        self._start(rank, code, now, following)
         return True
 
-    def _start(self, rank: int, action: Action, now: float) -> None:
-        each, code, unit = self.ranks[rank], self._code(action), self.schedule.unit_of(action)
-        each.free = end = now + self.duration[code]
-        each.left -= self.duration[code]
-        each.cells.append((now, action))
-        self.end_of[self.graph.event[code] if self.graph.event is not None else code] = end
+    def _start(self, rank: int, code: int, now: float, following: int | None) -> None:
+        each, work, unit = self.ranks[rank], self.work, code % self.work.units
+        each.free = end = now + work.duration[code]
+        each.left -= work.duration[code]
+        each.cells.append((now, code))
+        self.end_of[work.end[code]] = end
         heapq.heappush(self.moments, end)
-        if action.kind == "S":
-            each.scores += 1
-            self._arrive(self.groups[0], unit, end, self.schedule.ranks)
-        elif action.kind == "T":
-            each.grads.popleft()
-            if len(self.groups) > 1:
-                self._arrive(self.groups[1], unit, end, self.schedule.ranks)
-        else:
+        if code == following:
             each.rest.popleft()
-            if kind_of(action.kind).is_forward and action.stage == self.schedule.routes[0][-1]:
+            if code in work.last:
                 self._arrive("BROADCAST", unit, end, 1)
+        elif code == work.shares["S"][rank] + unit:
+            each.scores += 1
+            self._arrive(work.groups[0], unit, end, len(self.ranks))
+        else:
+            each.grads.popleft()
+            if len(work.groups) > 1:
+                self._arrive(work.groups[1], unit, end, len(self.ranks))
 
     def _arrive(self, letter: str, unit: int, end: float, count: int) -> None:
         """Note that one of `count` entries for which a group waits ends then."""
@@ -312,45 +333,41 @@ class _Placing:
         start = max(ready, self.collective_free)
         self.started.append((start, letter, unit))
         end = 0.0
-        for rank in range(self.schedule.ranks):
-            code = self._code(self._of_share(letter, rank, unit))
-            end = start + self.duration[code]
-            if self.graph.event is not None:
-                self.end_of[self.graph.event[code]] = end
+        for first in self.work.shares[letter]:
+            end = start + self.work.duration[first + unit]
+            self.end_of[self.work.end[first + unit]] = end
         self.collective_free = self.there[letter, unit] = end
         heapq.heappush(self.moments, end)
-        if letter == self.groups[0]:
+        if letter == self.work.groups[0]:
             for each in self.ranks:
                 each.grads.append(unit)
 
-    def _program(self, rank: int) -> list[Cell]:
+    def _program(self, rank: int) -> list[int]:
         """Return a rank's program: each group entry stands behind the computation that runs when it starts."""
-        cells = self.ranks[rank].cells
-        place = {action: at for at, (_, action) in enumerate(cells)}
+        cells, shares = self.ranks[rank].cells, self.work.shares
+        place = {code: at for at, (_, code) in enumerate(cells)}
         needed = {"REDUCE": "S", "REDUCE_SUM": "S", "REDUCE_INPUT": "T"}
-        behind: dict[int, list[Cell]] = defaultdict(list)
+        behind: dict[int, list[int]] = defaultdict(list)
         at, starts = -1, [start for start, _ in cells]
         for start, letter, unit in self.started:
             at = max(at, bisect_right(starts, start - TIME_TOLERANCE) - 1)
             if letter in needed:
-                at = max(at, place[self._of_share(needed[letter], rank, unit)])
-            behind[at].append(self._of_share(letter, rank, unit))
+                at = max(at, place[shares[needed[letter]][rank] + unit])
+            behind[at].append(shares[letter][rank] + unit)
         return [*behind[-1], *(each for at, (_, cell) in enumerate(cells) for each in (cell, *behind[at]))]
 
 
-def _with_lead(program: Sequence[Cell], ahead: int) -> deque[Action]:
+def _with_lead(program: Sequence[int], is_forward: Collection[int], ahead: int) -> list[int]:
     """Return the program with so many forwards more ahead of each of its other entries."""
-    actions = [action for cell in program for action in parts(cell)]
-    forwards = deque(action for action in actions if kind_of(action.kind).is_forward)
-    order: deque[Action] = deque()
+    forwards = deque(code for code in program if code in is_forward)
+    order: list[int] = []
     lead = ahead
-    for action in actions:
-        if kind_of(action.kind).is_forward:
+    for code in program:
+        if code in is_forward:
             lead += 1
             continue
         for _ in range(min(lead, len(forwards))):
             order.append(forwards.popleft())
         lead = 0
-        order.append(action)
-    order.extend(forwards)
-    return order
+        order.append(code)
+    return [*order, *forwards]

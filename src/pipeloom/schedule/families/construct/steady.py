@@ -15,10 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from operator import add
 from typing import get_args
 
 from pipeloom.errors import ScheduleError, UsageError, did_you_mean
-from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
+from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, StageCosts
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.simulate import simulate
 from pipeloom.schedule.timeline import Objective, Timeline
@@ -56,9 +57,16 @@ def plan(
     if objective not in get_args(Objective):
         raise UsageError(f"objective is {objective!r:.200}{did_you_mean(str(objective), get_args(Objective))}")
 
-    def length(timeline: Timeline, added: float) -> tuple[float, float]:
-        makespan, span = round(timeline.makespan + added, 9), round(max(timeline.spans) + added, 9)
+    def in_turn(makespan: float, span: float) -> tuple[float, float]:
+        makespan, span = round(makespan, 9), round(span, 9)
         return (makespan, span) if objective == "makespan" else (span, makespan)
+
+    def length(timeline: Timeline, added: float) -> tuple[float, float]:
+        return in_turn(timeline.makespan + added, max(timeline.spans) + added)
+
+    def least(timeline: Timeline) -> tuple[float, float]:
+        busy = timeline.busy
+        return in_turn(max(map(add, _first_inputs(timeline.schedule, costs), busy)), max(busy))
 
     ranks, microbatches = sizes
     settled = 2 * ranks + MORE_TO_SETTLE
@@ -68,7 +76,7 @@ def plan(
         best = shortest(candidates(planned), microbatches, replace(costs, microbatch=()), length)
         if best is not None:
             return best
-    best = shortest(candidates(microbatches), microbatches, costs, length)
+    best = shortest(candidates(microbatches), microbatches, costs, length, least=None if costs.uneven else least)
     if best is None:  # pragma: no cover - every family has a candidate that runs
         raise ScheduleError(f"no schedule for {ranks} ranks and {microbatches} micro-batches can run")
     return best
@@ -80,11 +88,13 @@ def shortest(
     costs: Costs,
     length: Callable[[Timeline, float], tuple[float, ...]],
     periods: Sequence[int] = PERIODS,
+    least: Callable[[Timeline], tuple[float, ...]] | None = None,
 ) -> Schedule | None:
     """Return the schedule of the least `length` for `microbatches`, its steady state repeated where it has fewer.
 
     `length` is given a schedule's timeline and the time that the repetitions add. Schedules that cannot run, or that need a
-    steady state and have none, are left out; None if no schedule is left.
+    steady state and have none, are left out; None if no schedule is left. The first whose length is the `least` that a schedule
+    with its work can have ends the search: most of the time goes into constructing the others.
     """
     estimates = []
     for schedule in schedules:
@@ -99,10 +109,23 @@ def shortest(
                 continue
             added = more // steady.microbatches * steady.interval
         estimates.append((length(timeline, added), schedule, steady))
+        if least is not None and estimates[-1][0] == least(timeline):
+            break
     if not estimates:
         return None
     _, schedule, steady = min(estimates, key=lambda estimate: estimate[0])
     return schedule if steady is None else repeated(schedule, steady, microbatches)
+
+
+def _first_inputs(schedule: Schedule, costs: Costs) -> list[float]:
+    """Return when the first input of each rank, of a schedule of one route, can be there."""
+    forward, rank, arrival = StageCosts(costs, schedule.stages).forward, schedule.placement[0], 0.0
+    first: dict[int, float] = {}
+    for stage in schedule.routes[0]:
+        arrival += costs.hop(rank, rank := schedule.placement[stage])
+        first.setdefault(rank, arrival)
+        arrival += forward[stage]
+    return [first[rank] for rank in range(schedule.ranks)]
 
 
 def steady_state(timeline: Timeline, periods: Iterable[int]) -> SteadyState | None:
