@@ -188,7 +188,8 @@ def _smaller(
     """Yield predictions of a few layouts that need less memory than all faster ones."""
     least, rows = min(each.peak for each in known), 0
     for each in estimates:
-        if rows < ROWS and each.memory < SMALLER * least:
+        spread = each.layout.vocabulary == "pp"  # takes as long as the rest of the search
+        if rows < ROWS and each.memory < SMALLER * least and not spread:
             for prediction in _predictions(planner, [each]):
                 least, rows = min(least, prediction.peak), rows + 1
                 yield prediction

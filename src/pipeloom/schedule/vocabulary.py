@@ -81,19 +81,35 @@ def vocabulary(schedule: Schedule, form: str = "fused", costs: Costs | None = No
     )
     cost_model = costs_of_all(costs if costs is not None else Costs(), spread)
     groups = _ONE if form == "fused" else _TWO
-    most = len(groups) * schedule.chunks
-    late = (0, schedule.ranks, 2 * schedule.ranks) if form == "fused" else (0,)
-    waits = [(0, 0.0), (0, 1.0), (1, 0.5), (2, 0.0)] if form == "fused" else [(0, 0.0)]
     work = _Work(schedule, spread, cost_model, groups)
     best: tuple[float, _Placing] | None = None
-    for late_count, ahead, scores_first, (waiting, fit) in product(late, range(most + 1), (True, False), waits):
-        placing = _Placing(work, _Policy(ahead, scores_first, waiting, late_count, fit))
+    for policy in _policies(schedule, groups):
+        placing = _Placing(work, policy)
         limit = (1 - _SHORTER) * best[0] if best is not None else NEVER
         if (makespan := placing.run(limit)) < limit:
             best = makespan, placing
     assert best is not None
     assert best[0] < NEVER
     return best[1].schedule_of()
+
+
+def _policies(schedule: Schedule, groups: tuple[str, ...]) -> list[_Policy]:
+    """Return the policies to try, those first whose T wait least.
+
+    With one reduction these of all 24 for each lead of the forwards: over 660 schedules of six families, 2 to 8 ranks and shares
+    of a tenth to twice a stage the best of them is in the mean as short as the best of all, and 0.5 % longer at most.
+    """
+    most, few, many = len(groups) * schedule.chunks, schedule.ranks, 2 * schedule.ranks
+    if groups is _TWO:
+        return [_Policy(ahead, first, 0, 0, 0.0) for ahead, first in product(range(most + 1), (True, False))]
+    lead = -(-most // 2)
+    policies = [_Policy(0, True, 0, late, 0.0) for late in (0, few)] + [_Policy(most, True, 0, few, 1.0)]
+    for ahead, first, waiting, fit in (
+        *((ahead, True, *patience) for ahead in (lead, most) for patience in ((1, 0.5), (2, 0.0))),
+        *((most, False, *patience) for patience in ((0, 1.0), (1, 0.5), (2, 0.0))),
+    ):
+        policies.append(_Policy(ahead, first, waiting, many, fit))
+    return list(dict.fromkeys(policies))
 
 
 @of_schedule
