@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 from pipeloom.plan.memory import RankMemory
 from pipeloom.plan.predict import LayoutCosts, Planner
-from pipeloom.plan.search import LayoutPlan, PlanRequest, search
+from pipeloom.plan.search import Estimate, LayoutPlan, PlanRequest, search
 
 GIB = 2**30
 _CAUSES = {
@@ -67,19 +67,24 @@ def refined_lines(before: Sequence[LayoutCosts], after: Sequence[LayoutCosts]) -
     return ["", "searched schedules, the best first:", *(lines or ["  none is faster than those of the families"])]
 
 
-def reason(prediction: LayoutCosts, best: LayoutCosts, memory: float) -> str:
-    """Return why `prediction` is worse than `best` in `memory` bytes."""
-    slower = prediction.step.total / best.step.total - 1
-    pace = f"{100 * slower:.1f} % slower" if slower > 0 else f"{-100 * slower:.1f} % faster"
-    if prediction.peak > memory:
-        rank = prediction.worst
-        short = gib(prediction.peak - memory)
-        return f"does not fit: rank {rank} needs {gib(prediction.peak)} GiB, {short} more than there is (it would be {pace})"
+def reason(found: LayoutCosts | Estimate, best: LayoutCosts, memory: float) -> str:
+    """Return why a layout is worse than `best` in `memory` bytes."""
+    if isinstance(found, Estimate):
+        peak, seconds, about, who = found.memory, found.seconds, "about ", "a rank"
+    else:
+        peak, seconds, about, who = found.peak, found.step.total, "", f"rank {found.worst}"
+    slower = seconds / best.step.total - 1
+    pace = f"{about}{100 * slower:.1f} % slower" if slower > 0 else f"{about}{-100 * slower:.1f} % faster"
+    if peak > memory:
+        short = gib(peak - memory)
+        return f"does not fit: {who} needs {about}{gib(peak)} GiB, {short} more than there is (it would be {pace})"
+    if isinstance(found, Estimate):
+        return pace
     if slower <= 0:
         return f"{pace}, and was not searched" if slower < -0.001 else "as fast"
-    parts, reference = prediction.step.parts(), best.step.parts()
+    parts, reference = found.step.parts(), best.step.parts()
     name = max(parts, key=lambda each: parts[each] - reference[each])
-    return f"{pace}: {_CAUSES[name]}, {reference[name]:.3g} → {parts[name]:.3g} s of {prediction.step.total:.3g}"
+    return f"{pace}: {_CAUSES[name]}, {reference[name]:.3g} → {parts[name]:.3g} s of {seconds:.3g}"
 
 
 def advice(plan: LayoutPlan) -> str:

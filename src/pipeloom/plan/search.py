@@ -244,16 +244,30 @@ def closest(planner: Planner, request: PlanRequest, layout: PlannedLayout) -> La
     return next((each for each in predictions if each.peak <= request.memory), None)
 
 
-def neighbouring(planner: Planner, best: LayoutCosts, request: PlanRequest) -> Iterator[tuple[str, LayoutCosts]]:
-    """(what changes, the prediction) of every layout one step from the best one that the model and the families allow."""
+def neighbouring(
+    planner: Planner, best: LayoutCosts, request: PlanRequest
+) -> Iterator[tuple[str, LayoutCosts | Estimate]]:
+    """(what changes, its costs) of every layout one step from the best one that the model and the families allow.
+
+    Where the bytes are too many, or a layout is slower and spreads the output layer, whose entries take long to place, the costs
+    are an estimate.
+    """
+    error = best.step.total / estimate(planner, best.layout).seconds
     for change, layout in _steps(best.layout, request):
         if (
-            request.allows(layout, request.limits)
-            and not problems(planner.shape, layout)
-            and not _is_slow_to_place(layout)
+            not request.allows(layout, request.limits)
+            or problems(planner.shape, layout)
+            or not _is_offered(planner, layout)
+            or _is_slow_to_place(layout)
         ):
-            with suppress(UsageError):
-                yield change, planner.predict(layout)
+            continue
+        estimated = estimate(planner, layout)
+        estimated = replace(estimated, seconds=error * estimated.seconds)
+        slower = estimated.seconds > best.step.total
+        if estimated.memory > CLOSE * request.memory or (slower and layout.vocabulary == "pp"):
+            yield change, estimated
+        else:
+            yield from ((change, prediction) for prediction in _predictions(planner, [estimated]))
 
 
 def _steps(layout: PlannedLayout, request: PlanRequest) -> Iterator[tuple[str, PlannedLayout]]:
@@ -343,7 +357,7 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
         key = (layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.recompute, links)
         for name in request.schedules if layout.pp > 1 else request.schedules[:1]:
             for v in CHUNKS[name] if layout.pp > 1 else (1,):
-                if not _is_offered(planner, layout, name, v):
+                if not _is_offered(planner, replace(layout, schedule=name, v=v)):
                     continue
                 needed = math.inf  # bytes with the output layer on the last rank
                 for slices, vocabulary in product(_slices(request, layout, name), request.vocabulary):
@@ -370,13 +384,15 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
                             break
 
 
-def _is_offered(planner: Planner, layout: PlannedLayout, schedule: str, chunks: int) -> bool:
+def _is_offered(planner: Planner, layout: PlannedLayout) -> bool:
     """Return whether a schedule is of use to a layout and takes its sizes."""
-    fits = layout.pp * chunks <= planner.shape.num_hidden_layers and not (
-        schedule in WHOLE_ROUNDS and layout.m % layout.pp
+    fits = layout.pp * layout.v <= planner.shape.num_hidden_layers and not (
+        layout.schedule in WHOLE_ROUNDS and layout.m % layout.pp
     )
     hides = layout.ep > 1 and not (layout.recompute == "full" and planner.runtime.name == "megatron")
-    return fits and (hides or schedule not in OVERLAPPED) and (layout.m >= 2 * layout.pp or schedule != "dualpipev")
+    in_slices = layout.slices == 1 or layout.schedule in IN_SLICES
+    whole_v = layout.m >= 2 * layout.pp or layout.schedule != "dualpipev"
+    return fits and (hides or layout.schedule not in OVERLAPPED) and in_slices and whole_v
 
 
 def _is_slow_to_place(layout: PlannedLayout) -> bool:
@@ -409,12 +425,13 @@ def _slices(request: PlanRequest, layout: PlannedLayout, schedule: str) -> tuple
 class _Rank:
     """Sums over the layers of one pipeline rank, of one micro-batch; of the temporaries the largest.
 
-    `hidden`: seconds that a pair of the rank's layers with themselves saves.
+    `hidden`: seconds that a pair of the rank's layers with themselves saves; `output`: what the last layer saves, not in `saved`.
     """
 
     seconds: float
     hidden: float
     saved: float
+    output: float
     pending: float
     shared: float
     experts: float
@@ -449,18 +466,19 @@ class _Sums:
         """The layers in balanced stages, and these on ranks: in a loop, or back and forth; a share is on each rank."""
         shares = self.layers[-1].kind == "S"
         of_stage = balanced(self.seconds[: len(self.seconds) - shares], ranks * chunks)
-        sums, start = [[0.0] * 9 for _ in range(ranks)], 0
+        sums, start, last = [[0.0] * 10 for _ in range(ranks)], 0, len(self.layers) - 1 - shares
         for rank, count in zip(named("vee" if vee else "loop", ranks, chunks), of_stage, strict=True):
             for at in range(start, start + count):
                 layer = self.layers[at]
-                times = self.seconds[at], self.hidden[at], layer.saved, layer.pending
+                saved, output = (layer.saved, 0.0) if at < last else (0.0, layer.saved)
+                times = self.seconds[at], self.hidden[at], saved, output, layer.pending
                 for field_, value in enumerate((*times, *layer.parameters, *layer.trained.parameters)):
                     sums[rank][field_] += value
                 sums[rank][-1] = max(sums[rank][-1], layer.backward_peak)
             start += count
         if shares:
             share, seconds = self.layers[-1], self.seconds[-1]
-            values = seconds, 0.0, 0.0, 0.0, *share.parameters, *share.trained.parameters, share.saved
+            values = seconds, 0.0, 0.0, 0.0, 0.0, *share.parameters, *share.trained.parameters, share.saved
             sums = [[a + b for a, b in zip(each, values, strict=True)] for each in sums]
         largest = max(sum(each.parameters) for each in distinct(self.layers).values())
         return _Cut(tuple(_Rank(*each) for each in sums), largest)
@@ -477,9 +495,9 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
     """1F1B's laws: the heaviest rank works for all micro-batches, and the others pass the first one to it and the last one on.
 
     Rank r of p keeps p - r micro-batches, in k slices, whose ramps take 1 / k, 1 + (p - r - 1) / k; interleaved,
-    p + (p - 1 - 2 r) / v - r more; zbv p on every rank; zb-h1 as many as 1F1B, and what r / k of them need for W. With pairs all
-    but p micro-batches hide their exchanges; 1F1B then keeps twice as many, but for the one that the backward of a pair frees. A
-    spread output layer keeps one more.
+    p + (p - 1 - 2 r) / v; zbv p; zb-h1 as many as 1F1B, and what r / k of them need for W. The last layer keeps one. With pairs
+    all but p micro-batches hide their exchanges; 1F1B then keeps twice as many, but for the one that the backward of a pair
+    frees. A spread output layer keeps a forward more where backwards are whole.
     """
     p, v, m, runtime = layout.pp, layout.v, layout.m, planner.runtime
     plain = OVERLAPPED.get(layout.schedule, layout.schedule)
@@ -497,11 +515,13 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
         states[rank] = sum(state_bytes(groups, cut.largest, layout, runtime))
         state_time = max(state_time, planner.state_seconds(*trained, layout, links))
     for at, rank in enumerate(cut.ranks):
-        alive = {"interleaved": p - at + (p - 1 - at) / v, "zbv": p}.get(
+        alive = {"interleaved": p + (p - 1 - 2 * at) / v, "zbv": p}.get(
             plain, (1 + paired) * (1 + (p - at - 1) / layout.slices)
         )
-        alive += (layout.vocabulary == "pp") - paired * (v == 1)
-        held = rank.saved * min(m, alive) + rank.extra / layout.slices
+        alive -= paired * (v == 1)
+        if layout.vocabulary == "pp" and plain in ("1f1b", "interleaved"):
+            alive += 1 / v / layout.slices
+        held = rank.saved * min(m, alive) + rank.output + rank.extra / layout.slices
         if layout.schedule == "zb-h1":
             held += rank.pending * min(m - min(m, alive), at / layout.slices)
         memory = max(memory, states[rank] + (1 + runtime.margin) * held)
