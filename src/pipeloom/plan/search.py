@@ -23,6 +23,10 @@ RECOMPUTED = ("none", "norms+activation", "full")
 OVERLAPPED = {"1f1b-overlap": "1f1b", "interleaved-overlap": "interleaved", "dualpipev": "zbv"}
 BACK_AND_FORTH = ("zbv", "dualpipev")
 IN_SLICES = ("1f1b", "zb-h1")
+SPREADING = (
+    "1f1b",
+    "interleaved",
+)  # with a spread output layer; what split backwards win is lost to the waits for S and T
 MOST_SHARES = 8  # pipeline ranks, and two chunks: above, placing S and T takes longer than the rest of the search
 OFFERED = {
     "megatron": ("1f1b", "interleaved", "interleaved-overlap"),
@@ -408,7 +412,7 @@ def _may_spread(
         whole: its layers without, if they were looked at.
         needed: bytes of the same layout without.
     """
-    if problems(planner.shape, layout) or _is_slow_to_place(layout):
+    if layout.schedule not in SPREADING or problems(planner.shape, layout) or _is_slow_to_place(layout):
         return False
     slow = whole is None or whole.seconds[-1] * layout.pp * layout.v > sum(whole.seconds)
     return slow or needed > ROOM * request.memory
@@ -497,7 +501,7 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
     Rank r of p keeps p - r micro-batches, in k slices, whose ramps take 1 / k, 1 + (p - r - 1) / k; interleaved,
     p + (p - 1 - 2 r) / v; zbv p; zb-h1 as many as 1F1B, and what r / k of them need for W. The last layer keeps one. With pairs
     all but p micro-batches hide their exchanges; 1F1B then keeps twice as many, but for the one that the backward of a pair
-    frees. A spread output layer keeps a forward more where backwards are whole.
+    frees. A spread output layer keeps a forward more.
     """
     p, v, m, runtime = layout.pp, layout.v, layout.m, planner.runtime
     plain = OVERLAPPED.get(layout.schedule, layout.schedule)
@@ -519,8 +523,7 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
             plain, (1 + paired) * (1 + (p - at - 1) / layout.slices)
         )
         alive -= paired * (v == 1)
-        if layout.vocabulary == "pp" and plain in ("1f1b", "interleaved"):
-            alive += 1 / v / layout.slices
+        alive += (layout.vocabulary == "pp") / v / layout.slices
         held = rank.saved * min(m, alive) + rank.output + rank.extra / layout.slices
         if layout.schedule == "zb-h1":
             held += rank.pending * min(m - min(m, alive), at / layout.slices)
