@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 from pipeloom.plan.memory import RankMemory
 from pipeloom.plan.predict import LayoutCosts, Planner
-from pipeloom.plan.search import Estimate, LayoutPlan, PlanRequest, search
+from pipeloom.plan.search import Estimate, LayoutPlan, PlanRequest, fastest
 
 GIB = 2**30
 _CAUSES = {
@@ -132,13 +132,13 @@ def what_if(planner: Planner, request: PlanRequest, plan: LayoutPlan) -> list[st
     slower = replace(planner, device=replace(device, link=device.link / 2, network=device.network / 2))
     lines = []
     for words, other in (
-        ("links half as fast", search(slower, request)),
-        ("a tenth less memory", search(planner, replace(request, memory=0.9 * request.memory), plan.estimates)),
+        ("links half as fast", fastest(slower, request)),
+        ("a tenth less memory", fastest(planner, replace(request, memory=0.9 * request.memory), plan.estimates)),
     ):
-        if not other.predictions:
+        if other is None:
             lines.append(f"with {words}: nothing fits")
             continue
-        change = other.best.tokens / best.tokens - 1
-        same = "the same layout" if other.best.layout == best.layout else other.best.layout.text()
+        change = other.tokens / best.tokens - 1
+        same = "the same layout" if other.layout == best.layout else other.layout.text()
         lines.append(f"with {words}: {same}, {100 * change:+.1f} % tokens/s")
     return lines

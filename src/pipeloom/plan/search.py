@@ -156,10 +156,10 @@ def search(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate]
     Args:
         estimates: of an earlier search, which differed in `request.memory` at most.
     """
-    estimates = estimates or sorted(_estimates(planner, request), key=lambda each: each.seconds)
+    estimates = estimates or _sorted_estimates(planner, request)
     if not estimates:
         raise UsageError(_no_layout(planner, request))
-    close = [each for each in estimates if each.memory <= CLOSE * request.memory]
+    close = _close(estimates, request)
     known = [
         prediction
         for pipelined in (False, True)
@@ -172,6 +172,21 @@ def search(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate]
     fitting = sorted((each for each in known if each.peak <= request.memory), key=lambda each: each.step.total)
     smallest = min(known, key=lambda each: each.peak, default=None)
     return LayoutPlan(tuple(fitting), tuple(estimates), len(estimates) - len(close), len(known), smallest)
+
+
+def fastest(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate] = ()) -> LayoutCosts | None:
+    """The first prediction of `search`, without the others; None where nothing fits."""
+    close = _close(estimates or _sorted_estimates(planner, request), request)
+    fitting = (each for each in _until_best(planner, request, close) if each.peak <= request.memory)
+    return min(fitting, key=lambda each: each.step.total, default=None)
+
+
+def _sorted_estimates(planner: Planner, request: PlanRequest) -> list[Estimate]:
+    return sorted(_estimates(planner, request), key=lambda each: each.seconds)
+
+
+def _close(estimates: Iterable[Estimate], request: PlanRequest) -> list[Estimate]:
+    return [each for each in estimates if each.memory <= CLOSE * request.memory]
 
 
 def _until_best(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate]) -> Iterator[LayoutCosts]:
