@@ -18,8 +18,8 @@ CUTS = ("balanced", "even")
 VOCABULARY = ("last", "pp")
 GRAD_BYTES = {"fp32": 4, "bf16": 2}
 # Families that the search tries, and their numbers of chunks; those of which it tries multiples of the ranks in micro-batches.
-CHUNKS = {"1f1b": (1,), "zb-h1": (1,), "interleaved": (2, 4, 8), "zbv": (2,)}
-CHUNKS |= {"1f1b-overlap": (1,), "interleaved-overlap": (2, 4), "dualpipev": (2,)}
+CHUNKS = {"1f1b": (1,), "zb-h1": (1,), "interleaved": tuple(range(2, 9)), "zbv": (2,)}
+CHUNKS |= {"1f1b-overlap": (1,), "interleaved-overlap": CHUNKS["interleaved"], "dualpipev": (2,)}
 WHOLE_ROUNDS = ("interleaved", "interleaved-overlap")
 
 

@@ -39,6 +39,7 @@ ROOM = 0.8  # of the memory: a layout that needs less gains nothing from a highe
 SMALLER = 0.95  # times the least memory of faster layouts, to be worth a row
 ROWS = 8  # most layouts that are predicted because they need less memory than faster ones
 SMALLEST = 16  # layouts of the least estimated memory that are predicted before the search says that none fits
+PIECE_TOKENS = 4096  # fewest of a sequence on a rank of cp
 SLICE_TOKENS = 1024  # fewest of a slice, with which products are still near their rate
 
 
@@ -342,7 +343,7 @@ def _spreads(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
     """Every size of the axes that uses all devices, with every size of a micro-batch and what may be recomputed."""
     shape, device = planner.shape, planner.device
     for tp in _powers(min(device.per_node, shape.num_attention_heads)):
-        for cp in _powers(max(1, min(16, request.seq // 4096))):
+        for cp in _powers(max(1, min(16, request.seq // PIECE_TOKENS))):
             if request.devices % (tp * cp):
                 continue
             for pp in divisors(request.devices // (tp * cp)):
@@ -405,9 +406,9 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
 
 def _is_offered(planner: Planner, layout: PlannedLayout) -> bool:
     """Return whether a schedule is of use to a layout and takes its sizes."""
-    fits = layout.pp * layout.v <= planner.shape.num_hidden_layers and not (
-        layout.schedule in WHOLE_ROUNDS and layout.m % layout.pp
-    )
+    fits = layout.pp * layout.v <= planner.shape.num_hidden_layers and layout.v in CHUNKS.get(layout.schedule, ())
+    fits = fits and not (layout.schedule in WHOLE_ROUNDS and layout.m % layout.pp)
+    fits = fits and (layout.cp == 1 or layout.seq >= layout.cp * PIECE_TOKENS)
     hides = layout.ep > 1 and not (layout.recompute == "full" and planner.runtime.name == "megatron")
     in_slices = layout.slices == 1 or layout.schedule in IN_SLICES
     whole_v = layout.m >= 2 * layout.pp or layout.schedule != "dualpipev"

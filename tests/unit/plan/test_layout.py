@@ -30,7 +30,7 @@ from pipeloom.plan.layout import CHUNKS, problems
 from pipeloom.plan.predict import extrapolated_from, with_its_peaks
 from pipeloom.plan.report import advice, reason, what_if
 from pipeloom.plan.run import predicted
-from pipeloom.plan.search import _Sums, estimate, neighbouring
+from pipeloom.plan.search import CLOSE, Estimate, _estimates, _Sums, estimate, fastest, neighbouring
 from pipeloom.plan.time import AxisRates
 from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.csv_form import from_csv
@@ -215,7 +215,7 @@ def test_estimates_are_near_the_predictions(name, v, slices):
     layout = PlannedLayout(pp=4, tp=2, v=v, m=16, schedule=name, slices=slices, seq=32768)
     rough, exact = estimate(planner(), layout), planner().predict(layout)
     assert rough.seconds == pytest.approx(exact.step.total, rel=0.05)
-    assert rough.memory == pytest.approx(exact.peak, rel=0.06)
+    assert 0.9 * exact.peak < rough.memory < CLOSE * exact.peak  # or what fits would be discarded
 
 
 def test_nothing_fits_a_small_device():
@@ -350,10 +350,7 @@ def test_an_estimate_places_stages_as_the_schedule_does():
     assert vee.ranks[0].shared == max(rank.shared for rank in vee.ranks)
 
 
-def test_the_search_climbs_from_the_best_estimate_to_faster_neighbours(monkeypatch):
-    """However few layouts are predicted from their schedules, no layout one step from the best one is faster and fits."""
-    module = importlib.import_module("pipeloom.plan.search")
-    monkeypatch.setattr(module, "EXACT", 1)
+def test_no_neighbour_is_faster():
     asked, planned = request_of(16, 32, 4096), planner("mixtral-8x7b")
     plan = search(planned, asked)
     assert len(plan.predictions) > 1
@@ -384,12 +381,11 @@ def test_the_nodes_of_experts_are_written_for_the_runtime_that_uses_them():
 
 
 def test_a_search_whose_estimates_are_too_low_still_finds_what_fits(monkeypatch):
-    """Where no layout of the fastest that should fit does, those with the least memory are predicted."""
-    module = importlib.import_module("pipeloom.plan.search")
-    monkeypatch.setattr(module, "EXACT", 1)
+    """Where no layout that should fit does, those with the least memory are predicted."""
+    monkeypatch.setattr(importlib.import_module("pipeloom.plan.search"), "SMALLEST", 1)
     small = min(deep_plan().estimates, key=lambda each: each.memory).layout
     tight = planner("llama3-70b").predict(small).peak * 1.001
-    estimates = tuple(replace(each, memory=1.0 if each.layout != small else 0.5) for each in deep_plan().estimates)
+    estimates = tuple(replace(each, memory=2e12 if each.layout != small else 1e12) for each in deep_plan().estimates)
     plan = search(planner("llama3-70b"), replace(request_of(32, 32, seq=4096), memory=tight), estimates)
     assert plan.best.layout == small
 
