@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, Literal
 
 from pipeloom.cli.options import flag, memory_of, with_options
@@ -65,7 +66,7 @@ class PlanFlags:
     layers: int | None = flag(None, "N", "Cut the model to its first N blocks.", min=1)
     lora_r: int | None = flag(None, "R", "Train adapters of this rank alone, as `train` does.", "--lora.r", min=0)
     lora_targets: str | None = flag(None, "NAMES", "Layers with adapters, as of `train`.", "--lora.target_modules")
-    layout: str | None = flag(
+    layout: list[str] | None = flag(
         None,
         "KEY=N,…",
         "Predict this layout only: dp, tp, cp, pp, ep, etp, v, m, micro_batch, seq, zero, recompute, offload, schedule, group, "
@@ -121,13 +122,17 @@ def command(options: PlanFlags) -> None:
     """
     if options.refine and options.runtime == "megatron":
         raise UsageError("--refine: megatron runs its own schedules alone; nearest: --runtime pipeloom")
-    if options.nodes is not None and options.devices is None and options.layout is not None:
-        options = replace(options, devices=parse_layout(options.layout).world)
+    text = options.layout[0] if options.layout else None
+    if text is not None and (len(options.layout or ()) > 1 or options.fixed is not None):
+        other = "--fixed" if options.fixed is not None else "another --layout"
+        raise UsageError(f"--layout {text:.200} predicts one layout; nearest: without {other}")
+    if options.nodes is not None and options.devices is None and text is not None:
+        options = replace(options, devices=parse_layout(text).world)
     device = _device(options)
     planner = _planner(options, device)
     shape = planner.shape
-    if options.layout is not None:
-        prediction = _one(options, planner, options.layout, device.memory)
+    if text is not None:
+        prediction = _one(options, planner, text, device.memory)
         fits = prediction.peak <= device.memory
         _write(options, prediction, planner)
         if options.as_json or options.as_ is None:
@@ -309,28 +314,37 @@ def _details(prediction: LayoutCosts, device: Device) -> list[str]:
     from pipeloom.plan.export import layers_by_rank, layout_string
 
     layers = prediction.stages, prediction.ahead
-    parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in prediction.step.parts().items())
+    parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in prediction.step.parts().items() if seconds)
     worst = prediction.ranks[prediction.worst]
     room = (device.memory - prediction.peak) / 2**30
     return [
-        f"{prediction.text}: {prediction.layout.world} devices, stages {layout_string(*layers)}",
+        f"{prediction.text}:",
+        f"{prediction.layout.world} devices, stages {layout_string(*layers)}",
         *(in_columns(layers_by_rank(prediction.short, *layers)) if prediction.layout.pp > 1 else ()),
-        f"step {prediction.step.total:.4g} s ({parts}); {prediction.tokens:,.0f} tokens/s on each device",
+        *_wrapped(
+            f"{prediction.tokens:,.0f} tokens/s on each device, a step of {prediction.step.total:.4g} s: {parts}"
+        ),
         *in_columns(memory_rows(prediction.ranks)),
-        f"rank {prediction.worst} needs the most, {gib(prediction.peak)} GiB, at {worst.peak_action}: "
-        + (f"{room:.1f} GiB are left" if room >= 0 else f"{-room:.1f} GiB more than there are"),
+        *_wrapped(
+            f"rank {prediction.worst} needs the most, {gib(prediction.peak)} GiB, at {worst.peak_action}: "
+            + (f"{room:.1f} GiB are left" if room >= 0 else f"{-room:.1f} GiB more than there are")
+        ),
     ]
 
 
 def _lines(plan: LayoutPlan, planner: Planner, request: PlanRequest) -> list[str]:
     best = plan.best
     lines = [
-        f"{planner.shape.name} on {request.devices} {planner.device.name} with {request.memory / 2**30:.1f} GiB, "
-        f"{request.sequences} sequences of {request.seq} tokens a step, run by {planner.runtime.name}",
-        f"{len(plan.estimates):,} layouts estimated: {plan.discarded:,} are too large, {plan.predicted} were predicted from "
-        "their schedules, and the others are slower; below, each is slower and smaller than the one above",
+        *_wrapped(
+            f"{planner.shape.name} on {request.devices} {planner.device.name} with {gib(request.memory)} GiB, "
+            f"{request.sequences} sequences of {request.seq} tokens a step, run by {planner.runtime.name}"
+        ),
+        *_wrapped(
+            f"{len(plan.estimates):,} layouts estimated: {plan.discarded:,} are too large, {plan.predicted} were predicted from "
+            "their schedules, the others are slower. Each of these is slower and smaller than the one above; tokens of a device:"
+        ),
         *in_columns(table(plan.pareto[:_ROWS]), left=0, ragged=True),
-        advice(plan),
+        *_wrapped(advice(plan)),
         "",
         *_details(best, planner.device),
         "",
@@ -339,3 +353,7 @@ def _lines(plan: LayoutPlan, planner: Planner, request: PlanRequest) -> list[str
     neighbours = neighbouring(planner, best, request)
     lines += [f"  {change}: {reason(each, best, request.memory)}" for change, each in neighbours]
     return [*lines, "", *what_if(planner, request, plan)]
+
+
+def _wrapped(sentence: str) -> list[str]:
+    return wrap(sentence, 80, break_long_words=False, break_on_hyphens=False)

@@ -104,7 +104,7 @@ class PlannedLayout:
 
     def text(self) -> str:
         """The layout as `parse` reads it; keys at their default are left out, but for the axes in use."""
-        default = PlannedLayout()
+        default = PlannedLayout(schedule="interleaved" if self.v > 1 else "1f1b")
         values = {
             key: value for key, value in asdict(self).items() if value != getattr(default, key) and key != "stages"
         }

@@ -93,7 +93,7 @@ def ranks_of(timeline: Timeline, runtime: Runtime | None = None) -> list[RankMem
         extra = held[TEMPORARIES]
         moving = peak.total - parameters - gradients - optimizer - gathered - buffers - extra
         at_end = peak.at == len(program)
-        action = "the sum of gradients over ranks, behind the last action" if at_end else str(program[peak.at])
+        action = "the sum of gradients over ranks, behind the last action" if at_end else program[peak.at].words
         rows.append(
             RankMemory(
                 *(parameters, gradients, optimizer, gathered, workspace + buffers, moving, extra),

@@ -11,13 +11,21 @@ from pipeloom.plan.search import Estimate, LayoutPlan, PlanRequest, fastest
 
 GIB = 2**30
 _CAUSES = {
-    "compute": "more computation (recomputed layers, smaller products, or an uneven cut)",
-    "exchange": "more time in collectives of tp, cp and ep",
+    "compute": "more computation",
+    "exchange": "more exchange",
     "idle": "a larger bubble",
-    "reduction": "more time for the gradients' sum over the replicas",
-    "optimizer": "a slower optimizer step",
-    "host": "more waiting for the hosts",
+    "reduction": "a longer sum of gradients",
+    "optimizer": "a slower optimizer",
+    "host": "more waiting for hosts",
 }
+_HEADS = {
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "gathered": "gath",
+    "activations": "activ",
+}
+_HEADS |= {"temporaries": "temp"}
 
 
 def gib(size: float) -> str:
@@ -27,32 +35,21 @@ def gib(size: float) -> str:
 
 def table(predictions: list[LayoutCosts]) -> list[list[str]]:
     """Rows of a table, the head first. The layout, the longest cell, is the last, where a narrow window may wrap it."""
-    rows = [["tokens/s/device", "step s", "idle", "exchange", "GiB", "worst rank", "layout"]]
+    rows = [["tokens/s", "idle", "exchange", "GiB", "layout"]]
     for each in predictions:
-        parts, total = each.step.parts(), each.step.total
-        shares = [f"{100 * parts[name] / total:.0f} %" for name in ("idle", "exchange")]
-        rows.append(
-            [
-                f"{each.tokens:,.0f}",
-                f"{total:.3g}",
-                *shares,
-                gib(each.peak),
-                f"{each.worst} at {each.ranks[each.worst].peak_action}",
-                each.layout.text(),
-            ]
-        )
+        parts = each.step.parts()
+        shares = [f"{100 * parts[name] / each.step.total:.0f} %" for name in ("idle", "exchange")]
+        rows.append([f"{each.tokens:,.0f}", *shares, gib(each.peak), each.layout.text()])
     return rows
 
 
 def memory_rows(ranks: tuple[RankMemory, ...]) -> list[list[str]]:
-    """A column for each of the (at most eight) ranks, a row for each line of memory in GiB, the head first."""
-    columns = list(range(len(ranks))) if len(ranks) <= 8 else [0, 1, 2, len(ranks) // 2, len(ranks) - 2, len(ranks) - 1]
+    """A row for each of the (at most eight) ranks, a column for each line of memory in GiB that is not 0, the head first."""
+    shown = list(range(len(ranks))) if len(ranks) <= 8 else [0, 1, 2, len(ranks) // 2, len(ranks) - 2, len(ranks) - 1]
     names = [spec.name for spec in fields(RankMemory) if spec.name != "peak_action"]
-    at = names.index("reserve")
-    rows = [["GiB on one device", *(f"rank {rank}" for rank in columns)]]
-    for name in [*names[:at], "allocated", *names[at:], "total"]:
-        rows.append([name, *(gib(getattr(ranks[rank], name)) for rank in columns)])
-    return rows
+    names = [name for name in names if any(gib(getattr(each, name)) != "0.0" for each in ranks)]
+    rows = [["rank", *(_HEADS.get(name, name) for name in names), "total GiB"]]
+    return rows + [[str(at), *(gib(getattr(ranks[at], name)) for name in (*names, "total"))] for at in shown]
 
 
 def refined_lines(before: Sequence[LayoutCosts], after: Sequence[LayoutCosts]) -> list[str]:
@@ -70,14 +67,13 @@ def refined_lines(before: Sequence[LayoutCosts], after: Sequence[LayoutCosts]) -
 def reason(found: LayoutCosts | Estimate, best: LayoutCosts, memory: float) -> str:
     """Return why a layout is worse than `best` in `memory` bytes."""
     if isinstance(found, Estimate):
-        peak, seconds, about, who = found.memory, found.seconds, "about ", "a rank"
+        peak, seconds, about = found.memory, found.seconds, "about "
     else:
-        peak, seconds, about, who = found.peak, found.step.total, "", f"rank {found.worst}"
+        peak, seconds, about = found.peak, found.step.total, ""
     slower = seconds / best.step.total - 1
     pace = f"{about}{100 * slower:.1f} % slower" if slower > 0 else f"{about}{-100 * slower:.1f} % faster"
     if peak > memory:
-        short = gib(peak - memory)
-        return f"does not fit: {who} needs {about}{gib(peak)} GiB, {short} more than there is (it would be {pace})"
+        return f"does not fit: {about}{gib(peak)} GiB, {gib(peak - memory)} too many ({pace})"
     if isinstance(found, Estimate):
         return pace
     if slower <= 0:
@@ -96,9 +92,11 @@ def advice(plan: LayoutPlan) -> str:
     if not flat:
         return "a pipeline is needed: no layout with pp = 1 is among those that fit"
     gain = deep[0].tokens / flat[0].tokens - 1
-    if gain <= 0:
-        return f"do not pipeline this: the best layout with pp = 1 is {-100 * gain:.1f} % faster than the best with a pipeline"
-    return f"the pipeline pays: {100 * gain:.1f} % faster than the best layout with pp = 1 ({flat[0].layout.text()})"
+    best = f"the best layout with pp = 1 ({flat[0].layout.text()})"
+    if gain < 0.001:
+        pace = f"{-100 * gain:.1f} % faster than" if gain <= -0.001 else "as fast as"
+        return f"do not pipeline this: {best} is {pace} the best with a pipeline"
+    return f"the pipeline pays: {100 * gain:.1f} % faster than {best}"
 
 
 def as_dict(prediction: LayoutCosts) -> dict[str, object]:

@@ -8,6 +8,7 @@ import tomllib
 import pytest
 
 from pipeloom.cli import app
+from pipeloom.errors import CapacityError, UsageError
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 4096, "num_attention_heads": 32}
 LLAMA |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 1000}
@@ -30,6 +31,20 @@ def test_one_layout_as_json(capsys):
     assert found["fits"] is (found["peak_bytes"] <= 80e9)
 
 
+def test_a_layout_that_does_not_fit_is_shown_and_ends_with_4(capsys):
+    with pytest.raises(CapacityError, match=r"^--layout dp=1 needs \d+\.\d GiB, and a device has 74.5$"):
+        app(["plan", "--model", "llama3-8b", "--layout", "dp=1"], standalone_mode=False)
+    assert "rank 0 needs the most" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "nearest"), [(("--layout", "pp=2"), "another --layout"), (("--fixed", "tp=2"), "--fixed")]
+)
+def test_one_layout_is_predicted(more, nearest):
+    with pytest.raises(UsageError, match=f"^--layout dp=8 predicts one layout; nearest: without {nearest}$"):
+        app(["plan", "--model", "llama3-8b", "--layout", "dp=8", *more], standalone_mode=False)
+
+
 def test_a_measured_step_scales_the_time(capsys):
     words = ("--model", "llama3-8b", "--layout", "tp=2,pp=2,dp=2,m=4", "--json")
     found = json.loads(run(capsys, *words, "--measured", "m=4:1234ms"))
@@ -40,10 +55,13 @@ def test_a_search_explains_itself(capsys, tmp_path):
     path = tmp_path / "run.toml"
     words = ("--model", "llama3-8b", "--devices", "4", "--global-batch", "4")
     text = run(capsys, *words, "--output", str(path))
-    for words in ("tokens/s/device", "allocated", "one step away from the best layout:", "with links half as fast"):
+    for words in ("tokens/s", "total GiB", "one step away from the best layout:", "with links half as fast"):
         assert words in text
-    head, *rows = text.split("\n\n")[0].splitlines()[2:-1]  # between the two lines of the question and the advice
+    lines = text.split("\n\n")[0].splitlines()
+    start = next(at for at, line in enumerate(lines) if line.endswith("GiB  layout"))
+    head, *rows = lines[start : next(at for at, line in enumerate(lines) if "pipeline" in line)]
     start = head.index("layout")
+    assert max(map(len, text.splitlines())) <= 80
     assert rows
     assert all(row[start - 1] == " " != row[start] for row in rows)
     written = tomllib.loads(path.read_text())

@@ -114,7 +114,7 @@ def test_layout_takes_the_words_and_lists_them(word: str) -> None:
 
 def test_stages_of_single_layers_and_nodes_without_devices() -> None:
     layout = "tp=8,pp=16,v=8,m=32,schedule=interleaved"
-    words = ("--runtime", "megatron", "--nodes", "16", "--stages", "E|(t|)*126L", "--json")
+    words = ("--runtime", "megatron", "--nodes", "16", "--stages", "E|(t|)*126L", "--json", "--memory", "100")
     assert plan(layout, *words, model="llama3-405b").exit_code == 0
 
 

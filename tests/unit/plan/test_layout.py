@@ -260,12 +260,15 @@ def test_neighbours_say_why_they_lost():
     assert [each.layout for _, each in fixed] == [each.layout for each in found]  # also those that were not asked for
 
 
-def test_a_reason_names_the_rank_and_the_missing_memory():
+def test_a_reason_names_the_missing_memory():
     best = planner().predict(PlannedLayout(dp=8, m=8, seq=8192, recompute="full"))
     large = planner().predict(PlannedLayout(dp=8, m=2, micro_batch=4, seq=8192))
-    words = reason(large, best, H100.memory)
-    assert words.startswith("does not fit: rank 0 needs ")
-    assert f"{(large.peak - H100.memory) / 2**30:.1f} more than there is" in words
+    missing = f"{(large.peak - H100.memory) / 2**30:.1f} too many ("
+    assert missing in (words := reason(large, best, H100.memory))
+    assert words.startswith(f"does not fit: {large.peak / 2**30:.1f} GiB, ")
+    rough = reason(Estimate(large.layout, large.peak, 2 * best.step.total), best, H100.memory)
+    assert missing in rough
+    assert rough.endswith("(about 100.0 % slower)")
 
 
 def test_small_models_need_no_pipeline_and_large_ones_do():
@@ -280,6 +283,57 @@ def test_what_if_predicts_the_loss():
     links, memory = what_if(planner(), replace(asked, fixed={"micro_batch": 1}), flat_plan())
     assert links.startswith("with links half as fast: ")
     assert memory.startswith("with a tenth less memory: ")
+
+
+def ours(sequences=8, seq=131072, **more):
+    """All that our trainer runs, for sequences that fill a device."""
+    values = {
+        "zero": (1, 2, 3),
+        "recompute": ("none", "full"),
+        "slices": (1, 2, 4, 8, 16, 32),
+        "vocabulary": ("last", "pp"),
+    }
+    return request_of(8, sequences, seq, "pipeloom", **values | more)
+
+
+@pytest.mark.slow
+def test_long_sequences_fit_in_many_slices_and_with_a_spread_output_layer():
+    few = ours(fixed={"tp": 1, "cp": 1, "dp": 1, "recompute": "full"}, slices=(1, 2, 4), vocabulary=("last",))
+    assert not search(planner(runtime="pipeloom"), few).predictions
+    best = search(planner(runtime="pipeloom"), replace(few, slices=ours().slices, vocabulary=("last", "pp"))).best
+    assert best.layout.vocabulary == "pp"
+    assert best.layout.slices > 4
+    assert best.tokens > 1_600
+    assert best.peak < 49 * 2**30  # of pp=8,m=8,slices=16,recompute=full,vocabulary=pp
+
+
+@pytest.mark.parametrize("levels", [(3,), (1, 2, 3)])
+def test_zero_levels_are_part_of_the_space(levels):
+    flat = search(planner(runtime="pipeloom"), ours(1024, 4096, fixed={"pp": 1, "tp": 1}, zero=levels)).best
+    assert flat.layout.dp == 8
+    assert flat.layout.zero == levels[-1] - (len(levels) > 1)  # the lowest that fits
+    assert flat.tokens > 10_000
+
+
+@pytest.mark.slow
+def test_less_memory_is_never_faster():
+    asked, planned = ours(64, 8192, fixed={"cp": 1}), planner(runtime="pipeloom")
+    found = [fastest(planned, replace(asked, memory=share * asked.memory)) for share in (1.0, 0.9, 0.75, 0.6)]
+    tokens = [each.tokens if each is not None else 0.0 for each in found]
+    assert tokens == sorted(tokens, reverse=True)
+    assert all(
+        each.peak <= share * asked.memory for each, share in zip(found, (1.0, 0.9, 0.75, 0.6), strict=True) if each
+    )
+    assert len(set(tokens)) > 1
+
+
+def test_no_estimate_hides_the_fastest_layout():
+    """Of a small space all layouts are predicted: none of those that fit is faster than what the search finds."""
+    asked, planned = ours(16, 4096, fixed={"tp": 1, "micro_batch": 1}, slices=(1, 2)), planner(runtime="pipeloom")
+    every = [planned.predict(each.layout) for each in _estimates(planned, asked)]
+    fitting = [each.step.total for each in every if each.peak <= asked.memory]
+    assert len(every) > 60
+    assert search(planned, asked).best.step.total <= min(fitting)
 
 
 def test_several_chunks_are_interleaved_unless_a_schedule_is_named():
