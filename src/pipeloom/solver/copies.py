@@ -4,7 +4,7 @@ A rank's memory holds what its forwards have saved until it is copied, what is c
 weight gradients wait for. `_Construction` follows an order of forwards and input gradients, the families' and those of the
 search, and runs a forward once it fits beside these, and a weight gradient where the rank would wait or needs its memory. Copies
 back are added to its timeline where they end in time. The simulation of the result decides: while it exceeds the memory, the
-order is constructed again for less. Then pairs of neighbours in the best order are exchanged at random, and what gains stays.
+order is constructed again for less.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
-from random import Random
 
 from pipeloom.errors import ScheduleError
 from pipeloom.schedule import Schedule, check, simulate
@@ -36,10 +35,6 @@ MEMORY_SHARES = (1.0, 0.97, 0.94, 0.9, 0.85, 0.79, 0.72, 0.64)
 RESERVES = (0.0, 1.0)
 # The share of a search's time after which no more orders are constructed.
 ORDERS_SHARE = 0.8
-# Orders that exchanges start from.
-EXCHANGED_ORDERS = 3
-# Exchanges of one order before the next one is tried.
-EXCHANGES = 20
 
 
 @dataclass(frozen=True)
@@ -65,9 +60,9 @@ class CopyPlan:
 
 
 def search_with_copies(
-    instances: Sequence[Instance], incumbent: Incumbent, budget: Budget, random: Random, starts: Sequence[Schedule] = ()
+    instances: Sequence[Instance], incumbent: Incumbent, budget: Budget, starts: Sequence[Schedule] = ()
 ) -> None:
-    """Offer schedules that copy to host memory to `incumbent`, until the budget is spent.
+    """Offer schedules that copy to host memory to `incumbent`, while the budget lasts.
 
     The families with copies beside their own times come first, whatever the budget: the result is never longer than those.
     """
@@ -93,9 +88,6 @@ def search_with_copies(
         if not incumbent.improves(value) or not budget.in_time:
             break
         _offer(plan, incumbent)
-    best = [(value, plan) for value, _, plan in plans[:EXCHANGED_ORDERS]]
-    while best and not (budget.over or incumbent.proved):
-        best = [_exchanged(value, plan, incumbent, budget, random) for value, plan in best]
 
 
 def _offer_beside(timeline: Timeline, instance: Instance, incumbent: Incumbent) -> None:
@@ -162,33 +154,6 @@ def _fits(instance: Instance, schedule: Schedule, limit: float) -> bool:
 
 def _simulated(instance: Instance, schedule: Schedule) -> Timeline:
     return simulate(schedule, instance.costs, overlap_p2p=instance.overlap_p2p)
-
-
-def _exchanged(
-    value: float, plan: CopyPlan, incumbent: Incumbent, budget: Budget, random: Random
-) -> tuple[float, CopyPlan]:
-    """Exchange neighbours at random, keep what takes no longer, and offer what may improve."""
-    stride = plan.instance.table.stride
-    for _ in range(EXCHANGES):
-        if budget.over:
-            break
-        budget.used += 1
-        rank = random.randrange(plan.instance.ranks)
-        order = [node for node in plan.along[rank] if node < 2 * stride]
-        at = random.randrange(len(order) - 1) if len(order) > 1 else 0
-        to = min(len(order) - 1, at + random.choice((1, 1, 2, 3)))
-        order.insert(to, order.pop(at))
-        moved = replace(plan, along=[*plan.along[:rank], order, *plan.along[rank + 1 :]])
-        timeline = moved.timed()
-        if timeline is None:
-            continue
-        new = timeline.value(plan.instance.objective)
-        if new <= value + TIME_TOLERANCE:
-            value, plan = new, moved
-            if incumbent.improves(value):
-                _offer(plan, incumbent)
-    incumbent.report()
-    return value, plan
 
 
 class _Construction:

@@ -71,7 +71,7 @@ def search_within_memory(
         driver.instances = roomy
         phases.append((1, driver.run))
     if copies:
-        phases.append((2, lambda: search_with_copies(instances, incumbent, budget, Random(seed), driver.given)))
+        phases.append((2, lambda: search_with_copies(instances, incumbent, budget, driver.given)))
     if recomputes:
         phases.append((1, lambda: search_with_recomputation(instances, incumbent, budget, Random(seed))))
     if instances[0].nodes <= LARGEST_ANNEALED:
