@@ -45,11 +45,11 @@ def table(predictions: list[LayoutCosts]) -> list[list[str]]:
 
 def memory_rows(ranks: tuple[RankMemory, ...]) -> list[list[str]]:
     """A row for each of the (at most eight) ranks, a column for each line of memory in GiB that is not 0, the head first."""
-    shown = list(range(len(ranks))) if len(ranks) <= 8 else [0, 1, 2, len(ranks) // 2, len(ranks) - 2, len(ranks) - 1]
+    numbers = list(range(len(ranks))) if len(ranks) <= 8 else [0, 1, 2, len(ranks) // 2, len(ranks) - 2, len(ranks) - 1]
     names = [spec.name for spec in fields(RankMemory) if spec.name != "peak_action"]
     names = [name for name in names if any(gib(getattr(each, name)) != "0.0" for each in ranks)]
     rows = [["rank", *(_HEADS.get(name, name) for name in names), "total GiB"]]
-    return rows + [[str(at), *(gib(getattr(ranks[at], name)) for name in (*names, "total"))] for at in shown]
+    return rows + [[str(at), *(gib(getattr(ranks[at], name)) for name in (*names, "total"))] for at in numbers]
 
 
 def refined_lines(before: Sequence[LayoutCosts], after: Sequence[LayoutCosts]) -> list[str]:
@@ -64,21 +64,21 @@ def refined_lines(before: Sequence[LayoutCosts], after: Sequence[LayoutCosts]) -
     return ["", "searched schedules, the best first:", *(lines or ["  none is faster than those of the families"])]
 
 
-def reason(found: LayoutCosts | Estimate, best: LayoutCosts, memory: float) -> str:
+def reason(layout: LayoutCosts | Estimate, best: LayoutCosts, memory: float) -> str:
     """Return why a layout is worse than `best` in `memory` bytes."""
-    if isinstance(found, Estimate):
-        peak, seconds, about = found.memory, found.seconds, "about "
+    if isinstance(layout, Estimate):
+        peak, seconds, about = layout.memory, layout.seconds, "about "
     else:
-        peak, seconds, about = found.peak, found.step.total, ""
+        peak, seconds, about = layout.peak, layout.step.total, ""
     slower = seconds / best.step.total - 1
     pace = f"{about}{100 * slower:.1f} % slower" if slower > 0 else f"{about}{-100 * slower:.1f} % faster"
     if peak > memory:
         return f"does not fit: {about}{gib(peak)} GiB, {gib(peak - memory)} too many ({pace})"
-    if isinstance(found, Estimate):
+    if isinstance(layout, Estimate):
         return pace
     if slower <= 0:
         return f"{pace}, and was not searched" if slower < -0.001 else "as fast"
-    parts, reference = found.step.parts(), best.step.parts()
+    parts, reference = layout.step.parts(), best.step.parts()
     name = max(parts, key=lambda each: parts[each] - reference[each])
     return f"{pace}: {_CAUSES[name]}, {reference[name]:.3g} → {parts[name]:.3g} s of {seconds:.3g}"
 

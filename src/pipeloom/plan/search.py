@@ -37,7 +37,7 @@ _SPREAD = ("dp", "tp", "cp", "pp", "ep", "m", "micro_batch", "recompute")
 CLOSE = 1.06  # times the memory: estimates of more bytes are not predicted, since they are at most so much too high
 ROOM = 0.8  # of the memory: a layout that needs less gains nothing from a higher ZeRO level or a spread output layer
 SMALLER = 0.95  # times the least memory of faster layouts, to be worth a row
-ROWS = 8  # most layouts that are predicted because they need less memory than faster ones
+SMALLER_ROWS = 8  # most layouts that are predicted because they need less memory than faster ones
 SMALLEST = 16  # layouts of the least estimated memory that are predicted before the search says that none fits
 PIECE_TOKENS = 4096  # fewest of a sequence on a rank of cp
 SLICE_TOKENS = 1024  # fewest of a slice, with which products are still near their rate
@@ -209,7 +209,7 @@ def _smaller(
     least, rows = min(each.peak for each in known), 0
     for each in estimates:
         spread = each.layout.vocabulary == "pp"  # takes as long as the rest of the search
-        if rows < ROWS and each.memory < SMALLER * least and not spread:
+        if rows < SMALLER_ROWS and each.memory < SMALLER * least and not spread:
             for prediction in _predictions(planner, [each]):
                 least, rows = min(least, prediction.peak), rows + 1
                 yield prediction

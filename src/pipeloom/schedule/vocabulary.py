@@ -81,7 +81,7 @@ def vocabulary(schedule: Schedule, form: str = "fused", costs: Costs | None = No
     )
     cost_model = costs_of_all(costs if costs is not None else Costs(), spread)
     groups = _ONE if form == "fused" else _TWO
-    work = _Work(schedule, spread, cost_model, groups)
+    work = _Entries(schedule, spread, cost_model, groups)
     best: tuple[float, _Placing] | None = None
     for policy in _policies(schedule, groups):
         placing = _Placing(work, policy)
@@ -188,8 +188,8 @@ def costs_of_all(costs: Costs, schedule: Schedule) -> Costs:
     return costs.changed(longer)
 
 
-class _Work:
-    """What all placements of a schedule share: its entries as codes, their times, and what they wait for.
+class _Entries:
+    """The entries of a schedule as codes, their times, and what they wait for: what all placements share.
 
     Attributes:
         programs: rank -> the entries of the schedule.
@@ -216,8 +216,8 @@ class _Work:
         self.last = {code for code in self.forwards if code % stride // spread.units == spread.routes[0][-1]}
         self.left = []
         for rank, program in enumerate(self.programs):
-            own = [range(self.shares[letter][rank], self.shares[letter][rank] + self.units) for letter in "ST"]
-            self.left.append(sum(self.duration[code] for code in chain(program, *own)))
+            ranges = [range(self.shares[letter][rank], self.shares[letter][rank] + self.units) for letter in "ST"]
+            self.left.append(sum(self.duration[code] for code in chain(program, *ranges)))
         self._led: dict[int, list[list[int]]] = {}
 
     def led(self, ahead: int) -> list[list[int]]:
@@ -251,7 +251,7 @@ class _PlacedRank:
 class _Placing:
     """One placement: ranks and group entries run from one moment to the next, and each rank follows the policy."""
 
-    def __init__(self, work: _Work, policy: _Policy) -> None:
+    def __init__(self, work: _Entries, policy: _Policy) -> None:
         self.work, self.policy = work, policy
         self.end_of = list(work.end_of)
         self.ranks = [
