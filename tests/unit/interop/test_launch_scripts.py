@@ -126,3 +126,29 @@ def test_words_of_the_caller_behind_a_value_leave_it(old: str, new: str, system:
     assert job.layout.seq == 4096
     assert job.shape is not None
     assert any("$" in sentence for sentence in job.unknown)
+
+
+def test_a_key_of_an_unknown_section_is_listed_and_not_taken(tmp_path: Path) -> None:
+    text = "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b "
+    (tmp_path / "run.sh").write_text(text + "--paralelism.tensor_parallel_degree 2")
+    job = read(tmp_path / "run.sh")
+    assert job.layout.tp == 1
+    assert job.unknown == ("paralelism.tensor_parallel_degree is not known; did you mean 'parallelism'?",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "stages"),
+    [
+        ("", (17, 17)),
+        ("--mtp-num-layers 1", (17, 18)),
+        ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", (17, 17)),
+        ("--decoder-last-pipeline-num-layers 12", (21, 13)),
+        ("--num-layers-per-virtual-pipeline-stage 4", (5, 4, 4, 4, 4, 4, 4, 5)),
+        ("--pipeline-model-parallel-layout 'Et*10|t*11|t*10|tL'", (11, 11, 10, 2)),
+    ],
+)
+def test_every_way_to_divide_layers_in_megatron_is_read(flags: str, stages: tuple[int, ...], tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text((FOLDER / "flags.txt").read_text() + flags)
+    job = read(tmp_path / "run.sh")
+    assert job.layout.stages == stages
+    assert job.unknown == ()
