@@ -11,7 +11,6 @@ from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.interop.torch_runtime import job_of, known_model, names_of_stages, schedule_words, without_predictions
-from pipeloom.interop.torch_runtime import refusals as torch_refusals
 from pipeloom.plan.job import Job
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.hub import presets
@@ -169,8 +168,3 @@ def _yaml(values: Mapping[str, Any], indent: str = "") -> list[str]:
         else:
             lines.append(f"{indent}{key}: {json.dumps(value)}")
     return lines
-
-
-def refusals(job: Job) -> list[str]:
-    """Return a sentence for each thing that Automodel refuses, with the file that does."""
-    return torch_refusals(job, "nemo_automodel, pipelining/functional.py", "nemo_automodel, distributed/mesh_utils.py")

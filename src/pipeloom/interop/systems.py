@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pipeloom.errors import UsageError, reason_of
@@ -38,8 +39,8 @@ def _read_ours(text: str) -> Job:
 
 SYSTEMS = {
     "megatron": System(megatron.read, megatron.refusals, megatron.write),
-    "torchtitan": System(torchtitan.read, torchtitan.refusals, torchtitan.write),
-    "automodel": System(automodel.read, automodel.refusals, automodel.write),
+    "torchtitan": System(torchtitan.read, partial(torch_runtime.refusals, system="torchtitan"), torchtitan.write),
+    "automodel": System(automodel.read, partial(torch_runtime.refusals, system="automodel"), automodel.write),
     "pipeloom": System(_read_ours, pipeloom.refusals, pipeloom.write),
 }
 

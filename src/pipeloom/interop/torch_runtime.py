@@ -144,12 +144,16 @@ def schedule_words(job: Job) -> tuple[str, str]:
     return _PLACED["loop" if layout.v > 1 else "linear"], layout.schedule
 
 
-def refusals(job: Job, builder: str, mesh: str) -> list[str]:
-    """Return a sentence for each thing that systems on torch's runtime refuse, with the file that does.
+_FILES = {
+    "torchtitan": ("torchtitan, distributed/pipeline_parallel.py", "torchtitan, distributed/parallel_dims.py"),
+    "automodel": ("nemo_automodel, pipelining/functional.py", "nemo_automodel, distributed/mesh_utils.py"),
+}
+"""System -> the file that builds its pipelines, and the one that builds its meshes."""
 
-    Args:
-        builder: the file that builds a system's pipelines; mesh: the one that builds its meshes.
-    """
+
+def refusals(job: Job, system: str) -> list[str]:
+    """Return a sentence for each thing that a system on torch's runtime refuses, with the file that does."""
+    builder, mesh = _FILES[system]
     layout, shape = without_predictions(job).layout, job.shape
     family, piped = layout.schedule, layout.pp > 1
     word = SCHEDULES.get(family, "")

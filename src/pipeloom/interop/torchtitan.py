@@ -14,7 +14,6 @@ from typing import Any
 from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.interop.shell import best_command, flags_of, launches
 from pipeloom.interop.torch_runtime import job_of, known_model, names_of_stages, schedule_words, without_predictions
-from pipeloom.interop.torch_runtime import refusals as torch_refusals
 from pipeloom.plan.job import Job
 from pipeloom.shapes.decoder import DecoderShape
 
@@ -184,9 +183,3 @@ def write(job: Job) -> str:
 
 def _name(job: Job) -> str:
     return next((name for name in _MODELS if job.shape is not None and known_model(name) == job.shape), "")
-
-
-def refusals(job: Job) -> list[str]:
-    """Return a sentence for each thing that torchtitan refuses, with the file that does."""
-    folder = "torchtitan, distributed"
-    return torch_refusals(job, f"{folder}/pipeline_parallel.py", f"{folder}/parallel_dims.py")

@@ -11,7 +11,9 @@ import pytest
 from jobs import UNHELD, broken_job, random_job
 from pipeloom.errors import PipeloomError, UsageError
 from pipeloom.interop.systems import SYSTEMS, translated
+from pipeloom.plan import load_model
 from pipeloom.plan.job import Job, differences, normal
+from pipeloom.plan.layout import parse
 
 SEEDS = range(200)
 FAST = 20
@@ -70,3 +72,8 @@ def test_what_no_other_system_has_is_refused(system: str, field: str, value: Any
     job = random_job(1, system)
     with pytest.raises(UsageError, match=f"{field}={value}: .*; nearest: {nearest}"):
         translated(replace(job, layout=replace(job.layout, **{field: value})), system)
+
+
+def test_parts_in_another_order_are_not_lost() -> None:
+    layout = parse("m=4,recompute=attention+norms,offload=core_attn+attn_norm")
+    assert translated(Job(load_model("qwen3-30b-a3b"), layout), "megatron")[1] == []
