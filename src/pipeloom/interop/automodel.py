@@ -41,11 +41,6 @@ _KNOWN = {
 }
 
 
-def accepts(text: str) -> bool:
-    """Return whether a text looks like a recipe of NeMo Automodel."""
-    return any(line.startswith("distributed:") for line in text.splitlines())
-
-
 def read(text: str, shape: DecoderShape | None = None) -> Job:
     """Return the run of a recipe, on as many devices as its sizes multiply to.
 

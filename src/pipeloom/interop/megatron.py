@@ -104,11 +104,6 @@ _SHARDED = {"optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 
 
-def accepts(text: str) -> bool:
-    """Return whether a text looks like a launch script or the flags of Megatron-LM."""
-    return any(word in text for word in ("model-parallel-size", "--num-layers", "pretrain_gpt", "--micro-batch-size"))
-
-
 def read(text: str, shape: DecoderShape | None = None) -> Job:
     """Return the run that a line of flags, or a launch script, starts.
 

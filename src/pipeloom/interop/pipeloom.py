@@ -19,11 +19,6 @@ from pipeloom.shapes.ops import Adapters
 _SECONDS_AT_RISK = 1800  # between two checkpoints: what a failure costs at most, beside minutes to write one
 
 
-def accepts(text: str) -> bool:
-    """Return whether a text looks like a configuration of ours."""
-    return any(line.strip() in ("[parallel]", "[schedule]") for line in text.splitlines())
-
-
 def read(path: Path) -> Job:
     """Return the run of a configuration. Raises ConfigError with every problem of every key."""
     layout = load_layout(path, world_size=0)

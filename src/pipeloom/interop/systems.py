@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -23,9 +24,10 @@ _LARGEST = 2**20  # bytes of a script
 
 @dataclass(frozen=True)
 class System:
-    """One system: what reads, refuses and writes its jobs."""
+    """One system: a pattern of its words; what reads, refuses and writes its jobs."""
 
-    read: Callable[[str], Job]
+    marks: str
+    read: Callable[..., Job]
     refusals: Callable[[Job], list[str]]
     write: Callable[[Job], str]
 
@@ -38,11 +40,13 @@ def _read_ours(text: str) -> Job:
 
 
 SYSTEMS = {
-    "megatron": System(megatron.read, megatron.refusals, megatron.write),
-    "torchtitan": System(torchtitan.read, partial(torch_runtime.refusals, system="torchtitan"), torchtitan.write),
-    "automodel": System(automodel.read, partial(torch_runtime.refusals, system="automodel"), automodel.write),
-    "pipeloom": System(_read_ours, pipeloom.refusals, pipeloom.write),
-}
+    "pipeloom": System(r"^\s*\[(parallel|schedule)\]\s*$", _read_ours, pipeloom.refusals, pipeloom.write),
+    "automodel": System("^distributed:", automodel.read, partial(torch_runtime.refusals, system="automodel"), automodel.write),
+    "torchtitan": System(r"--parallelism\.|--training\.|torchtitan|^\[(parallelism|training)\]", torchtitan.read,
+                         partial(torch_runtime.refusals, system="torchtitan"), torchtitan.write),
+    "megatron": System("model-parallel-size|--num-layers|pretrain_gpt|--micro-batch-size", megatron.read, megatron.refusals,
+                       megatron.write),
+}  # fmt: skip
 
 
 def read_job(source: str, shape: DecoderShape | None = None) -> Job:
@@ -60,11 +64,11 @@ def read_job(source: str, shape: DecoderShape | None = None) -> Job:
         raise UsageError(f"cannot read {source}: {reason_of(error)}") from None
     if len(data) > _LARGEST:
         raise UsageError(f"{source} is longer than {_LARGEST:,} bytes: that is no job")
-    if pipeloom.accepts(text):
-        return normal(_read_ours(text) if source == "-" else pipeloom.read(Path(source)))
-    for system in (automodel, torchtitan, megatron):
-        if system.accepts(text):
-            return normal(system.read(text, shape))
+    for name, system in SYSTEMS.items():
+        if re.search(system.marks, text, re.MULTILINE):
+            if name != "pipeloom":
+                return normal(system.read(text, shape))
+            return normal(_read_ours(text) if source == "-" else pipeloom.read(Path(source)))
     raise UsageError(
         f"{source} is no job of Megatron-LM, torchtitan, NeMo Automodel or Pipeloom: it has none of their words"
     )

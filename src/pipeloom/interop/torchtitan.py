@@ -48,11 +48,6 @@ _HARMLESS = """
 """
 
 
-def accepts(text: str) -> bool:
-    """Return whether a text looks like a command line or an older TOML of torchtitan."""
-    return "--parallelism." in text or "torchtitan" in text or "[parallelism]" in text or "--training." in text
-
-
 def read(text: str, shape: DecoderShape | None = None) -> Job:
     """Return the run of a command line, of a script with it, or of a TOML of before February 2026.
 

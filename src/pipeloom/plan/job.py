@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from pipeloom.plan.layout import PlannedLayout, even_stages
+from pipeloom.plan.layout import RECOMPUTE, PlannedLayout, even_stages
 from pipeloom.schedule.families import canonical_name
 from pipeloom.shapes.decoder import DecoderShape
-from pipeloom.shapes.ops import OFFLOADED, PARTS
+from pipeloom.shapes.ops import OFFLOADED
 
 OPTIONS = ("blocking_p2p", "overlap_warmup", "overlap_grads", "overlap_params", "overlap_experts", "delay_wgrad")
 """What a run does beside computation: nothing while chunks send messages ("blocking"); messages of the warm-up too, the sums of
@@ -60,16 +59,12 @@ def normal(job: Job) -> Job:
         stages=stages,
         cut="even",
         etp=(layout.etp or layout.tp) if experts else 0,
-        recompute=_in_order(layout.recompute, ("none", "full", *PARTS)),
-        offload=_in_order(layout.offload, ("none", *OFFLOADED)),
+        recompute="+".join(sorted(layout.recompute.split("+"), key=RECOMPUTE.index)),
+        offload="+".join(sorted(layout.offload.split("+"), key=["none", *OFFLOADED].index)),
         group=layout.group if looped and layout.group != layout.pp else 0,
         capacity=layout.capacity or (0.0 if shape is None else shape.capacity_factor),
     )
     return replace(job, layout=layout, shape=shape and replace(shape, capacity_factor=0.0))
-
-
-def _in_order(words: str, known: Sequence[str]) -> str:
-    return "+".join(sorted(words.split("+"), key=known.index))
 
 
 def differences(job: Job, other: Job) -> dict[str, tuple[Any, Any]]:
