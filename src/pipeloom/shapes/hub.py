@@ -68,6 +68,7 @@ _WITHOUT_EFFECT = """
     scoring_func seq_aux sliding_window source task_specific_params temperature tokenizer_class top_k top_p topk_method
     torch_dtype torchscript transformers_version unsloth_fixed unsloth_version use_cache
 """
+COMMON_KEYS = frozenset(f"{_SIZES} {_WITHOUT_EFFECT}".split())
 _PLAIN = {"attention_bias": False, "qkv_bias": False, "qk_norm": False}
 _DENSE = {**_PLAIN, "num_experts": 0}
 _DEEPSEEK = HubFamily({"shared_expert_gate": False}, _PLAIN, keys=_LATENT)
@@ -134,7 +135,7 @@ class _Values:
         if self.kind not in HUB_FAMILIES:
             raise UnknownModelError(where, f"model_type = {as_json(self.kind)}")
         self.family = HUB_FAMILIES[self.kind]
-        known = {*f"{_SIZES} {_WITHOUT_EFFECT} {self.family.keys}".split(), *(() if self.kind else _OF_SHAPES)}
+        known = {*COMMON_KEYS, *self.family.keys.split(), *(() if self.kind else _OF_SHAPES)}
         kinds = values.get("layer_types")
         if isinstance(kinds, list) and kinds == ["full_attention"] * len(kinds):
             known.add("layer_types")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,12 +17,13 @@ import torch
 from torch import nn
 
 from pipeloom.errors import ConfigError
-from pipeloom.foreign import as_json
+from pipeloom.foreign import as_json, unknown_keys
 from pipeloom.models.hf.cut import Cut, cut
 from pipeloom.models.hf.library import causal_model, read_config
 from pipeloom.shapes.decoder import CountedModel, DecoderShape
-from pipeloom.shapes.hub import require_heads
+from pipeloom.shapes.hub import COMMON_KEYS, require_heads
 
+_LOG = logging.getLogger("pipeloom")
 _MOST_BLOCKS = 1000  # of a model that is built: some milliseconds each
 # Begins of keys of a model whose blocks hand over more than hidden states, or choose what attention sees.
 _UNPLANNED = ("index_topk", "hidden_size_per_layer_input")
@@ -54,6 +57,10 @@ def _counted(content: str) -> DecoderShape:
             config = read_config(folder)
         except ConfigError as error:
             raise ConfigError(str(error).replace(f"{folder}{os.sep}", "")) from None
+    # Ranks that the command starts count what it has counted; of those of torchrun one speaks.
+    speaks = os.environ.get("RANK", "0") == "0" and ("RANK" in os.environ) == ("TORCHELASTIC_RUN_ID" in os.environ)
+    if speaks and (unread := unread_keys(config, json.loads(content))):
+        _LOG.warning("config.json (%s): transformers does not read %s", config.model_type, ", ".join(unread))
     sizes = config.get_text_config()
     if (getattr(sizes, "num_hidden_layers", None) or 0) > _MOST_BLOCKS:
         raise ConfigError(f"num_hidden_layers = {sizes.num_hidden_layers}: at most {_MOST_BLOCKS:,} blocks are counted")
@@ -89,6 +96,16 @@ def _counted(content: str) -> DecoderShape:
         counted=CountedModel(sum(first), tuple(blocks), sum(last), tied, whole.spreadable),
         model_type=str(sizes.model_type),
     )
+
+
+def unread_keys(config: Any, values: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a `config.json` that its family in `transformers` lacks; those of a part as `part.key`."""
+    kind, parts = type(config), [name for name in config.sub_configs if isinstance(values.get(name), dict)]
+    known = {*COMMON_KEYS, *kind.attribute_map, *kind.sub_configs, *kind.__dataclass_fields__, *dir(kind)}
+    with suppress(Exception):  # a family without defaults
+        known |= vars(kind()).keys()
+    unread = [key for key in unknown_keys(values, known) if key[:1] != "_" and not key.endswith("token_id")]
+    return unread + [f"{part}.{key}" for part in parts for key in unread_keys(getattr(config, part), values[part])]
 
 
 def _parameters(whole: Cut) -> list[tuple[int, int]]:

@@ -136,8 +136,13 @@ def load_tokenizer(name: str, bos: str = AUTO, eos: str = AUTO) -> Tokenizer:
     except (OSError, UsageError) as error:
         raise ConfigError(f'data.tokenizer = "{shortened(name)}": cannot read it: {reason_of(error)}') from None
     except Exception as error:
-        words = shortened(next(iter(str(error).splitlines()), type(error).__name__))
-        raise ConfigError(f'data.tokenizer = "{shortened(name)}": it is not a tokenizer: {words}') from None
+        raise _no_tokenizer(name, error) from None
+
+
+def _no_tokenizer(name: str, error: Exception) -> ConfigError:
+    """Return the error for files that a tokenizer's package cannot read, whatever it raises."""
+    words = shortened(next(iter(str(error).splitlines()), type(error).__name__))
+    return ConfigError(f'data.tokenizer = "{shortened(name)}": it is not a tokenizer: {words}')
 
 
 _UNMARKED: dict[str, str | None] = {"bos_token": None, "eos_token": None}
@@ -184,7 +189,10 @@ def transformers_tokenizer(path: Path) -> Any:
             f'data.tokenizer = "{shortened(str(path))}": its chat template, or a tokenizer without tokenizer.json, needs '
             'transformers: pip install -e ".[hf]"'
         ) from None
-    return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise _no_tokenizer(str(path), error) from None
 
 
 def _specials(folder: Path) -> dict[str, str | None]:
@@ -359,17 +367,18 @@ class TokenizerTemplate:
     def _render(self, messages: Any, tools: Any, prompts: bool) -> tuple[str, list[tuple[int, int]]]:
         """Return the text, and where in it the template marks what the assistant generates."""
         utilities: Any = importlib.import_module("transformers.utils.chat_template_utils")
-        template = self._tokenizer.get_chat_template(tools=tools)
-        options = {
-            **self._tokenizer.special_tokens_map,
-            "add_generation_prompt": prompts,
-            "return_assistant_tokens_mask": re.search(r"{%-?\s*generation", template) is not None,
-        }
         words = ""
         for form_of in (list, with_text_arguments):  # some templates join arguments as text, others convert them
-            form = form_of(messages)
             try:
-                (text,), spans = utilities.render_jinja_template([form], tools, chat_template=template, **options)
+                template = self._tokenizer.get_chat_template(tools=tools)
+                options = {
+                    **self._tokenizer.special_tokens_map,
+                    "add_generation_prompt": prompts,
+                    "return_assistant_tokens_mask": re.search(r"{%-?\s*generation", template) is not None,
+                }
+                (text,), spans = utilities.render_jinja_template(
+                    [form_of(messages)], tools, chat_template=template, **options
+                )
                 return text, spans[0] if spans else []
             except Exception as error:
                 words = words or next(iter(str(error).splitlines()), type(error).__name__)
