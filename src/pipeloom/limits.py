@@ -39,6 +39,8 @@ WORKER_BYTES = 160_000_000
 MOST_LAYERS = 100_000
 # The largest side of a tensor (a width, a vocabulary, a sequence, a batch): the product of two of them still fits 64 bits.
 MOST_WIDTH = 2**30
+# The width of a head, for which tables of rotations are computed: a hundred times that of published models.
+MOST_HEAD_WIDTH = 2**16
 # A counter of steps or moves, and a seed.
 MOST_STEPS = 10**12
 MOST_SEED = 2**63 - 1
@@ -65,7 +67,8 @@ MOST_NESTED = 20
 BYTE_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 _COUNTS = re.compile(
-    r"(?:^|_)(?:(?P<parts>layers?|blocks?|depth|experts?|heads?|groups?|types)|size|dim|rank|embeddings|positions|model|embd|inner|ctx)$"
+    r"(?:^|_)(?:(?P<parts>layers?|blocks?|depth|experts?|heads?|groups?|types)|(?P<head>(?:head|rotary)_dim)"
+    r"|size|dim|rank|embeddings|positions|model|embd|inner|ctx)$"
 )
 
 
@@ -197,7 +200,8 @@ def require_counts(values: Mapping[str, object]) -> None:
         elif isinstance(value, list):
             waiting += [(name, item) for item in value]
         elif type(value) is int and (ending := _COUNTS.search(str(name))):
-            require_at_most(str(name), value, MOST_LAYERS if ending["parts"] else MOST_WIDTH)
+            most = MOST_LAYERS if ending["parts"] else MOST_HEAD_WIDTH if ending["head"] else MOST_WIDTH
+            require_at_most(str(name), value, most)
 
 
 def require_schedule(ranks: int, microbatches: int, stages: int, most: int = MOST_CELLS) -> None:

@@ -136,11 +136,13 @@ def test_sizes_and_files_above_a_limit_are_refused_at_once(hostile: dict[str, st
     "name", ["num_hidden_layers", "n_layer", "depth", "num_local_experts", "n_head", "attention_types"]
 )
 def test_every_count_of_a_model_is_compared_with_its_limit(name: str) -> None:
-    limits.require_counts({name: limits.MOST_LAYERS, "hidden_size": limits.MOST_WIDTH, "num_parameters": 10**12})
+    limits.require_counts({name: limits.MOST_LAYERS, "head_dim": limits.MOST_HEAD_WIDTH, "num_parameters": 10**12})
+    limits.require_counts({"hidden_size": limits.MOST_WIDTH})
     for values in (
         {name: limits.MOST_LAYERS + 1},
         {"text_config": {name: [[10**9]]}},
         {"d_model": limits.MOST_WIDTH + 1},
+        {"qk_rope_head_dim": limits.MOST_HEAD_WIDTH + 1},
     ):
         with pytest.raises(UsageError, match="it must be at most"):
             limits.require_counts(values)

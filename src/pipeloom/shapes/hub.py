@@ -339,13 +339,16 @@ def is_directory(path: str) -> bool:
 def content_of(source: str, where: str) -> dict[str, Any]:
     """The `config.json` of a directory. Raises ConfigError, with a message that begins with `where`, where it cannot be read."""
     path = expanded(source) / "config.json"
+    return _object(path, where, "a model's configuration", download(source), _nearest_folder(source))
+
+
+def _object(path: Path, where: str, what: str, instead: str = "", near: str = "") -> dict[str, Any]:
+    """Return the JSON object in a file. Raises ConfigError where there is none, with the sentence `instead` if that is given."""
     try:
-        content = read_json(path, MODEL_CONFIG_BYTES, "a model's configuration")
-        if isinstance(content, dict):
-            require_counts(content)
+        content = read_json(path, MODEL_CONFIG_BYTES, what)
+        require_counts(content if isinstance(content, dict) else {})
     except (OSError, UsageError) as error:
-        reason = download(source) or f"{path} cannot be read: {reason_of(error)}{_nearest_folder(source)}"
-        raise ConfigError(f"{where}: {reason}") from None
+        raise ConfigError(f"{where}: {instead or f'{path} cannot be read: {reason_of(error)}{near}'}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: {path} is not a JSON object")
     return content
@@ -450,7 +453,6 @@ def _nearest_folder(source: str) -> str:
 
 ADAPTER_CONFIG = "adapter_config.json"
 _MOST_RANK = 65_536  # wider than the weights of published models, so that a damaged file asks for no terabytes
-_MOST_ADAPTER_BYTES = 10_000_000
 # Keys of peft that say nothing about what the adapter in the file computes, whatever their values.
 _HARMLESS = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
@@ -480,13 +482,10 @@ def adapter_keys(adapter: str, where: str) -> dict[str, Any]:
             "changed when it began; save it with peft's path_initial_model_for_weight_conversion"
         )
     modules = values.get("target_modules")
-    words = "text or a list of texts, and not empty"
     if not modules or not isinstance(modules, str | list) or not all(isinstance(name, str) for name in modules):
-        raise ConfigError(f"{where}: target_modules = {as_json(modules)}: it must be {words}")
+        raise ConfigError(f"{where}: target_modules = {as_json(modules)}: it must be text or texts, and not empty")
     rank = number_in(f"{where}: r", values.get("r"), 1, _MOST_RANK, whole=True)
-    alpha = typed(where, values, "lora_alpha", (int, float), "a number")
-    if alpha is None:
-        raise ConfigError(f"{where}: it has no lora_alpha")
+    alpha = number_in(f"{where}: lora_alpha", values.get("lora_alpha"))
     scaled = typed(where, values, "use_rslora", bool, "true or false")
     return {
         "r": rank,
@@ -498,11 +497,4 @@ def adapter_keys(adapter: str, where: str) -> dict[str, Any]:
 
 def read_adapter_config(folder: Path, where: str) -> dict[str, Any]:
     """Return the content of `adapter_config.json` in `folder`. Raises ConfigError with a message that begins with `where`."""
-    path = folder / ADAPTER_CONFIG
-    try:
-        content = read_json(path, _MOST_ADAPTER_BYTES, "an adapter's configuration")
-    except (OSError, UsageError) as error:
-        raise ConfigError(f"{where}: {path} cannot be read: {reason_of(error)}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{where}: {path} is not a JSON object")
-    return content
+    return _object(folder / ADAPTER_CONFIG, where, "an adapter's configuration")

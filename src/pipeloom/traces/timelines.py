@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeloom.errors import PipeloomError, ScheduleError, UsageError, did_you_mean
+from pipeloom.errors import PipeloomError, ScheduleError, UsageError, did_you_mean, shortened
 from pipeloom.limits import SCHEDULE_BYTES, read_text
 from pipeloom.schedule import json_form
 from pipeloom.schedule.costs import Costs
@@ -87,7 +87,7 @@ def from_json(text: str, source: str = "json") -> tuple[Timeline, ...]:
     except PipeloomError:
         raise
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
-        raise UsageError(f"{source}: not as a run writes it: {type(error).__name__} {error}") from None
+        raise UsageError(f"{source}: not as a run writes it: {type(error).__name__} {shortened(str(error))}") from None
 
 
 def _timeline(form: dict[str, Any], schedules: Sequence[Schedule], source: str) -> Timeline:

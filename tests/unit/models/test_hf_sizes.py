@@ -203,6 +203,26 @@ def test_files_of_other_programs_have_their_published_sizes(name: str, millions:
     assert sum(attention) / (4 * attention[1]) == pytest.approx(0.5, abs=0.01)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        *(("gpt_oss_20b", 20_914_757_184), ("deepseek_v2_lite", 15_706_484_224), ("qwen3_5_27b", None)),
+        ("deepseek-v3", 671_026_404_352),  # and 256 biases of routers in each of 58 blocks, which are buffers
+    ],
+)
+def test_published_models_have_the_parameters_of_transformers(name: str, parameters: int | None) -> None:
+    """In each layer; and in all of them those of the published weights, where these hold nothing but the decoder."""
+    file = Path(DATA / "foreign" / "plan_configs" / f"{name}.json")
+    values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else hub.presets()[name]
+    config = transformers().AutoConfig.for_model(**values)
+    with torch.device("meta"):
+        model = transformers().AutoModelForCausalLM.from_config(config)
+    shape = replace(shape_of(values, name), num_nextn_predict_layers=0)
+    compare_with(model, shape, values["num_hidden_layers"])
+    assert parameter_count(shape) == parameters or round(parameter_count(shape) / 1e9) == 27
+
+
 def run_command(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     app(list(words), standalone_mode=False)
     return capsys.readouterr().out
@@ -241,7 +261,7 @@ def test_what_plan_writes_of_a_directory_train_accepts(
         run_command(capsys, *plan, *words)
         run = tomllib.loads(Path("run.toml").read_text())
         assert run["model"] == {key: str(tmp_path / "model")}  # whose vocabulary is smaller than that of bytes
-        assert "m" not in run["parallel"]["stages"]
+        assert "m" not in run["parallel"].get("stages", "")
         assert "would start" in run_command(capsys, "train", "run.toml", "--dry-run")
     allowed = key == "weights"
     for option, words in (("--layout", "tp=2,m=4"), ("--fixed", "tp=2"), ("--layout", "dp=2,ep=2,m=2")):

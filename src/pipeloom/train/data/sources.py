@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from pipeloom.errors import ConfigError, UsageError, reason_of, shortened
+from pipeloom.errors import ConfigError, UsageError, echo, reason_of, shortened
 from pipeloom.foreign import unknown_keys
 from pipeloom.limits import CORPUS_BYTES, CORPUS_FILES, LINE_BYTES, expanded, open_file, read_file
 from pipeloom.train.data.conversations import BESIDE, HARMLESS, PAIRS, REFUSED, BadConversation, conversation
@@ -298,7 +298,7 @@ class Fields:
 
     def of(self, place: str, record: Any) -> Record | BadRecord:
         if not isinstance(record, dict):
-            return BadRecord(place, f"it is {_json_kind(record)}, not an object")
+            return BadRecord(place, f"it is {echo(record)}, not an object")
         self.choose(record)
         name, value = self.names[0], record.get(self.names[0])
         if name not in record:
@@ -317,20 +317,7 @@ class Fields:
             except UnicodeEncodeError:
                 return BadRecord(place, f'field "{name}" holds half of a surrogate pair, which is not text')
             return Record(place, value)
-        kind = "a list without messages" if isinstance(value, list) else _json_kind(value)
-        return BadRecord(place, f'field "{shortened(name)}" is {kind}, not a string')
-
-
-def _json_kind(value: Any) -> str:
-    names = {
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        str: "a string",
-        list: "a list",
-        dict: "an object",
-    }
-    return "null" if value is None else names.get(type(value), type(value).__name__)
+        return BadRecord(place, f'field "{shortened(name)}" is {echo(value)}, not a string or a list of messages')
 
 
 def _json_lines(file: Path, source: Source, fields: Fields) -> Iterator[Record | BadRecord]:

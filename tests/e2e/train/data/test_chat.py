@@ -142,7 +142,7 @@ def test_a_question_that_is_no_text_is_named(tmp_path: Path) -> None:
     [
         ([{"role": "user", "content": "x"}], "so there is nothing to learn"),
         ([{"role": "user"}], "message 1 is not"),
-        (["x"], "is a list without messages, not a string"),
+        (["x"], r"is \['x'\], not a string or a list of messages"),
         ([*CHAT, {"role": "assistant", "content": "\ud800"}], "message 6 holds half of a surrogate pair"),
         ("text", "it is a text, and those before are conversations"),
     ],

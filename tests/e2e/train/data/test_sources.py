@@ -75,7 +75,7 @@ def test_an_array_of_objects_is_read_as_records(folder: Path) -> None:
     (folder / "a.json").write_text(array)
     one, two, three = read(folder / "a.json")
     assert [one, three] == [Record(f"{folder}/a.json, record {at}", text) for at, text in ((1, "one"), (3, "three"))]
-    assert two == BadRecord(f"{folder}/a.json, record 2", 'field "text" is a number, not a string')
+    assert two == BadRecord(f"{folder}/a.json, record 2", 'field "text" is 2, not a string or a list of messages')
     (folder / "a.json").write_text(array[:-1])
     (broken,) = read(folder / "a.json")
     assert isinstance(broken, BadRecord)
@@ -97,7 +97,7 @@ def test_tables_are_not_trained_on_as_text_unasked(tmp_path: Path, name: str) ->
 def test_a_source_whose_documents_are_all_bad_says_why(folder: Path) -> None:
     json_lines(folder / "a.jsonl", [{"text": None}, {"text": ["x"]}])
     words = (
-        r'it holds no text to train on \(bad ones left out: 2; .*line 1: field "text" is null.*a list without messages'
+        r"it holds no text to train on \(bad ones left out: 2; .*line 1: field .text. is None.*\['x'\], not a string"
     )
     with pytest.raises(ConfigError, match=words):
         data(folder, source=str(folder / "a.jsonl"), on_error="skip")
@@ -217,10 +217,10 @@ BAD = [
     (b'{"text": "x"', "it is not JSON"),
     (b'{"text": "\xff"}', r"it is not UTF-8 \(byte 11\)"),
     (b'{"text": "a\0b"}', "zero bytes"),
-    (b'["text"]', "it is a list, not an object"),
+    (b'["text"]', r"it is \['text'\], not an object"),
     (b'{"other": 1}', 'it has no field "text"'),
-    (b'{"text": 7}', 'field "text" is a number, not a string'),
-    (b'{"text": null}', 'field "text" is null, not a string'),
+    (b'{"text": 7}', 'field "text" is 7, not a string'),
+    (b'{"text": null}', 'field "text" is None, not a string'),
     (b'{"text": "\\ud800"}', "half of a surrogate pair"),
     (b'{"text": ' + b"[" * 100_000 + b"}", "nested too deeply|not JSON"),
     (b'{"text": "' + b"x" * 3000 + b'"}', "it has more than 2,000 bytes"),
