@@ -50,8 +50,7 @@ def _of_file(path: Path) -> tuple[LayerSegments, ...]:
 
 
 def _layer(content: Mapping[str, Any]) -> LayerSegments:
-    unknown = sorted(content.keys() - {*_COMPUTATIONS, *_COMMUNICATIONS, "layers"})
-    if unknown:
+    if unknown := sorted(content.keys() - {*_COMPUTATIONS, *_COMMUNICATIONS, "layers"}):
         raise KeyError(unknown[0])
     times: dict[str, Any] = {name: PhaseTimes(*map(float, content[name])) for name in _COMPUTATIONS}
     times |= {name: float(content[name]) for name in _COMMUNICATIONS if name in content}

@@ -117,8 +117,7 @@ def _exposed(form: dict[str, Any]) -> Exposed:
     """One rank's communications. Raises ValueError for an unknown kind or an invalid time."""
     inside, after = ({str(kind): float(form[name][kind]) for kind in form[name]} for name in ("inside", "after"))
     end = float(form["end"])
-    unknown = sorted((inside.keys() | after.keys()) - set(COMMUNICATIONS))
-    if unknown:
+    if unknown := sorted((inside.keys() | after.keys()) - set(COMMUNICATIONS)):
         raise ValueError(f"kind of communication {unknown[0]!r:.60}; they are {', '.join(COMMUNICATIONS)}")
     if not all(math.isfinite(time) and time >= 0 for time in (*inside.values(), *after.values(), end)):
         raise ValueError("a communication takes a finite time of at least 0")

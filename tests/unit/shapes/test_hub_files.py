@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paths import DATA
 from pipeloom.config import load_layout
 from pipeloom.config.settings import own_keys
 from pipeloom.errors import ConfigError
@@ -148,7 +150,7 @@ def test_what_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
         ({"target_modules": []}, "target_modules"),
         ({"peft_type": "IA3"}, "peft_type = \"IA3\": it must be 'LORA'"),
         ({"bias": "all"}, "bias = \"all\": it must be 'none'"),
-        ({"lora_alpha": 10**400}, "lora_alpha = 1.*: it must be a finite number"),
+        ({"lora_alpha": 10**400}, "lora_alpha = 1.*: it must be a number from 0"),
         ({"use_dora": True}, "use_dora = true is not supported"),
         ({"some_later_option": {"x": 1}}, r'some_later_option = \{"x": 1\} is not supported'),
         (
@@ -164,6 +166,14 @@ def test_a_value_of_another_type_in_an_adapters_configuration_is_named(
     (tmp_path / "adapter_config.json").write_text(json.dumps({**ADAPTER, **changes}))
     with pytest.raises(ConfigError, match=rf"adapter_config\.json: {words}"):
         adapter(str(tmp_path))
+
+
+def test_an_adapter_of_changed_weights_is_refused_by_its_key(tmp_path: Path) -> None:
+    given = json.loads((DATA / "foreign" / "adapters" / "pissa.json").read_text(encoding="utf-8"))
+    for kind, refused in (("pissa", True), (True, False)):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**given, "init_lora_weights": kind}))
+        with pytest.raises(ConfigError, match='init_lora_weights = "pissa"') if refused else nullcontext():
+            assert adapter(str(tmp_path))["r"] == 4
 
 
 @pytest.mark.parametrize(
