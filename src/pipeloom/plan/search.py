@@ -35,7 +35,8 @@ OFFERED = {
 }
 _SPREAD = ("dp", "tp", "cp", "pp", "ep", "m", "micro_batch", "recompute")
 CLOSE = 1.06  # times the memory: estimates of more bytes are not predicted, since they are at most so much too high
-ROOM = 0.8  # of the memory: a layout that needs less gains nothing from a higher ZeRO level or a spread output layer
+LONG = 1.01  # times the seconds: estimates are at most so much too long, but for few
+ROOM = 0.8  # of the memory: a layout that needs less gains no room from a higher ZeRO level
 SMALLER = 0.95  # times the least memory of faster layouts, to be worth a row
 SMALLER_ROWS = 8  # most layouts that are predicted because they need less memory than faster ones
 SMALLEST = 16  # layouts of the least estimated memory that are predicted before the search says that none fits
@@ -53,14 +54,14 @@ class PlanRequest:
         sequences: of a step, over all replicas.
         seq: tokens of a sequence.
         schedules: names of families that may be used.
-        zero: levels that may be used; a higher one only where the lower one needs `ROOM` of the memory.
+        zero: levels that may be used; a higher one only where it is faster, or the lower one needs `ROOM` of the memory.
         capacity: factor of the experts.
         fixed: name of a field of `PlannedLayout` -> the value that it must have.
         limits: as `fixed`, values that the model's layers require (`limits_of_source`).
         recompute: what may be recomputed.
         slices: numbers of slices of a sequence that may be used, with schedules of one chunk.
-        vocabulary: where the output layer may be: on the last rank, or spread, where it takes longer than the mean stage or
-            memory is short, over at most `MOST_SHARES` ranks of one or two chunks.
+        vocabulary: where the output layer may be: on the last rank, or spread over at most `MOST_SHARES` ranks of one or two
+            chunks.
     """
 
     devices: int
@@ -144,8 +145,8 @@ class LayoutPlan:
 def search(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate] = ()) -> LayoutPlan:
     """The layouts of `request`, ranked. Raises UsageError where no layout exists for so many devices.
 
-    Branch and bound: estimated seconds are a lower bound, and layouts are predicted in their order until the next estimate is
-    above the best prediction. So more memory, devices' memory or space never gives a slower layout.
+    Branch and bound: estimated seconds are a lower bound, but for `LONG`, and layouts are predicted in their order until the next
+    estimate is above the best prediction. So more memory, devices' memory or space never gives a slower layout.
 
     >>> from pipeloom import plan
     >>> planner = plan.Planner(plan.load_model("llama3-8b"), plan.load_device("h100"), plan.RUNTIMES["pipeloom"])
@@ -194,7 +195,7 @@ def _until_best(planner: Planner, request: PlanRequest, estimates: Sequence[Esti
     """Yield predictions, of the fastest estimate first, until no other layout can be faster than the best that fits."""
     fastest = math.inf
     for each in estimates:
-        if each.seconds >= fastest:
+        if each.seconds >= LONG * fastest:
             return
         for prediction in _predictions(planner, [each]):
             if prediction.peak <= request.memory:
@@ -379,13 +380,11 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
             for v in CHUNKS[name] if layout.pp > 1 else (1,):
                 if not _is_offered(planner, replace(layout, schedule=name, v=v)):
                     continue
-                needed = math.inf  # bytes with the output layer on the last rank
                 for slices, vocabulary in product(_slices(request, layout, name), request.vocabulary):
                     sized = replace(layout, v=v, schedule=name, slices=slices, vocabulary=vocabulary)
-                    if vocabulary == "pp" and not _may_spread(
-                        planner, request, sized, known.get((*key, 0, slices, 0)), needed
-                    ):
+                    if vocabulary == "pp" and not _may_spread(planner, sized):
                         continue
+                    best = Estimate(sized, math.inf, math.inf)  # of the lower levels
                     for zero in request.zero:
                         candidate = replace(sized, zero=zero)
                         if not request.allows(candidate):
@@ -398,9 +397,10 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
                         if place not in cuts:
                             cuts[place] = known[kind].cut(layout.pp, v, vee=name in BACK_AND_FORTH)
                         estimate = _estimate(planner, candidate, links, cuts[place])
-                        yield estimate
-                        needed = min(needed, estimate.memory) if vocabulary == "last" else needed
-                        if estimate.memory <= ROOM * request.memory or layout.dp * layout.cp == 1:
+                        if estimate.seconds < best.seconds or best.memory > ROOM * request.memory:
+                            best = estimate
+                            yield estimate
+                        if layout.dp * layout.cp == 1:
                             break
 
 
@@ -419,19 +419,9 @@ def _is_slow_to_place(layout: PlannedLayout) -> bool:
     return layout.vocabulary == "pp" and (layout.pp > MOST_SHARES or layout.v > 2)
 
 
-def _may_spread(
-    planner: Planner, request: PlanRequest, layout: PlannedLayout, whole: _Sums | None, needed: float
-) -> bool:
-    """Return whether to estimate the layout with the output layer spread.
-
-    Args:
-        whole: its layers without, if they were looked at.
-        needed: bytes of the same layout without.
-    """
-    if layout.schedule not in SPREADING or problems(planner.shape, layout) or _is_slow_to_place(layout):
-        return False
-    slow = whole is None or whole.seconds[-1] * layout.pp * layout.v > sum(whole.seconds)
-    return slow or needed > ROOM * request.memory
+def _may_spread(planner: Planner, layout: PlannedLayout) -> bool:
+    """Return whether to estimate the layout with the output layer spread."""
+    return layout.schedule in SPREADING and not problems(planner.shape, layout) and not _is_slow_to_place(layout)
 
 
 def _slices(request: PlanRequest, layout: PlannedLayout, schedule: str) -> tuple[int, ...]:
@@ -462,10 +452,11 @@ class _Rank:
 
 @dataclass(frozen=True)
 class _Cut:
-    """The ranks of a cut, and the largest layer of the model."""
+    """The ranks of a cut, the largest layer of the model, and the seconds of a rank's share of the output layer."""
 
     ranks: tuple[_Rank, ...]
     largest: float
+    share: float
 
 
 @dataclass(frozen=True)
@@ -501,7 +492,7 @@ class _Sums:
             values = seconds, 0.0, 0.0, 0.0, 0.0, *share.parameters, *share.trained.parameters, share.saved
             sums = [[a + b for a, b in zip(each, values, strict=True)] for each in sums]
         largest = max(sum(each.parameters) for each in distinct(self.layers).values())
-        return _Cut(tuple(_Rank(*each) for each in sums), largest)
+        return _Cut(tuple(_Rank(*each) for each in sums), largest, shares * self.seconds[-1])
 
 
 def estimate(planner: Planner, layout: PlannedLayout) -> Estimate:
@@ -512,7 +503,8 @@ def estimate(planner: Planner, layout: PlannedLayout) -> Estimate:
 
 
 def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _Cut) -> Estimate:
-    """1F1B's laws: the heaviest rank works for all micro-batches, and the others pass the first one to it and the last one on.
+    """1F1B's laws: rank r works for all micro-batches, waits for the ranks before it at both ends of the step, and for those
+    behind it twice, before its first backward and its last, as long as the p - r - 1 other micro-batches there do not fill.
 
     Rank r of p keeps p - r micro-batches, in k slices, whose ramps take 1 / k, 1 + (p - r - 1) / k; interleaved,
     p + (p - 1 - 2 r) / v; zbv p; zb-h1 as many as 1F1B, and what r / k of them need for W. The last layer keeps one. With pairs
@@ -522,11 +514,14 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
     p, v, m, runtime = layout.pp, layout.v, layout.m, planner.runtime
     plain = OVERLAPPED.get(layout.schedule, layout.schedule)
     paired = plain != layout.schedule
-    heaviest, pairs = max(rank.seconds for rank in cut.ranks), paired * max(0, m - p)
-    steady = max(m * rank.seconds - pairs * rank.hidden for rank in cut.ranks)
-    fill = (sum(rank.seconds for rank in cut.ranks) - heaviest) / v / layout.slices
-    if plain in ("zbv", "zb-h1"):
-        fill /= 3
+    pairs, ramps = paired * max(0, m - p), v * layout.slices * (3 if plain in ("zbv", "zb-h1") else 1)
+    chain = [rank.seconds - cut.share for rank in cut.ranks]  # all shares are computed at once
+    steps, before, after = [], 0.0, sum(chain)
+    for at, (rank, mine) in enumerate(zip(cut.ranks, chain, strict=True)):
+        after -= mine
+        idle = before + max(0.0, 2 * after - (p - at - 1) * mine)
+        steps.append(m * rank.seconds - pairs * rank.hidden + idle / ramps)
+        before += mine
     memory, state_time = 0.0, (0.0, 0.0)
     replicas, states = layout.dp * layout.cp, {}
     for rank in set(cut.ranks):
@@ -545,4 +540,4 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
             held += rank.pending * min(m - min(m, alive), at / layout.slices)
         memory = max(memory, states[rank] + (1 + runtime.margin) * held)
     memory += runtime.workspace + runtime.overhead
-    return Estimate(layout, memory, steady + fill + sum(state_time) + HOST)
+    return Estimate(layout, memory, max(steps) + sum(state_time) + HOST)

@@ -61,7 +61,7 @@ def test_a_search_explains_itself(capsys, tmp_path):
     start = next(at for at, line in enumerate(lines) if line.endswith("GiB  layout"))
     head, *rows = lines[start : next(at for at, line in enumerate(lines) if "pipeline" in line)]
     start = head.index("layout")
-    assert max(map(len, text.splitlines())) <= 80
+    assert max(len(line) for line in text.splitlines() if "m=" not in line) <= 80  # a layout is one word
     assert rows
     assert all(row[start - 1] == " " != row[start] for row in rows)
     written = tomllib.loads(path.read_text())
