@@ -11,6 +11,7 @@ from pipeloom.config.rates import suitable_rate
 from pipeloom.config.settings import load_layout
 from pipeloom.plan.export import layout_string
 from pipeloom.plan.job import Job, normal
+from pipeloom.plan.layout import even_stages
 from pipeloom.plan.run import layout_of
 from pipeloom.shapes.hub import model_keys
 from pipeloom.shapes.layers import parameter_count
@@ -58,16 +59,15 @@ def write(
     job = normal(job)
     layout, shape = job.layout, job.shape
     assert shape is not None
+    ahead = shape.num_nextn_predict_layers
     model: dict[str, object] = {**source} if source else dict(model_keys(shape, ours=True))
-    if not source and shape.num_nextn_predict_layers:
-        model["num_nextn_predict_layers"] = shape.num_nextn_predict_layers
+    model |= {"num_nextn_predict_layers": ahead} if ahead and not source else {}
     model |= {"capacity_factor": layout.capacity} if layout.capacity else {}
-    pipeline = {"pp": layout.pp} | {axis: getattr(layout, axis) for axis in ("dp", "tp", "cp", "zero")}
     sections: dict[str, dict[str, object]] = {
         "model": model,
-        "parallel": pipeline
-        | {"sp": layout.tp > 1, "ep": layout.ep, "ep_nodes": ep_nodes}
-        | ({"stages": layout_string(layout.stages, shape.num_nextn_predict_layers)} if layout.stages else {})
+        "parallel": {axis: getattr(layout, axis) for axis in ("pp", "dp", "tp", "cp", "zero", "ep")}
+        | {"sp": layout.tp > 1, "ep_nodes": ep_nodes}
+        | {"stages": layout_string(layout.stages or even_stages(shape.num_hidden_layers, 1, ahead), ahead)}
         | ({"vocabulary": "pp"} if layout.vocabulary == "pp" else {}),
         "schedule": {"name": str(table) if table else layout.schedule, "microbatches": layout.m}
         | ({"chunks": layout.v} if layout.v > 1 and not table else {})
