@@ -191,12 +191,34 @@ def test_an_invented_key_is_named(
         assert "invented" in said[0] or ["invented" in line for line in logged] == [True]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"RANK": "0"}, 0),
+        ({"RANK": "0", "TORCHELASTIC_RUN_ID": "x"}, 1),
+        ({"RANK": "1", "TORCHELASTIC_RUN_ID": "x"}, 0),
+    ],
+)
+def test_one_process_of_a_run_names_them(
+    variables: dict[str, str], named: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The command has named them before it starts ranks; torchrun has not."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    counted_shape({**COUNTED[0], "invented": str(variables)}, "m")
+    assert len(caplog.records) == named
+
+
 def test_keys_that_a_family_reads_are_not_named() -> None:
     transformers = pytest.importorskip("transformers")
     values = {"model_type": "llama", "rope_theta": 1e4, "torch_dtype": "bfloat16", "_name": "x", "pad_token_id": 0}
     config = transformers.AutoConfig.for_model(**{**values, "invented": 1})
     assert unread_keys(config, values) == []
     assert unread_keys(config, {**values, "invented": 1, "empty": None}) == ["invented"]
+    assert (
+        unread_keys(transformers.AutoConfig.for_model("ernie4_5_moe"), {"num_experts_per_tok": 2}) == []
+    )  # by another name
     whole = transformers.AutoConfig.for_model("gemma3")
     parts = {"text_config": {"head_dim": 8, "invented": 1}, "invented": 2, "vision_config": {}}
     assert unread_keys(whole, parts) == ["invented", "text_config.invented"]
