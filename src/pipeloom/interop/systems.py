@@ -129,9 +129,11 @@ def written(
     if planner.runtime.sharded:  # a pipeline's stages stay gathered
         layout = replace(layout, zero=2 if layout.pp > 1 else 3)
     paired = layout.schedule == "interleaved-overlap"
-    options = ("delay_wgrad", "overlap_experts") if paired else ()
+    options = ["delay_wgrad", "overlap_experts"] * paired
+    if planner.runtime.hides_state and layout.dp * layout.cp > 1:
+        options += ["overlap_grads", "overlap_params"][: 1 + (layout.zero > 0)]
     dispatcher = "deepep" if prediction.ep_nodes > 1 else "alltoall" if paired else ""
-    job = normal(Job(planner.shape, layout, options=options, dispatcher=dispatcher))
+    job = normal(Job(planner.shape, layout, options=tuple(sorted(options)), dispatcher=dispatcher))
     if prediction.searched is not None and to != "torch-csv" and table is None:
         raise UsageError(f"{to} reads a searched schedule from a file; nearest: torch-csv")
     adapters = planner.runtime.adapters

@@ -19,6 +19,7 @@ from pipeloom.plan.time import (
     busy_parts,
     costs,
     expert_nodes,
+    exposed,
     stage_times,
     state_seconds,
     with_pairs,
@@ -156,13 +157,28 @@ class Planner:
         cuts = self.cuts(layout)
         return planned if cuts is None else cuts.costs(planned)
 
-    def state_seconds(
+    def seconds_of_state(
         self, shared: float, experts: float, layout: PlannedLayout, links: AxisRates
-    ) -> tuple[float, float]:
+    ) -> tuple[float, float, float]:
         """As `plan.time.state_seconds`; not measured with the layers."""
         if self.measured_layers is not None:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         return state_seconds(shared, experts, layout, self.runtime, self.device, links)
+
+    def state_seconds(
+        self, timeline: Timeline, groups: Sequence[Sequence[LayerOps]], layout: PlannedLayout, links: AxisRates
+    ) -> tuple[float, float]:
+        """Seconds of (sums of gradients and gathers of weights as far as they are not hidden, the optimizer).
+
+        Args:
+            groups: stage -> its layers.
+        """
+        times = [self.seconds_of_state(*parameters_of(group, trained=True), layout, links) for group in groups]
+        counted = [(sums, gathers, max(1, len(group))) for (sums, gathers, _), group in zip(times, groups, strict=True)]
+        optimizer = max(sum(times[stage][2] for stage in mine) for mine in timeline.schedule.stages_of)
+        if self.runtime.hides_state:
+            return exposed(timeline, counted), optimizer
+        return max(sum(sum(counted[stage][:2]) for stage in mine) for mine in timeline.schedule.stages_of), optimizer
 
     def predict(self, layout: PlannedLayout) -> LayoutCosts:
         """The costs of `layout`. Raises UsageError for one that the model, or its schedule's family, does not allow."""
@@ -186,13 +202,10 @@ class Planner:
         of_stage = spans(schedule, stages)
         seconds, in_seconds = self._stages(layout, schedule, layers, links, of_stage)
         makespan, busy, timeline = _pipeline(layout, in_seconds, searched, placed)
-        slowest = (0.0, 0.0)
-        for mine in schedule.stages_of:
-            held = [layers[at] for stage in mine for at in range(*of_stage[stage])]
-            slowest = max(slowest, self.state_seconds(*parameters_of(held, trained=True), layout, links))
+        state = self.state_seconds(timeline, [layers[slice(*each)] for each in of_stage], layout, links)
         host = HOST if self.measured_layers is None else 0.0
         spent = busy_parts(busy, seconds, layout.m, layout.pp, schedule.has_pairs)
-        step = StepTime(*spent, max(0.0, makespan - busy), *slowest, host)
+        step = StepTime(*spent, max(0.0, makespan - busy), *state, host)
         tokens = layout.sequences * layout.seq / step.total / layout.world
         nodes = expert_nodes(layout, self.device)
         return LayoutCosts(

@@ -120,11 +120,10 @@ def predicted(
     timeline = with_messages(layout, simulate(layout.schedule, run))
     step = None
     if device is not None:
-        held = [[layer for at in mine for layer in groups[at]] for mine in layout.schedule.stages_of]
-        state = [planner.state_seconds(*parameters_of(each, trained=True), planned, links) for each in held]
+        state = planner.state_seconds(timeline, groups, planned, links)
         busy = sum(timeline.busy) / planned.pp
         spent = busy_parts(busy, times, sum(rows) / max(rows), planned.pp, layout.schedule.has_pairs)
-        step = StepTime(*spent, max(0.0, timeline.makespan - busy), *max(state))
+        step = StepTime(*spent, max(0.0, timeline.makespan - busy), *state)
     return RunPrediction(planner, planned, tuple(ranks_of(timeline, planner.runtime)), timeline, step)
 
 

@@ -522,13 +522,17 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
         idle = before + max(0.0, 2 * after - (p - at - 1) * mine)
         steps.append(m * rank.seconds - pairs * rank.hidden + idle / ramps)
         before += mine
-    memory, state_time = 0.0, (0.0, 0.0)
-    replicas, states = layout.dp * layout.cp, {}
+    memory, optimizer = 0.0, 0.0
+    replicas, states, waits = layout.dp * layout.cp, {}, 0.0
     for rank in set(cut.ranks):
         trained = rank.trained_shared, rank.trained_experts
         groups = list(zip((rank.shared, rank.experts), trained, (replicas, layout.expert_replicas), strict=True))
         states[rank] = sum(state_bytes(groups, cut.largest, layout, runtime))
-        state_time = max(state_time, planner.state_seconds(*trained, layout, links))
+        sums, gathers, spent = planner.seconds_of_state(*trained, layout, links)
+        optimizer = max(optimizer, spent)
+        if rank == cut.ranks[0] and plain not in ("zbv", "zb-h1"):  # first to compute, and last
+            hidden = rank.seconds * runtime.hides_state
+            waits = max(0.0, sums - 2 / 3 * hidden) / v + max(0.0, gathers - hidden / 3) / v
     for at, rank in enumerate(cut.ranks):
         alive = {"interleaved": p + (p - 1 - 2 * at) / v, "zbv": p}.get(
             plain, (1 + paired) * (1 + (p - at - 1) / layout.slices)
@@ -540,4 +544,4 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
             held += rank.pending * min(m - min(m, alive), at / layout.slices)
         memory = max(memory, states[rank] + (1 + runtime.margin) * held)
     memory += runtime.workspace + runtime.overhead
-    return Estimate(layout, memory, max(steps) + sum(state_time) + HOST)
+    return Estimate(layout, memory, max(steps) + waits + optimizer + HOST)

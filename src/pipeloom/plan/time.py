@@ -12,8 +12,9 @@ from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.plan.layout import GRAD_BYTES, PlannedLayout
-from pipeloom.schedule import Costs
-from pipeloom.schedule.actions import TIMES
+from pipeloom.schedule import Costs, Timeline
+from pipeloom.schedule.actions import TIMES, WEIGHT_GRADIENT, kind_of
+from pipeloom.schedule.model import parts
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.ops import LayerOps, Op, Runtime
 
@@ -27,6 +28,9 @@ LATENCY = 15e-6  # seconds of a collective, whatever its size
 LAUNCH = 4e-6  # seconds of an operation, whatever its size
 # Share of a device's processors that an exchange beside computation takes: 20 of 132 (arXiv 2412.19437, section 3.2.2).
 EXCHANGE_SHARE = 20 / 132
+# Bytes of memory traffic a parameter of a rank, sharded or not, once a step: gradients are zeroed, scaled and read for a norm,
+# gathered weights are copied. From the seven steps of `benchmarks/planbench/measured.json`: their part that m does not change.
+WHOLE_TRAFFIC = 40.0
 HOST_LINK = 50e9  # bytes per second and direction between a device and its host: PCIe 5 with 16 lanes
 HOST = 0.02  # seconds of a step in which devices wait for their hosts: batches, norms of gradients, logs
 
@@ -128,20 +132,23 @@ class AxisRates:
 
     @classmethod
     def of(cls, layout: PlannedLayout, device: Device, shape: DecoderShape) -> AxisRates:
-        """tp is the fastest axis, then cp and ep, dp, pp."""
+        """tp is the fastest axis, then cp and ep, dp, pp.
 
-        def rate(reach: int) -> float:
-            return LINK_SHARE * device.link if reach <= device.per_node else NETWORK_SHARE * device.network
+        A group's rings leave a node through the port of each device of it there, and are no faster than the node's links.
+        """
+        link, port = LINK_SHARE * device.link, NETWORK_SHARE * device.network
+
+        def rate(size: int, stride: int) -> float:
+            ports = max(1, min(size, device.per_node // stride))
+            return link if size * stride <= device.per_node else min(link, ports * port)
 
         inner = layout.tp * layout.cp
         return cls(
-            rate(layout.tp),
+            rate(layout.tp, 1),
             _expert_rate(layout, device, shape),
-            rate(inner),
-            rate(layout.world)
-            if layout.pp > 1 and inner * layout.dp >= device.per_node
-            else rate(inner * layout.dp * 2),
-            rate(inner * layout.dp),
+            rate(layout.cp, layout.tp),
+            link if 2 * inner * layout.dp <= device.per_node else port,
+            rate(layout.dp * layout.cp, layout.tp),
         )
 
 
@@ -322,16 +329,48 @@ def busy_parts(
 
 def state_seconds(
     shared: float, experts: float, layout: PlannedLayout, runtime: Runtime, device: Device, links: AxisRates
-) -> tuple[float, float]:
-    """(reduction of gradients and gathering of weights, optimizer) in seconds, of a rank with so many parameters.
+) -> tuple[float, float, float]:
+    """Seconds of (the sum of gradients, the gather of weights, the optimizer) of so many parameters.
 
     A ring moves (n - 1) / n of the gradients, and as much of the bf16 weights. The optimizer reads and writes 16 bytes a
-    parameter of its shard, and reads the gradient twice more for its norm and its clipping.
+    parameter of its shard, and reads the gradient twice more for its norm and its clipping; beside that, `WHOLE_TRAFFIC`.
     """
     replicas = layout.dp * layout.cp
     moved = traffic = 0.0
-    hidden = gathers_by_microbatch(layout, runtime)
     for count, ranks in ((shared, replicas), (experts, layout.expert_replicas)):
-        moved += 0.0 if hidden else count * (GRAD_BYTES[layout.grads] + runtime.element) * (ranks - 1) / ranks
-        traffic += 40 * count / (ranks if layout.zero or runtime.sharded else 1)
-    return _seconds(moved, links.dp), traffic / (MEMORY_SHARE * device.bandwidth)
+        moved += 0.0 if gathers_by_microbatch(layout, runtime) else count * (ranks - 1) / ranks
+        traffic += (40 / (ranks if layout.zero or runtime.sharded else 1) + WHOLE_TRAFFIC) * count
+    sums, gathers = (_seconds(moved * size, links.dp) for size in (GRAD_BYTES[layout.grads], runtime.element))
+    return sums, gathers, traffic / (MEMORY_SHARE * device.bandwidth)
+
+
+def exposed(timeline: Timeline, of_stage: Sequence[tuple[float, float, int]]) -> float:
+    """Seconds by which sums of gradients and gathers of weights, on a stream of their own, make a step longer.
+
+    A stage's gradients are summed layer by layer from its last backward on, its weights gathered so before its first forward.
+
+    Args:
+        of_stage: seconds of the sums and of the gathers, and the number of layers.
+    """
+    late = early = 0.0
+    for program, starts, ends in zip(timeline.schedule.programs, timeline.starts, timeline.ends, strict=True):
+        first: dict[int, tuple[float, float]] = {}
+        last: dict[int, tuple[float, float]] = {}
+        for cell, start, end in zip(program, starts, ends, strict=True):
+            for action in parts(cell):
+                kind = kind_of(action.kind)
+                if kind.is_forward and not kind.vocabulary:
+                    first.setdefault(action.stage, (start, end))
+                if WEIGHT_GRADIENT in kind.produces:
+                    last[action.stage] = start, end
+        summed = gathered = 0.0
+        for stage, (start, end) in sorted(last.items(), key=lambda each: each[1]):
+            sums, _, layers = of_stage[stage]
+            summed = max(max(summed, start + (end - start) / layers) + sums, end + sums / layers)
+        for stage, (start, end) in sorted(first.items(), key=lambda each: each[1]):
+            _, gathers, layers = of_stage[stage]
+            early = max(early, gathered + gathers / layers - start)
+            gathered += gathers
+            early = max(early, gathered - end + (end - start) / layers)
+        late = max(late, summed)
+    return early + max(0.0, late - timeline.makespan)

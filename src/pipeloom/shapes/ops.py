@@ -68,6 +68,7 @@ class Runtime:
             a mask of which tokens see which.
         sharded: parameters, gradients and optimizer state are fp32 and sharded over dp by layer (fully_shard).
         adapters: what is trained; None: the model's weights.
+        hides_state: sums of gradients and gathers of weights run beside the computation.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Runtime:
     segments: bool = False
     packed: bool = False
     adapters: Adapters | None = None
+    hides_state: bool = True
 
     def on_cpu(self) -> Runtime:
         """This runtime without what an accelerator's allocator and libraries hold."""
