@@ -34,7 +34,8 @@ def predicted(row: dict[str, Any], models: dict[str, Any]) -> tuple[Planner, Lay
     shape = shape_of(models[row["model"]], row["model"]) if row["model"] in models else load_model(row["model"])
     planner = Planner(shape, load_device(row["device"]), RUNTIMES[row["runtime"]])
     cut = "balanced" if row["runtime"] == "pipeloom" else "even"
-    layout = parse_layout(row["layout"], PlannedLayout(seq=row["seq"], cut=cut))
+    grads = "bf16" if row["group"] in ("V6oss", "V13") else "fp32"
+    layout = parse_layout(row["layout"], PlannedLayout(seq=row["seq"], cut=cut, grads=grads))
     if row["stages"]:
         positions = layout.built().positions
         counts = parse_stages(row["stages"], shape.num_hidden_layers, positions, shape.num_nextn_predict_layers)
