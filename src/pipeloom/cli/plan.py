@@ -314,7 +314,7 @@ def _details(prediction: LayoutCosts, device: Device) -> list[str]:
     from pipeloom.plan.export import layers_by_rank, layout_string
 
     layers = prediction.stages, prediction.ahead
-    parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in prediction.step.parts().items() if seconds)
+    parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in prediction.step.parts().items() if seconds > 1e-6)
     worst = prediction.ranks[prediction.worst]
     room = (device.memory - prediction.peak) / 2**30
     return [
