@@ -28,6 +28,7 @@ SPREADING = (
     "interleaved",
 )  # with a spread output layer; what split backwards win is lost to the waits for S and T
 MOST_SHARES = 8  # pipeline ranks, and two chunks: above, placing S and T takes longer than the rest of the search
+MOST_SHARED_SLICES = 128  # pipeline ranks times slices, with S and T
 OFFERED = {
     "megatron": ("1f1b", "interleaved", "interleaved-overlap"),
     "torchtitan": ("1f1b", "interleaved", "zbv", "dualpipev"),
@@ -41,7 +42,7 @@ SMALLER = 0.95  # times the least memory of faster layouts, to be worth a row
 SMALLER_ROWS = 8  # most layouts that are predicted because they need less memory than faster ones
 SMALLEST = 16  # layouts of the least estimated memory that are predicted before the search says that none fits
 PIECE_TOKENS = 4096  # fewest of a sequence on a rank of cp
-SLICE_TOKENS = 1024  # fewest of a slice, with which products are still near their rate
+SLICE_TOKENS = 1024  # fewest of a slice on a rank of cp, with which products are still near their rate
 
 
 @dataclass(frozen=True)
@@ -192,14 +193,23 @@ def _close(estimates: Iterable[Estimate], request: PlanRequest) -> list[Estimate
 
 
 def _until_best(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate]) -> Iterator[LayoutCosts]:
-    """Yield predictions, of the fastest estimate first, until no other layout can be faster than the best that fits."""
-    fastest = math.inf
+    """Yield predictions, of the fastest estimate first, until no other layout can be faster than the best that fits.
+
+    Estimates are too short by nearly the same share for layouts of one schedule, of which the least that was seen counts.
+    """
+    fastest, short = math.inf, dict[tuple[object, ...], float]()
     for each in estimates:
         if each.seconds >= LONG * fastest:
             return
+        layout = each.layout
+        schedule = (layout.schedule, layout.pp, layout.v, layout.slices, layout.vocabulary)
+        if each.seconds * short.get(schedule, 1.0) >= LONG * fastest:
+            continue
         for prediction in _predictions(planner, [each]):
+            seconds = prediction.step.total
+            short[schedule] = min(short.get(schedule, math.inf), seconds / each.seconds)
             if prediction.peak <= request.memory:
-                fastest = min(fastest, prediction.step.total)
+                fastest = min(fastest, seconds)
             yield prediction
 
 
@@ -416,7 +426,8 @@ def _is_offered(planner: Planner, layout: PlannedLayout) -> bool:
 
 
 def _is_slow_to_place(layout: PlannedLayout) -> bool:
-    return layout.vocabulary == "pp" and (layout.pp > MOST_SHARES or layout.v > 2)
+    slow = layout.pp > MOST_SHARES or layout.v > 2 or layout.pp * layout.slices > MOST_SHARED_SLICES
+    return layout.vocabulary == "pp" and slow
 
 
 def _may_spread(planner: Planner, layout: PlannedLayout) -> bool:
@@ -428,7 +439,8 @@ def _slices(request: PlanRequest, layout: PlannedLayout, schedule: str) -> tuple
     """The numbers of slices to estimate: more than one for schedules of one chunk, with tokens enough for fast products."""
     if layout.pp == 1 or schedule not in IN_SLICES or layout.capacity:
         return request.slices[:1]
-    return tuple(count for count in request.slices if count == 1 or layout.seq // count >= SLICE_TOKENS)
+    tokens = layout.seq // layout.cp
+    return tuple(count for count in request.slices if count == 1 or tokens >= count * SLICE_TOKENS)
 
 
 @dataclass(frozen=True)
