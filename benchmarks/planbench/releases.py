@@ -1,6 +1,6 @@
 """Rows that other projects published, of one to 16 nodes, against the planner.
 
-    python benchmarks/planbench/published.py [GROUP…]
+    python benchmarks/planbench/releases.py [GROUP…]
 
 Steps and bytes as published and as predicted, and of each group the errors of what the source lets compare: seconds and model
 FLOP/s one by one, ratios within one table or release, the order of schedules, and whether recipes that run are found to fit.
