@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import math
 import os
@@ -97,6 +98,12 @@ def _vocabulary_holds_bytes(config: Config) -> Iterator[Problem]:
     )
     if (byte_tokens_by_default or config.data.tokenizer == "bytes") and model.vocab_size < 256:
         yield "model.vocab_size", "the byte tokenizer has 256 tokens; nearest: 256"
+
+
+@_reads("data.tokenizer")
+def _tokenizer_exists(config: Config) -> Iterator[Problem]:
+    if config.data.tokenizer not in ("auto", "bytes") and not os.path.exists(expanded(config.data.tokenizer)):
+        yield "data.tokenizer", 'there is no such file or folder; "bytes" needs none'
 
 
 @_reads("data.source", "data.weights")
@@ -242,6 +249,27 @@ def _the_rate_has_room_to_decay(config: Config) -> Iterator[Problem]:
     if options.lr_schedule == "wsd":
         reason = f"train.steps {steps} less optimizer.warmup_steps {options.warmup_steps} leaves {most} steps"
         yield from _at_most("optimizer.decay_steps", options.decay_steps, most, reason)
+
+
+@_reads("data.source", "data.validation")
+def _source_exists(config: Config) -> Iterator[Problem]:
+    data = config.data
+    for key, name in [("source", name) for name in data.source] + [("validation", data.validation)]:
+        path = os.path.expanduser(name)
+        if name in ("", "stdlib") or os.path.lexists(path):
+            continue
+        if not glob.has_magic(path):
+            yield f'data.{key} = "{name}": there is no such file or folder; "stdlib" is Python\'s own source'
+        elif not glob.glob(path, recursive=True):
+            yield f'data.{key} = "{name}": no file matches the pattern'
+
+
+@_reads("checkpoint.dir", "log.dir")
+def _folders_are_no_files(config: Config) -> Iterator[Problem]:
+    for key, name in (("checkpoint.dir", config.checkpoint.dir), ("log.dir", config.log.dir)):
+        path = expanded(name)
+        if os.path.exists(path) and not os.path.isdir(path):
+            yield key, "it is a file, not a folder"
 
 
 @_reads("checkpoint.resume", "checkpoint.dir", "log.dir")

@@ -153,12 +153,7 @@ def find(name: str, kind: str) -> Source:
     files = text_files(path) if os.path.lexists(path) else sorted(map(Path, glob.glob(str(path), recursive=True)))
     files = [file for file in files if not file.is_dir()]
     if not files:
-        why = (
-            "it holds no files"
-            if os.path.lexists(path)
-            else 'there is no such file or folder; "stdlib" is Python\'s own'
-        )
-        raise ConfigError(f"{option}: {why}")
+        raise ConfigError(f"{option}: it holds no files")
     if kind != "auto":
         by_name = kind not in ("text", "dataset") and len(files) > 1
         fitting = [file for file in files if kind_of(file) == kind] if by_name else files
