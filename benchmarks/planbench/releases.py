@@ -18,14 +18,13 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from pipeloom.cli import app  # with it `gpt_oss` is counted by transformers
+from pipeloom.cli.workers import count_foreign
 from pipeloom.errors import UsageError
 from pipeloom.plan import RUNTIMES, LayoutCosts, PlannedLayout, Planner, load_device, load_model, parse_layout
 from pipeloom.shapes.cut import parse_stages
 from pipeloom.shapes.decoder import DecoderShape
-from pipeloom.shapes.hub import shape_of
+from pipeloom.shapes.hub import count_with, shape_of
 
-assert app
 HERE = Path(__file__).parent
 
 
@@ -64,6 +63,7 @@ def compared(row: dict[str, Any], planner: Planner, prediction: LayoutCosts) -> 
 
 
 def main() -> None:
+    count_with(count_foreign)  # transformers counts `gpt_oss`
     data = json.loads((HERE / "published.json").read_text())
     groups: dict[str, list[tuple[dict[str, Any], tuple[float, float] | None, LayoutCosts]]] = defaultdict(list)
     for row in data["rows"]:

@@ -124,8 +124,8 @@ def command(options: PlanFlags) -> None:
         raise UsageError("--refine: megatron runs its own schedules alone; nearest: --runtime pipeloom")
     text = options.layout[0] if options.layout else None
     if text is not None and (len(options.layout or ()) > 1 or options.fixed is not None):
-        other = "--fixed" if options.fixed is not None else "another --layout"
-        raise UsageError(f"--layout {text:.200} predicts one layout; nearest: without {other}")
+        other = "--fixed" if options.fixed is not None else "the other --layout"
+        raise UsageError(f"--layout {text:.200}: one layout is predicted at a time; leave out {other}")
     if options.nodes is not None and options.devices is None and text is not None:
         options = replace(options, devices=parse_layout(text).world)
     device = _device(options)
@@ -161,11 +161,7 @@ def command(options: PlanFlags) -> None:
     if options.as_json or options.as_ is None:
         emit(
             options.as_json,
-            lambda: {
-                "best": as_dict(refined[0]),
-                "layouts": [as_dict(each) for each in refined],
-                "looked_at": plan.looked_at,
-            },
+            lambda: {"best": as_dict(refined[0]), "layouts": [*map(as_dict, refined)], "looked_at": plan.looked_at},
             lambda: [*_lines(plan, planner, request), *searched],
         )
 
@@ -341,7 +337,8 @@ def _lines(plan: LayoutPlan, planner: Planner, request: PlanRequest) -> list[str
         ),
         *_wrapped(
             f"{len(plan.estimates):,} layouts estimated: {plan.discarded:,} are too large, {plan.predicted} were predicted from "
-            "their schedules, the others are slower. Each of these is slower and smaller than the one above; tokens of a device:"
+            "their schedules, and the others are slower. Below, with the tokens/s of one device, each is slower and smaller than "
+            "the one above:"
         ),
         *in_columns(table(plan.pareto[:_ROWS]), left=0, ragged=True),
         *_wrapped(advice(plan)),

@@ -157,9 +157,8 @@ def _require_machine(rehearsal: Rehearsal, device: str) -> None:
     schedule = rehearsal.schedule
     require_room(schedule.ranks, "--ranks")
     size = int(rehearsal.costs.message)
-    need = (
-        2 * size * sum(rehearsal.simulated().peak_activations) / schedule.slices
-    )  # an input and an output per activation
+    in_flight = sum(rehearsal.simulated().peak_activations) / schedule.slices
+    need = 2 * size * in_flight  # an input and an output per activation
     most = f"at most {int(size * memory_of_machine() / (need or 1)):,}"
     require_bytes(need, f"--message {size:,} bytes: the micro-batches in flight", most)
     if device == "cuda":

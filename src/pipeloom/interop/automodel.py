@@ -96,7 +96,7 @@ def read(text: str, shape: DecoderShape | None = None) -> Job:
 
 def _parsed(text: str) -> Mapping[str, Any]:
     try:
-        import yaml  # type: ignore[import-untyped]
+        import yaml
     except ImportError:
         raise UsageError('automodel: reading YAML needs PyYAML: pip install -e ".[hf]"') from None
     try:

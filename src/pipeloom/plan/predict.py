@@ -157,7 +157,7 @@ class Planner:
         cuts = self.cuts(layout)
         return planned if cuts is None else cuts.costs(planned)
 
-    def seconds_of_state(
+    def state_seconds(
         self, shared: float, experts: float, layout: PlannedLayout, links: AxisRates
     ) -> tuple[float, float, float]:
         """As `plan.time.state_seconds`; not measured with the layers."""
@@ -165,7 +165,7 @@ class Planner:
             return 0.0, 0.0, 0.0
         return state_seconds(shared, experts, layout, self.runtime, self.device, links)
 
-    def state_seconds(
+    def state_in_step(
         self, timeline: Timeline, groups: Sequence[Sequence[LayerOps]], layout: PlannedLayout, links: AxisRates
     ) -> tuple[float, float]:
         """Seconds of (sums of gradients and gathers of weights as far as they are not hidden, the optimizer).
@@ -173,7 +173,7 @@ class Planner:
         Args:
             groups: stage -> its layers.
         """
-        times = [self.seconds_of_state(*parameters_of(group, trained=True), layout, links) for group in groups]
+        times = [self.state_seconds(*parameters_of(group, trained=True), layout, links) for group in groups]
         counted = [(sums, gathers, max(1, len(group))) for (sums, gathers, _), group in zip(times, groups, strict=True)]
         optimizer = max(sum(times[stage][2] for stage in mine) for mine in timeline.schedule.stages_of)
         if self.runtime.hides_state:
@@ -202,7 +202,7 @@ class Planner:
         of_stage = spans(schedule, stages)
         seconds, in_seconds = self._stages(layout, schedule, layers, links, of_stage)
         makespan, busy, timeline = _pipeline(layout, in_seconds, searched, placed)
-        state = self.state_seconds(timeline, [layers[slice(*each)] for each in of_stage], layout, links)
+        state = self.state_in_step(timeline, [layers[slice(*each)] for each in of_stage], layout, links)
         host = HOST if self.measured_layers is None else 0.0
         spent = busy_parts(busy, seconds, layout.m, layout.pp, schedule.has_pairs)
         step = StepTime(*spent, max(0.0, makespan - busy), *state, host)

@@ -19,13 +19,9 @@ _CAUSES = {
     "host": "more waiting for hosts",
 }
 _HEADS = {
-    "parameters": "params",
-    "gradients": "grads",
-    "optimizer": "optim",
-    "gathered": "gath",
-    "activations": "activ",
-}
-_HEADS |= {"temporaries": "temp"}
+    "parameters": "params", "gradients": "grads", "optimizer": "optim", "gathered": "gath", "activations": "activ",
+    "temporaries": "temp",
+}  # fmt: skip
 
 
 def gib(size: float) -> str:

@@ -120,7 +120,7 @@ def predicted(
     timeline = with_messages(layout, simulate(layout.schedule, run))
     step = None
     if device is not None:
-        state = planner.state_seconds(timeline, groups, planned, links)
+        state = planner.state_in_step(timeline, groups, planned, links)
         busy = sum(timeline.busy) / planned.pp
         spent = busy_parts(busy, times, sum(rows) / max(rows), planned.pp, layout.schedule.has_pairs)
         step = StepTime(*spent, max(0.0, timeline.makespan - busy), *state)

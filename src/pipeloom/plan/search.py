@@ -23,10 +23,8 @@ RECOMPUTED = ("none", "norms+activation", "full")
 OVERLAPPED = {"1f1b-overlap": "1f1b", "interleaved-overlap": "interleaved", "dualpipev": "zbv"}
 BACK_AND_FORTH = ("zbv", "dualpipev")
 IN_SLICES = ("1f1b", "zb-h1")
-SPREADING = (
-    "1f1b",
-    "interleaved",
-)  # with a spread output layer; what split backwards win is lost to the waits for S and T
+# With a spread output layer: what split backwards win is lost to the waits for S and T.
+SPREADING = ("1f1b", "interleaved")
 MOST_SHARES = 8  # pipeline ranks, and two chunks: above, placing S and T takes longer than the rest of the search
 MOST_SHARED_SLICES = 128  # pipeline ranks times slices, with S and T
 OFFERED = {
@@ -147,7 +145,7 @@ def search(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate]
     """The layouts of `request`, ranked. Raises UsageError where no layout exists for so many devices.
 
     Branch and bound: estimated seconds are a lower bound, but for `LONG`, and layouts are predicted in their order until the next
-    estimate is above the best prediction. So more memory, devices' memory or space never gives a slower layout.
+    estimate is above the best prediction. So more memory, devices' memory or space gives no slower layout where estimates hold.
 
     >>> from pipeloom import plan
     >>> planner = plan.Planner(plan.load_model("llama3-8b"), plan.load_device("h100"), plan.RUNTIMES["pipeloom"])
@@ -197,19 +195,19 @@ def _until_best(planner: Planner, request: PlanRequest, estimates: Sequence[Esti
 
     Estimates are too short by nearly the same share for layouts of one schedule, of which the least that was seen counts.
     """
-    fastest, short = math.inf, dict[tuple[object, ...], float]()
+    best, short = math.inf, dict[tuple[object, ...], float]()
     for each in estimates:
-        if each.seconds >= LONG * fastest:
+        if each.seconds >= LONG * best:
             return
         layout = each.layout
         schedule = (layout.schedule, layout.pp, layout.v, layout.slices, layout.vocabulary)
-        if each.seconds * short.get(schedule, 1.0) >= LONG * fastest:
+        if each.seconds * short.get(schedule, 1.0) >= LONG * best:
             continue
         for prediction in _predictions(planner, [each]):
             seconds = prediction.step.total
             short[schedule] = min(short.get(schedule, math.inf), seconds / each.seconds)
             if prediction.peak <= request.memory:
-                fastest = min(fastest, seconds)
+                best = min(best, seconds)
             yield prediction
 
 
@@ -289,7 +287,6 @@ def neighbouring(
             not request.allows(layout, request.limits)
             or problems(planner.shape, layout)
             or not _is_offered(planner, layout)
-            or _is_slow_to_place(layout)
         ):
             continue
         estimated = estimate(planner, layout)
@@ -388,11 +385,9 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
         key = (layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.recompute, links)
         for name in request.schedules if layout.pp > 1 else request.schedules[:1]:
             for v in CHUNKS[name] if layout.pp > 1 else (1,):
-                if not _is_offered(planner, replace(layout, schedule=name, v=v)):
-                    continue
                 for slices, vocabulary in product(_slices(request, layout, name), request.vocabulary):
                     sized = replace(layout, v=v, schedule=name, slices=slices, vocabulary=vocabulary)
-                    if vocabulary == "pp" and not _may_spread(planner, sized):
+                    if not _is_offered(planner, sized) or (vocabulary == "pp" and problems(planner.shape, sized)):
                         continue
                     best = Estimate(sized, math.inf, math.inf)  # of the lower levels
                     for zero in request.zero:
@@ -415,24 +410,20 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
 
 
 def _is_offered(planner: Planner, layout: PlannedLayout) -> bool:
-    """Return whether a schedule is of use to a layout and takes its sizes."""
-    fits = layout.pp * layout.v <= planner.shape.num_hidden_layers and layout.v in CHUNKS.get(layout.schedule, ())
-    fits = fits and not (layout.schedule in WHOLE_ROUNDS and layout.m % layout.pp)
-    fits = fits and (layout.cp == 1 or layout.seq >= layout.cp * PIECE_TOKENS)
+    """Return whether a schedule is of use to a layout, takes its sizes, and is quick to place."""
+    p, v, name = layout.pp, layout.v, layout.schedule
+    slow = p > MOST_SHARES or v > 2 or p * layout.slices > MOST_SHARED_SLICES
     hides = layout.ep > 1 and not (layout.recompute == "full" and planner.runtime.name == "megatron")
-    in_slices = layout.slices == 1 or layout.schedule in IN_SLICES
-    whole_v = layout.m >= 2 * layout.pp or layout.schedule != "dualpipev"
-    return fits and (hides or layout.schedule not in OVERLAPPED) and in_slices and whole_v
-
-
-def _is_slow_to_place(layout: PlannedLayout) -> bool:
-    slow = layout.pp > MOST_SHARES or layout.v > 2 or layout.pp * layout.slices > MOST_SHARED_SLICES
-    return layout.vocabulary == "pp" and slow
-
-
-def _may_spread(planner: Planner, layout: PlannedLayout) -> bool:
-    """Return whether to estimate the layout with the output layer spread."""
-    return layout.schedule in SPREADING and not problems(planner.shape, layout) and not _is_slow_to_place(layout)
+    return not (
+        p * v > planner.shape.num_hidden_layers
+        or v not in CHUNKS.get(name, ())
+        or (name in WHOLE_ROUNDS and layout.m % p)
+        or (name == "dualpipev" and layout.m < 2 * p)
+        or (name in OVERLAPPED and not hides)
+        or (layout.cp > 1 and layout.seq < layout.cp * PIECE_TOKENS)
+        or (layout.slices > 1 and name not in IN_SLICES)
+        or (layout.vocabulary == "pp" and (slow or name not in SPREADING))
+    )
 
 
 def _slices(request: PlanRequest, layout: PlannedLayout, schedule: str) -> tuple[int, ...]:
@@ -540,7 +531,7 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
         trained = rank.trained_shared, rank.trained_experts
         groups = list(zip((rank.shared, rank.experts), trained, (replicas, layout.expert_replicas), strict=True))
         states[rank] = sum(state_bytes(groups, cut.largest, layout, runtime))
-        sums, gathers, spent = planner.seconds_of_state(*trained, layout, links)
+        sums, gathers, spent = planner.state_seconds(*trained, layout, links)
         optimizer = max(optimizer, spent)
         if rank == cut.ranks[0] and plain not in ("zbv", "zb-h1"):  # first to compute, and last
             hidden = rank.seconds * runtime.hides_state

@@ -147,7 +147,7 @@ class AxisRates:
             rate(layout.tp, 1),
             _expert_rate(layout, device, shape),
             rate(layout.cp, layout.tp),
-            link if 2 * inner * layout.dp <= device.per_node else port,
+            rate(2, inner * layout.dp),
             rate(layout.dp * layout.cp, layout.tp),
         )
 

@@ -218,13 +218,6 @@ class _Entries:
         for rank, program in enumerate(self.programs):
             ranges = [range(self.shares[letter][rank], self.shares[letter][rank] + self.units) for letter in "ST"]
             self.left.append(sum(self.duration[code] for code in chain(program, *ranges)))
-        self._led: dict[int, list[list[int]]] = {}
-
-    def led(self, ahead: int) -> list[list[int]]:
-        """The programs with so many forwards more ahead of each of their other entries."""
-        if ahead not in self._led:
-            self._led[ahead] = [_with_lead(program, self.forwards, ahead) for program in self.programs]
-        return self._led[ahead]
 
 
 @dataclass
@@ -254,9 +247,8 @@ class _Placing:
     def __init__(self, work: _Entries, policy: _Policy) -> None:
         self.work, self.policy = work, policy
         self.end_of = list(work.end_of)
-        self.ranks = [
-            _PlacedRank(deque(program), left) for program, left in zip(work.led(policy.ahead), work.left, strict=True)
-        ]
+        leading = [_with_lead(program, work.forwards, policy.ahead) for program in work.programs]
+        self.ranks = [_PlacedRank(deque(program), left) for program, left in zip(leading, work.left, strict=True)]
         self.started: list[tuple[float, str, int]] = []  # the group entries, in order
         self.due: list[tuple[float, str, int]] = []  # those that are known to start, by the moment at which they could
         self.collective_free = 0.0

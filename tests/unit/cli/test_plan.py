@@ -38,10 +38,10 @@ def test_a_layout_that_does_not_fit_is_shown_and_ends_with_4(capsys):
 
 
 @pytest.mark.parametrize(
-    ("more", "nearest"), [(("--layout", "pp=2"), "another --layout"), (("--fixed", "tp=2"), "--fixed")]
+    ("more", "other"), [(("--layout", "pp=2"), "the other --layout"), (("--fixed", "tp=2"), "--fixed")]
 )
-def test_one_layout_is_predicted(more, nearest):
-    with pytest.raises(UsageError, match=f"^--layout dp=8 predicts one layout; nearest: without {nearest}$"):
+def test_one_layout_is_predicted(more, other):
+    with pytest.raises(UsageError, match=f"^--layout dp=8: one layout is predicted at a time; leave out {other}$"):
         app(["plan", "--model", "llama3-8b", "--layout", "dp=8", *more], standalone_mode=False)
 
 

@@ -215,7 +215,8 @@ def test_estimates_are_near_the_predictions(name, v, slices):
     layout = PlannedLayout(pp=4, tp=2, v=v, m=16, schedule=name, slices=slices, seq=32768)
     rough, exact = estimate(planner(), layout), planner().predict(layout)
     assert rough.seconds == pytest.approx(exact.step.total, rel=0.05)
-    assert 0.9 * exact.peak < rough.memory < CLOSE * exact.peak  # or what fits would be discarded
+    least = 0.9 if name == "zbv" else 0.94  # of zbv more than one of the last layer is kept
+    assert least * exact.peak < rough.memory < CLOSE * exact.peak  # or what fits would be discarded
 
 
 def test_nothing_fits_a_small_device():

@@ -21,7 +21,8 @@ def lines():
 def test_tensor_parallelism_falls_where_it_leaves_the_node_and_a_pipeline_does_not(lines):
     tp, pp = lines["tp"], lines["pp"]
     assert list(tp) == list(pp) == [1, 2, 4, 8, 16, 32]
-    assert tp[32] < tp[16] < 0.95 * tp[8]
+    assert 0.8 * tp[8] < tp[16] < 0.95 * tp[8]
+    assert tp[32] < tp[16]
     assert pp[16] > 0.8 * pp[8]
 
 

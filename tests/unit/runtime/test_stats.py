@@ -92,11 +92,19 @@ def private_reads(path: Path) -> list[str]:
     return reads
 
 
-OF_OTHER_PROGRAMS = ("other_systems.py", "test_written_csv.py")  # they ask torchtitan and torch what these derive
+OF_OTHER_PROGRAMS = {  # what torch and torchtitan derive, asked of them
+    ("test_written_csv.py", "schedules._PipelineScheduleRuntime"),
+    ("test_written_csv.py", "runtime._load_csv"),
+    ("other_systems.py", "pipelining._get_pipeline_metadata"),
+    ("other_systems.py", "pipelining._generate_llm_fqn_per_model_part"),
+    ("other_systems.py", "pipelining._get_pp_rank_to_stage_indices_mapping"),
+    ("other_systems.py", "made._get_pipeline_order"),
+    ("other_systems.py", "schedules._Action"),
+}
 
 
 def test_tests_and_benchmarks_read_no_private_attribute() -> None:
     files = [path for folder in ("tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
-    files = [path for path in files if path.name not in OF_OTHER_PROGRAMS]
     reads = [read for path in files for read in private_reads(path)]
-    assert not reads, "\n".join(reads)
+    ours = [read for read in reads if (read.partition(":")[0], read.rpartition(": ")[2]) not in OF_OTHER_PROGRAMS]
+    assert not ours, "\n".join(ours)

@@ -97,7 +97,8 @@ def test_tables_are_not_trained_on_as_text_unasked(tmp_path: Path, name: str) ->
 def test_a_source_whose_documents_are_all_bad_says_why(folder: Path) -> None:
     json_lines(folder / "a.jsonl", [{"text": None}, {"text": ["x"]}])
     words = (
-        r"it holds no text to train on \(bad ones left out: 2; .*line 1: field .text. is None.*\['x'\], not a string"
+        r'it holds no text to train on \(bad ones left out: 2; .*line 1: field "text" is None.*'
+        r"\['x'\], not a string"
     )
     with pytest.raises(ConfigError, match=words):
         data(folder, source=str(folder / "a.jsonl"), on_error="skip")
