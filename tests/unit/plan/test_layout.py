@@ -30,7 +30,7 @@ from pipeloom.plan.layout import CHUNKS, problems
 from pipeloom.plan.predict import extrapolated_from, with_its_peaks
 from pipeloom.plan.report import advice, reason, what_if
 from pipeloom.plan.run import predicted
-from pipeloom.plan.search import CLOSE, Estimate, _estimates, _Sums, estimate, fastest, neighbouring
+from pipeloom.plan.search import CLOSE, Estimate, LayoutPlan, _estimates, _Sums, estimate, fastest, neighbouring
 from pipeloom.plan.time import AxisRates
 from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.csv_form import from_csv
@@ -297,6 +297,49 @@ def ours(sequences=8, seq=131072, **more):
     return request_of(8, sequences, seq, "pipeloom", **values | more)
 
 
+def test_the_output_layer_is_spread_where_it_is_quick_to_place():
+    asked = request_of(16, 64, 4096, "pipeloom", vocabulary=("last", "pp"), slices=(1, 4), fixed={"tp": 1})
+    spread = [each.layout for each in _estimates(planner(runtime="pipeloom"), asked) if each.layout.vocabulary == "pp"]
+    assert {layout.schedule for layout in spread} == {"1f1b", "interleaved"}
+    assert {layout.pp for layout in spread} == {2, 4, 8}
+    assert {layout.v for layout in spread} == {1, 2}
+    assert {layout.slices for layout in spread} == {1, 4}
+
+
+@pytest.mark.parametrize("text", ["pp=4,m=16", "pp=4,m=16,slices=2", "pp=4,v=2,m=16"])
+def test_a_spread_output_layer_keeps_a_forward_more(text):
+    layout = parse_layout(f"{text},tp=2,seq=8192,vocabulary=pp")
+    rough, exact = estimate(planner(runtime="pipeloom"), layout), planner(runtime="pipeloom").predict(layout)
+    assert 0.94 * exact.peak < rough.memory < CLOSE * exact.peak
+    assert rough.seconds == pytest.approx(exact.step.total, rel=0.02)
+
+
+def test_a_higher_zero_level_is_estimated_where_it_is_faster():
+    """Gathers in every layer hide what short stages, of eight chunks, do not hide of the sum at the step's end."""
+    fixed = {"tp": 1, "cp": 1, "pp": 4, "v": 8, "m": 32, "recompute": "none"}
+    asked = request_of(128, 1024, 4096, "pipeloom", zero=(1, 2, 3), fixed=fixed)
+    found = {each.layout.zero: each for each in _estimates(planner(runtime="pipeloom"), replace(asked, memory=1e12))}
+    assert sorted(found) == [1, 3]
+    assert found[3].seconds < found[1].seconds
+
+
+@pytest.mark.parametrize(
+    ("gain", "words"),
+    [
+        (0.02, "the pipeline pays: 2.0 % faster than the best layout with pp = 1 (dp=8,m=8)"),
+        (0.0, "do not pipeline this: the best layout with pp = 1 (dp=8,m=8) is as fast as the best with a pipeline"),
+        (
+            -0.02,
+            "do not pipeline this: the best layout with pp = 1 (dp=8,m=8) is 2.0 % faster than the best with a pipeline",
+        ),
+    ],
+)
+def test_whether_a_pipeline_pays(gain, words):
+    flat, deep = (planner().predict(parse_layout(text)) for text in ("dp=8,m=8", "dp=4,pp=2,m=16"))
+    both = tuple(sorted((flat, replace(deep, tokens=(1 + gain) * flat.tokens)), key=lambda each: -each.tokens))
+    assert advice(LayoutPlan(both, (), 0, 2)) == words
+
+
 @pytest.mark.slow
 def test_long_sequences_fit_in_many_slices_and_with_a_spread_output_layer():
     few = ours(fixed={"tp": 1, "cp": 1, "dp": 1, "recompute": "full"}, slices=(1, 2, 4), vocabulary=("last",))
@@ -372,6 +415,19 @@ def test_what_train_does_not_have_is_refused_by_name(changes, words):
     prediction = planner().predict(PlannedLayout(**{"dp": 2, "seq": 2048, **changes}))
     with pytest.raises(UsageError, match=words):
         written(prediction, planner(), "pipeloom")
+
+
+def test_flags_name_the_overlap_that_the_plan_counts_on():
+    flags = {"--overlap-grad-reduce", "--overlap-param-gather"}
+    waits = replace(planner(), runtime=replace(RUNTIMES["megatron"], hides_state=False))
+    for text, planned, named in (
+        ("dp=2,pp=2,m=4", planner(), flags),
+        ("dp=2,pp=2,m=4,zero=0", planner(), {"--overlap-grad-reduce"}),
+        ("pp=2,m=4", planner(), set()),
+        ("dp=2,pp=2,m=4", waits, set()),
+    ):
+        words = written(planned.predict(parse_layout(text)), planned, "megatron")[0].split()
+        assert flags & set(words) == named, text
 
 
 def test_other_systems_read_the_same_layout():
