@@ -7,12 +7,14 @@ import re
 import shlex
 from typing import Any
 
+import pytest
 from paths import ROOT
 from pipeloom.config import load_layout
 from pipeloom.plan.run import predicted
 from pipeloom.plan.time import device
 
 
+@pytest.mark.core
 def test_the_table_is_what_its_command_predicts() -> None:
     text = (ROOT / "docs" / "long_sequences.md").read_text(encoding="utf-8")
     command = re.search(r"^pipeloom train tiny (.*) --dry-run --parallel", text, re.MULTILINE)
