@@ -8,6 +8,7 @@ import shlex
 from typing import Any
 
 import pytest
+
 from paths import ROOT
 from pipeloom.config import load_layout
 from pipeloom.plan.run import predicted
