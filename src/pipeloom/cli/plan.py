@@ -55,7 +55,7 @@ class PlanFlags:
     model: str = flag(..., "MODEL", "A preset, a Hugging Face directory, a config.json, or a configuration of `train`.")
     devices: int | None = flag(None, "N", "Number of devices; with --layout, that of the layout.", min=1, max=1_000_000)
     memory: str | None = flag(None, "GIB", "Memory of a device, such as 80 or 80GiB; default: the device's.")
-    device: str = flag("h100", "NAME", "a100, h100, h200, b200, gb200 or mi300x.")
+    device: str = flag("h100", "NAME", "a100, h100, h200, b200, b300, gb200, gb300, mi300x or mi355x.")
     nodes: int | None = flag(None, "N", "Number of nodes; default: as many as the devices fill.", min=1)
     global_batch: int | None = flag(None, "N", "Sequences of a step; default: four million tokens.", min=1)
     seq: int = flag(4096, "N", "Tokens of a sequence.", min=1, max=2**24)

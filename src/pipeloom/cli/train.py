@@ -28,7 +28,9 @@ def command(
     context: typer.Context,
     dry_run: bool = flag(False, None, "Check the configuration, print what would run, and start nothing.", "--dry-run"),
     device: str | None = flag(
-        None, "NAME", "With --dry-run: a100, h100, h200, b200, gb200 or mi300x; default: h100 on CUDA."
+        None,
+        "NAME",
+        "With --dry-run: a100, h100, h200, b200, b300, gb200, gb300, mi300x or mi355x; default: h100 on CUDA.",
     ),
     memory: str | None = flag(
         None, "GIB", "With --dry-run: memory of a device, such as 80 or 80GiB; default: the device's."

@@ -11,7 +11,6 @@ from pipeloom.plan.layout import CHUNKS, WHOLE_ROUNDS, PlannedLayout, even_stage
 from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import OfRanks, RankMemory, planned_bytes, ranks_of
 from pipeloom.plan.time import (
-    HOST,
     AxisRates,
     Device,
     StageSeconds,
@@ -152,7 +151,7 @@ class Planner:
             fused = dict(schedule.options).get("vocabulary") != "two"  # then S computes the input gradient too
             scores, gradients = share.forward, share.weight_grad
             scores, gradients = scores + fused * share.input_grad, gradients + (not fused) * share.input_grad
-            hop = planned.hop(0, 1)
+            hop = max(planned.hop(rank - 1, rank) for rank in range(1, layout.pp))
             planned = replace(planned, scores=scores, scores_grad=gradients, broadcast=hop, combine=hop)
         cuts = self.cuts(layout)
         return planned if cuts is None else cuts.costs(planned)
@@ -203,7 +202,7 @@ class Planner:
         seconds, in_seconds = self._stages(layout, schedule, layers, links, of_stage)
         makespan, busy, timeline = _pipeline(layout, in_seconds, searched, placed)
         state = self.state_in_step(timeline, [layers[slice(*each)] for each in of_stage], layout, links)
-        host = HOST if self.measured_layers is None else 0.0
+        host = self.device.host if self.measured_layers is None else 0.0
         spent = busy_parts(busy, seconds, layout.m, layout.pp, schedule.has_pairs)
         step = StepTime(*spent, max(0.0, makespan - busy), *state, host)
         tokens = layout.sequences * layout.seq / step.total / layout.world

@@ -15,6 +15,7 @@ from pipeloom.plan.memory import OfRanks, RankMemory, ranks_of, state_bytes
 from pipeloom.plan.messages import MessageBytes, message_bytes
 from pipeloom.plan.predict import Planner
 from pipeloom.plan.time import AxisRates, Device, StepTime, busy_parts
+from pipeloom.plan.time import device as load_device
 from pipeloom.schedule import Schedule, Timeline, simulate
 from pipeloom.schedule.actions import GRADS, PARAMS
 from pipeloom.shapes.cut import spans
@@ -94,7 +95,10 @@ def predicted(
     planned, shape = layout_of(layout), layout.config.model.shape()
     if reasons := problems(shape, planned):
         raise UsageError("; ".join(reasons))
-    speed = device or Device("cpu", 1.0, 0.0, 1e30, 1e30, 1e30, layout.world_size, 1.0)
+    speed = device or replace(
+        load_device("h100"), name="cpu", flops=1.0, memory=0.0, bandwidth=1e30, link=1e30, pair=1e30, network=1e30,
+        per_node=layout.world_size, efficiency=1.0,
+    )  # fmt: skip
     runtime = replace(
         runtime_of(layout.config, device),
         sequence=layout.config.parallel.sp,
@@ -123,7 +127,7 @@ def predicted(
         state = planner.state_in_step(timeline, groups, planned, links)
         busy = sum(timeline.busy) / planned.pp
         spent = busy_parts(busy, times, sum(rows) / max(rows), planned.pp, layout.schedule.has_pairs)
-        step = StepTime(*spent, max(0.0, timeline.makespan - busy), *state)
+        step = StepTime(*spent, max(0.0, timeline.makespan - busy), *state, device.host)
     return RunPrediction(planner, planned, tuple(ranks_of(timeline, planner.runtime)), timeline, step)
 
 

@@ -13,7 +13,7 @@ from pipeloom.errors import UsageError, divisors
 from pipeloom.plan.layout import CHUNKS, WHOLE_ROUNDS, PlannedLayout, problems
 from pipeloom.plan.memory import state_bytes
 from pipeloom.plan.predict import LayoutCosts, Planner, balanced, distinct
-from pipeloom.plan.time import HOST, AxisRates, gathers_by_microbatch
+from pipeloom.plan.time import AxisRates, gathers_by_microbatch
 from pipeloom.schedule.placement import named
 from pipeloom.shapes.decoder import DecoderShape, context_problem
 from pipeloom.shapes.ops import LayerOps
@@ -547,4 +547,4 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
             held += rank.pending * min(m - min(m, alive), at / layout.slices)
         memory = max(memory, states[rank] + (1 + runtime.margin) * held)
     memory += runtime.workspace + runtime.overhead
-    return Estimate(layout, memory, max(steps) + waits + optimizer + HOST)
+    return Estimate(layout, memory, max(steps) + waits + optimizer + planner.device.host)

@@ -18,35 +18,32 @@ from pipeloom.schedule.model import parts
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.ops import LayerOps, Op, Runtime
 
-# Share of the rate that a collective reaches of a link within a node and of the network (DeepEP's README: 45 and 46 of 50 GB/s
-# over 2 and 4 nodes, NCCL somewhat less), of memory's rate that an elementwise operation reaches, and of a product's
-# rate that fused attention and grouped products reach.
-LINK_SHARE, NETWORK_SHARE, MEMORY_SHARE, ATTENTION_SHARE, GROUPED_SHARE = 0.45, 0.8, 0.8, 0.6, 0.85
-# A product of which one side is this long runs at half of the rate of a large one.
-HALF_RATE_SIDE = 192
-LATENCY = 15e-6  # seconds of a collective, whatever its size
-LAUNCH = 4e-6  # seconds of an operation, whatever its size
 # Share of a device's processors that an exchange beside computation takes: 20 of 132 (arXiv 2412.19437, section 3.2.2).
 EXCHANGE_SHARE = 20 / 132
 # Bytes of memory traffic a parameter of a rank, sharded or not, once a step: gradients are zeroed, scaled and read for a norm,
 # gathered weights are copied. From the seven steps of `benchmarks/planbench/measured.json`: their part that m does not change.
 WHOLE_TRAFFIC = 40.0
-HOST_LINK = 50e9  # bytes per second and direction between a device and its host: PCIe 5 with 16 lanes
-HOST = 0.02  # seconds of a step in which devices wait for their hosts: batches, norms of gradients, logs
 
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of accelerator and the links of its node.
+    """A kind of accelerator and the links of its node; rates are in bytes per second and direction, of data sheets.
 
     Attributes:
         flops: bf16 operations per second.
-        memory: bytes.
-        bandwidth: of its memory, bytes per second.
-        link: of one device to the others of its node, bytes per second and direction.
-        network: of one device to other nodes.
+        memory: bytes that the driver offers.
+        bandwidth: of its memory.
+        link: of one device to the others of its node together; pair: to one of them.
+        network: of one device to other nodes, its port.
+        host_link: to its host.
         per_node: devices of a node.
         efficiency: share of `flops` that large products reach.
+        link_share, network_share: shares of the rates that a collective reaches within and between nodes.
+        memory_share: share of `bandwidth` that an elementwise operation reaches.
+        attention_share, grouped_share: shares of a product's rate that fused attention and grouped products reach.
+        half_rate_side: a product of which one side is this long runs at half of the rate of a large one.
+        latency: seconds of a collective, whatever its size; launch: of an operation.
+        host: seconds of a step in which devices wait for their hosts: batches, norms of gradients, logs.
     """
 
     name: str
@@ -54,14 +51,46 @@ class Device:
     memory: float
     bandwidth: float
     link: float
+    pair: float
     network: float
+    host_link: float
     per_node: int
     efficiency: float
+    link_share: float
+    network_share: float
+    memory_share: float
+    attention_share: float
+    grouped_share: float
+    half_rate_side: float
+    latency: float
+    launch: float
+    host: float
+
+    @property
+    def elementwise(self) -> float:
+        """Bytes per second that an elementwise operation reads and writes."""
+        return self.memory_share * self.bandwidth
+
+    @property
+    def port(self) -> float:
+        """Bytes per second that a collective, or a message, moves to other nodes."""
+        return self.network_share * self.network
+
+    def within(self, size: int) -> float:
+        """Bytes per second of a collective of so many devices of a node: over their links to each other."""
+        return min(self.link_share * self.link, self.network_share * self.pair * max(1, size - 1))
+
+
+# Key of the data sheet -> its unit.
+_UNITS = {"tflops": 1e12, "gib": 2.0**30, "hbm_tbps": 1e12, "gbps": 1e9, "us": 1e-6, "ms": 1e-3}
 
 
 def devices() -> dict[str, dict[str, Any]]:
-    """Name -> data sheet of the devices that are known by name."""
-    return dict(json.loads(resources.files("pipeloom.plan").joinpath("devices.json").read_text()))
+    """Name -> data sheet of the devices that are known by name, with what all have in common."""
+    sheets = json.loads(resources.files("pipeloom.plan").joinpath("devices.json").read_text())
+    return {
+        name: {"pair_gbps": sheet["link_gbps"]} | sheets["common"] | sheet for name, sheet in sheets["devices"].items()
+    }
 
 
 def device(name: str) -> Device:
@@ -69,17 +98,17 @@ def device(name: str) -> Device:
     known = devices()
     if name.lower() not in known:
         raise UsageError(f"--device {name!r:.100} is not known{did_you_mean(name.lower(), known)}")
-    sheet = known[name.lower()]
-    return Device(
-        name.lower(),
-        sheet["tflops"] * 1e12,
-        sheet["gigabytes"] * 1e9,
-        sheet["hbm_tbps"] * 1e12,
-        sheet["link_gbps"] * 1e9,
-        sheet["network_gbps"] * 1e9,
-        sheet["per_node"],
-        sheet["product_efficiency"],
-    )
+    names = {"tflops": "flops", "gib": "memory", "hbm_tbps": "bandwidth", "product_efficiency": "efficiency"}
+    values: dict[str, Any] = {}
+    for key, value in known[name.lower()].items():
+        stem, _, unit = key.rpartition("_")
+        if key in names:
+            values[names[key]] = _UNITS.get(key, 1) * value
+        elif unit in _UNITS:
+            values[stem] = _UNITS[unit] * value
+        elif key != "source":
+            values[key] = value
+    return Device(name.lower(), **values)
 
 
 @dataclass(frozen=True)
@@ -122,13 +151,20 @@ class StageSeconds:
 
 @dataclass(frozen=True)
 class AxisRates:
-    """Rates in bytes per second of a group's exchange, by axis: within a node, or between nodes where the axis leaves it."""
+    """Rates in bytes per second of a group's exchange, by axis: within a node, or between nodes where the axis leaves it.
+
+    Of the pipeline `pp` is that of a message between ranks of one node, which are `together` in so many, `away` that to the next
+    node's. `latency` is in seconds.
+    """
 
     tp: float
     ep: float
     cp: float
-    pp: float
     dp: float
+    pp: float
+    away: float
+    together: int
+    latency: float
 
     @classmethod
     def of(cls, layout: PlannedLayout, device: Device, shape: DecoderShape) -> AxisRates:
@@ -136,20 +172,27 @@ class AxisRates:
 
         A group's rings leave a node through the port of each device of it there, and are no faster than the node's links.
         """
-        link, port = LINK_SHARE * device.link, NETWORK_SHARE * device.network
 
         def rate(size: int, stride: int) -> float:
-            ports = max(1, min(size, device.per_node // stride))
-            return link if size * stride <= device.per_node else min(link, ports * port)
+            inside = max(1, min(size, device.per_node // stride))
+            across = math.inf if size * stride <= device.per_node else inside * device.port
+            return min(device.within(inside), across)
 
         inner = layout.tp * layout.cp
         return cls(
             rate(layout.tp, 1),
             _expert_rate(layout, device, shape),
             rate(layout.cp, layout.tp),
-            rate(2, inner * layout.dp),
             rate(layout.dp * layout.cp, layout.tp),
+            device.within(2),
+            device.port,
+            max(1, device.per_node // (inner * layout.dp)),
+            device.latency,
         )
+
+    def leaves(self, source: int, destination: int) -> bool:
+        """Return whether a message between two pipeline ranks leaves a node."""
+        return source // self.together != destination // self.together
 
 
 def expert_nodes(layout: PlannedLayout, device: Device) -> int:
@@ -164,12 +207,13 @@ def _expert_rate(layout: PlannedLayout, device: Device, shape: DecoderShape) -> 
     n (1 - (1 - 1/n)^k)), and from there to the ranks; node-limited routing lets fewer nodes hold them.
     """
     ep, nodes, experts = layout.ep, expert_nodes(layout, device), shape.num_experts_per_tok
-    inside, within = ep / nodes, LINK_SHARE * device.link
+    inside = ep / nodes
+    within = device.within(math.ceil(inside))
     if nodes == 1 or not experts:
         return within
     reached = max(1.0, nodes * shape.topk_group / shape.n_group)
     across = reached * (1 - (1 - 1 / reached) ** experts) / experts * (nodes - 1) / nodes
-    return (ep - 1) / ep / (across / (NETWORK_SHARE * device.network) + (inside - 1) / inside / within)
+    return (ep - 1) / ep / (across / device.port + (inside - 1) / inside / within)
 
 
 def gathers_by_microbatch(layout: PlannedLayout, runtime: Runtime) -> bool:
@@ -192,7 +236,9 @@ def stage_times(
         times = _layer_times(layer, layout, runtime.element, device, links)
         if gathers_by_microbatch(layout, runtime):
             replicas = layout.dp * layout.cp
-            gather = _seconds(runtime.element * sum(layer.parameters) * (replicas - 1) / replicas, links.dp)
+            gather = _seconds(
+                runtime.element * sum(layer.parameters) * (replicas - 1) / replicas, links.dp, links.latency
+            )
             waits = max(0.0, gather - times[0]), max(0.0, 3 * gather - times[1] - times[2])
             times = tuple(map(add, times, (*waits, 0.0, *waits, 0.0)))
         sums = [total + each for total, each in zip(sums, times, strict=True)]
@@ -207,9 +253,9 @@ def _layer_times(
     whole = bool(layer.dropped) and layer.dropped == layer.tensors.keys()  # a whole block repeats its exchanges too
     for op in layer.ops:
         product = _product_seconds(op, element, device)
-        elementwise = op.traffic / (MEMORY_SHARE * device.bandwidth) + LAUNCH
-        to_experts = _seconds(op.ep_bytes, links.ep)
-        sent = _seconds(op.tp_bytes, links.tp) + to_experts
+        elementwise = op.traffic / device.elementwise + device.launch
+        to_experts = _seconds(op.ep_bytes, links.ep, links.latency)
+        sent = _seconds(op.tp_bytes, links.tp, links.latency) + to_experts
         if op.attends:
             sent += _context_exchange(op, layout, links)
         forward += product + elementwise + sent
@@ -221,11 +267,11 @@ def _layer_times(
             sent_backward += sent
         if op.deferred:
             weights = sum(size * count for size, count in op.weights)
-            weight_grad += max(product, 8 * weights / (MEMORY_SHARE * device.bandwidth))
+            weight_grad += max(product, 8 * weights / device.elementwise)
         if whole or op.makes in layer.dropped - layer.copied:
             input_grad += product + elementwise + sent * whole
             sent_backward += sent * whole
-    copies = sum(layer.tensors[name] for name in layer.copied) / HOST_LINK  # beside the computation
+    copies = sum(layer.tensors[name] for name in layer.copied) / device.host_link  # beside the computation
     return (
         max(forward, copies),
         max(input_grad, copies - weight_grad),
@@ -236,8 +282,8 @@ def _layer_times(
     )
 
 
-def _seconds(size: float, rate: float) -> float:
-    return size / rate + LATENCY if size else 0.0
+def _seconds(size: float, rate: float, latency: float) -> float:
+    return size / rate + latency if size else 0.0
 
 
 def _context_exchange(op: Op, layout: PlannedLayout, links: AxisRates) -> float:
@@ -245,7 +291,7 @@ def _context_exchange(op: Op, layout: PlannedLayout, links: AxisRates) -> float:
     if layout.cp == 1:
         return 0.0
     sizes = dict(op.saves)
-    return _seconds((sizes["key"] + sizes["value"]) * (layout.cp - 1), links.cp)
+    return _seconds((sizes["key"] + sizes["value"]) * (layout.cp - 1), links.cp, links.latency)
 
 
 def _product_seconds(op: Op, element: int, device: Device) -> float:
@@ -253,22 +299,32 @@ def _product_seconds(op: Op, element: int, device: Device) -> float:
         return 0.0
     rate = device.flops * device.efficiency
     if op.attends:
-        return op.flops / (rate * ATTENTION_SHARE)
+        return op.flops / (rate * device.attention_share)
     (size, count), *_ = op.weights
     rows = op.flops / (2 * size * count)  # of one expert, or of all tokens
     side = min(rows, math.sqrt(size))
-    share = side / (side + HALF_RATE_SIDE) * (GROUPED_SHARE if op.expert else 1.0)
+    share = side / (side + device.half_rate_side) * (device.grouped_share if op.expert else 1.0)
     moved = element * size * count
-    return max(op.flops / (rate * share), moved / (MEMORY_SHARE * device.bandwidth))
+    return max(op.flops / (rate * share), moved / device.elementwise)
 
 
 def costs(times: Sequence[StageSeconds], layout: PlannedLayout, row: float, links: AxisRates) -> Costs:
-    """`Costs` in seconds; a message is a micro-batch's activations between two stages, divided by tp; `row`: bytes of a token."""
+    """`Costs` in seconds; a message is a micro-batch's activations between two stages, divided by tp; `row`: bytes of a token.
+
+    Where some hops leave a node, the time that their messages (of a slice of mean size) take longer is in their latency.
+    """
     names = [spec.name for spec in fields(StageSeconds) if spec.name in TIMES]
     rows = {name: tuple(getattr(each, name) for each in times) for name in names}
     given: dict[str, Any] = {name: values for name, values in rows.items() if None not in values}
     message = layout.micro_batch * layout.seq / layout.cp * row / layout.tp
-    return Costs(**given, p2p=LATENCY, message=message, bandwidth=links.pp)
+    if links.together == 1 or layout.pp <= links.together:
+        return Costs(
+            **given, p2p=links.latency, message=message, bandwidth=links.away if links.together == 1 else links.pp
+        )
+    later = message / layout.slices * (1 / links.away - 1 / links.pp)
+    ranks = range(layout.pp)
+    p2p = tuple(tuple(links.latency + later * links.leaves(a, b) for b in ranks) for a in ranks)
+    return Costs(**given, p2p=p2p, message=message, bandwidth=links.pp)
 
 
 def with_pairs(costs: Costs, times: Sequence[StageSeconds]) -> Costs:
@@ -296,7 +352,7 @@ class StepTime:
     idle: float
     reduction: float
     optimizer: float
-    host: float = HOST
+    host: float
 
     @property
     def total(self) -> float:
@@ -340,8 +396,10 @@ def state_seconds(
     for count, ranks in ((shared, replicas), (experts, layout.expert_replicas)):
         moved += 0.0 if gathers_by_microbatch(layout, runtime) else count * (ranks - 1) / ranks
         traffic += (40 / (ranks if layout.zero or runtime.sharded else 1) + WHOLE_TRAFFIC) * count
-    sums, gathers = (_seconds(moved * size, links.dp) for size in (GRAD_BYTES[layout.grads], runtime.element))
-    return sums, gathers, traffic / (MEMORY_SHARE * device.bandwidth)
+    sums, gathers = (
+        _seconds(moved * size, links.dp, links.latency) for size in (GRAD_BYTES[layout.grads], runtime.element)
+    )
+    return sums, gathers, traffic / device.elementwise
 
 
 def exposed(timeline: Timeline, of_stage: Sequence[tuple[float, float, int]]) -> float:

@@ -8,11 +8,11 @@ import pytest
 
 from pipeloom import schedules
 from pipeloom.plan import RUNTIMES, PlannedLayout, Planner, load_device, load_model
-from pipeloom.plan.time import LINK_SHARE, NETWORK_SHARE, AxisRates, exposed
+from pipeloom.plan.time import AxisRates, exposed
 from pipeloom.schedule import Costs, simulate
 
 H100 = load_device("h100")
-LINK, PORT = LINK_SHARE * H100.link, NETWORK_SHARE * H100.network
+LINK, PORT = 0.45 * 450e9, 0.8 * 50e9
 
 
 def planner(runtime="megatron"):
@@ -29,13 +29,42 @@ def planner(runtime="megatron"):
         ({"dp": 48}, "dp", LINK),
         ({"tp": 2, "cp": 2, "dp": 8}, "dp", 4 * PORT),  # the ranks of cp sum gradients too
         ({"tp": 4, "cp": 4}, "cp", 2 * PORT),
-        ({"tp": 8, "pp": 2}, "pp", PORT),
-        ({"tp": 4, "pp": 2}, "pp", LINK),
     ],
 )
 def test_a_ring_leaves_a_node_through_the_port_of_each_of_its_devices_there(axes, axis, rate):
     rates = AxisRates.of(PlannedLayout(**axes), H100, load_model("llama3-8b"))
     assert getattr(rates, axis) == pytest.approx(min(LINK, rate))
+
+
+def hops(device=H100, **axes):
+    planned = replace(planner(), device=device)
+    costs = planned.stage_costs(PlannedLayout(**axes))
+    p, size = axes["pp"], 4096 * planned.row / axes.get("tp", 1) / axes.get("slices", 1)
+    return [size / (costs.hop(r, (r + 1) % p, 1 / axes.get("slices", 1)) - 15e-6) for r in range(p)]
+
+
+def test_a_message_that_leaves_a_node_goes_at_the_networks_rate():
+    assert hops(tp=8, pp=2, m=2) == pytest.approx([PORT] * 2)
+    assert hops(tp=4, pp=2, m=2) == pytest.approx([LINK] * 2)
+    assert hops(tp=2, dp=2, pp=4, m=4) == pytest.approx([LINK, PORT, LINK, PORT])
+    assert hops(pp=16, v=2, m=16, schedule="interleaved") == pytest.approx([*[LINK] * 7, PORT] * 2)
+    assert hops(tp=4, pp=4, m=4, slices=2) == pytest.approx([LINK, PORT, LINK, PORT])
+
+
+def test_devices_without_a_switch_have_one_link_for_each_other_device():
+    """A message takes the link between two devices, a ring of n devices the n - 1 links of each."""
+    amd = load_device("mi300x")
+    assert hops(amd, pp=4, m=4) == pytest.approx([0.8 * 64e9] * 4)
+    rates = [AxisRates.of(PlannedLayout(tp=tp), amd, load_model("llama3-8b")).tp for tp in (2, 4, 8)]
+    assert rates == pytest.approx([0.8 * 64e9, 3 * 0.8 * 64e9, 0.45 * 448e9])
+
+
+def test_a_device_has_the_memory_that_its_driver_offers_and_what_all_have_in_common():
+    sizes = {"a100": 79.25, "h100": 79.1, "h200": 139.8, "b200": 178.4, "gb200": 184.3, "b300": 267.7, "gb300": 276.5}
+    for name, gib in (sizes | {"mi300x": 191.98, "mi355x": 287.98}).items():
+        assert load_device(name).memory == pytest.approx(gib * 2**30)
+    assert (H100.latency, H100.launch, H100.host, H100.host_link) == pytest.approx((15e-6, 4e-6, 0.02, 50e9))
+    assert load_device("a100").host_link == 25e9  # its own, in place of the common one
 
 
 def timeline(ranks, microbatches):
