@@ -14,7 +14,7 @@ from pipeloom.errors import UsageError
 from pipeloom.plan import OFFERED, Device, PlanRequest
 from pipeloom.plan.export import train_flags
 from pipeloom.plan.memory import RankMemory
-from pipeloom.plan.report import gib
+from pipeloom.plan.report import gib, step_words
 from pipeloom.plan.run import RunPrediction, predicted, rank_parameters
 from pipeloom.plan.search import closest, limits_of_source
 from pipeloom.schedule import Timeline, simulate
@@ -22,7 +22,6 @@ from pipeloom.schedule.channels import size_words
 from pipeloom.shapes.hub import content_of
 from pipeloom.shapes.mesh import MeshShape
 
-_RELEASES = 0.39  # the largest difference of one layout's published steps (docs/planning.md)
 _ROWS, _COLUMNS = 16, 10  # largest size of the table of workers that fits on a screen
 
 
@@ -78,14 +77,8 @@ def _bytes_lines(prediction: RunPrediction) -> list[str]:
 def _step_lines(layout: Layout, prediction: RunPrediction | None, device: Device | None) -> list[str]:
     if prediction is None or prediction.step is None or device is None:
         return []
-    step = prediction.step
-    parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in step.parts().items())
-    tokens = prediction.layout.sequences * prediction.layout.seq / step.total / layout.world_size
-    slowest = step.total * (1 + _RELEASES)
-    return [
-        f"step on {device.name}: {step.total:.3g} to {slowest:.3g} s, since releases of one runtime differ by "
-        f"{100 * _RELEASES:.0f} %; at best {tokens:,.0f} tokens/s on each device ({parts})"
-    ]
+    tokens = prediction.layout.sequences * prediction.layout.seq / prediction.step.total / layout.world_size
+    return [step_words(prediction.step, tokens, device.name)]
 
 
 def _missing(layout: Layout, prediction: RunPrediction, limit: float) -> str:

@@ -34,7 +34,7 @@ from pipeloom.plan import (
 from pipeloom.plan.layout import values_of
 from pipeloom.plan.measured import read
 from pipeloom.plan.refine import refine
-from pipeloom.plan.report import advice, as_dict, gib, memory_rows, reason, refined_lines, table, what_if
+from pipeloom.plan.report import advice, as_dict, gib, memory_rows, reason, refined_lines, step_words, table, what_if
 from pipeloom.plan.scaling import scaling
 from pipeloom.plan.search import limits_of_source, neighbouring
 from pipeloom.schedule.json_form import to_json
@@ -136,7 +136,11 @@ def command(options: PlanFlags) -> None:
         fits = prediction.peak <= device.memory
         _write(options, prediction, planner)
         if options.as_json or options.as_ is None:
-            emit(options.as_json, lambda: as_dict(prediction) | {"fits": fits}, lambda: _details(prediction, device))
+            emit(
+                options.as_json,
+                lambda: as_dict(prediction) | {"fits": fits},
+                lambda: _details(prediction, planner, bool(options.measured or options.costs)),
+            )
         if not fits:
             raise CapacityError(
                 f"--layout {prediction.text} needs {gib(prediction.peak)} GiB, and a device has {gib(device.memory)}"
@@ -148,7 +152,9 @@ def command(options: PlanFlags) -> None:
         raise UsageError("--stages divides the layers of one layout; give it with --layout")
     request = _request(options, device, shape)
     if options.svg is not None:
-        write(options.svg, lambda: _chart(planner, request))
+        title = f"{shape.name} on {request.devices} {device.name}, nodes of {device.per_node}"
+        axis, speed = "devices that share one copy of the model", "tokens/s of a device"
+        write(options.svg, lambda: chart(title, axis, [Panel(speed, scaling(planner, request))], log2=True))
         return
     plan = search(planner, request)
     if not plan.predictions:
@@ -172,12 +178,6 @@ def _none_fits(plan: LayoutPlan, shape: DecoderShape, request: PlanRequest) -> s
         return words
     least = plan.smallest.peak
     return f"{words}; the smallest needs {gib(least)} GiB, {gib(least - request.memory)} more: {plan.smallest.text}"
-
-
-def _chart(planner: Planner, request: PlanRequest) -> str:
-    title = f"{planner.shape.name} on {request.devices} {planner.device.name}, nodes of {planner.device.per_node}"
-    axis = "devices that share one copy of the model"
-    return chart(title, axis, [Panel("tokens/s of a device", scaling(planner, request))], log2=True)
 
 
 def _planner(options: PlanFlags, device: Device) -> Planner:
@@ -306,20 +306,17 @@ def _write(options: PlanFlags, prediction: LayoutCosts, planner: Planner) -> Non
         write(options.costs_to, lambda: json.dumps(costs_dict(planner.stage_costs(prediction.layout))) + "\n")
 
 
-def _details(prediction: LayoutCosts, device: Device) -> list[str]:
+def _details(prediction: LayoutCosts, planner: Planner, measured: bool) -> list[str]:
     from pipeloom.plan.export import layers_by_rank, layout_string
 
     layers = prediction.stages, prediction.ahead
-    parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in prediction.step.parts().items() if seconds > 1e-6)
-    worst = prediction.ranks[prediction.worst]
+    device, worst = planner.device, prediction.ranks[prediction.worst]
     room = (device.memory - prediction.peak) / 2**30
     return [
         f"{prediction.text}:",
         f"{prediction.layout.world} devices, stages {layout_string(*layers)}",
         *(in_columns(layers_by_rank(prediction.short, *layers)) if prediction.layout.pp > 1 else ()),
-        *_wrapped(
-            f"{prediction.tokens:,.0f} tokens/s on each device, a step of {prediction.step.total:.4g} s: {parts}"
-        ),
+        *_wrapped(step_words(prediction.step, prediction.tokens, device.name, measured=measured)),
         *in_columns(memory_rows(prediction.ranks)),
         *_wrapped(
             f"rank {prediction.worst} needs the most, {gib(prediction.peak)} GiB, at {worst.peak_action}: "
@@ -343,7 +340,7 @@ def _lines(plan: LayoutPlan, planner: Planner, request: PlanRequest) -> list[str
         *in_columns(table(plan.pareto[:_ROWS]), left=0, ragged=True),
         *_wrapped(advice(plan)),
         "",
-        *_details(best, planner.device),
+        *_details(best, planner, planner.measured_layers is not None),
         "",
         "one step away from the best layout:",
     ]

@@ -53,20 +53,10 @@ def layers_by_rank(schedule: Schedule, stages: Sequence[int], ahead: int = 0) ->
     return rows
 
 
-_FLAGS = {
-    "dp": "parallel.dp",
-    "tp": "parallel.tp",
-    "cp": "parallel.cp",
-    "pp": "parallel.pp",
-    "ep": "parallel.ep",
-    "zero": "parallel.zero",
-    "v": "schedule.chunks",
-    "m": "schedule.microbatches",
-    "slices": "schedule.slices",
-    "schedule": "schedule.name",
-    "vocabulary": "parallel.vocabulary",
+_FLAGS = {key: f"parallel.{key}" for key in ("dp", "tp", "cp", "pp", "ep", "zero", "vocabulary")} | {
+    "v": "schedule.chunks", "m": "schedule.microbatches", "slices": "schedule.slices", "schedule": "schedule.name",
     "recompute": "train.recompute",
-}
+}  # fmt: skip
 
 
 def train_flags(layout: PlannedLayout, now: PlannedLayout) -> list[str]:

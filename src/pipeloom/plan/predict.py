@@ -264,10 +264,18 @@ class Planner:
         return self._stages(layout, schedule, layers, links, spans(schedule, stages))[1]
 
     def measured(self, prediction: LayoutCosts, microbatches: int, seconds: float) -> LayoutCosts:
-        """The prediction with its times scaled so that the same layout with `microbatches` takes the measured `seconds`."""
-        reference = self.predict(replace(prediction.layout, m=microbatches))
-        factor = seconds / reference.step.total
-        return replace(prediction, step=prediction.step.scaled(factor), tokens=prediction.tokens / factor)
+        """The prediction with the pipeline's times scaled so that the layout with `microbatches` takes the measured `seconds`.
+
+        All times, where less is left of them than what is outside of the pipeline takes.
+        """
+        reference, step = self.predict(replace(prediction.layout, m=microbatches)).step, prediction.step
+        pipeline = {"compute", "exchange", "idle"}
+        inside = sum(each for name, each in reference.parts().items() if name in pipeline)
+        factor, outside = (seconds - reference.total) / inside + 1, 1.0
+        if factor <= 0:
+            factor = outside = seconds / reference.total
+        scaled = StepTime(**{n: (factor if n in pipeline else outside) * each for n, each in step.parts().items()})
+        return replace(prediction, step=scaled, tokens=prediction.tokens * step.total / scaled.total)
 
 
 @lru_cache(maxsize=4096)

@@ -31,9 +31,8 @@ def refine(
     until, better = time.monotonic() + seconds, {}
     for at, prediction in enumerate(deep):
         left = (until - time.monotonic()) / (len(deep) - at)
-        with suppress(
-            UsageError, CapacityError
-        ):  # more actions than are searched; nothing fits but the family's schedule
+        # There may be more actions than are searched, or nothing fits but the family's schedule.
+        with suppress(UsageError, CapacityError):
             searched = _searched(planner, prediction, memory, max(0.1, _SEARCH_SHARE * left))
             if searched.peak <= memory and searched.tokens > prediction.tokens:
                 better[prediction.layout] = searched

@@ -8,16 +8,14 @@ from dataclasses import fields, replace
 from pipeloom.plan.memory import RankMemory
 from pipeloom.plan.predict import LayoutCosts, Planner
 from pipeloom.plan.search import Estimate, LayoutPlan, PlanRequest, fastest
+from pipeloom.plan.time import StepTime
 
 GIB = 2**30
+_RELEASES = 0.39  # the largest difference of one layout's published steps (docs/planning.md)
 _CAUSES = {
-    "compute": "more computation",
-    "exchange": "more exchange",
-    "idle": "a larger bubble",
-    "reduction": "a longer sum of gradients",
-    "optimizer": "a slower optimizer",
-    "host": "more waiting for hosts",
-}
+    "compute": "more computation", "exchange": "more exchange", "idle": "a larger bubble",
+    "reduction": "a longer sum of gradients", "optimizer": "a slower optimizer", "host": "more waiting for hosts",
+}  # fmt: skip
 _HEADS = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim", "gathered": "gath", "activations": "activ",
     "temporaries": "temp",
@@ -27,6 +25,18 @@ _HEADS = {
 def gib(size: float) -> str:
     """Bytes as people write them in a table: "61.2"."""
     return f"{size / GIB:.1f}"
+
+
+def step_words(step: StepTime, tokens: float, device: str, *, measured: bool = False) -> str:
+    """A sentence with the seconds of a step, a range where nothing was `measured`, and `tokens` per second on each device."""
+    parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in step.parts().items() if seconds > 1e-6)
+    speed = f"{tokens:,.0f} tokens/s on each device ({parts})"
+    if measured:
+        return f"step: {step.total:.4g} s, {speed}"
+    return (
+        f"step on {device}: {step.total:.3g} to {step.total * (1 + _RELEASES):.3g} s, since releases of one runtime differ by "
+        f"{100 * _RELEASES:.0f} %; at best {speed}"
+    )
 
 
 def table(predictions: list[LayoutCosts]) -> list[list[str]]:
@@ -122,8 +132,8 @@ def as_dict(prediction: LayoutCosts) -> dict[str, object]:
 
 def what_if(planner: Planner, request: PlanRequest, plan: LayoutPlan) -> list[str]:
     """Sentences: the best layout where links are half as fast, and where a tenth of the memory is missing."""
-    device, best = planner.device, plan.best
-    slower = replace(planner, device=replace(device, link=device.link / 2, network=device.network / 2))
+    best = plan.best
+    slower = replace(planner, device=planner.device.with_links(0.5))
     lines = []
     for words, other in (
         ("links half as fast", fastest(slower, request)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -23,36 +22,17 @@ def scaling(planner: Planner, request: PlanRequest) -> dict[str, Points]:
     """
     device, lines = planner.device, {}
     for words, speed in (("", 1.0), (", links half as fast", 0.5)):
-        slower = replace(planner, device=replace(device, link=speed * device.link, network=speed * device.network))
-        kinds = [("tp", _tensor), ("pp", _pipeline), (f"tp up to {device.per_node}, then pp", _both)]
-        for name, axes in kinds if request.devices > device.per_node else kinds[:2]:
+        slower = replace(planner, device=device.with_links(speed))
+        largest = {"tp": request.devices, "pp": 1}  # tp
+        if request.devices > device.per_node:
+            largest[f"tp up to {device.per_node}, then pp"] = device.per_node
+        for name, most in largest.items():
             points: Points = []
-            for count in _doubled(request.devices):
-                tp, pp = axes(count, device.per_node)
+            for count in (1 << n for n in range(request.devices.bit_length()) if request.devices % (1 << n) == 0):
                 with suppress(UsageError):  # the model cannot be cut so often
-                    points.append((float(count), _tokens(slower, request, tp, pp)))
+                    points.append((float(count), _tokens(slower, request, min(count, most), max(1, count // most))))
             lines[name + words] = points
     return lines
-
-
-def _tensor(count: int, node: int) -> tuple[int, int]:
-    return count, 1
-
-
-def _pipeline(count: int, node: int) -> tuple[int, int]:
-    return 1, count
-
-
-def _both(count: int, node: int) -> tuple[int, int]:
-    return min(count, node), max(1, count // node)
-
-
-def _doubled(devices: int) -> Iterator[int]:
-    """Yield the powers of two that divide the number of devices."""
-    count = 1
-    while devices % count == 0:
-        yield count
-        count *= 2
 
 
 def _tokens(planner: Planner, request: PlanRequest, tp: int, pp: int) -> float:

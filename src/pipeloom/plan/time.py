@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from importlib import resources
 from operator import add
 from typing import Any
@@ -30,6 +30,7 @@ class Device:
     """A kind of accelerator and the links of its node; rates are in bytes per second and direction, of data sheets.
 
     Attributes:
+        source: of the figures.
         flops: bf16 operations per second.
         memory: bytes that the driver offers.
         bandwidth: of its memory.
@@ -47,6 +48,7 @@ class Device:
     """
 
     name: str
+    source: str
     flops: float
     memory: float
     bandwidth: float
@@ -76,21 +78,19 @@ class Device:
         """Bytes per second that a collective, or a message, moves to other nodes."""
         return self.network_share * self.network
 
+    def with_links(self, factor: float) -> Device:
+        """This device with links and ports of so many times the rate."""
+        return replace(self, link=factor * self.link, pair=factor * self.pair, network=factor * self.network)
+
     def within(self, size: int) -> float:
         """Bytes per second of a collective of so many devices of a node: over their links to each other."""
         return min(self.link_share * self.link, self.network_share * self.pair * max(1, size - 1))
 
 
-# Key of the data sheet -> its unit.
-_UNITS = {"tflops": 1e12, "gib": 2.0**30, "hbm_tbps": 1e12, "gbps": 1e9, "us": 1e-6, "ms": 1e-3}
-
-
 def devices() -> dict[str, dict[str, Any]]:
     """Name -> data sheet of the devices that are known by name, with what all have in common."""
     sheets = json.loads(resources.files("pipeloom.plan").joinpath("devices.json").read_text())
-    return {
-        name: {"pair_gbps": sheet["link_gbps"]} | sheets["common"] | sheet for name, sheet in sheets["devices"].items()
-    }
+    return {name: sheets["common"] | sheet for name, sheet in sheets["devices"].items()}
 
 
 def device(name: str) -> Device:
@@ -98,17 +98,8 @@ def device(name: str) -> Device:
     known = devices()
     if name.lower() not in known:
         raise UsageError(f"--device {name!r:.100} is not known{did_you_mean(name.lower(), known)}")
-    names = {"tflops": "flops", "gib": "memory", "hbm_tbps": "bandwidth", "product_efficiency": "efficiency"}
-    values: dict[str, Any] = {}
-    for key, value in known[name.lower()].items():
-        stem, _, unit = key.rpartition("_")
-        if key in names:
-            values[names[key]] = _UNITS.get(key, 1) * value
-        elif unit in _UNITS:
-            values[stem] = _UNITS[unit] * value
-        elif key != "source":
-            values[key] = value
-    return Device(name.lower(), **values)
+    sheet = known[name.lower()]
+    return Device(name.lower(), memory=sheet.pop("gib") * 2**30, **sheet)
 
 
 @dataclass(frozen=True)
@@ -130,9 +121,7 @@ class StageSeconds:
 
     def times(self, factor: float) -> StageSeconds:
         """With all seconds multiplied."""
-        values: dict[str, Any] = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        multiplied: dict[str, Any] = {name: None if each is None else factor * each for name, each in values.items()}
-        return StageSeconds(**multiplied)
+        return StageSeconds(*(value and factor * value for value in astuple(self)))
 
     @property
     def total(self) -> float:
@@ -153,8 +142,8 @@ class StageSeconds:
 class AxisRates:
     """Rates in bytes per second of a group's exchange, by axis: within a node, or between nodes where the axis leaves it.
 
-    Of the pipeline `pp` is that of a message between ranks of one node, which are `together` in so many, `away` that to the next
-    node's. `latency` is in seconds.
+    `pp` is that of a message between pipeline ranks of one node, which holds `together` of them, `away` that to the next node (of
+    one rank a node, both). `latency` is in seconds.
     """
 
     tp: float
@@ -178,21 +167,17 @@ class AxisRates:
             across = math.inf if size * stride <= device.per_node else inside * device.port
             return min(device.within(inside), across)
 
-        inner = layout.tp * layout.cp
+        together = max(1, device.per_node // (layout.tp * layout.cp * layout.dp))
         return cls(
             rate(layout.tp, 1),
             _expert_rate(layout, device, shape),
             rate(layout.cp, layout.tp),
             rate(layout.dp * layout.cp, layout.tp),
-            device.within(2),
+            device.within(2) if together > 1 else device.port,
             device.port,
-            max(1, device.per_node // (inner * layout.dp)),
+            together,
             device.latency,
         )
-
-    def leaves(self, source: int, destination: int) -> bool:
-        """Return whether a message between two pipeline ranks leaves a node."""
-        return source // self.together != destination // self.together
 
 
 def expert_nodes(layout: PlannedLayout, device: Device) -> int:
@@ -207,8 +192,7 @@ def _expert_rate(layout: PlannedLayout, device: Device, shape: DecoderShape) -> 
     n (1 - (1 - 1/n)^k)), and from there to the ranks; node-limited routing lets fewer nodes hold them.
     """
     ep, nodes, experts = layout.ep, expert_nodes(layout, device), shape.num_experts_per_tok
-    inside = ep / nodes
-    within = device.within(math.ceil(inside))
+    inside, within = ep / nodes, device.within(-(-ep // nodes))
     if nodes == 1 or not experts:
         return within
     reached = max(1.0, nodes * shape.topk_group / shape.n_group)
@@ -233,7 +217,7 @@ def stage_times(
     """
     sums = [0.0] * 6
     for layer in layers:
-        times = _layer_times(layer, layout, runtime.element, device, links)
+        times = _layer_times(layer, layout, runtime, device, links)
         if gathers_by_microbatch(layout, runtime):
             replicas = layout.dp * layout.cp
             gather = _seconds(
@@ -246,16 +230,16 @@ def stage_times(
 
 
 def _layer_times(
-    layer: LayerOps, layout: PlannedLayout, element: int, device: Device, links: AxisRates
+    layer: LayerOps, layout: PlannedLayout, runtime: Runtime, device: Device, links: AxisRates
 ) -> tuple[float, ...]:
     """The fields of `StageSeconds` for one layer whose weights are there."""
     forward = input_grad = weight_grad = sent_forward = sent_backward = exchanged = 0.0
     whole = bool(layer.dropped) and layer.dropped == layer.tensors.keys()  # a whole block repeats its exchanges too
     for op in layer.ops:
-        product = _product_seconds(op, element, device)
+        product = _product_seconds(op, runtime.element, device)
         elementwise = op.traffic / device.elementwise + device.launch
         to_experts = _seconds(op.ep_bytes, links.ep, links.latency)
-        sent = _seconds(op.tp_bytes, links.tp, links.latency) + to_experts
+        sent = (1 - runtime.hides_exchange) * _seconds(op.tp_bytes, links.tp, links.latency) + to_experts
         if op.attends:
             sent += _context_exchange(op, layout, links)
         forward += product + elementwise + sent
@@ -288,8 +272,6 @@ def _seconds(size: float, rate: float, latency: float) -> float:
 
 def _context_exchange(op: Op, layout: PlannedLayout, links: AxisRates) -> float:
     """Keys and values of the other ranks of cp: gathered once."""
-    if layout.cp == 1:
-        return 0.0
     sizes = dict(op.saves)
     return _seconds((sizes["key"] + sizes["value"]) * (layout.cp - 1), links.cp, links.latency)
 
@@ -304,8 +286,7 @@ def _product_seconds(op: Op, element: int, device: Device) -> float:
     rows = op.flops / (2 * size * count)  # of one expert, or of all tokens
     side = min(rows, math.sqrt(size))
     share = side / (side + device.half_rate_side) * (device.grouped_share if op.expert else 1.0)
-    moved = element * size * count
-    return max(op.flops / (rate * share), moved / device.elementwise)
+    return max(op.flops / (rate * share), element * size * count / device.elementwise)
 
 
 def costs(times: Sequence[StageSeconds], layout: PlannedLayout, row: float, links: AxisRates) -> Costs:
@@ -317,13 +298,13 @@ def costs(times: Sequence[StageSeconds], layout: PlannedLayout, row: float, link
     rows = {name: tuple(getattr(each, name) for each in times) for name in names}
     given: dict[str, Any] = {name: values for name, values in rows.items() if None not in values}
     message = layout.micro_batch * layout.seq / layout.cp * row / layout.tp
-    if links.together == 1 or layout.pp <= links.together:
-        return Costs(
-            **given, p2p=links.latency, message=message, bandwidth=links.away if links.together == 1 else links.pp
+    p2p: Any = links.latency
+    if 1 < links.together < layout.pp:
+        later, nodes = (
+            message / layout.slices * (1 / links.away - 1 / links.pp),
+            [r // links.together for r in range(layout.pp)],
         )
-    later = message / layout.slices * (1 / links.away - 1 / links.pp)
-    ranks = range(layout.pp)
-    p2p = tuple(tuple(links.latency + later * links.leaves(a, b) for b in ranks) for a in ranks)
+        p2p = tuple(tuple(p2p + later * (here != there) for there in nodes) for here in nodes)
     return Costs(**given, p2p=p2p, message=message, bandwidth=links.pp)
 
 
@@ -362,10 +343,6 @@ class StepTime:
     def parts(self) -> dict[str, float]:
         """Name -> seconds."""
         return {spec.name: getattr(self, spec.name) for spec in fields(self)}
-
-    def scaled(self, factor: float) -> StepTime:
-        """With all seconds multiplied."""
-        return StepTime(**{name: seconds * factor for name, seconds in self.parts().items()})
 
 
 def busy_parts(

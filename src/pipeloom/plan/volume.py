@@ -37,7 +37,7 @@ class Volume:
 def volumes(layout: Layout) -> tuple[Volume, ...]:
     """Return the volume per kind of message in a step, without kinds that send nothing."""
     kinds = (_pipeline(layout), _tensor(layout), _context(layout), _data(layout), _experts(layout))
-    return tuple(volume for volume in kinds if volume.count)
+    return tuple(volume for volume in kinds if volume.bytes)
 
 
 def _pipeline(layout: Layout) -> Volume:
@@ -61,8 +61,6 @@ def _tensor(layout: Layout) -> Volume:
     except the last.
     """
     config, mesh = layout.config, layout.mesh
-    if mesh.tp == 1:
-        return Volume("tensor", 0, 0.0)
     blocks, m = config.model.blocks, layout.schedule.microbatches
     ends = 1 + config.model.num_nextn_predict_layers  # products of the output layer, and look-ups
     recomputed, part = _recomputed(config), config.train.recompute
@@ -89,15 +87,17 @@ def _context(layout: Layout) -> Volume:
     """Return the volume of keys and values, which a block exchanges in its forward and again in its backward, and of their
     gradients, in fp32 or wider."""
     config, mesh = layout.config, layout.mesh
-    if mesh.cp == 1:
-        return Volume("context", 0, 0.0)
     model, item = config.model, element_bytes(config)["params"]
-    blocks = model.blocks
-    again = blocks if config.train.recompute == "attention" else len(_recomputed(config))
+    again = model.blocks if config.train.recompute == "attention" else len(_recomputed(config))
     width = 2 * model.num_key_value_heads * model.shape().head_width
     tokens = sum(layout.microbatch_sizes) * config.train.seq_len * mesh.dp
-    moved = ((2 * blocks + again) * item + blocks * element_bytes(config)["grads"]) * (mesh.cp - 1) * tokens * width
-    return Volume("context", (3 * blocks + again) * layout.schedule.microbatches * mesh.dp * mesh.tp, moved)
+    moved = (
+        ((2 * model.blocks + again) * item + model.blocks * element_bytes(config)["grads"])
+        * (mesh.cp - 1)
+        * tokens
+        * width
+    )
+    return Volume("context", (3 * model.blocks + again) * layout.schedule.microbatches * mesh.dp * mesh.tp, moved)
 
 
 def _data(layout: Layout) -> Volume:
@@ -127,8 +127,6 @@ def _held(layout: Layout) -> Iterator[tuple[float, float]]:
 def _experts(layout: Layout) -> Volume:
     """Return the volume of experts under even routing: a row per choice of a token, to its expert and back, in each direction."""
     config, mesh = layout.config, layout.mesh
-    if not config.model.num_experts or mesh.ep == 1:
-        return Volume("experts", 0, 0.0)
     sparse, m = config.model.expert_blocks, layout.schedule.microbatches
     sparse += sparse[-1:] * config.model.num_nextn_predict_layers
     rows = sum(layout.microbatch_sizes) * config.train.seq_len * config.model.num_experts_per_tok
@@ -141,15 +139,10 @@ def _experts(layout: Layout) -> Volume:
 def _recomputed(config: Config) -> tuple[int, ...]:
     """Return the blocks whose forward is recomputed."""
     setting = config.train.recompute
-    if isinstance(setting, tuple):
-        return setting
-    return tuple(range(config.model.blocks if setting == "full" else 0))
+    return setting if isinstance(setting, tuple) else tuple(range(config.model.blocks * (setting == "full")))
 
 
 def words(layout: Layout) -> str:
     """One line with the bytes and the number of messages of each kind in a step; empty if there are none."""
-    kinds = volumes(layout)
-    if not kinds:
-        return ""
-    parts = [f"{volume.kind} {size_words(volume.bytes)} in {volume.count:,}" for volume in kinds]
-    return f"messages of a step, all workers: {'; '.join(parts)}"
+    parts = [f"{volume.kind} {size_words(volume.bytes)} in {volume.count:,}" for volume in volumes(layout)]
+    return f"messages of a step, all workers: {'; '.join(parts)}" if parts else ""

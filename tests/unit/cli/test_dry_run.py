@@ -99,7 +99,7 @@ def test_a_run_that_does_not_fit_ends_with_the_closest_one_that_does(
     match = re.match(short, words)
     assert match is not None, words
     need, missing, enough = map(float, match.groups())
-    assert need - missing == pytest.approx(80e9 / 2**30, abs=0.11)
+    assert need - missing == pytest.approx(79.1, abs=0.11)
     assert enough < need - missing
     assert words.endswith(": --parallel.zero 1")
     assert "dry run: 8 workers would start" in capsys.readouterr().out

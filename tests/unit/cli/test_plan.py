@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 
 import pytest
@@ -28,11 +29,11 @@ def test_one_layout_as_json(capsys):
     for at in (0, 1):
         lines = {k: v for k, v in found["memory"][at].items() if k not in ("reserve", "overhead", "peak_action")}
         assert found["allocated_bytes"][at] == pytest.approx(sum(lines.values()), abs=5)
-    assert found["fits"] is (found["peak_bytes"] <= 80e9)
+    assert found["fits"] is (found["peak_bytes"] <= 79.1 * 2**30)
 
 
 def test_a_layout_that_does_not_fit_is_shown_and_ends_with_4(capsys):
-    with pytest.raises(CapacityError, match=r"^--layout dp=1 needs \d+\.\d GiB, and a device has 74.5$"):
+    with pytest.raises(CapacityError, match=r"^--layout dp=1 needs \d+\.\d GiB, and a device has 79.1$"):
         app(["plan", "--model", "llama3-8b", "--layout", "dp=1"], standalone_mode=False)
     assert "rank 0 needs the most" in capsys.readouterr().out
 
@@ -49,6 +50,18 @@ def test_a_measured_step_scales_the_time(capsys):
     words = ("--model", "llama3-8b", "--layout", "tp=2,pp=2,dp=2,m=4", "--json")
     found = json.loads(run(capsys, *words, "--measured", "m=4:1234ms"))
     assert found["step_seconds"] == pytest.approx(1.234)
+
+
+def test_a_step_is_a_range_where_nothing_was_measured(capsys):
+    words = ("--model", "llama3-8b", "--layout", "tp=2,pp=2,dp=2,m=4")
+    text = " ".join(run(capsys, *words).split())
+    low, high = map(
+        float, re.search(r"step on h100: (\S+) to (\S+) s, since releases .* by 39 %; at best", text).groups()
+    )
+    assert high / low == pytest.approx(1.39, rel=0.01)
+    text = run(capsys, *words, "--measured", "m=4:1234ms")
+    assert "step: 1.234 s, " in text
+    assert " to " not in text
 
 
 def test_a_search_explains_itself(capsys, tmp_path):

@@ -67,6 +67,17 @@ def test_a_device_has_the_memory_that_its_driver_offers_and_what_all_have_in_com
     assert load_device("a100").host_link == 25e9  # its own, in place of the common one
 
 
+def test_a_share_of_the_exchanges_of_tp_runs_beside_products():
+    """Of tp alone, and of no system but Megatron's."""
+    assert {name: each.hides_exchange for name, each in RUNTIMES.items() if each.hides_exchange} == {"megatron": 0.15}
+    waits = replace(planner(), runtime=replace(RUNTIMES["megatron"], hides_exchange=0.0))
+    for axes, share in (({"tp": 8}, 0.85), ({"cp": 8}, 1.0)):
+        layout = PlannedLayout(m=4, seq=8192, **axes)
+        steps = [each.predict(layout).step for each in (planner(), waits)]
+        assert steps[0].exchange == pytest.approx(share * steps[1].exchange)
+        assert steps[0].compute == pytest.approx(steps[1].compute)
+
+
 def timeline(ranks, microbatches):
     return simulate(schedules.build("1f1b", ranks, microbatches), Costs(1, 1, 1))
 
