@@ -240,8 +240,7 @@ def _layer_times(
         elementwise = op.traffic / device.elementwise + device.launch
         to_experts = _seconds(op.ep_bytes, links.ep, links.latency)
         sent = (1 - runtime.hides_exchange) * _seconds(op.tp_bytes, links.tp, links.latency) + to_experts
-        if op.attends:
-            sent += _context_exchange(op, layout, links)
+        sent += _seconds(op.cp_bytes * (layout.cp - 1), links.cp, links.latency)
         forward += product + elementwise + sent
         sent_forward += sent
         exchanged += to_experts
@@ -268,12 +267,6 @@ def _layer_times(
 
 def _seconds(size: float, rate: float, latency: float) -> float:
     return size / rate + latency if size else 0.0
-
-
-def _context_exchange(op: Op, layout: PlannedLayout, links: AxisRates) -> float:
-    """Keys and values of the other ranks of cp: gathered once."""
-    sizes = dict(op.saves)
-    return _seconds((sizes["key"] + sizes["value"]) * (layout.cp - 1), links.cp, links.latency)
 
 
 def _product_seconds(op: Op, element: int, device: Device) -> float:

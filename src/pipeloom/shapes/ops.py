@@ -160,7 +160,8 @@ class Op:
         expert: whether expert parallelism spreads the weights.
         flops: of the products of the forward; the backward takes twice as many.
         traffic: bytes that the forward reads and writes outside of products.
-        tp_bytes: bytes that the forward exchanges with the tp group; ep_bytes: with the ep group.
+        tp_bytes: bytes that the forward exchanges with the tp group; ep_bytes: with the ep group; cp_bytes: keys and values,
+            which it gathers from each other rank of the cp group.
         attends: fused attention.
         makes: the tensor that it has to compute again where that is recomputed.
         joins: a product whose output is added to the residual stream, so that both have one gradient.
@@ -181,6 +182,7 @@ class Op:
     traffic: float = 0.0
     tp_bytes: float = 0.0
     ep_bytes: float = 0.0
+    cp_bytes: float = 0.0
     attends: bool = False
     makes: str = ""
     joins: bool = False
@@ -616,6 +618,7 @@ def _core(
         2 * query,  # the fp32 sum of the queries' gradient
         flops=split.tokens * seen * width,
         traffic=query + key + value + out,
+        cp_bytes=key + value,
         attends=True,
         makes="statistics",
     )

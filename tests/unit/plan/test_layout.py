@@ -525,6 +525,16 @@ def test_a_dry_run_of_the_written_file_has_the_same_peaks(name, tmp_path):
     assert [rank.total for rank in plan.ranks] == pytest.approx([rank.total for rank in dry.ranks], rel=0.02)
 
 
+def test_frozen_layers_exchange_their_keys_and_values_too():
+    adapters = Adapters(8, r"model\.layers\.(2\d|3\d)\..*")
+    layout, times = PlannedLayout(cp=2, m=2), []
+    for each in (None, adapters):
+        planned = Planner(load_model("llama3-8b"), H100, replace(RUNTIMES["pipeloom"], adapters=each))
+        times.append(planned.layer_seconds(planned.layers(layout), layout, AxisRates.of(layout, H100, planned.shape)))
+    assert times[1][1].sent_forward == times[0][1].sent_forward > 0
+    assert times[1][1].sent_backward == 0.0  # a frozen layer before the first adapter has no backward
+
+
 TARGETS = {"all": "all-linear", "two": ("q_proj", "v_proj"), "the last half": r"model\.layers\.[23]\..*"}
 
 
