@@ -661,7 +661,7 @@ def _small_norm(name: str, operand: str, kept_width: float, split: Split, width:
 
 
 def _latent_attention(shape: DecoderShape, split: Split, reach: int = 0) -> tuple[Op, ...]:
-    tokens, own = split.tokens, replace(split, tokens=split.tokens // split.parts)
+    tokens, shard = split.tokens, replace(split, tokens=split.tokens // split.parts)
     heads, query_width = shape.num_attention_heads / split.tp, shape.qk_nope_head_dim + shape.qk_rope_head_dim
     wide = heads * (shape.qk_nope_head_dim + shape.v_head_dim)
     rank, shared = shape.kv_lora_rank, shape.kv_lora_rank + shape.qk_rope_head_dim
@@ -670,7 +670,7 @@ def _latent_attention(shape: DecoderShape, split: Split, reach: int = 0) -> tupl
     def linear(name: str, module: str, operand: str, out: float, inner: float, makes: str = "") -> Op:
         """A product of which every rank of tp has the whole weight, of its own tokens; or (`makes`) a part, of all tokens."""
         source, modules = (operand, split.part(tokens * inner)), {f"self_attn.{module}": out}
-        rows, gathered = (tokens, tokens * inner) if makes else (own.tokens, 0)
+        rows, gathered = (tokens, tokens * inner) if makes else (shard.tokens, 0)
         return _linear(split, name, source, modules, inner, rows, gathered, makes=makes)
 
     core = _core(shape, split, reach, query, query, value, value, heads * (query_width + shape.v_head_dim))
@@ -683,7 +683,7 @@ def _latent_attention(shape: DecoderShape, split: Split, reach: int = 0) -> tupl
     if narrow := shape.q_lora_rank:
         ops += [
             linear("query_down", "q_a_proj", "norm_1", narrow, shape.hidden_size),
-            _small_norm("query_norm", "query_down", narrow, own, narrow),
+            _small_norm("query_norm", "query_down", narrow, shard, narrow),
             linear("query_up", "q_b_proj", "query_norm", heads * query_width, narrow, "query"),
         ]
     else:
@@ -691,7 +691,7 @@ def _latent_attention(shape: DecoderShape, split: Split, reach: int = 0) -> tupl
     return (
         *ops,
         linear("latent_down", "kv_a_proj_with_mqa", "norm_1", shared, shape.hidden_size),
-        _small_norm("latent_norm", "latent", shared, own, rank),
+        _small_norm("latent_norm", "latent", shared, shard, rank),
         linear("latent_up", "kv_b_proj", "latent_norm", wide, rank, "key"),
         core,
         _linear(split, "o", ("mixed", value), back, heads * shape.v_head_dim, tokens, joint, joins=True),
