@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from pipeloom.cli.options import CostFlags, argument, bytes_with, flag, with_options
+from pipeloom.cli.options import CostFlags, SendFlags, argument, bytes_with, flag, with_options
 from pipeloom.cli.output import emit, json_flag
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule import Costs, Schedule, check, simulate
@@ -19,6 +19,7 @@ from pipeloom.schedule.simulate import worst_peaks
 
 @with_options()
 def command(
+    *,
     file: str = argument(..., "FILE", "A schedule in CSV or JSON format."),
     receive_depth: int | None = flag(None, "N", "Check that N open receives per channel suffice."),
     transport: Literal["individual", "batched"] = flag(
@@ -29,6 +30,7 @@ def command(
     host_memory: str | None = flag(
         None, "GIB", "Check that 64 or 64GiB of host memory per rank suffice for its copies."
     ),
+    sending: SendFlags,
     as_json: bool = json_flag(),
 ) -> None:
     """Check that a schedule is complete and free of deadlock, and with --costs that it fits the memory.
@@ -39,7 +41,8 @@ def command(
         raise UsageError(f"--receive-depth is {receive_depth}; it must be a whole number of at least 1")
     schedule = load(file)
     check(schedule, receive_depth=receive_depth, transport=transport)
-    _require_memory(schedule, costs, {"--memory": memory, "--host-memory": host_memory})
+    sending.of(schedule)
+    _require_memory(schedule, costs, sending, {"--memory": memory, "--host-memory": host_memory})
     peaks = worst_peaks(schedule)
     sizes = {name: getattr(schedule, name) for name in ("ranks", "stages", "microbatches", "actions")}
     words = ", ".join(f"{name.replace('microbatches', 'micro-batches')} {size}" for name, size in sizes.items())
@@ -51,9 +54,11 @@ def command(
     )
 
 
-def _require_memory(schedule: Schedule, costs: Path | None, limits: Mapping[str, str | None]) -> None:
+def _require_memory(
+    schedule: Schedule, costs: Path | None, sending: SendFlags, limits: Mapping[str, str | None]
+) -> None:
     """Raise ScheduleError where a rank holds more than the limit of a flag, on its device or in host memory."""
-    values = Costs() if costs is None else CostFlags(costs=costs).values()
+    values = sending.costs(Costs() if costs is None else CostFlags(costs=costs).values(), schedule)
     for pool, (option, text) in zip((DEVICE, HOST_MEMORY), limits.items(), strict=True):
         if text is None:
             continue

@@ -12,6 +12,7 @@ from pipeloom.cli import sweep as sweeps
 from pipeloom.cli.options import (
     CostFlags,
     LimitFlags,
+    SendFlags,
     Sizes,
     SliceFlags,
     argument,
@@ -70,6 +71,7 @@ def command(
     sizes: Sizes,
     costs: CostFlags,
     cuts: SliceFlags,
+    sending: SendFlags,
     limits: LimitFlags,
     output: OutputFlags,
     tables: TableFlags,
@@ -107,7 +109,7 @@ def command(
     for spec in names if len(names) > 1 else ():  # before others are simulated
         if spec != "all":
             require_schedule(*parse_spec(spec))
-    work = Work(sizes, costs.values(), costs.overlap_p2p, tables.slowdown, cuts)
+    work = Work(sizes, costs.values(), costs.overlap_p2p, tables.slowdown, cuts, sending)
     if tables.sweep is not None:
         if output.html is not None:
             raise UsageError("--html draws timelines and --sweep compares figures; leave one of them out, or use --svg")
@@ -132,6 +134,7 @@ class Work:
     overlap_p2p: bool
     slowdown: float = 1.0
     cuts: SliceFlags = SliceFlags()
+    sending: SendFlags = SendFlags()
 
     def timeline(self, spec: str) -> Timeline:
         """Simulate the schedule called `spec`, with options, for this work."""
@@ -147,7 +150,7 @@ class Work:
             costs = with_slowdown(costs, schedule, self.slowdown)
         if name in FAMILIES and "costs" in inspect.signature(FAMILIES[name]).parameters:
             schedule = schedule_of(name, sizes, options, costs)
-        return simulate(schedule, costs, overlap_p2p=self.overlap_p2p)
+        return simulate(schedule, self.sending.costs(costs, schedule), overlap_p2p=self.overlap_p2p)
 
 
 def _rows(names: Sequence[str], work: Work) -> tuple[list[Row], list[tuple[str, str]]]:
@@ -261,7 +264,7 @@ def table(
     if costs.bytes:
         notes.append("GiB: the most bytes in each pool, on the rank that has the most")
     if refused:
-        notes += ["", "skipped (sizes not supported):", *(f"  {name}: {why}" for name, why in refused)]
+        notes += ["", "skipped (sizes not supported):", *(f"  {name}: {why.splitlines()[0]}" for name, why in refused)]
     return [*lines, *notes]
 
 

@@ -9,13 +9,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from pipeloom.errors import ArgumentError, PipeloomError, UsageError
 from pipeloom.limits import BYTE_UNITS, SCHEDULE_BYTES, memory_amount, number_or_text, read_json
 from pipeloom.schedule import Costs, Schedule, check
+from pipeloom.schedule.costs import Sends
 from pipeloom.schedule.families import FAMILIES, SLICED, build, canonical_name, require
 from pipeloom.schedule.files import load, names_a_file
 from pipeloom.schedule.segments import SegmentCosts
@@ -117,7 +118,12 @@ class FamilyFlags:
     )
 
     def schedule(
-        self, name: str, sizes: Sizes, costs: CostFlags, cuts: SliceFlags | None = None
+        self,
+        name: str,
+        sizes: Sizes,
+        costs: CostFlags,
+        cuts: SliceFlags | None = None,
+        sending: SendFlags | None = None,
     ) -> tuple[Schedule, Costs]:
         """Return the schedule called `name`, as `schedule_of` does, and its costs. Unknown transforms are refused first.
 
@@ -130,6 +136,7 @@ class FamilyFlags:
         sizes = replace(sizes, chunks=options.pop("chunks", sizes.chunks))
         values, words = costs.values(), self.transform or ()
         schedule = schedule_of(name, sizes, options, values, words)
+        values = (sending or SendFlags()).costs(values, schedule)
         if cuts is None or cuts == SliceFlags():
             return schedule, values
         if schedule.slices == 1:
@@ -238,8 +245,40 @@ class LimitFlags:
         return None if self.memory is None else bytes_with(costs, self.memory)
 
 
+@dataclass(frozen=True)
+class SendFlags:
+    """The wait of senders."""
+
+    sends: Sends | None = flag(
+        None,
+        "HOW",
+        "free: a sender goes on at once; rendezvous: once the receive is posted; coupled: in one call with it.",
+    )
+    runtime: Literal["pipeloom", "megatron", "torchtitan"] | None = flag(
+        None, "NAME", "Let senders wait as they do in pipeloom, megatron or torchtitan."
+    )
+
+    def of(self, schedule: Schedule) -> Sends | None:
+        """Return how senders wait when `schedule` runs, and check that it can; None: not given."""
+        if self.sends is not None and self.runtime is not None:
+            raise UsageError(f"--sends is {self.sends} and --runtime {self.runtime}; give one of them")
+        sends = self.sends
+        if self.runtime is not None:
+            from pipeloom.interop.systems import sends_of
+
+            sends = sends_of(self.runtime, schedule)
+        if sends is not None:
+            check(schedule, sends=sends)
+        return sends
+
+    def costs(self, costs: Costs, schedule: Schedule) -> Costs:
+        """Return the costs with senders that wait as `of` says, or as they are."""
+        sends = self.of(schedule)
+        return costs if sends is None else replace(costs, sends=sends)
+
+
 FLAGS = {
-    **{each.name: f"--{each.name.replace('_', '-')}" for each in fields(CostFlags)},
+    **{each.name: f"--{each.name.replace('_', '-')}" for each in (*fields(CostFlags), *fields(SendFlags))},
     **{name: f"--{name.replace('_', '-')}" for name in ("memory", "time_limit", "prove", "pairs")},
     "held": "--held-until-weight-grad",
     "microbatch": "--microbatch-costs",

@@ -10,6 +10,7 @@ from pipeloom.cli.options import (
     CostFlags,
     FamilyFlags,
     LimitFlags,
+    SendFlags,
     Sizes,
     SliceFlags,
     argument,
@@ -40,6 +41,7 @@ def command(
     family: FamilyFlags,
     costs: CostFlags,
     cuts: SliceFlags,
+    sending: SendFlags,
     limits: LimitFlags,
     output: OutputFlags,
     torch_csv: bool = flag(
@@ -66,7 +68,7 @@ def command(
     if costs.segments is not None:
         stages = read_segments(costs.segments)
         table, below = segment_table(stages), partial(segment_lanes, largest_gain(stages))
-    schedule, values = family.schedule(name, sizes, costs, cuts)
+    schedule, values = family.schedule(name, sizes, costs, cuts, sending)
     timeline = simulate(schedule, values, overlap_p2p=costs.overlap_p2p)
     output.draw([timeline], below, limit=limits.of(values))
     if torch_csv or output.csv:

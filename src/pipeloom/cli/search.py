@@ -6,12 +6,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import typer
 
-from pipeloom.cli.options import CostFlags, Sizes, flag, memory_of, with_options
+from pipeloom.cli.options import CostFlags, SendFlags, Sizes, flag, memory_of, with_options
 from pipeloom.cli.output import OutputFlags, as_dict, peak_lines, write_csv
 from pipeloom.draw.figures import number
 from pipeloom.errors import INTERRUPTED, UsageError
@@ -43,8 +43,8 @@ class SearchFlags:
     prove: bool = flag(False, None, "Try to prove optimality with OR-Tools (needs the extra opt).", "--prove")
 
 
-@with_options(without=("message",))
-def command(sizes: Sizes, options: SearchFlags, costs: CostFlags, output: OutputFlags) -> None:
+@with_options(without=("message", "runtime"))
+def command(sizes: Sizes, options: SearchFlags, costs: CostFlags, sending: SendFlags, output: OutputFlags) -> None:
     """Search for a schedule within a memory limit.
 
     Costs are those of one stage: one number, or one number per stage, separated by commas.
@@ -55,6 +55,7 @@ def command(sizes: Sizes, options: SearchFlags, costs: CostFlags, output: Output
     if sizes.ranks is None or sizes.microbatches is None:
         raise UsageError(f"search needs {sizes.missing}")
     values = costs.values()
+    values = values if sending.sends is None else replace(values, sends=sending.sends)
     memory, in_bytes = _limit(options, values)
     run: Any = search_in_bytes if in_bytes else search
     with _display() as progress:

@@ -131,6 +131,8 @@ def assumptions(timeline: Timeline, unit: tuple[float, str] = (1.0, "")) -> str:
             words.append("in a pair computation adds and all-to-all adds, and it takes the longer of the two")
     if not timeline.overlap_p2p:
         words.append("receivers wait for their messages")
+    if costs.sends != "free":
+        words.append(f"{costs.sends} sends")
     return "; ".join(words)
 
 

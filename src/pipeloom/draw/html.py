@@ -130,6 +130,7 @@ def _still(timeline: Timeline) -> dict[str, Any] | None:
         schedule.has_queues
         or schedule.slices > 1  # the page's simulator moves actions without regard to the order of slices
         or timeline.costs.bytes
+        or timeline.costs.sends != "free"
         or any(kind.part or set(kind.makes) & set(kind.frees) for kind in used)
     ):
         return None

@@ -16,6 +16,7 @@ from pipeloom.plan.job import Job, differences, normal
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.plan.predict import LayoutCosts, Planner
 from pipeloom.schedule import Schedule
+from pipeloom.schedule.costs import Sends
 from pipeloom.schedule.files import load as load_schedule
 from pipeloom.shapes.decoder import DecoderShape
 
@@ -47,6 +48,16 @@ SYSTEMS = {
     "megatron": System("model-parallel-size|--num-layers|pretrain_gpt|--micro-batch-size", megatron.read, megatron.refusals,
                        megatron.write),
 }  # fmt: skip
+
+
+def sends_of(system: str, schedule: Schedule) -> Sends:
+    """Return how senders wait in `system` while it runs `schedule` (`Costs.sends`).
+
+    Megatron-LM's schedules without interleaving make one call between two computations, and so does torch's `1F1B`. Interleaving,
+    which overlaps its messages unless `--no-overlap-p2p-communication` says otherwise, and torch's other schedules do not wait.
+    """
+    coupled = {"megatron": schedule.chunks == 1, "torchtitan": schedule.name == "1f1b"}
+    return "coupled" if coupled.get(system) else "free"
 
 
 def read_job(source: str, shape: DecoderShape | None = None) -> Job:

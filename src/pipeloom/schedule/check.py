@@ -31,8 +31,10 @@ from pipeloom.schedule.actions import (
     whole_of,
 )
 from pipeloom.schedule.batched_p2p import check_batches
+from pipeloom.schedule.calls import NO_CALLS, Calls
 from pipeloom.schedule.channels import smallest_depths, traffic
-from pipeloom.schedule.graph import NEVER, Graph, WalkCosts, entry_waits, groups_of, runnable_prefix, walk
+from pipeloom.schedule.costs import Costs, Sends
+from pipeloom.schedule.graph import NEVER, Graph, WalkCosts, WalkResult, entry_waits, groups_of, runnable_prefix, walk
 from pipeloom.schedule.model import Schedule, ValueKey, of_schedule, parts, unit_action, value_key
 
 CheckedTransport = Literal["individual", "batched"]
@@ -46,13 +48,15 @@ def check(
     *,
     receive_depth: int | None = None,
     transport: CheckedTransport = "individual",
+    sends: Sends = "free",
 ) -> None:
     """Raise ScheduleError, with the reason, unless every rank can run `schedule` to its end.
 
     Checked: each (stage, micro-batch) of a route, or each of its slices, has F and either B or I and W, once, on the placed rank,
     the slices of one micro-batch forward in order and backward in the reverse order; every value that an
     action needs of its own stage is there, none is made twice, and what an action can free is freed in the end (one sweep); no
-    cycle among data dependencies, program order and the queues of all ranks. Sends do not block, and each channel keeps at
+    cycle among data dependencies, program order, the queues of all ranks, and calls of senders that wait, as `sends` says
+    (`Costs.sends`). Our own sends do not wait, and each channel keeps at
     least `smallest_depths` receives open, so the individual transport adds no cycle of its own; a smaller `receive_depth` given
     here is refused by name. The batched transport does add order (a batch ends when both ends of all its messages have reached
     it, and a rank runs its batches one after another). Batches are formed so that this adds no deadlock to any schedule; they
@@ -68,6 +72,10 @@ def check(
         _check_slices(schedule)
     if len(schedule.kinds) > BASIC_KINDS:  # F, B, I and W hold in every complete schedule whose order can run
         _check_values(schedule)
+    if sends != "free":
+        calls = Calls.of(schedule, Costs(sends=sends))
+        if _walk_of_order(schedule, calls).stuck:
+            raise ScheduleError(_explain(schedule, calls, f" with {sends} sends"))
     if receive_depth is not None:
         _check_depth(schedule, receive_depth)
     if transport == "batched":
@@ -288,9 +296,15 @@ def _makers(schedule: Schedule, value: str, action: Action) -> str:
 Lane = tuple[int, str]  # rank and queue
 
 
-def _explain(schedule: Schedule) -> str:
+def _walk_of_order(schedule: Schedule, calls: Calls) -> WalkResult:
+    """Walk the schedule without times."""
+    nothing = WalkCosts([0.0] * schedule.no_action, None, defaultdict(float), calls=calls)
+    return walk(schedule, Graph.of(schedule), nothing)
+
+
+def _explain(schedule: Schedule, calls: Calls = NO_CALLS, among: str = "") -> str:
     """The shortest cycle among the queues that are stuck, in words."""
-    run = walk(schedule, Graph.of(schedule), WalkCosts([0.0] * schedule.no_action, None, defaultdict(float)))
+    run = _walk_of_order(schedule, calls)
     at: dict[Lane, int] = {}
     lane_of: dict[tuple[int, int], Lane] = {}
     for rank, queues in enumerate(schedule.queues):
@@ -317,6 +331,8 @@ def _explain(schedule: Schedule) -> str:
             for other in ordered.get((rank, position), ())
             if not other.together or run.starts[other.rank][other.at] == NEVER
         ]
+        reached = [(call[0], calls.before[call]) for call in calls.waits.get((rank, position), {})]
+        others += [parts(schedule.programs[other][last])[0] for other, last in reached if last is not None]
         for need in (*needs, *(other for other in others if other in pending)):
             owner, there = pending[need]
             if (owner, there) == (rank, position):
@@ -324,7 +340,7 @@ def _explain(schedule: Schedule) -> str:
                 return f"rank {rank}, action {position}: {cell} depends on itself: {action} waits for {need} of the same pair"
             if there >= at.get(lane_of[owner, there], there + 1):
                 waits.setdefault(lane, []).append((need, lane_of[owner, there]))
-    return _cycle_words(schedule, at, _shortest_cycle(waits), pending, lane_of)
+    return _cycle_words(schedule, at, _shortest_cycle(waits), pending, lane_of, among)
 
 
 def _need(schedule: Schedule, place: dict[Action, tuple[int, int]], action: Action) -> Action | None:
@@ -370,8 +386,9 @@ def _cycle_words(
     cycle: list[tuple[Lane, Action]],
     place: dict[Action, tuple[int, int]],
     lane_of: dict[tuple[int, int], Lane],
+    among: str,
 ) -> str:
-    lines = ["the schedule deadlocks; the shortest cycle:"]
+    lines = [f"the schedule deadlocks{among}; the shortest cycle:"]
     for lane, need in cycle:
         cell: Cell = schedule.programs[lane[0]][at[lane]]
         owner, position = place[need]

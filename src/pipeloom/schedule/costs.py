@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Real
 from operator import add, mul
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from pipeloom.errors import ArgumentError, CapacityError, UsageError
+from pipeloom.errors import ArgumentError, CapacityError, UsageError, did_you_mean
 from pipeloom.foreign import LARGEST_NUMBER
 from pipeloom.limits import number as digits
 from pipeloom.schedule.actions import COMPUTE, GRADS, KEPT, OUTPUT, PARAMS, PENDING, SAVED, kind_of, together, whole_of
@@ -23,6 +23,9 @@ TIME_TOLERANCE = 1e-9
 
 DEVICE, HOST_MEMORY = "device", "host"
 """The pools of a rank's device and of its host's memory; pools are where bytes are."""
+
+Sends = Literal["free", "rendezvous", "coupled"]
+SENDS: tuple[Sends, ...] = get_args(Sends)
 
 PerStage = float | tuple[float, ...]
 PerLink = float | tuple[tuple[float, ...], ...]
@@ -100,6 +103,10 @@ class Costs:
             Copies on one link at the same time, in the same direction, slow each other down.
         beside: how many times as long a copy takes beside another one on its link: each further one adds beside - 1. 2: they
             divide the link's bandwidth; 1: they do not notice each other.
+        sends: `"free"`: a sender goes on at once. `"rendezvous"`: it goes on once the receiver has posted the receive, which is
+            before the computation that needs the message, and the message travels from then on. `"coupled"`: the messages that a
+            rank sends from one computation and receives for the next are one call, which holds both ends of each of them from
+            when the later one reaches its call until the message has travelled (docs/other_systems.md).
 
     Raises:
         UsageError: a value that is negative, not finite, or of a shape that its field does not accept.
@@ -136,6 +143,7 @@ class Costs:
     collective_bandwidth: float = _cost(math.inf, _RATE, _NUMBER)
     host_links: tuple[float, ...] = _cost((), form=_tuple_of("rank"))
     beside: float = _cost(2.0, form=_NUMBER)
+    sends: Sends = _cost("free", form=((None,), f"one of {', '.join(SENDS)}"))
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -158,6 +166,8 @@ class Costs:
                 raise ArgumentError(spec.name, f" is {value:g}; it must be above {0 if value == 0 else _LEAST_RATE:g}")
         if self.beside < 1:
             raise ArgumentError("beside", f" is {self.beside:g}; a copy beside another takes at least 1 times as long")
+        if self.sends not in SENDS:
+            raise ArgumentError("sends", f" is {self.sends!r:.200}{did_you_mean(self.sends, SENDS)}")
         self._require_shares()
 
     def _require_shares(self) -> None:

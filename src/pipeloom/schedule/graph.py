@@ -36,6 +36,7 @@ from pipeloom.schedule.actions import (
     kind_of,
     whole_of,
 )
+from pipeloom.schedule.calls import NO_CALLS, Calls
 from pipeloom.schedule.channels import Edge, NamedEdges
 from pipeloom.schedule.model import Program, Schedule, ValueKey, parts, value_key
 
@@ -312,7 +313,7 @@ class WalkCosts:
     `hop` is None when all hops are free. `named`: code -> (event, hop) of each message that it waits for by name; None where
     these are free or there are none. `link`: (source rank, destination rank) -> hop of a value that only `entry_waits` tells of.
     `shared`: (rank, queue) -> the link that the queue shares with others, where it does; `slowed`: number of entries that run on
-    a link at once -> how many times as long each takes.
+    a link at once -> how many times as long each takes. `calls`: what holds the ranks between computations.
     """
 
     duration: Sequence[float]
@@ -322,6 +323,7 @@ class WalkCosts:
     link: Callable[[int, int], float] = lambda source, destination: 0.0
     shared: Mapping[tuple[int, str], object] | None = None
     slowed: Callable[[int], float] = lambda entries: 1.0
+    calls: Calls = NO_CALLS
 
 
 @dataclass(frozen=True)
@@ -409,8 +411,15 @@ def walk(
     end_of = [NEVER] * graph.always + [0.0, 0.0]
     run = WalkResult([[] for _ in schedule.codes], [[] for _ in schedule.codes], [])
     clock = list(clocks) if clocks is not None else [0.0] * schedule.ranks
+    calls = weights.calls
+    end_of += [NEVER] * len(calls.number)
+    for call in calls.firsts():
+        end_of[graph.always + 2 + calls.number[call]] = clock[call[0]]
     if schedule.has_queues:
         _walk_queues(schedule, graph, weights, end_of, run, clock, overlap_p2p)
+    elif calls.waits:
+        feeds = [_feed_of_calls(schedule, rank, graph, weights) for rank in range(schedule.ranks)]
+        _walk_generally(_ReadyQueues(feeds), end_of, run, clock, overlap_p2p)
     elif weights.named is not None or schedule.has_pairs or (weights.hop is not None and not overlap_p2p):
         feeds = [_general_feed(schedule, rank, graph, weights) for rank in range(schedule.ranks)]
         _walk_generally(_ReadyQueue(feeds), end_of, run, clock, overlap_p2p)
@@ -446,7 +455,7 @@ def _walk_queues(
         cuts[place] |= {wait.late for wait in awaited if wait.late}
     end_of += [NEVER] * len(number)
     lanes = [(rank, positions) for rank, queues in enumerate(schedule.queues) for positions in queues.values()]
-    whole = [list(_general_feed(schedule, rank, graph, weights)) for rank in range(schedule.ranks)]
+    whole = [list(_feed_of_calls(schedule, rank, graph, weights)) for rank in range(schedule.ranks)]
 
     def entries(rank: int, at: int) -> Iterator[tuple[float, list[int], list[tuple[int, float]]]]:
         """The entry, cut where it waits or is waited for: at its start one of no length, which waits for what the start needs."""
@@ -553,6 +562,15 @@ def _general_feed(schedule: Schedule, rank: int, graph: Graph, weights: WalkCost
             [event[each] for each in codes],
             waits,
         )
+
+
+def _feed_of_calls(schedule: Schedule, rank: int, graph: Graph, weights: WalkCosts) -> Iterator[Any]:
+    """As `_general_feed`, with calls: a computation waits for the one before it, and reaches the one behind it as it ends."""
+    calls, number, first = weights.calls, weights.calls.number, graph.always + 2
+    for at, (duration, events, needs) in enumerate(_general_feed(schedule, rank, graph, weights)):
+        needs += [(first + number[call], late) for call, late in calls.waits.get((rank, at), {}).items()]
+        behind = calls.after.get((rank, at))
+        yield duration, events if behind is None else [*events, first + number[behind]], needs
 
 
 def _walk_generally(

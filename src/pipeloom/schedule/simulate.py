@@ -8,6 +8,7 @@ from itertools import chain
 
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule.actions import COMPUTE, COPY_IN, COPY_OUT, WEIGHT_GRADIENT
+from pipeloom.schedule.calls import Calls
 from pipeloom.schedule.channels import Edge
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import Costs, PairTimes, durations
@@ -21,7 +22,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, overlap_p2p: boo
     """Return the timeline in which every action starts as early as its rank's order and its messages allow, from time 0.
 
     A message leaves when its action ends and arrives one hop later (`Costs.hop`). With `overlap_p2p` it travels while its
-    receiver computes; without, the hop begins only when the receiver needs the message and is free. Senders never wait.
+    receiver computes; without, the hop begins only when the receiver needs the message and is free. Senders wait as
+    `Costs.sends` says: by default never.
     A pair takes the time that `PairTimes` gives. Linear in the number of actions.
 
     >>> from pipeloom import schedules
@@ -36,6 +38,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, overlap_p2p: boo
     cost_model = costs if costs is not None else Costs()
     if not isinstance(cost_model, Costs):
         raise UsageError(f"costs is of type {type(costs).__name__}; give a pipeloom.Costs")
+    if cost_model.sends != "free":
+        check(schedule, sends=cost_model.sends)
     run = run_once(schedule, cost_model, overlap_p2p=overlap_p2p)
     if run.stuck:
         check(schedule)
@@ -120,7 +124,8 @@ def weights_of(schedule: Schedule, costs: Costs) -> WalkCosts:
         (rank, queue): (link, queue) for rank, link in enumerate(costs.host_links) for queue in (COPY_OUT, COPY_IN)
     }
     named = _named_hops(schedule, costs)
-    return WalkCosts(duration, _hops(schedule, costs), pairs, named, costs.hop, shared, costs.slowed)
+    calls = Calls.of(schedule, costs)
+    return WalkCosts(duration, _hops(schedule, costs), pairs, named, costs.hop, shared, costs.slowed, calls)
 
 
 def _named_hops(schedule: Schedule, costs: Costs) -> dict[int, list[tuple[int, float]]] | None:

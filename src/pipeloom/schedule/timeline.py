@@ -33,6 +33,7 @@ from pipeloom.schedule.actions import (
     kind_of,
     whole_of,
 )
+from pipeloom.schedule.calls import Calls
 from pipeloom.schedule.costs import (
     DEVICE,
     HOST_MEMORY,
@@ -55,7 +56,7 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 """Causes for which a rank idles.
 
 - dependency: what the next entry needs is not computed yet.
-- message: it is computed, and on its way.
+- message: it is computed, and on its way; or a sender waits for its receiver (`Costs.sends`).
 - memory: the rank waits for a backward while a later forward of its program has its input, and running that forward now
   would exceed the rank's own peak memory; or it waits for a copy to or from host memory.
 - end of step: the rank has nothing left to do.
@@ -553,6 +554,8 @@ class Timeline:
             start, end = self.starts[other.rank][other.at], self.ends[other.rank][other.at]
             if not other.together:
                 yield start + other.share * (end - start), other.rank != rank, (other.rank, other.at)
+        for end, late, holder, last in self._held(rank, at):
+            yield end + late, holder != rank, (holder, last)
         before = self._before[rank][at]
         if before is not None:
             yield self.ends[rank][before], False, (rank, before)
@@ -564,6 +567,17 @@ class Timeline:
     @cached_property
     def _entry_waits(self) -> dict[tuple[int, int], tuple[EntryWait, ...]]:
         return entry_waits(self.schedule)
+
+    @cached_property
+    def _calls(self) -> Calls:
+        return Calls.of(self.schedule, self.costs)
+
+    def _held(self, rank: int, at: int) -> Iterator[tuple[float, float, int, int]]:
+        """Yield (when a rank reaches its call, time from there, the rank, its entry before) of each call that holds `at`."""
+        for call, late in self._calls.waits.get((rank, at), {}).items():
+            last = self._calls.before[call]
+            if last is not None:
+                yield self.ends[call[0]][last], late, call[0], last
 
     @cached_property
     def _before(self) -> tuple[dict[int, int | None], ...]:
@@ -625,6 +639,7 @@ class Timeline:
             first, second, start = firsts[at], seconds[at], self.starts[rank][at]
             if start > clock + dust:
                 waits = [self._arrival(rank, code, clock) for code in (first, second)]
+                waits += [(max(clock, end) + late, clock, -1) for end, late, _, _ in self._held(rank, at)]
                 latest = max((wait for wait in waits if wait is not None), default=None)
                 cuts = _cuts(clock, start, latest, rank)
                 copied = [

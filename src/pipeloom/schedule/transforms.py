@@ -555,6 +555,7 @@ def transformed(schedule: Schedule, words: Iterable[str], costs: Costs | None = 
 
     Raises UsageError for an unknown name, with the nearest ones, and for a number that is missing, refused or not taken.
     """
+    costs = None if costs is None else replace(costs, sends="free")  # an order is chosen as if no sender waited
     for transform, number in [parsed_transform(word) for word in words]:
         schedule = transform.apply(schedule, number, costs)
     return schedule

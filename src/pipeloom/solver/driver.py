@@ -16,6 +16,7 @@ from random import Random
 
 from pipeloom.errors import CapacityError, PipeloomError
 from pipeloom.schedule import Schedule
+from pipeloom.schedule.costs import Sends
 from pipeloom.schedule.families import build
 from pipeloom.solver.bounds import bound_of, pairs_gain
 from pipeloom.solver.construct import (
@@ -64,6 +65,7 @@ class SearchDriver:
         pairs: whether overlapped pairs are searched over. If so, pairs are formed in the warm starts, no period is searched for,
             and the budget must not include a proof.
         given: schedules to start from, beside the families.
+        sends: how long senders wait; the costs of the instances are those without it.
 
     Attributes:
         incumbent: the best schedule so far.
@@ -78,12 +80,13 @@ class SearchDriver:
         progress: Callable[[Progress], None] | None,
         pairs: bool = False,
         given: Sequence[Schedule] = (),
+        sends: Sends = "free",
     ) -> None:
         self.given = [plain_order(schedule) for schedule in given]
         self.instances, self.budget, self.random, self.pairs = instances, budget, random, pairs
         self.objective = instances[0].objective
         bounds = {instance: bound_of(instance, pairs) for instance in instances}
-        self.incumbent = Incumbent(bounds, budget, progress)
+        self.incumbent = Incumbent(bounds, budget, progress, sends)
         self.interrupted = False
         self._merged: Solution | None = None  # the incumbent after its last merge
         # instance -> (value, instance, sequences), in which a period that can be repeated is looked for

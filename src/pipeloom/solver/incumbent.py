@@ -6,10 +6,11 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from pipeloom.errors import ScheduleError
 from pipeloom.schedule import Schedule, Timeline, simulate
-from pipeloom.schedule.costs import TIME_TOLERANCE
+from pipeloom.schedule.costs import TIME_TOLERANCE, Sends
 from pipeloom.schedule.timeline import Objective
 from pipeloom.solver.exact import RELATIVE_ROUNDING
 from pipeloom.solver.instance import Instance, Sequences
@@ -109,7 +110,9 @@ class Incumbent:
         bounds: dict[Instance, float],
         budget: Budget,
         progress: Callable[[Progress], None] | None,
+        sends: Sends = "free",
     ) -> None:
+        self._sends = sends
         self.bounds, self._budget, self._progress = bounds, budget, progress
         self.best: Solution | None = None
 
@@ -142,10 +145,24 @@ class Incumbent:
         if max(timeline.peak_memory) <= instance.memory_limit + TIME_TOLERANCE:
             self.offer(value_of(timeline, instance.objective), origin, instance, schedule)
 
+    def _held(self, instance: Instance, schedule: Schedule) -> float:
+        """Return the value of a schedule whose senders wait; infinite where it deadlocks."""
+        try:
+            costs = replace(instance.costs, sends=self._sends)
+            return value_of(simulate(schedule, costs, overlap_p2p=instance.overlap_p2p), instance.objective)
+        except ScheduleError:
+            return math.inf
+
     def offer(
         self, value: float, origin: str, instance: Instance, solution: Schedule | Sequences, replace: bool = False
     ) -> bool:
-        """Accept a schedule, or sequences of the instance, if better (with `replace`, also if equal); return whether accepted."""
+        """Accept a schedule, or sequences of the instance, if better (with `replace`, also if equal); return whether accepted.
+
+        Where senders wait, `value` is without it, and so the least that the schedule can take: its own is simulated.
+        """
+        if self._sends != "free" and value < self.value + TIME_TOLERANCE:
+            solution = solution if isinstance(solution, Schedule) else instance.schedule_of(solution)
+            value = self._held(instance, solution)
         if value < self.bounds[instance] * (1 - RELATIVE_ROUNDING) - TIME_TOLERANCE:
             warnings.warn(
                 f"the lower bound {self.bounds[instance]:g} exceeds the value {value:g} of a schedule, so it is ignored: please "

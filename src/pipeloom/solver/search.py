@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from random import Random
 
@@ -161,15 +161,16 @@ def search(
     if iterations is not None:
         require_at_most("iterations", iterations, MOST_STEPS)
     cost_model = costs if costs is not None else Costs()
+    plain = replace(cost_model, sends="free")
     if objective not in OBJECTIVES:
         raise UsageError(f"objective is {objective!r:.200}{did_you_mean(str(objective), OBJECTIVES)}")
     limits = _limits(memory, ranks)
     if start is not None and placement is None and chunks is None:
         placement = start.placement
+    # What a call takes holds its receiver in any case.
+    overlaps = overlap_p2p and (cost_model.sends != "coupled" or pairs)
     instances = [
-        Instance(
-            place, microbatches, _costs_within(limits, place, cost_model), max(limits), objective, order, overlap_p2p
-        )
+        Instance(place, microbatches, _costs_within(limits, place, plain), max(limits), objective, order, overlaps)
         for place in placements_of(ranks, chunks, placement)
         for order in microbatch_orders(cost_model.factors(microbatches))
     ]
@@ -184,11 +185,11 @@ def search(
     with_pairs = pairs and any(map(pairs_gain, instances))
     budget = Budget(instances[0].nodes, time_limit, iterations, prove, with_pairs)
     given = [] if start is None else [start]
-    driver = SearchDriver(instances, budget, Random(seed), progress, with_pairs, given)
+    driver = SearchDriver(instances, budget, Random(seed), progress, with_pairs, given, cost_model.sends)
     if recomputes or copies:
         driver.incumbent.bounds |= {each: bound_with_recomputation(each) for each in instances}
     if start is not None:
-        offer_start(driver, start, cost_model, limits)
+        offer_start(driver, start, plain, limits)
     if recomputes or copies:
         search_within_memory(driver, roomy, seed, recomputes, copies)
     else:

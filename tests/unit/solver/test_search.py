@@ -232,3 +232,17 @@ def test_a_size_that_no_cheap_family_fits_has_an_answer_soon() -> None:
     check(found.schedule)
     assert max(found.timeline.peak_memory) <= 16
     assert answers[0].value < 1.6 * found.lower_bound
+
+
+@pytest.mark.parametrize(("sends", "pairs"), [("rendezvous", False), ("coupled", False), ("coupled", True)])
+def test_search_for_senders_that_wait(sends: Any, pairs: bool) -> None:
+    costs = Costs(p2p=0.5, sends=sends)
+    found = pl.search(3, 6, costs, placement="linear", iterations=200, pairs=pairs)
+    check(found.schedule, sends=sends)
+    assert found.timeline.costs == costs
+    assert found.value == simulate(found.schedule, costs).makespan >= found.lower_bound
+    families = [simulate(build(name, 3, 6), costs).makespan for name in ("1f1b", "gpipe")]
+    assert found.value <= min(families)
+    # the best order without waits deadlocks or takes longer
+    free = pl.search(3, 6, replace(costs, sends="free"), placement="linear", iterations=200)
+    assert free.value < found.value

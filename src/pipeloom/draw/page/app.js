@@ -28,7 +28,7 @@ const memoryUnit = (schedule) => {
 /** The top of the memory rows of a schedule: one for all timelines in bytes, and one for those that count micro-batches. */
 const mostBeside = (schedule) => Math.max(...panes.filter((pane) => pane.schedule.inBytes === schedule.inBytes).map((pane) => pane.schedule.most), data.limit || 0);
 
-const STILL = "Actions cannot be moved: the page does not simulate bytes, recomputed blocks, or queues beside computation";
+const STILL = "Actions cannot be moved: the page does not simulate bytes, recomputed blocks, queues beside computation, or senders that wait";
 
 // ---- panes ----
 
