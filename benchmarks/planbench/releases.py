@@ -105,6 +105,17 @@ def main() -> None:
             fitting = sum(prediction.peak <= load_device(row["device"]).memory for row, _, prediction in must)
             line += f"; {fitting} of {len(must)} fit"
         print(line)
+    for name in RUNTIMES:  # what `plan --job` can promise: ratios between runs of one model, device and release
+        pairs = [
+            (a[1], b[1])
+            for rows in groups.values()
+            for a, b in combinations([each for each in rows if each[1]], 2)
+            if a[0]["runtime"] == name and all(a[0][key] == b[0][key] for key in ("runtime", "model", "device", "seq"))
+            if a[0]["published"].get("release") == b[0]["published"].get("release")
+        ]
+        errors = [abs((b[1] / a[1]) / (b[0] / a[0]) - 1) for a, b in pairs if a and b]
+        if errors:
+            print(f"{name}: {len(errors)} ratios of one model, median error {100 * median(errors):.1f} %")
 
 
 if __name__ == "__main__":

@@ -79,8 +79,9 @@ def random_job(seed: int, system: str) -> Job:
         dispatcher=draw.choice(["alltoall", "deepep"] if overlap else ["", "allgather", "alltoall"]) if experts else "",
     )  # fmt: skip
     if layout.recompute == "full":
-        job = replace(job, recompute_layers=draw.choice([0, 0, 2]))
-        job = replace(job, recompute_span=1 if job.recompute_layers else draw.choice([1, 1, 3]))
+        layers = draw.choice([0, 0, 2])
+        job = replace(job, layout=replace(layout, recompute_layers=layers))
+        job = replace(job, recompute_span=1 if layers else draw.choice([1, 1, 3]))
     if layout.offload != "none":
         job = replace(job, offload_share=draw.choice([1.0, 0.5]))
     return normal(job)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from pipeloom.cli.options import flag
@@ -122,6 +123,11 @@ def write(path: Path, content: Callable[[], str | bytes]) -> None:
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
     print(f"wrote {path}", file=sys.stderr)
+
+
+def wrapped(sentence: str, indent: str = "") -> list[str]:
+    """Return a sentence as lines of a narrow terminal; `indent` is in front of all but the first."""
+    return wrap(sentence, 80, break_long_words=False, break_on_hyphens=False, subsequent_indent=indent)
 
 
 def emit(as_json: bool, values: Callable[[], Mapping[str, Any]], lines: Callable[[], Iterable[str]]) -> None:

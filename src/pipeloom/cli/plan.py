@@ -6,14 +6,13 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from textwrap import wrap
 from typing import Any, Literal
 
 from pipeloom.cli.options import flag, memory_of, with_options
-from pipeloom.cli.output import emit, json_flag, write
+from pipeloom.cli.output import emit, json_flag, wrapped, write
 from pipeloom.draw.chart import Panel, chart
 from pipeloom.draw.figures import in_columns
 from pipeloom.errors import CapacityError, UsageError, divisors, nearest
@@ -52,7 +51,15 @@ _TIMES = {"ms": 1e-3, "s": 1.0}
 class PlanFlags:
     """The model, the devices, and the form of the answer."""
 
-    model: str = flag(..., "MODEL", "A preset, a Hugging Face directory, a config.json, or a configuration of `train`.")
+    model: str = flag(
+        "",
+        "MODEL",
+        "A preset, a Hugging Face directory, a config.json, or a configuration of `train`.",
+        show_default=False,
+    )
+    job: str | None = flag(
+        None, "JOB", "Predict this job of Megatron-LM, torchtitan, Automodel or `train`, and what it could gain."
+    )
     devices: int | None = flag(None, "N", "Number of devices; with --layout, that of the layout.", min=1, max=1_000_000)
     memory: str | None = flag(None, "GIB", "Memory of a device, such as 80 or 80GiB; default: the device's.")
     device: str = flag("h100", "NAME", "a100, h100, h200, b200, b300, gb200, gb300, mi300x or mi355x.")
@@ -70,7 +77,7 @@ class PlanFlags:
         None,
         "KEY=N,…",
         "Predict this layout only: dp, tp, cp, pp, ep, etp, v, m, micro_batch, seq, zero, recompute, offload, schedule, group, "
-        "slices, vocabulary, capacity, cut, grads.",
+        "slices, vocabulary, capacity, cut, grads, recompute_layers.",
     )
     fixed: str | None = flag(None, "KEY=N,…", "Search only layouts with these values, such as tp=8,cp=1.")
     stages: str | None = flag(None, "TEXT", "Layers of each stage of --layout, such as 'Et*3|(tt|)*29L'.")
@@ -79,7 +86,9 @@ class PlanFlags:
     )
     measured: str | None = flag(None, "m=N:TIME", "A measured step of that layout, such as m=4:843ms; scales its time.")
     as_json: bool = json_flag()
-    output: Path | None = flag(None, "FILE", "Write the best layout as a configuration for `pipeloom train`.")
+    output: Path | None = flag(
+        None, "FILE", "Write the best layout for `pipeloom train`; with --job, the best job in its system's words."
+    )
     data: str | None = flag(None, "SOURCE", "With --output: the data to train on, as data.source.")
     costs_to: Path | None = flag(
         None, "FILE", "Write the stages' costs, in seconds and bytes, for `search --costs` and other commands."
@@ -120,6 +129,15 @@ def command(options: PlanFlags) -> None:
     Predicts the memory of every rank and the time of a step, for every layout of data, tensor, context, pipeline and expert
     parallelism that the model and the devices allow.
     """
+    if options.job is not None:
+        _gain(options, options.job)
+    elif options.model:
+        _plan(options)
+    else:
+        raise UsageError("plan needs --model, or --job with a job that describes its model")
+
+
+def _plan(options: PlanFlags) -> None:
     if options.refine and options.runtime == "megatron":
         raise UsageError("--refine: megatron runs its own schedules alone; nearest: --runtime pipeloom")
     text = options.layout[0] if options.layout else None
@@ -170,6 +188,25 @@ def command(options: PlanFlags) -> None:
             lambda: {"best": as_dict(refined[0]), "layouts": [*map(as_dict, refined)], "looked_at": plan.looked_at},
             lambda: [*_lines(plan, planner, request), *searched],
         )
+
+
+_WITH_JOB = ("job", "model", "device", "memory", "nodes", "as_json", "output")
+
+
+def _gain(options: PlanFlags, source: str) -> None:
+    from pipeloom.cli.gains import gain_of
+    from pipeloom.interop.systems import read_job
+
+    for spec in fields(options):
+        if spec.name not in _WITH_JOB and getattr(options, spec.name) != spec.default:
+            name = f"--{spec.name.strip('_').replace('_', '-')}"
+            raise UsageError(f"{name}: the job says what is trained on what; leave it out beside --job")
+    job = read_job(source, load_model(options.model) if options.model else None)
+    gain = gain_of(job, _device(replace(options, devices=job.layout.world)))
+    gain.write(options.output)
+    details = [*_details(gain.now.prediction, gain.space.planner.device)]
+    emit(options.as_json, gain.values, lambda: [*details, *gain.lines()])
+    gain.require_room()
 
 
 def _none_fits(plan: LayoutPlan, shape: DecoderShape, request: PlanRequest) -> str:
@@ -316,9 +353,9 @@ def _details(prediction: LayoutCosts, planner: Planner, measured: bool) -> list[
         f"{prediction.text}:",
         f"{prediction.layout.world} devices, stages {layout_string(*layers)}",
         *(in_columns(layers_by_rank(prediction.short, *layers)) if prediction.layout.pp > 1 else ()),
-        *_wrapped(step_words(prediction.step, prediction.tokens, device.name, measured=measured)),
+        *wrapped(step_words(prediction.step, prediction.tokens, device.name, measured=measured)),
         *in_columns(memory_rows(prediction.ranks)),
-        *_wrapped(
+        *wrapped(
             f"rank {prediction.worst} needs the most, {gib(prediction.peak)} GiB, at {worst.peak_action}: "
             + (f"{room:.1f} GiB are left" if room >= 0 else f"{-room:.1f} GiB more than there are")
         ),
@@ -328,17 +365,17 @@ def _details(prediction: LayoutCosts, planner: Planner, measured: bool) -> list[
 def _lines(plan: LayoutPlan, planner: Planner, request: PlanRequest) -> list[str]:
     best = plan.best
     lines = [
-        *_wrapped(
+        *wrapped(
             f"{planner.shape.name} on {request.devices} {planner.device.name} with {gib(request.memory)} GiB, "
             f"{request.sequences} sequences of {request.seq} tokens a step, run by {planner.runtime.name}"
         ),
-        *_wrapped(
+        *wrapped(
             f"{len(plan.estimates):,} layouts estimated: {plan.discarded:,} are too large, {plan.predicted} were predicted from "
             "their schedules, and the others are slower. Below, with the tokens/s of one device, each is slower and smaller than "
             "the one above:"
         ),
         *in_columns(table(plan.pareto[:_ROWS]), left=0, ragged=True),
-        *_wrapped(advice(plan)),
+        *wrapped(advice(plan)),
         "",
         *_details(best, planner, planner.measured_layers is not None),
         "",
@@ -347,7 +384,3 @@ def _lines(plan: LayoutPlan, planner: Planner, request: PlanRequest) -> list[str
     neighbours = neighbouring(planner, best, request)
     lines += [f"  {change}: {reason(each, best, request.memory)}" for change, each in neighbours]
     return [*lines, "", *what_if(planner, request, plan)]
-
-
-def _wrapped(sentence: str) -> list[str]:
-    return wrap(sentence, 80, break_long_words=False, break_on_hyphens=False)

@@ -89,7 +89,7 @@ _HARMLESS = """
     train-samples transformer-impl use-flash-attn use-mcore-models use-precision-aware-optimizer use-pytorch-profiler
     use-rope-scaling use-tp-pp-dp-mapping vocab-file wandb-* weight-decay*
 """
-_PARTS = {
+PARTS = {
     "norms": "layernorm", "attention": "core_attn", "activation": "moe_act", "mlp": "mlp", "experts": "moe",
     "shared": "shared_experts", "latent_up": "mla_up_proj",
 }  # fmt: skip
@@ -265,10 +265,11 @@ def _job(values: Mapping[str, Any], shape: DecoderShape | None, unknown: list[st
         offload="+".join(offload) or "none",
         group=get("microbatch-group-size-per-virtual-pipeline-stage") or 0,
         stages=stages,
+        recompute_layers=layers,
         **axes,
     )  # fmt: skip
     return Job(
-        shape, layout, layers, span,
+        shape, layout, span,
         offload_share=get("activation-offload-fraction") or 1.0,
         fp8=(get("fp8-recipe") or "delayed") if get("fp8-format") else "",
         options=tuple(sorted(options)),
@@ -293,8 +294,8 @@ def _recomputing(values: Mapping[str, Any]) -> tuple[str, int, int]:
     if granularity != "selective":
         return "none", 0, 1
     modules = values.get("recompute-modules") or ["core_attn"]
-    _require_known("recompute-modules", modules, _PARTS.values())
-    return "+".join(part for part, module in _PARTS.items() if module in modules) or "none", 0, 1
+    _require_known("recompute-modules", modules, PARTS.values())
+    return "+".join(part for part, module in PARTS.items() if module in modules) or "none", 0, 1
 
 
 def _require_known(flag: str, given: Sequence[str], known: Iterable[str]) -> None:
@@ -411,13 +412,13 @@ def _model_flags(shape: DecoderShape, seq: int) -> dict[str, object]:
 
 
 def _recompute_flags(job: Job) -> dict[str, object]:
-    recompute = job.layout.recompute
+    recompute, layers = job.layout.recompute, job.layout.recompute_layers
     if recompute == "none":
         return {}
     if recompute == "full":
-        method, count = ("block", job.recompute_layers) if job.recompute_layers else ("uniform", job.recompute_span)
+        method, count = ("block", layers) if layers else ("uniform", job.recompute_span)
         return {"recompute-granularity": "full", "recompute-method": method, "recompute-num-layers": count}
-    modules = " ".join(_PARTS[part] for part in recompute.split("+"))
+    modules = " ".join(PARTS[part] for part in recompute.split("+"))
     return {"recompute-granularity": "selective", "recompute-modules": modules}
 
 

@@ -33,7 +33,7 @@ class System:
     write: Callable[[Job], str]
 
 
-def _read_ours(text: str) -> Job:
+def _read_ours(text: str, _: DecoderShape | None = None) -> Job:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.toml"
         path.write_text(text)
@@ -77,9 +77,8 @@ def read_job(source: str, shape: DecoderShape | None = None) -> Job:
         raise UsageError(f"{source} is longer than {_LARGEST:,} bytes: that is no job")
     for name, system in SYSTEMS.items():
         if re.search(system.marks, text, re.MULTILINE):
-            if name != "pipeloom":
-                return normal(system.read(text, shape))
-            return normal(_read_ours(text) if source == "-" else pipeloom.read(Path(source)))
+            ours = name == "pipeloom" and source != "-"
+            return replace(normal(pipeloom.read(Path(source)) if ours else system.read(text, shape)), system=name)
     raise UsageError(
         f"{source} is no job of Megatron-LM, torchtitan, NeMo Automodel or Pipeloom: it has none of their words"
     )

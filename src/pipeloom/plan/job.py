@@ -22,7 +22,6 @@ class Job:
     Attributes:
         shape: the model; None: the words do not describe it.
         layout: axes, batch, schedule, recomputation; a schedule may be the path of a CSV file.
-        recompute_layers: blocks of each stage that are recomputed, from its first; 0: all.
         recompute_span: blocks whose input alone is kept, so that they are recomputed together.
         offload_share: the share of the tensors that `layout.offload` names.
         fp8: name of the recipe of 8-bit products; "": none.
@@ -30,11 +29,11 @@ class Job:
         context: how context parallelism exchanges keys and values, in Megatron's words joined by "+"; "": the system's choice.
         dispatcher: how tokens travel to their experts: "allgather", "alltoall", "flex" or "deepep"; "": the system's choice.
         unknown: words that were not understood, and values that only a run would tell.
+        system: whose words they are; "": nobody's.
     """
 
     shape: DecoderShape | None
     layout: PlannedLayout
-    recompute_layers: int = 0
     recompute_span: int = 1
     offload_share: float = 1.0
     fp8: str = ""
@@ -42,6 +41,7 @@ class Job:
     context: str = ""
     dispatcher: str = ""
     unknown: tuple[str, ...] = field(default=(), compare=False)
+    system: str = field(default="", compare=False)
 
 
 def normal(job: Job) -> Job:
@@ -79,7 +79,9 @@ def differences(job: Job, other: Job) -> dict[str, tuple[Any, Any]]:
 
 def _flat(job: Job) -> dict[str, Any]:
     values = {
-        spec.name: getattr(job, spec.name) for spec in fields(job) if spec.name not in ("layout", "shape", "unknown")
+        spec.name: getattr(job, spec.name)
+        for spec in fields(job)
+        if spec.name not in ("layout", "shape", "unknown", "system")
     }
     values |= {spec.name: getattr(job.layout, spec.name) for spec in fields(job.layout)}
     if job.shape is None:

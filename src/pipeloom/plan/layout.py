@@ -47,6 +47,7 @@ class PlannedLayout:
         offload: modules whose inputs are copied to host memory, joined by "+", in Megatron's words; "none": none.
         group: micro-batches that interleaving takes through a chunk before the next, from pp to m; 0: as the family divides them.
         stages: layers of each stage by position, the embedding and the output layer among them; empty: as `cut` says.
+        recompute_layers: blocks of each stage that are recomputed, from its first; 0: all.
     """
 
     dp: int = 1
@@ -70,6 +71,7 @@ class PlannedLayout:
     offload: str = "none"
     group: int = 0
     stages: tuple[int, ...] = ()
+    recompute_layers: int = 0
 
     @property
     def world(self) -> int:
@@ -144,7 +146,10 @@ def _number(key: str, text: str, real: bool, option: str) -> int | float:
         number = float(text) if real else int(text)
     except ValueError:
         raise UsageError(f"{option}: {key}={text!r:.100} is not a number; nearest: {key}=1") from None
-    least, most = 0 if key in ("zero", "capacity", "etp", "group") else 1, 3 if key == "zero" else 10**6
+    least, most = (
+        0 if key in ("zero", "capacity", "etp", "group", "recompute_layers") else 1,
+        3 if key == "zero" else 10**6,
+    )
     if not least <= number <= most:
         nearest = most if number > most else least
         raise UsageError(f"{option}: {key}={text:.100} is outside {least} to {most}; nearest: {key}={nearest:g}")

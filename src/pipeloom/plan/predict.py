@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -221,7 +221,7 @@ class Planner:
         of_stage: Sequence[tuple[int, int]],
     ) -> tuple[list[StageSeconds], Costs]:
         """Return the stages' times, and `Costs` in seconds and bytes."""
-        timed = self.timed_layers(layout)
+        timed = _first_recomputed(self.timed_layers, layout, of_stage)
         times = {span: self.stage_seconds(timed[slice(*span)], layout, links) for span in set(of_stage)}
         seconds = [times[span] for span in of_stage]
         sizes = planned_bytes(layers, of_stage, layout, schedule, self.runtime)
@@ -239,6 +239,7 @@ class Planner:
             raise UsageError(
                 f"stages={list(stages)}: they must be {schedule.positions} stages of {count} layers in all"
             )
+        layers = _first_recomputed(self.layers, layout, spans(schedule, stages))
         if layout.vocabulary == "last":
             return schedule, layers, links, stages, None
         placed = self._placed(layout, layers, spans(schedule, stages))
@@ -276,6 +277,23 @@ class Planner:
             factor = outside = seconds / reference.total
         scaled = StepTime(**{n: (factor if n in pipeline else outside) * each for n, each in step.parts().items()})
         return replace(prediction, step=scaled, tokens=prediction.tokens * step.total / scaled.total)
+
+
+def _first_recomputed(
+    layers_of_layout: Callable[[PlannedLayout], list[LayerOps]],
+    layout: PlannedLayout,
+    of_stage: Sequence[tuple[int, int]],
+) -> list[LayerOps]:
+    """The layers of a layout; where `recompute_layers` is not 0, only so many blocks of each stage are recomputed."""
+    layers = layers_of_layout(layout)
+    if not layout.recompute_layers:
+        return layers
+    mixed = layers_of_layout(replace(layout, recompute="none"))
+    for span in of_stage:
+        blocks = [at for at in range(*span) if layers[at].kind in "tm"]
+        for at in blocks[: layout.recompute_layers]:
+            mixed[at] = layers[at]
+    return mixed
 
 
 @lru_cache(maxsize=4096)

@@ -16,6 +16,10 @@ _CAUSES = {
     "compute": "more computation", "exchange": "more exchange", "idle": "a larger bubble",
     "reduction": "a longer sum of gradients", "optimizer": "a slower optimizer", "host": "more waiting for hosts",
 }  # fmt: skip
+_SAVINGS = {
+    "compute": "less computation", "exchange": "less exchange", "idle": "a smaller bubble",
+    "reduction": "a shorter sum of gradients", "optimizer": "a faster optimizer", "host": "less waiting for hosts",
+}  # fmt: skip
 _HEADS = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim", "gathered": "gath", "activations": "activ",
     "temporaries": "temp",
@@ -82,11 +86,12 @@ def reason(layout: LayoutCosts | Estimate, best: LayoutCosts, memory: float) -> 
         return f"does not fit: {about}{gib(peak)} GiB, {gib(peak - memory)} too many ({pace})"
     if isinstance(layout, Estimate):
         return pace
-    if slower <= 0:
-        return f"{pace}, and was not searched" if slower < -0.001 else "as fast"
-    parts, reference = layout.step.parts(), best.step.parts()
-    name = max(parts, key=lambda each: parts[each] - reference[each])
-    return f"{pace}: {_CAUSES[name]}, {reference[name]:.3g} → {parts[name]:.3g} s of {seconds:.3g}"
+    if -0.001 <= slower <= 0:
+        return "as fast"
+    parts, reference, sign = layout.step.parts(), best.step.parts(), 1 if slower > 0 else -1
+    name = max(parts, key=lambda each: sign * (parts[each] - reference[each]))
+    cause = _CAUSES[name] if slower > 0 else _SAVINGS[name]
+    return f"{pace}: {cause}, {reference[name]:.3g} → {parts[name]:.3g} s of {seconds:.3g}"
 
 
 def advice(plan: LayoutPlan) -> str:

@@ -282,7 +282,7 @@ def neighbouring(
     are an estimate.
     """
     error = best.step.total / estimate(planner, best.layout).seconds
-    for change, layout in _steps(best.layout, request):
+    for change, layout in steps(best.layout, request):
         if (
             not request.allows(layout, request.limits)
             or problems(planner.shape, layout)
@@ -298,7 +298,7 @@ def neighbouring(
             yield from ((change, prediction) for prediction in _predictions(planner, [estimated]))
 
 
-def _steps(layout: PlannedLayout, request: PlanRequest) -> Iterator[tuple[str, PlannedLayout]]:
+def steps(layout: PlannedLayout, request: PlanRequest) -> Iterator[tuple[str, PlannedLayout]]:
     """(what changes, the layout) of every layout one step away that keeps devices and sequences."""
     for grown in ("tp", "pp", "cp", "dp"):
         for shrunk in ("tp", "pp", "cp", "dp"):

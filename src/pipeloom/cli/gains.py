@@ -1,0 +1,181 @@
+"""What a job of some training system costs and could gain, in the words of its system: of `plan --job` and `improve --job`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeloom.cli.output import wrapped, write
+from pipeloom.errors import CapacityError, UsageError
+from pipeloom.interop.gain import RUNTIME_OF, Neighbourhood, Run, changed_flags, diff_lines, least_gain
+from pipeloom.interop.systems import SYSTEMS, read_job, translated
+from pipeloom.plan import RUNTIMES, Device, Planner
+from pipeloom.plan.export import layout_string
+from pipeloom.plan.job import Job, differences
+from pipeloom.plan.report import as_dict, gib, reason
+
+_FASTER, _SLOWER = 8, 6  # rows of neighbours
+_SAME = 1e-3  # share of a step: a change of less is no row
+
+
+@dataclass(frozen=True)
+class JobGain:
+    """A job, predicted, and the best run near it.
+
+    Attributes:
+        now: the job.
+        least: the least share of the step that is worth a change, and how large the errors of predictions are.
+    """
+
+    space: Neighbourhood
+    now: Run
+    least: tuple[float, str]
+
+    @cached_property
+    def neighbours(self) -> list[Run]:
+        """The runs one change away that the system takes, the fastest of those that fit first."""
+        return self.space.around(self.now)
+
+    @cached_property
+    def _found(self) -> Run:
+        return self.space.best(self.now)
+
+    @cached_property
+    def best(self) -> Run | None:
+        """The best run that changes lead to; None where it gains too little, and the job fits as it is."""
+        needed = self.now.prediction.peak > self.space.memory and self._found is not self.now
+        return self._found if needed or self.gain(self._found) >= self.least[0] else None
+
+    def gain(self, run: Run) -> float:
+        """Return the share of the step that a run saves."""
+        return 1 - run.seconds / self.now.seconds
+
+    def write(self, path: Path | None) -> None:
+        """Write the best run in the words of the system, read back, or say that there is nothing to write."""
+        if path is None or self.best is None:
+            return
+        job = self.best.job
+        text, losses = translated(job, job.system)
+        write(path, lambda: text)
+        held = differences(job, read_job(str(path), job.shape))
+        if held.keys() - {sentence.partition("=")[0] for sentence in losses}:
+            raise UsageError(f"{path} does not read back as it was written: {', '.join(held)}")
+
+    def require_room(self) -> None:
+        """Raise CapacityError where neither the job nor a run near it fits."""
+        best = self.best or self.now
+        if best.prediction.peak > self.space.memory:
+            raise CapacityError(
+                f"the job needs {gib(self.now.prediction.peak)} GiB, and a device has {gib(self.space.memory)}; the smallest run "
+                f"near it needs {gib(best.prediction.peak)}"
+            )
+
+    def values(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        best = self.best
+        return {
+            "system": self.now.job.system,
+            "job": as_dict(self.now.prediction) | {"fits": self.now.prediction.peak <= self.space.memory},
+            "notes": notes(self.now.job),
+            "least_gain": self.least[0],
+            "neighbours": [self._row(each) | {"reason": self._reason(each)} for each in self.neighbours],
+            "best": best and self._row(best) | {"diff": diff_lines(self.now.job, best.job)},
+        }
+
+    def _row(self, run: Run) -> dict[str, Any]:
+        changes = {key: list(pair) for key, pair in changed_flags(self.now.job, run.job).items()}
+        return {
+            "layout": run.prediction.text,
+            "step_seconds": run.seconds,
+            "peak_bytes": run.prediction.peak,
+            "gain": self.gain(run),
+            "changes": changes,
+        }
+
+    def _reason(self, run: Run) -> str:
+        return reason(run.prediction, self.now.prediction, self.space.memory)
+
+    def lines(self) -> list[str]:
+        """Return what is printed below the costs of the job: its neighbours, and the best run."""
+        job, (least, source) = self.now.job, self.least
+        lines = [line for note in notes(job) for line in wrapped(note)]
+        fitting = [each for each in self.neighbours if each.prediction.peak <= self.space.memory]
+        rows: dict[frozenset[str], Run] = {}  # of those that change the same flags the best
+        for each in self.neighbours:
+            if abs(self.gain(each)) > _SAME:
+                rows.setdefault(frozenset(word for word, *_ in _changes(job, each.job)), each)
+        faster = [each for each in rows.values() if each in fitting and each.seconds < self.now.seconds]
+        others = [each for each in rows.values() if each not in faster]
+        lines += ["", f"one change away, as {job.system} takes it:"]
+        for each in (*faster[:_FASTER], *others[:_SLOWER]):
+            lines += wrapped(f"  {_words(job, each.job)}: {self._reason(each)}", "    ")
+        lines.append("")
+        if self.best is None:
+            most = 100 * self.gain(self._found)
+            words = (
+                f"the best run that changes lead to saves {most:.1f} % of the step" if most else "no change is faster"
+            )
+            return [*lines, *wrapped(f"nothing worth changing: {words}, and {100 * least:.1f} % would be ({source})")]
+        words = f"change, which saves {100 * self.gain(self.best):.1f} % of the step and needs"
+        room = f"{gib(self.best.prediction.peak)} of {gib(self.space.memory)} GiB"
+        lines += wrapped(f"{words} {room} ({self._reason(self.best)}):")
+        return [*lines, *(f"  {line}" for line in diff_lines(job, self.best.job))]
+
+
+def gain_of(job: Job, device: Device, *, axes: bool = True) -> JobGain:
+    """Return what a job could gain on a kind of device; `axes` as for `Neighbourhood`. Raises UsageError without its model."""
+    if job.shape is None:
+        raise UsageError("the job does not describe its model; give it with --model")
+    space = Neighbourhood(Planner(job.shape, device, RUNTIMES[RUNTIME_OF[job.system]]), device.memory, axes)
+    try:
+        return JobGain(space, space.run(job), least_gain(job.system))
+    except UsageError as error:
+        raise UsageError("; ".join([*_refused(job), str(error)])) from None
+
+
+def notes(job: Job) -> list[str]:
+    """Return sentences on what the system refuses of a job, what was not understood, and what a prediction leaves out."""
+    left_out = {
+        "fp8": job.fp8 and f"{job.fp8} products of 8 bits are predicted as those of 16",
+        "span": job.recompute_span > 1
+        and f"recomputing {job.recompute_span} blocks together is predicted as one by one",
+        "share": job.offload_share < 1 and f"{job.offload_share:g} of the offloaded tensors: all are predicted",
+        "p2p": "blocking_p2p" in job.options and "messages that are waited for are predicted as if they were not",
+    }
+    return [
+        *_refused(job),
+        *(f"not understood: {each}" for each in job.unknown),
+        *(str(sentence) for sentence in left_out.values() if sentence),
+    ]
+
+
+def _refused(job: Job) -> list[str]:
+    return [f"{job.system} refuses this job: {sentence}" for sentence in SYSTEMS[job.system].refusals(job)]
+
+
+def _changes(job: Job, other: Job) -> list[tuple[str, str | None, str | None]]:
+    """Return (flag, its value before, its value after); names of modules, which may be hundreds, as layers of the stages."""
+    changes = [
+        (key.rstrip(":"), *pair)
+        for key, pair in changed_flags(job, other).items()
+        if not re.search("module.fqns|^- ", key)
+    ]
+    if job.system != "megatron" and job.layout.stages != other.layout.stages:
+        before, after = (layout_string(each.layout.stages) if each.layout.stages else None for each in (job, other))
+        changes.append(("layers", before, after))
+    return changes
+
+
+def _words(job: Job, other: Job) -> str:
+    """Return the flags that change on one line: "--micro-batch-size 1 → 2, without --overlap-grad-reduce"."""
+    return ", ".join(
+        f"without {key} {before}".rstrip()
+        if after is None
+        else f"with {key} {after}".rstrip()
+        if before is None
+        else f"{key} {before} → {after}"
+        for key, before, after in _changes(job, other)
+    )

@@ -1,0 +1,249 @@
+"""What a job could gain: the runs near it that its own system takes, predicted, and the best of them in its own words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from pipeloom.errors import UsageError
+from pipeloom.interop.megatron import PARTS
+from pipeloom.interop.systems import SYSTEMS
+from pipeloom.plan.job import Job, normal
+from pipeloom.plan.layout import CHUNKS, PlannedLayout
+from pipeloom.plan.predict import LayoutCosts, Planner
+from pipeloom.plan.search import OFFERED, OVERLAPPED, PlanRequest, steps
+from pipeloom.plan.time import AxisRates
+from pipeloom.schedule.placement import named
+from pipeloom.shapes.ops import OFFLOADED
+
+RATIO_ERRORS = {"megatron": 0.023, "torchtitan": 0.031, "pipeloom": 0.026}
+"""Runtime -> the median error of predicted ratios between published runs of one model (`benchmarks/planbench/releases.py`)."""
+LEAST_GAIN = 0.03
+RUNTIME_OF = {"megatron": "megatron", "torchtitan": "torchtitan", "automodel": "torchtitan", "pipeloom": "pipeloom"}
+"""System -> whose tensors and kernels its runs have."""
+_STEP = 0.002  # share of a step that a change must gain to be followed: less is not worth a flag
+_MOST_STEPS = 12
+_AXES = ("dp", "tp", "cp", "pp", "ep")
+_PAIRED = ("delay_wgrad", "overlap_experts")
+
+
+def least_gain(system: str) -> tuple[float, str]:
+    """Return the least share of a step that a prediction can promise to save, and how large its errors are."""
+    name = RUNTIME_OF[system]
+    words = f"the median error of ratios predicted for {name} is {100 * RATIO_ERRORS[name]:.1f} %"
+    return max(LEAST_GAIN, RATIO_ERRORS[name]), words
+
+
+@dataclass(frozen=True)
+class Run:
+    """A job, normal, with its predicted costs."""
+
+    job: Job
+    prediction: LayoutCosts
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.prediction.step.total
+
+
+@dataclass
+class Neighbourhood:
+    """The runs that a job's system takes, and that are reached from it by changing one thing after the other.
+
+    Attributes:
+        planner: of a run that hides its sums of gradients.
+        memory: bytes of a device.
+        axes: whether the sizes of the axes may change; otherwise what a system lets a user move on the same devices.
+    """
+
+    planner: Planner
+    memory: float
+    axes: bool = True
+    _known: dict[Any, Run | None] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def _exposed(self) -> Planner:
+        return replace(self.planner, runtime=replace(self.planner.runtime, hides_state=False))
+
+    def planner_of(self, job: Job) -> Planner:
+        """Return the planner of a job: Megatron sums gradients beside the backward where it is told to."""
+        return self._exposed if job.system == "megatron" and "overlap_grads" not in job.options else self.planner
+
+    def run(self, job: Job) -> Run:
+        """Return the job with its costs. Raises UsageError for one that cannot be predicted."""
+        prediction = self.planner_of(job).predict(job.layout)
+        stages = prediction.stages if job.layout.pp > 1 else ()
+        return Run(normal(replace(job, layout=replace(job.layout, stages=stages, cut="even"))), prediction)
+
+    def around(self, run: Run) -> list[Run]:
+        """Return the runs one change away from `run` that the system takes, the fastest of those that fit first."""
+        return self._around(run, self.axes)
+
+    def _around(self, run: Run, axes: bool) -> list[Run]:
+        taken = (self._taken(job) for job in self._moves(run, axes))
+        runs = {(each.job.layout, each.job.options): each for each in taken if each and each.job != run.job}
+        return sorted(runs.values(), key=self.rank)
+
+    def best(self, start: Run) -> Run:
+        """Return the best run that is reached by following the best change from `start`: on its axes, then on any; or at once."""
+        same = self._climbed(start, axes=False)
+        if not self.axes:
+            return same
+        return min((self._climbed(each, axes=True) for each in (same, start)), key=self.rank)
+
+    def _climbed(self, best: Run, *, axes: bool) -> Run:
+        for _ in range(_MOST_STEPS):
+            near = self._around(best, axes)
+            if not near or not self._gains(near[0], best):
+                break
+            best = near[0]
+        return best
+
+    def rank(self, run: Run) -> tuple[float, float]:
+        """Return the order of runs: bytes that are too many, then seconds."""
+        return max(0.0, run.prediction.peak - self.memory), run.seconds
+
+    def _gains(self, run: Run, other: Run) -> bool:
+        (excess, seconds), (before, slower) = self.rank(run), self.rank(other)
+        return excess < before or (excess == before and seconds < slower * (1 - _STEP))
+
+    def _taken(self, job: Job) -> Run | None:
+        key = job.layout, job.options
+        if key not in self._known:
+            self._known[key] = None
+            with suppress(UsageError):
+                run = self.run(_consistent(job))
+                if not SYSTEMS[job.system].refusals(run.job):
+                    self._known[key] = run
+        return self._known[key]
+
+    def _moves(self, run: Run, axes: bool) -> Iterator[Job]:
+        job, layout = run.job, run.job.layout
+        plain = replace(layout, stages=())
+        cuts: list[PlannedLayout] = [*self._others(plain, axes), *_schedules(plain, job.system)]
+        for other, cut in product(cuts, ("even", "balanced") if job.system != "pipeloom" else ("balanced",)):
+            yield replace(job, layout=replace(other, cut=cut))
+        for stages in self._transfers(run):
+            yield replace(job, layout=replace(layout, stages=stages))
+        same = [
+            replace(layout, recompute=each, recompute_layers=count) for each, count in _recomputed(layout, job.system)
+        ]
+        if job.system == "megatron":
+            for module, more in product(OFFLOADED, ((), ("core_attn",))):
+                same.append(replace(layout, offload=_toggled(layout.offload, (module, *more))))
+            groups = (0, 2 * layout.pp) if layout.v > 1 else ()
+            same += [replace(layout, group=group) for group in groups]
+            same += [replace(layout, zero=1)] * (layout.zero == 0)
+            hidden = "overlap_grads", "overlap_params"
+            yield replace(job, options=tuple(sorted({*job.options, *hidden[: 1 + (layout.zero > 0)]})))
+        yield from (replace(job, layout=other) for other in same)
+
+    def _others(self, plain: PlannedLayout, axes: bool) -> Iterator[PlannedLayout]:
+        """Yield the layout itself, and those with other axes or micro-batches, whose stages are cut anew."""
+        yield plain
+        request = PlanRequest(plain.world, self.memory, plain.sequences, plain.seq, (), recompute=())
+        for _, other in steps(plain, request):
+            changed = {axis for axis in _AXES if getattr(other, axis) != getattr(plain, axis)}
+            if axes or not changed:
+                etp = min(plain.etp, 1) if plain.etp != plain.tp else other.tp
+                group = plain.group if plain.group and other.pp == plain.pp else 0
+                yield replace(other, etp=etp, group=group)
+        if plain.micro_batch % 2 == 0:
+            yield replace(plain, micro_batch=plain.micro_batch // 2, m=2 * plain.m)
+
+    def _transfers(self, run: Run) -> Iterator[tuple[int, ...]]:
+        """Yield the layers of stages with one more on a stage of the least busy ranks, and one less on one of the busiest."""
+        layout = run.job.layout
+        if layout.pp == 1:
+            return
+        planner, stages = self.planner_of(run.job), layout.stages
+        links = AxisRates.of(layout, planner.device, planner.shape)
+        seconds = [each.total for each in planner.layer_seconds(planner.timed_layers(layout), layout, links)]
+        ends = [sum(stages[: at + 1]) for at in range(len(stages))]
+        times = [sum(seconds[end - count : end]) for end, count in zip(ends, stages, strict=True)]
+        ranks = list(named("vee" if layout.schedule in ("zbv", "dualpipev") else "loop", layout.pp, layout.v))
+        busy = [sum(time for time, at in zip(times, ranks, strict=True) if at == rank) for rank in range(layout.pp)]
+        order = sorted(range(layout.pp), key=busy.__getitem__)
+        for source, target in product({order[-1], run.prediction.worst}, order[:2]):
+            least, most = (
+                pick((at for at in range(len(stages)) if ranks[at] == rank), key=times.__getitem__)
+                for pick, rank in ((max, source), (min, target))
+            )
+            if source != target and stages[least] > 1:
+                yield tuple(count - (at == least) + (at == most) for at, count in enumerate(stages))
+
+
+def _schedules(plain: PlannedLayout, system: str) -> Iterator[PlannedLayout]:
+    """Yield the layout with each schedule of the system, and each number of chunks."""
+    for name in OFFERED[RUNTIME_OF[system]] if plain.pp > 1 else ():
+        for v in CHUNKS[name]:
+            if (name, v) != (plain.schedule, plain.v) and (name not in OVERLAPPED or plain.ep > 1):
+                yield replace(plain, schedule=name, v=v, group=plain.group if v > 1 else 0)
+
+
+def _recomputed(layout: PlannedLayout, system: str) -> Iterator[tuple[str, int]]:
+    """Yield (what is recomputed, of how many blocks of a stage; 0: all)."""
+    yield from (("none", 0), ("full", 0))
+    if system != "megatron":
+        return
+    most = max(layout.stages, default=0)
+    near = {layout.recompute_layers - 1, layout.recompute_layers + 1} if layout.recompute_layers else {most - 1}
+    yield from (("full", count) for count in sorted(near | {1, 2, most // 4, most // 2}) if 0 < count < most)
+    yield from ((_toggled(layout.recompute, (part,)), 0) for part in PARTS)
+
+
+def _toggled(text: str, words: tuple[str, ...]) -> str:
+    """Return names joined by "+" with or without all of `words`; "none": no name."""
+    names = set(text.split("+")) - {"none", "full"}
+    chosen = names - {*words} if {*words} <= names else names | {*words}
+    return "+".join(sorted(chosen)) or "none"
+
+
+def _consistent(job: Job) -> Job:
+    """Return the job with the options that its schedule and its sizes need."""
+    layout, options = job.layout, set(job.options)
+    paired = layout.schedule == "interleaved-overlap"
+    if job.system == "megatron":
+        options = options | {*_PAIRED} if paired else options - {*_PAIRED}
+    if layout.zero == 0:
+        options -= {"overlap_params"}
+    if layout.v == 1:
+        options -= {"overlap_warmup"}
+    dispatcher = job.dispatcher if not paired or job.dispatcher not in ("", "allgather") else "alltoall"
+    return replace(job, options=tuple(sorted(options)), dispatcher=dispatcher, recompute_span=1)
+
+
+def _flags(job: Job) -> dict[str, str]:
+    """Return flag or key -> its value, as the system's writer has them."""
+    values: dict[str, str] = {}
+    for line in SYSTEMS[job.system].write(job).splitlines():
+        key, _, value = line.strip(" \\").partition(" ")
+        if key == "-":
+            key = f"- {sum(each.startswith('- ') for each in values)}"
+        values[key] = value.removeprefix("= ")
+    return values
+
+
+def changed_flags(job: Job, other: Job) -> dict[str, tuple[str | None, str | None]]:
+    """Return flag or key -> (its value before, its value after), for those that differ; None: it is not there."""
+    before, after = _flags(job), _flags(other)
+    return {
+        key: (before.get(key), after.get(key))
+        for key in dict.fromkeys((*before, *after))
+        if before.get(key) != after.get(key)
+    }
+
+
+def diff_lines(job: Job, other: Job) -> list[str]:
+    """Return the flags that go, behind "-", and those that come, behind "+"."""
+    return [
+        f"{sign} {key} {value}".rstrip()
+        for key, pair in changed_flags(job, other).items()
+        for sign, value in zip("-+", pair, strict=True)
+        if value is not None
+    ]
