@@ -204,7 +204,7 @@ def _gain(options: PlanFlags, source: str) -> None:
     job = read_job(source, load_model(options.model) if options.model else None)
     gain = gain_of(job, _device(replace(options, devices=job.layout.world)))
     gain.write(options.output)
-    details = [*_details(gain.now.prediction, gain.space.planner.device)]
+    details = [*_details(gain.now.prediction, gain.space.planner, False)]
     emit(options.as_json, gain.values, lambda: [*details, *gain.lines()])
     gain.require_room()
 

@@ -1,4 +1,4 @@
-"""What a job could gain: the runs near it that its own system takes, predicted, and the best of them in its own words."""
+"""The runs near a job that its own system takes, predicted, and the best of them in its own words."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from itertools import product
 from typing import Any
 
 from pipeloom.errors import UsageError
-from pipeloom.interop.megatron import PARTS
+from pipeloom.interop.megatron import PART_MODULES
 from pipeloom.interop.systems import SYSTEMS
 from pipeloom.plan.job import Job, normal
 from pipeloom.plan.layout import CHUNKS, PlannedLayout
 from pipeloom.plan.predict import LayoutCosts, Planner
-from pipeloom.plan.search import OFFERED, OVERLAPPED, PlanRequest, steps
+from pipeloom.plan.search import BACK_AND_FORTH, OFFERED, OVERLAPPED, PlanRequest, steps
 from pipeloom.plan.time import AxisRates
 from pipeloom.schedule.placement import named
 from pipeloom.shapes.ops import OFFLOADED
@@ -85,8 +85,8 @@ class Neighbourhood:
         return self._around(run, self.axes)
 
     def _around(self, run: Run, axes: bool) -> list[Run]:
-        taken = (self._taken(job) for job in self._moves(run, axes))
-        runs = {(each.job.layout, each.job.options): each for each in taken if each and each.job != run.job}
+        tried = map(self._taken, self._moves(run, axes))
+        runs = {(each.job.layout, each.job.options): each for each in tried if each and each.job != run.job}
         return sorted(runs.values(), key=self.rank)
 
     def best(self, start: Run) -> Run:
@@ -166,7 +166,7 @@ class Neighbourhood:
         seconds = [each.total for each in planner.layer_seconds(planner.timed_layers(layout), layout, links)]
         ends = [sum(stages[: at + 1]) for at in range(len(stages))]
         times = [sum(seconds[end - count : end]) for end, count in zip(ends, stages, strict=True)]
-        ranks = list(named("vee" if layout.schedule in ("zbv", "dualpipev") else "loop", layout.pp, layout.v))
+        ranks = list(named("vee" if layout.schedule in BACK_AND_FORTH else "loop", layout.pp, layout.v))
         busy = [sum(time for time, at in zip(times, ranks, strict=True) if at == rank) for rank in range(layout.pp)]
         order = sorted(range(layout.pp), key=busy.__getitem__)
         for source, target in product({order[-1], run.prediction.worst}, order[:2]):
@@ -194,14 +194,13 @@ def _recomputed(layout: PlannedLayout, system: str) -> Iterator[tuple[str, int]]
     most = max(layout.stages, default=0)
     near = {layout.recompute_layers - 1, layout.recompute_layers + 1} if layout.recompute_layers else {most - 1}
     yield from (("full", count) for count in sorted(near | {1, 2, most // 4, most // 2}) if 0 < count < most)
-    yield from ((_toggled(layout.recompute, (part,)), 0) for part in PARTS)
+    yield from ((_toggled(layout.recompute, (part,)), 0) for part in PART_MODULES)
 
 
 def _toggled(text: str, words: tuple[str, ...]) -> str:
     """Return names joined by "+" with or without all of `words`; "none": no name."""
     names = set(text.split("+")) - {"none", "full"}
-    chosen = names - {*words} if {*words} <= names else names | {*words}
-    return "+".join(sorted(chosen)) or "none"
+    return "+".join(sorted(names - {*words} if {*words} <= names else names | {*words})) or "none"
 
 
 def _consistent(job: Job) -> Job:
@@ -215,7 +214,8 @@ def _consistent(job: Job) -> Job:
     if layout.v == 1:
         options -= {"overlap_warmup"}
     dispatcher = job.dispatcher if not paired or job.dispatcher not in ("", "allgather") else "alltoall"
-    return replace(job, options=tuple(sorted(options)), dispatcher=dispatcher, recompute_span=1)
+    span = job.recompute_span if layout.recompute == "full" and not layout.recompute_layers else 1
+    return replace(job, options=tuple(sorted(options)), dispatcher=dispatcher, recompute_span=span)
 
 
 def _flags(job: Job) -> dict[str, str]:

@@ -89,7 +89,7 @@ _HARMLESS = """
     train-samples transformer-impl use-flash-attn use-mcore-models use-precision-aware-optimizer use-pytorch-profiler
     use-rope-scaling use-tp-pp-dp-mapping vocab-file wandb-* weight-decay*
 """
-PARTS = {
+PART_MODULES = {
     "norms": "layernorm", "attention": "core_attn", "activation": "moe_act", "mlp": "mlp", "experts": "moe",
     "shared": "shared_experts", "latent_up": "mla_up_proj",
 }  # fmt: skip
@@ -294,8 +294,8 @@ def _recomputing(values: Mapping[str, Any]) -> tuple[str, int, int]:
     if granularity != "selective":
         return "none", 0, 1
     modules = values.get("recompute-modules") or ["core_attn"]
-    _require_known("recompute-modules", modules, PARTS.values())
-    return "+".join(part for part, module in PARTS.items() if module in modules) or "none", 0, 1
+    _require_known("recompute-modules", modules, PART_MODULES.values())
+    return "+".join(part for part, module in PART_MODULES.items() if module in modules) or "none", 0, 1
 
 
 def _require_known(flag: str, given: Sequence[str], known: Iterable[str]) -> None:
@@ -418,7 +418,7 @@ def _recompute_flags(job: Job) -> dict[str, object]:
     if recompute == "full":
         method, count = ("block", layers) if layers else ("uniform", job.recompute_span)
         return {"recompute-granularity": "full", "recompute-method": method, "recompute-num-layers": count}
-    modules = " ".join(PARTS[part] for part in recompute.split("+"))
+    modules = " ".join(PART_MODULES[part] for part in recompute.split("+"))
     return {"recompute-granularity": "selective", "recompute-modules": modules}
 
 
