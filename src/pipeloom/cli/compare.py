@@ -61,7 +61,7 @@ class TableFlags:
         min=1,
         max=100,
     )
-    paper: str | None = flag(None, "NAME", "Recompute a published table: zero-bubble or moe.")
+    paper: str | None = flag(None, "NAME", "Recompute a published table: zero-bubble, moe or pipemorph.")
 
 
 @with_options(without=("csv", "trace"))
