@@ -4,7 +4,7 @@
 
 Prints for every published row the planner's error and that of the published formula of activations (arXiv 2205.05198,
 equation 2, with 18 bytes a parameter divided as ZeRO-1 divides them), and for every recommended layout whether it fits on 80 GB
-devices and how much slower it is than the planner's best. `measured.json` and `recommended.json` name their sources.
+devices and how much slower it is than the planner's best. `fit.json` and `recommended.json` name their sources.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GIB = 2**30
 
 def rows() -> list[dict[str, Any]]:
     """The published rows, each with its model's shape."""
-    data = json.loads((HERE / "measured.json").read_text())
+    data = json.loads((HERE / "fit.json").read_text())
     return [
         row | {"shape": shape_of(data["models"][row["model"]] | {"num_hidden_layers": row["layers"]}, row["model"])}
         for row in data["rows"]

@@ -21,7 +21,7 @@ from pipeloom.shapes.ops import LayerOps, Op, Runtime
 # Share of a device's processors that an exchange beside computation takes: 20 of 132 (arXiv 2412.19437, section 3.2.2).
 EXCHANGE_SHARE = 20 / 132
 # Bytes of memory traffic a parameter of a rank, sharded or not, once a step: gradients are zeroed, scaled and read for a norm,
-# gathered weights are copied. From the seven steps of `benchmarks/planbench/measured.json`: their part that m does not change.
+# gathered weights are copied. From the seven steps of `benchmarks/planbench/fit.json`: their part that m does not change.
 WHOLE_TRAFFIC = 40.0
 
 

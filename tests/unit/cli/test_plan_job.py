@@ -61,8 +61,8 @@ def test_a_good_job_has_nothing_worth_changing(tmp_path: Path) -> None:
     run(str(path), "--output", str(better))
     again = tmp_path / "again.sh"
     result = run(str(better), "--output", str(again))
-    assert "nothing worth changing: no change is faster, and 3.1 % would be" in " ".join(result.stdout.split())
-    assert "the median error of ratios predicted for torchtitan is 3.1 %" in " ".join(result.stdout.split())
+    assert "nothing worth changing: no change is faster, and 3.2 % would be" in " ".join(result.stdout.split())
+    assert "the median error of ratios predicted for torchtitan is 3.2 %" in " ".join(result.stdout.split())
     assert not again.exists()
     assert values_of(str(better))["best"] is None
 
