@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeloom.cli.output import wrapped, write
+from pipeloom.cli.output import emit, wrapped, write
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.interop.gain import RUNTIME_OF, Neighbourhood, Run, changed_flags, diff_lines, least_gain
 from pipeloom.interop.systems import SYSTEMS, translated
-from pipeloom.plan import RUNTIMES, Device, Planner
+from pipeloom.plan import RUNTIMES, Device, LayoutCosts, Planner
 from pipeloom.plan.export import layout_string
 from pipeloom.plan.job import Job
 from pipeloom.plan.report import as_dict, gib, reason
 
+Measured = Sequence[tuple[Sequence[int], float, float]]
+LEAST_MEASURED = 0.01, "stage times are measured"
 _FASTER, _SLOWER = 8, 6  # rows of neighbours
 _SAME = 1e-3  # share of a step: a change of less is no row
 
@@ -34,6 +37,27 @@ class JobGain:
     space: Neighbourhood
     now: Run
     least: tuple[float, str]
+
+    def report(
+        self, output: Path | None, as_json: bool, details: Callable[[LayoutCosts, Planner, bool], list[str]]
+    ) -> None:
+        """Write the best run, and print the costs of the job (`details`), its neighbours, and the best run.
+
+        Raises CapacityError where neither the job nor a run near it fits.
+        """
+        if output is not None and self.best is not None:
+            text, losses = translated(self.best.job, self.best.job.system)
+            write(output, lambda: text)
+            print("".join(f"{loss}\n" for loss in losses), end="", file=sys.stderr)
+        planner, prediction = self.space.planner, self.now.prediction
+        head = [*details(prediction, planner, bool(planner.factors))]
+        emit(as_json, self.values, lambda: [*head, *self.lines()])
+        smallest = (self.best or self.now).prediction.peak
+        if smallest > self.space.memory:
+            raise CapacityError(
+                f"the job needs {gib(prediction.peak)} GiB, and a device has {gib(self.space.memory)}; the smallest run near it "
+                f"needs {gib(smallest)}"
+            )
 
     @cached_property
     def neighbours(self) -> list[Run]:
@@ -53,22 +77,6 @@ class JobGain:
     def gain(self, run: Run) -> float:
         """Return the share of the step that a run saves."""
         return 1 - run.seconds / self.now.seconds
-
-    def write(self, path: Path | None) -> None:
-        """Write the best run, if there is one, in the words of the system; say what is lost when it is read back."""
-        if path is not None and self.best is not None:
-            text, losses = translated(self.best.job, self.best.job.system)
-            write(path, lambda: text)
-            print("".join(f"{loss}\n" for loss in losses), end="", file=sys.stderr)
-
-    def require_room(self) -> None:
-        """Raise CapacityError where neither the job nor a run near it fits."""
-        best = self.best or self.now
-        if best.prediction.peak > self.space.memory:
-            raise CapacityError(
-                f"the job needs {gib(self.now.prediction.peak)} GiB, and a device has {gib(self.space.memory)}; the smallest run "
-                f"near it needs {gib(best.prediction.peak)}"
-            )
 
     def values(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -122,13 +130,20 @@ class JobGain:
         return [*lines, *(f"  {line}" for line in diff_lines(job, self.best.job))]
 
 
-def gain_of(job: Job, device: Device, *, axes: bool = True) -> JobGain:
-    """Return what a job could gain on a kind of device; `axes` as for `Neighbourhood`. Raises UsageError without its model."""
+def gain_of(job: Job, device: Device, *, axes: bool = True, times: Callable[[Job], Measured] | None = None) -> JobGain:
+    """Return the possible gain of a job on a kind of device. Raises UsageError without its model.
+
+    Args:
+        axes: as for `Neighbourhood`.
+        times: measured times of a job, for `Planner.calibrated`; None: those of the device's data sheet.
+    """
     if job.shape is None:
         raise UsageError("the job does not describe its model; give it with --model")
     space = Neighbourhood(Planner(job.shape, device, RUNTIMES[RUNTIME_OF[job.system]]), device.memory, axes)
     try:
-        return JobGain(space, space.run(job), least_gain(job.system))
+        if times is not None:
+            space = replace(space, planner=space.planner_of(job).calibrated(job.layout, times(job)))
+        return JobGain(space, space.run(job), LEAST_MEASURED if times is not None else least_gain(job.system))
     except UsageError as error:
         raise UsageError("; ".join([*_refused(job), str(error)])) from None
 

@@ -1,30 +1,22 @@
-"""`pipeloom improve`: what another schedule would have saved in a measured step, at the same memory."""
+"""`pipeloom improve`: what another schedule, or another cut, would have saved in a measured step, at the same memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipeloom.cli.changes import compare
 from pipeloom.cli.options import argument, flag, memory_of, with_options
 from pipeloom.cli.output import emit, json_flag, write_csv
 from pipeloom.cli.show import Study, layers_of, layout_of, steps_of
-from pipeloom.draw.figures import in_columns, number, time_unit
+from pipeloom.draw.figures import number, time_unit
 from pipeloom.errors import PipeloomError, UsageError
 from pipeloom.limits import newest_run
-from pipeloom.schedule import Costs, Schedule, Timeline, simulate
-from pipeloom.schedule.channels import size_words
-from pipeloom.schedule.check import check
-from pipeloom.schedule.costs import DEVICE, activation_limit
-from pipeloom.schedule.families import ONE_ROUTE, build
-from pipeloom.schedule.placement import name_of
-from pipeloom.schedule.transforms import merge_backward, split_cooldown
-from pipeloom.solver import search
-from pipeloom.traces.measured import predict, settled, with_overhead
-
-_LEAST = 1e-6  # share of a step below which nothing is gained
-_ENOUGH = 0.9  # share of the largest saving from which a simpler change is recommended
+from pipeloom.plan.job import Job
+from pipeloom.schedule import Schedule
+from pipeloom.schedule.costs import DEVICE, StageCosts, activation_limit
+from pipeloom.traces.measured import predict
 
 
 @dataclass(frozen=True)
@@ -34,38 +26,31 @@ class ImproveFlags:
     memory: str | None = flag(
         None,
         "GIB",
-        "Memory of a device, such as 80 or 80GiB, for a run of `train`; for other traces, which have no bytes, the most "
-        "stage-micro-batches alive on a rank. Default: as many as in the measured step.",
+        "Memory of a device, such as 80 or 80GiB, for a --job or a run of `train`; for other traces, which have no bytes, the "
+        "most stage-micro-batches alive on a rank. Default: as many as in the measured step; of a job, the device's.",
     )
-    time_limit: float = flag(10.0, "S", "Longest search, in seconds.", min=0.1)
-    whole: bool = flag(False, None, "Leave backwards whole: no I and W in schedules without them in the trace.")
+    time_limit: float = flag(10.0, "S", "Longest search for an order, in seconds.", min=0.1)
+    split: bool = flag(False, None, "Split backwards into I and W, where the trace has them whole.")
     csv: Path | None = flag(None, "FILE", "Write the best schedule in torch's CSV format.")
+    job: str | None = flag(
+        None,
+        "JOB",
+        "The job that was measured, as for `plan --job`: its cut, chunks, micro-batch and recomputation change.",
+    )
+    model: str | None = flag(None, "MODEL", "The model, where JOB does not describe it.")
+    device: str = flag("h100", "NAME", "The device of JOB, as for `plan`.")
+    output: Path | None = flag(None, "FILE", "Write the best job in the words of its system.")
     as_json: bool = json_flag()
-
-
-@dataclass(frozen=True)
-class Change:
-    """A schedule in place of the measured one, simulated with the measured costs.
-
-    Attributes:
-        words: how to get it.
-        makespan: seconds.
-        peak: the most stage-micro-batches alive on a rank.
-    """
-
-    words: str
-    schedule: Schedule
-    makespan: float
-    peak: float
 
 
 @with_options()
 def command(
     *,
-    trace: Path = argument(
-        ...,
+    trace: Path | None = argument(
+        None,
         "TRACE",
-        "A Chrome or Kineto trace, a folder of them, a CSV with durations, or a run or a folder of runs (the newest).",
+        "A Chrome or Kineto trace, a folder of them, a CSV with durations, or a run or a folder of runs (the newest); with --job "
+        "also a log with Megatron-LM's timers, or nothing.",
     ),
     options: ImproveFlags,
 ) -> None:
@@ -74,24 +59,63 @@ def command(
     pipeloom improve trace.json --csv better.csv
 
     Reads schedule and costs from the trace, and compares every family and transform that fits the placement and the memory, and
-    the best schedule that a search finds. A trace of another program will do.
+    the best schedule that a search finds. A trace of another program will do. With --job, the job's layers, chunks, micro-batch,
+    recomputation and offload change, as far as its system lets them; its schedule's order does not.
     """
+    if options.job is not None:
+        _of_job(trace, options, options.job)
+        return
+    if trace is None:
+        raise UsageError("improve needs a TRACE, or --job")
+    if options.output is not None:
+        raise UsageError("--output writes a job, which --job names; nearest: --csv, which writes a schedule")
     trace = newest_run(trace) or trace
     steps, memory, notes = steps_of(trace)
-    study = Study(steps, predict(steps), (), layers_of(trace, steps), memory, notes)
-    limits = None
+    study, limits = Study(steps, predict(steps), (), layers_of(trace, steps), memory, notes), None
     if options.memory is not None:
         study, limits = _limited(study, trace, options.memory)
-    now, changes = compare(study, limits, options.time_limit, options.whole)
-    best = min(changes, key=lambda each: each.makespan)
-    if now in changes and best.makespan > now.makespan * (1 - _LEAST):
-        best = now
-    gain = now.makespan - best.makespan
-    simple = next(each for each in changes if now.makespan - each.makespan >= min(gain, _ENOUGH * gain))
-    if options.csv is not None:
-        write_csv(best.schedule, options.csv)
-    results = study, now, changes, best, simple
-    emit(options.as_json, lambda: _as_dict(*results), lambda: _lines(*results))
+    found = compare(steps, study.prediction, limits, options.time_limit, options.split)
+    if options.csv is not None and found.best is not None:
+        write_csv(found.best.schedule, options.csv)
+    factor, unit = time_unit([study.typical])
+    measured = f"measured: {number(study.prediction.measured * factor)} {unit}"
+    values = {"unit": "s", "measured": study.prediction.measured, "notes": list(notes)}
+    emit(options.as_json, lambda: values | found.values(), lambda: [*notes, measured, *found.lines(factor, unit)])
+
+
+def _of_job(trace: Path | None, options: ImproveFlags, source: str) -> None:
+    from pipeloom.cli.gains import gain_of
+    from pipeloom.cli.plan import details
+    from pipeloom.interop.systems import read_job
+    from pipeloom.plan import load_device, load_model
+
+    if options.csv is not None or options.split:
+        raise UsageError("--csv and --split are about the order of a trace's schedule; leave them out beside --job")
+    device = load_device(options.device)
+    if options.memory is not None:
+        device = replace(device, memory=memory_of(options.memory)[0])
+    job = read_job(source, None if options.model is None else load_model(options.model))
+    path = trace and (newest_run(trace) or trace)
+    times = None if path is None else lambda job: _stage_times(path, job)
+    gain_of(job, device, axes=False, times=times).report(options.output, options.as_json, details)
+
+
+def _stage_times(trace: Path, job: Job) -> list[tuple[tuple[int, ...], float, float]]:
+    """Return (stages, seconds of F, of B) of a job's micro-batch as they were measured. Raises UsageError for another job's."""
+    from pipeloom.interop import timers
+
+    if timers.accepts(trace):
+        return timers.read(trace, job.layout)
+    steps = steps_of(trace)[0]
+    schedule, costs, layout = steps[-1].schedule, predict(steps).costs, job.layout
+    sizes = schedule.ranks, schedule.stages, schedule.microbatches
+    if sizes != (layout.pp, layout.pp * layout.v, layout.m):
+        raise UsageError(
+            f"{trace} has {sizes[0]} ranks, {sizes[1]} stages and {sizes[2]} micro-batches, and the job {layout.pp}, "
+            f"{layout.pp * layout.v} and {layout.m}: it is of another job"
+        )
+    each = StageCosts(costs, schedule.stages)
+    return [((stage,), *times) for stage, times in enumerate(zip(each.forward, each.backward, strict=True))]
 
 
 def _limited(study: Study, trace: Path, memory: str) -> tuple[Study, tuple[float, ...]]:
@@ -120,113 +144,3 @@ def _stage_bytes(trace: Path, schedule: Schedule) -> dict[str, tuple[float, ...]
     with suppress(PipeloomError):  # a model that cannot be planned, or a file of another run
         return predicted(layout).timeline.costs.bytes_in(DEVICE, schedule.stages)
     return {}
-
-
-def compare(
-    study: Study, memory: Sequence[float] | None, seconds: float, whole: bool = False
-) -> tuple[Change, list[Change]]:
-    """Return (the measured schedule simulated with its costs, all schedules within the memory, simple ones first).
-
-    Args:
-        memory: rank -> the largest peak of memory, in units of `Costs.activation`; None: the measured schedule's.
-        whole: whether backwards stay whole, unless the measured schedule splits some.
-    """
-    # Micro-batches count as alike: how long each of the next step's takes is not known, and torch's runtime keeps their order.
-    schedule = study.typical.schedule
-    costs = with_overhead(replace(study.prediction.costs, microbatch=()), settled(study.steps))
-    timeline = simulate(schedule, costs)
-    now = Change("as measured", schedule, timeline.makespan, max(timeline.peak_memory))
-    limits = (now.peak,) * schedule.ranks if memory is None else tuple(memory)
-
-    def fits(run: Timeline) -> bool:
-        return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(run.peak_memory, limits, strict=True))
-
-    changes = [now] if fits(timeline) else []
-    whole = whole and not schedule.splits_backward
-    for words, other in _others(schedule, costs):
-        if whole and other.splits_backward:
-            continue
-        try:
-            check(other)
-            run = simulate(other, costs)
-        except PipeloomError:  # a family that these costs or sizes do not suit
-            continue
-        if fits(run):
-            changes.append(Change(words, other, run.makespan, max(run.peak_memory)))
-    searched_for = with_whole_backwards(costs, schedule.stages) if whole else costs
-    place = list(schedule.placement)
-    best = search(
-        schedule.ranks, schedule.microbatches, searched_for, limits, placement=place, time_limit=seconds
-    ).schedule
-    best = merge_backward(best) if whole else best
-    timeline = simulate(best, costs)
-    return now, [*changes, Change("searched", best, timeline.makespan, max(timeline.peak_memory))]
-
-
-def with_whole_backwards(costs: Costs, stages: int) -> Costs:
-    """Return costs whose I takes as long as a B and frees as much, and whose W takes no time."""
-    return replace(
-        costs, input_grad=tuple(costs.per_stage("backward", stages)), weight_grad=0.0, backward=None, held=0.0
-    )
-
-
-def _others(schedule: Schedule, costs: Costs) -> Iterator[tuple[str, Schedule]]:
-    """Yield (words, schedule) of transforms of the schedule and of the families of one route on its placement."""
-    if len(schedule.routes) > 1:
-        return
-    with suppress(PipeloomError):  # one that is split already
-        yield "transform split_cooldown", split_cooldown(schedule)
-    place = name_of(schedule.placement, schedule.ranks)
-    for name in ONE_ROUTE.get(place or "", ()):
-        try:
-            other = build(name, schedule.ranks, schedule.microbatches, schedule.chunks, {}, costs)
-        except PipeloomError:
-            continue
-        if other.placement == schedule.placement and other.codes != schedule.codes:
-            yield f"family {name}", other
-
-
-def _as_dict(study: Study, now: Change, changes: list[Change], best: Change, simple: Change) -> dict[str, object]:
-    def plain(each: Change) -> dict[str, object]:
-        saved = 1 - each.makespan / now.makespan if now.makespan else 0.0
-        return {"change": each.words, "makespan": each.makespan, "peak": each.peak, "saved": saved}
-
-    return {
-        "unit": "s",
-        "measured": study.prediction.measured,
-        "now": plain(now),
-        "changes": [plain(each) for each in changes],
-        "best": plain(best),
-        "recommended": plain(simple),
-        "assumptions": study.assumptions(),
-        "notes": list(study.notes),
-    }
-
-
-def _lines(study: Study, now: Change, changes: list[Change], best: Change, simple: Change) -> list[str]:
-    factor, unit = time_unit([study.typical])
-
-    in_bytes = bool(study.prediction.costs.bytes)
-
-    def row(each: Change) -> list[str]:
-        saved = 100 * (1 - each.makespan / now.makespan)
-        peak = size_words(each.peak) if in_bytes else number(each.peak)
-        return [each.words, number(each.makespan * factor), f"{saved:.1f} %", peak]
-
-    ordered = sorted((each for each in changes if each is not now), key=lambda each: each.makespan)
-    lines = [
-        *study.notes,
-        f"measured {number(study.prediction.measured * factor)} {unit}, simulated with the step's own costs "
-        f"{number(now.makespan * factor)} {unit}",
-        *in_columns(
-            [
-                ["schedule", f"step, {unit}", "saved", "peak"],
-                *map(row, [now, *ordered]),
-            ]
-        ),
-    ]
-    if best is now:
-        return [*lines, "nothing within this memory is shorter than the measured schedule"]
-    lines.append(f"change: {simple.words}, which saves {100 * (1 - simple.makespan / now.makespan):.1f} % of the step")
-    unit = "predicted bytes of activations" if in_bytes else "stage-micro-batches"
-    return [*lines, f"the peak counts {unit}; assumed:", f"  {study.assumptions()}"]

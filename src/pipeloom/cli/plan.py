@@ -157,7 +157,7 @@ def _plan(options: PlanFlags) -> None:
             emit(
                 options.as_json,
                 lambda: as_dict(prediction) | {"fits": fits},
-                lambda: _details(prediction, planner, bool(options.measured or options.costs)),
+                lambda: details(prediction, planner, bool(options.measured or options.costs)),
             )
         if not fits:
             raise CapacityError(
@@ -203,10 +203,7 @@ def _gain(options: PlanFlags, source: str) -> None:
             raise UsageError(f"{name}: the job says what is trained on what; leave it out beside --job")
     job = read_job(source, load_model(options.model) if options.model else None)
     gain = gain_of(job, _device(replace(options, devices=job.layout.world)))
-    gain.write(options.output)
-    details = [*_details(gain.now.prediction, gain.space.planner, False)]
-    emit(options.as_json, gain.values, lambda: [*details, *gain.lines()])
-    gain.require_room()
+    gain.report(options.output, options.as_json, details)
 
 
 def _none_fits(plan: LayoutPlan, shape: DecoderShape, request: PlanRequest) -> str:
@@ -343,7 +340,8 @@ def _write(options: PlanFlags, prediction: LayoutCosts, planner: Planner) -> Non
         write(options.costs_to, lambda: json.dumps(costs_dict(planner.stage_costs(prediction.layout))) + "\n")
 
 
-def _details(prediction: LayoutCosts, planner: Planner, measured: bool) -> list[str]:
+def details(prediction: LayoutCosts, planner: Planner, measured: bool) -> list[str]:
+    """Return the costs of a layout in lines."""
     from pipeloom.plan.export import layers_by_rank, layout_string
 
     layers = prediction.stages, prediction.ahead
@@ -377,7 +375,7 @@ def _lines(plan: LayoutPlan, planner: Planner, request: PlanRequest) -> list[str
         *in_columns(table(plan.pareto[:_ROWS]), left=0, ragged=True),
         *wrapped(advice(plan)),
         "",
-        *_details(best, planner, planner.measured_layers is not None),
+        *details(best, planner, planner.measured_layers is not None),
         "",
         "one step away from the best layout:",
     ]

@@ -11,14 +11,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from pipeloom.cli.changes import Comparison, compare
 from pipeloom.cli.options import argument, flag, with_options
 from pipeloom.cli.output import OutputFlags, as_dict
 from pipeloom.draw.figures import in_columns, number, time_unit
 from pipeloom.errors import PipeloomError, UsageError, did_you_mean, shortened
 from pipeloom.limits import newest_run
 from pipeloom.schedule import Timeline, simulate
-from pipeloom.schedule.placement import name_of
-from pipeloom.solver import SearchResult, search
 from pipeloom.traces import reader_of
 from pipeloom.traces import timelines as timeline_files
 from pipeloom.traces.measured import Prediction, drift, predict_another, settled, slow_stages, step_time, time_spent
@@ -41,7 +40,10 @@ def command(
     predict: list[Path] | None = flag(
         None, "RUN_DIR", "Predict another run of the same model from the costs of this one; repeatable."
     ),
-    search: float | None = flag(None, "S", "Search S seconds for a better schedule within the same memory.", min=0.1),
+    search: float | None = flag(
+        None, "S", "Search S seconds for a better schedule within the same memory, as `improve` does.", min=0.1
+    ),
+    split: bool = flag(False, None, "With --search: split backwards into I and W, where the trace has them whole."),
     every: bool = flag(False, None, "Draw every recorded step, one below the other.", "--every"),
     output: OutputFlags,
 ) -> None:
@@ -59,7 +61,7 @@ def command(
     others = tuple((path, steps_of(path)[0]) for path in predict or ())
     study = Study(steps, fit(steps), others, layers_of(run, steps), memory, notes)
     if search is not None:
-        study = replace(study, better=study.search(search))
+        study = replace(study, better=compare(steps, study.prediction, None, search, split))
     predicted = simulate(study.typical.schedule, study.prediction.costs)
     output.draw([*(steps if every else [study.typical]), predicted])
     if output.as_json:
@@ -130,7 +132,7 @@ class Study:
         layers: stage -> its number of blocks, or any other measure of its work, where known.
         memory: rank -> GB, where the trace contains it.
         notes: lines on how another program's trace was read.
-        better: result of a search within the same memory, or None.
+        better: other schedules within the same memory, or None.
     """
 
     steps: Sequence[Timeline]
@@ -139,7 +141,7 @@ class Study:
     layers: Sequence[float] | None = None
     memory: Sequence[float] = ()
     notes: Sequence[str] = ()
-    better: SearchResult | None = None
+    better: Comparison | None = None
 
     @property
     def typical(self) -> Timeline:
@@ -147,25 +149,10 @@ class Study:
         ordered = sorted(settled(self.steps), key=lambda step: step.makespan)
         return ordered[len(ordered) // 2]
 
-    def search(self, seconds: float) -> SearchResult:
-        """Return the best schedule found for the fitted costs, on this placement and within this schedule's peak memory."""
-        schedule, costs = self.typical.schedule, self.prediction.costs
-        memory = max(simulate(schedule, costs).peak_memory)
-        return search(
-            schedule.ranks, schedule.microbatches, costs, memory, placement=list(schedule.placement), time_limit=seconds
-        )
-
     def predicted(self) -> list[tuple[Path, float, float]]:
         """Return (run, simulated makespan, measured makespan) of each run in `others`."""
         fitted = self.typical.schedule
         return [(path, *predict_another(self.prediction.costs, fitted, steps)) for path, steps in self.others]
-
-    def assumptions(self) -> str:
-        """Return in words what the search takes for granted."""
-        schedule = self.typical.schedule
-        where = name_of(schedule.placement, schedule.ranks) or ",".join(map(str, schedule.placement))
-        split = "I and W as measured (half of B each where it never ran split)"
-        return f"the same placement ({where}), {split}, and activations held until W"
 
     def as_dict(self) -> dict[str, Any]:
         prediction = self.prediction
@@ -176,8 +163,11 @@ class Study:
                 "costs": costs_dict(prediction.costs),
                 "fitted_steps": prediction.fitted,
                 "tested_steps": prediction.tested,
-                **{name: getattr(prediction, name) for name in ("simulated", "measured", "error", "speed")},
-                "error_at_speed": prediction.error_at_speed,
+                **{name: getattr(prediction, name) for name in ("simulated", "measured")},
+                **{
+                    name: getattr(prediction, name) if prediction.tested else None
+                    for name in ("error", "speed", "error_at_speed")
+                },
                 "by_kind": dict(prediction.by_kind),
             },
             "time_spent": list(time_spent(settled(self.steps))),
@@ -190,27 +180,24 @@ class Study:
             "drift": drift(self.steps),
             "memory": list(self.memory),
             "notes": list(self.notes),
-            "search": None
-            if self.better is None
-            else {
-                "makespan": self.better.value,
-                "lower_bound": self.better.lower_bound,
-                "placement": list(self.typical.schedule.placement),
-            },
+            "search": self.better and self.better.values(),
         }
 
     def lines(self) -> list[str]:
         """Return the lines below the drawing in the terminal."""
         factor, unit = time_unit([self.typical])
         prediction = self.prediction
+        took = f"{number(prediction.measured * factor)} {unit}"
         lines = [*self.notes]
-        lines += [
-            f"prediction: costs of {prediction.fitted} step{'s' * (prediction.fitted > 1)} predict "
-            f"{number(prediction.simulated * factor)} {unit};",
-            f"  the other {prediction.tested} took {number(prediction.measured * factor)} {unit}: error "
-            f"{100 * prediction.error:+.1f} %",
-        ]
-        if abs(prediction.speed - 1) >= 0.02:
+        if not prediction.tested:
+            lines.append(f"one step, of {took}: there is no other one to predict from its costs")
+        else:
+            lines += [
+                f"prediction: costs of {prediction.fitted} step{'s' * (prediction.fitted > 1)} predict "
+                f"{number(prediction.simulated * factor)} {unit};",
+                f"  the other {prediction.tested} took {took}: error {100 * prediction.error:+.1f} %",
+            ]
+        if prediction.tested and abs(prediction.speed - 1) >= 0.02:
             lines.append(
                 f"  actions ran {100 * abs(1 - 1 / prediction.speed):.0f} % {'faster' if prediction.speed < 1 else 'slower'} in "
                 f"them; with costs at that speed: error {100 * prediction.error_at_speed:+.1f} %"
@@ -223,7 +210,7 @@ class Study:
                 f"{number(measured * factor)} {unit}: "
                 f"error {100 * (simulated / measured - 1):+.1f} %"
             )
-        if prediction.by_kind:
+        if prediction.by_kind and prediction.tested:
             kinds = ", ".join(f"{kind} {100 * error:+.1f} %" for kind, error in prediction.by_kind.items())
             lines.append(f"time of an action against its fitted time: {kinds}")
         spent = time_spent(settled(self.steps))
@@ -235,12 +222,7 @@ class Study:
         ]
         lines += ["", f"where the time went, {unit} per step, mean over the steps", *in_columns(table)]
         if self.better is not None:
-            gain = 1 - self.better.value / prediction.simulated
-            lines += [
-                f"search within the same memory: {number(self.better.value * factor)} {unit}, {100 * gain:.1f} % less than this "
-                f"schedule takes with these costs; no schedule takes less than {number(self.better.lower_bound * factor)} {unit}",
-                f"  assumed: {self.assumptions()}",
-            ]
+            lines += ["", *self.better.lines(factor, unit)]
         for slow in slow_stages(self.steps, self.layers):
             lines.append(
                 f"stage {slow.stage} on rank {slow.rank} takes {100 * slow.excess:.0f} % longer than comparable stages"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from statistics import median
 
 from pipeloom.errors import ArgumentError, UsageError
 from pipeloom.plan.layout import CHUNKS, WHOLE_ROUNDS, PlannedLayout, even_stages, problems
@@ -77,6 +78,7 @@ class LayoutCosts(OfRanks):
 class Planner:
     """Predicts layouts of one model on one kind of device under one runtime.
 
+    `factors`: layer -> measured over predicted seconds of F, and of I and W (`calibrated`); empty: 1.
     With `measured_layers` times are those of the pipeline alone: without sums over replicas, optimizer and hosts.
     """
 
@@ -84,6 +86,7 @@ class Planner:
     device: Device
     runtime: Runtime
     measured_layers: MeasuredLayers | None = None
+    factors: tuple[tuple[float, float], ...] = ()
     _predictions: dict[PlannedLayout, LayoutCosts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -127,7 +130,10 @@ class Planner:
     def layer_seconds(self, layers: list[LayerOps], layout: PlannedLayout, links: AxisRates) -> list[StageSeconds]:
         """Layer -> seconds of one micro-batch; those of the same object are computed once."""
         times = {key: self.stage_seconds([layer], layout, links) for key, layer in distinct(layers).items()}
-        return [times[id(layer)] for layer in layers]
+        seconds = [times[id(layer)] for layer in layers]
+        return (
+            [each.scaled(*both) for each, both in zip(seconds, self.factors, strict=True)] if self.factors else seconds
+        )
 
     def stage_seconds(self, layers: Sequence[LayerOps], layout: PlannedLayout, links: AxisRates) -> StageSeconds:
         """Seconds of one micro-batch on a stage with these layers, which are of `timed_layers`."""
@@ -222,8 +228,12 @@ class Planner:
     ) -> tuple[list[StageSeconds], Costs]:
         """Return the stages' times, and `Costs` in seconds and bytes."""
         timed = _first_recomputed(self.timed_layers, layout, of_stage)
-        times = {span: self.stage_seconds(timed[slice(*span)], layout, links) for span in set(of_stage)}
-        seconds = [times[span] for span in of_stage]
+        if self.factors:
+            each = self.layer_seconds(timed, layout, links)
+            seconds = [StageSeconds.sum(each[slice(*span)]) for span in of_stage]
+        else:
+            times = {span: self.stage_seconds(timed[slice(*span)], layout, links) for span in set(of_stage)}
+            seconds = [times[span] for span in of_stage]
         sizes = planned_bytes(layers, of_stage, layout, schedule, self.runtime)
         return seconds, replace(self.costs(seconds, layout, links, schedule), bytes=sizes)
 
@@ -256,6 +266,23 @@ class Planner:
         costs, cuts = Costs(each, each, each, scores=2 * share, scores_grad=share), self.cuts(layout)
         return costs if cuts is None else cuts.costs(costs)
 
+    def calibrated(self, layout: PlannedLayout, measured: Sequence[tuple[Sequence[int], float, float]]) -> Planner:
+        """This planner with the layers' seconds scaled to what was measured under a layout.
+
+        Of stages with the output layer, blocks are scaled as the median block of the others, and the output layer takes the rest.
+
+        Args:
+            measured: (stages that were measured together, their seconds of F, and of B) of one micro-batch.
+        """
+        schedule, _, links, stages, _ = self._parts(layout)
+        spans_of = spans(schedule, stages)
+        layers = self.layer_seconds(_first_recomputed(self.timed_layers, layout, spans_of), layout, links)
+        groups = [[at for stage in mine for at in range(*spans_of[stage])] for mine, *_ in measured]
+        seconds = [each.forward for each in layers], [each.input_grad + each.weight_grad for each in layers]
+        columns = [[each[1] for each in measured], [each[2] for each in measured]]
+        factors = [_factors(*both, groups) for both in zip(seconds, columns, strict=True)]
+        return replace(self, factors=tuple(zip(*factors, strict=True)))
+
     def stage_costs(self, layout: PlannedLayout) -> Costs:
         """`Costs` of the layout's stages in seconds and bytes, for `simulate` and `search`.
 
@@ -277,6 +304,24 @@ class Planner:
             factor = outside = seconds / reference.total
         scaled = StepTime(**{n: (factor if n in pipeline else outside) * each for n, each in step.parts().items()})
         return replace(prediction, step=scaled, tokens=prediction.tokens * step.total / scaled.total)
+
+
+def _factors(seconds: Sequence[float], measured: Sequence[float], groups: Sequence[Sequence[int]]) -> list[float]:
+    """Return layer -> measured over predicted seconds, as for `Planner.calibrated`."""
+    factors, last = [1.0] * len(seconds), len(seconds) - 1
+    for group, whole in zip(groups, measured, strict=True):
+        for at in group:
+            factors[at] = whole / sum(seconds[each] for each in group)
+    others = [factors[group[0]] for group in groups if last not in group]
+    for group, whole in zip(groups, measured, strict=True):
+        if others and last in group:
+            block = median(others)
+            rest = whole - block * sum(seconds[at] for at in group if at != last)
+            if rest > 0:
+                for at in group:
+                    factors[at] = block
+                factors[last] = rest / seconds[last]
+    return factors
 
 
 def _first_recomputed(

@@ -123,6 +123,22 @@ class StageSeconds:
         """With all seconds multiplied."""
         return StageSeconds(*(value and factor * value for value in astuple(self)))
 
+    def scaled(self, forward: float, backward: float) -> StageSeconds:
+        """With the seconds of F, and those of I and W, multiplied."""
+        return replace(
+            self,
+            forward=forward * self.forward,
+            sent_forward=forward * self.sent_forward,
+            exchanged=min(forward, backward) * self.exchanged,
+            **{name: backward * getattr(self, name) for name in ("input_grad", "weight_grad", "sent_backward")},
+        )
+
+    @classmethod
+    def sum(cls, each: Sequence[StageSeconds]) -> StageSeconds:
+        """The seconds of several layers, which were not measured."""
+        names = [spec.name for spec in fields(cls) if spec.name not in ("backward", "recompute")]
+        return cls(**{name: sum(getattr(layer, name) for layer in each) for name in names})
+
     @property
     def total(self) -> float:
         """Seconds of F, I and W."""

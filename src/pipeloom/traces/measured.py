@@ -224,7 +224,7 @@ class Prediction:
 
     Attributes:
         costs: of the stages and of a hop, fitted on the first half of the steps.
-        fitted, tested: how many steps each half has.
+        fitted, tested: how many steps each half has; of a single step, the second half is that step, and `tested` is 0.
         simulated: the makespan with these costs.
         measured: the median makespan of the second half.
         by_kind: kind -> mean time of an action in the second half over its fitted time, less 1.
@@ -253,7 +253,7 @@ class Prediction:
 
 def predict(timelines: Sequence[Timeline]) -> Prediction:
     """Fit costs on the first half of the steps and predict the second; the very first one is left out where there are more
-    than three, because it includes warm-up. A single step predicts itself.
+    than three, because it includes warm-up. A single step predicts nothing: `tested` is 0.
 
     Raises UsageError where there is no step.
     """
@@ -266,7 +266,7 @@ def predict(timelines: Sequence[Timeline]) -> Prediction:
     return Prediction(
         costs,
         len(fitted),
-        len(tested),
+        len(steps[half:]),
         simulated.makespan,
         median(timeline.makespan for timeline in tested),
         _errors_by_kind(tested, costs),

@@ -142,12 +142,24 @@ def test_a_dump_of_another_program_is_shown_and_searched(tmp_path: Path) -> None
     timeline = pl.simulate(pl.schedules.zb_h1(ranks=4, microbatches=8), pl.Costs().scaled(1e-2))
     slow = pl.simulate(_with_late_weights(timeline.schedule), timeline.costs)
     trace = converted(dump(tmp_path / "dump", slow, labels=True))
-    text = _run(str(trace), "--search", "2")
+    text = _run(str(trace), "--search", "1")
     assert "actions by the names of the events" in text
-    assert "assumed: the same placement (linear), I and W as measured (half of B each" in text
-    found = json.loads(_run(str(trace), "--search", "2", "--json"))
+    assert "assumed:\n  the same placement (linear), I and W as measured (half of B each" in text
+    found = json.loads(_run(str(trace), "--search", "1", "--json"))
     assert found["memory"] == pytest.approx([20, 17.5, 15, 12.5])
-    assert found["search"]["makespan"] <= timeline.makespan + 1e-9 < slow.makespan
+    assert found["search"]["best"]["makespan"] <= timeline.makespan + 1e-9 < slow.makespan
+    improved = json.loads(CliRunner().invoke(app, ["improve", str(trace), "--json", "--time-limit", "1"]).stdout)
+    assert improved["now"] == found["search"]["now"]
+    assert improved["best"]["makespan"] == pytest.approx(found["search"]["best"]["makespan"], rel=1e-3)
+
+
+def test_a_trace_of_one_step_predicts_nothing(tmp_path: Path) -> None:
+    step = pl.simulate(pl.schedules.one_f_one_b(ranks=2, microbatches=4), pl.Costs().scaled(1e-2))
+    path = tmp_path / "timelines.json"
+    path.write_text(json.dumps(timeline_files.to_dict([dataclasses.replace(step, source="measured")])))
+    assert "one step, of 150 ms: there is no other one to predict from its costs" in _run(str(path))
+    prediction = json.loads(_run(str(path), "--json"))["prediction"]
+    assert [prediction[name] for name in ("fitted_steps", "tested_steps", "error", "speed")] == [1, 0, None, None]
 
 
 def _with_late_weights(schedule: pl.Schedule) -> pl.Schedule:
