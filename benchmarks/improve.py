@@ -4,8 +4,9 @@
     python benchmarks/improve.py real emulated
 
 real:     2 processes of one thread, stages of linear layers, the first and fourth twice as long; backwards stay whole
-          (--whole), since the trace does not say what I and W take.
-emulated: 4 processes whose stages sleep; I and W of a stage take as long as its F.
+          since the trace does not say what I and W take.
+emulated: 4 processes whose stages sleep, in a line, a loop and a V; I and W of a stage take as long as its F, and every third stage
+          half as long again. Backwards may be split (--split).
 
 Each row: torch runs a schedule of its own and its profiler records a few steps of every rank; `pipeloom improve` reads the folder
 and writes a CSV; torch's runtime runs that. Then both run in turns, without the profiler; the gain is that of the medians.
@@ -46,30 +47,31 @@ class _Slow(torch.autograd.Function):
     """F and I: torch runs this node twice where it splits the backward, the second time on the way to the weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.done = False
-        _CLOCK.compute("", "F", UNIT)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.done, ctx.seconds = False, seconds
+        _CLOCK.compute("", "F", seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         if not ctx.done:
-            _CLOCK.compute("", "I", UNIT)
+            _CLOCK.compute("", "I", ctx.seconds)
         ctx.done = True
-        return gradients[0], gradients[0].new_zeros(())
+        return gradients[0], gradients[0].new_zeros(()), None
 
 
 class _SlowWeight(torch.autograd.Function):
     """W."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
         return weight.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        _CLOCK.compute("", "W", UNIT)
-        return gradients[0]
+        _CLOCK.compute("", "W", ctx.seconds)
+        return gradients[0], None
 
 
 class Slow(nn.Module):
@@ -78,9 +80,10 @@ class Slow(nn.Module):
     def __init__(self, place: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
+        self.seconds = UNIT * (1.5 if place % 3 == 2 else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Slow.apply(x, _SlowWeight.apply(self.weight))  # type: ignore[no-any-return,no-untyped-call]
+        return _Slow.apply(x, _SlowWeight.apply(self.weight, self.seconds), self.seconds)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def products(place: int) -> nn.Module:
@@ -94,13 +97,14 @@ def stepping(
 ) -> Callable[[], float]:
     """Return a function that makes a step of a schedule of torch, or of the CSV file where one is given, and times it."""
     torch.manual_seed(rank)
-    places = [rank + at * ranks for at in range(chunks)]
+    vee = name == "ScheduleZBVZeroBubble"
+    places = [rank, 2 * ranks - 1 - rank] if vee else [rank + at * ranks for at in range(chunks)]
     modules = [layer(place) for place in places]
     stages = [
         pipelining.PipelineStage(module, place, ranks * chunks, torch.device("cpu"))
         for module, place in zip(modules, places, strict=True)
     ]
-    loss = nn.functional.mse_loss
+    loss, last = nn.functional.mse_loss, 0 if vee else ranks - 1
     untyped: Any = _PipelineScheduleRuntime
     if csv:
         torch_runtime = untyped(stages, m, loss_fn=loss)
@@ -114,7 +118,7 @@ def stepping(
             module.zero_grad()
         dist.barrier()
         begun = time.perf_counter()
-        arguments = {"target": y, "losses": []} if rank == ranks - 1 else {}
+        arguments = {"target": y, "losses": []} if rank == last else {}
         torch_runtime.step(*([x] if rank == 0 else []), **arguments)
         dist.barrier()
         return time.perf_counter() - begun
@@ -144,9 +148,9 @@ def race(
     return median(before), median(after)
 
 
-def improved(folder: Path, csv: Path, whole: bool) -> dict[str, Any]:
+def improved(folder: Path, csv: Path, split: bool) -> dict[str, Any]:
     """Return what `pipeloom improve` says of a folder of traces."""
-    return answer("improve", str(folder), "--csv", str(csv), *["--whole"] * whole)
+    return answer("improve", str(folder), "--csv", str(csv), *["--split"] * split)
 
 
 def compare(ranks: int, rows: tuple[tuple[str, int, int], ...], layer: Callable[[int], nn.Module]) -> None:
@@ -157,7 +161,10 @@ def compare(ranks: int, rows: tuple[tuple[str, int, int], ...], layer: Callable[
             folder, csv = Path(root) / "trace", Path(root) / "better.csv"
             folder.mkdir()
             run_ranks(record, ranks, ranks, name, chunks, m, layer, folder)
-            answer = improved(folder, csv, layer is products)
+            answer = improved(folder, csv, layer is Slow)
+            if answer["best"] is None:
+                print(f"{f'{name}, m {m}':<28} nothing worth changing", flush=True)
+                continue
             before, after = run_ranks(race, ranks, ranks, name, chunks, m, layer, str(csv))[0]
         now, best = answer["now"]["makespan"], answer["best"]["makespan"]
         promised, gained = 1 - best / now, 1 - after / before
@@ -175,8 +182,9 @@ def real() -> None:
 
 
 def emulated() -> None:
-    print(f"4 processes whose stages sleep {UNIT * 1e3:.0f} ms for each of F, I and W")
-    compare(4, (("ScheduleGPipe", 1, 8), ("ScheduleInterleaved1F1B", 2, 8), ("ScheduleLoopedBFS", 2, 8)), Slow)
+    print(f"4 processes whose stages sleep {UNIT * 1e3:.0f} ms or half as long again for each of F, I and W")
+    names = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleZBVZeroBubble")
+    compare(4, (("ScheduleGPipe", 1, 8), *((name, 2, 8) for name in names)), Slow)
 
 
 PARTS = {"real": real, "emulated": emulated}

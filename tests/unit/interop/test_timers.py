@@ -42,7 +42,7 @@ LAYOUTS = ["pp=4,m=8", "pp=2,dp=2,m=4", "pp=4,tp=2,m=16", "pp=2,v=2,m=4", "pp=4,
 PREFIXES = ["", "[default0]:", "3: ", "", ""]
 
 
-@pytest.mark.parametrize(("text", "prefix"), zip(LAYOUTS, PREFIXES, strict=True))
+@pytest.mark.parametrize(("text", "prefix"), list(zip(LAYOUTS, PREFIXES, strict=True)))
 def test_stage_times_are_those_of_the_log_within_rounding(text: str, prefix: str, tmp_path: Path) -> None:
     layout, draw = parse_layout(text), Random(text)
     truth = [(draw.uniform(5, 9), draw.uniform(9, 20)) for _ in range(layout.pp)]  # of a micro-batch
