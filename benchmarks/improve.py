@@ -5,8 +5,8 @@
 
 real:     2 processes of one thread, stages of linear layers, the first and fourth twice as long; backwards stay whole
           since the trace does not say what I and W take.
-emulated: 4 processes whose stages sleep, in a line, a loop and a V; I and W of a stage take as long as its F, and every third stage
-          half as long again. Backwards may be split (--split).
+emulated: 4 processes whose stages sleep, in a line, a loop and a V; I and W of a stage take as long as its F, and every third
+          stage half as long again. Backwards may be split (--split).
 
 Each row: torch runs a schedule of its own and its profiler records a few steps of every rank; `pipeloom improve` reads the folder
 and writes a CSV; torch's runtime runs that. Then both run in turns, without the profiler; the gain is that of the medians.
