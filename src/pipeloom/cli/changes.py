@@ -42,7 +42,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Alternatives:
     """A measured schedule, and others in its place.
 
     Attributes:
@@ -117,7 +117,7 @@ def compare(
     memory: Sequence[float] | None,
     seconds: float,
     split: bool = False,
-) -> Comparison:
+) -> Alternatives:
     """Compare the measured schedule with families, transforms and the result of a search.
 
     Args:
@@ -154,8 +154,8 @@ def compare(
         best = merge_backward(best) if wholly else best
         (splits if whole and not wholly else changes).append(Change.of("searched", simulate(best, costs)))
     if split:
-        return Comparison(now, [*changes, *splits], None, bool(costs.bytes))
-    return Comparison(now, changes, min(splits, key=lambda each: each.makespan, default=None), bool(costs.bytes))
+        return Alternatives(now, [*changes, *splits], None, bool(costs.bytes))
+    return Alternatives(now, changes, min(splits, key=lambda each: each.makespan, default=None), bool(costs.bytes))
 
 
 def with_whole_backwards(costs: Costs, stages: int) -> Costs:

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from pipeloom.cli.changes import Comparison, compare
+from pipeloom.cli.changes import Alternatives, compare
 from pipeloom.cli.options import argument, flag, with_options
 from pipeloom.cli.output import OutputFlags, as_dict
 from pipeloom.draw.figures import in_columns, number, time_unit
@@ -141,7 +141,7 @@ class Study:
     layers: Sequence[float] | None = None
     memory: Sequence[float] = ()
     notes: Sequence[str] = ()
-    better: Comparison | None = None
+    better: Alternatives | None = None
 
     @property
     def typical(self) -> Timeline:

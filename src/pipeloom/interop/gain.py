@@ -15,9 +15,7 @@ from pipeloom.interop.systems import SYSTEMS
 from pipeloom.plan.job import Job, normal
 from pipeloom.plan.layout import CHUNKS, PlannedLayout
 from pipeloom.plan.predict import LayoutCosts, Planner
-from pipeloom.plan.search import BACK_AND_FORTH, OFFERED, OVERLAPPED, PlanRequest, steps
-from pipeloom.plan.time import AxisRates
-from pipeloom.schedule.placement import named
+from pipeloom.plan.search import OFFERED, OVERLAPPED, PlanRequest, steps
 from pipeloom.shapes.ops import OFFLOADED
 
 RATIO_ERRORS = {"megatron": 0.019, "torchtitan": 0.032, "pipeloom": 0.024}
@@ -128,8 +126,6 @@ class Neighbourhood:
         cuts: list[PlannedLayout] = [*self._others(plain, axes), *_schedules(plain, job.system)]
         for other, cut in product(cuts, ("even", "balanced") if job.system != "pipeloom" else ("balanced",)):
             yield replace(job, layout=replace(other, cut=cut))
-        for stages in self._transfers(run):
-            yield replace(job, layout=replace(layout, stages=stages))
         same = [
             replace(layout, recompute=each, recompute_layers=count) for each, count in _recomputed(layout, job.system)
         ]
@@ -155,27 +151,6 @@ class Neighbourhood:
                 yield replace(other, etp=etp, group=group)
         if plain.micro_batch % 2 == 0:
             yield replace(plain, micro_batch=plain.micro_batch // 2, m=2 * plain.m)
-
-    def _transfers(self, run: Run) -> Iterator[tuple[int, ...]]:
-        """Yield the layers of stages with one more on a stage of the least busy ranks, and one less on one of the busiest."""
-        layout = run.job.layout
-        if layout.pp == 1:
-            return
-        planner, stages = self.planner_of(run.job), layout.stages
-        links = AxisRates.of(layout, planner.device, planner.shape)
-        seconds = [each.total for each in planner.layer_seconds(planner.timed_layers(layout), layout, links)]
-        ends = [sum(stages[: at + 1]) for at in range(len(stages))]
-        times = [sum(seconds[end - count : end]) for end, count in zip(ends, stages, strict=True)]
-        ranks = list(named("vee" if layout.schedule in BACK_AND_FORTH else "loop", layout.pp, layout.v))
-        busy = [sum(time for time, at in zip(times, ranks, strict=True) if at == rank) for rank in range(layout.pp)]
-        order = sorted(range(layout.pp), key=busy.__getitem__)
-        for source, target in product({order[-1], run.prediction.worst}, order[:2]):
-            least, most = (
-                pick((at for at in range(len(stages)) if ranks[at] == rank), key=times.__getitem__)
-                for pick, rank in ((max, source), (min, target))
-            )
-            if source != target and stages[least] > 1:
-                yield tuple(count - (at == least) + (at == most) for at, count in enumerate(stages))
 
 
 def _schedules(plain: PlannedLayout, system: str) -> Iterator[PlannedLayout]:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import pipeloom as pl
 from pipeloom.cli import app
-from pipeloom.cli.changes import Change, Comparison
+from pipeloom.cli.changes import Alternatives, Change
 from pipeloom.config import load_layout, to_toml
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.plan.run import predicted
@@ -96,7 +96,7 @@ def test_a_change_of_less_than_a_percent_is_not_worth_making(tmp_path, late, wor
     step = pl.simulate(pl.schedules.one_f_one_b(ranks=4, microbatches=8), COSTS)
     now = Change("the measured schedule", step.schedule, step.makespan, 4)
     other = Change("another", step.schedule, step.makespan - late, 4)
-    found = Comparison(now, [now, other], None, in_bytes=False)
+    found = Alternatives(now, [now, other], None, in_bytes=False)
     assert (found.best is other) == worth
     assert ("change: another" in "\n".join(found.lines(1.0, "s"))) == worth
 
@@ -106,9 +106,9 @@ def test_a_schedule_with_a_name_is_chosen_before_a_searched_one_that_is_as_short
     now, named, searched = (
         Change(words, schedule, time, 2) for words, time in zip("abc", (1.0, 0.9, 0.8995), strict=True)
     )
-    assert Comparison(now, [now, named, searched], None, in_bytes=False).best is named
+    assert Alternatives(now, [now, named, searched], None, in_bytes=False).best is named
     assert (
-        Comparison(now, [dataclasses.replace(named, makespan=1.2)], None, in_bytes=False).best.makespan == 1.2
+        Alternatives(now, [dataclasses.replace(named, makespan=1.2)], None, in_bytes=False).best.makespan == 1.2
     )  # the trace does not fit
 
 
