@@ -74,13 +74,17 @@ def command(
     study, limits = Study(steps, predict(steps), (), layers_of(trace, steps), memory, notes), None
     if options.memory is not None:
         study, limits = _limited(study, trace, options.memory)
-    found = compare(steps, study.prediction, limits, options.time_limit, options.split)
-    if options.csv is not None and found.best is not None:
-        write_csv(found.best.schedule, options.csv)
+    alternatives = compare(steps, study.prediction, limits, options.time_limit, options.split)
+    if options.csv is not None and alternatives.best is not None:
+        write_csv(alternatives.best.schedule, options.csv)
     factor, unit = time_unit([study.typical])
     measured = f"measured: {number(study.prediction.measured * factor)} {unit}"
     values = {"unit": "s", "measured": study.prediction.measured, "notes": list(notes)}
-    emit(options.as_json, lambda: values | found.values(), lambda: [*notes, measured, *found.lines(factor, unit)])
+    emit(
+        options.as_json,
+        lambda: values | alternatives.values(),
+        lambda: [*notes, measured, *alternatives.lines(factor, unit)],
+    )
 
 
 def _of_job(trace: Path | None, options: ImproveFlags, source: str) -> None:
