@@ -25,6 +25,7 @@ from pipeloom.plan.time import (
     with_pairs,
 )
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
+from pipeloom.schedule.actions import COMPUTE
 from pipeloom.schedule.families import canonical_name
 from pipeloom.schedule.slices import SequenceCuts, balanced_cuts
 from pipeloom.shapes.cut import balance, spans
@@ -66,7 +67,7 @@ class LayoutCosts(OfRanks):
     @property
     def short(self) -> Schedule:
         """The family's schedule with as few micro-batches as the step was predicted from."""
-        return built(extrapolated_from(self.layout)[0], self.placed)
+        return built(shortened(self.layout), self.placed)
 
     @property
     def text(self) -> str:
@@ -241,7 +242,7 @@ class Planner:
         self, layout: PlannedLayout
     ) -> tuple[Schedule, list[LayerOps], AxisRates, tuple[int, ...], Costs | None]:
         # the stages of the shorter step from which a long one is extrapolated are those of the long one
-        short, layers = extrapolated_from(layout)[0], self.layers(layout)
+        short, layers = shortened(layout), self.layers(layout)
         schedule, links = built(replace(short, vocabulary="last")), AxisRates.of(layout, self.device, self.shape)
         stages = self.cut(layout, self.timed_layers(layout), links, schedule.positions)
         count = self.shape.num_hidden_layers + self.shape.num_nextn_predict_layers + 2
@@ -362,39 +363,65 @@ def balanced(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
     return tuple(balance([round(1e9 * each) for each in seconds], stages))
 
 
-SHORT_ROUNDS = (4, 5)  # of micro-batches, after which time is linear in them: in each round every rank gets one
+SHORT_ROUNDS = 8  # of micro-batches, from which a longer step is extrapolated: in each round every rank gets one
+_STEADY_ROUNDS = 5  # before the last one, which the steady state is measured in
 
 
-def extrapolated_from(layout: PlannedLayout) -> list[PlannedLayout]:
-    """The layouts with fewer micro-batches from which that of a long step is extrapolated; the layout itself if it is short."""
-    round_size = layout.group or -(-layout.pp // layout.slices)
-    rounds = layout.m // round_size
-    if rounds <= SHORT_ROUNDS[-1]:
-        return [layout]
-    return [replace(layout, m=layout.m - (rounds - few) * round_size) for few in SHORT_ROUNDS]
+def shortened(layout: PlannedLayout) -> PlannedLayout:
+    """The layout with as few micro-batches as show its peaks and its steady state.
 
-
-def with_its_peaks(layout: PlannedLayout) -> PlannedLayout:
-    """The layout with as few micro-batches as show its peaks: all of them, except in families that the search tries.
-
-    Of those the first rounds hold the most, except where rounds are larger the fewer there are: where p does not divide m.
+    All of them in families that the search does not try, and where rounds are larger the fewer there are: where p does not
+    divide m in `interleaved`.
     """
     name = canonical_name(layout.schedule)
     uneven = name in WHOLE_ROUNDS and (layout.m % (layout.group or layout.pp) or layout.slices > 1)
-    return layout if name not in CHUNKS or uneven else extrapolated_from(layout)[0]
+    more = layout.m // _round_size(layout) - SHORT_ROUNDS
+    if name not in CHUNKS or uneven or more <= 0:
+        return layout
+    return replace(layout, m=layout.m - more * _round_size(layout))
+
+
+def _round_size(layout: PlannedLayout) -> int:
+    return layout.group or -(-layout.pp // layout.slices)
 
 
 def _pipeline(
     layout: PlannedLayout, costs: Costs, searched: Schedule | None, placed: Costs | None
 ) -> tuple[float, float, Timeline]:
     """(makespan, mean busy time of a rank) in seconds, and a timeline that shows the peaks."""
-    layouts = [layout] if searched is not None else extrapolated_from(layout)
-    runs = [simulate(searched or built(each, placed), costs) for each in layouts]
-    step, more = max(1, layouts[-1].m - layouts[0].m), layout.m - layouts[-1].m
-    figures = [(run.makespan, sum(run.busy) / layout.pp) for run in (runs[0], runs[-1])]
-    makespan, busy = (last + more * (last - first) / step for first, last in zip(*figures, strict=True))
-    whole = searched or built(with_its_peaks(layout), placed)
-    return makespan, busy, runs[0] if runs[0].schedule == whole else simulate(whole, costs)
+    run = simulate(searched or built(shortened(layout), placed), costs)
+    makespan, busy = run.makespan, list(run.busy)
+    if rounds := (layout.m - run.schedule.microbatches) // _round_size(layout):
+        pace, work = _round_times(run, _round_size(layout) * layout.slices)
+        for rank, seconds in enumerate(work):
+            busy[rank] += rounds * seconds
+        ranks = zip(run.starts, run.ends, run.schedule.queues, strict=True)
+        ramps = [starts[(at := queues[COMPUTE])[0]] + run.makespan - ends[at[-1]] for starts, ends, queues in ranks]
+        # a rank that works more than the others may not have held them up yet
+        makespan = max(makespan + rounds * pace, *(a + b for a, b in zip(busy, ramps, strict=True)))
+    return makespan, sum(busy) / layout.pp, run
+
+
+def _round_times(run: Timeline, units: int) -> tuple[float, list[float]]:
+    """Seconds that a round of so many units takes in the steady state, and rank -> those in which it computes."""
+    schedule = run.schedule
+    stride, none, last = schedule.kind_stride, schedule.no_action, schedule.routes[0][-1]
+    forwards = range(last * schedule.units, (last + 1) * schedule.units)
+    rank = schedule.placement[last]
+    begun = [
+        start
+        for code, start in zip(schedule.split_entries(rank)[0], run.starts[rank], strict=True)
+        if code in forwards
+    ]
+    middle, work = range(SHORT_ROUNDS // 2 * units, (SHORT_ROUNDS // 2 + 1) * units), [0.0] * schedule.ranks
+    for rank, (starts, ends) in enumerate(zip(run.starts, run.ends, strict=True)):
+        firsts, seconds = schedule.split_entries(rank)
+        for at in schedule.queues[rank][COMPUTE]:
+            codes = (firsts[at],) if seconds[at] == none else (firsts[at], seconds[at])
+            for code in codes:
+                if code % stride % schedule.units in middle:
+                    work[rank] += (ends[at] - starts[at]) / len(codes)
+    return (begun[-units - 1] - begun[-(_STEADY_ROUNDS + 1) * units - 1]) / _STEADY_ROUNDS, work
 
 
 @lru_cache(maxsize=256)
