@@ -24,7 +24,7 @@ from pipeloom.schedule.functions import importable_from, is_function, source_fil
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.slices import SequenceCuts, balanced_cuts
 from pipeloom.schedule.transforms import recompute_stages, transformed
-from pipeloom.schedule.vocabulary import embedding, vocabulary
+from pipeloom.schedule.vocabulary import embedding, with_shares
 from pipeloom.shapes.cut import balance, parse_stages, spans
 from pipeloom.shapes.decoder import shape_problems
 from pipeloom.shapes.layers import LayerSize, attention_share, layer_sizes, whole_layers
@@ -413,7 +413,7 @@ def make_schedule(config: Config, folder: Path | None = None) -> Schedule:
         schedule = transformed(schedule, words[:beside], costs)
         if spread:
             schedule = _spread(schedule, costs)
-        if schedule.vocabulary and not schedule.spreads_embedding:
+        elif schedule.vocabulary and not schedule.spreads_embedding:
             schedule = embedding(schedule, costs)
         return transformed(schedule, words[beside:], costs)
     except ConfigError:
@@ -428,7 +428,7 @@ _BESIDE = ("offload", "shard", "reduce-gradients")
 
 def _spread(schedule: Schedule, costs: Costs | None) -> Schedule:
     try:
-        return vocabulary(schedule, costs=costs)
+        return with_shares(schedule, costs)
     except UsageError as error:
         words = str(error).removeprefix("vocabulary: ")
         raise ConfigError(f'parallel.vocabulary = "pp": {words}') from error

@@ -8,7 +8,7 @@ from pipeloom.errors import UsageError, did_you_mean, divisors
 from pipeloom.schedule import Costs, Schedule
 from pipeloom.schedule.families import build
 from pipeloom.schedule.slices import balanced_cuts
-from pipeloom.schedule.vocabulary import embedding, vocabulary
+from pipeloom.schedule.vocabulary import with_shares
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.ops import OFFLOADED, PARTS
 from pipeloom.shapes.rules import broken
@@ -102,7 +102,7 @@ class PlannedLayout:
         """The schedule, with S and T placed by these costs. Raises UsageError when the family refuses these sizes."""
         options = {"slices": self.slices} | ({"group_size": self.group} if self.group else {})
         schedule = build(self.schedule, self.pp, self.m, self.v if self.v > 1 else None, options)
-        return embedding(vocabulary(schedule, costs=placed), placed) if self.vocabulary == "pp" else schedule
+        return with_shares(schedule, placed) if self.vocabulary == "pp" else schedule
 
     def text(self) -> str:
         """The layout as `parse` reads it; keys at their default are left out, but for the axes in use."""

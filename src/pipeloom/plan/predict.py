@@ -409,9 +409,7 @@ def _round_times(run: Timeline, units: int) -> tuple[float, list[float]]:
     forwards = range(last * schedule.units, (last + 1) * schedule.units)
     rank = schedule.placement[last]
     begun = [
-        start
-        for code, start in zip(schedule.split_entries(rank)[0], run.starts[rank], strict=True)
-        if code in forwards
+        start for code, start in zip(schedule.split_entries(rank)[0], run.starts[rank], strict=True) if code in forwards
     ]
     middle, work = range(SHORT_ROUNDS // 2 * units, (SHORT_ROUNDS // 2 + 1) * units), [0.0] * schedule.ranks
     for rank, (starts, ends) in enumerate(zip(run.starts, run.ends, strict=True)):

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 from pipeloom.plan.memory import RankMemory
 from pipeloom.plan.predict import LayoutCosts, Planner
-from pipeloom.plan.search import Estimate, LayoutPlan, PlanRequest, fastest
+from pipeloom.plan.search import Estimate, LayoutPlan, PlanRequest, fastest_with_less
 from pipeloom.plan.time import StepTime
 
 GIB = 2**30
@@ -141,8 +141,8 @@ def what_if(planner: Planner, request: PlanRequest, plan: LayoutPlan) -> list[st
     slower = replace(planner, device=planner.device.with_links(0.5))
     lines = []
     for words, other in (
-        ("links half as fast", fastest(slower, request)),
-        ("a tenth less memory", fastest(planner, replace(request, memory=0.9 * request.memory), plan.estimates)),
+        ("links half as fast", fastest_with_less(slower, request, plan)),
+        ("a tenth less memory", fastest_with_less(planner, replace(request, memory=0.9 * request.memory), plan)),
     ):
         if other is None:
             lines.append(f"with {words}: nothing fits")

@@ -6,7 +6,9 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
+from operator import add
 from typing import Any
 
 from pipeloom.errors import UsageError, divisors
@@ -175,11 +177,23 @@ def search(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate]
     return LayoutPlan(tuple(fitting), tuple(estimates), len(estimates) - len(close), len(known), smallest)
 
 
-def fastest(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate] = ()) -> LayoutCosts | None:
-    """The first prediction of `search`, without the others; None where nothing fits."""
+def fastest(
+    planner: Planner, request: PlanRequest, estimates: Sequence[Estimate] = (), long: float = LONG
+) -> LayoutCosts | None:
+    """The first prediction of `search`, without the others; None where nothing fits. `long`: in place of `LONG`."""
     close = _close(estimates or _sorted_estimates(planner, request), request)
-    fitting = (each for each in _until_best(planner, request, close) if each.peak <= request.memory)
+    fitting = (each for each in _until_best(planner, request, close, long) if each.peak <= request.memory)
     return min(fitting, key=lambda each: each.step.total, default=None)
+
+
+def fastest_with_less(planner: Planner, request: PlanRequest, plan: LayoutPlan) -> LayoutCosts | None:
+    """The layout that is estimated as the fastest with slower links or less memory than those of `plan`, predicted.
+
+    No layout is faster than it was, so that all with a longer estimate in `plan` than the best takes now are out.
+    """
+    most = planner.predict(plan.best.layout).step.total if plan.best.peak <= request.memory else math.inf
+    near = [estimate(planner, each.layout) for each in _close(plan.estimates, request) if each.seconds <= LONG * most]
+    return fastest(planner, request, sorted(near, key=lambda each: each.seconds), long=1.0)
 
 
 def _sorted_estimates(planner: Planner, request: PlanRequest) -> list[Estimate]:
@@ -190,18 +204,20 @@ def _close(estimates: Iterable[Estimate], request: PlanRequest) -> list[Estimate
     return [each for each in estimates if each.memory <= CLOSE * request.memory]
 
 
-def _until_best(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate]) -> Iterator[LayoutCosts]:
+def _until_best(
+    planner: Planner, request: PlanRequest, estimates: Sequence[Estimate], long: float = LONG
+) -> Iterator[LayoutCosts]:
     """Yield predictions, of the fastest estimate first, until no other layout can be faster than the best that fits.
 
     Estimates are too short by nearly the same share for layouts of one schedule, of which the least that was seen counts.
     """
     best, short = math.inf, dict[tuple[object, ...], float]()
     for each in estimates:
-        if each.seconds >= LONG * best:
+        if each.seconds >= long * best:
             return
         layout = each.layout
         schedule = (layout.schedule, layout.pp, layout.v, layout.slices, layout.vocabulary)
-        if each.seconds * short.get(schedule, 1.0) >= LONG * best:
+        if each.seconds * short.get(schedule, 1.0) >= long * best:
             continue
         for prediction in _predictions(planner, [each]):
             seconds = prediction.step.total
@@ -476,20 +492,27 @@ class _Sums:
         hidden = tuple(each.hidden(each) for each in times)
         return cls(planner.layers(layout), tuple(each.total for each in times), hidden)
 
+    @cached_property
+    def _totals(self) -> list[tuple[float, ...]]:
+        """The sums over the first layers of what `_Rank` sums, the share of the output layer left out."""
+        last, totals = len(self.layers) - 1 - (self.layers[-1].kind == "S"), [(0.0,) * 9]
+        for at, (layer, seconds, hidden) in enumerate(zip(self.layers, self.seconds, self.hidden, strict=True)):
+            saved = (layer.saved, 0.0) if at < last else (0.0, layer.saved)
+            row = seconds, hidden, *saved, layer.pending, *layer.parameters, *layer.trained.parameters
+            totals.append(tuple(map(add, totals[-1], row)))
+        return totals
+
     def cut(self, ranks: int, chunks: int, *, vee: bool) -> _Cut:
         """The layers in balanced stages, and these on ranks: in a loop, or back and forth; a share is on each rank."""
         shares = self.layers[-1].kind == "S"
         of_stage = balanced(self.seconds[: len(self.seconds) - shares], ranks * chunks)
-        sums, start, last = [[0.0] * 10 for _ in range(ranks)], 0, len(self.layers) - 1 - shares
+        sums, extra, start = [[0.0] * 9 for _ in range(ranks)], [0.0] * ranks, 0
         for rank, count in zip(named("vee" if vee else "loop", ranks, chunks), of_stage, strict=True):
-            for at in range(start, start + count):
-                layer = self.layers[at]
-                saved, output = (layer.saved, 0.0) if at < last else (0.0, layer.saved)
-                times = self.seconds[at], self.hidden[at], saved, output, layer.pending
-                for field_, value in enumerate((*times, *layer.parameters, *layer.trained.parameters)):
-                    sums[rank][field_] += value
-                sums[rank][-1] = max(sums[rank][-1], layer.backward_peak)
+            before, after = self._totals[start], self._totals[start + count]
+            sums[rank] = [each + b - a for each, a, b in zip(sums[rank], before, after, strict=True)]
+            extra[rank] = max(extra[rank], *(layer.backward_peak for layer in self.layers[start : start + count]))
             start += count
+        sums = [[*each, most] for each, most in zip(sums, extra, strict=True)]
         if shares:
             share, seconds = self.layers[-1], self.seconds[-1]
             values = seconds, 0.0, 0.0, 0.0, 0.0, *share.parameters, *share.trained.parameters, share.saved

@@ -160,6 +160,11 @@ class Kind:
         return bool(values) and values <= STAGE_VALUES
 
     @cached_property
+    def values(self) -> frozenset[str]:
+        """The values of its own stage that it needs, makes, frees, adds to or takes, by the name of the whole."""
+        return frozenset(map(whole_of, (*self.touches, *self.adds, *self.takes)))
+
+    @cached_property
     def touches(self) -> frozenset[str]:
         """The values of its own stage that it needs, makes or frees."""
         return frozenset((*self.makes, *self.frees, *(need.value for need in self.needs if not need.step)))

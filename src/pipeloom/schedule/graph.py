@@ -31,6 +31,7 @@ from pipeloom.schedule.actions import (
     OUTPUT,
     Action,
     Cell,
+    Kind,
     Need,
     fraction_of,
     kind_of,
@@ -181,13 +182,8 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
     """
     if not schedule.has_queues:
         return {}
-    maker = {
-        (value, action.stage, schedule.unit_of(action)): EntryWait(rank, at)
-        for rank, program in enumerate(schedule.programs)
-        for at, cell in enumerate(program)
-        for action in parts(cell)
-        for value in schedule.values_of(action).makes
-    }
+    crossing = _crossing_values(schedule)
+    maker = _makers(schedule)
     before, after = schedule.neighbours
     groups = groups_of(schedule)
     waits: dict[tuple[int, int], tuple[EntryWait, ...]] = {}
@@ -219,8 +215,9 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
                 members = groups.get((action.kind, mb), ()) if kind.group else ()
                 awaited += [EntryWait(*member, 0.0, together=True) for member in members if member != (rank, at)]
                 values = schedule.values_of(action)
-                changes = {value_key(value, stage, mb) for value in (*values.makes, *values.frees, *kind.adds)}
-                reads = {value_key(value, stage, mb) for value in values.needs} - changes
+                written = [each for each in (*values.makes, *values.frees, *kind.adds) if whole_of(each) in crossing]
+                changes = {value_key(value, stage, mb) for value in written}
+                reads = {value_key(value, stage, mb) for value in values.needs if whole_of(value) in crossing} - changes
                 earlier = {changed[key] for key in changes | reads if key in changed}
                 earlier |= {reader for key in changes for reader in read[key]}
                 earlier |= {changed.get(value_key(value, stage, mb), at) for value in kind.takes} - {at}
@@ -241,6 +238,37 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
             if awaited:
                 waits[rank, at] = tuple(awaited)
     return waits
+
+
+def _used_kinds(schedule: Schedule) -> list[Kind]:
+    stride = schedule.kind_stride
+    numbers = {code // stride for rank in range(schedule.ranks) for code in schedule.action_codes(rank)}
+    return [schedule.kinds[number] for number in numbers]
+
+
+def _crossing_values(schedule: Schedule) -> set[str]:
+    """The values that entries on more than one queue touch."""
+    queues: dict[str, set[str]] = defaultdict(set)
+    for kind in _used_kinds(schedule):
+        for value in kind.values:
+            queues[value].add(kind.queue)
+    return {value for value, on in queues.items() if len(on) > 1}
+
+
+def _makers(schedule: Schedule) -> dict[tuple[str, int, int], EntryWait]:
+    """(value, stage, unit) -> the entry that makes it, of the values that entries of other stages need."""
+    sent = {EMBEDDED}
+    for need in (need for kind in _used_kinds(schedule) for need in kind.needs if need.step):
+        sent |= {need.value, need.at_end or need.value}
+    return {
+        (value, action.stage, schedule.unit_of(action)): EntryWait(rank, at)
+        for rank, program in enumerate(schedule.programs)
+        for at, cell in enumerate(program)
+        for action in parts(cell)
+        if not sent.isdisjoint(kind_of(action.kind).makes)
+        for value in schedule.values_of(action).makes
+        if value in sent
+    }
 
 
 def groups_of(schedule: Schedule) -> dict[tuple[str, int], list[tuple[int, int]]]:

@@ -13,11 +13,12 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, chain, product
 from typing import Any, NamedTuple
 
 from pipeloom.errors import UsageError
-from pipeloom.schedule.actions import COLLECTIVE, INPUT_GRADIENT, Action, Cell, kind_number, kind_of
+from pipeloom.schedule.actions import COLLECTIVE, INPUT_GRADIENT, Cell, kind_number, kind_of
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
 from pipeloom.schedule.graph import NEVER, Graph
 from pipeloom.schedule.model import Schedule, of_schedule, parts, unit_action
@@ -61,6 +62,17 @@ def vocabulary(schedule: Schedule, form: str = "fused", costs: Costs | None = No
     Raises UsageError for a schedule of two routes, with pairs, with entries on other queues, with named tensors or with a spread
     vocabulary.
     """
+    return _placed(schedule, form, costs).schedule_of()
+
+
+def with_shares(schedule: Schedule, costs: Costs | None = None) -> Schedule:
+    """Return `schedule` with `vocabulary`, in one reduction, and then `embedding`."""
+    placing = _placed(schedule, "fused", costs)
+    return _with_embedding(placing.schedule_of(), placing.starts, placing.work.duration)
+
+
+def _placed(schedule: Schedule, form: str, costs: Costs | None) -> _Placing:
+    """Return the shortest placement of S, T and the forwards' lead."""
     if form not in ("fused", "two"):
         raise UsageError(f"vocabulary: {form!r:.200} is neither fused (one reduction) nor two")
     problems = {
@@ -90,7 +102,7 @@ def vocabulary(schedule: Schedule, form: str = "fused", costs: Costs | None = No
             best = makespan, placing
     assert best is not None
     assert best[0] < NEVER
-    return best[1].schedule_of()
+    return best[1]
 
 
 def _policies(schedule: Schedule, groups: tuple[str, ...]) -> list[_Policy]:
@@ -128,18 +140,23 @@ def embedding(schedule: Schedule, costs: Costs | None = None) -> Schedule:
         words = "is spread over the ranks already" if schedule.vocabulary else "has no shares of the vocabulary"
         raise UsageError(f"embedding: schedule {schedule.name} {words}")
     run = simulate(schedule, costs_of_all(costs if costs is not None else Costs(), schedule))
+    return _with_embedding(schedule, run.starts, weights_of(schedule, run.costs).duration)
+
+
+def _with_embedding(schedule: Schedule, started: Sequence[Sequence[float]], duration: Sequence[float]) -> Schedule:
+    """As `embedding`: rank -> the starts of its entries, and code -> its time."""
     first, begun, moments = schedule.routes[0][0], list[tuple[float, int]](), list[tuple[float, str, int]]()
     rank = schedule.placement[first]
-    for action, start, end in zip(schedule.programs[rank], run.starts[rank], run.ends[rank], strict=True):
-        assert isinstance(action, Action)
-        if action.stage == first and kind_of(action.kind).is_forward:
-            begun.append((start, schedule.unit_of(action)))
-        elif action.stage == first and INPUT_GRADIENT in kind_of(action.kind).makes:
-            moments.append((end, "EMBED_GRAD", schedule.unit_of(action)))
+    for code, start in zip(schedule.codes[rank], started[rank], strict=True):
+        number, place = divmod(code, schedule.kind_stride)
+        if place // schedule.units == first and schedule.kinds[number].is_forward:
+            begun.append((start, place % schedule.units))
+        elif place // schedule.units == first and INPUT_GRADIENT in schedule.kinds[number].makes:
+            moments.append((start + duration[code], "EMBED_GRAD", place % schedule.units))
     for at, (_, unit) in enumerate(begun):
         moments.append((begun[at - _AHEAD][0] if at >= _AHEAD else -1.0, "EMBED", unit))
     moments.sort()
-    programs = [_with_moments(schedule, rank, run.starts[rank], moments) for rank in range(schedule.ranks)]
+    programs = [_with_moments(schedule, rank, started[rank], moments) for rank in range(schedule.ranks)]
     return schedule.with_programs(programs)
 
 
@@ -275,7 +292,17 @@ class _Placing:
 
     def schedule_of(self) -> Schedule:
         """Return the schedule with all entries as they are placed."""
-        return self.work.schedule.with_programs([self._program(rank) for rank in range(len(self.ranks))])
+        return self.work.schedule.with_programs([[code for _, code in program] for program in self.programs])
+
+    @property
+    def starts(self) -> list[list[float]]:
+        """Rank -> the starts of its entries."""
+        return [[start for start, _ in program] for program in self.programs]
+
+    @cached_property
+    def programs(self) -> list[list[tuple[float, int]]]:
+        """Rank -> (start, code) of its entries."""
+        return [self._program(rank) for rank in range(len(self.ranks))]
 
     def _ready(self, code: int) -> float:
         """Return when what an entry of the schedule waits for is there; NEVER if that is not known yet."""
@@ -286,21 +313,26 @@ class _Placing:
         """Start what the policy says on a rank that is free; return whether there is something."""
         each, policy, work, two = self.ranks[rank], self.policy, self.work, len(self.work.groups) > 1
         ready = self._ready(each.rest[0]) if each.rest else NEVER
-        waiting = [unit for unit in each.grads if self.there[work.groups[0], unit] <= now]
-        grads = work.shares["T"][rank] + waiting[0] if waiting else None
-        scores = self.there.get(("BROADCAST", each.scores), NEVER)
-        early = sum(unit < work.units - policy.late for unit in waiting)
-        urgent = two or early > policy.waiting
-        options: list[int | None] = [
-            grads if two else None,
-            work.shares["S"][rank] + each.scores if scores <= now else None,
-            grads if urgent else None,
-        ]
         following = each.rest[0] if ready <= now else None
-        options.insert(3 if policy.scores_first else 0, following)
+        grads, early = None, 0
+        for unit in each.grads:  # in the order in which their groups end
+            if self.there[work.groups[0], unit] > now:
+                break
+            grads = work.shares["T"][rank] + each.grads[0]
+            early += unit < work.units - policy.late
+        code: int | None
         if early > policy.waiting + 1:  # or they wait to the end, where the rank never does
-            options.insert(0, grads)
-        code = next((option for option in options if option is not None), None)
+            code = grads
+        elif following is not None and not policy.scores_first:
+            code = following
+        elif grads is not None and two:
+            code = grads
+        elif self.there.get(("BROADCAST", each.scores), NEVER) <= now:
+            code = work.shares["S"][rank] + each.scores
+        elif grads is not None and early > policy.waiting:
+            code = grads
+        else:
+            code = following
         fits = grads is not None and now + policy.fit * work.duration[grads] <= ready + TIME_TOLERANCE
         if code is None and fits:  # before what comes next, of which nothing may be known yet
             code = grads
@@ -350,19 +382,19 @@ class _Placing:
             for each in self.ranks:
                 each.grads.append(unit)
 
-    def _program(self, rank: int) -> list[int]:
-        """Return a rank's program: each group entry stands behind the computation that runs when it starts."""
+    def _program(self, rank: int) -> list[tuple[float, int]]:
+        """Return (start, code) of a rank's entries: one of a group is behind the computation that runs when it starts."""
         cells, shares = self.ranks[rank].cells, self.work.shares
         place = {code: at for at, (_, code) in enumerate(cells)}
         needed = {"REDUCE": "S", "REDUCE_SUM": "S", "REDUCE_INPUT": "T"}
-        behind: dict[int, list[int]] = defaultdict(list)
+        behind: dict[int, list[tuple[float, int]]] = defaultdict(list)
         at, starts = -1, [start for start, _ in cells]
         for start, letter, unit in self.started:
             at = max(at, bisect_right(starts, start - TIME_TOLERANCE) - 1)
             if letter in needed:
                 at = max(at, place[shares[needed[letter]][rank] + unit])
-            behind[at].append(shares[letter][rank] + unit)
-        return [*behind[-1], *(each for at, (_, cell) in enumerate(cells) for each in (cell, *behind[at]))]
+            behind[at].append((start, shares[letter][rank] + unit))
+        return [*behind[-1], *(each for at, cell in enumerate(cells) for each in (cell, *behind[at]))]
 
 
 def _with_lead(program: Sequence[int], is_forward: Collection[int], ahead: int) -> list[int]:

@@ -27,7 +27,7 @@ from pipeloom.plan import (
 from pipeloom.plan import predict as prediction_module
 from pipeloom.plan.export import layers_by_rank, layout_string
 from pipeloom.plan.layout import CHUNKS, problems
-from pipeloom.plan.predict import extrapolated_from, with_its_peaks
+from pipeloom.plan.predict import shortened
 from pipeloom.plan.report import advice, reason, what_if
 from pipeloom.plan.run import predicted
 from pipeloom.plan.search import CLOSE, Estimate, LayoutPlan, _estimates, _Sums, estimate, fastest, neighbouring
@@ -229,10 +229,10 @@ def test_nothing_fits_a_small_device():
 def test_long_steps_are_extrapolated_exactly(name, v, slices, monkeypatch):
     layout = PlannedLayout(pp=4, v=v, m=44, schedule=name, seq=2048, slices=slices)
     quick = planner().predict(layout)
-    assert extrapolated_from(layout)[-1].m < 44
-    monkeypatch.setattr(prediction_module, "SHORT_ROUNDS", (44, 44))
+    assert shortened(layout).m < 44
+    monkeypatch.setattr(prediction_module, "SHORT_ROUNDS", 44)
     whole = planner().predict(layout)
-    assert extrapolated_from(layout) == [layout]
+    assert shortened(layout) == layout
     assert quick.step.total == pytest.approx(whole.step.total, rel=1e-3)
     assert quick.step.idle == pytest.approx(whole.step.idle, rel=1e-2)
     assert [rank.total for rank in quick.ranks] == pytest.approx([rank.total for rank in whole.ranks])
@@ -506,7 +506,7 @@ def test_a_search_whose_estimates_are_too_low_still_finds_what_fits(monkeypatch)
 def test_peaks_are_those_of_the_whole_program(name, pp, v, m, slices):
     """However few or uneven the rounds are; of families that are not here the whole program is built."""
     layout = PlannedLayout(pp=pp, v=min(v, max(CHUNKS[name])), m=m, schedule=name, slices=slices)
-    whole, few = layout.built(), with_its_peaks(layout).built()
+    whole, few = layout.built(), shortened(layout).built()
     stages = range(whole.stages)
     sizes = {"saved": tuple(10 + at % 3 for at in stages), "pending": tuple(4 + at % 2 for at in stages)}
     costs = Costs(bytes=sizes | {"backward": 2, "input_grad": 2})
