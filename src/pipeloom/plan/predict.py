@@ -364,6 +364,7 @@ def balanced(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 SHORT_ROUNDS = 8  # of micro-batches, from which a longer step is extrapolated: in each round every rank gets one
+SHORT_STEP = 2048  # forwards, with which a step is simulated within milliseconds, unless its output layer is spread
 _STEADY_ROUNDS = 5  # before the last one, which the steady state is measured in
 
 
@@ -375,7 +376,9 @@ def shortened(layout: PlannedLayout) -> PlannedLayout:
     """
     name = canonical_name(layout.schedule)
     uneven = name in WHOLE_ROUNDS and (layout.m % (layout.group or layout.pp) or layout.slices > 1)
-    more = layout.m // _round_size(layout) - SHORT_ROUNDS
+    forwards = _round_size(layout) * layout.slices * layout.pp * layout.v
+    few = SHORT_ROUNDS if layout.vocabulary == "pp" else max(SHORT_ROUNDS, SHORT_STEP // forwards)
+    more = layout.m // _round_size(layout) - few
     if name not in CHUNKS or uneven or more <= 0:
         return layout
     return replace(layout, m=layout.m - more * _round_size(layout))
@@ -411,7 +414,8 @@ def _round_times(run: Timeline, units: int) -> tuple[float, list[float]]:
     begun = [
         start for code, start in zip(schedule.split_entries(rank)[0], run.starts[rank], strict=True) if code in forwards
     ]
-    middle, work = range(SHORT_ROUNDS // 2 * units, (SHORT_ROUNDS // 2 + 1) * units), [0.0] * schedule.ranks
+    half = schedule.units // units // 2 * units
+    middle, work = range(half, half + units), [0.0] * schedule.ranks
     for rank, (starts, ends) in enumerate(zip(run.starts, run.ends, strict=True)):
         firsts, seconds = schedule.split_entries(rank)
         for at in schedule.queues[rank][COMPUTE]:

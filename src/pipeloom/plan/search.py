@@ -393,9 +393,10 @@ def _spreads(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
 
 
 def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
-    """Estimates of all layouts."""
+    """Estimates of all layouts; where the mean rank of one has too many bytes, these alone, with the highest ZeRO level."""
     known: dict[tuple[object, ...], _Sums] = {}
     cuts: dict[tuple[object, ...], _Cut] = {}
+    models: dict[tuple[object, ...], Sequence[float]] = {}
     for layout in _spreads(planner, request):
         links = AxisRates.of(layout, planner.device, planner.shape)
         key = (layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.recompute, links)
@@ -404,6 +405,14 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
                 for slices, vocabulary in product(_slices(request, layout, name), request.vocabulary):
                     sized = replace(layout, v=v, schedule=name, slices=slices, vocabulary=vocabulary)
                     if not _is_offered(planner, sized) or (vocabulary == "pp" and problems(planner.shape, sized)):
+                        continue
+                    smallest = replace(sized, zero=max(request.zero))
+                    whole = (*key, layout.pp if vocabulary == "pp" else 0)
+                    if whole not in models:
+                        models[whole] = _Sums.of(planner, replace(sized, slices=1), links).totals[-1]
+                    least = _least_bytes(planner, smallest, models[whole])
+                    if least > CLOSE * request.memory and request.allows(smallest):
+                        yield Estimate(smallest, least, math.inf)
                         continue
                     best = Estimate(sized, math.inf, math.inf)  # of the lower levels
                     for zero in request.zero:
@@ -423,6 +432,16 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
                             yield estimate
                         if layout.dp * layout.cp == 1:
                             break
+
+
+def _least_bytes(planner: Planner, layout: PlannedLayout, sums: Sequence[float]) -> float:
+    """The bytes of the mean pipeline rank, given the model's `_Sums.totals`: what it holds, and what 1F1B saves at the least."""
+    _, _, saved, _, _, *parameters = (each / layout.pp for each in sums)
+    (shared, experts), trained = parameters[:2], parameters[2:]
+    groups = [(shared, trained[0], layout.dp * layout.cp), (experts, trained[1], layout.expert_replicas)]
+    alive = min(layout.m, 1 + (layout.pp - 1) / 2 / layout.slices)
+    held = sum(state_bytes(groups, 0.0, layout, planner.runtime)) + (1 + planner.runtime.margin) * saved * alive
+    return held + planner.runtime.workspace + planner.runtime.overhead
 
 
 def _is_offered(planner: Planner, layout: PlannedLayout) -> bool:
@@ -493,9 +512,10 @@ class _Sums:
         return cls(planner.layers(layout), tuple(each.total for each in times), hidden)
 
     @cached_property
-    def _totals(self) -> list[tuple[float, ...]]:
+    def totals(self) -> list[tuple[float, ...]]:
         """The sums over the first layers of what `_Rank` sums, the share of the output layer left out."""
-        last, totals = len(self.layers) - 1 - (self.layers[-1].kind == "S"), [(0.0,) * 9]
+        last = len(self.layers) - 1 - (self.layers[-1].kind == "S")
+        totals: list[tuple[float, ...]] = [(0.0,) * 9]
         for at, (layer, seconds, hidden) in enumerate(zip(self.layers, self.seconds, self.hidden, strict=True)):
             saved = (layer.saved, 0.0) if at < last else (0.0, layer.saved)
             row = seconds, hidden, *saved, layer.pending, *layer.parameters, *layer.trained.parameters
@@ -508,7 +528,7 @@ class _Sums:
         of_stage = balanced(self.seconds[: len(self.seconds) - shares], ranks * chunks)
         sums, extra, start = [[0.0] * 9 for _ in range(ranks)], [0.0] * ranks, 0
         for rank, count in zip(named("vee" if vee else "loop", ranks, chunks), of_stage, strict=True):
-            before, after = self._totals[start], self._totals[start + count]
+            before, after = self.totals[start], self.totals[start + count]
             sums[rank] = [each + b - a for each, a, b in zip(sums[rank], before, after, strict=True)]
             extra[rank] = max(extra[rank], *(layer.backward_peak for layer in self.layers[start : start + count]))
             start += count
