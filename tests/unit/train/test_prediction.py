@@ -84,7 +84,14 @@ def test_the_bytes_are_those_of_the_fullest_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "known"), [("NVIDIA GB200", "gb200"), ("AMD Instinct MI300X", "mi300x"), ("T4", None)]
+    ("name", "known"),
+    [
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GB300", "gb300"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("T4", None),
+    ],
 )
 def test_devices_are_known_by_their_names(name: str, known: str | None) -> None:
     device = known_device(name)
