@@ -158,8 +158,8 @@ class StageSeconds:
 class AxisRates:
     """Rates in bytes per second of a group's exchange, by axis: within a node, or between nodes where the axis leaves it.
 
-    `pp` is that of a message between pipeline ranks of one node, which holds `together` of them, `away` that to the next node (of
-    one rank a node, both). `latency` is in seconds.
+    `pp` is that of a message between pipeline ranks of one node, `away` that to the next node (both, where all leave it). A rank
+    has `devices`, at most those of a node, which has `per_node`. `latency` is in seconds.
     """
 
     tp: float
@@ -168,7 +168,8 @@ class AxisRates:
     dp: float
     pp: float
     away: float
-    together: int
+    devices: int
+    per_node: int
     latency: float
 
     @classmethod
@@ -183,15 +184,16 @@ class AxisRates:
             across = math.inf if size * stride <= device.per_node else inside * device.port
             return min(device.within(inside), across)
 
-        together = max(1, device.per_node // (layout.tp * layout.cp * layout.dp))
+        devices = min(device.per_node, layout.tp * layout.cp * layout.dp)
         return cls(
             rate(layout.tp, 1),
             _expert_rate(layout, device, shape),
             rate(layout.cp, layout.tp),
             rate(layout.dp * layout.cp, layout.tp),
-            device.within(2) if together > 1 else device.port,
+            device.within(2) if 2 * devices <= device.per_node else device.port,
             device.port,
-            together,
+            devices,
+            device.per_node,
             device.latency,
         )
 
@@ -308,12 +310,11 @@ def costs(times: Sequence[StageSeconds], layout: PlannedLayout, row: float, link
     given: dict[str, Any] = {name: values for name, values in rows.items() if None not in values}
     message = layout.micro_batch * layout.seq / layout.cp * row / layout.tp
     p2p: Any = links.latency
-    if 1 < links.together < layout.pp:
-        later, nodes = (
-            message / layout.slices * (1 / links.away - 1 / links.pp),
-            [r // links.together for r in range(layout.pp)],
-        )
-        p2p = tuple(tuple(p2p + later * (here != there) for there in nodes) for here in nodes)
+    if 2 * links.devices <= links.per_node < links.devices * layout.pp:
+        later = message / layout.slices * (1 / links.away - 1 / links.pp)
+        size, node, ranks = links.devices, links.per_node, range(layout.pp)
+        leaves = [[min(a, b) * size // node < ((max(a, b) + 1) * size - 1) // node for b in ranks] for a in ranks]
+        p2p = tuple(tuple(links.latency + later * each for each in row) for row in leaves)
     return Costs(**given, p2p=p2p, message=message, bandwidth=links.pp)
 
 

@@ -111,8 +111,7 @@ def _data(layout: Layout) -> Volume:
     for plain, expert in _held(layout):
         for parameters, ranks, groups in ((plain, mesh.replicas, 1), (expert / mesh.ep, mesh.edp, mesh.ep)):
             if parameters and ranks * copies > 1:
-                replicas = ranks * copies
-                moved += (item + gathered) * (replicas - 1) * parameters * groups
+                moved += (item + gathered) * (ranks * copies - 1) * parameters * groups
                 count += groups
     return Volume("data", count, moved)
 

@@ -48,6 +48,10 @@ def test_a_message_that_leaves_a_node_goes_at_the_networks_rate():
     assert hops(tp=4, pp=2, m=2) == pytest.approx([LINK] * 2)
     assert hops(tp=2, dp=2, pp=4, m=4) == pytest.approx([LINK, PORT, LINK, PORT])
     assert hops(pp=16, v=2, m=16, schedule="interleaved") == pytest.approx([*[LINK] * 7, PORT] * 2)
+    assert hops(dp=3, pp=4, m=4) == pytest.approx(
+        [LINK, PORT, PORT, PORT]
+    )  # rank 2 has devices 6 to 8, the last hop is 3 to 0
+    assert hops(dp=3, tp=2, pp=4, m=4) == pytest.approx([PORT] * 4)
     assert hops(tp=4, pp=4, m=4, slices=2) == pytest.approx([LINK, PORT, LINK, PORT])
 
 
