@@ -1,4 +1,4 @@
-"""Chrome traces: one file with a process for each rank, or a folder with a Kineto trace of each rank.
+"""Chrome traces, and exports of Nsight Systems: one file with a process for each rank, or a folder with a file for each rank.
 
 An event is an action if it has the name of one: `3F0` or `0F5|3B1`, as in Pipeloom's traces; the same after torch's `PP:`; or
 `Forward 3` and `Backward 3`, as in torch's GPipe, where the stage is the rank. Where the same names are measured on a GPU
@@ -26,7 +26,8 @@ from pipeloom.schedule.actions import Action, Cell, Pair, kind_of, parse_cell
 from pipeloom.schedule.check import check
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.timeline import Timeline
-from pipeloom.traces.inferred import INFERRED, RECORD_LINE, inferred_actions
+from pipeloom.traces import nsys
+from pipeloom.traces.inferred import INFERRED, RECORD_LINE, inferred_actions, launches_of
 from pipeloom.traces.measured import MeasuredSteps, aligned
 
 _BEGINNING = 2**20  # bytes within which a trace is recognised: the ranks' process groups are written before the events
@@ -60,7 +61,7 @@ def accepts(path: Path) -> bool:
 
 def _is_trace(path: Path) -> bool:
     if not path.name.lower().endswith(_SUFFIXES) or not path.is_file():
-        return False
+        return nsys.is_export(path)
     try:
         with gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb") as file:
             head = file.read(_BEGINNING)
@@ -143,6 +144,8 @@ def _rank_of(trace: Any, path: Path, default: int) -> int:
 
 
 def _read(path: Path) -> Any:
+    if nsys.is_export(path):
+        return nsys.read_trace(path)
     try:
         content = read_file(path, _MOST_BYTES, "a trace")
         if path.name.lower().endswith(".gz"):
@@ -174,9 +177,10 @@ def _inferred(ranks: Sequence[Sequence[dict[str, Any]]], path: Path) -> list[_Ro
         if not cuts:
             ends = [end for event, _, end in times if str(event.get("name", "")).startswith("Optimizer.step")]
             cuts = list(pairwise([-math.inf, *ends, math.inf]))
-        steps = []
+        steps, launches = [], launches_of([event for event, *_ in times])
         for low, high in sorted(cuts):
-            actions = inferred_actions([event for event, start, _ in times if low <= start < high], rank, len(ranks))
+            inside = [event for event, start, _ in times if low <= start < high]
+            actions = inferred_actions(inside, rank, len(ranks), launches)
             if isinstance(actions, str):
                 reason = reason if "0 backwards" in actions else actions
             else:
