@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import pipeloom as pl
 from pipeloom.cli import app
-from pipeloom.cli.changes import Alternatives, Change
+from pipeloom.cli.changes import Alternatives, Change, compare
 from pipeloom.config import load_layout, to_toml
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.plan.run import predicted
@@ -18,6 +18,7 @@ from pipeloom.schedule.costs import activation_limit
 from pipeloom.schedule.csv_form import from_csv
 from pipeloom.schedule.timeline import Timeline
 from pipeloom.traces import timelines as timeline_files
+from pipeloom.traces.measured import predict
 
 
 def improve(*words):
@@ -123,6 +124,17 @@ def test_backwards_stay_whole_and_both_figures_are_printed(tmp_path):
     text = improve(path)
     assert "nothing worth changing" in text
     assert f"{100 * found['split']['saved']:.1f} % if each takes half of B (--split)" in text
+
+
+def test_no_schedule_splits_what_the_trace_has_whole():
+    step = dataclasses.replace(pl.simulate(pl.schedules.build("looped-bfs", 2, 4, 2), COSTS), source="measured")
+    found = compare([step], predict([step]), None, 0.1)
+    assert [each.words for each in found.changes][-1] == "searched"
+    assert not any(each.schedule.splits_backward for each in found.changes)
+    assert found.split.schedule.splits_backward
+    both = compare([step], predict([step]), None, 0.1, split=True)
+    assert both.split is None
+    assert any(each.schedule.splits_backward for each in both.changes)
 
 
 def test_what_is_printed_is_what_is_written(tmp_path):

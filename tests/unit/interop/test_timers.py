@@ -48,7 +48,7 @@ def test_stage_times_are_those_of_the_log_within_rounding(text: str, prefix: str
     truth = [(draw.uniform(5, 9), draw.uniform(9, 20)) for _ in range(layout.pp)]  # of a micro-batch
     each = layout.world // layout.pp
     slow = [[(9 * f, 9 * b) for f, b in truth for _ in range(each)]]  # the first step warms up
-    steps = [[(layout.m * f, layout.m * b) for f, b in truth for _ in range(each)] for _ in range(3)]
+    steps = [[(layout.m * f, layout.m * b) for f, b in truth for _ in range(each)]]
     path = tmp_path / "train.log"
     path.write_text(log([*slow, *steps], prefix))
     assert timers.accepts(path)
@@ -99,6 +99,11 @@ def test_a_calibrated_planner_predicts_what_was_measured() -> None:
     costs = StageCosts(again.stage_costs(job.layout), 4)
     assert costs.forward == pytest.approx([f for f, _ in truth])
     assert costs.backward == pytest.approx([b for _, b in truth])
+    blocks = [factor for factor, _ in again.factors[1:-1]]
+    assert blocks[-1] == pytest.approx(sorted({*blocks[:24]})[1])  # the median of the three other ranks
+    assert again.factors[-1][0] > 1.2 * blocks[-1]
+    quick = planner.calibrated(job.layout, [((at,), *both) for at, both in enumerate([*truth[:3], (0.001, 0.002)])])
+    assert len(set(quick.factors[-8:])) == 1  # its blocks alone would take longer
     moved = replace(job.layout, stages=(8, 8, 8, 10))
     assert again.stage_costs(moved).per_stage("forward", 4)[0] == pytest.approx(0.02 * 7 / 8, rel=0.02)
 

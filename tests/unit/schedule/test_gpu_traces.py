@@ -61,9 +61,12 @@ def kineto(timeline: pl.Timeline, rank: int, *, steps: int = 1, skew: float = 0.
                 )
                 now += 2.5
             if host and (action.stage < schedule.stages - 1 if forward else action.stage):
-                event("cpu_op", "c10d::send", now, 1.0)
+                event("cpu_op", "c10d::send", now, 0.5)
+            now += 1.0
             number += 1
-            event("cuda_runtime", "cudaLaunchKernel", now, 0.2, correlation=number)
+            event(
+                "cuda_runtime", "cudaLaunchKernel", now - 2.0, 0.2, correlation=number
+            )  # by a hook of the last operator
             event("kernel", "ncclDevKernel_SendRecv(ncclDevKernelArgs)", begun + LATE + end, 400.0, correlation=number)
             now += 2.0
         event("user_annotation", f"ProfilerStep#{step}", begun, now - begun)
