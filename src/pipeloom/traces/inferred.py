@@ -29,7 +29,7 @@ _SENDS, _RECEIVES = ("c10d::send",), ("c10d::recv_", "c10d::recv_any_source_")
 _KERNELS, _CALLS = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """A kernel: the host's time of its launch, its start and its end."""
 
     launched: float
@@ -37,7 +37,7 @@ class Launch(NamedTuple):
     end: float
 
 
-def launches_of(events: Sequence[Mapping[str, Any]]) -> list[Launch]:
+def launches_of(events: Sequence[Mapping[str, Any]]) -> list[KernelLaunch]:
     """Return the kernels of a rank, without those of messages and collectives, in the order of their launches."""
 
     def correlation(event: Mapping[str, Any]) -> Any:
@@ -46,7 +46,7 @@ def launches_of(events: Sequence[Mapping[str, Any]]) -> list[Launch]:
 
     calls = {correlation(event): event["ts"] for event in events if event.get("cat") in _CALLS}
     return sorted(
-        Launch(calls[correlation(event)], event["ts"], event["ts"] + event["dur"])
+        KernelLaunch(calls[correlation(event)], event["ts"], event["ts"] + event["dur"])
         for event in events
         if event.get("cat") in _KERNELS
         and correlation(event) in calls
@@ -54,7 +54,7 @@ def launches_of(events: Sequence[Mapping[str, Any]]) -> list[Launch]:
     )
 
 
-def on_device(launches: Sequence[Launch], start: float, end: float) -> tuple[float, float] | None:
+def on_device(launches: Sequence[KernelLaunch], start: float, end: float) -> tuple[float, float] | None:
     """Return the start of the first kernel that was launched from `start` to `end`, and the end of the last; None: none was."""
     inside = launches[bisect_left(launches, (start,)) : bisect_right(launches, (end, inf))]
     return (min(each.start for each in inside), max(each.end for each in inside)) if inside else None
@@ -67,7 +67,7 @@ class _Run(NamedTuple):
 
 
 def inferred_actions(
-    events: Sequence[Mapping[str, Any]], rank: int, ranks: int, launches: Sequence[Launch] = ()
+    events: Sequence[Mapping[str, Any]], rank: int, ranks: int, launches: Sequence[KernelLaunch] = ()
 ) -> list[tuple[float, float, Action]] | str:
     """Return (start, end, action) of one step in µs, in order, or the reason why they cannot be inferred.
 

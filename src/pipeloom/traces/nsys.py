@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import UsageError
-from pipeloom.traces.inferred import Launch, on_device
+from pipeloom.traces.inferred import KernelLaunch, on_device
 
 SUFFIX = ".sqlite"
 _ERA = 10**15  # ns: times since the epoch do not fit into a float
@@ -45,17 +45,15 @@ def read_trace(path: Path) -> dict[str, Any]:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
             names = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
             if missing := [name for name in _TABLES.split() if name not in names]:
-                raise UsageError(
-                    f"{path} has no table {', '.join(missing)}: record with `nsys profile --trace cuda,nvtx`"
-                )
+                raise UsageError(f"{path} has no table {', '.join(missing)}: let nsys trace cuda and nvtx")
             sessions, ranges, kernels = (database.execute(query).fetchall() for query in _QUERIES)
     except sqlite3.Error as error:
         raise UsageError(f"{path} is no export of Nsight Systems: {error}") from None
     if len(sessions) != 1:
         raise UsageError(f"{path} has {len(sessions)} sessions; export one session to a file")
-    launches: dict[int, list[Launch]] = defaultdict(list)
+    launches: dict[int, list[KernelLaunch]] = defaultdict(list)
     for process, *launch in sorted(kernels):
-        launches[process].append(Launch(*launch))
+        launches[process].append(KernelLaunch(*launch))
     events = []
     for process, start, end, name in ranges:
         device = on_device(launches[process], start, end)

@@ -202,7 +202,7 @@ def test_an_export_without_a_rank_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("table", ["NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_KERNEL", "TARGET_INFO_SESSION_START_TIME"])
 def test_missing_tables_are_named(table: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"has no table {table}: record with `nsys profile --trace cuda,nvtx`"):
+    with pytest.raises(UsageError, match=f"has no table {table}: let nsys trace cuda and nvtx"):
         load(export(tmp_path / "all.sqlite", TIMELINE, [0, 1, 2, 3], without=table))
 
 
