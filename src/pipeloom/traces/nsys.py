@@ -11,7 +11,6 @@ from typing import Any
 from pipeloom.errors import UsageError
 from pipeloom.traces.inferred import KernelLaunch, on_device
 
-SUFFIX = ".sqlite"
 _ERA = 10**15  # ns: times since the epoch do not fit into a float
 _HEAD = b"SQLite format 3\0"
 _TABLES = "NVTX_EVENTS StringIds CUPTI_ACTIVITY_KIND_KERNEL CUPTI_ACTIVITY_KIND_RUNTIME TARGET_INFO_SESSION_START_TIME"
@@ -29,7 +28,7 @@ _QUERIES = (
 
 def is_export(path: Path) -> bool:
     """Return whether the file is an SQLite database with the name of one."""
-    if path.suffix.lower() != SUFFIX or not path.is_file():
+    if path.suffix.lower() != ".sqlite" or not path.is_file():
         return False
     with path.open("rb") as file:
         return file.read(len(_HEAD)) == _HEAD
