@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -74,3 +75,8 @@ def test_a_missing_package_names_its_extra(
     )
     with pytest.raises(UsageError, match=sentence):
         module.__getattr__(name)  # a submodule that has been imported is an attribute already
+
+
+def test_the_layers_of_transformers_are_imported_by_their_public_name() -> None:
+    assert importlib.import_module("pipeloom.hf") is pipeloom.models.hf
+    assert pipeloom.hf is pipeloom.models.hf

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from itertools import product
 
+from pipeloom.cli.output import wrapped
 from pipeloom.config import Config, Layout
 from pipeloom.config.layout import flop_costs, stage_words
 from pipeloom.config.rates import learning_rate
@@ -14,7 +15,7 @@ from pipeloom.errors import UsageError
 from pipeloom.plan import OFFERED, Device, PlanRequest
 from pipeloom.plan.export import train_flags
 from pipeloom.plan.memory import RankMemory
-from pipeloom.plan.report import gib, step_words
+from pipeloom.plan.report import MEMORY_HEADS, gib, step_words
 from pipeloom.plan.run import RunPrediction, predicted, rank_parameters
 from pipeloom.plan.search import closest, limits_of_source
 from pipeloom.schedule import Timeline, simulate
@@ -40,22 +41,28 @@ def report(layout: Layout, device: Device | None, memory: float | None, *, compl
         prediction = predicted(layout, device)
         bytes_lines = _bytes_lines(prediction)
     except UsageError as error:
-        bytes_lines = [f"bytes at the peak: not predicted: {error}"]
+        bytes_lines = wrapped(f"bytes at the peak: not predicted: {error}")
     lines = [
         *rank_table(layout.mesh),
         *_rank_lines(layout, timeline),
-        f"bubble rate, Σ idle / (p · makespan): {timeline.bubble_rate:.4f}, simulated with times proportional to each "
-        "stage's FLOPs, and free messages",
+        *wrapped(
+            f"bubble rate, Σ idle / (p · makespan): {timeline.bubble_rate:.4f}, simulated with times proportional to each "
+            "stage's FLOPs, and free messages"
+        ),
         *_step_lines(layout, prediction, device),
         *bytes_lines,
-        f"learning rate ({config.optimizer.lr_schedule}): "
-        + ", ".join(f"step {step + 1} {rate:.3g}" for step, rate in _rates(config, config.train.steps, layout.mesh.dp)),
+        *wrapped(
+            f"learning rate ({config.optimizer.lr_schedule}): "
+            + ", ".join(
+                f"step {step + 1} {rate:.3g}" for step, rate in _rates(config, config.train.steps, layout.mesh.dp)
+            )
+        ),
         *(
             _observer_lines(layout)
             if complete
             else ["files were not checked, and observers are not listed: no torch here"]
         ),
-        f"checkpoints: {_checkpoints(config)}; log: a new folder in {config.log.dir}",
+        *wrapped(f"checkpoints: {_checkpoints(config)}; log: a new folder in {config.log.dir}"),
         f"dry run: {layout.world_size} worker{'s' * (layout.world_size > 1)} would start",
     ]
     limit = memory if memory is not None or device is None else device.memory
@@ -68,7 +75,7 @@ def _bytes_lines(prediction: RunPrediction) -> list[str]:
     """Return a table of the bytes of each rank at its peak, on one device; without columns of zeros."""
     names = [spec.name for spec in fields(RankMemory) if spec.name not in ("gathered", "peak_action")]
     names = [name for name in names if any(getattr(memory, name) for memory in prediction.ranks)]
-    rows = [["rank", *names, "peak"]]
+    rows = [["rank", *(MEMORY_HEADS.get(name, name) for name in names), "peak"]]
     for rank, memory in enumerate(prediction.ranks):
         rows.append([str(rank), *(size_words(getattr(memory, name)) for name in names), size_words(memory.total)])
     return in_columns(rows)
@@ -78,7 +85,7 @@ def _step_lines(layout: Layout, prediction: RunPrediction | None, device: Device
     if prediction is None or prediction.step is None or device is None:
         return []
     tokens = prediction.layout.sequences * prediction.layout.seq / prediction.step.total / layout.world_size
-    return [step_words(prediction.step, tokens, device.name)]
+    return wrapped(step_words(prediction.step, tokens, device.name))
 
 
 def _missing(layout: Layout, prediction: RunPrediction, limit: float) -> str:

@@ -84,7 +84,15 @@ def command(sizes: Sizes, options: SearchFlags, costs: CostFlags, sending: SendF
 
 def _limit(options: SearchFlags, costs: Costs) -> tuple[float | None, bool]:
     """Return the limit of memory and whether it is in bytes; a plain number is in activations where the costs have no bytes."""
-    return (None, False) if options.memory is None else memory_of(options.memory, plain_is_gib=bool(costs.bytes))
+    if options.memory is None:
+        return None, False
+    limit, in_bytes = memory_of(options.memory, plain_is_gib=bool(costs.bytes))
+    if in_bytes and not costs.bytes:
+        raise UsageError(
+            f"--memory {options.memory:.60}: a limit in bytes needs the bytes of what a stage saves: give --costs FILE, which "
+            "plan --costs-to or profile --output wrote, or a number of stage-micro-batches, such as --memory 4"
+        )
+    return limit, in_bytes
 
 
 def _placement(text: str | None) -> str | list[int] | None:

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from pipeloom.cli.options import flag, with_options
-from pipeloom.cli.workers import be_worker, describe_keys, missing_of_trainer, require_torch, start_workers, words_of
+from pipeloom.cli.output import wrapped
+from pipeloom.cli.workers import (
+    be_worker,
+    describe_keys,
+    missing_of_trainer,
+    require_one_task,
+    require_torch,
+    start_workers,
+    words_of,
+)
 from pipeloom.errors import CapacityError, ConfigError, DistributedError, UsageError, printable
 from pipeloom.schedule.channels import count_words
 from pipeloom.schedule.functions import source_file
@@ -112,6 +121,7 @@ def _train(arguments: Sequence[str], words: Sequence[str]) -> int:
     if not is_worker():
         from pipeloom.train.workers.preflight import require_machine
 
+        require_one_task("train")
         require_machine(layout)
         announce(layout)
         return _attempts(words, layout)
@@ -160,52 +170,55 @@ def _attempts(arguments: Sequence[str], layout: Layout) -> int:
 
 
 def announce(layout: Layout) -> None:
-    """Print a one-line summary of the run, and the notes of the layout."""
+    """Print a summary of the run, and the notes of the layout."""
     from pipeloom.cli.verify import unverified
     from pipeloom.config.rates import AUTO_RATE
     from pipeloom.plan.volume import words as volume_words
+
+    def say(sentence: str) -> None:
+        print("\n".join(wrapped(sentence, "    ")))
 
     config, schedule = layout.config, layout.schedule
     options = "".join(f", {key} {value}" for key, value in schedule.options if key != "chunks")
     first = "search, starting with " if layout.search is not None else ""
     chunks = f" of {schedule.chunks} stages" if schedule.chunks > 1 else ""
     train, shape = config.train, config.model.shape()
-    print(
+    say(
         f"training {count_words(parameter_count(shape))} parameters: {first}{schedule.name}{options}, {schedule.ranks} "
         f"rank{'s' * (schedule.ranks > 1)}{chunks}, {schedule.microbatches} micro-batches{_side_by_side(layout)}; "
         f"{train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens, {train.dtype}"
     )
     if (reason := layout.origins.get("optimizer.lr", "")).startswith(AUTO_RATE):
         resumed = config.checkpoint.resume != "none"
-        print(
+        say(
             f"  learning rate {config.optimizer.lr:g} after {config.optimizer.warmup_steps} steps ({printable(reason)})"
             + "; a checkpoint that is resumed keeps its own" * resumed
         )
     if layout.code is not None:
-        print(f"  the schedule is code: {config.schedule.name} from {printable(layout.code)}")
+        say(f"  the schedule is code: {config.schedule.name} from {printable(layout.code)}")
     for key in layout.classes:
         name = getattr(config.model, key)
-        print(f"  model.{key} is code: {name} from {printable(source_file(name) or 'no file')}")
+        say(f"  model.{key} is code: {name} from {printable(source_file(name) or 'no file')}")
     if volume_words(layout):
-        print(f"  {volume_words(layout)}")
+        say(f"  {volume_words(layout)}")
     if config.lora.r:
-        print(f"  only adapters of rank {config.lora.r} are trained; all other weights are frozen")
+        say(f"  only adapters of rank {config.lora.r} are trained; all other weights are frozen")
     for note in layout.notes:
-        print(f"  {printable(note)}")
+        say(f"  {printable(note)}")
     if config.model.source:
         from pipeloom.train.data.sources import BYTES, tokenizer_name
 
         alien = tokenizer_name(config.data.tokenizer, config.model.source) == BYTES
-        print(
+        say(
             f"  the model is that of {printable(config.model.source)}"
             + ("; the tokens are bytes (data.tokenizer), not those of its own tokenizer" * alien)
         )
     if layers := unverified(layout):
-        print(
+        say(
             f"  never verified: {' and '.join(layers)}; pipeloom verify, with the same arguments, compares the layers with one "
             "process"
         )
-    print(end="", flush=True)
+    sys.stdout.flush()
 
 
 def _side_by_side(layout: Layout) -> str:

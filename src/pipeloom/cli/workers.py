@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from pipeloom.cli.options import family_help
-from pipeloom.errors import TRAIN_PACKAGES, missing_packages
+from pipeloom.errors import TRAIN_PACKAGES, UsageError, missing_packages
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
@@ -62,6 +62,16 @@ def require_torch(command: str) -> None:
         raise missing_packages(f"pipeloom {command}", missing)
 
 
+def require_one_task(command: str) -> None:
+    """Raise UsageError in one of several tasks of Slurm, each of which would start workers of its own."""
+    if (tasks := os.environ.get("SLURM_NTASKS", "1")) != "1":
+        raise UsageError(
+            f"SLURM_NTASKS is {tasks:.20} and RANK is not set: each of these tasks would start a run of its own; start one "
+            "torchrun a node: srun --ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --node-rank $SLURM_NODEID … "
+            f"-m pipeloom {command} … (docs/cluster.md); on one host: unset SLURM_NTASKS"
+        )
+
+
 def missing_of_trainer() -> list[str]:
     """Return the names of the trainer's packages that are not installed; import none of them."""
     return [name for name in TRAIN_PACKAGES if importlib.util.find_spec(name) is None]
@@ -84,6 +94,7 @@ def start_workers(command: str, arguments: Sequence[str], world_size: int) -> in
     """
     from pipeloom.train.workers.launch import launch
 
+    require_one_task(command)
     here = Path(__file__).parents[2] == Path.cwd()
     return launch(
         [sys.executable, *([] if here else ["-P"]), "-m", "pipeloom", command, *arguments],

@@ -635,6 +635,8 @@ def _near_flag(flag: str) -> str:
     known = [f"--{section}.{key}" for section, model in SECTIONS.items() for key in model.model_fields]
     if "." in flag:
         return did_you_mean(f"--{flag}", known)
+    if flag in SECTIONS:
+        return f"; it is a section: give one of its keys, such as --{flag}.{next(iter(SECTIONS[flag].model_fields))}"
     keys = {name.rpartition(".")[2]: name for name in known}
     near = difflib.get_close_matches(flag.replace("-", "_"), keys, n=1)
     return f"; did you mean {keys[near[0]]}?" if near else "; a key is given as --section.key value"

@@ -20,7 +20,7 @@ _SAVINGS = {
     "compute": "less computation", "exchange": "less exchange", "idle": "a smaller bubble",
     "reduction": "a shorter sum of gradients", "optimizer": "a faster optimizer", "host": "less waiting for hosts",
 }  # fmt: skip
-_HEADS = {
+MEMORY_HEADS = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim", "gathered": "gath", "activations": "activ",
     "temporaries": "temp",
 }  # fmt: skip
@@ -58,7 +58,7 @@ def memory_rows(ranks: tuple[RankMemory, ...]) -> list[list[str]]:
     numbers = list(range(len(ranks))) if len(ranks) <= 8 else [0, 1, 2, len(ranks) // 2, len(ranks) - 2, len(ranks) - 1]
     names = [spec.name for spec in fields(RankMemory) if spec.name != "peak_action"]
     names = [name for name in names if any(gib(getattr(each, name)) != "0.0" for each in ranks)]
-    rows = [["rank", *(_HEADS.get(name, name) for name in names), "total GiB"]]
+    rows = [["rank", *(MEMORY_HEADS.get(name, name) for name in names), "total GiB"]]
     return rows + [[str(at), *(gib(getattr(ranks[at], name)) for name in (*names, "total"))] for at in numbers]
 
 

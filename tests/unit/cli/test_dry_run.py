@@ -51,8 +51,8 @@ def test_it_prints_the_run_and_starts_nothing(
 
 def test_the_start_says_the_rate_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, "--checkpoint.resume", "auto")
-    line = "  learning rate 0.003 after 2 steps (auto: for a new model of this size); a checkpoint that is resumed keeps its own"
-    assert line in capsys.readouterr().out.splitlines()
+    rate = "learning rate 0.003 after 2 steps (auto: for a new model of this size); a checkpoint that is resumed keeps its own"
+    assert rate in " ".join(capsys.readouterr().out.split())
     run(tmp_path, "--optimizer.lr", "0.1")
     assert "learning rate 0.1" not in capsys.readouterr().out
 
@@ -181,4 +181,24 @@ def test_columns_without_bytes_on_any_rank_are_left_out() -> None:
         replace(RankMemory(*[0.0] * 9, "0F0"), buffers=2048.0),
     ]
     head = _bytes_lines(SimpleNamespace(ranks=ranks))[0]
-    assert head.split() == ["rank", "parameters", "buffers", "peak"]
+    assert head.split() == ["rank", "params", "buffers", "peak"]
+
+
+def test_all_but_a_path_is_of_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "--parallel.tp", "2", "--parallel.dp", "2", "--schedule.microbatches", "3") == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line for line in shown if len(line) > 80 and str(tmp_path) not in line] == []
+    assert any(line.startswith("to each stage's FLOPs") for line in shown)
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "rehearse"])
+def test_no_task_of_several_starts_a_run_of_its_own(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    words = ["1f1b", "--ranks", "2", "--microbatches", "2"] if command == "rehearse" else ["tiny"]
+    with pytest.raises(UsageError, match=r"^SLURM_NTASKS is 4 .* srun .* torchrun .* -m pipeloom " + command):
+        app([command, *words], standalone_mode=False)
+
+
+def test_a_section_is_no_option(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"'--model'; it is a section: give one of its keys, such as --model\.source$"):
+        run(tmp_path, "--model", "folder")

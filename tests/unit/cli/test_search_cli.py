@@ -108,3 +108,9 @@ def test_an_interrupt_prints_the_best_and_ends_with_130(pipeloom: Run, monkeypat
     ended = pipeloom(f"{SMALL} --json")
     assert ended.code == 130
     assert json.loads(ended.out)["search"]["interrupted"]
+
+
+def test_a_limit_in_bytes_needs_costs_in_bytes(pipeloom: Run) -> None:
+    ended = pipeloom("search --ranks 4 --microbatches 8 --memory 80GiB")
+    assert ended.code == 2
+    assert "--memory 80GiB: a limit in bytes needs the bytes of what a stage saves: give --costs FILE" in ended.err

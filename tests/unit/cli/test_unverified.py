@@ -82,7 +82,7 @@ def test_training_says_so_in_one_line(folder: Path, capsys: pytest.CaptureFixtur
     layout = layout_in(folder)
     announce(layout)
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "never verified" in line)
-    assert line.startswith("  never verified: model.experts_class; pipeloom verify, with the same arguments, ")
+    assert line.startswith("  never verified: model.experts_class; pipeloom verify, with the same ")
     verified(layout, passed=True)
     capsys.readouterr()
     announce(layout)
