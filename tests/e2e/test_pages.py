@@ -56,8 +56,8 @@ SHORTER = [
 """The same for the README, whose runs are of a few milliseconds a step."""
 PRINTED = {
     "other_systems.md": [
-        "training 70.6 B parameters: interleaved, rounds balanced, 4 ranks of 4 stages, 32",
-        "training 8.03 B parameters: interleaved, rounds balanced, 4 ranks of 2 stages, 16",
+        "training 70.6 B parameters: interleaved, rounds balanced, 4 ranks of 4",
+        "training 8.03 B parameters: interleaved, rounds balanced, 4 ranks of 2",
         "step on h100: ",
         "one change away, as megatron takes it:",
         "change, which saves 9.0 % of the step",
