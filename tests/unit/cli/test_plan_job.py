@@ -55,6 +55,7 @@ def test_a_job_is_predicted_and_its_best_change_written(script: str, tmp_path: P
     assert f"saves {100 * gain:.1f} %" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_good_job_has_nothing_worth_changing(tmp_path: Path) -> None:
     path, better = tmp_path / "train.sh", tmp_path / "better.sh"
     path.write_text(TORCHTITAN)

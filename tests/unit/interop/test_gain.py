@@ -137,6 +137,7 @@ def test_no_change_improves_on_the_best_run() -> None:
     assert space.best(best) is best
 
 
+@pytest.mark.slow
 def test_a_larger_space_gives_no_slower_run() -> None:
     job = job_of(*SMALL)
     same, wide = (space.best(space.run(job)) for space in (space_of(job), space_of(job, axes=True)))

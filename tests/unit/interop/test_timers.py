@@ -126,6 +126,7 @@ def test_an_output_layer_that_takes_longer_loses_blocks(tmp_path: Path) -> None:
     assert flags
 
 
+@pytest.mark.slow
 def test_less_than_a_percent_of_measured_times_is_not_worth_changing(tmp_path: Path) -> None:
     """The best job, with the times that it was predicted with: no change saves a percent, and none is written."""
     job, planner, _ = planned(UNEVEN)
@@ -152,6 +153,7 @@ def test_a_trace_of_another_job_is_refused(tmp_path: Path) -> None:
     assert message in str(result.exception)
 
 
+@pytest.mark.slow
 def test_times_of_a_trace_count_as_those_of_timers(tmp_path: Path) -> None:
     job, planner, _ = planned(UNEVEN)
     script, logged, traced = tmp_path / "train.sh", tmp_path / "train.log", tmp_path / "timelines.json"
@@ -176,6 +178,7 @@ def test_times_of_a_trace_count_as_those_of_timers(tmp_path: Path) -> None:
     assert answers[0]["job"]["step_seconds"] == pytest.approx(answers[1]["job"]["step_seconds"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_job_alone_changes_on_its_own_axes(tmp_path: Path) -> None:
     job, *_ = planned("Et*12|t*4|t*4|t*12L")
     script = tmp_path / "train.sh"
