@@ -1,4 +1,4 @@
-"""Random runs, by seed, of models that other systems have."""
+"""Runs of models that other systems have: random ones, by seed, and such that were made worse by hand."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from pipeloom.plan import load_model
+from pipeloom.interop.gain import RUNTIME_OF, Neighbourhood
+from pipeloom.plan import RUNTIMES, Planner, load_device, load_model, parse_layout
 from pipeloom.plan.job import Job, normal
 from pipeloom.plan.layout import PlannedLayout
+from pipeloom.shapes.cut import parse_stages
 from pipeloom.shapes.ops import OFFLOADED, PARTS
 
 MODELS = (
@@ -135,3 +137,50 @@ def layers_of_ranks(job: Job) -> list[list[list[int]]]:
         [held[2 * p - 1 - rank if vee and chunk else chunk * p + rank] for chunk in range(layout.v)]
         for rank in range(p)
     ]
+
+
+OVERLAPS = ("overlap_grads", "overlap_params")
+WORSE = [
+    ("megatron", "llama3-8b", "dp=2,pp=4,m=16,recompute=full", ""),
+    ("megatron", "llama3-8b", "tp=2,pp=4,m=32,v=2,seq=8192", "Et*6|t*2|t*4|t*4|t*4|t*4|t*6|ttL"),
+    ("megatron", "llama3-8b", "dp=2,tp=2,pp=2,m=16,recompute=full,recompute_layers=8,seq=8192", ""),
+    ("megatron", "llama3-70b", "dp=2,tp=8,pp=4,m=32,seq=8192", "Et*20|t*20|t*24|t*16L"),
+    ("megatron", "llama3-70b", "dp=4,tp=4,pp=4,m=16,recompute=full,v=5,seq=4096", ""),
+    ("megatron", "llama3-70b", "dp=2,tp=8,pp=16,m=32,seq=8192,recompute=attention+mlp+norms", ""),
+    ("megatron", "llama3-405b", "dp=8,tp=8,pp=16,m=32,seq=8192,recompute=full", "Et*7|(t*8|)*14t*7L"),
+    ("megatron", "mixtral-8x7b", "dp=4,tp=2,pp=4,ep=4,etp=1,m=16,recompute=full", ""),
+    ("megatron", "mixtral-8x7b", "dp=8,pp=4,ep=8,etp=1,m=32,v=2", "Et*6|t*2|t*4|t*4|t*4|t*4|t*6|ttL"),
+    ("megatron", "qwen3-30b-a3b", "dp=4,tp=2,pp=4,ep=8,etp=1,m=64", "Et*16|t*8|t*8|t*16L"),
+    ("megatron", "qwen3-30b-a3b", "dp=8,pp=2,ep=8,etp=1,m=16,v=2,recompute=full,seq=4096", ""),
+    ("megatron", "deepseek-v3", "dp=16,tp=2,pp=8,ep=32,etp=1,m=32,v=4,recompute=full,seq=4096", ""),
+    ("megatron", "deepseek-v3", "dp=64,pp=16,ep=64,etp=1,m=128,v=2,recompute=full,seq=4096", ""),
+    ("torchtitan", "llama3-8b", "dp=2,pp=4,m=16,zero=2,recompute=full", ""),
+    ("torchtitan", "llama3-8b", "dp=2,pp=4,m=16,zero=2,v=2", "Et*6|t*2|t*4|t*4|t*4|t*4|t*6|ttL"),
+    ("torchtitan", "llama3-70b", "dp=2,tp=8,pp=4,m=16,zero=2,recompute=full,seq=8192", "Et*16|t*24|t*24|t*16L"),
+    ("torchtitan", "llama3-405b", "dp=8,tp=8,pp=16,m=32,zero=2,recompute=full,seq=8192", ""),
+    ("torchtitan", "qwen3-30b-a3b", "dp=8,pp=2,ep=8,etp=1,m=16,zero=2,recompute=full", ""),
+    ("torchtitan", "qwen3-30b-a3b", "dp=4,tp=2,pp=4,ep=8,etp=1,m=16,zero=2", "Et*16|t*8|t*8|t*16L"),
+    ("torchtitan", "deepseek-v3", "dp=32,pp=16,ep=32,etp=1,m=64,zero=2,recompute=full", ""),
+]
+"""Jobs whose cut, chunks or recomputation were made worse by hand: system, model, layout, stages ("": even)."""
+H100 = load_device("h100")
+
+
+def gain_job(system: str, model: str, text: str, stages: str = "") -> Job:
+    """The job of a row of `WORSE`."""
+    layout = replace(parse_layout(text), cut="even")
+    shape = load_model(model)
+    if RUNTIME_OF[system] == "torchtitan":
+        shape = replace(shape, num_nextn_predict_layers=0)
+    if stages:
+        ahead = shape.num_nextn_predict_layers
+        counts = parse_stages(stages, shape.num_hidden_layers, layout.pp * layout.v, ahead)
+        layout = replace(layout, stages=tuple(counts))
+    options = OVERLAPS[: 1 + (layout.zero > 0)] if system == "megatron" else ()
+    return normal(Job(shape, layout, options=options, dispatcher="alltoall", system=system))
+
+
+def gain_space(job: Job, *, axes: bool = False, memory: float = H100.memory) -> Neighbourhood:
+    """The runs near a job on its axes, or on any."""
+    assert job.shape is not None
+    return Neighbourhood(Planner(job.shape, H100, RUNTIMES[RUNTIME_OF[job.system]]), memory, axes)

@@ -9,58 +9,13 @@ from itertools import product
 
 import pytest
 
+from jobs import OVERLAPS, WORSE, gain_job, gain_space
 from pipeloom.errors import UsageError
 from pipeloom.interop import gain
-from pipeloom.interop.gain import RUNTIME_OF, Neighbourhood, changed_flags, diff_lines, least_gain
+from pipeloom.interop.gain import Neighbourhood, changed_flags, diff_lines, least_gain
 from pipeloom.interop.systems import SYSTEMS, translated
-from pipeloom.plan import RUNTIMES, Planner, load_device, load_model, parse_layout
 from pipeloom.plan.job import Job, differences, normal
 from pipeloom.plan.layout import PlannedLayout
-from pipeloom.shapes.cut import parse_stages
-
-OVERLAPS = ("overlap_grads", "overlap_params")
-# Jobs whose cut, chunks or recomputation were made worse by hand: system, model, layout, stages ("": even).
-WORSE = [
-    ("megatron", "llama3-8b", "dp=2,pp=4,m=16,recompute=full", ""),
-    ("megatron", "llama3-8b", "tp=2,pp=4,m=32,v=2,seq=8192", "Et*6|t*2|t*4|t*4|t*4|t*4|t*6|ttL"),
-    ("megatron", "llama3-8b", "dp=2,tp=2,pp=2,m=16,recompute=full,recompute_layers=8,seq=8192", ""),
-    ("megatron", "llama3-70b", "dp=2,tp=8,pp=4,m=32,seq=8192", "Et*20|t*20|t*24|t*16L"),
-    ("megatron", "llama3-70b", "dp=4,tp=4,pp=4,m=16,recompute=full,v=5,seq=4096", ""),
-    ("megatron", "llama3-70b", "dp=2,tp=8,pp=16,m=32,seq=8192,recompute=attention+mlp+norms", ""),
-    ("megatron", "llama3-405b", "dp=8,tp=8,pp=16,m=32,seq=8192,recompute=full", "Et*7|(t*8|)*14t*7L"),
-    ("megatron", "mixtral-8x7b", "dp=4,tp=2,pp=4,ep=4,etp=1,m=16,recompute=full", ""),
-    ("megatron", "mixtral-8x7b", "dp=8,pp=4,ep=8,etp=1,m=32,v=2", "Et*6|t*2|t*4|t*4|t*4|t*4|t*6|ttL"),
-    ("megatron", "qwen3-30b-a3b", "dp=4,tp=2,pp=4,ep=8,etp=1,m=64", "Et*16|t*8|t*8|t*16L"),
-    ("megatron", "qwen3-30b-a3b", "dp=8,pp=2,ep=8,etp=1,m=16,v=2,recompute=full,seq=4096", ""),
-    ("megatron", "deepseek-v3", "dp=16,tp=2,pp=8,ep=32,etp=1,m=32,v=4,recompute=full,seq=4096", ""),
-    ("megatron", "deepseek-v3", "dp=64,pp=16,ep=64,etp=1,m=128,v=2,recompute=full,seq=4096", ""),
-    ("torchtitan", "llama3-8b", "dp=2,pp=4,m=16,zero=2,recompute=full", ""),
-    ("torchtitan", "llama3-8b", "dp=2,pp=4,m=16,zero=2,v=2", "Et*6|t*2|t*4|t*4|t*4|t*4|t*6|ttL"),
-    ("torchtitan", "llama3-70b", "dp=2,tp=8,pp=4,m=16,zero=2,recompute=full,seq=8192", "Et*16|t*24|t*24|t*16L"),
-    ("torchtitan", "llama3-405b", "dp=8,tp=8,pp=16,m=32,zero=2,recompute=full,seq=8192", ""),
-    ("torchtitan", "qwen3-30b-a3b", "dp=8,pp=2,ep=8,etp=1,m=16,zero=2,recompute=full", ""),
-    ("torchtitan", "qwen3-30b-a3b", "dp=4,tp=2,pp=4,ep=8,etp=1,m=16,zero=2", "Et*16|t*8|t*8|t*16L"),
-    ("torchtitan", "deepseek-v3", "dp=32,pp=16,ep=32,etp=1,m=64,zero=2,recompute=full", ""),
-]
-H100 = load_device("h100")
-
-
-def job_of(system: str, model: str, text: str, stages: str = "") -> Job:
-    layout = replace(parse_layout(text), cut="even")
-    shape = load_model(model)
-    if RUNTIME_OF[system] == "torchtitan":
-        shape = replace(shape, num_nextn_predict_layers=0)
-    if stages:
-        ahead = shape.num_nextn_predict_layers
-        counts = parse_stages(stages, shape.num_hidden_layers, layout.pp * layout.v, ahead)
-        layout = replace(layout, stages=tuple(counts))
-    options = OVERLAPS[: 1 + (layout.zero > 0)] if system == "megatron" else ()
-    return normal(Job(shape, layout, options=options, dispatcher="alltoall", system=system))
-
-
-def space_of(job: Job, *, axes: bool = False, memory: float = H100.memory) -> Neighbourhood:
-    assert job.shape is not None
-    return Neighbourhood(Planner(job.shape, H100, RUNTIMES[RUNTIME_OF[job.system]]), memory, axes)
 
 
 def every(job: Job) -> Iterator[PlannedLayout]:
@@ -91,8 +46,8 @@ def exhaustive(job: Job, space: Neighbourhood) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(("system", "model", "text", "stages"), WORSE)
 def test_changes_find_most_of_what_an_exhaustive_search_finds(system: str, model: str, text: str, stages: str) -> None:
-    job = job_of(system, model, text, stages)
-    space = space_of(job)
+    job = gain_job(system, model, text, stages)
+    space = gain_space(job)
     now = space.run(job)
     best, least = space.best(now), exhaustive(job, space)
     assert best.prediction.peak <= space.memory
@@ -108,8 +63,8 @@ SMALL = ("torchtitan", "llama3-8b", "dp=2,pp=4,m=16,zero=2,recompute=full", "")
 
 @pytest.mark.parametrize("axes", [False, True])
 def test_neighbours_are_runs_that_the_system_takes_on_the_same_devices(axes: bool) -> None:
-    job = job_of("megatron", "llama3-8b", "dp=2,pp=4,m=16,v=2")
-    space = space_of(job, axes=axes)
+    job = gain_job("megatron", "llama3-8b", "dp=2,pp=4,m=16,v=2")
+    space = gain_space(job, axes=axes)
     now = space.run(job)
     near = space.around(now)
     assert now.job not in [each.job for each in near]
@@ -130,8 +85,8 @@ def test_neighbours_are_runs_that_the_system_takes_on_the_same_devices(axes: boo
 
 
 def test_no_change_improves_on_the_best_run() -> None:
-    job = job_of(*SMALL)
-    space = space_of(job)
+    job = gain_job(*SMALL)
+    space = gain_space(job)
     best = space.best(space.run(job))
     assert best.seconds < 0.7 * space.run(job).seconds
     assert space.best(best) is best
@@ -139,36 +94,36 @@ def test_no_change_improves_on_the_best_run() -> None:
 
 @pytest.mark.slow
 def test_a_larger_space_gives_no_slower_run() -> None:
-    job = job_of(*SMALL)
-    same, wide = (space.best(space.run(job)) for space in (space_of(job), space_of(job, axes=True)))
+    job = gain_job(*SMALL)
+    same, wide = (space.best(space.run(job)) for space in (gain_space(job), gain_space(job, axes=True)))
     assert wide.seconds <= same.seconds
 
 
 def test_a_job_that_does_not_fit_leads_to_one_that_does() -> None:
-    job = job_of("torchtitan", "llama3-8b", "dp=2,pp=4,m=16,zero=2,seq=8192")
-    space = space_of(job)
+    job = gain_job("torchtitan", "llama3-8b", "dp=2,pp=4,m=16,zero=2,seq=8192")
+    space = gain_space(job)
     now = space.run(job)
     best = space.best(now)
     assert now.prediction.peak > space.memory >= best.prediction.peak
 
 
 def test_sums_of_gradients_that_are_not_hidden_make_a_step_longer() -> None:
-    job = job_of("megatron", "llama3-8b", "dp=8,m=4")
-    space = space_of(job)
+    job = gain_job("megatron", "llama3-8b", "dp=8,m=4")
+    space = gain_space(job)
     hidden, exposed = space.run(job), space.run(replace(job, options=()))
     assert exposed.prediction.step.reduction > 2 * hidden.prediction.step.reduction
     assert OVERLAPS in {each.job.options for each in space.around(exposed)}
 
 
 def test_stages_are_cut_evenly_or_balanced() -> None:
-    uneven = job_of("torchtitan", "llama3-8b", "pp=4,m=16,zero=2", "Et*8|t*10|t*7|t*7L")
-    space = space_of(uneven)
+    uneven = gain_job("torchtitan", "llama3-8b", "pp=4,m=16,zero=2", "Et*8|t*10|t*7|t*7L")
+    space = gain_space(uneven)
     cuts = {each.job.layout.stages for each in space.around(space.run(uneven)) if each.job.layout.v == 1}
     assert cuts == {(9, 8, 8, 9), (9, 9, 9, 7), (9, 10, 7, 8)}
 
 
 def test_a_change_is_a_diff_of_the_systems_own_flags() -> None:
-    job = job_of("megatron", "llama3-8b", "dp=2,pp=4,m=16,recompute=full")
+    job = gain_job("megatron", "llama3-8b", "dp=2,pp=4,m=16,recompute=full")
     other = replace(job, layout=replace(job.layout, recompute="none", micro_batch=2, m=8))
     assert changed_flags(job, other) == {
         "--micro-batch-size": ("1", "2"),
@@ -191,9 +146,9 @@ def test_the_least_gain_is_the_error_of_ratios_where_that_is_larger(monkeypatch:
 
 def test_recomputed_blocks_of_a_stage_lie_between_none_and_all() -> None:
     none, some, every_one, all_of_them = (
-        space_of(job).run(job)
+        gain_space(job).run(job)
         for job in (
-            job_of("megatron", "llama3-8b", f"pp=4,m=16,recompute={words}")
+            gain_job("megatron", "llama3-8b", f"pp=4,m=16,recompute={words}")
             for words in ("none", "full,recompute_layers=3", "full,recompute_layers=8", "full")
         )
     )
