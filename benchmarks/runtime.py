@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -65,7 +65,7 @@ TORCH: dict[str, Any] = {
 }
 
 
-def torch_step(name: str, held: tuple[int, ...], stages: int, m: int, layers: list[nn.Module], loss: Any) -> Step:
+def torch_step(name: str, held: tuple[int, ...], stages: int, m: int, layers: Sequence[nn.Module], loss: Any) -> Step:
     """One step of torch's own runtime over the same layers, of which this process holds the stages `held`."""
     each = len(layers) // stages
     parts = [

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from pipeloom.cli.options import CostFlags, FamilyFlags, Sizes, SliceFlags, argument, flag, with_options
+from pipeloom.cli.options import CostFlags, FamilyFlags, SendFlags, Sizes, SliceFlags, argument, flag, with_options
 from pipeloom.cli.output import OutputFlags
 from pipeloom.cli.show import Study
 from pipeloom.cli.workers import layout_of_workers, require_torch, result_of_workers, words_of
@@ -50,7 +50,7 @@ class Emulation:
     )
 
 
-@with_options(without=("p2p", "pair", "overlap_p2p", "csv"), message="64KiB")
+@with_options(without=("pair", "overlap_p2p", "csv"), message="64KiB")
 def command(
     context: typer.Context,
     *,
@@ -59,6 +59,7 @@ def command(
     family: FamilyFlags,
     costs: CostFlags,
     cuts: SliceFlags,
+    sending: SendFlags,
     emulation: Emulation,
     output: OutputFlags,
 ) -> None:
@@ -71,7 +72,12 @@ def command(
     """
     require_torch("rehearse")
     output.require()
-    rehearsal = _rehearsal(*family.schedule(name, sizes, costs, cuts), emulation)
+    schedule, values = family.schedule(name, sizes, costs, cuts, sending)
+    if costs.p2p != "0" and values.sends == "free":
+        raise UsageError(
+            f"--p2p is {costs.p2p:.60}, and free sends take the time that they take here: add --sends coupled"
+        )
+    rehearsal = _rehearsal(schedule, values, emulation)
     code, timelines = _run(rehearsal, emulation.device, words_of(context))
     if code or not timelines:
         raise typer.Exit(code)
@@ -85,6 +91,11 @@ def _rehearsal(schedule: Schedule, costs: Costs, options: Emulation) -> Rehearsa
     unit, steps, on_gpus = options.unit, options.steps, options.device == "cuda"
     if unit is not None and not (math.isfinite(unit) and 0 < unit <= MOST_SECONDS):
         raise UsageError(f"--unit is {unit:g}; give seconds above 0 and up to {MOST_SECONDS:g}, such as 0.02")
+    if costs.sends == "rendezvous" or (costs.sends == "coupled" and (options.transport != "auto" or on_gpus)):
+        raise UsageError(
+            f"{costs.sends} sends are not rehearsed with --transport {options.transport} and --device {options.device}; "
+            "nearest: free sends, or coupled ones with --transport auto and --device cpu"
+        )
     slow = _slow(options.slow or (), schedule)
     rehearsal = Rehearsal(schedule, costs, unit or 1.0, steps, slow, options.transport)
     if on_gpus and (schedule.ranks == 1 or rehearsal.communicates):
@@ -189,8 +200,9 @@ def report(rehearsal: Rehearsal, timelines: Sequence[Timeline], output: OutputFl
         return
     output.print_timeline(study.typical)
     factor, unit = time_unit([study.typical])
+    words = "without messages" if simulated.costs.sends == "free" else "with coupled sends"
     print(
-        f"\nmakespan: simulated {number(simulated.makespan * factor)} {unit} without messages, rehearsed "
+        f"\nmakespan: simulated {number(simulated.makespan * factor)} {unit} {words}, rehearsed "
         f"{number(rehearsed * factor)} {unit}: {100 * error:+.1f} %"
     )
     print("\n".join(study.lines()))

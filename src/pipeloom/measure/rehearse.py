@@ -24,9 +24,10 @@ from pipeloom.ops.parts import in_part
 from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_order
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.runtime.health.watchdog import Watchdog
-from pipeloom.runtime.pipeline import run_beside
+from pipeloom.runtime.pipeline import couple_sends, run_beside
 from pipeloom.schedule import Action, Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.actions import COPY_IN, COPY_OUT, fraction_of, kind_of
+from pipeloom.schedule.channels import Message
 from pipeloom.schedule.check import TransportName
 from pipeloom.schedule.costs import StageCosts, durations
 from pipeloom.schedule.model import parts
@@ -267,7 +268,8 @@ class Rehearsal:
         unit: seconds that a cost of 1 takes.
         steps: number of recorded steps; one step that is not recorded precedes them.
         slow: stage -> factor by which its emulated times exceed its costs, to show the effect of a slow stage.
-        transport: name of the transport that carries the messages.
+        transport: name of the transport that carries the messages; coupled ones (`Costs.sends`) move in calls of their own, and
+            take `Costs.p2p` from when both ranks have reached them.
     """
 
     schedule: Schedule
@@ -291,7 +293,7 @@ class Rehearsal:
         return SegmentCosts(tuple((layer,) for layer in self._segments())).costs(**vars(costs))
 
     def simulated(self) -> Timeline:
-        """Return the timeline simulated with the costs, in seconds; messages take no time in it."""
+        """Return the timeline simulated with the costs, in seconds; messages take no time in it, unless sends are coupled."""
         return simulate(self.schedule, self.seconds)
 
     def work(self) -> list[float]:
@@ -347,6 +349,20 @@ class Rehearsal:
 
         return run
 
+    def leave(self, clock: Clock) -> Callable[[Mapping[Message, float]], None]:
+        """Return what holds a rank in a call of coupled sends until its messages have travelled."""
+        seconds, factors, slices = self.seconds, self.costs.size_factors(self.schedule), self.schedule.slices
+
+        def wait(moved: Mapping[Message, float]) -> None:
+            def arrival(message: Message) -> float:
+                source, destination, _ = message.channel
+                factor = factors[message.microbatch * slices + (message.slice or 0)]
+                return moved[message] + seconds.hop(source, destination, factor, message.edge.name)
+
+            clock.wait(max(map(arrival, moved)))
+
+        return wait
+
     def _segments(self) -> list[LayerSegments]:
         """Return stage -> its segments in seconds; without an all-to-all, all of the time is in the attention segment."""
         stages = self.schedule.stages
@@ -373,8 +389,10 @@ def run(
         connected: is called once the process groups exist.
     """
     schedule, rank = rehearsal.schedule, dist.get_rank() if dist.is_initialized() else 0
+    coupled = rehearsal.costs.sends == "coupled"
     options = RuntimeOptions(
-        transport=rehearsal.transport,
+        transport="individual" if coupled else rehearsal.transport,
+        overlap_p2p=False if coupled else None,
         device=device,
         timeout=patience(rehearsal),
         watchdog=watchdog,
@@ -383,6 +401,8 @@ def run(
     )
     clock = Clock(device)
     pipeline = Pipeline(rehearsal.layers(rank, clock), schedule, loss=_loss, options=options)
+    if coupled:
+        couple_sends(pipeline, rehearsal.leave(clock))
     if schedule.has_queues:
         run_beside(pipeline, rehearsal.beside(rank))
     connected()
@@ -395,7 +415,8 @@ def run(
         pipeline.step(batch, batch)
         timeline = pipeline.timeline()
         if step:
-            recorded.append(timeline)
+            given = replace(timeline.costs, sends="coupled", p2p=rehearsal.seconds.p2p) if coupled else timeline.costs
+            recorded.append(replace(timeline, costs=given))
     pipeline.close()
     return tuple(recorded)
 

@@ -279,9 +279,10 @@ class Executor:
             self.transport.recycle(self.step.unused.popleft().values)
         self.next = following = next(self._computation, None)
         posts = () if following is None else self.program.instructions[following].post_receives
-        if instruction.second is not None and instruction.tasks[0].sends:
-            self.transport.exchange(self._outgoing(instruction.tasks[0]), ())
-        self.transport.exchange(self._outgoing(instruction.tasks[-1]), posts)
+        sends = self._outgoing(instruction.tasks[0])
+        if instruction.second is not None:
+            sends += self._outgoing(instruction.second)
+        self.transport.exchange(sends, posts)
         if self.hooks.stage_done is not None:
             for stage in instruction.completes_stages:
                 self.hooks.stage_done(stage)

@@ -63,6 +63,7 @@ from pipeloom.runtime.stage_modules import LayerSource, carrying
 from pipeloom.runtime.tensor_spec import ShapeCache, is_strided
 from pipeloom.runtime.tied_weights import layer_of
 from pipeloom.schedule.actions import SAVED, Action, fraction_of
+from pipeloom.schedule.channels import Message
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
 
@@ -854,6 +855,11 @@ def run_beside(pipeline: Pipeline, call: Callable[[Action, Callable[[], object]]
     """Let `call` run each action on another queue than that of computation: it gets the action and what executes it."""
     for engine in pipeline._engines:
         engine.hooks = replace(engine.hooks, beside=call)
+
+
+def couple_sends(pipeline: Pipeline, leave: Callable[[dict[Message, float]], object]) -> None:
+    """Let the messages between two computations move in one call, which holds both; `leave` as of `CoupledTransport`."""
+    pipeline._connections.leave = leave
 
 
 def _require_processes(wanted: int, processes: int) -> None:

@@ -115,9 +115,9 @@ def costs_of(timelines: Sequence[Timeline]) -> Costs:
 
     Over the steps, the median of each one's mean.
 
-    The hop is the median of those that a rank waited for; 0 where none did.
+    The hop is the median of those that a rank waited for; 0 where none did. Of senders that wait it is as given.
     """
-    schedule = timelines[0].schedule
+    schedule, given = timelines[0].schedule, timelines[0].costs
 
     def medians(rows: Iterable[Iterable[float]]) -> tuple[float, ...]:
         return tuple(median(column) for column in zip(*rows, strict=True))
@@ -133,7 +133,8 @@ def costs_of(timelines: Sequence[Timeline]) -> Costs:
     waited = [seconds for t in timelines for seconds in hops(t.schedule, t.starts, t.ends)]
     return Costs(
         parts={part: medians(each.time_of(f"recompute:{part}") for each in spread) for part in spread[0].parts},
-        p2p=max(0.0, median(waited)) if waited else 0.0,
+        p2p=given.p2p if given.sends != "free" else max(0.0, median(waited)) if waited else 0.0,
+        sends=given.sends,
         microbatch=_factors(timelines),
         slice_times=shares("slice_times"),
         slice_sizes=shares("slice_sizes"),

@@ -13,6 +13,16 @@ from commands import pipeloom
 SIZES = "--ranks 2 --microbatches 4"
 
 
+def test_coupled_sends_with_a_slow_link() -> None:
+    words = f"rehearse 1f1b {SIZES} --sends coupled --p2p 2 --unit 0.01 --steps 2 --json"
+    done = pipeloom(*words.split())
+    assert done.returncode == 0, done.stderr
+    about = json.loads(done.stdout)["rehearsal"]
+    coupled = pl.simulate(pl.schedules.one_f_one_b(2, 4), pl.Costs(p2p=2, sends="coupled")).makespan
+    assert about["simulated"] == pytest.approx(coupled * 0.01)
+    assert about["rehearsed"] >= 0.98 * about["simulated"]
+
+
 def test_a_slow_stage_is_measured_named_and_drawn(tmp_path: Path) -> None:
     """Three processes, the second of them three times as slow as its costs say."""
     page = tmp_path / "page.html"

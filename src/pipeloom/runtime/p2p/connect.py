@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from pipeloom.runtime.health.status import machine
 from pipeloom.runtime.options import NOTHING_TO_TURN_OFF, RuntimeOptions
 from pipeloom.runtime.p2p.base import BufferPool, InProcessTransport, Transport
 from pipeloom.runtime.p2p.shared_memory import SharedLinks, SharedMemoryTransport
-from pipeloom.runtime.p2p.torch_p2p import Links, TorchTransport
+from pipeloom.runtime.p2p.torch_p2p import CoupledTransport, Links, TorchTransport
 from pipeloom.runtime.program import RankProgram
 from pipeloom.runtime.tensor_spec import ShapeCache
-from pipeloom.schedule.channels import Channel
+from pipeloom.schedule.channels import Channel, Message
 
 
 class P2PConnections:
@@ -31,6 +31,7 @@ class P2PConnections:
         pool: receive buffers.
         shared: connections through shared memory, if all ranks of the pipeline have them.
         run_control: a gloo group of all ranks of the run; None for one process.
+        leave: as of `CoupledTransport`; None: sends do not wait.
     """
 
     def __init__(self, mesh: Mesh, specs: ShapeCache, device: torch.device, options: RuntimeOptions) -> None:
@@ -42,6 +43,7 @@ class P2PConnections:
         self._options = options
         self._links: Links | None = None
         self.run_control: Any = None
+        self.leave: Callable[[dict[Message, float]], object] | None = None
 
     def open(self, prefix: str, program: RankProgram) -> None:
         """Connect this rank with the others.
@@ -80,9 +82,10 @@ class P2PConnections:
             return InProcessTransport({})
         if self.shared is not None:
             return SharedMemoryTransport(self.shared, self.pool)
-        return TorchTransport(
+        transport = TorchTransport(
             self._links, program.releases_sends, self._specs, self.pool, program.batches, self._options.checksum
         )
+        return transport if self.leave is None else CoupledTransport(transport, self.leave)
 
     def close(self) -> None:
         if self.shared is not None:

@@ -5,8 +5,10 @@ Ranks whose tensors are on a GPU and whose group has no NCCL (several processes 
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -294,6 +296,20 @@ class TorchTransport:
             transfers.append((self._receive(item, boundary, introduced), False))
         self._start_together(transfers)
 
+    def move(self, sends: Sequence[Outgoing], receives: Sequence[Message]) -> dict[Message, float]:
+        """Start these messages in one call and wait for all of them; return when each had moved, on the host's clock."""
+        self._start_batch([*sends, *receives])
+        works = {outgoing.message: self._sending[outgoing.message][0] for outgoing in sends}
+        works |= {message: self._opened[message].works for message in receives}
+
+        def waited(started: list[Any]) -> float:
+            while started:  # none is waited for again
+                started.pop(0).wait()
+            return time.perf_counter()
+
+        with ThreadPoolExecutor(len(works)) as threads:
+            return dict(zip(works, threads.map(waited, works.values()), strict=True))
+
     def _start_together(self, transfers: Sequence[tuple[_TorchTransfer, bool]]) -> None:
         """Start messages, each sent (True) or received (False), in one call."""
         operations: list[dist.P2POp] = []
@@ -308,3 +324,21 @@ class TorchTransport:
             started = dist.batch_isend_irecv(operations)
             for at, works in enumerate(works_of):
                 works.append(started[at if len(started) == len(operations) else 0])  # NCCL returns one work for all
+
+
+class CoupledTransport:
+    """Transport of one rank that moves the messages between two computations in one call, and returns at its end.
+
+    Args:
+        transport: what moves them.
+        leave: is called with each message of a call and when it had moved, before the call ends.
+    """
+
+    def __init__(self, transport: TorchTransport, leave: Callable[[dict[Message, float]], object]) -> None:
+        self._transport, self._leave = transport, leave
+        self.arrived, self.take = transport.arrived, transport.take
+        self.recycle, self.finish = transport.recycle, transport.finish
+
+    def exchange(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> None:
+        if sends or posts:
+            self._leave(self._transport.move(sends, posts))
