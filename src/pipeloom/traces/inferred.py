@@ -76,6 +76,8 @@ def inferred_actions(
         rank: its place in the pipeline, which is its stage.
         launches: its kernels; none: it computes on the host.
     """
+    if not launches and any(event.get("cat") in _KERNELS for event in events):
+        return "its actions ran on a GPU, and the launches of the kernels are not in the trace"
     runs, sends = list(_runs(events)), sum(event.get("name") in _SENDS for event in events)
     backwards = [run for run in runs if run.kind == "B"]
     longest = sorted((run for run in runs if run.kind == "F"), key=lambda run: run.start - run.end)[: len(backwards)]

@@ -73,7 +73,7 @@ def test_a_schedule_with_several_stages_per_rank_is_refused_with_the_line_to_add
 
 
 def test_a_trace_of_a_gpu_is_refused_with_the_line_to_add(tmp_path: Path) -> None:
-    """The host's operators do not tell when a GPU ran them."""
+    """The host's operators do not tell when a GPU ran them, without the launches of its kernels."""
     for rank in range(2):
         events = [
             {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1.0, "dur": 1.0},
