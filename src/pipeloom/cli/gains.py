@@ -86,19 +86,14 @@ class JobGain:
             "job": as_dict(self.now.prediction) | {"fits": self.now.prediction.peak <= self.space.memory},
             "notes": notes(self.now.job),
             "least_gain": self.least[0],
-            "neighbours": [self._row(each) | {"reason": self._reason(each)} for each in self.neighbours],
+            "neighbours": [*map(self._row, self.neighbours)],
             "best": best and self._row(best) | {"diff": diff_lines(self.now.job, best.job)},
         }
 
     def _row(self, run: Run) -> dict[str, Any]:
-        changes = {key: list(pair) for key, pair in changed_flags(self.now.job, run.job).items()}
-        return {
-            "layout": run.prediction.text,
-            "step_seconds": run.seconds,
-            "peak_bytes": run.prediction.peak,
-            "gain": self.gain(run),
-            "changes": changes,
-        }
+        changes = changed_flags(self.now.job, run.job)
+        sizes = {"layout": run.prediction.text, "step_seconds": run.seconds, "peak_bytes": run.prediction.peak}
+        return sizes | {"gain": self.gain(run), "changes": changes, "reason": self._reason(run)}
 
     def _reason(self, run: Run) -> str:
         return reason(run.prediction, self.now.prediction, self.space.memory)
@@ -142,7 +137,7 @@ def gain_of(job: Job, device: Device, *, axes: bool = True, times: Callable[[Job
     space = Neighbourhood(Planner(job.shape, device, RUNTIMES[RUNTIME_OF[job.system]]), device.memory, axes)
     try:
         if times is not None:
-            space = replace(space, planner=space.planner_of(job).calibrated(job.layout, times(job)))
+            space = replace(space, planner=space.planner.calibrated(job.layout, times(job)))
         return JobGain(space, space.run(job), LEAST_MEASURED if times is not None else least_gain(job.system))
     except UsageError as error:
         raise UsageError("; ".join([*_refused(job), str(error)])) from None

@@ -124,20 +124,18 @@ class StageSeconds:
         return StageSeconds(*(value and factor * value for value in astuple(self)))
 
     def scaled(self, forward: float, backward: float) -> StageSeconds:
-        """With the seconds of F, and those of I and W, multiplied."""
-        return replace(
-            self,
-            forward=forward * self.forward,
-            sent_forward=forward * self.sent_forward,
-            exchanged=min(forward, backward) * self.exchanged,
-            **{name: backward * getattr(self, name) for name in ("input_grad", "weight_grad", "sent_backward")},
+        """With the seconds of F, and those of I and W, multiplied; without those of B and R."""
+        sent, exchanged = (
+            (self.sent_forward * forward, self.sent_backward * backward),
+            min(forward, backward) * self.exchanged,
         )
+        gradients = self.input_grad * backward, self.weight_grad * backward
+        return StageSeconds(self.forward * forward, *gradients, *sent, exchanged)
 
     @classmethod
     def sum(cls, each: Sequence[StageSeconds]) -> StageSeconds:
-        """The seconds of several layers, which were not measured."""
-        names = [spec.name for spec in fields(cls) if spec.name not in ("backward", "recompute")]
-        return cls(**{name: sum(getattr(layer, name) for layer in each) for name in names})
+        """The seconds of several layers, without those of B and R."""
+        return cls(*map(sum, zip(*(astuple(layer)[:6] for layer in each), strict=True)))
 
     @property
     def total(self) -> float:

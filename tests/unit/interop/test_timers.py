@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import pipeloom as pl
 from pipeloom.cli import app
+from pipeloom.cli.gains import gain_of
 from pipeloom.errors import UsageError
 from pipeloom.interop import timers
 from pipeloom.interop.systems import SYSTEMS
@@ -176,6 +177,17 @@ def test_times_of_a_trace_count_as_those_of_timers(tmp_path: Path) -> None:
     ]
     assert answers[0]["best"]["diff"] == answers[1]["best"]["diff"]
     assert answers[0]["job"]["step_seconds"] == pytest.approx(answers[1]["job"]["step_seconds"], rel=1e-4)
+
+
+def test_sums_of_gradients_may_be_hidden_beside_measured_times() -> None:
+    job, planner, _ = planned(UNEVEN)
+    job = replace(job, options=())
+    times = times_of(planner, job.layout, lambda _: 1.0)
+    measured = [((at,), *(each / 1e3 / job.layout.m for each in both)) for at, both in enumerate(times)]
+    gain = gain_of(job, H100, axes=False, times=lambda _: measured)
+    hidden = [run.seconds for run in gain.neighbours if "overlap_grads" in run.job.options]
+    assert hidden
+    assert min(hidden) < gain.now.seconds
 
 
 @pytest.mark.slow
