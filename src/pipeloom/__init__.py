@@ -33,8 +33,10 @@ from pipeloom.schedule.files import load
 if TYPE_CHECKING:
     from pipeloom import draw as draw
     from pipeloom import schedules as schedules
+    from pipeloom.draw import compare as compare
     from pipeloom.models import hf as hf
     from pipeloom.models.auto_layers import auto_layers as auto_layers
+    from pipeloom.plan.report import best_layouts as best_layouts
     from pipeloom.runtime.verify import verify as verify
     from pipeloom.solver import search as search
 
@@ -53,8 +55,10 @@ __all__ = [
     "Timeline",
     "VerifyError",
     "auto_layers",
+    "best_layouts",
     "check",
     "checkpoint",
+    "compare",
     "draw",
     "hf",
     "load",
@@ -69,6 +73,8 @@ __all__ = [
 
 _LAZY = {
     "auto_layers": "pipeloom.models.auto_layers",
+    "best_layouts": "pipeloom.plan.report",
+    "compare": "pipeloom.draw",
     "search": "pipeloom.solver",
     "verify": "pipeloom.runtime.verify",
 }

@@ -15,7 +15,7 @@ from pipeloom.runtime import Pipeline
 
 @pytest.mark.parametrize(
     "function",
-    [pl.schedules.build, pl.simulate, pl.search, plan.search, Pipeline, pl.verify],
+    [pl.schedules.build, pl.simulate, pl.search, plan.search, Pipeline, pl.verify, pl.compare, pl.best_layouts],
     ids=lambda each: each.__name__,
 )
 def test_the_example_of_a_docstring_prints_what_it_says(function: Any) -> None:

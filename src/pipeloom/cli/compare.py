@@ -21,16 +21,16 @@ from pipeloom.cli.options import (
     parse_spec,
     require_schedule,
     schedule_of,
-    share,
     takes_chunks,
     with_options,
     with_slowdown,
 )
 from pipeloom.cli.output import OutputFlags, as_dict, emit
-from pipeloom.cli.sweep import Sweep, full_rank_peaks
-from pipeloom.draw.figures import BUBBLE_WORDS, cost_numbers, in_columns, messages, number
+from pipeloom.cli.sweep import Sweep
+from pipeloom.draw.figures import BUBBLE_WORDS, cost_numbers, in_columns, number
+from pipeloom.draw.tables import full_rank_peaks, shared_costs, shown_figures
 from pipeloom.errors import ConfigError, PipeloomError, UsageError
-from pipeloom.schedule import Costs, Timeline, period, simulate
+from pipeloom.schedule import Costs, Timeline, simulate
 from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.families import FAMILIES, canonical_name
@@ -145,7 +145,7 @@ class Work:
         elif not takes_chunks(name):
             sizes = replace(sizes, chunks=None)
         schedule = schedule_of(name, sizes, options)
-        costs = self.cuts.of(share(self.costs, schedule), schedule)
+        costs = self.cuts.of(shared_costs(self.costs, schedule), schedule)
         if self.slowdown > 1:
             costs = with_slowdown(costs, schedule, self.slowdown)
         if name in FAMILIES and "costs" in inspect.signature(FAMILIES[name]).parameters:
@@ -227,12 +227,9 @@ def table(
     Args:
         limit: bytes of a device.
     """
-    figures_of_rows = [_figures(timeline) | _bytes(timeline, limit) for _, timeline in rows]
-    # where peak memory equals peak activations, its column would only repeat them
-    memory = any(line["mem.", "max"] != line["act.", "max"] for line in figures_of_rows)
-    hidden = {("mem.", "max")} if not memory else set()
-    hidden |= {("mes.", "size")} if not costs.message else set()
-    columns = [key for key in figures_of_rows[0] if key not in hidden]
+    cells_of_rows = shown_figures([timeline for _, timeline in rows], costs)
+    figures_of_rows = [line | _bytes(timeline, limit) for line, (_, timeline) in zip(cells_of_rows, rows, strict=True)]
+    columns, memory = list(figures_of_rows[0]), ("mem.", "max") in figures_of_rows[0]
     heads = [[head[at] for head in columns] for at in (0, 1)]
     cells = in_columns(
         [["", *line] for line in [*heads, *([line[key] for key in columns] for line in figures_of_rows)]]
@@ -268,27 +265,8 @@ def table(
     return [*lines, *notes]
 
 
-def _figures(timeline: Timeline) -> dict[tuple[str, str], str]:
-    """Return the two lines of a column's head -> the figure of `timeline` in that column."""
-    peaks = full_rank_peaks(timeline)
-    sent = messages(timeline.schedule, timeline.costs)
-    return {
-        ("", "makespan"): number(timeline.makespan),
-        ("bubble", "ratio"): f"{timeline.bubble_ratio:.4f}",
-        ("bubble", "rate"): f"{timeline.bubble_rate:.4f}",
-        ("span", "rate"): f"{timeline.span_bubble_rate:.4f}",
-        ("", "period"): number(period(timeline.schedule, timeline.costs, overlap_p2p=timeline.overlap_p2p)),
-        ("mes.", "count"): str(sent["count"]),
-        ("mes.", "size"): size_words(sent["size"]),
-        ("", "par"): f"{timeline.schedule.stages // timeline.schedule.positions}x",
-        ("act.", "max"): number(max(peaks)),
-        ("act.", "mean"): number(sum(peaks) / len(peaks)),
-        ("mem.", "max"): number(max(timeline.peak_memory)),
-    }
-
-
 def _bytes(timeline: Timeline, limit: float | None) -> dict[tuple[str, str], str]:
-    """Return as `_figures` the GiB of each pool on its worst rank, that rank, and whether a device holds them."""
+    """Return as `shown_figures` the GiB of each pool on its worst rank, that rank, and whether a device holds them."""
     cells: dict[tuple[str, str], str] = {}
     for pool, peaks in timeline.peak_bytes.items():
         most = max(peaks)

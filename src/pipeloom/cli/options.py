@@ -428,28 +428,6 @@ def family_help(word: str) -> str:
     return f"Options of {name} (--option KEY=VALUE), with their defaults: {listed}\n\n{inspect.getdoc(known[name])}"
 
 
-def share(costs: Costs, schedule: Schedule) -> Costs:
-    """Return the costs of a stage of `schedule` from `costs` of 1/p of the model (p values: one per p-th of the model).
-
-    A stage is one of `positions` equal parts of the model, so its costs are p / positions of those given (1/v with v chunks
-    per rank). Raises UsageError for a cost with neither one value nor p values.
-    """
-    factor = schedule.ranks / schedule.positions
-
-    def spread(name: str, values: Any) -> Any:
-        if not isinstance(values, tuple):
-            return values
-        if len(values) != schedule.ranks:
-            raise UsageError(
-                f"{FLAGS.get(name, f'{name} of --costs')} has {len(values)} values; compare takes costs of 1/p of the model: "
-                f"give one number, or {schedule.ranks}"
-            )
-        positions = (at * schedule.ranks // schedule.positions for at in schedule.position_of)
-        return tuple(spread(name, values[at]) for at in positions)
-
-    return costs.changed(spread).resized(factor)
-
-
 def with_slowdown(costs: Costs, schedule: Schedule, factor: float) -> Costs:
     """Return costs with the time of each pair where computation takes `factor` times as long beside the pair's all-to-all.
 

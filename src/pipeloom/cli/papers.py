@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pipeloom.cli.options import share
 from pipeloom.draw.figures import in_columns, number
+from pipeloom.draw.tables import shared_costs
 from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.limits import SCHEDULE_BYTES, read_text
 from pipeloom.schedule import Costs, simulate
@@ -78,7 +78,7 @@ def _moe_rows(content: dict[str, Any]) -> list[dict[str, Any]]:
             if name == "dualpipe" and p % 2:
                 continue
             schedule = build(name, p, 4 * p, v if name == "interleaved-overlap" else None)
-            timeline = simulate(schedule, share(costs, schedule))
+            timeline = simulate(schedule, shared_costs(costs, schedule))
             here = {"idle": max(timeline.idle), "activations": max(timeline.peak_memory)}
             rows.append(
                 {

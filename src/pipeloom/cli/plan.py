@@ -17,7 +17,6 @@ from pipeloom.draw.chart import Panel, chart
 from pipeloom.draw.figures import in_columns
 from pipeloom.errors import CapacityError, UsageError, divisors, nearest
 from pipeloom.plan import (
-    OFFERED,
     RUNTIMES,
     Device,
     LayoutCosts,
@@ -33,7 +32,18 @@ from pipeloom.plan import (
 from pipeloom.plan.layout import values_of
 from pipeloom.plan.measured import read
 from pipeloom.plan.refine import refine
-from pipeloom.plan.report import advice, as_dict, gib, memory_rows, reason, refined_lines, step_words, table, what_if
+from pipeloom.plan.report import (
+    advice,
+    as_dict,
+    gib,
+    memory_rows,
+    none_fits,
+    reason,
+    refined_lines,
+    step_words,
+    table,
+    what_if,
+)
 from pipeloom.plan.scaling import scaling
 from pipeloom.plan.search import limits_of_source, neighbouring
 from pipeloom.schedule.json_form import to_json
@@ -43,7 +53,6 @@ from pipeloom.shapes.hub import content_of, own_values
 from pipeloom.traces.timelines import costs_dict
 
 _ROWS = 10
-_TOKENS = 2**22  # of a step, where --global-batch is not given
 _TIMES = {"ms": 1e-3, "s": 1.0}
 
 
@@ -176,7 +185,7 @@ def _plan(options: PlanFlags) -> None:
         return
     plan = search(planner, request)
     if not plan.predictions:
-        raise CapacityError(_none_fits(plan, shape, request))
+        raise CapacityError(none_fits(plan, shape.name, request))
     refined: Sequence[LayoutCosts] = plan.predictions
     if options.refine:
         refined = refine(planner, refined, request.memory, options.refine)
@@ -204,14 +213,6 @@ def _gain(options: PlanFlags, source: str) -> None:
     job = read_job(source, load_model(options.model) if options.model else None)
     gain = gain_of(job, _device(replace(options, devices=job.layout.world)))
     gain.report(options.output, options.as_json, details)
-
-
-def _none_fits(plan: LayoutPlan, shape: DecoderShape, request: PlanRequest) -> str:
-    words = f"no layout of {shape.name} fits into {gib(request.memory)} GiB on {request.devices} devices"
-    if plan.smallest is None:
-        return words
-    least = plan.smallest.peak
-    return f"{words}; the smallest needs {gib(least)} GiB, {gib(least - request.memory)} more: {plan.smallest.text}"
 
 
 def _planner(options: PlanFlags, device: Device) -> Planner:
@@ -270,13 +271,8 @@ def _device(options: PlanFlags) -> Device:
 def _request(options: PlanFlags, device: Device, shape: DecoderShape) -> PlanRequest:
     if options.devices is None:
         raise UsageError("plan needs --devices, or --layout with the sizes of the axes")
-    request = PlanRequest(
-        options.devices,
-        device.memory,
-        options.global_batch or max(1, _TOKENS // options.seq),
-        options.seq,
-        OFFERED[options.runtime],
-        zero={"torchtitan": (3,), "pipeloom": (1, 2, 3)}.get(options.runtime, (1,)),
+    request = PlanRequest.of(
+        *(options.runtime, options.devices, device.memory, options.global_batch, options.seq),
         capacity=options.capacity,
         limits=_limits(options, shape),
     )
@@ -287,11 +283,7 @@ def _request(options: PlanFlags, device: Device, shape: DecoderShape) -> PlanReq
         _require_limits("--fixed", request.fixed, request.limits)
     if options.costs is not None:  # layers are measured whole
         request = replace(request, fixed={"tp": 1, "cp": 1, "ep": 1} | dict(request.fixed))
-    if options.runtime != "megatron":  # these parts are Megatron's
-        request = replace(request, recompute=("none", "full"))
-    if options.runtime != "pipeloom":  # what other trainers do not do is not planned
-        return request
-    return replace(request, slices=(1, 2, 4, 8, 16, 32), vocabulary=("last", "pp"))
+    return request
 
 
 def _one(options: PlanFlags, planner: Planner, text: str, device_memory: float) -> LayoutCosts:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeloom.draw.chart import Panel, chart
-from pipeloom.draw.figures import full_rank, in_columns, number
+from pipeloom.draw.figures import in_columns, number
+from pipeloom.draw.tables import full_rank_peaks
 from pipeloom.errors import PipeloomError, UsageError
 from pipeloom.schedule import Timeline
 from pipeloom.schedule.timeline import plain
@@ -82,12 +83,6 @@ def figures(timeline: Timeline) -> dict[str, float]:
         "activations": max(full_rank_peaks(timeline)),
         "memory": max(timeline.peak_memory),
     }
-
-
-def full_rank_peaks(timeline: Timeline) -> list[float]:
-    """Return rank -> peak activations in full-rank units (micro-batches of 1/p of the model)."""
-    full = full_rank(timeline.schedule)
-    return [peak * full for peak in timeline.peak_activations]
 
 
 def table(sweep: Sweep, series: Sequence[dict[str, Any]], costs: str) -> list[str]:

@@ -4,12 +4,15 @@ from pipeloom.draw.figures import figures
 from pipeloom.draw.html import html
 from pipeloom.draw.segments import largest_gain, segment_lanes, segment_table
 from pipeloom.draw.svg import LEAST_WIDTH, USUAL_WIDTH, svg
+from pipeloom.draw.tables import Table, compare
 from pipeloom.draw.terminal import terminal
 from pipeloom.draw.trace import trace
 
 __all__ = [
     "LEAST_WIDTH",
     "USUAL_WIDTH",
+    "Table",
+    "compare",
     "figures",
     "html",
     "largest_gain",

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from typing import Any
 
+from pipeloom.draw.tables import Table
+from pipeloom.errors import CapacityError, UsageError, did_you_mean
 from pipeloom.plan.memory import RankMemory
 from pipeloom.plan.predict import LayoutCosts, Planner
-from pipeloom.plan.search import Estimate, LayoutPlan, PlanRequest, fastest_with_less
+from pipeloom.plan.search import Estimate, LayoutPlan, PlanRequest, fastest_with_less, search
 from pipeloom.plan.time import StepTime
+from pipeloom.plan.time import device as device_named
+from pipeloom.shapes.hub import load as load_model
+from pipeloom.shapes.ops import RUNTIMES
 
 GIB = 2**30
 _RELEASES = 0.39  # the largest difference of one layout's published steps (docs/planning.md)
@@ -51,6 +57,55 @@ def table(predictions: list[LayoutCosts]) -> list[list[str]]:
         shares = [f"{100 * parts[name] / each.step.total:.0f} %" for name in ("idle", "exchange")]
         rows.append([f"{each.tokens:,.0f}", *shares, gib(each.peak), each.layout.text()])
     return rows
+
+
+def best_layouts(
+    model: str,
+    devices: int,
+    device: str = "h100",
+    *,
+    sequences: int | None = None,
+    seq: int = 4096,
+    memory: float | None = None,
+    runtime: str = "pipeloom",
+    fixed: Mapping[str, Any] | None = None,
+) -> Table:
+    """The layouts of a model on so many devices that fit, of which no other is as fast with as little memory.
+
+    >>> import pipeloom as pl
+    >>> best = pl.best_layouts("llama3-8b", 2, sequences=32, fixed={"tp": 1})[0]
+    >>> best["layout"], best["peak_bytes"] < 80 * 2**30
+    ('pp=2,m=32,recompute=full', True)
+
+    Args:
+        model: a preset, such as llama3-8b, or a file or directory with a `config.json`.
+        device: h100, or another name of `plan.load_device`.
+        sequences: of a step; default: as many as make 4 Mi tokens.
+        seq: tokens of a sequence.
+        memory: bytes that a device may use; default: what its driver offers.
+        runtime: pipeloom, megatron or torchtitan.
+        fixed: field of `plan.PlannedLayout` -> its value.
+
+    Raises UsageError for names that are not known and sizes without a layout; CapacityError where none fits.
+    """
+    if runtime not in RUNTIMES:
+        raise UsageError(f"runtime is {runtime!r:.60}{did_you_mean(runtime, RUNTIMES)}")
+    planned = device_named(device)
+    planner = Planner(load_model(model), planned, RUNTIMES[runtime])
+    request = PlanRequest.of(runtime, devices, memory or planned.memory, sequences, seq, fixed=fixed or {})
+    plan = search(planner, request)
+    if not plan.predictions:
+        raise CapacityError(none_fits(plan, planner.shape.name, request))
+    return Table(tuple(map(as_dict, plan.pareto)), tuple(table(plan.pareto)), (advice(plan),))
+
+
+def none_fits(plan: LayoutPlan, model: str, request: PlanRequest) -> str:
+    """Return how much memory the smallest layout lacks."""
+    words = f"no layout of {model} fits into {gib(request.memory)} GiB on {request.devices} devices"
+    if plan.smallest is None:
+        return words
+    least = plan.smallest.peak
+    return f"{words}; the smallest needs {gib(least)} GiB, {gib(least - request.memory)} more: {plan.smallest.text}"
 
 
 def memory_rows(ranks: tuple[RankMemory, ...]) -> list[list[str]]:

@@ -42,6 +42,7 @@ SMALLER = 0.95  # times the least memory of faster layouts, to be worth a row
 SMALLER_ROWS = 8  # most layouts that are predicted because they need less memory than faster ones
 SMALLEST = 16  # layouts of the least estimated memory that are predicted before the search says that none fits
 PIECE_TOKENS = 4096  # fewest of a sequence on a rank of cp
+STEP_TOKENS = 2**22
 SLICE_TOKENS = 1024  # fewest of a slice on a rank of cp, with which products are still near their rate
 
 
@@ -77,6 +78,20 @@ class PlanRequest:
     recompute: tuple[str, ...] = RECOMPUTED
     slices: tuple[int, ...] = (1,)
     vocabulary: tuple[str, ...] = ("last",)
+
+    @classmethod
+    def of(
+        cls, runtime: str, devices: int, memory: float, sequences: int | None, seq: int, **fields: Any
+    ) -> PlanRequest:
+        """The layouts that a runtime can run; without `sequences` as many as make a step of 4 Mi tokens."""
+        sequences = sequences or max(1, STEP_TOKENS // seq)
+        zero = {"torchtitan": (3,), "pipeloom": (1, 2, 3)}.get(runtime, (1,))
+        request = cls(devices, memory, sequences, seq, OFFERED[runtime], zero, **fields)
+        if runtime != "megatron":  # these parts are Megatron's
+            request = replace(request, recompute=("none", "full"))
+        if runtime != "pipeloom":  # what other trainers do not do is not planned
+            return request
+        return replace(request, slices=(1, 2, 4, 8, 16, 32), vocabulary=("last", "pp"))
 
     def allows(self, layout: PlannedLayout, keys: Collection[str] | None = None) -> bool:
         """Return whether a layout has the values that are fixed, and those of the limits; `keys`: look at these alone."""

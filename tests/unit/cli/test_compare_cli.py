@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import pipeloom as pl
-from pipeloom.cli.compare import share
 from pipeloom.cli.options import parse_spec
+from pipeloom.draw.tables import shared_costs
 from pipeloom.errors import UsageError
 from pipeloom.schedule.families import FAMILIES
 
@@ -117,11 +117,11 @@ def test_specs(spec: str, parsed: tuple[str, dict[str, object]]) -> None:
 
 def test_values_for_each_part_of_the_model() -> None:
     schedule = pl.schedules.interleaved(ranks=2, microbatches=4, chunks=2)
-    shared = share(pl.Costs(forward=(1.0, 3.0), activation=2.0), schedule)
+    shared = shared_costs(pl.Costs(forward=(1.0, 3.0), activation=2.0), schedule)
     assert shared.forward == (0.5, 0.5, 1.5, 1.5)
     assert shared.activation == 1.0
-    with pytest.raises(UsageError, match=r"--forward has 3 values; .* one number, or 2"):
-        share(pl.Costs(forward=(1.0, 2.0, 3.0)), schedule)
+    with pytest.raises(UsageError, match=r"^forward has 3 values; .* one number, or 2"):
+        shared_costs(pl.Costs(forward=(1.0, 2.0, 3.0)), schedule)
 
 
 def test_messages_are_counted_and_sized(pipeloom: Run) -> None:

@@ -1,0 +1,148 @@
+"""Tables for Python: text in a terminal, HTML in a notebook, dictionaries for code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from pipeloom.draw.figures import BUBBLE_WORDS, cost_numbers, figures, full_rank, in_columns, messages, number
+from pipeloom.errors import ArgumentError, UsageError
+from pipeloom.schedule import Costs, Schedule, Timeline, period, simulate
+from pipeloom.schedule.channels import size_words
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of figures, which print as text.
+
+    Attributes:
+        rows: for each row name -> value.
+        cells: the lines of the head, and the rows, as they are printed.
+        notes: lines below them.
+    """
+
+    rows: tuple[Mapping[str, Any], ...]
+    cells: tuple[Sequence[str], ...]
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return iter(self.rows)
+
+    def __getitem__(self, at: int) -> Mapping[str, Any]:
+        return self.rows[at]
+
+    def __str__(self) -> str:
+        return "\n".join([*(line.rstrip() for line in in_columns(self.cells)), *self.notes])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the same cells."""
+        lines = [
+            "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
+            for at, row in enumerate(self.cells)
+            for tag in ("th" if at < len(self.cells) - len(self.rows) else "td",)
+        ]
+        notes = "<br>".join(escape(note) for note in self.notes)
+        return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + f"</table><p>{notes}</p>"
+
+
+def compare(
+    schedules: Iterable[Schedule | Timeline] | Mapping[str, Schedule | Timeline], costs: Costs | None = None
+) -> Table:
+    """Several schedules that do the same work, a row for each.
+
+    >>> import pipeloom as pl
+    >>> table = pl.compare({"plain": pl.schedules.one_f_one_b(4, 8), "chunks": pl.schedules.interleaved(4, 8)})
+    >>> [(row["schedule"], row["makespan"]) for row in table]
+    [('plain', 33.0), ('chunks', 28.5)]
+
+    Args:
+        schedules: they, or label -> schedule; timelines, which are not simulated again.
+        costs: of 1/p of the model, so that a stage of a schedule with v chunks a rank costs 1/v of them; default: `Costs()`.
+
+    Raises UsageError for what is neither a schedule nor a timeline.
+    """
+    costs = costs if costs is not None else Costs()
+    labelled = schedules.items() if isinstance(schedules, Mapping) else [("", each) for each in schedules]
+    timelines: list[tuple[str, Timeline]] = []
+    for label, each in labelled:
+        if isinstance(each, Schedule):
+            each = simulate(each, shared_costs(costs, each))
+        elif not isinstance(each, Timeline):
+            raise UsageError(
+                f"schedules: one is of type {type(each).__name__}; give pipeloom.Schedule or pipeloom.Timeline"
+            )
+        timelines.append((label or each.schedule.name, each))
+    if not timelines:
+        raise UsageError("schedules: there are none; give at least one pipeloom.Schedule")
+    cells = shown_figures([timeline for _, timeline in timelines], costs)
+    heads = [[word, *(head[at] for head in cells[0])] for at, word in enumerate(("", "schedule"))]
+    return Table(
+        tuple({"schedule": label, **figures(timeline)} for label, timeline in timelines),
+        (*heads, *([label, *row.values()] for (label, _), row in zip(timelines, cells, strict=True))),
+        (
+            f"costs of 1/p of the model: {cost_numbers(costs)}",
+            *(f"{key.replace('_', ' ')}: {words}" for key, words in BUBBLE_WORDS.items()),
+            "mes.: messages between ranks; par: copies of the model",
+            "act., mem.: peaks in full-rank units (micro-batches of 1/p of the model)",
+        ),
+    )
+
+
+def shown_figures(timelines: Sequence[Timeline], costs: Costs) -> list[dict[tuple[str, str], str]]:
+    """`figure_cells` of each, without sizes of messages of 0 and peaks of memory that are those of activations."""
+    cells = [figure_cells(timeline) for timeline in timelines]
+    hidden = {("mem.", "max")} if all(row["mem.", "max"] == row["act.", "max"] for row in cells) else set()
+    hidden |= {("mes.", "size")} if not costs.message else set()
+    return [{key: value for key, value in row.items() if key not in hidden} for row in cells]
+
+
+def figure_cells(timeline: Timeline) -> dict[tuple[str, str], str]:
+    """The two lines of a column's head -> the figure of `timeline` in that column."""
+    peaks = full_rank_peaks(timeline)
+    sent = messages(timeline.schedule, timeline.costs)
+    return {
+        ("", "makespan"): number(timeline.makespan),
+        ("bubble", "ratio"): f"{timeline.bubble_ratio:.4f}",
+        ("bubble", "rate"): f"{timeline.bubble_rate:.4f}",
+        ("span", "rate"): f"{timeline.span_bubble_rate:.4f}",
+        ("", "period"): number(period(timeline.schedule, timeline.costs, overlap_p2p=timeline.overlap_p2p)),
+        ("mes.", "count"): str(sent["count"]),
+        ("mes.", "size"): size_words(sent["size"]),
+        ("", "par"): f"{timeline.schedule.stages // timeline.schedule.positions}x",
+        ("act.", "max"): number(max(peaks)),
+        ("act.", "mean"): number(sum(peaks) / len(peaks)),
+        ("mem.", "max"): number(max(timeline.peak_memory)),
+    }
+
+
+def full_rank_peaks(timeline: Timeline) -> list[float]:
+    """Rank -> peak activations in full-rank units (micro-batches of 1/p of the model)."""
+    full = full_rank(timeline.schedule)
+    return [peak * full for peak in timeline.peak_activations]
+
+
+def shared_costs(costs: Costs, schedule: Schedule) -> Costs:
+    """The costs of a stage of `schedule` from `costs` of 1/p of the model (p values: one per p-th of the model).
+
+    A stage is one of `positions` equal parts of the model, so its costs are p / positions of those given (1/v with v chunks
+    per rank). Raises UsageError for a cost with neither one value nor p values.
+    """
+    factor = schedule.ranks / schedule.positions
+
+    def spread(name: str, values: Any) -> Any:
+        if not isinstance(values, tuple):
+            return values
+        if len(values) != schedule.ranks:
+            words = f" has {len(values)} values; compare takes costs of 1/p of the model: give one number, or {schedule.ranks}"
+            raise ArgumentError(name, words)
+        positions = (at * schedule.ranks // schedule.positions for at in schedule.position_of)
+        return tuple(spread(name, values[at]) for at in positions)
+
+    return costs.changed(spread).resized(factor)
