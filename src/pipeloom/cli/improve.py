@@ -12,6 +12,7 @@ from pipeloom.cli.output import emit, json_flag, write_csv
 from pipeloom.cli.show import Study, layers_of, layout_of, steps_of
 from pipeloom.draw.figures import number, time_unit
 from pipeloom.errors import PipeloomError, UsageError
+from pipeloom.interop.timers import accepts, read
 from pipeloom.limits import newest_run
 from pipeloom.plan.job import Job
 from pipeloom.schedule import Schedule
@@ -69,6 +70,10 @@ def command(
         raise UsageError("improve needs a TRACE, or --job")
     if options.output is not None:
         raise UsageError("--output writes a job, which --job names; nearest: --csv, which writes a schedule")
+    if accepts(trace):
+        raise UsageError(
+            f"{trace} is a log, whose timers give times and no order; nearest: --job JOB, the job that it is of"
+        )
     trace = newest_run(trace) or trace
     steps, memory, notes = steps_of(trace)
     study, limits = Study(steps, predict(steps), (), layers_of(trace, steps), memory, notes), None
@@ -106,10 +111,8 @@ def _of_job(trace: Path | None, options: ImproveFlags, source: str) -> None:
 
 def _stage_times(trace: Path, job: Job) -> list[tuple[tuple[int, ...], float, float]]:
     """Return (stages, seconds of F, of B) of a job's micro-batch as they were measured. Raises UsageError for another job's."""
-    from pipeloom.interop import timers
-
-    if timers.accepts(trace):
-        return timers.read(trace, job.layout)
+    if accepts(trace):
+        return read(trace, job.layout)
     steps = steps_of(trace)[0]
     schedule, costs, layout = steps[-1].schedule, predict(steps).costs, job.layout
     sizes = schedule.ranks, schedule.stages, schedule.microbatches

@@ -20,8 +20,8 @@ _RANK = re.compile(_PREFIX + r"rank\s*(\d{1,7}):\s*(\d+(?:\.\d+)?)\s*")
 
 
 def accepts(path: Path) -> bool:
-    """Return whether the file is a log with timers of all ranks."""
-    return path.is_file() and _HEAD in _text(path)
+    """Return whether the file is a log, by its name or its timers of all ranks."""
+    return path.is_file() and (path.suffix.lower() in (".log", ".txt", ".out") or _HEAD in _text(path))
 
 
 def _text(path: Path) -> str:

@@ -67,7 +67,13 @@ def test_other_logs_are_refused_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no timer backward-compute; log with --timing-log-level 2"):
         timers.read(path, layout)
     path.write_text("nothing\n")
-    assert not timers.accepts(path)
+    with pytest.raises(UsageError, match="there is no timer forward-compute"):
+        timers.read(path, layout)
+    assert not timers.accepts(tmp_path)
+    result = CliRunner().invoke(app, ["improve", str(path)])
+    assert str(result.exception).endswith(
+        "whose timers give times and no order; nearest: --job JOB, the job that it is of"
+    )
 
 
 def planned(stages: str) -> tuple[Job, Planner, LayoutCosts]:
