@@ -60,9 +60,8 @@ PRINTED = {
         "training 8.03 B parameters: interleaved, rounds balanced, 4 ranks of 2",
         "step on h100: ",
         "one change away, as megatron takes it:",
-        "change, which saves 9.0 % of the step",
-        "  + --pipeline-model-parallel-layout 'Ett|(ttt|)*26L'",
-        "--pipeline-model-parallel-layout 'Ett|(ttt|)*26L' \\",
+        "change, which saves ",
+        "  + --pipeline-model-parallel-layout 'Et",
     ],
     "from_papers.md": [
         "gpipe                2        27        3.5000 ",
