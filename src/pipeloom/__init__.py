@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pipeloom.models import hf as hf
     from pipeloom.models.auto_layers import auto_layers as auto_layers
     from pipeloom.plan.report import best_layouts as best_layouts
+    from pipeloom.plan.step import plan_step as plan_step
     from pipeloom.runtime.verify import verify as verify
     from pipeloom.solver import search as search
 
@@ -63,6 +64,7 @@ __all__ = [
     "hf",
     "load",
     "lower_bound",
+    "plan_step",
     "register_kind",
     "schedules",
     "search",
@@ -75,6 +77,7 @@ _LAZY = {
     "auto_layers": "pipeloom.models.auto_layers",
     "best_layouts": "pipeloom.plan.report",
     "compare": "pipeloom.draw",
+    "plan_step": "pipeloom.plan.step",
     "search": "pipeloom.solver",
     "verify": "pipeloom.runtime.verify",
 }

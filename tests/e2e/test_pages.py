@@ -163,6 +163,7 @@ PYTHON: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
     "own_model.md": (2, own_model),
     "parallel.md": (8, parallel),
     "transforms.md": (2, dict),
+    "unequal.md": (1, dict),
 }
 """Page -> the processes that run its Python blocks, and the names that its blocks use and do not define."""
 

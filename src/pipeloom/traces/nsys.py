@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import UsageError
+from pipeloom.limits import open_file
 from pipeloom.traces.inferred import KernelLaunch, on_device
 
 _ERA = 10**15  # ns: times since the epoch do not fit into a float
@@ -30,7 +31,7 @@ def is_export(path: Path) -> bool:
     """Return whether the file is an SQLite database with the name of one."""
     if path.suffix.lower() != ".sqlite" or not path.is_file():
         return False
-    with path.open("rb") as file:
+    with open_file(path, "a trace") as file:
         return file.read(len(_HEAD)) == _HEAD
 
 
@@ -41,7 +42,7 @@ def read_trace(path: Path) -> dict[str, Any]:
     Raises UsageError for a file without the tables, or with ranges of several sessions.
     """
     try:
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             names = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
             if missing := [name for name in _TABLES.split() if name not in names]:
                 raise UsageError(f"{path} has no table {', '.join(missing)}: let nsys trace cuda and nvtx")

@@ -181,7 +181,7 @@ def export(
 
 
 def test_an_export_of_nsight_systems_with_all_processes(tmp_path: Path) -> None:
-    require_recovered(load(export(tmp_path / "all.sqlite", TIMELINE, [0, 1, 2, 3])), TIMELINE)
+    require_recovered(load(export(tmp_path / "all?mode=rwc#1 %41.sqlite", TIMELINE, [0, 1, 2, 3])), TIMELINE)
 
 
 def test_an_export_with_two_stages_a_rank_and_several_steps(tmp_path: Path) -> None:

@@ -1,0 +1,388 @@
+"""A plan for one step from the lengths of its sequences: replicas, micro-batches, their order, and a schedule for their costs.
+
+Reinforcement learning, instruction tuning and mixtures of long and short texts have sequences of very different lengths. Padding
+or packing them to equal micro-batches wastes time in a pipeline; here micro-batches differ, and the schedule knows by how much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product, zip_longest
+
+from pipeloom.errors import CapacityError, UsageError
+from pipeloom.schedule import Costs, Schedule, Timeline, simulate
+from pipeloom.schedule.families import build
+
+FAMILIES_OF_STEPS = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4), ("zbv", 2))
+_SHARES = (1.0, 1.15, 1.35, 1.6, 2.0, 2.6, 3.5)  # times the fewest micro-batches that hold a replica's tokens
+_WARM = 4  # ways of packing that a plan takes over from the last one
+_FEW = 6  # sequences of a step, of which every way to pack them is improved
+_TRIES, _WARM_TRIES = 600, 20  # simulated replicas while a plan is improved
+_Batches = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class SequenceTime:
+    """Time of a micro-batch on 1/p of the model: fixed + the sum over its sequences of (linear n + square n^2), n tokens each.
+
+    Attributes:
+        fixed: of a micro-batch, whatever it holds.
+        linear: of a token.
+        square: of a pair of tokens, of attention.
+    """
+
+    fixed: float = 0.0
+    linear: float = 1.0
+    square: float = 0.0
+
+    def of(self, length: int) -> float:
+        """The time of one sequence."""
+        return self.linear * length + self.square * length**2
+
+
+@dataclass(frozen=True)
+class ReplicaPlan:
+    """The micro-batches of one replica in their order, each of numbers of sequences, and the simulated step."""
+
+    microbatches: _Batches
+    tokens: tuple[int, ...]
+    timeline: Timeline
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.timeline.schedule
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A step of all replicas.
+
+    Attributes:
+        replicas: each with its micro-batches and its schedule.
+        makespan: of the slowest replica, with which the step ends.
+        bound: no plan is shorter: the work of a rank and its way in, or the longest sequence on its way there and back.
+        family: of the schedules, and chunks of a rank.
+        packings: replica -> (micro-batches over the fewest that hold its tokens, number of their order), for the next plan.
+    """
+
+    replicas: tuple[ReplicaPlan, ...]
+    makespan: float
+    bound: float
+    family: tuple[str, int]
+    packings: tuple[tuple[float, int], ...]
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the bound the step is, as a share."""
+        return self.makespan / self.bound - 1
+
+    def __str__(self) -> str:
+        name, chunks = self.family
+        lines = [
+            f"{name}{f' of {chunks} chunks' if chunks > 1 else ''}: makespan {self.makespan:.6g}, "
+            f"{100 * self.gap:.1f} % above the bound {self.bound:.6g}"
+        ]
+        for at, each in enumerate(self.replicas):
+            tokens = f"{min(each.tokens)} to {max(each.tokens)} tokens"
+            lines.append(
+                f"replica {at}: {len(each.tokens)} micro-batches of {tokens}, makespan {each.timeline.makespan:.6g}"
+            )
+        return "\n".join(lines)
+
+
+def plan_step(
+    lengths: Sequence[int],
+    ranks: int,
+    replicas: int = 1,
+    *,
+    tokens: int,
+    time: SequenceTime = SequenceTime(),
+    costs: Costs | None = None,
+    memory: float = math.inf,
+    families: Iterable[tuple[str, int]] = FAMILIES_OF_STEPS,
+    last: StepPlan | None = None,
+) -> StepPlan:
+    """Divide the sequences of one step among replicas and micro-batches, and choose a schedule for exactly these.
+
+    Pure and deterministic: every rank that knows the lengths computes the same plan. Never longer than sequences packed in the
+    order given or balanced by tokens, with 1F1B or interleaving, where these are among `families`.
+
+    >>> import pipeloom as pl
+    >>> plan = pl.plan_step([900, 80, 70, 60, 500, 400, 30, 20], ranks=2, tokens=1000)
+    >>> sorted(number for batch in plan.replicas[0].microbatches for number in batch)
+    [0, 1, 2, 3, 4, 5, 6, 7]
+
+    Args:
+        lengths: tokens of each sequence of the global batch.
+        ranks: of the pipeline.
+        replicas: of the data-parallel axis.
+        tokens: the most of a micro-batch.
+        time: of a micro-batch by its sequences' lengths; F, I and W share it as `costs` say.
+        costs: of 1/p of the model, for a micro-batch whose time is 1; default: 1 for F, I and W.
+        memory: the most tokens whose activations a rank may hold, of 1/p of the model.
+        families: (name, chunks of a rank) of the schedules to try.
+        last: the plan of an earlier step of the same kind, whose family and number of micro-batches are tried alone.
+
+    Raises:
+        UsageError: no sequences, fewer than replicas, or one that is longer than `tokens`.
+        CapacityError: no plan keeps `memory`.
+    """
+    _require(lengths, ranks, replicas, tokens)
+    families = tuple(families)
+    most = max(chunks for _, chunks in families)
+    step = _Step(tuple(lengths), ranks, replicas, tokens, time, costs if costs is not None else Costs(), memory, most)
+    packings = (
+        list(product(_SHARES, range(3 if memory == math.inf else 4)))
+        if last is None
+        else list(dict.fromkeys(last.packings))[:_WARM]
+    )
+    best: StepPlan | None = None
+    for family in families if last is None else (last.family,):
+        plan = step.planned(family, [step.packed_in_all_ways(mine, packings) for mine in step.spread()])
+        if plan is not None:  # what a replica waits is work that others can take over
+            waits = [each.timeline.makespan - max(each.timeline.busy) for each in plan.replicas]
+            divided = step.spread([wait / step.unit for wait in waits])
+            again = step.planned(family, [step.packed_in_all_ways(mine, packings) for mine in divided])
+            plan = min((each for each in (plan, again) if each is not None), key=lambda each: each.makespan)
+        plans = [plan, *(step.planned(family, [[each] for each in packing]) for packing in step.simple_packings())]
+        if last is None and len(lengths) <= _FEW:
+            ways = zip(*(step.packed_in_all_ways(mine, packings) for mine in step.spread()), strict=True)
+            different = {tuple(pack.batches for pack in way): way for way in ways}.values()
+            alike = (step.planned(family, [[pack] for pack in way]) for way in different)
+            plans += [step.improved(each, _TRIES) for each in alike if each is not None]
+        best = min((each for each in (best, *plans) if each is not None), key=lambda each: each.makespan, default=None)
+    if best is None:
+        raise CapacityError(
+            f"no plan of {len(lengths)} sequences keeps {memory:g} tokens on a rank; the longest has {max(lengths)}"
+        )
+    return step.improved(best, _TRIES if last is None else _WARM_TRIES)
+
+
+def _require(lengths: Sequence[int], ranks: int, replicas: int, tokens: int) -> None:
+    if not lengths or min(lengths) < 1:
+        raise UsageError("lengths: give the tokens of each sequence, at least 1 each")
+    if ranks < 1 or replicas < 1:
+        raise UsageError(f"ranks={ranks}, replicas={replicas}: both are at least 1")
+    if len(lengths) < replicas:
+        raise UsageError(
+            f"{len(lengths)} sequences for {replicas} replicas: each needs one; nearest: replicas={len(lengths)}"
+        )
+    if max(lengths) > tokens:
+        at = max(range(len(lengths)), key=lengths.__getitem__)
+        raise UsageError(f"tokens={tokens}: sequence {at} has {lengths[at]}; nearest: tokens={lengths[at]}")
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Micro-batches of a replica in their order, and how they came about."""
+
+    batches: _Batches
+    way: tuple[float, int] = (1.0, 0)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step's question."""
+
+    lengths: tuple[int, ...]
+    ranks: int
+    replicas: int
+    tokens: int
+    time: SequenceTime
+    costs: Costs
+    memory: float
+    chunks: int  # the most of a rank
+
+    @property
+    def unit(self) -> float:
+        """The time of F, I and W of a micro-batch whose time is 1."""
+        return sum(max(self.costs.per_stage(name, self.ranks)) for name in ("forward", "input_grad", "weight_grad"))
+
+    def spread(self, begun: Sequence[float] = (), weights: Sequence[float] = ()) -> list[list[int]]:
+        """Replica -> its sequences, of nearly equal time: the longest first, each to the replica with the least (LPT).
+
+        Args:
+            begun: replica -> time that it has without sequences.
+            weights: sequence -> what is balanced; default: its time.
+        """
+        weights = weights or [self.time.of(n) for n in self.lengths]
+        members: list[list[int]] = [[] for _ in range(self.replicas)]
+        sums = list(begun) or [0.0] * self.replicas
+        longest = sorted(range(len(self.lengths)), key=lambda at: (-weights[at], at))
+        for count, sequence in enumerate(longest):
+            # the first go one to each, so that none is empty and waits stay with the sequences that cause them
+            lightest = count if count < self.replicas else min(range(self.replicas), key=lambda at: (sums[at], at))
+            members[lightest].append(sequence)
+            sums[lightest] += weights[sequence]
+        return members
+
+    def simple_packings(self) -> Iterator[list[_Packed]]:
+        """Yield replica -> micro-batches: sequences in turn, packed as they come; and balanced by tokens."""
+        in_turn = [list(range(at, len(self.lengths), self.replicas)) for at in range(self.replicas)]
+        yield [_Packed(tuple(map(tuple, self.first_fit(mine)))) for mine in in_turn]
+        by_tokens = self.spread(weights=self.lengths)
+        yield [_Packed(tuple(map(tuple, self.packed(mine, self.fewest(mine), self.lengths)))) for mine in by_tokens]
+
+    def packed_in_all_ways(self, sequences: Sequence[int], ways: Sequence[tuple[float, int]]) -> list[_Packed]:
+        """The micro-batches of a replica for each (share of the fewest, number of the order)."""
+        weights, packs = [self.time.of(n) for n in self.lengths], []
+        known: dict[float, list[list[tuple[int, ...]]]] = {}
+        for share, order in ways:
+            if share not in known:
+                batches = self.packed(sequences, math.ceil(share * self.fewest(sequences)), weights)
+                known[share] = _orders([tuple(batch) for batch in batches], [self.seconds(batch) for batch in batches])
+            packs.append(_Packed(tuple(known[share][order]), (share, order)))
+        return packs
+
+    def first_fit(self, sequences: Sequence[int]) -> list[list[int]]:
+        """Micro-batches as they come: the next sequence that does not fit begins another."""
+        batches: list[list[int]] = [[]]
+        for sequence in sequences:
+            if sum(self.lengths[at] for at in batches[-1]) + self.lengths[sequence] > self.tokens:
+                batches.append([])
+            batches[-1].append(sequence)
+        return batches
+
+    def fewest(self, sequences: Sequence[int]) -> int:
+        return -(-sum(self.lengths[at] for at in sequences) // self.tokens)
+
+    def packed(self, sequences: Sequence[int], count: int, weights: Sequence[float]) -> list[list[int]]:
+        """About so many micro-batches of nearly equal weight within the limit of tokens, more where they do not fit."""
+        batches: list[list[int]] = [[] for _ in range(max(1, min(count, len(sequences))))]
+        sums, room = [0.0] * len(batches), [self.tokens] * len(batches)
+        for sequence in sorted(sequences, key=lambda at: (-weights[at], at)):
+            fitting = [at for at in range(len(batches)) if room[at] >= self.lengths[sequence]]
+            if not fitting:
+                fitting = [len(batches)]
+                batches.append([])
+                sums.append(0.0)
+                room.append(self.tokens)
+            lightest = min(fitting, key=lambda at: (sums[at], at))
+            batches[lightest].append(sequence)
+            sums[lightest] += weights[sequence]
+            room[lightest] -= self.lengths[sequence]
+        return [batch for batch in batches if batch]
+
+    def planned(self, family: tuple[str, int], choices: Sequence[Sequence[_Packed]]) -> StepPlan | None:
+        """The plan with this family and the best choice of each replica; None where one has none within the memory."""
+        plans: list[ReplicaPlan] = []
+        ways: list[tuple[float, int]] = []
+        for packs in choices:
+            runs = [(run, pack.way) for pack in packs if (run := self.replica(family, pack.batches)) is not None]
+            if not runs:
+                return None
+            run, way = min(runs, key=lambda each: each[0].timeline.makespan)
+            plans.append(run)
+            ways.append(way)
+        return StepPlan(tuple(plans), max(each.timeline.makespan for each in plans), self.bound(), family, tuple(ways))
+
+    def seconds(self, batch: Sequence[int]) -> float:
+        """The time of a micro-batch."""
+        return self.time.fixed + sum(self.time.of(self.lengths[at]) for at in batch)
+
+    def replica(self, family: tuple[str, int], order: Sequence[tuple[int, ...]]) -> ReplicaPlan | None:
+        """A replica's step with micro-batches in this order; None where the family has no such size, or memory lacks."""
+        name, chunks = family
+        schedule = _schedule(name, self.ranks, len(order), chunks)
+        if schedule is None:
+            return None
+        tokens = tuple(sum(self.lengths[at] for at in batch) for batch in order)
+        shared = self.costs.resized(1 / chunks)
+        if math.isfinite(self.memory):
+            held = simulate(schedule, replace(Costs(activation=1 / chunks), microbatch=tuple(map(float, tokens))))
+            if max(held.peak_memory) > self.memory:
+                return None
+        times = tuple(self.seconds(batch) for batch in order)
+        return ReplicaPlan(tuple(order), tokens, simulate(schedule, replace(shared, microbatch=times)))
+
+    def improved(self, plan: StepPlan, tries: int) -> StepPlan:
+        """The plan with the slowest replica changed a little, so many times at most, as long as the step gets shorter."""
+        plans, better = list(plan.replicas), True
+        while better and tries > 0:
+            better = False
+            slowest = max(range(len(plans)), key=lambda at: plans[at].timeline.makespan)
+            for changes in self.neighbours(plans, slowest):
+                runs = {at: self.replica(plan.family, order) for at, order in changes.items()}
+                tries -= len(runs)
+                longest = max(math.inf if run is None else run.timeline.makespan for run in runs.values())
+                if longest < plans[slowest].timeline.makespan * (1 - 1e-9):
+                    plans = [runs.get(at) or each for at, each in enumerate(plans)]
+                    better = True
+                    break
+                if tries <= 0:
+                    break
+        return replace(plan, replicas=tuple(plans), makespan=max(each.timeline.makespan for each in plans))
+
+    def neighbours(self, plans: Sequence[ReplicaPlan], slowest: int) -> Iterator[dict[int, _Batches]]:
+        """Yield replica -> its micro-batches: two exchange their places, a sequence moves to another micro-batch or one of its
+        own, or to another replica, or replicas exchange two."""
+        order = plans[slowest].microbatches
+        count = len(order)
+        for distance in range(1, count):
+            for first in range(count - distance):
+                second = first + distance
+                moved = list(order)
+                moved[first], moved[second] = moved[second], moved[first]
+                yield {slowest: tuple(moved)}
+        for source, batch in enumerate(order):
+            for sequence in batch:
+                without = tuple(tuple(each for each in one if each != sequence) for one in order)
+                for to in range(count + 1):
+                    yield {slowest: _kept((*without[:to], (sequence,), *without[to:]))}
+                    if to < count and to != source and self.fits((*without[to], sequence)):
+                        yield {slowest: _kept((*without[:to], (*without[to], sequence), *without[to + 1 :]))}
+        quickest = min(range(len(plans)), key=lambda at: plans[at].timeline.makespan)
+        other = plans[quickest].microbatches
+        for source, batch in enumerate(order if quickest != slowest else ()):
+            for sequence in batch if len(order) > 1 or len(batch) > 1 else ():
+                left = _kept(tuple(tuple(each for each in one if each != sequence) for one in order))
+                for to in range(len(other) + 1):
+                    yield {slowest: left, quickest: (*other[:to], (sequence,), *other[to:])}
+                    if to < len(other) and self.fits((*other[to], sequence)):
+                        yield {slowest: left, quickest: (*other[:to], (*other[to], sequence), *other[to + 1 :])}
+            for to, theirs in enumerate(other):
+                for mine, their in product(batch, theirs):
+                    given = tuple(their if each == mine else each for each in batch)
+                    taken = tuple(mine if each == their else each for each in theirs)
+                    if self.fits(given) and self.fits(taken):
+                        yield {
+                            slowest: (*order[:source], given, *order[source + 1 :]),
+                            quickest: (*other[:to], taken, *other[to + 1 :]),
+                        }
+
+    def fits(self, batch: Iterable[int]) -> bool:
+        return sum(self.lengths[at] for at in batch) <= self.tokens
+
+    def bound(self) -> float:
+        forward, input_grad, weight_grad = (
+            min(self.costs.per_stage(name, self.ranks)) for name in ("forward", "input_grad", "weight_grad")
+        )
+        times = [self.time.of(n) for n in self.lengths]
+        work = (sum(times) + self.time.fixed * self.replicas) / self.replicas * (forward + input_grad + weight_grad)
+        first = (self.time.fixed + min(times)) * forward * (self.ranks - 1) / self.chunks
+        longest = (self.time.fixed + max(times)) * (self.ranks * (forward + input_grad) + weight_grad / self.chunks)
+        return max(work + first, longest)
+
+
+def _kept(batches: _Batches) -> _Batches:
+    return tuple(batch for batch in batches if batch)
+
+
+def _orders(batches: list[tuple[int, ...]], times: Sequence[float]) -> list[list[tuple[int, ...]]]:
+    """Orders to try: the shortest at both ends of the step, where the pipeline fills and drains; falling; rising; and long beside
+    short ones, which a rank holds at the same time."""
+    rising = [batches[at] for at in sorted(range(len(batches)), key=lambda at: (times[at], at))]
+    half = len(rising) // 2
+    mixed = [each for pair in zip_longest(rising[: len(rising) - half], rising[::-1][:half]) for each in pair if each]
+    return [[*rising[::2], *rising[1::2][::-1]], rising[::-1], rising, mixed]
+
+
+@lru_cache(maxsize=512)
+def _schedule(name: str, ranks: int, microbatches: int, chunks: int) -> Schedule | None:
+    try:
+        return build(name, ranks, microbatches, chunks if chunks > 1 and name != "zbv" else None)
+    except UsageError:
+        return None

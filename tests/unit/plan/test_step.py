@@ -1,0 +1,174 @@
+"""Plans of steps whose sequences differ in length: every sequence once, limits kept, as short as all partitions of a few."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+import pipeloom as pl
+from pipeloom.errors import CapacityError, UsageError
+from pipeloom.plan.step import SequenceTime, StepPlan, plan_step
+from pipeloom.schedule.families import build
+
+ATTENTION = SequenceTime(0.0, 1 / 8192, 1 / 8192**2)
+
+
+def lengths_of(count: int, sigma: float = 1.0, most: int = 16384, seed: int = 1) -> list[int]:
+    numbers = random.Random(seed)
+    return [max(16, min(most, int(math.exp(numbers.gauss(6.5, sigma))))) for _ in range(count)]
+
+
+def batches_of(plan: StepPlan) -> list[tuple[int, ...]]:
+    return [batch for each in plan.replicas for batch in each.microbatches]
+
+
+@pytest.mark.parametrize(("ranks", "replicas", "count"), [(2, 1, 9), (4, 2, 40), (3, 4, 30)])
+def test_every_sequence_is_in_one_micro_batch_within_the_limit(ranks: int, replicas: int, count: int) -> None:
+    lengths = lengths_of(count, most=4096)
+    plan = plan_step(lengths, ranks, replicas, tokens=4096, time=ATTENTION)
+    assert sorted(at for batch in batches_of(plan) for at in batch) == list(range(count))
+    assert max(sum(lengths[at] for at in batch) for batch in batches_of(plan)) <= 4096
+    assert len(plan.replicas) == replicas
+    assert plan == plan_step(lengths, ranks, replicas, tokens=4096, time=ATTENTION)
+    for each in plan.replicas:
+        assert each.tokens == tuple(sum(lengths[at] for at in batch) for batch in each.microbatches)
+        pl.check(each.schedule)
+        factors = tuple(sum(map(ATTENTION.of, (lengths[at] for at in batch))) for batch in each.microbatches)
+        stage = 1 / each.schedule.chunks
+        costs = pl.Costs(stage, stage, stage, microbatch=factors)
+        assert pl.simulate(each.schedule, costs).makespan == pytest.approx(each.timeline.makespan)
+    assert plan.makespan == max(each.timeline.makespan for each in plan.replicas)
+    assert plan.bound <= plan.makespan
+
+
+def ordered_partitions(items: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    if not items:
+        yield ()
+    for mask in range(1, 1 << len(items)):
+        first = tuple(each for at, each in enumerate(items) if mask >> at & 1)
+        for rest in ordered_partitions(tuple(each for each in items if each not in first)):
+            yield (first, *rest)
+
+
+def shortest(lengths: list[int], ranks: int, replicas: int, tokens: int, time: SequenceTime) -> float:
+    """Of all divisions among replicas, and all ordered partitions of each replica's sequences, with 1F1B."""
+    known: dict[int, float] = {}
+
+    def of(members: int) -> float:
+        if members not in known:
+            known[members] = math.inf
+            for order in ordered_partitions(tuple(at for at in range(len(lengths)) if members >> at & 1)):
+                if max(sum(lengths[at] for at in batch) for batch in order) <= tokens:
+                    factors = tuple(time.fixed + sum(time.of(lengths[at]) for at in batch) for batch in order)
+                    run = pl.simulate(build("1f1b", ranks, len(order)), pl.Costs(microbatch=factors))
+                    known[members] = min(known[members], run.makespan)
+        return known[members]
+
+    everyone = (1 << len(lengths)) - 1
+    if replicas == 1:
+        return of(everyone)
+    return min(max(of(some), of(everyone ^ some)) for some in range(1, everyone))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(30))
+def test_few_sequences_take_as_long_as_in_the_best_of_all_partitions(seed: int) -> None:
+    numbers = random.Random(seed)
+    count, ranks, replicas = numbers.choice([3, 4, 5, 5, 6]), numbers.randint(2, 4), numbers.randint(1, 2)
+    lengths = lengths_of(count, seed=seed, most=6000)
+    tokens = max(*lengths, numbers.choice([1000, 2000, 4000]))
+    time = SequenceTime(numbers.choice([0.0, 50.0]), 1.0, numbers.choice([0.0, 1 / 2000]))
+    plan = plan_step(lengths, ranks, replicas, tokens=tokens, time=time, families=[("1f1b", 1)])
+    assert plan.makespan == pytest.approx(shortest(lengths, ranks, replicas, tokens, time), rel=1e-9)
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.5])
+def test_it_is_never_longer_than_simple_packings(sigma: float) -> None:
+    """Sequences in turn, packed as they come, and balanced by tokens, with 1F1B."""
+    lengths, tokens = lengths_of(48, sigma, 8192), 8192
+    in_turn = [[[0]], [[1]]]
+    for at in range(2, 48):
+        last = in_turn[at % 2][-1]
+        if sum(lengths[each] for each in last) + lengths[at] > tokens:
+            in_turn[at % 2].append([])
+        in_turn[at % 2][-1].append(at)
+    steps = []
+    for packed in in_turn:
+        factors = tuple(sum(ATTENTION.of(lengths[at]) for at in batch) for batch in packed)
+        steps.append(pl.simulate(pl.schedules.one_f_one_b(4, len(packed)), pl.Costs(microbatch=factors)).makespan)
+    alone = plan_step(lengths, 4, 2, tokens=tokens, time=ATTENTION, families=[("1f1b", 1)])
+    assert plan_step(lengths, 4, 2, tokens=tokens, time=ATTENTION).makespan <= alone.makespan <= max(steps)
+
+
+def test_memory_is_a_limit_on_tokens_that_a_rank_holds() -> None:
+    lengths = lengths_of(24, most=3000)
+    free = plan_step(lengths, 4, tokens=4096)
+    most = max(held_by(free))
+    tight = plan_step(lengths, 4, tokens=4096, memory=0.7 * most)
+    assert max(held_by(tight)) <= 0.7 * most
+    assert tight.makespan >= free.makespan
+    with pytest.raises(
+        CapacityError, match=rf"^no plan of 24 sequences keeps 10 tokens .* longest has {max(lengths)}$"
+    ):
+        plan_step(lengths, 4, tokens=4096, memory=10)
+
+
+def held_by(plan: StepPlan) -> list[float]:
+    peaks = []
+    for each in plan.replicas:
+        costs = pl.Costs(activation=1 / each.schedule.chunks, microbatch=tuple(map(float, each.tokens)))
+        peaks.append(max(pl.simulate(each.schedule, costs).peak_memory))
+    return peaks
+
+
+def test_the_next_step_takes_over_family_and_packing() -> None:
+    lengths = lengths_of(64)
+    first = plan_step(lengths, 4, 2, tokens=16384, time=ATTENTION)
+    others = lengths_of(64, seed=2)
+    again = plan_step(others, 4, 2, tokens=16384, time=ATTENTION, last=first)
+    assert again.family == first.family
+    assert set(again.packings) <= set(first.packings)
+    assert again.makespan <= 1.1 * plan_step(others, 4, 2, tokens=16384, time=ATTENTION).makespan
+
+
+def test_attention_changes_the_plan() -> None:
+    lengths = lengths_of(40, 1.5)
+    plain, squares = (
+        plan_step(lengths, 4, tokens=16384, time=time) for time in (replace(ATTENTION, square=0.0), ATTENTION)
+    )
+    assert batches_of(plain) != batches_of(squares)
+
+
+def test_the_costs_of_a_stage_count() -> None:
+    lengths = lengths_of(16)
+    plan = plan_step(lengths, 2, tokens=16384, costs=pl.Costs(1, 1.5, 0.5), families=[("1f1b", 1)])
+    run = plan.replicas[0]
+    factors = tuple(map(float, run.tokens))
+    costs = pl.Costs(1, 1.5, 0.5, microbatch=factors)
+    assert pl.simulate(run.schedule, costs).makespan == pytest.approx(plan.makespan)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "replicas", "words"),
+    [
+        ([], 1, "^lengths: give the tokens"),
+        ([3, 0], 1, "^lengths: give the tokens"),
+        ([3], 2, "^1 sequences for 2 replicas: .* replicas=1$"),
+        ([3, 900], 1, "^tokens=100: sequence 1 has 900; nearest: tokens=900$"),
+        ([3], 0, "^ranks=2, replicas=0: both are at least 1"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(lengths: list[int], replicas: int, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        plan_step(lengths, 2, replicas, tokens=100)
+
+
+def test_it_says_what_it_planned() -> None:
+    text = str(plan_step([900, 80, 70, 60, 500, 400], 2, 2, tokens=1000, families=[("1f1b", 1)]))
+    assert text.splitlines()[0].startswith("1f1b: makespan ")
+    assert "% above the bound" in text
+    assert [line.split(":")[0] for line in text.splitlines()[1:]] == ["replica 0", "replica 1"]
