@@ -18,9 +18,9 @@ from pipeloom.schedule.families import build
 
 FAMILIES_OF_STEPS = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4), ("zbv", 2))
 _SHARES = (1.0, 1.15, 1.35, 1.6, 2.0, 2.6, 3.5)  # times the fewest micro-batches that hold a replica's tokens
-_WARM = 4  # ways of packing that a plan takes over from the last one
+_WARM = 3  # ways of packing that a plan takes over from the last one
 _FEW = 6  # sequences of a step, of which every way to pack them is improved
-_TRIES, _WARM_TRIES = 600, 20  # simulated replicas while a plan is improved
+_TRIES, _WARM_TRIES = 600, 8  # simulated replicas while a plan is improved
 _Batches = tuple[tuple[int, ...], ...]
 
 
@@ -76,7 +76,7 @@ class StepPlan:
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound the step is, as a share."""
+        """The share by which the step is longer than the bound."""
         return self.makespan / self.bound - 1
 
     def __str__(self) -> str:
@@ -107,8 +107,8 @@ def plan_step(
 ) -> StepPlan:
     """Divide the sequences of one step among replicas and micro-batches, and choose a schedule for exactly these.
 
-    Pure and deterministic: every rank that knows the lengths computes the same plan. Never longer than sequences packed in the
-    order given or balanced by tokens, with 1F1B or interleaving, where these are among `families`.
+    Pure and deterministic: every rank that knows the lengths computes the same plan. Without `last` never longer than sequences
+    packed in the order given or balanced by tokens, with each of `families`.
 
     >>> import pipeloom as pl
     >>> plan = pl.plan_step([900, 80, 70, 60, 500, 400, 30, 20], ranks=2, tokens=1000)
@@ -133,7 +133,9 @@ def plan_step(
     _require(lengths, ranks, replicas, tokens)
     families = tuple(families)
     most = max(chunks for _, chunks in families)
-    step = _Step(tuple(lengths), ranks, replicas, tokens, time, costs if costs is not None else Costs(), memory, most)
+    step = _StepQuestion(
+        tuple(lengths), ranks, replicas, tokens, time, costs if costs is not None else Costs(), memory, most
+    )
     packings = (
         list(product(_SHARES, range(3 if memory == math.inf else 4)))
         if last is None
@@ -147,7 +149,9 @@ def plan_step(
             divided = step.spread([wait / step.unit for wait in waits])
             again = step.planned(family, [step.packed_in_all_ways(mine, packings) for mine in divided])
             plan = min((each for each in (plan, again) if each is not None), key=lambda each: each.makespan)
-        plans = [plan, *(step.planned(family, [[each] for each in packing]) for packing in step.simple_packings())]
+        plans = [plan]
+        if last is None:
+            plans += [step.planned(family, [[each] for each in packing]) for packing in step.simple_packings()]
         if last is None and len(lengths) <= _FEW:
             ways = zip(*(step.packed_in_all_ways(mine, packings) for mine in step.spread()), strict=True)
             different = {tuple(pack.batches for pack in way): way for way in ways}.values()
@@ -184,8 +188,8 @@ class _Packed:
 
 
 @dataclass(frozen=True)
-class _Step:
-    """One step's question."""
+class _StepQuestion:
+    """The question for one step."""
 
     lengths: tuple[int, ...]
     ranks: int
@@ -345,12 +349,12 @@ class _Step:
                         yield {slowest: left, quickest: (*other[:to], (*other[to], sequence), *other[to + 1 :])}
             for to, theirs in enumerate(other):
                 for mine, their in product(batch, theirs):
-                    given = tuple(their if each == mine else each for each in batch)
-                    taken = tuple(mine if each == their else each for each in theirs)
-                    if self.fits(given) and self.fits(taken):
+                    my_batch = tuple(their if each == mine else each for each in batch)
+                    their_batch = tuple(mine if each == their else each for each in theirs)
+                    if self.fits(my_batch) and self.fits(their_batch):
                         yield {
-                            slowest: (*order[:source], given, *order[source + 1 :]),
-                            quickest: (*other[:to], taken, *other[to + 1 :]),
+                            slowest: (*order[:source], my_batch, *order[source + 1 :]),
+                            quickest: (*other[:to], their_batch, *other[to + 1 :]),
                         }
 
     def fits(self, batch: Iterable[int]) -> bool:
