@@ -275,12 +275,9 @@ def _request(options: PlanFlags, device: Device, shape: DecoderShape) -> PlanReq
         *(options.runtime, options.devices, device.memory, options.global_batch, options.seq),
         capacity=options.capacity,
         limits=_limits(options, shape),
+        fixed={} if options.fixed is None else values_of(options.fixed, "--fixed"),
     )
-    if options.fixed is not None:
-        fixed = values_of(options.fixed, "--fixed")
-        levels = (int(fixed["zero"]),) if "zero" in fixed else request.zero
-        request = replace(request, fixed=fixed, zero=levels)
-        _require_limits("--fixed", request.fixed, request.limits)
+    _require_limits("--fixed", request.fixed, request.limits)
     if options.costs is not None:  # layers are measured whole
         request = replace(request, fixed={"tp": 1, "cp": 1, "ep": 1} | dict(request.fixed))
     return request

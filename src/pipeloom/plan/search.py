@@ -86,6 +86,8 @@ class PlanRequest:
         """The layouts that a runtime can run; without `sequences` as many as make a step of 4 Mi tokens."""
         sequences = sequences or max(1, STEP_TOKENS // seq)
         zero = {"torchtitan": (3,), "pipeloom": (1, 2, 3)}.get(runtime, (1,))
+        if "zero" in fields.get("fixed", {}):
+            zero = (int(fields["fixed"]["zero"]),)
         request = cls(devices, memory, sequences, seq, OFFERED[runtime], zero, **fields)
         if runtime != "megatron":  # these parts are Megatron's
             request = replace(request, recompute=("none", "full"))
@@ -186,7 +188,7 @@ def search(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate]
     if any(each.peak <= request.memory for each in known):
         known += _smaller(planner, request, close, known)
     else:
-        known += _predictions(planner, sorted(estimates, key=lambda each: each.memory)[:SMALLEST])
+        known += _predictions(planner, _smallest(planner, estimates))
     fitting = sorted((each for each in known if each.peak <= request.memory), key=lambda each: each.step.total)
     smallest = min(known, key=lambda each: each.peak, default=None)
     return LayoutPlan(tuple(fitting), tuple(estimates), len(estimates) - len(close), len(known), smallest)
@@ -240,6 +242,13 @@ def _until_best(
             if prediction.peak <= request.memory:
                 best = min(best, seconds)
             yield prediction
+
+
+def _smallest(planner: Planner, estimates: Iterable[Estimate]) -> list[Estimate]:
+    """The estimates of the least memory, those that were discarded by their mean rank estimated whole."""
+    rough = sorted(estimates, key=lambda each: each.memory)[: 16 * SMALLEST]
+    whole = [estimate(planner, each.layout) if each.seconds == math.inf else each for each in rough]
+    return sorted(whole, key=lambda each: each.memory)[:SMALLEST]
 
 
 def _smaller(
@@ -421,7 +430,8 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
                     sized = replace(layout, v=v, schedule=name, slices=slices, vocabulary=vocabulary)
                     if not _is_offered(planner, sized) or (vocabulary == "pp" and problems(planner.shape, sized)):
                         continue
-                    smallest = replace(sized, zero=max(request.zero))
+                    levels = request.zero[:1] if layout.dp * layout.cp == 1 else request.zero
+                    smallest = replace(sized, zero=max(levels))
                     whole = (*key, layout.pp if vocabulary == "pp" else 0)
                     if whole not in models:
                         models[whole] = _Sums.of(planner, replace(sized, slices=1), links).totals[-1]
@@ -430,7 +440,7 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
                         yield Estimate(smallest, least, math.inf)
                         continue
                     best = Estimate(sized, math.inf, math.inf)  # of the lower levels
-                    for zero in request.zero:
+                    for zero in levels:
                         candidate = replace(sized, zero=zero)
                         if not request.allows(candidate):
                             continue
@@ -445,8 +455,6 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
                         if estimate.seconds < best.seconds or best.memory > ROOM * request.memory:
                             best = estimate
                             yield estimate
-                        if layout.dp * layout.cp == 1:
-                            break
 
 
 def _least_bytes(planner: Planner, layout: PlannedLayout, sums: Sequence[float]) -> float:

@@ -242,7 +242,16 @@ def test_every_variable_that_is_read_is_recorded_or_internal() -> None:
         for path in source.rglob("*.py")
         for name in re.findall(r"""os\.environ(?:\.get|\.setdefault|\.pop)?[(\[]"([A-Z_]+)\"""", path.read_text())
     }
-    # who a worker is; how a terminal looks; how much the profiler prints
-    internal = {"RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "NO_COLOR", "TERM", "COLORTERM", "KINETO_LOG_LEVEL"}
+    # who a worker is, or who else would start some; how a terminal looks; how much the profiler prints
+    internal = {
+        "RANK",
+        "GROUP_RANK",
+        "TORCHELASTIC_RUN_ID",
+        "SLURM_NTASKS",
+        "NO_COLOR",
+        "TERM",
+        "COLORTERM",
+        "KINETO_LOG_LEVEL",
+    }
     assert "WANDB_MODE" in read
     assert read - {*READ, *SECRET} <= internal

@@ -272,6 +272,17 @@ def test_what_has_too_many_bytes_at_the_least_would_be_discarded():
     assert all(CLOSE * asked.memory < each.memory <= estimate(planned, each.layout).memory for each in rough)
 
 
+def test_the_smallest_is_named_where_nothing_fits():
+    """Though layouts are discarded by their mean rank, with the highest ZeRO level where there are replicas."""
+    asked = replace(request_of(8, 64, seq=4096), zero=(1, 2, 3), slices=(1, 4), vocabulary=("last", "pp"))
+    planned = planner("llama3-70b", runtime="pipeloom")
+    every = sorted(_estimates(planned, replace(asked, memory=1e15)), key=lambda each: each.memory)[:16]
+    smallest = min((planned.predict(each.layout) for each in every), key=lambda each: each.peak)
+    found = search(planned, asked).smallest
+    assert found is not None
+    assert (found.layout, found.peak) == (smallest.layout, smallest.peak)
+
+
 def test_slower_links_make_exchanges_longer():
     layout = PlannedLayout(tp=8, m=4)
     slow = replace(H100, link=H100.link / 2)
