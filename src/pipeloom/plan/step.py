@@ -14,7 +14,7 @@ from itertools import product, zip_longest
 
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
-from pipeloom.schedule.families import build
+from pipeloom.schedule.families import FAMILIES, build
 
 FAMILIES_OF_STEPS = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4), ("zbv", 2))
 _SHARES = (1.0, 1.15, 1.35, 1.6, 2.0, 2.6, 3.5)  # times the fewest micro-batches that hold a replica's tokens
@@ -127,11 +127,15 @@ def plan_step(
         last: the plan of an earlier step of the same kind, whose family and number of micro-batches are tried alone.
 
     Raises:
-        UsageError: no sequences, fewer than replicas, or one that is longer than `tokens`.
+        UsageError: no sequences, fewer than replicas, one that is longer than `tokens`; no time, or no known family.
         CapacityError: no plan keeps `memory`.
     """
-    _require(lengths, ranks, replicas, tokens)
     families = tuple(families)
+    _require(lengths, ranks, replicas, tokens)
+    if time.fixed + time.of(1) <= 0:
+        raise UsageError(f"time={time}: a micro-batch takes no time; nearest: {SequenceTime()}")
+    if not families or not {name for name, _ in families} <= FAMILIES.keys():
+        raise UsageError(f"families={families}: give (name, chunks) of known ones; nearest: {FAMILIES_OF_STEPS[0]}")
     most = max(chunks for _, chunks in families)
     step = _StepQuestion(
         tuple(lengths), ranks, replicas, tokens, time, costs if costs is not None else Costs(), memory, most

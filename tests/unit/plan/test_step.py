@@ -167,6 +167,15 @@ def test_what_cannot_be_planned_is_refused(lengths: list[int], replicas: int, wo
         plan_step(lengths, 2, replicas, tokens=100)
 
 
+def test_a_family_that_is_not_known_and_no_time_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"^families=\(\('1g1b', 1\),\): give \(name, chunks\) of known ones"):
+        plan_step([3], 2, tokens=100, families=[("1g1b", 1)])
+    with pytest.raises(UsageError, match=r"^families=\(\): give"):
+        plan_step([3], 2, tokens=100, families=[])
+    with pytest.raises(UsageError, match="a micro-batch takes no time; nearest: "):
+        plan_step([3], 2, tokens=100, time=SequenceTime(0.0, 0.0, 0.0))
+
+
 def test_it_says_what_it_planned() -> None:
     text = str(plan_step([900, 80, 70, 60, 500, 400], 2, 2, tokens=1000, families=[("1f1b", 1)]))
     assert text.splitlines()[0].startswith("1f1b: makespan ")
