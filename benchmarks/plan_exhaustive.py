@@ -21,7 +21,7 @@ from dataclasses import replace
 from itertools import product
 
 from pipeloom.errors import UsageError
-from pipeloom.plan import OFFERED, RUNTIMES, LayoutCosts, PlannedLayout, Planner, PlanRequest, load_device, load_model
+from pipeloom.plan import RUNTIMES, LayoutCosts, PlannedLayout, Planner, PlanRequest, load_device, load_model
 from pipeloom.plan.layout import problems
 from pipeloom.plan.search import fastest
 
@@ -51,10 +51,7 @@ def request_of(question: tuple[str, int, str, int, int]) -> tuple[Planner, PlanR
     """What `pipeloom plan` asks."""
     model, devices, name, seq, sequences = question
     device = load_device(name)
-    request = PlanRequest(
-        devices, device.memory, sequences, seq, OFFERED["pipeloom"], zero=(1, 2, 3), recompute=("none", "full"),
-        slices=(1, 2, 4, 8, 16, 32), vocabulary=("last", "pp"),
-    )  # fmt: skip
+    request = PlanRequest.of("pipeloom", devices, device.memory, sequences, seq)
     return Planner(load_model(model), device, RUNTIMES["pipeloom"]), request
 
 

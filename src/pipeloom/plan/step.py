@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product, zip_longest
 
 from pipeloom.errors import CapacityError, UsageError
@@ -204,6 +204,11 @@ class _StepQuestion:
     memory: float
     chunks: int  # the most of a rank
 
+    @cached_property
+    def times(self) -> list[float]:
+        """Sequence -> its time."""
+        return [self.time.of(n) for n in self.lengths]
+
     @property
     def unit(self) -> float:
         """The time of F, I and W of a micro-batch whose time is 1."""
@@ -216,7 +221,7 @@ class _StepQuestion:
             begun: replica -> time that it has without sequences.
             weights: sequence -> what is balanced; default: its time.
         """
-        weights = weights or [self.time.of(n) for n in self.lengths]
+        weights = weights or self.times
         members: list[list[int]] = [[] for _ in range(self.replicas)]
         sums = list(begun) or [0.0] * self.replicas
         longest = sorted(range(len(self.lengths)), key=lambda at: (-weights[at], at))
@@ -236,11 +241,11 @@ class _StepQuestion:
 
     def packed_in_all_ways(self, sequences: Sequence[int], ways: Sequence[tuple[float, int]]) -> list[_Packed]:
         """The micro-batches of a replica for each (share of the fewest, number of the order)."""
-        weights, packs = [self.time.of(n) for n in self.lengths], []
+        packs: list[_Packed] = []
         known: dict[float, list[list[tuple[int, ...]]]] = {}
         for share, order in ways:
             if share not in known:
-                batches = self.packed(sequences, math.ceil(share * self.fewest(sequences)), weights)
+                batches = self.packed(sequences, math.ceil(share * self.fewest(sequences)), self.times)
                 known[share] = _orders([tuple(batch) for batch in batches], [self.seconds(batch) for batch in batches])
             packs.append(_Packed(tuple(known[share][order]), (share, order)))
         return packs
@@ -285,11 +290,11 @@ class _StepQuestion:
             run, way = min(runs, key=lambda each: each[0].timeline.makespan)
             plans.append(run)
             ways.append(way)
-        return StepPlan(tuple(plans), max(each.timeline.makespan for each in plans), self.bound(), family, tuple(ways))
+        return StepPlan(tuple(plans), max(each.timeline.makespan for each in plans), self.bound, family, tuple(ways))
 
     def seconds(self, batch: Sequence[int]) -> float:
         """The time of a micro-batch."""
-        return self.time.fixed + sum(self.time.of(self.lengths[at]) for at in batch)
+        return self.time.fixed + sum(self.times[at] for at in batch)
 
     def replica(self, family: tuple[str, int], order: Sequence[tuple[int, ...]]) -> ReplicaPlan | None:
         """A replica's step with micro-batches in this order; None where the family has no such size, or memory lacks."""
@@ -364,14 +369,19 @@ class _StepQuestion:
     def fits(self, batch: Iterable[int]) -> bool:
         return sum(self.lengths[at] for at in batch) <= self.tokens
 
+    @cached_property
     def bound(self) -> float:
+        """As `StepPlan.bound`."""
         forward, input_grad, weight_grad = (
             min(self.costs.per_stage(name, self.ranks)) for name in ("forward", "input_grad", "weight_grad")
         )
-        times = [self.time.of(n) for n in self.lengths]
-        work = (sum(times) + self.time.fixed * self.replicas) / self.replicas * (forward + input_grad + weight_grad)
-        first = (self.time.fixed + min(times)) * forward * (self.ranks - 1) / self.chunks
-        longest = (self.time.fixed + max(times)) * (self.ranks * (forward + input_grad) + weight_grad / self.chunks)
+        work = (
+            (sum(self.times) + self.time.fixed * self.replicas) / self.replicas * (forward + input_grad + weight_grad)
+        )
+        first = (self.time.fixed + min(self.times)) * forward * (self.ranks - 1) / self.chunks
+        longest = (self.time.fixed + max(self.times)) * (
+            self.ranks * (forward + input_grad) + weight_grad / self.chunks
+        )
         return max(work + first, longest)
 
 
