@@ -225,7 +225,8 @@ def test_nothing_fits_a_small_device():
 
 
 @pytest.mark.parametrize(
-    ("name", "v", "slices"), [("1f1b", 1, 1), ("zb-h1", 1, 1), ("zbv", 2, 1), ("interleaved", 2, 1), ("1f1b", 1, 2)]
+    ("name", "v", "slices"),
+    [("1f1b", 1, 1), ("zb-h1", 1, 1), ("zbv", 2, 1), ("interleaved", 2, 1), ("1f1b", 1, 2), ("1f1b-overlap", 1, 1)],
 )
 def test_long_steps_are_extrapolated_exactly(name, v, slices, monkeypatch):
     layout = PlannedLayout(pp=4, v=v, m=1100, schedule=name, seq=2048, slices=slices)

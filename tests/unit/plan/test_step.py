@@ -135,6 +135,18 @@ def test_the_next_step_takes_over_family_and_packing() -> None:
     assert again.makespan <= 1.1 * plan_step(others, 4, 2, tokens=16384, time=ATTENTION).makespan
 
 
+def test_only_the_ways_of_the_last_plan_are_tried() -> None:
+    first = plan_step(lengths_of(64), 4, 2, tokens=16384, time=ATTENTION)
+    last = replace(first, packings=((1.35, 2), (1.35, 2)))
+    assert plan_step(lengths_of(64), 4, 2, tokens=16384, time=ATTENTION, last=last).packings == last.packings
+
+
+def test_a_stage_of_two_chunks_takes_half() -> None:
+    (run,) = plan_step(lengths_of(16), 2, tokens=16384, families=[("interleaved", 2)]).replicas
+    costs = pl.Costs(0.5, 0.5, 0.5, microbatch=tuple(map(float, run.tokens)))
+    assert pl.simulate(run.schedule, costs).makespan == pytest.approx(run.timeline.makespan)
+
+
 def test_attention_changes_the_plan() -> None:
     lengths = lengths_of(40, 1.5)
     plain, squares = (
