@@ -36,6 +36,7 @@ class Opened:
     def __init__(self, running: Any, folder: Path, timelines: Timeline | Sequence[Timeline], **options: Any) -> None:
         self.file = folder / "page.html"
         page = {name: options.pop(name, None) for name in ("title", "bound", "limit")}
+        page |= {name: options.pop(name) for name in ("below", "rows") if name in options}
         self.file.write_text(html(timelines, **page), encoding="utf-8")
         settings = {"viewport": {"width": 1280, "height": 800}, "accept_downloads": True, "offline": True} | options
         self.context = running.new_context(**settings)

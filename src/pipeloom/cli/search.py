@@ -69,8 +69,7 @@ def command(sizes: Sizes, options: SearchFlags, costs: CostFlags, sending: SendF
             progress=progress,
             **limits,
         )
-    bound = result.lower_bound if result.objective == "makespan" else None
-    output.draw([result.timeline], bound=bound, limit=memory if in_bytes or not values.bytes else None)
+    output.draw([result.timeline], **result.beside)
     if output.csv:
         write_csv(result.schedule)
     elif output.as_json:

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from html import escape
 from importlib import resources
@@ -18,7 +19,7 @@ from typing import Any
 
 from pipeloom.draw import palette
 from pipeloom.draw.boxes import byte_curves, queue_names
-from pipeloom.draw.figures import assumptions, heading, messages, number, time_unit
+from pipeloom.draw.figures import assumptions, full_rank, heading, messages, number, time_unit
 from pipeloom.draw.svg import svg
 from pipeloom.errors import PipeloomError, printable
 from pipeloom.schedule import Schedule, Timeline, lower_bound, simulate
@@ -30,6 +31,14 @@ from pipeloom.schedule.model import parts
 from pipeloom.schedule.timeline import CAUSES, timelines_of
 
 PAGE_FORMAT = "pipeloom.page/1"
+THEMED = {
+    f'fill="{palette.PAPER}"': 'fill="var(--paper)"',
+    f"fill:{palette.INK}": "fill:var(--ink)",
+    f"fill:{palette.FAINT_INK}": "fill:var(--faint)",
+    f'"{palette.IDLE_COLOUR}"': '"var(--idle)"',
+    f'"{palette.IDLE_LINE}"': '"var(--line)"',
+}
+"""What an SVG below the timelines is drawn with -> the same in the page's theme."""
 MOST_BOXES = 4000  # of an SVG in a notebook: 0.5 MB
 MOST_ACTIONS = 100_000  # of a page in a notebook: 5 MB
 
@@ -40,6 +49,7 @@ def html(
     below: str = "",
     bound: float | None = None,
     limit: float | None = None,
+    rows: Sequence[Timeline] = (),
 ) -> str:
     """A page with the timelines under one another on one axis of time; a browser opens it from disk, offline.
 
@@ -51,11 +61,14 @@ def html(
         below: an SVG document of ours to show below the timelines, such as a pair's segments.
         bound: a lower bound on the makespan, such as a search's; default: of each timeline's placement and costs.
         limit: of a rank's memory, in bytes where the costs have them, else in the unit of `Costs.activation`.
+        rows: timelines that are compared with the others, and not drawn.
     """
     panels = timelines_of(timelines)
     names = list(dict.fromkeys(timeline.schedule.name for timeline in panels))
     given = title if title is not None else heading(panels[0]) if len(panels) == 1 else " · ".join(names)
     name = printable(given) or "Pipeloom"
+    for light, themed in THEMED.items():
+        below = below.replace(light, themed)
     style, script = _resource("page.css"), _script()
     styles = " ".join(f"'{_hash(text)}'" for text in (style, *re.findall(r"<style>(.*?)</style>", below)))
     policy = (
@@ -67,33 +80,58 @@ def html(
         "style": style,
         "script": script,
         "below": below,
-        "data": _embedded(document(panels, name, bound, limit)),
+        "data": _embedded(document(panels, name, bound, limit, rows)),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda slot: content[slot[1]], _resource("page.html"))
 
 
 def document(
-    timelines: Sequence[Timeline], title: str, bound: float | None = None, limit: float | None = None
+    timelines: Sequence[Timeline],
+    title: str,
+    bound: float | None = None,
+    limit: float | None = None,
+    rows: Sequence[Timeline] = (),
 ) -> dict[str, Any]:
     """Return the data of the page, ready for `json.dumps`: the table of kinds, the unit of time, and a pane for each timeline.
 
     Args: as of `html`.
     """
-    factor, unit = time_unit(timelines)
-    mixed = len({timeline.source for timeline in timelines}) > 1
+    every = _in_one_unit([*timelines, *rows])
+    factor, unit = time_unit(every)
+    mixed = len({timeline.source for timeline in every}) > 1
+    chunked = len({full_rank(timeline.schedule) for timeline in every}) > 1
+    panes = [
+        _pane(timeline, (factor, unit))
+        | {"heading": f"{timeline.source}: {heading(timeline)}" if mixed else heading(timeline)}
+        | {"lower_bound": lower_bound(timeline.schedule, timeline.costs) if bound is None else bound}
+        | {"unit": full_rank(timeline.schedule) if chunked else 1}
+        for timeline in every
+    ]
     return {
         "format": PAGE_FORMAT,
         "title": title,
         "unit": {"factor": factor, "name": unit},
         "kinds": [_kind(kind) for kind in kinds()],
         "limit": limit,
-        "panes": [
-            _pane(timeline, (factor, unit))
-            | {"heading": f"{timeline.source}: {heading(timeline)}" if mixed else heading(timeline)}
-            | {"lower_bound": lower_bound(timeline.schedule, timeline.costs) if bound is None else bound}
-            for timeline in timelines
-        ],
+        "panes": panes[: len(timelines)],
+        "rows": panes[len(timelines) :],
     }
+
+
+def _in_one_unit(timelines: Sequence[Timeline]) -> list[Timeline]:
+    """Return timelines whose memory compares: where stages are of several sizes and all activations count 1, they count the
+    stage's share of a rank instead."""
+    shares = [full_rank(timeline.schedule) for timeline in timelines]
+    counted = [
+        timeline.costs.bytes or {*timeline.costs.per_stage("activation", timeline.schedule.stages)} <= {1.0, share}
+        for timeline, share in zip(timelines, shares, strict=True)
+    ]
+    if len({*shares}) < 2 or not all(counted):
+        return list(timelines)
+    return [
+        replace(timeline, costs=replace(timeline.costs, activation=share))
+        for timeline, share in zip(timelines, shares, strict=True)
+    ]
 
 
 def _kind(kind: Kind) -> dict[str, Any]:
@@ -179,6 +217,7 @@ def _pane(timeline: Timeline, unit: tuple[float, str]) -> dict[str, Any]:
         },
         "left": {stage * schedule.units + unit: sorted(values) for (stage, unit), values in schedule.remade.items()},
         "source": timeline.source,
+        "full": full_rank(schedule),
         "assumptions": assumptions(timeline, unit),
         "overlap_p2p": timeline.overlap_p2p,
         "messages": sent | {"words": size_words(sent["size"]) if sent["size"] else ""},
@@ -259,7 +298,7 @@ def svg_of(subject: Schedule | Timeline) -> str | None:
     return svg(timeline)
 
 
-def html_of(subject: Schedule | Timeline) -> str | None:
+def html_of(subject: Schedule | Timeline, bound: float | None = None, limit: float | None = None) -> str | None:
     """The page in a sandboxed frame; the reason where a schedule cannot run; None where it is too large.
 
     The text inside the iframe element is shown by viewers that remove frames.
@@ -271,8 +310,9 @@ def html_of(subject: Schedule | Timeline) -> str | None:
         return None
     height = min(900, 300 + 85 * timeline.schedule.ranks)
     words = escape(f"{heading(timeline)}: makespan {number(timeline.makespan)}")
+    page = escape(html(timeline, bound=bound, limit=limit))
     return (
-        f'<iframe sandbox="allow-scripts allow-downloads allow-modals" srcdoc="{escape(html(timeline))}" '
+        f'<iframe sandbox="allow-scripts allow-downloads allow-modals" srcdoc="{page}" '
         f'style="width:100%;height:{height}px;border:0" title="{words}">{words}</iframe>'
     )
 

@@ -666,11 +666,11 @@ class Timeline:
 
         return svg_of(self)
 
-    def _repr_html_(self) -> str | None:
-        """For notebooks: the page."""
+    def _repr_html_(self, **beside: float | None) -> str | None:
+        """For notebooks: the page; `beside`: `bound` and `limit` of `draw.html`."""
         from pipeloom.draw.html import html_of
 
-        return html_of(self)
+        return html_of(self, **beside)
 
     def __repr__(self) -> str:
         return f"Timeline({self.schedule!r}, {self.source}, makespan={self.makespan:g}, bubble_ratio={self.bubble_ratio:.4f})"

@@ -69,6 +69,7 @@ def search_in_bytes(
         iterations=sum(result.iterations for result in results),
         seconds=sum(result.seconds for result in results),
         interrupted=results[-1].interrupted,
+        limit=memory,
     )
 
 

@@ -42,6 +42,7 @@ class SearchResult:
         iterations: moves of the local search.
         seconds: duration of the search.
         interrupted: whether Ctrl-C ended it.
+        limit: of a rank's memory, in the unit of `timeline.peak_memory` or in bytes; None: none, or one for each rank.
     """
 
     schedule: Schedule
@@ -53,6 +54,7 @@ class SearchResult:
     iterations: int
     seconds: float
     interrupted: bool = False
+    limit: float | None = None
 
     @property
     def value(self) -> float:
@@ -79,8 +81,13 @@ class SearchResult:
         return self.timeline._repr_svg_()
 
     def _repr_html_(self) -> str | None:
-        """Return the page of its timeline, for notebooks."""
-        return self.timeline._repr_html_()
+        """Return the page of its timeline, with its bound and its limit, for notebooks."""
+        return self.timeline._repr_html_(**self.beside)
+
+    @property
+    def beside(self) -> dict[str, float | None]:
+        """`bound` and `limit` of `draw.html`."""
+        return {"bound": self.lower_bound if self.objective == "makespan" else None, "limit": self.limit}
 
     def __repr__(self) -> str:
         return f"SearchResult({self.objective} {self.value:g}, bound {self.lower_bound:g}, {self.schedule!r})"
@@ -206,6 +213,7 @@ def search(
         iterations=budget.used,
         seconds=budget.seconds,
         interrupted=driver.interrupted,
+        limit=None if cost_model.bytes or isinstance(memory, Sequence) else memory,
     )
 
 

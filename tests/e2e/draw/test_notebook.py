@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 import pipeloom as pl
 from browser import browser
+from pipeloom.solver.in_bytes import search_in_bytes
 
 
 def _values() -> list[Any]:
@@ -23,6 +25,23 @@ def test_a_value_shows_itself(value: Any) -> None:
     frame = value._repr_html_()
     assert frame.startswith('<iframe sandbox="allow-scripts')
     assert "pipeloom.page/1" in unescape(frame)
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_a_search_shows_its_bound_its_gap_and_its_limit(objective: Any) -> None:
+    result = pl.search(4, 8, memory=3, objective=objective, iterations=0)
+    data = json.loads(unescape(result._repr_html_() or "").split('id="data">')[1].split("</script>")[0])
+    (pane,) = data["panes"]
+    of_makespan = pl.draw.figures(result.timeline)["lower_bound"]  # without the limit
+    assert pane["lower_bound"] == {"makespan": 28, "span": of_makespan}[objective]
+    assert result.lower_bound != of_makespan
+    assert data["limit"] == result.limit == 3
+
+
+def test_a_search_in_bytes_shows_its_limit() -> None:
+    result = search_in_bytes(2, 3, pl.Costs(bytes={"saved": 512.0}), 2048.0, iterations=0)
+    assert result.beside == {"bound": result.lower_bound, "limit": 2048.0}
+    assert pl.search(2, 3, memory=[1, 2], iterations=0).limit is None  # no one line is the limit of both
 
 
 def test_a_schedule_that_cannot_run_shows_the_reason() -> None:

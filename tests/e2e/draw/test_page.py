@@ -17,9 +17,11 @@ from browser import Opened, browser
 from paths import ROOT
 from pipeloom.draw import figures, html, svg
 from pipeloom.draw.boxes import boxes
-from pipeloom.draw.figures import number
+from pipeloom.draw.figures import full_rank, number
+from pipeloom.draw.segments import segment_lanes
 from pipeloom.schedule.files import load
 from pipeloom.schedule.json_form import from_json
+from pipeloom.schedule.segments import LayerSegments
 from pipeloom.schedule.timeline import Exposed
 from pipeloom.schedule.transforms import transformed
 
@@ -91,7 +93,9 @@ def test_four_tiles_and_a_comparison_that_sorts_and_leads_to_the_panes(opened: O
     for text, timeline in zip(tiles, timelines, strict=True):
         found = figures(timeline)
         bound = f"{100 * found['gap']:.1f} %\nabove the lower bound {number(found['lower_bound'])}"
-        words = [number(found["makespan"]), f"{found['bubble_ratio']:.4f}", number(max(found["peak_memory"])), bound]
+        full = full_rank(timeline.schedule)  # the unit of both, whose stages are of two sizes
+        rate = f"{found['bubble_rate']:.4f}\nbubble rate, idle / (p · makespan)"
+        words = [number(found["makespan"]), rate, number(full * max(found["peak_memory"])), bound]
         assert [words[at] in text for at in range(4)] == [True] * 4
     names = (
         "() => [...document.querySelectorAll('#compare tbody tr')].map((row) => row.cells[0].textContent.split(',')[0])"
@@ -104,7 +108,7 @@ def test_four_tiles_and_a_comparison_that_sorts_and_leads_to_the_panes(opened: O
     opened.page.click("#compare tbody tr >> nth=1")
     assert opened.run("() => document.activeElement === pipeloom.panes[1].stage")
     before = opened.page.inner_text("#compare tbody")
-    opened.run("() => pipeloom.move(pipeloom.panes[0], 3, 20, 4)")
+    opened.run("() => pipeloom.move(pipeloom.panes[0], 3, 20, 18)")
     assert opened.page.inner_text("#compare tbody") != before
 
 
@@ -145,6 +149,80 @@ def test_rows_grow_to_the_window_and_no_number_vanishes_for_its_length(running: 
     assert texts.count("3") == 4 * (3 + 11 + 1) + 1
 
 
+@pytest.mark.parametrize(("ranks", "width", "height"), [(4, 2560, 1440), (16, 2560, 1440), (4, 1280, 800)])
+def test_rows_fill_the_window(running: Any, tmp_path: Path, ranks: int, width: int, height: int) -> None:
+    timeline = pl.simulate(pl.schedules.one_f_one_b(ranks, 2 * ranks))
+    page = Opened(running, tmp_path, timeline, viewport={"width": width, "height": height})
+    assert page.run("() => document.documentElement.scrollHeight") == height
+    bottom = page.run("() => pipeloom.panes[0].stage.getBoundingClientRect().bottom")
+    assert 0.88 * height < bottom < height
+    page.close()
+
+
+def test_sixteen_ranks_have_numbers_and_memory_to_read(running: Any, tmp_path: Path) -> None:
+    page = Opened(running, tmp_path, pl.simulate(pl.schedules.one_f_one_b(16, 32)))
+    text = page.run("() => pipeloom.exportSvg()")
+    sizes = [float(size) for size in re.findall(r'font-size="([\d.]+)"[^>]*text-anchor="middle"[^>]*>\d+</text>', text)]
+    assert len(sizes) > 2 * 16 * 32  # every box has its number
+    assert min(sizes) >= 9
+    assert page.run("() => pipeloom.panes[0].layout.band") >= 10
+    page.close()
+    overlapped = pl.simulate(pl.schedules.dualpipev(16, 32), pl.Costs(all_to_all=0.3))
+    page = Opened(running, tmp_path, overlapped, viewport={"width": 2560, "height": 900})
+    text = page.run("() => pipeloom.exportSvg()")
+    assert len(re.findall(r">\d+</text>", text)) > 0.9 * 16 * 32 * 4  # F and B of both stages
+    page.close()
+
+
+def test_one_unit_of_memory_for_all_schedules(running: Any, tmp_path: Path) -> None:
+    """Schedules with other numbers of chunks count shares of the model; bytes stand alone in their column."""
+    timelines = [pl.simulate(pl.schedules.build(name, 8, 16)) for name in ("v-half", "1f1b")]
+    assert [max(timeline.peak_activations) for timeline in timelines] == [10, 8]
+    cells = "() => [...document.querySelectorAll('#compare tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
+    page = Opened(running, tmp_path, timelines)
+    head, *rows = page.run(cells)
+    assert "peak memory" not in head  # it is that of the activations
+    assert [row[head.index("peak activations")] for row in rows] == ["5", "8"]
+    assert page.page.inner_text("#compare caption") == "peaks in micro-batches of 1/p of the model"
+    tiles = page.page.locator(".tiles").all_inner_texts()
+    assert ["5\npeak memory, micro-batches of 1/p" in tiles[0], "8\npeak memory, micro-batches of 1/p" in tiles[1]] == [
+        True
+    ] * 2
+    table = page.run("() => pipeloom.tableOf(pipeloom.panes[0].schedule, {factor: 1, name: ''}).rows")
+    assert table[1][table[0].index("peak activations")] == "5"
+    assert page.run("() => pipeloom.panes.map((pane) => pane.options({}).most)") == [8, 8]
+    page.close()
+    in_bytes = pl.simulate(pl.schedules.one_f_one_b(8, 16), pl.Costs(bytes={"saved": 512.0}))
+    page = Opened(running, tmp_path, timelines[1:], rows=[in_bytes])
+    head, *rows = page.run(cells)
+    assert [row[head.index("peak memory")] for row in rows] == ["–", "4 KiB"]
+    assert len(page.run("() => pipeloom.panes")) == 1  # the other is a row alone
+    page.close()
+    given = [pl.simulate(t.schedule, pl.Costs(activation=2.0)) for t in timelines]  # a unit of one's own stays
+    page = Opened(running, tmp_path, given)
+    head, *rows = page.run(cells)
+    assert [row[head.index("peak memory")] for row in rows] == ["20", "16"]
+    assert page.page.inner_text("#compare caption") == "peaks in units of activation memory"
+    page.close()
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_what_is_below_the_timelines_has_the_theme_of_the_page(running: Any, tmp_path: Path, dark: bool) -> None:
+    below = segment_lanes((LayerSegments(dispatch=1.5, combine=1.5),), 900)
+    page = Opened(running, tmp_path, _interleaved(), below=below, color_scheme="dark" if dark else "light")
+    paper, ink, lane, on_box = page.run(
+        """() => ["rect", "text.h", ".r + rect", "text.m.k"].map((name) =>
+            getComputedStyle(document.querySelector(`figure ${name}`)).fill)"""
+    )
+    assert [paper, ink, lane] == (
+        ["rgb(20, 23, 29)", "rgb(230, 233, 239)", "rgb(38, 43, 52)"]
+        if dark
+        else ["rgb(255, 255, 255)", "rgb(31, 36, 48)", "rgb(238, 240, 244)"]
+    )
+    assert on_box == "rgb(0, 0, 0)"
+    page.close()
+
+
 def test_phases_are_bracketed(opened: Opened) -> None:
     timeline = pl.simulate(pl.schedules.zb_h1(ranks=4, microbatches=8))
     for rank in range(4):
@@ -175,6 +253,42 @@ def test_the_ruler_measures_and_a_number_finds_its_micro_batch(opened: Opened) -
     opened.page.keyboard.type("5")
     assert opened.run("() => pipeloom.state.follow") == 5
     assert opened.page.inner_text("#details").startswith("F of stage 0, micro-batch 5")
+    for text in ("99", "2.5", "-1"):
+        opened.page.fill("#find", text)
+        assert opened.page.inner_text("#status") == f"there is no micro-batch {text}: interleaved has 0 to 7"
+    opened.page.fill("#find", "7")
+    assert opened.page.is_hidden("#status")
+    assert opened.run("() => pipeloom.state.follow") == 7
+
+
+def test_a_number_finds_the_first_slice_of_its_micro_batch(running: Any, tmp_path: Path) -> None:
+    page = Opened(running, tmp_path, pl.simulate(transformed(pl.schedules.one_f_one_b(2, 4), ["slices=3"], pl.Costs())))
+    page.page.fill("#find", "2")
+    assert page.page.inner_text("#details").startswith("F of stage 0, micro-batch 2.0")
+    page.page.fill("#find", "4")
+    assert page.page.inner_text("#status") == "there is no micro-batch 4: 1f1b has 0 to 3"
+    page.close()
+
+
+def test_the_ruler_holds_on_to_the_edges_of_actions(opened: Opened) -> None:
+    """Of the row under the pointer within a few pixels; of any row beside the rows."""
+    starts, ends = _interleaved().starts, _interleaved().ends
+    edge = """([rank, time, off]) => { const { layout } = pipeloom.panes[0], x = layout.x(time, pipeloom.view) + off;
+        return pipeloom.panes[0].edgeAt(x, rank < 0 ? 5 : layout.top(rank) + 3) - time; }"""
+    scale = opened.run("() => pipeloom.panes[0].layout.scale(pipeloom.view)")
+    for off in (-7, 6):
+        assert opened.run(edge, [2, starts[2][3], off]) == pytest.approx(0)
+        assert opened.run(edge, [2, ends[2][-1], off]) == pytest.approx(0)
+    assert opened.run(edge, [3, starts[1][0], 3]) == pytest.approx(3 / scale)  # no edge of that row is near
+    assert opened.run(edge, [-1, starts[1][0], 3]) == pytest.approx(0)
+    x, y = opened.place(1, 0)
+    opened.page.keyboard.press("r")
+    opened.page.mouse.move(x + (starts[1][0] - ends[1][0]) * scale / 2 + 3, y)
+    opened.page.mouse.down()
+    opened.page.mouse.move(x + (ends[1][0] - starts[1][0]) * scale / 2 - 4, y, steps=3)
+    opened.page.mouse.up()
+    measure = opened.run("() => pipeloom.state.measure")
+    assert (measure["from"], measure["to"]) == (starts[1][0], ends[1][0])
 
 
 def test_a_measured_step_has_its_deviation_and_the_worst_is_named(running: Any, tmp_path: Path) -> None:
@@ -244,7 +358,8 @@ def test_a_drag_moves_an_action_and_can_be_undone(opened: Opened, tmp_path: Path
     assert sorted(moved[3]) == sorted(before[3])
     assert moved[3] != before[3]
     assert moved[:3] == before[:3]
-    assert opened.page.inner_text("#status").startswith(("valid", "the schedule deadlocks"))
+    assert opened.page.inner_text("#status").startswith("valid · makespan ")
+    assert "bubble rate" in opened.page.inner_text("#status")
     opened.page.keyboard.press("Control+z")
     assert _programs(opened) == before
     assert opened.page.is_hidden("#status")
@@ -252,20 +367,30 @@ def test_a_drag_moves_an_action_and_can_be_undone(opened: Opened, tmp_path: Path
     assert _programs(opened) == moved
 
 
-def test_a_cycle_is_told_in_words(opened: Opened) -> None:
+@pytest.mark.parametrize("source", ["simulated", "measured"])
+def test_a_drag_into_a_deadlock_tells_the_cycle_and_moves_nothing(running: Any, tmp_path: Path, source: Any) -> None:
+    opened = Opened(running, tmp_path, replace(_interleaved(), source=source))
+    state = """() => [JSON.parse(pipeloom.panes[0].schedule.json()).programs, pipeloom.panes[0].schedule.figures,
+        document.querySelector(".tiles").innerText, pipeloom.panes[0].stage.getBoundingClientRect().top]"""
+    before = opened.run(state)
     opened.page.keyboard.press("e")
-    opened.page.click("header", position={"x": 2, "y": 2})
-    opened.page.mouse.move(*opened.place(2, 0))
+    last = len(before[0][3]) - 1
+    opened.page.mouse.move(*opened.place(3, last))
     assert opened.page.is_visible("#card")
-    top = opened.run("() => pipeloom.panes[0].stage.getBoundingClientRect().top")
-    opened.run("() => pipeloom.move(pipeloom.panes[0], 3, pipeloom.panes[0].schedule.programs[3].length - 1, 0)")
-    assert opened.page.is_hidden("#card")  # another action may lie there now
-    words = opened.page.inner_text("#status")
-    assert words.startswith("the schedule deadlocks; the shortest cycle:")
-    assert opened.run("() => pipeloom.panes[0].stage.getBoundingClientRect().top") == top, "the notice moves nothing"
-    assert opened.run("() => document.getElementById('status').className") == "bad"
-    opened.page.click("#undo")
+    opened.page.mouse.down()
+    opened.page.mouse.move(*opened.place(3, 0), steps=8)
+    for _ in range(2):  # while it is held, and when it is dropped
+        words = opened.page.inner_text("#status")
+        assert words.startswith("the schedule deadlocks; the shortest cycle:")
+        assert opened.run("() => document.getElementById('status').className") == "bad"
+        assert opened.run(state) == before
+        opened.page.mouse.up()
+    assert opened.page.is_disabled("#undo")
+    opened.page.click("#fit")
+    opened.page.mouse.click(*opened.place(0, 0))
     assert opened.page.is_hidden("#status")
+    assert opened.said == []
+    opened.close()
 
 
 def test_the_keyboard_does_it_all(opened: Opened) -> None:

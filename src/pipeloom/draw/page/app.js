@@ -19,15 +19,17 @@ const state = {
   drag: null,
   measure: null, // {pane, from, to}: times at the ends of the ruler
 };
+const FULL = "micro-batches of 1/p of the model";
 const memoryUnit = (schedule) => {
   const each = (size) => schedule.document.costs.activation.every((other) => other === size);
   if (schedule.inBytes) return `in ${schedule.pools[0].pool}`;
-  return each(1) && schedule.chunks > 1 ? "stage micro-batches" : each(1 / schedule.chunks) ? "micro-batches of 1/p of the model" : "units of activation memory";
+  return each(schedule.document.full) ? FULL : each(1) ? "stage micro-batches" : "units of activation memory";
 };
 
 /** The top of the memory rows of a schedule: one for all timelines in bytes, and one for those that count micro-batches. */
 const mostBeside = (schedule) => Math.max(...panes.filter((pane) => pane.schedule.inBytes === schedule.inBytes).map((pane) => pane.schedule.most), data.limit || 0);
 
+const SNAP = 8; // pixels from an edge at which the ruler holds on to it
 const STILL = "Actions cannot be moved: the page does not simulate bytes, recomputed blocks, queues beside computation, or senders that wait";
 
 // ---- panes ----
@@ -45,26 +47,22 @@ class Pane {
     this.facts = make("p", { className: "facts" });
     this.table = make("table");
     const heading = make("h2", { textContent: document.heading, dir: "auto", hidden: document.heading === data.title });
-    const details = make("details", {}, make("summary", { textContent: "All figures, assumptions, and a table per rank" }), this.facts, make("div", { className: "scroll" }, this.table));
+    this.summary = make("summary", { textContent: "All figures, assumptions, and a table per rank" });
+    const details = make("details", {}, this.summary, this.facts, make("div", { className: "scroll" }, this.table));
     this.node = make("section", { className: "pane" }, heading, this.tiles, this.stage, details);
     element("panes").append(this.node);
     this.report();
   }
 
-  /** The makespan over the lower bound, less 1; null where there is none. */
-  get gap() {
-    const { lower_bound: bound } = this.schedule.document;
-    return bound ? this.schedule.figures.makespan / bound - 1 : null;
-  }
-
   /** The layout for a width, with rows as high as the window has room for. */
   layoutFor(width) {
-    const { ranks } = this.schedule;
-    const above = element("panes").getBoundingClientRect().top + window.scrollY; // header, legend, comparison
-    const room = Math.max(220, window.innerHeight - above - 40 - 120 * panes.length) / Math.max(1, panes.length);
-    const { lanes, pools } = this.schedule;
-    const whole = (room - RULER) / ranks / (1 + 0.5 * lanes.length + (state.memory ? 0.45 * pools.length : 0)) - 2 - lanes.length;
-    return new Layout(this.schedule, width, Math.floor(Math.min(MOST_ROW, Math.max(leastRow(ranks), whole))), state.memory);
+    const { ranks, lanes, pools } = this.schedule, place = (node) => node.getBoundingClientRect();
+    const above = place(element("panes")).top + window.scrollY; // header, legend, comparison
+    const own = place(this.stage).top - place(this.node).top + place(this.summary).height + 28; // of a pane, beside its rows
+    const below = Math.min(place(document.querySelector("figure")).height + 28, window.innerHeight / 2);
+    const room = (window.innerHeight - above - below) / panes.length - own - RULER - 4;
+    const whole = room / ranks / (1 + 0.5 * lanes.length + (state.memory ? BAND * pools.length : 0)) - 3 - lanes.length;
+    return new Layout(this.schedule, width, Math.floor(Math.min(MOST_ROW, Math.max(leastHeights(this.schedule)[0], whole))), state.memory);
   }
 
   resize() {
@@ -159,24 +157,35 @@ class Pane {
     return rank < this.schedule.ranks && time >= origin && time <= finish ? { rank, at, time, place: "idle" } : null;
   }
 
+  /** The time at a point of the canvas; where an action of the row, or of any row beside them, begins or ends near it, that time. */
+  edgeAt(x, y) {
+    const place = this.layout.placeAt(y), { programs, reached } = this.schedule;
+    const time = this.layout.time(x, view), near = SNAP / this.layout.scale(view);
+    let best = time, off = near;
+    for (const row of place ? [place.rank] : programs.keys())
+      for (const edges of [programs[row].start, programs[row].end])
+        for (let at = lowerBound(edges, time - near, 0, reached[row]); at < reached[row] && edges[at] <= time + near; at++)
+          if (Math.abs(edges[at] - time) < off) [best, off] = [edges[at], Math.abs(edges[at] - time)];
+    return best;
+  }
+
   report() {
     const { schedule } = this, { document } = schedule, figures = schedule.figures;
     const fact = (name, value) => [make("b", { textContent: value }), ` ${name} · `];
     const tile = (value, name, bad = false) => make("div", { className: bad ? "bad" : "" }, make("b", { textContent: value }), make("span", { textContent: name }));
-    const peak = Math.max(...figures.peak_memory), { gap } = this;
+    const peak = Math.max(...figures.peak_memory), gap = gapOf(schedule);
     this.tiles.replaceChildren(
-      ...(schedule.invalid ? [tile("Deadlock", "figures up to it", true)] : []),
       tile(show(figures.makespan), "makespan"),
-      tile(figures.bubble_ratio.toFixed(4), "bubble ratio, idle / busy"),
+      tile(figures.bubble_rate.toFixed(4), "bubble rate, idle / (p · makespan)"),
       tile(schedule.amount(peak) + (data.limit ? ` of ${schedule.amount(data.limit)}` : ""), `peak memory, ${memoryUnit(schedule)}`, Boolean(data.limit) && peak > data.limit * (1 + 1e-9)),
       tile(gap === null ? "–" : `${(100 * gap).toFixed(1)} %`, gap === null ? "no lower bound" : `above the lower bound ${show(document.lower_bound)}`),
       ...(this.worst ? [tile(`${this.worst.off > 0 ? "+" : "−"}${Math.abs(100 * this.worst.off).toFixed(0)} %`, `over the simulation: ${this.worst.words}`)] : []),
     );
-    if (panes.length) comparison();
+    comparison();
     this.facts.replaceChildren(
-      ...fact("bubble rate (idle / p·makespan)", figures.bubble_rate.toFixed(4)),
+      ...fact("bubble ratio (idle / busy)", figures.bubble_ratio.toFixed(4)),
       ...fact("span bubble rate (1 − busy / largest span)", figures.span_bubble_rate.toFixed(4)),
-      ...fact("peak activations", String(Math.max(...figures.peak_activations))),
+      ...fact("peak activations", schedule.activations(Math.max(...figures.peak_activations))),
       ...fact("peak memory", schedule.amount(Math.max(...figures.peak_memory))),
       ...(schedule.still ? [`${STILL} · `] : []),
       ...fact(`messages between ranks${document.messages.words && `, ${document.messages.words}`}`, String(document.messages.count)),
@@ -205,30 +214,40 @@ function tableOf(schedule, { factor, name }) {
     String(rank), ...kinds.map((kind) => time(figures.byKind[rank][kind] || 0)), time(figures.busy[rank]),
     ...talks.map((kind) => time(exposed[rank][kind] || 0)), time(figures.idle[rank]),
     ...causes.map((cause) => time(schedule.idleByCause[rank][cause])), time(figures.spans[rank]),
-    String(figures.peak_activations[rank]), schedule.amount(figures.peak_memory[rank]), String(schedule.document.messages.sent[rank]),
+    schedule.activations(figures.peak_activations[rank]), schedule.amount(figures.peak_memory[rank]), String(schedule.document.messages.sent[rank]),
   ];
   return { rows: [heads, ...figures.busy.map(cells)], makespan: `${time(figures.makespan)}${name ? ` ${name}` : ""}` };
 }
 
-/** Columns of the comparison: a heading, a value to sort by, and its text. */
+/** The makespan over the lower bound, less 1; null where there is none. */
+function gapOf({ figures, document }) {
+  return document.lower_bound ? figures.makespan / document.lower_bound - 1 : null;
+}
+
+const top = (values) => Math.max(...values);
+/** Columns of the comparison: a heading, a value to sort by (negative: there is none), and its text. */
 const COLUMNS = [
-  ["schedule", (pane) => pane.schedule.document.heading, (text) => text],
-  ["makespan", (pane) => pane.schedule.figures.makespan, show],
-  ["bubble ratio", (pane) => pane.schedule.figures.bubble_ratio, (value) => value.toFixed(4)],
-  ["gap", (pane) => pane.gap ?? -1, (value) => (value < 0 ? "–" : `${(100 * value).toFixed(1)} %`)],
-  ["peak activations", (pane) => Math.max(...pane.schedule.figures.peak_activations), String],
-  ["peak memory", (pane) => Math.max(...pane.schedule.figures.peak_memory), (value, pane) => pane.schedule.amount(value)],
-  ["largest idle", (pane) => Math.max(...pane.schedule.figures.idle), show],
-  ["messages", (pane) => pane.schedule.document.messages.count, String],
+  ["schedule", ({ document }) => document.heading, (text) => text],
+  ["makespan", ({ figures }) => figures.makespan, show],
+  ["bubble rate", ({ figures }) => figures.bubble_rate, (value) => value.toFixed(4)],
+  ["gap", (schedule) => gapOf(schedule) ?? -1, (value) => `${(100 * value).toFixed(1)} %`],
+  ["peak activations", ({ figures }) => top(figures.peak_activations), (value, schedule) => schedule.activations(value)],
+  ["peak memory", ({ figures, inBytes }) => (inBytes || !anyInBytes() ? top(figures.peak_memory) : -1), (value, schedule) => schedule.amount(value)],
+  ["largest idle", ({ figures }) => top(figures.idle), show],
+  ["messages", ({ document }) => document.messages.count, String],
 ];
 const order = { column: -1, down: false };
+const anyInBytes = () => compared().some(({ inBytes }) => inBytes);
+/** The schedules of the comparison: those of the panes, then those that are rows alone. */
+const compared = () => [...panes.map(({ schedule }) => schedule), ...rows];
 
-/** Fill the table of several panes: a click on a heading sorts, one on a row shows its pane. */
+/** Fill the table of several schedules: a click on a heading sorts, one on a row shows its pane. */
 function comparison() {
-  const box = element("compare");
-  box.hidden = panes.length < 2;
+  const box = element("compare"), all = compared();
+  box.hidden = all.length < 2;
   if (box.hidden) return;
-  const heads = COLUMNS.map(([name], at) => {
+  const columns = COLUMNS.filter(([name, value]) => name !== "peak memory" || anyInBytes() || all.some((each) => each.amount(value(each)) !== each.activations(top(each.figures.peak_activations))));
+  const heads = columns.map(([name], at) => {
     const button = make("button", { textContent: name + (order.column === at ? (order.down ? " ↓" : " ↑") : "") });
     button.addEventListener("click", () => {
       order.down = order.column === at && !order.down;
@@ -237,10 +256,13 @@ function comparison() {
     });
     return make("th", {}, button);
   });
-  const value = order.column >= 0 ? COLUMNS[order.column][1] : (pane) => pane.number;
-  const sorted = [...panes].sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) * (order.down ? -1 : 1));
-  const rows = sorted.map((pane) => {
-    const row = make("tr", { tabIndex: 0 }, ...COLUMNS.map(([, read, print]) => make("td", { textContent: print(read(pane), pane) })));
+  const value = order.column >= 0 ? columns[order.column][1] : (schedule) => all.indexOf(schedule);
+  const sorted = [...all].sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) * (order.down ? -1 : 1));
+  const lines = sorted.map((schedule) => {
+    const cells = columns.map(([, read, print]) => make("td", { textContent: read(schedule) < 0 ? "–" : print(read(schedule), schedule) }));
+    const row = make("tr", {}, ...cells), pane = panes.find((each) => each.schedule === schedule);
+    if (!pane) return row;
+    row.tabIndex = 0;
     const go = () => {
       pane.node.scrollIntoView({ block: "start", behavior: "smooth" });
       pane.stage.focus({ preventScroll: true });
@@ -249,10 +271,12 @@ function comparison() {
     row.addEventListener("keydown", (event) => event.key === "Enter" && go());
     return row;
   });
-  box.replaceChildren(make("table", {}, make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows)));
+  const units = new Set(all.filter(({ inBytes }) => !inBytes).map(memoryUnit));
+  const caption = make("caption", { textContent: `peaks in ${[...units].join(" or ")}` });
+  box.replaceChildren(make("table", {}, caption, make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...lines)));
 }
 
-const panes = [];
+const panes = [], rows = data.rows.map((document) => new Schedule(document, data.kinds));
 data.panes.forEach((document, at) => panes.push(new Pane(document, at)));
 comparison();
 
@@ -417,6 +441,7 @@ function select(pane, rank, at, half = 0) {
   const { schedule } = pane, codes = schedule.codesAt(rank, at), program = schedule.programs[rank];
   state.selected = { pane, rank, at };
   state.active = pane.number;
+  changes(pane);
   state.follow = schedule.unitOf(codes[Math.min(half, codes.length - 1)]);
   const link = ([r, i]) => {
     const item = make("li", { textContent: `${show(schedule.programs[r].start[i])}: ${schedule.cellWords(r, i)} on rank ${schedule.rows[r].rank}` });
@@ -463,25 +488,30 @@ function settled(pane) {
   pane.report();
   element("card").hidden = true; // what lies under the pointer may be another action now
   legend();
-  const status = element("status");
-  status.hidden = !schedule.edited;
-  status.classList.toggle("bad", Boolean(schedule.invalid));
-  status.textContent = changeWords(pane, schedule);
+  changes(pane);
   if (state.selected && state.selected.pane === pane && state.selected.at >= schedule.reached[state.selected.rank]) select(null);
   buttons();
   redraw();
 }
 
-/** The effect of all edits in words: the cycle, or makespan, bubble ratio and memory beside those of the original schedule. */
+/** Show words at the bottom of the window; "": none. */
+function tell(words, bad = false) {
+  const status = element("status");
+  status.hidden = !words;
+  status.classList.toggle("bad", bad);
+  status.textContent = words;
+}
+
+const changes = (pane) => tell(pane.schedule.edited ? changeWords(pane, pane.schedule) : "");
+
+/** The effect of all edits in words: makespan, bubble rate and memory beside those of the original schedule. */
 function changeWords(pane, schedule) {
-  if (schedule.invalid) return schedule.invalid;
   const before = pane.original, now = schedule.figures;
   const change = (name, was, is, print = number) => `${name} ${print(is)}${plain(is - was) ? ` (was ${print(was)})` : ""}`;
-  const top = (values) => Math.max(...values);
   return [
     "valid", change("makespan", before.makespan, now.makespan, show),
-    change("bubble ratio", before.bubble_ratio, now.bubble_ratio, (value) => value.toFixed(4)),
-    change("peak activations", top(before.peak_activations), top(now.peak_activations)),
+    change("bubble rate", before.bubble_rate, now.bubble_rate, (value) => value.toFixed(4)),
+    change("peak activations", top(before.peak_activations), top(now.peak_activations), (value) => schedule.activations(value)),
     change("peak memory", top(before.peak_memory), top(now.peak_memory)),
     ...(schedule.document.source === "measured" ? ["times: simulated with the measured costs"] : []),
   ].join(" · ");
@@ -489,10 +519,13 @@ function changeWords(pane, schedule) {
 
 const LIVE = 20000; // actions up to which a drag shows its outcome at every move of the pointer: 3 ms to simulate
 
+const isLive = ({ programs }) => programs.reduce((sum, program) => sum + program.length, 0) <= LIVE;
+
 function move(pane, rank, from, to) {
-  pane.schedule.move(rank, from, to);
+  const cycle = pane.schedule.move(rank, from, to);
   settled(pane);
-  if (to < pane.schedule.reached[rank]) select(pane, rank, to);
+  if (cycle) tell(cycle, true);
+  else select(pane, rank, to);
 }
 
 function undo(again = false) {
@@ -519,29 +552,34 @@ function dragTo(drag, time) {
   const to = placeAt(drag, time), { start, end } = drag.times;
   drag.mark = to > drag.from ? end[to] : to < drag.from ? start[to] : start[drag.from];
   if (to === drag.to) return;
+  drag.to = to;
   const { schedule } = drag.pane;
-  if (schedule.programs.reduce((sum, program) => sum + program.length, 0) <= LIVE) {
-    if (drag.to !== drag.from) schedule.apply(drag.rank, drag.to, drag.from);
-    drag.to = to;
+  if (isLive(schedule)) {
+    putBack(drag);
     if (to !== drag.from) schedule.apply(drag.rank, drag.from, to);
-    const status = element("status");
-    status.hidden = false;
-    status.classList.toggle("bad", Boolean(schedule.invalid));
-    status.textContent = changeWords(drag.pane, schedule);
+    const cycle = schedule.invalid;
+    drag.at = to;
+    if (cycle) {
+      putBack(drag);
+      drag.mark = start[drag.from];
+    }
+    tell(cycle || changeWords(drag.pane, schedule), Boolean(cycle));
     redraw();
-  } else drag.to = to;
+  }
   drag.pane.drawOver();
+}
+
+/** Move a cell that is dragged back to where it comes from. */
+function putBack(drag) {
+  if (drag.at !== drag.from) drag.pane.schedule.retract(drag.rank, drag.from, drag.at);
+  drag.at = drag.from;
 }
 
 function endDrag(commit) {
   const { drag } = state;
   state.drag = null;
   if (!drag || drag.rank === undefined) return;
-  const { schedule } = drag.pane, live = schedule.programs.reduce((sum, program) => sum + program.length, 0) <= LIVE;
-  if (live && drag.to !== drag.from) {
-    schedule.apply(drag.rank, drag.to, drag.from);
-    if (!schedule.edited && schedule.document.source !== "simulated") schedule.restore();
-  }
+  putBack(drag);
   if (commit && drag.to !== drag.from) move(drag.pane, drag.rank, drag.from, drag.to);
   else settled(drag.pane);
 }
@@ -561,11 +599,11 @@ function compose(painter, width, theme) {
   let y = 0;
   for (const pane of panes) {
     const { schedule } = pane, figures = schedule.figures;
-    const layout = new Layout(schedule, width, pane.layout.row, state.memory);
+    const layout = new Layout(schedule, width, Math.min(pane.layout.row, 110), state.memory);
     if (painter) {
       painter.text(16, y + 24, schedule.document.heading, theme.ink, { size: 15, weight: 600 });
       const facts = [
-        `makespan ${show(figures.makespan)} · bubble ratio ${figures.bubble_ratio.toFixed(4)} (idle / busy) · bubble rate ${figures.bubble_rate.toFixed(4)} (idle / p·makespan) · peak activations ${Math.max(...figures.peak_activations)} · peak memory ${number(Math.max(...figures.peak_memory))}`,
+        `makespan ${show(figures.makespan)} · bubble rate ${figures.bubble_rate.toFixed(4)} (idle / p·makespan) · bubble ratio ${figures.bubble_ratio.toFixed(4)} (idle / busy) · peak activations ${schedule.activations(top(figures.peak_activations))} · peak memory ${schedule.amount(top(figures.peak_memory))}`,
         schedule.document.assumptions,
       ];
       facts.forEach((line, at) => painter.text(16, y + 42 + 16 * at, line, theme.faint, { size: 11.5 }));
@@ -677,12 +715,14 @@ const actions = {
 };
 for (const [id, act] of Object.entries(actions)) element(id).addEventListener("click", act);
 
-/** Select the first action of the micro-batch that is asked for. */
+/** Select the first action of the micro-batch that is asked for, or say which there are. */
 function find() {
-  const pane = panes[state.active] || panes[0], wanted = Number(element("find").value);
-  const cells = pane && element("find").value !== "" && wanted < pane.schedule.m ? pane.schedule.cellsOf(wanted) : [];
-  if (!cells.length) return;
-  const [rank, at] = cells[0], half = pane.schedule.codesAt(rank, at).findIndex((code) => pane.schedule.unitOf(code) === wanted);
+  const pane = panes[state.active] || panes[0], text = element("find").value;
+  if (!pane || text === "") return;
+  const { microbatches } = pane.schedule.document, wanted = Number(text);
+  const cells = Number.isInteger(wanted) && wanted >= 0 && wanted < microbatches ? pane.schedule.cellsOf(wanted * pane.schedule.slices) : [];
+  if (!cells.length) return tell(`there is no micro-batch ${text}: ${pane.schedule.document.name} has 0 to ${microbatches - 1}`, true);
+  const [rank, at] = cells[0], half = pane.schedule.codesAt(rank, at).findIndex((code) => pane.schedule.unitOf(code) === wanted * pane.schedule.slices);
   goTo(pane, rank, at);
   select(pane, rank, at, Math.max(0, half));
 }
@@ -708,10 +748,10 @@ for (const pane of panes) {
     const [x, y] = position(event), hit = pane.find(x, y);
     state.active = pane.number;
     state.drag = { pane, x, y, start: view.start, moved: false, hit };
-    if (state.ruler) state.drag.measures = pane.layout.time(x, view);
+    if (state.ruler) state.drag.measures = pane.edgeAt(x, y);
     else if (state.edit && !pane.schedule.still && hit && hit.place === "box") {
       const { start, end } = pane.schedule.programs[hit.rank], count = pane.schedule.reached[hit.rank];
-      Object.assign(state.drag, { rank: hit.rank, from: hit.at, to: hit.at, mark: start[hit.at], times: { start: start.slice(0, count), end: end.slice(0, count) } });
+      Object.assign(state.drag, { rank: hit.rank, from: hit.at, to: hit.at, at: hit.at, mark: start[hit.at], times: { start: start.slice(0, count), end: end.slice(0, count) } });
     }
     pane.stage.setPointerCapture(event.pointerId);
     showCard(pane, null);
@@ -723,7 +763,7 @@ for (const pane of panes) {
       if (!drag.moved && Math.abs(x - drag.x) < 4) return;
       drag.moved = true;
       if (drag.measures !== undefined) {
-        state.measure = { from: drag.measures, to: pane.layout.time(x, view) };
+        state.measure = { from: drag.measures, to: pane.edgeAt(x, y) };
         for (const each of panes) each.drawOver();
       } else if (drag.rank !== undefined) dragTo(drag, pane.layout.time(x, view));
       else {

@@ -1,9 +1,10 @@
 // Drawing of one schedule: on a canvas, or as SVG text through the same calls. Where boxes are narrower than a few pixels
 // every column of pixels gets the mean colour of what runs in it, written straight into the pixels.
 
-const GUTTER = 62, RIGHT = 44, RULER = 38, MOST_ROW = 110;
-/** The least height of a row: a few ranks have room for their numbers, hundreds fit into a window. */
-const leastRow = (ranks) => (ranks <= 16 ? 18 : ranks <= 64 ? 11 : 7);
+const GUTTER = 62, RIGHT = 44, RULER = 38, MOST_ROW = 240, BAND = 0.5; // of a row: the height of its memory
+/** The least heights of a row and of its memory: up to 16 ranks have room for their numbers, hundreds take few windows. */
+const leastHeights = ({ ranks, hasPairs, talks }) => (ranks <= 16 ? [hasPairs ? (talks ? 30 : 26) : 21, 10] : ranks <= 64 ? [12, 9] : [7, 6]);
+const LEAST_NUMBER = 8; // height of the smallest digits that are drawn
 const MOST_BOXES = 5000; // more boxes, and boxes of less than 4 pixels, are drawn as columns of pixels: 5,000 boxes take 10 ms
 
 const THEMES = {
@@ -169,7 +170,7 @@ class Layout {
     this.gap = row > 12 ? 3 : 1;
     this.lane = Math.max(6, Math.round(row * 0.5)); // of a queue beside computation
     this.above = row + schedule.lanes.length * (this.lane + 1); // of a rank, without its memory
-    this.band = showsMemory ? Math.max(3, Math.round(row * 0.45)) : 0;
+    this.band = showsMemory ? Math.max(leastHeights(schedule)[1], Math.floor(row * BAND)) : 0;
     this.each = this.above + this.band * schedule.pools.length + this.gap;
     this.height = RULER + schedule.ranks * this.each + 4;
   }
@@ -313,10 +314,11 @@ class Drawing {
       if (layout.band && rank < schedule.ranks) schedule.pools.forEach((pool, at) => this.drawMemory(pool, rank, layout.bandTop(rank, at) + 1, layout.band - 1));
     });
     for (const [code, x, top, part, width] of texts) {
-      const label = schedule.unitName(code), beside = Math.min(12, part * 0.72, (width - 2) / (0.62 * label.length));
+      const label = schedule.unitName(code), most = Math.max(12, Math.min(20, part * 0.15));
+      const beside = Math.min(most, part * 0.72, (width - 1) / (0.62 * label.length));
       // digits that have no room beside one another stand under one another, so that no number vanishes for its length alone
-      const upright = beside < 6.5, size = upright ? Math.min(11, (part - 1) / label.length, (width - 1) / 0.62) : beside;
-      if (size < 6.5) continue;
+      const upright = beside < LEAST_NUMBER, size = upright ? Math.min(11, (part - 1) / label.length, (width - 1) / 0.62) : beside;
+      if (size < LEAST_NUMBER) continue;
       const dim = this.follow >= 0 && schedule.unitOf(code) !== this.follow;
       const ink = this.inks[Math.floor(code / schedule.stride)][schedule.chunkOf[schedule.stageOf(code)]];
       const lines = upright ? [...label] : [label], middle = top + part / 2 + size * (0.36 - (lines.length - 1) / 2);

@@ -441,12 +441,18 @@ class Schedule {
 
   // ---- edits ----
 
-  /** Move a cell of a rank's program to another place; times, figures and validity follow. */
+  /** Move a cell of a rank's program to another place; times and figures follow. Where that deadlocks, move nothing and return
+   * the cycle in words. */
   move(rank, from, to) {
-    if (from === to) return;
+    if (from === to) return "";
     this.apply(rank, from, to);
-    this.history.push([rank, from, to]);
-    this.future.length = 0;
+    const cycle = this.invalid;
+    if (cycle) this.retract(rank, from, to);
+    else {
+      this.history.push([rank, from, to]);
+      this.future.length = 0;
+    }
+    return cycle;
   }
 
   apply(rank, from, to) {
@@ -454,12 +460,18 @@ class Schedule {
     this.settle(this.simulate());
   }
 
+  /** Undo `apply`. Programs and times that nobody has edited are read again: a simulation cannot give those of a measured step. */
+  retract(rank, from, to) {
+    if (this.edited || this.document.source === "simulated") return this.apply(rank, to, from);
+    this.programs = this.readAll();
+    this.settle();
+  }
+
   undo() {
     const edit = this.history.pop();
     if (!edit) return false;
     this.future.push(edit);
-    if (this.history.length || this.document.source === "simulated") this.apply(edit[0], edit[2], edit[1]);
-    else this.restore();
+    this.retract(...edit);
     return true;
   }
 
@@ -469,12 +481,6 @@ class Schedule {
     this.apply(...edit);
     this.history.push(edit);
     return true;
-  }
-
-  /** Restore the programs and times as they were read: a simulation cannot give those of a measured step. */
-  restore() {
-    this.programs = this.readAll();
-    this.settle();
   }
 
   get edited() {
@@ -568,6 +574,11 @@ class Schedule {
   /** An amount of memory in words: bytes, where the costs have them. */
   amount(value, digits = 4) {
     return this.inBytes ? sizeWords(value) : number(plain(value), digits);
+  }
+
+  /** A number of activations: in the unit that all schedules of the page share. */
+  activations(value) {
+    return number(plain(value * this.document.unit));
   }
 
   simulatedMemory() {
