@@ -11,7 +11,6 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from html import escape
 from importlib import resources
@@ -31,14 +30,6 @@ from pipeloom.schedule.model import parts
 from pipeloom.schedule.timeline import CAUSES, timelines_of
 
 PAGE_FORMAT = "pipeloom.page/1"
-THEMED = {
-    f'fill="{palette.PAPER}"': 'fill="var(--paper)"',
-    f"fill:{palette.INK}": "fill:var(--ink)",
-    f"fill:{palette.FAINT_INK}": "fill:var(--faint)",
-    f'"{palette.IDLE_COLOUR}"': '"var(--idle)"',
-    f'"{palette.IDLE_LINE}"': '"var(--line)"',
-}
-"""What an SVG below the timelines is drawn with -> the same in the page's theme."""
 MOST_BOXES = 4000  # of an SVG in a notebook: 0.5 MB
 MOST_ACTIONS = 100_000  # of a page in a notebook: 5 MB
 
@@ -67,8 +58,6 @@ def html(
     names = list(dict.fromkeys(timeline.schedule.name for timeline in panels))
     given = title if title is not None else heading(panels[0]) if len(panels) == 1 else " · ".join(names)
     name = printable(given) or "Pipeloom"
-    for light, themed in THEMED.items():
-        below = below.replace(light, themed)
     style, script = _resource("page.css"), _script()
     styles = " ".join(f"'{_hash(text)}'" for text in (style, *re.findall(r"<style>(.*?)</style>", below)))
     policy = (
@@ -96,15 +85,13 @@ def document(
 
     Args: as of `html`.
     """
-    every = _in_one_unit([*timelines, *rows])
+    every = [*timelines, *rows]
     factor, unit = time_unit(every)
     mixed = len({timeline.source for timeline in every}) > 1
-    chunked = len({full_rank(timeline.schedule) for timeline in every}) > 1
     panes = [
         _pane(timeline, (factor, unit))
         | {"heading": f"{timeline.source}: {heading(timeline)}" if mixed else heading(timeline)}
         | {"lower_bound": lower_bound(timeline.schedule, timeline.costs) if bound is None else bound}
-        | {"unit": full_rank(timeline.schedule) if chunked else 1}
         for timeline in every
     ]
     return {
@@ -116,22 +103,6 @@ def document(
         "panes": panes[: len(timelines)],
         "rows": panes[len(timelines) :],
     }
-
-
-def _in_one_unit(timelines: Sequence[Timeline]) -> list[Timeline]:
-    """Return timelines whose memory compares: where stages are of several sizes and all activations count 1, they count the
-    stage's share of a rank instead."""
-    shares = [full_rank(timeline.schedule) for timeline in timelines]
-    counted = [
-        timeline.costs.bytes or {*timeline.costs.per_stage("activation", timeline.schedule.stages)} <= {1.0, share}
-        for timeline, share in zip(timelines, shares, strict=True)
-    ]
-    if len({*shares}) < 2 or not all(counted):
-        return list(timelines)
-    return [
-        replace(timeline, costs=replace(timeline.costs, activation=share))
-        for timeline, share in zip(timelines, shares, strict=True)
-    ]
 
 
 def _kind(kind: Kind) -> dict[str, Any]:

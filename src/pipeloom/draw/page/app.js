@@ -276,6 +276,22 @@ function comparison() {
   box.replaceChildren(make("table", {}, caption, make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...lines)));
 }
 
+/** Where stages are of several sizes, have all schedules count memory as micro-batches of 1/p of the model: activations, and
+ * memory where every activation counts 1 or is given in that unit already. */
+function shareUnit(documents) {
+  const mixed = new Set(documents.map(({ full }) => full)).size > 1;
+  const counts = ({ still, costs, full }) => (still && still.curves[0].pool) || costs.activation.every((each) => each === 1 || each === full);
+  const shared = mixed && documents.every(counts);
+  for (const each of documents) {
+    each.unit = mixed ? each.full : 1;
+    if (!shared || each.costs.activation.some((size) => size !== 1)) continue;
+    each.costs.activation = each.costs.activation.map(() => each.full);
+    for (const { pool, ranks } of each.still ? each.still.curves : [])
+      if (!pool) for (const curve of ranks) for (const point of curve) point[1] *= each.full;
+  }
+}
+
+shareUnit([...data.panes, ...data.rows]);
 const panes = [], rows = data.rows.map((document) => new Schedule(document, data.kinds));
 data.panes.forEach((document, at) => panes.push(new Pane(document, at)));
 comparison();

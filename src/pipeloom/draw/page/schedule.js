@@ -578,7 +578,7 @@ class Schedule {
 
   /** A number of activations: in the unit that all schedules of the page share. */
   activations(value) {
-    return number(plain(value * this.document.unit));
+    return number(plain(value * (this.document.unit || 1)));
   }
 
   simulatedMemory() {
