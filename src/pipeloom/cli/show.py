@@ -15,6 +15,7 @@ from pipeloom.cli.changes import Alternatives, compare
 from pipeloom.cli.options import argument, flag, with_options
 from pipeloom.cli.output import OutputFlags, as_dict
 from pipeloom.draw.figures import in_columns, number, time_unit
+from pipeloom.draw.losses import loss_curve
 from pipeloom.errors import PipeloomError, UsageError, did_you_mean, shortened
 from pipeloom.limits import newest_run
 from pipeloom.schedule import Timeline, simulate
@@ -63,7 +64,8 @@ def command(
     if search is not None:
         study = replace(study, better=compare(steps, study.prediction, None, search, split))
     predicted = simulate(study.typical.schedule, study.prediction.costs)
-    output.draw([*(steps if every else [study.typical]), predicted])
+    below = loss_curve(run / "log.jsonl")
+    output.draw([*(steps if every else [study.typical]), predicted], below)
     if output.as_json:
         print(json.dumps(study.as_dict() | {"run": str(run)}, allow_nan=False))
         return

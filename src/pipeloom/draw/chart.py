@@ -21,10 +21,11 @@ LEFT, CHART_RIGHT, HIGH, TOP_MARGIN = 74.0, 24.0, 220.0, 16.0
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: the title of its vertical axis, and its lines as label -> [(x, y), …]."""
+    """One chart: the title of its vertical axis, its lines as label -> [(x, y), …], and whether the axis begins at 0."""
 
     title: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
+    from_zero: bool = True
 
 
 def chart(title: str, axis: str, panels: Sequence[Panel], width: float = USUAL_WIDTH, log2: bool = False) -> str:
@@ -78,19 +79,26 @@ class _ChartSheet(Sheet):
     def panel(self, panel: Panel, y: float) -> float:
         """Draw a panel from `y` on; return where it ends."""
         self.text(TOP_MARGIN, y - 14, panel.title, "b")
-        top = max((value for line in panel.lines.values() for _, value in line), default=0.0) or 1.0
-        step = nice_step(top, 5)
-        ceiling = math.ceil(top / step - 1e-9) * step
-        for count in range(round(ceiling / step) + 1):
-            level = y + HIGH * (1 - count * step / ceiling)
+        values = [value for line in panel.lines.values() for _, value in line]
+        least = 0.0 if panel.from_zero else min(values, default=0.0)
+        top = max(values, default=0.0) or 1.0
+        step = nice_step(top - least or abs(top), 5)
+        first = math.floor(least / step + 1e-9)
+        steps = max(1, math.ceil(top / step - 1e-9) - first)
+        for count in range(steps + 1):
+            level = y + HIGH * (1 - count / steps)
             grid = (
                 f'd="M{LEFT} {level:.1f}H{self.width - CHART_RIGHT:.1f}" stroke="{palette.IDLE_LINE}" stroke-width=".6"'
             )
             self.out.append(f"<path {grid}/>")
-            self.text(LEFT - 8, level + 4, number(count * step), "e")
+            self.text(LEFT - 8, level + 4, number((first + count) * step), "e")
         for label, line in panel.lines.items():
             self._line(
-                label, [(x, value, self.across(x), y + HIGH * (1 - value / ceiling)) for x, value in sorted(line)]
+                label,
+                [
+                    (x, value, self.across(x), y + HIGH * (1 - (value / step - first) / steps))
+                    for x, value in sorted(line)
+                ],
             )
         y += HIGH
         last = -math.inf

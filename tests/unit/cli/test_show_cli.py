@@ -51,6 +51,12 @@ def test_a_run_is_drawn_with_its_unit_and_its_prediction(folder: Path, tmp_path:
     assert "steps became 4 % longer" in text
     assert "time, ms" in (tmp_path / "x.svg").read_text()
     assert '"unit":{"factor":1000.0,"name":"ms"}' in (tmp_path / "x.html").read_text()
+    assert "of each step: " not in (tmp_path / "x.html").read_text()
+    (folder / "log.jsonl").write_text(
+        '{"event": "step", "step": 1, "loss": 2}\n{"event": "step", "step": 2, "loss": 1}\n'
+    )
+    _run(str(folder), "--html", str(tmp_path / "x.html"))
+    assert "<title>of each step: 1 at 2</title>" in (tmp_path / "x.html").read_text()
 
 
 def test_of_a_folder_of_runs_the_newest_is_shown(folder: Path) -> None:

@@ -124,6 +124,20 @@ def test_the_log_keeps_every_bit(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "pipeloom.page/1" in report.folder.page.read_text()
 
 
+def test_the_page_of_a_run_has_its_losses_and_a_row_for_what_was_predicted(tmp_path: Path) -> None:
+    measured = dataclasses.replace(simulate(schedules.gpipe(ranks=2, microbatches=2)), source="measured")
+    predicted = dataclasses.replace(measured, source="predicted")
+    with Report(load("tiny", {"log.dir": str(tmp_path)})) as report:
+        for step in (1, 2):
+            report.record("step", step=step, loss=5.0 / step)
+        report.draw(measured, [measured], [predicted])
+    page = report.folder.page.read_text()
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert [pane["source"] for pane in data["panes"]] == ["measured", "simulated"]
+    assert [row["heading"].split(":")[0] for row in data["rows"]] == ["predicted"]
+    assert "<title>of each step: 2.5 at 2</title>" in page
+
+
 def test_the_page_goes_where_it_is_asked_for(tmp_path: Path) -> None:
     measured = dataclasses.replace(simulate(schedules.gpipe(ranks=2, microbatches=2)), source="measured")
     with Report(load("tiny", {"log.dir": str(tmp_path), "log.html": str(tmp_path / "page.html")})) as report:

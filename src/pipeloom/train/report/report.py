@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pipeloom import draw
 from pipeloom.config import Config, to_toml
+from pipeloom.draw.losses import loss_curve
 from pipeloom.errors import ConfigError, UsageError, printable
 from pipeloom.limits import expanded
 from pipeloom.schedule import Timeline
@@ -222,14 +223,20 @@ class Report:
 
     def draw(self, measured: Timeline, steps: Sequence[Timeline], predicted: Sequence[Timeline] = ()) -> None:
         """Write the recorded `steps`, the trace of `measured`, and drawings of `measured` above its simulation; on the page, also
-        what was `predicted` without it."""
+        a row for what was `predicted` without it, and the losses."""
         both = [measured, simulated(measured)]
         page = expanded(self._html) if self._html else self.folder.page
+        title = f"{self.folder.root.name}: measured and simulated"
+
+        def page_text() -> str:
+            curve = loss_curve(self.folder.log)
+            return draw.html(both, title, curve(draw.USUAL_WIDTH) if curve else "", rows=predicted)
+
         texts: tuple[tuple[Path, Callable[[], str]], ...] = (
             (self.folder.trace, lambda: json.dumps(draw.trace(measured))),
             (self.folder.timelines, lambda: json.dumps(timeline_files.to_dict(steps))),
             (self.folder.svg, lambda: draw.svg(both)),
-            (page, lambda: draw.html([*both, *predicted], f"{self.folder.root.name}: measured and simulated")),
+            (page, page_text),
         )
         for path, text in texts:
             try:
