@@ -66,25 +66,18 @@ class OutputFlags:
             if not os.access(path if path.exists() else path.parent, os.W_OK):
                 raise UsageError(f"cannot write {path}: {os.strerror(errno.EACCES)}")
 
-    def draw(
-        self,
-        timelines: Sequence[Timeline],
-        below: Callable[[float], str] | None = None,
-        bound: float | None = None,
-        limit: float | None = None,
-    ) -> None:
+    def draw(self, timelines: Sequence[Timeline], below: Callable[[float], str] | None = None, **page: Any) -> None:
         """Write the files that the options name; the trace contains only the first timeline.
 
         Args:
             below: width -> an SVG document to draw below the timelines.
-            bound, limit: of `draw.html`; the SVG has the limit too.
+            page: `bound` and `limit` of `draw.html`; the SVG has the limit too.
         """
         from pipeloom import draw
 
-        self.draw_as(lambda width: draw.svg(timelines, width, below=below, limit=limit))
+        self.draw_as(lambda width: draw.svg(timelines, width, below=below, limit=page.get("limit")))
         if self.html is not None:
-            figure = below(draw.USUAL_WIDTH) if below else ""
-            write(self.html, lambda: draw.html(timelines, None, figure, bound, limit))
+            write(self.html, lambda: draw.html(timelines, None, below(draw.USUAL_WIDTH) if below else "", **page))
         if self.trace is not None:
             write(self.trace, lambda: json.dumps(draw.trace(timelines[0])))
 

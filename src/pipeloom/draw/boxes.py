@@ -50,18 +50,8 @@ def boxes(timeline: Timeline) -> tuple[tuple[EntryBox, ...], ...]:
             actions = parts(cell)
             share = _share(schedule, actions, duration) if len(actions) > 1 else 1.0
             start, end = timeline.starts[rank][at] - origin, timeline.ends[rank][at] - origin
-            row.append(
-                EntryBox(
-                    rank,
-                    actions,
-                    tuple(chunk_of[a.stage] for a in actions),
-                    start,
-                    end,
-                    share,
-                    phases[at],
-                    kind_of(actions[0].kind).queue,
-                )
-            )
+            chunks, queue = tuple(chunk_of[a.stage] for a in actions), kind_of(actions[0].kind).queue
+            row.append(EntryBox(rank, actions, chunks, start, end, share, phases[at], queue))
         rows.append(tuple(row))
     return tuple(rows)
 
@@ -107,12 +97,8 @@ def talk(timeline: Timeline, box: EntryBox) -> tuple[tuple[Action, float], ...]:
         produces = kind_of(action.kind).produces
         name = "forward" if OUTPUT in produces else "input_grad" if INPUT_GRADIENT in produces else None
         if name is not None and shares[action.stage] and box.end > box.start:
-            time = (
-                shares[action.stage]
-                * costs.per_stage(name, stages)[action.stage]
-                * factors[timeline.schedule.unit_of(action)]
-            )
-            action_shares.append((action, time / (box.end - box.start)))
+            alone = costs.per_stage(name, stages)[action.stage] * factors[timeline.schedule.unit_of(action)]
+            action_shares.append((action, shares[action.stage] * alone / (box.end - box.start)))
     return tuple(action_shares)
 
 

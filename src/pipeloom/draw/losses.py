@@ -11,9 +11,9 @@ from pathlib import Path
 from pipeloom.draw.chart import Panel, chart
 from pipeloom.limits import open_file
 
-LINES = {"step": "of each step", "evaluation": "held-out"}
+LOSS_LINES = {"step": "of each step", "evaluation": "held-out"}
 """Event of the log -> the line of its losses."""
-MOST_POINTS = 200  # of a line; of more steps, each point is the mean of several
+MOST_LOSSES = 200  # of a line; of more steps, each point is the mean of several
 
 
 def loss_curve(log: Path) -> Callable[[float], str] | None:
@@ -21,24 +21,23 @@ def loss_curve(log: Path) -> Callable[[float], str] | None:
 
     A step that was done again after a failure counts as it was done last. Lines that are torn or of another form are left out.
     """
-    found: dict[str, dict[int, float]] = {name: {} for name in LINES.values()}
-    if log.is_file():
-        with open_file(log, "a run's log") as file:
-            for line in file:
-                try:
-                    event = json.loads(line)
-                    found[LINES[event["event"]]][int(event["step"])] = float(event["loss"])
-                except (ValueError, TypeError, LookupError, RecursionError):
-                    continue
-    lines = {name: thinned(points) for name, points in found.items()}
-    shown = {name: points for name, points in lines.items() if len(points) > 1}
-    panel = Panel("loss, nats per target", shown, from_zero=False)
-    return partial(chart, "Losses", "step", [panel]) if shown else None
+    if not log.is_file():
+        return None
+    losses: dict[str, dict[int, float]] = {name: {} for name in LOSS_LINES.values()}
+    with open_file(log, "a run's log") as file:
+        for line in file:
+            try:
+                event = json.loads(line)
+                losses[LOSS_LINES[event["event"]]][int(event["step"])] = float(event["loss"])
+            except (ValueError, TypeError, LookupError, RecursionError):
+                continue
+    lines = {name: thinned(points) for name, points in losses.items() if len(points) > 1}
+    return partial(chart, "Losses", "step", [Panel("loss, nats per target", lines, from_zero=False)]) if lines else None
 
 
 def thinned(points: dict[int, float]) -> list[tuple[float, float]]:
-    """Return at most `MOST_POINTS` points (last step, mean) of so many neighbouring steps with finite losses."""
-    finite = sorted((step, loss) for step, loss in points.items() if math.isfinite(loss))
-    size = max(1, math.ceil(len(finite) / MOST_POINTS))
-    groups = [finite[at : at + size] for at in range(0, len(finite), size)]
-    return [(group[-1][0], sum(loss for _, loss in group) / len(group)) for group in groups]
+    """Return at most `MOST_LOSSES` points (last step, mean) of so many neighbouring steps with finite losses."""
+    steps = sorted(step for step, loss in points.items() if math.isfinite(loss))
+    size = max(1, math.ceil(len(steps) / MOST_LOSSES))
+    groups = [steps[at : at + size] for at in range(0, len(steps), size)]
+    return [(group[-1], sum(map(points.__getitem__, group)) / len(group)) for group in groups]

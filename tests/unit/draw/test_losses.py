@@ -10,7 +10,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from pipeloom.draw.chart import Panel, chart
-from pipeloom.draw.losses import MOST_POINTS, loss_curve, thinned
+from pipeloom.draw.losses import MOST_LOSSES, loss_curve, thinned
 
 
 def _log(path: Path, *events: dict[str, Any], more: str = "") -> Path:
@@ -58,10 +58,10 @@ def test_there_is_no_curve_of_less_than_two_steps(tmp_path: Path, events: Any) -
 
 
 def test_a_point_of_many_steps_is_their_mean() -> None:
-    points = thinned({step: float(step % 4) for step in range(1, 4 * MOST_POINTS)})
-    assert len(points) == MOST_POINTS
+    points = thinned({step: float(step % 4) for step in range(1, 4 * MOST_LOSSES)})
+    assert len(points) == MOST_LOSSES
     assert points[:2] == [(4, 1.5), (8, 1.5)]
-    assert points[-1] == (4 * MOST_POINTS - 1, 2.0)  # of the three that are left
+    assert points[-1] == (4 * MOST_LOSSES - 1, 2.0)  # of the three that are left
 
 
 @pytest.mark.parametrize("value", [0.0, 2.0, -3.0])
