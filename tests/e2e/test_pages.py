@@ -161,6 +161,7 @@ PYTHON: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
     "hugging_face.md": (4, lambda: dict(BATCH)),
     "long_sequences.md": (4, dict),
     "own_model.md": (2, own_model),
+    "page.md": (1, lambda: {"pl": pl, "schedules": [pl.schedules.zbv(ranks=4, microbatches=8)]}),
     "parallel.md": (8, parallel),
     "transforms.md": (2, dict),
     "unequal.md": (1, dict),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -89,7 +90,7 @@ FORKING = SimpleNamespace(
 
 
 class Command(_Process):
-    """`pipeloom` with some words, in a folder and with an environment of its own; `prepare` is called there first."""
+    """`pipeloom` with some words, or `python FILE`, in a folder and with an environment of its own; `prepare` is called first."""
 
     def __init__(
         self,
@@ -142,4 +143,8 @@ def _work(words: list[str], environment: dict[str, str], out: int, err: int, pre
     sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", 1) for number in (1, 2))
     torch.set_num_threads(1)
     prepare()
-    main(words)
+    if words[:1] == ["python"]:
+        sys.path.insert(0, str(Path(words[1]).parent))
+        runpy.run_path(words[1], run_name="__main__")
+    else:
+        main(words)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import Any
 
 from pipeloom.errors import printable
@@ -169,9 +171,17 @@ def _is_short(value: object) -> bool:
 
 def in_columns(rows: Sequence[Sequence[str]], left: int = 1, *, ragged: bool = False) -> list[str]:
     """Return a line of text for each row: the first `left` columns to the left, the others to the right; `ragged`: the last one
-    as it is, which may be long."""
+    as it is, broken at words or commas where it is wider than the terminal."""
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if ragged:
+        room = max(20, shutil.get_terminal_size().columns - sum(wide[:-1]) - 2 * len(wide[:-1]))
+        parts = [_in_lines(row[-1], room) or [""] for row in rows]
+        blank = [""] * (len(wide) - 1)
+        rows = [
+            [*(row[:-1] if at == 0 else blank), part]
+            for row, lines in zip(rows, parts, strict=True)
+            for at, part in enumerate(lines)
+        ]
         wide[-1] = 0
     return [
         "  ".join(
@@ -179,3 +189,10 @@ def in_columns(rows: Sequence[Sequence[str]], left: int = 1, *, ragged: bool = F
         )
         for row in rows
     ]
+
+
+def _in_lines(cell: str, room: int) -> list[str]:
+    """Return a cell in lines, broken at its words, or at its commas where it is one word."""
+    if len(cell) <= room or " " in cell:
+        return wrap(cell, room, break_long_words=False)
+    return [part.replace(", ", ",") for part in wrap(cell.replace(",", ", "), room, break_long_words=False)]

@@ -6,7 +6,7 @@ import pytest
 
 import pipeloom as pl
 from pipeloom.draw.boxes import nice_step
-from pipeloom.draw.figures import cost_words, figures, heading, message_words, messages, number
+from pipeloom.draw.figures import cost_words, figures, heading, in_columns, message_words, messages, number
 
 
 @pytest.mark.parametrize(
@@ -74,3 +74,15 @@ def test_sizes_of_messages_are_those_of_their_micro_batches() -> None:
     assert [channel["size"] for channel in found["channels"]] == [40, 40]
     assert message_words(found) == "4 between ranks, 80 B"
     assert message_words(messages(schedule, pl.Costs())) == "4 between ranks"
+
+
+def test_a_long_last_column_is_broken_at_its_commas_or_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    rows = [["GiB", "layout"], ["67.8", "dp=4,pp=2,m=2,seq=131072,slices=32"], ["4", "E 0-1 | 5-7 | 11-13 | 17-19"]]
+    assert in_columns(rows, left=0, ragged=True) == [
+        " GiB  layout",
+        "67.8  dp=4,pp=2,m=2,",
+        "      seq=131072,slices=32",
+        "   4  E 0-1 | 5-7 | 11-13 |",
+        "      17-19",
+    ]
