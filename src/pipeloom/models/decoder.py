@@ -132,10 +132,10 @@ class KeyValueCache:
         self._microbatches: list[tuple[Tensor, Tensor, Tensor]] = []
         self._calls = 0
 
-    def begin(self, forget: bool) -> None:
-        """Prepare for the next tokens of all micro-batches, or with `forget` for the first ones of new sequences."""
+    def begin(self, tokens: int | None) -> None:
+        """Prepare for the next tokens of all micro-batches; 0 earlier `tokens`, or None: for the first ones of new sequences."""
         self._calls = 0
-        if forget:
+        if not tokens:
             self._microbatches.clear()
 
     def extend(self, key: Tensor, value: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:

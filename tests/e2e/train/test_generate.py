@@ -42,32 +42,71 @@ def greedy(whole: Any, prompt: Sequence[int], count: int) -> list[int]:
     return list(found[0, len(prompt) :].tolist())
 
 
-@pytest.mark.parametrize(("family", "schedule"), [("llama", "1f1b"), ("mixtral", "zbv")])
-def test_greedy_text_is_that_of_transformers(family: str, schedule: str) -> None:
-    """Prompts of different lengths go through together, past the end of the first window of 32 tokens."""
-    whole = model(family)
-    whole.generation_config.eos_token_id = None
+@pytest.fixture
+def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tokens of each pass through a pipeline."""
+    passes: list[int] = []
+    predict = LocalPipeline.predict
+    monkeypatch.setattr(
+        LocalPipeline, "predict", lambda self, x, **more: passes.append(x.shape[1]) or predict(self, x, **more)
+    )
+    return passes
+
+
+def in_pipeline(whole: Any, schedule: str = "1f1b") -> LocalPipeline:
     layers = hf.layers(whole)
     pipeline = LocalPipeline(layers, SCHEDULES[schedule](), loss=cross_entropy, tied=layers.tied)
     pipeline.eval()
-    want = [greedy(whole, prompt, 30) for prompt in PROMPTS]
-    assert extend(pipeline, PROMPTS, 30, Sampling(temperature=0)) == want
+    return pipeline
+
+
+@pytest.mark.parametrize(
+    ("family", "schedule"), [("llama", "1f1b"), ("mistral", "interleaved"), ("mixtral", "zbv"), ("mamba2", "1f1b")]
+)
+def test_greedy_text_is_that_of_transformers(family: str, schedule: str, lengths: list[int]) -> None:
+    """Without keys and values kept, past the first window of 32 tokens, and with them: then each pass has one token.
+
+    A window of attention that slides, experts, and a family that keeps states instead.
+    """
+    whole = model(family)
+    whole.generation_config.eos_token_id = None
+    pipeline = in_pipeline(whole, schedule)
+    prompts = PROMPTS[:2]
+    want = [greedy(whole, prompt, 30) for prompt in prompts]
     end = want[0][4]
-    stopped = extend(pipeline, PROMPTS, 30, Sampling(temperature=0), ends=[end])
-    assert stopped == [tokens[: tokens.index(end) + 1] if end in tokens else tokens for tokens in want]
+    stopped = [tokens[: tokens.index(end) + 1] if end in tokens else tokens for tokens in want]
+    for keep in (False, True):
+        assert extend(pipeline, prompts, 30, Sampling(temperature=0), ends=[end], keep=keep) == stopped
+        lengths.clear()
+        assert extend(pipeline, prompts, 30, Sampling(temperature=0), keep=keep) == want
+    # The prompts have 3 and 7 tokens: the second one's others are passed while the first has its continuation already.
+    assert lengths == [3, *[1] * (4 + 29)]
+
+
+def test_text_longer_than_the_context_is_computed_whole(lengths: list[int]) -> None:
+    pipeline = in_pipeline(model("llama"))
+    want = extend(pipeline, PROMPTS[:2], 20, Sampling(2.0), context=20)
+    lengths.clear()
+    assert extend(pipeline, PROMPTS[:2], 20, Sampling(2.0), context=20, keep=True) == want
+    assert lengths == [3, *[1] * 17, *[20] * 6]
+
+
+@pytest.mark.parametrize("family", ["openai-gpt", "recurrent-gemma"])
+def test_a_family_that_keeps_nothing_in_caches_is_computed_whole(family: str, lengths: list[int]) -> None:
+    """One has no caches, the other keeps states in its layers."""
+    pipeline = in_pipeline(model(family))
+    want = extend(pipeline, PROMPTS, 4, Sampling(0.0))
+    lengths.clear()
+    assert extend(pipeline, PROMPTS, 4, Sampling(0.0), keep=True) == want
+    assert lengths == [32] * 4
 
 
 @pytest.mark.parametrize(("schedule", "experts"), [("1f1b", 0), ("zbv", 4)])
-def test_keeping_keys_and_values_changes_no_token(schedule: str, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeping_keys_and_values_changes_no_token(schedule: str, experts: int, lengths: list[int]) -> None:
     """Each pass has one token of each sequence, until a sequence is longer than the context."""
     shape = load("tiny", {"model.num_experts": experts, "model.num_key_value_heads": 2}).model.shape()
     pipeline = LocalPipeline(decoder_layers(shape, 3), SCHEDULES[schedule](), loss=cross_entropy)
     pipeline.eval()
-    lengths: list[int] = []
-    predict = LocalPipeline.predict
-    monkeypatch.setattr(
-        LocalPipeline, "predict", lambda self, x, **more: lengths.append(x.shape[1]) or predict(self, x, **more)
-    )
     sampling = Sampling(2.0, seed=3)
     for context, ends in ((None, [77]), (20, [])):
         want = extend(pipeline, PROMPTS, 30, sampling, context=context, ends=ends)
@@ -85,9 +124,7 @@ def test_a_model_without_finite_probabilities_is_refused(bad: float) -> None:
 
 
 def test_draws_follow_from_the_seed_and_the_number_of_the_prompt() -> None:
-    layers = hf.layers(model("llama"))
-    pipeline = LocalPipeline(layers, SCHEDULES["1f1b"](), loss=cross_entropy)
-    pipeline.eval()
+    pipeline = in_pipeline(model("llama"))
     same = [PROMPTS[0]] * 2
     one, two = extend(pipeline, same, 20, Sampling(2.0, seed=4))
     assert one != two

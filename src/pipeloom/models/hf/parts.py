@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import ConfigError, UsageError, from_machine
 from pipeloom.models.hf.context import SharedTokens, local_positions, sharing
+from pipeloom.models.hf.past import PastTokens
 from pipeloom.ops.block_attention import document_begins
 from pipeloom.ops.checksum import version_of
 from pipeloom.ops.deferred import DeferringLayer, apply_linear
@@ -223,7 +224,7 @@ class Replay:
     ) -> None:
         self.shell, self.tape = shell.eval(), tape
         self._convolves = convolves
-        self._width, self._dtype = embedding_width, dtype
+        self._width, self.dtype = embedding_width, dtype
         self._kept: OrderedDict[tuple[Any, ...], tuple[Sequence[HandOver], Any]] = OrderedDict()
         self._positions: tuple[Any, Tensor | None, Tensor] | None = None
 
@@ -246,7 +247,7 @@ class Replay:
         given = {name: value for name, value in keywords.items() if value is not None}
         shape = hidden.shape[:2]
         versions = tuple(
-            (name, id(value), version_of(value) if isinstance(value, Tensor) else 0)
+            (name, id(value), version_of(value) if isinstance(value, Tensor) else getattr(value, "tokens", 0))
             for name, value in sorted(given.items())
         )
         key = (shape, hidden.device, versions)
@@ -282,7 +283,7 @@ class Replay:
         # What depends on weights or hidden states knows a gradient. The graph is dropped at once; hooks of its own keep what it
         # saves from those of a recomputed layer, whose two runs would differ, since only one of them finds nothing kept.
         with torch.enable_grad(), saving(SavedTensor):
-            embedded = torch.zeros(*shape, self._width, dtype=self._dtype, device=device, requires_grad=True) * 1
+            embedded = torch.zeros(*shape, self._width, dtype=self.dtype, device=device, requires_grad=True) * 1
             try:
                 self.shell(inputs_embeds=embedded, **keywords)
             except Stop:
@@ -348,12 +349,16 @@ class FamilyErrors:
             raise ConfigError(f"{self._name} of transformers fails with its configuration: {reason}") from error
 
 
-class _View(nn.Module):
+class ModelPart(nn.Module):
     """A module whose parameters, buffers and parts are those of another one, under the same names.
 
     So a layer of the pipeline can call a module that it wraps, and its parameters keep the names they have in `transformers`.
+
+    Attributes:
+        past: keys and values of earlier tokens, while text is generated; None: rows are computed whole.
     """
 
+    past: PastTokens | None = None
     _inner: Any
     _errors: FamilyErrors
 
@@ -371,8 +376,14 @@ class _View(nn.Module):
         self._inner.train(mode)
         return super().train(mode)
 
+    def _given(self, model: Any, attention_mask: Tensor | None, position_ids: Tensor | None) -> dict[str, Any]:
+        """Return the keyword arguments of the forward of `model`, the whole one with recorders."""
+        named = {"attention_mask": attention_mask, "position_ids": position_ids}
+        past = {} if self.past is None else self.past.given(self, model)
+        return {name: value for name, value in named.items() if value is not None} | past
 
-class FirstPart(_View):
+
+class FirstPart(ModelPart):
     """Everything before the decoder layers: token numbers [batch, length] -> hidden states [batch, length, hidden].
 
     Args:
@@ -397,7 +408,7 @@ class FirstPart(_View):
         try:
             with self._errors:
                 given = {"input_ids": tokens} if self._embedding is None else {"inputs_embeds": self._embedded(tokens)}
-                self._inner(**given, **_given(attention_mask, position_ids))
+                self._inner(**given, **self._given(self._inner, attention_mask, position_ids))
         except Stop:
             return self._tape.entered
         raise AssertionError("the model's forward did not call its first decoder layer")
@@ -417,7 +428,7 @@ class FirstPart(_View):
         return embedded
 
 
-class TrunkLayer(SharesTokens, _View):
+class TrunkLayer(SharesTokens, ModelPart):
     """One decoder layer: hidden states [batch, length, hidden] -> the same shape."""
 
     _index: int
@@ -455,11 +466,27 @@ class TrunkLayer(SharesTokens, _View):
                 f"its attention is over the tokens at hand alone; cut the model with hf.layers(…, {wanted})"
             )
         with self._errors, sharing(tokens):
-            handed = self._replay.handed(hidden, _given(attention_mask, positions), spread=tokens is not None)
+            given = self._given(self._replay.shell, attention_mask, positions)
+            handed = self._replay.handed(hidden, given, spread=tokens is not None)
             return handed[self._index].call(self._inner, hidden)
 
+    def keeps_past(self) -> bool:
+        """Return whether the layer, called with a token, leaves what it keeps of it in a cache of `transformers`."""
+        shell: Any = self._replay.shell
+        width = shell.config.get_text_config().hidden_size
+        token = torch.zeros(1, 1, width, dtype=self._replay.dtype, device=next(self.parameters()).device)
+        self.past = past = PastTokens()
+        past.begin(0)
+        try:
+            self(token)
+        except Exception:  # of the family's own forward, of any type
+            return False
+        finally:
+            self.past = None
+        return not self._in_blocks and past.filled(self._index)
 
-class LastPart(_View):
+
+class LastPart(ModelPart):
     """Everything after the decoder layers: hidden states [batch, length, hidden] -> logits [batch, length, vocabulary]."""
 
     _tape: Tape
@@ -478,13 +505,9 @@ class LastPart(_View):
         self._tape.run(stop_at=-1, inject=hidden)
         embedded = torch.zeros(*hidden.shape[:2], self._width, dtype=self._dtype, device=hidden.device)
         with self._errors:
-            logits: Tensor = self._inner(inputs_embeds=embedded, **_given(attention_mask, position_ids)).logits
+            given = self._given(self._inner, attention_mask, position_ids)
+            logits: Tensor = self._inner(inputs_embeds=embedded, **given).logits
         return logits
-
-
-def _given(attention_mask: Tensor | None, position_ids: Tensor | None) -> dict[str, Tensor]:
-    named = {"attention_mask": attention_mask, "position_ids": position_ids}
-    return {name: value for name, value in named.items() if value is not None}
 
 
 class TransposedLinear(DeferringLayer):

@@ -20,6 +20,8 @@ from pipeloom.errors import CheckpointError, ConfigError, UsageError
 from pipeloom.measure.build import build_pipeline
 from pipeloom.models.decoder import Attention, KeyValueCache
 from pipeloom.models.hf.library import read_config
+from pipeloom.models.hf.parts import ModelPart, TrunkLayer
+from pipeloom.models.hf.past import PastTokens
 from pipeloom.models.layers import VOCABULARY_WEIGHTS
 from pipeloom.ops.random_state import stable_seed
 from pipeloom.parallel.tensor import TensorParallel
@@ -104,8 +106,8 @@ def extend(
     Args:
         ends: tokens that end a sequence; they are its last.
         context: the longest window, in tokens; None: no limit.
-        keep: keep keys and values of earlier tokens, of which all layers must be of Pipeloom's decoder; sequences longer than
-            `context` are computed whole.
+        keep: keep keys and values of earlier tokens: of Pipeloom's decoder without a capacity of experts, and of the families of
+            `transformers` that keep them in its caches alone; sequences longer than `context` are computed whole.
         seen: called with the prompts and their new tokens after each step.
 
     Raises UsageError for an empty prompt.
@@ -115,52 +117,80 @@ def extend(
             raise UsageError(f"prompt {number} is empty; give it one token at least")
     texts = [list(prompt) for prompt in prompts]
     generators = [torch.Generator().manual_seed(stable_seed("sample", sampling.seed, at)) for at in range(len(prompts))]
-    going = set(range(len(texts)))
-    with _keeping(pipeline, keep) as caches:
-        for number in range(count):
-            recent = {at: texts[at] if context is None else texts[at][-context:] for at in going}
-            whole = not keep or number == 0 or any(len(texts[at]) > len(recent[at]) for at in going)
-            if not whole:
-                recent = {at: texts[at][-1:] for at in going}
-            length = max(map(len, recent.values()))
-            if whole:
+    going = set(range(len(texts))) if count > 0 else set()
+    done = 0  # tokens in the caches
+    with _keeping(pipeline, keep) as (kind, caches):
+        while going:
+            slid = context is not None and any(len(texts[at]) > context for at in going)
+            done = 0 if slid else done
+            parts = _next_tokens(texts, going, context if slid else None, kind, done)
+            length = max(map(len, parts.values()))
+            if slid or not (done or kind == "transformers"):
                 length = min(-(-length // _WINDOW_STEP) * _WINDOW_STEP, context or sys.maxsize)
             window = torch.zeros(len(texts), length, dtype=torch.int64)
             positions = torch.full_like(window, _PADDING)
-            for at, tokens in recent.items():
-                first = 0 if whole else len(texts[at]) - 1
-                window[at, : len(tokens)] = torch.tensor(tokens)
-                positions[at, : len(tokens)] = torch.arange(first, first + len(tokens))
+            for at, part in parts.items():
+                window[at, : len(part)] = torch.tensor(texts[at][part.start : part.stop])
+                positions[at, : len(part)] = torch.arange(len(part)) + (0 if slid else part.start)
             for cache in caches:
-                cache.begin(whole)
-            keywords = {"position_ids": positions.to(pipeline.device)} if keep else {}
+                cache.begin(None if slid else done)
+            keywords = {"position_ids": positions.to(pipeline.device)} if kind == "own" else {}
             logits = pipeline.predict(window.to(pipeline.device), **keywords)
+            ready = [at for at in sorted(going) if parts[at].stop == len(texts[at])]
             drawn = [0.0] * len(texts)
-            for at in going if logits is not None else ():
-                drawn[at] = sampling.choose(_whole(pipeline, logits[at, len(recent[at]) - 1]), generators[at])
+            for at in ready if logits is not None else ():
+                drawn[at] = sampling.choose(_whole(pipeline, logits[at, len(parts[at]) - 1]), generators[at])
             # only the rank with the last stage has logits; the other ranks add 0, so the sum is its choice
             drawn = sums(pipeline, drawn)
-            for at in sorted(going):
+            for at in ready:
                 texts[at].append(int(drawn[at]))
-                if int(drawn[at]) in ends:
+                if int(drawn[at]) in ends or len(texts[at]) == len(prompts[at]) + count:
                     going.discard(at)
             if seen is not None:
                 seen(texts)
-            if not going:
-                break
+            if kind and not slid:
+                done = max(part.stop for part in parts.values())
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
+def _next_tokens(
+    texts: Sequence[list[int]], going: Collection[int], last: int | None, kind: str, done: int
+) -> dict[int, range]:
+    """Return which tokens of each text the next pass computes: the `last` ones, or those that the caches of a `kind` lack."""
+    if last is None and kind == "transformers":
+        # no padding, which caches of sliding windows and of states would keep: each text goes as far as the shortest
+        return dict.fromkeys(going, range(done, min(len(texts[at]) for at in going)))
+    new = 1 if done else last or sys.maxsize
+    return {at: range(max(0, len(texts[at]) - new), len(texts[at])) for at in going}
+
+
 @contextlib.contextmanager
-def _keeping(pipeline: Pipeline | LocalPipeline, keep: bool) -> Iterator[list[KeyValueCache]]:
-    """Give each attention of this rank a cache meanwhile, if `keep`."""
+def _keeping(
+    pipeline: Pipeline | LocalPipeline, keep: bool
+) -> Iterator[tuple[str, Sequence[KeyValueCache | PastTokens]]]:
+    """Have the layers of this rank keep keys and values meanwhile, if `keep`.
+
+    Yields whose caches they are in, "own", "transformers" or "" (they keep none), the same on every rank, and the caches.
+    """
     modules = [part for module in pipeline.modules.values() for part in module.modules()] if keep else []
     attentions = [part for part in modules if isinstance(part, Attention)]
+    parts = [part for part in modules if isinstance(part, ModelPart)]
+    layers = [part for part in parts if isinstance(part, TrunkLayer)]
+    count, refusing = sums(pipeline, [len(layers), sum(not layer.keeps_past() for layer in layers)])
+    past = PastTokens() if count and not refusing else None
     try:
         for attention in attentions:
             attention.cache = KeyValueCache()
-        yield [attention.cache for attention in attentions if attention.cache is not None]
+        for part in parts:
+            part.past = past
+        if past is not None:
+            yield "transformers", [past]
+        else:
+            kept = [attention.cache for attention in attentions if attention.cache is not None]
+            yield "own" if keep and not count else "", kept
     finally:
+        for part in parts:
+            part.past = None
         for attention in attentions:
             attention.cache = None
 
@@ -350,7 +380,7 @@ def continue_prompts(
 
     show(encoded)
     model = opened.layout.config.model
-    keep = not model.source and not model.capacity_factor  # a capacity depends on the tokens that are computed together
+    keep = not model.capacity_factor  # a capacity depends on the tokens that are computed together
     context = _context(opened.hub)
     added = extend(pipeline, encoded, count, sampling, ends=text.ends, context=context, keep=keep, seen=show)
     return [(text.decode([*before, *after]), after) for before, after in zip(encoded, added, strict=True)]
