@@ -89,6 +89,13 @@ def test_text_longer_than_the_context_is_computed_whole(lengths: list[int]) -> N
     lengths.clear()
     assert extend(pipeline, PROMPTS[:2], 20, Sampling(2.0), context=20, keep=True) == want
     assert lengths == [3, *[1] * 17, *[20] * 6]
+    prompts = [PROMPTS[0], [*range(3, 28)]]
+    end = extend(pipeline, prompts, 4, Sampling(2.0), context=20)[1][-1]
+    want = extend(pipeline, prompts, 10, Sampling(2.0), context=20, ends=[end])
+    lengths.clear()
+    assert extend(pipeline, prompts, 10, Sampling(2.0), context=20, ends=[end], keep=True) == want
+    # Until the long text ends, both are computed whole.
+    assert lengths == [*[20] * 4, 3 + 4, *[1] * 5]
 
 
 @pytest.mark.parametrize("family", ["openai-gpt", "recurrent-gemma"])
