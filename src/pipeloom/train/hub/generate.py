@@ -186,8 +186,8 @@ def _keeping(
         if past is not None:
             yield "transformers", [past]
         else:
-            kept = [attention.cache for attention in attentions if attention.cache is not None]
-            yield "own" if keep and not count else "", kept
+            caches = [attention.cache for attention in attentions if attention.cache is not None]
+            yield "own" if keep and not count else "", caches
     finally:
         for part in parts:
             part.past = None
