@@ -159,6 +159,18 @@ def test_rows_fill_the_window(running: Any, tmp_path: Path, ranks: int, width: i
     page.close()
 
 
+def test_what_is_below_the_timelines_has_room_in_a_high_window(running: Any, tmp_path: Path) -> None:
+    below = segment_lanes((LayerSegments(dispatch=1.5, combine=1.5),), 900)
+    rows = {}
+    for height in (700, 1440):
+        page = Opened(running, tmp_path, _interleaved(), below=below, viewport={"width": 1280, "height": height})
+        rows[height] = page.run("() => pipeloom.panes[0].layout.row")
+        fits = page.run("() => document.querySelector('figure').getBoundingClientRect().bottom") <= height
+        assert fits == (height == 1440)
+        page.close()
+    assert rows[700] > 50  # it is scrolled to: rows do not become low for it
+
+
 def test_sixteen_ranks_have_numbers_and_memory_to_read(running: Any, tmp_path: Path) -> None:
     page = Opened(running, tmp_path, pl.simulate(pl.schedules.one_f_one_b(16, 32)))
     text = page.run("() => pipeloom.exportSvg()")
@@ -387,7 +399,7 @@ def test_a_drag_into_a_deadlock_tells_the_cycle_and_moves_nothing(running: Any, 
     opened.page.mouse.move(*opened.place(3, 0), steps=8)
     for _ in range(2):  # while it is held, and when it is dropped
         words = opened.page.inner_text("#status")
-        assert words.startswith("the schedule deadlocks; the shortest cycle:")
+        assert words.startswith("the action stays where it is. Moved, the schedule deadlocks; the shortest cycle:")
         assert opened.run("() => document.getElementById('status').className") == "bad"
         assert opened.run(state) == before
         opened.page.mouse.up()
