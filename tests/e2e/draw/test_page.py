@@ -204,6 +204,14 @@ def test_one_unit_of_memory_for_all_schedules(running: Any, tmp_path: Path) -> N
     assert table[1][table[0].index("peak activations")] == "5"
     assert page.run("() => pipeloom.panes.map((pane) => pane.options({}).most)") == [8, 8]
     page.close()
+    whole = pl.schedules.one_f_one_b(4, 6)
+    page = Opened(
+        running, tmp_path, [pl.simulate(each) for each in (whole, transformed(whole, ["slices=3"], pl.Costs()))]
+    )
+    head, *rows = page.run(cells)
+    assert [row[head.index("peak activations")] for row in rows] == ["4", "4"]
+    assert page.run("() => pipeloom.panes.map((pane) => pane.schedule.most)") == pytest.approx([4, 4])
+    page.close()
     in_bytes = pl.simulate(pl.schedules.one_f_one_b(8, 16), pl.Costs(bytes={"saved": 512.0}))
     page = Opened(running, tmp_path, timelines[1:], rows=[in_bytes])
     head, *rows = page.run(cells)

@@ -20,10 +20,12 @@ const state = {
   measure: null, // {pane, from, to}: times at the ends of the ruler
 };
 const FULL = "micro-batches of 1/p of the model";
+/** What a stage's activations of one micro-batch are of those of 1/p of the model: `full`, but of all its slices. */
+const shareOf = ({ full, slices }) => full * (slices || 1);
 const memoryUnit = (schedule) => {
   const each = (size) => schedule.document.costs.activation.every((other) => other === size);
   if (schedule.inBytes) return `in ${schedule.pools[0].pool}`;
-  return each(schedule.document.full) ? FULL : each(1) ? "stage micro-batches" : "units of activation memory";
+  return each(shareOf(schedule.document)) ? FULL : each(1) ? "stage micro-batches" : "units of activation memory";
 };
 
 /** The top of the memory rows of a schedule: one for all timelines in bytes, and one for those that count micro-batches. */
@@ -62,7 +64,7 @@ class Pane {
     const own = place(this.stage).top - place(this.node).top + place(this.summary).height + 28; // of a pane, beside its rows
     const rowAbove = (below) => {
       const room = (window.innerHeight - above - below - 28) / panes.length - own - RULER - 4;
-      return room / ranks / (1 + 0.5 * lanes.length + (state.memory ? BAND * pools.length : 0)) - 3 - lanes.length;
+      return (room / ranks - 3 - lanes.length) / (1 + 0.5 * lanes.length + (state.memory ? BAND * pools.length : 0));
     };
     const beside = rowAbove(place(document.querySelector("figure")).height);
     const row = beside < LEAST_BESIDE ? rowAbove(0) : beside; // what is below the timelines is scrolled to where they would be low
@@ -285,14 +287,14 @@ function comparison() {
  * memory where every activation counts 1 or is given in that unit already. */
 function shareUnit(documents) {
   const mixed = new Set(documents.map(({ full }) => full)).size > 1;
-  const counts = ({ still, costs, full }) => (still && still.curves[0].pool) || costs.activation.every((each) => each === 1 || each === full);
+  const counts = (each) => (each.still && each.still.curves[0].pool) || each.costs.activation.every((size) => size === 1 || size === shareOf(each));
   const shared = mixed && documents.every(counts);
   for (const each of documents) {
     each.unit = mixed ? each.full : 1;
     if (!shared || each.costs.activation.some((size) => size !== 1)) continue;
-    each.costs.activation = each.costs.activation.map(() => each.full);
+    each.costs.activation = each.costs.activation.map(() => shareOf(each));
     for (const { pool, ranks } of each.still ? each.still.curves : [])
-      if (!pool) for (const curve of ranks) for (const point of curve) point[1] *= each.full;
+      if (!pool) for (const curve of ranks) for (const point of curve) point[1] *= shareOf(each);
   }
 }
 
