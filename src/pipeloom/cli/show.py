@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -64,8 +65,7 @@ def command(
     if search is not None:
         study = replace(study, better=compare(steps, study.prediction, None, search, split))
     predicted = simulate(study.typical.schedule, study.prediction.costs)
-    below = loss_curve(run / "log.jsonl")
-    output.draw([*(steps if every else [study.typical]), predicted], below)
+    output.draw([*(steps if every else [study.typical]), predicted], partial(loss_curve, run / "log.jsonl"))
     if output.as_json:
         print(json.dumps(study.as_dict() | {"run": str(run)}, allow_nan=False))
         return

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from pipeloom.draw.chart import Panel, chart
@@ -16,13 +14,13 @@ LOSS_LINES = {"step": "of each step", "evaluation": "held-out"}
 MOST_LOSSES = 200  # of a line; of more steps, each point is the mean of several
 
 
-def loss_curve(log: Path) -> Callable[[float], str] | None:
-    """Return a function width -> an SVG document with the losses in a run's log against the step; None where there are none.
+def loss_curve(log: Path, width: float) -> str:
+    """Return an SVG document of `width` pixels with the losses in a run's log against the step; "" where there are none.
 
     A step that was done again after a failure counts as it was done last. Lines that are torn or of another form are left out.
     """
     if not log.is_file():
-        return None
+        return ""
     losses: dict[str, dict[int, float]] = {name: {} for name in LOSS_LINES.values()}
     with open_file(log, "a run's log") as file:
         for line in file:
@@ -32,7 +30,7 @@ def loss_curve(log: Path) -> Callable[[float], str] | None:
             except (ValueError, TypeError, LookupError, RecursionError):
                 continue
     lines = {name: thinned(points) for name, points in losses.items() if len(points) > 1}
-    return partial(chart, "Losses", "step", [Panel("loss, nats per target", lines, from_zero=False)]) if lines else None
+    return chart("Losses", "step", [Panel("loss, nats per target", lines, from_zero=False)], width) if lines else ""
 
 
 def thinned(points: dict[int, float]) -> list[tuple[float, float]]:

@@ -130,8 +130,7 @@ def svg(
             + BETWEEN
         )
     height = _legend(sheet, panels, top - BETWEEN / 2) + 10
-    if below is not None:
-        other = below(width)
+    if below is not None and (other := below(width)):
         sheet.out.append(other.replace("<svg ", f'<svg y="{_n(height)}" ', 1))
         height += float(other.split('height="', 1)[1].split('"')[0])
     title = "; ".join(heading(timeline) for timeline in panels)

@@ -159,6 +159,18 @@ def test_rows_fill_the_window(running: Any, tmp_path: Path, ranks: int, width: i
     page.close()
 
 
+def test_what_is_below_the_timelines_has_room_in_a_high_window(running: Any, tmp_path: Path) -> None:
+    below = segment_lanes((LayerSegments(dispatch=1.5, combine=1.5),), 900)
+    rows = {}
+    for height in (700, 1440):
+        page = Opened(running, tmp_path, _interleaved(), below=below, viewport={"width": 1280, "height": height})
+        rows[height] = page.run("() => pipeloom.panes[0].layout.row")
+        fits = page.run("() => document.querySelector('figure').getBoundingClientRect().bottom") <= height
+        assert fits == (height == 1440)
+        page.close()
+    assert rows[700] > 50  # it is scrolled to: rows do not become low for it
+
+
 def test_sixteen_ranks_have_numbers_and_memory_to_read(running: Any, tmp_path: Path) -> None:
     page = Opened(running, tmp_path, pl.simulate(pl.schedules.one_f_one_b(16, 32)))
     text = page.run("() => pipeloom.exportSvg()")
@@ -168,7 +180,7 @@ def test_sixteen_ranks_have_numbers_and_memory_to_read(running: Any, tmp_path: P
     assert page.run("() => pipeloom.panes[0].layout.band") >= 10
     page.close()
     overlapped = pl.simulate(pl.schedules.dualpipev(16, 32), pl.Costs(all_to_all=0.3))
-    page = Opened(running, tmp_path, overlapped, viewport={"width": 2560, "height": 900})
+    page = Opened(running, tmp_path, overlapped, viewport={"width": 2560, "height": 500})
     text = page.run("() => pipeloom.exportSvg()")
     assert len(re.findall(r">\d+</text>", text)) > 0.9 * 16 * 32 * 4  # F and B of both stages
     page.close()
@@ -192,17 +204,24 @@ def test_one_unit_of_memory_for_all_schedules(running: Any, tmp_path: Path) -> N
     assert table[1][table[0].index("peak activations")] == "5"
     assert page.run("() => pipeloom.panes.map((pane) => pane.options({}).most)") == [8, 8]
     page.close()
+    whole = pl.schedules.one_f_one_b(4, 6)
+    page = Opened(
+        running, tmp_path, [pl.simulate(each) for each in (whole, transformed(whole, ["slices=3"], pl.Costs()))]
+    )
+    head, *rows = page.run(cells)
+    assert [row[head.index("peak activations")] for row in rows] == ["4", "4"]
+    assert page.run("() => pipeloom.panes.map((pane) => pane.schedule.most)") == pytest.approx([4, 4])
+    page.close()
     in_bytes = pl.simulate(pl.schedules.one_f_one_b(8, 16), pl.Costs(bytes={"saved": 512.0}))
     page = Opened(running, tmp_path, timelines[1:], rows=[in_bytes])
     head, *rows = page.run(cells)
     assert [row[head.index("peak memory")] for row in rows] == ["–", "4 KiB"]
     assert len(page.run("() => pipeloom.panes")) == 1  # the other is a row alone
     page.close()
-    given = [pl.simulate(t.schedule, pl.Costs(activation=2.0)) for t in timelines]  # a unit of one's own stays
+    given = [pl.simulate(t.schedule, pl.Costs(activation=size)) for t, size in zip(timelines, (1.0, 2.0), strict=True)]
     page = Opened(running, tmp_path, given)
     head, *rows = page.run(cells)
-    assert [row[head.index("peak memory")] for row in rows] == ["20", "16"]
-    assert page.page.inner_text("#compare caption") == "peaks in units of activation memory"
+    assert [row[head.index("peak memory")] for row in rows] == ["10", "16"]  # a unit of one's own stays
     page.close()
 
 
@@ -369,7 +388,14 @@ def test_a_drag_moves_an_action_and_can_be_undone(opened: Opened, tmp_path: Path
 
 @pytest.mark.parametrize("source", ["simulated", "measured"])
 def test_a_drag_into_a_deadlock_tells_the_cycle_and_moves_nothing(running: Any, tmp_path: Path, source: Any) -> None:
-    opened = Opened(running, tmp_path, replace(_interleaved(), source=source))
+    timeline = _interleaved()
+    if source == "measured":  # times that a simulation does not give
+        slower = {
+            name: tuple(tuple(2 * time for time in row) for row in getattr(timeline, name))
+            for name in ("starts", "ends")
+        }
+        timeline = replace(timeline, source=source, **slower)
+    opened = Opened(running, tmp_path, timeline)
     state = """() => [JSON.parse(pipeloom.panes[0].schedule.json()).programs, pipeloom.panes[0].schedule.figures,
         document.querySelector(".tiles").innerText, pipeloom.panes[0].stage.getBoundingClientRect().top]"""
     before = opened.run(state)
@@ -381,7 +407,7 @@ def test_a_drag_into_a_deadlock_tells_the_cycle_and_moves_nothing(running: Any, 
     opened.page.mouse.move(*opened.place(3, 0), steps=8)
     for _ in range(2):  # while it is held, and when it is dropped
         words = opened.page.inner_text("#status")
-        assert words.startswith("the schedule deadlocks; the shortest cycle:")
+        assert words.startswith("the action stays where it is. Moved, the schedule deadlocks; the shortest cycle:")
         assert opened.run("() => document.getElementById('status').className") == "bad"
         assert opened.run(state) == before
         opened.page.mouse.up()

@@ -41,9 +41,7 @@ def test_the_curve_has_every_step_as_it_was_done_last_and_the_held_out_losses(tm
         {"event": "figures", "step": 3, "loss": 1.0},
         {"event": "step", "step": [1], "loss": {}},
     ]
-    curve = loss_curve(_log(tmp_path / "log.jsonl", *events, more='[1]\n"step"\n{"event": "step", "st'))
-    assert curve is not None
-    drawn = curve(960)
+    drawn = loss_curve(_log(tmp_path / "log.jsonl", *events, more='[1]\n"step"\n{"event": "step", "st'), 960)
     assert _points(drawn) == [
         "of each step: 5.5 at 1", "of each step: 5 at 2", "of each step: 4.5 at 3",
         "held-out: 5.25 at 1", "held-out: 4.75 at 3",
@@ -53,8 +51,8 @@ def test_the_curve_has_every_step_as_it_was_done_last_and_the_held_out_losses(tm
 
 @pytest.mark.parametrize("events", [(), ({"event": "step", "step": 1, "loss": 2.0},)], ids=["no step", "one step"])
 def test_there_is_no_curve_of_less_than_two_steps(tmp_path: Path, events: Any) -> None:
-    assert loss_curve(tmp_path / "log.jsonl") is None
-    assert loss_curve(_log(tmp_path / "log.jsonl", *events)) is None
+    assert loss_curve(tmp_path / "log.jsonl", 960) == ""
+    assert loss_curve(_log(tmp_path / "log.jsonl", *events), 960) == ""
 
 
 def test_a_point_of_many_steps_is_their_mean() -> None:

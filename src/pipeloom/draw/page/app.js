@@ -20,15 +20,18 @@ const state = {
   measure: null, // {pane, from, to}: times at the ends of the ruler
 };
 const FULL = "micro-batches of 1/p of the model";
+/** What a stage's activations of one micro-batch are of those of 1/p of the model: `full`, but of all its slices. */
+const shareOf = ({ full, slices }) => full * (slices || 1);
 const memoryUnit = (schedule) => {
   const each = (size) => schedule.document.costs.activation.every((other) => other === size);
   if (schedule.inBytes) return `in ${schedule.pools[0].pool}`;
-  return each(schedule.document.full) ? FULL : each(1) ? "stage micro-batches" : "units of activation memory";
+  return each(shareOf(schedule.document)) ? FULL : each(1) ? "stage micro-batches" : "units of activation memory";
 };
 
 /** The top of the memory rows of a schedule: one for all timelines in bytes, and one for those that count micro-batches. */
 const mostBeside = (schedule) => Math.max(...panes.filter((pane) => pane.schedule.inBytes === schedule.inBytes).map((pane) => pane.schedule.most), data.limit || 0);
 
+const LEAST_BESIDE = 30; // height of a row that leaves room for what is below the timelines
 const SNAP = 8; // pixels from an edge at which the ruler holds on to it
 const STILL = "Actions cannot be moved: the page does not simulate bytes, recomputed blocks, queues beside computation, or senders that wait";
 
@@ -59,10 +62,13 @@ class Pane {
     const { ranks, lanes, pools } = this.schedule, place = (node) => node.getBoundingClientRect();
     const above = place(element("panes")).top + window.scrollY; // header, legend, comparison
     const own = place(this.stage).top - place(this.node).top + place(this.summary).height + 28; // of a pane, beside its rows
-    const below = Math.min(place(document.querySelector("figure")).height + 28, window.innerHeight / 2);
-    const room = (window.innerHeight - above - below) / panes.length - own - RULER - 4;
-    const whole = room / ranks / (1 + 0.5 * lanes.length + (state.memory ? BAND * pools.length : 0)) - 3 - lanes.length;
-    return new Layout(this.schedule, width, Math.floor(Math.min(MOST_ROW, Math.max(leastHeights(this.schedule)[0], whole))), state.memory);
+    const rowAbove = (below) => {
+      const room = (window.innerHeight - above - below - 28) / panes.length - own - RULER - 4;
+      return (room / ranks - 3 - lanes.length) / (1 + 0.5 * lanes.length + (state.memory ? BAND * pools.length : 0));
+    };
+    const beside = rowAbove(place(document.querySelector("figure")).height);
+    const row = beside < LEAST_BESIDE ? rowAbove(0) : beside; // what is below the timelines is scrolled to where they would be low
+    return new Layout(this.schedule, width, Math.floor(Math.min(MOST_ROW, Math.max(leastHeights(this.schedule)[0], row))), state.memory);
   }
 
   resize() {
@@ -134,6 +140,7 @@ class Pane {
     if (measure) {
       const ends = [measure.from, measure.to].map((time) => layout.x(time, view));
       for (const x of ends) painter.line([[x, 22], [x, layout.height]], theme.late, 1, [4, 3]);
+      painter.rect(Math.min(...ends), 23, Math.abs(ends[1] - ends[0]), 14, theme.paper); // over the phases
       painter.line([[ends[0], 30], [ends[1], 30]], theme.late, 1.5);
       const words = show(Math.abs(measure.to - measure.from)), wide = 7 * words.length + 8, middle = (ends[0] + ends[1]) / 2;
       painter.rect(middle - wide / 2, 22, wide, 16, theme.paper);
@@ -280,14 +287,14 @@ function comparison() {
  * memory where every activation counts 1 or is given in that unit already. */
 function shareUnit(documents) {
   const mixed = new Set(documents.map(({ full }) => full)).size > 1;
-  const counts = ({ still, costs, full }) => (still && still.curves[0].pool) || costs.activation.every((each) => each === 1 || each === full);
+  const counts = (each) => (each.still && each.still.curves[0].pool) || each.costs.activation.every((size) => size === 1 || size === shareOf(each));
   const shared = mixed && documents.every(counts);
   for (const each of documents) {
     each.unit = mixed ? each.full : 1;
     if (!shared || each.costs.activation.some((size) => size !== 1)) continue;
-    each.costs.activation = each.costs.activation.map(() => each.full);
+    each.costs.activation = each.costs.activation.map(() => shareOf(each));
     for (const { pool, ranks } of each.still ? each.still.curves : [])
-      if (!pool) for (const curve of ranks) for (const point of curve) point[1] *= each.full;
+      if (!pool) for (const curve of ranks) for (const point of curve) point[1] *= shareOf(each);
   }
 }
 
@@ -533,6 +540,7 @@ function changeWords(pane, schedule) {
   ].join(" · ");
 }
 
+const STAYS = "the action stays where it is. Moved, "; // and then the words of check
 const LIVE = 20000; // actions up to which a drag shows its outcome at every move of the pointer: 3 ms to simulate
 
 const isLive = ({ programs }) => programs.reduce((sum, program) => sum + program.length, 0) <= LIVE;
@@ -540,7 +548,7 @@ const isLive = ({ programs }) => programs.reduce((sum, program) => sum + program
 function move(pane, rank, from, to) {
   const cycle = pane.schedule.move(rank, from, to);
   settled(pane);
-  if (cycle) tell(cycle, true);
+  if (cycle) tell(STAYS + cycle, true);
   else select(pane, rank, to);
 }
 
@@ -579,7 +587,8 @@ function dragTo(drag, time) {
       putBack(drag);
       drag.mark = start[drag.from];
     }
-    tell(cycle || changeWords(drag.pane, schedule), Boolean(cycle));
+    if (cycle) tell(STAYS + cycle, true);
+    else tell(changeWords(drag.pane, schedule));
     redraw();
   }
   drag.pane.drawOver();

@@ -314,7 +314,7 @@ class Drawing {
       if (layout.band && rank < schedule.ranks) schedule.pools.forEach((pool, at) => this.drawMemory(pool, rank, layout.bandTop(rank, at) + 1, layout.band - 1));
     });
     for (const [code, x, top, part, width] of texts) {
-      const label = schedule.unitName(code), most = Math.max(12, Math.min(20, part * 0.15));
+      const label = schedule.unitName(code), most = Math.max(12, Math.min(16, part * 0.2));
       const beside = Math.min(most, part * 0.72, (width - 1) / (0.62 * label.length));
       // digits that have no room beside one another stand under one another, so that no number vanishes for its length alone
       const upright = beside < LEAST_NUMBER, size = upright ? Math.min(11, (part - 1) / label.length, (width - 1) / 0.62) : beside;

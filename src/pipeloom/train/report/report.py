@@ -227,16 +227,11 @@ class Report:
         both = [measured, simulated(measured)]
         page = expanded(self._html) if self._html else self.folder.page
         title = f"{self.folder.root.name}: measured and simulated"
-
-        def page_text() -> str:
-            curve = loss_curve(self.folder.log)
-            return draw.html(both, title, curve(draw.USUAL_WIDTH) if curve else "", rows=predicted)
-
         texts: tuple[tuple[Path, Callable[[], str]], ...] = (
             (self.folder.trace, lambda: json.dumps(draw.trace(measured))),
             (self.folder.timelines, lambda: json.dumps(timeline_files.to_dict(steps))),
             (self.folder.svg, lambda: draw.svg(both)),
-            (page, page_text),
+            (page, lambda: draw.html(both, title, loss_curve(self.folder.log, draw.USUAL_WIDTH), rows=predicted)),
         )
         for path, text in texts:
             try:
