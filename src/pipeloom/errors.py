@@ -6,6 +6,7 @@ import difflib
 import errno
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -198,6 +199,24 @@ def sentence(text: str) -> str:
     """Return a message as it is printed: words of more than `LONGEST_ECHO` characters, and very long lines, are shortened."""
     lines = (_LONG_WORD.sub(lambda word: shortened(word[0]), line) for line in text.split("\n"))
     return "\n".join(shortened(line, _LONGEST_PRINTED_LINE) for line in lines)
+
+
+COLUMNS = 80  # of a terminal, for all that is not drawn to its width
+
+
+def folded(text: str) -> str:
+    """`text` with lines of at most 80 columns, where its words allow.
+
+    What continues a line is indented by 4 more. Lines with colours stay as they are, and a label with a path.
+    """
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if len(line) <= COLUMNS or "\x1b" in line or len(line.split()) <= 2:
+            lines.append(line)
+            continue
+        margin = " " * (len(line) - len(line.lstrip()) + 4)
+        lines += textwrap.wrap(line, COLUMNS, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def printable(text: str) -> str:

@@ -10,14 +10,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 from pipeloom.cli.options import flag
 from pipeloom.draw import LEAST_WIDTH, USUAL_WIDTH, figures, terminal
 from pipeloom.draw.svg import png as rendered
 from pipeloom.draw.svg import require_png
-from pipeloom.errors import UsageError
+from pipeloom.errors import UsageError, folded
 from pipeloom.schedule import Schedule, Timeline
 from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.json_form import to_dict
@@ -123,14 +122,9 @@ def write(path: Path, content: Callable[[], str | bytes]) -> None:
     print(f"wrote {path}", file=sys.stderr)
 
 
-def wrapped(sentence: str, indent: str = "") -> list[str]:
-    """Return a sentence as lines of a narrow terminal; `indent` is in front of all but the first."""
-    return wrap(sentence, 80, break_long_words=False, break_on_hyphens=False, subsequent_indent=indent)
-
-
 def emit(as_json: bool, values: Callable[[], Mapping[str, Any]], lines: Callable[[], Iterable[str]]) -> None:
-    """Print a result: its values as one JSON object, or its lines."""
-    print(json.dumps(values(), allow_nan=False) if as_json else "\n".join(lines()))
+    """Print a result: its values as one JSON object, or its lines, folded."""
+    print(json.dumps(values(), allow_nan=False) if as_json else folded("\n".join(lines())))
 
 
 def as_dict(timeline: Timeline) -> dict[str, object]:

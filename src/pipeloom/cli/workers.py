@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from pipeloom.cli.options import family_help
-from pipeloom.errors import TRAIN_PACKAGES, UsageError, missing_packages
+from pipeloom.errors import TRAIN_PACKAGES, UsageError, folded, missing_packages
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
@@ -37,7 +37,7 @@ class WordedCommand(TyperCommand):
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the options of the families that the command line names, behind the command's own."""
         for text in map(family_help, words_of(ctx)):
-            formatter.write(f"\n{text}\n" if text else "")
+            formatter.write(f"\n{folded(text)}\n" if text else "")
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Complete the keys of the configuration too, where the command takes them."""
