@@ -133,17 +133,14 @@ def reason_of(error: BaseException) -> object:
     return getattr(error, "strerror", None) or error
 
 
-def did_you_mean(word: str, candidates: Iterable[str], count: int = 3) -> str:
-    """`"; did you mean 'x' or 'y'?"` for the nearest candidates, or the list of all when none is near.
-
-    Returns an empty string when there are no candidates.
-    """
+def did_you_mean(word: str, candidates: Iterable[str], count: int = 3, listed: bool = True) -> str:
+    """`"; did you mean 'x' or 'y'?"` for the nearest candidates; where none is near, the list of all, or if not `listed`: ""."""
     names = sorted(candidates)
     word = word[:LONGEST_ECHO]
     near = difflib.get_close_matches(word, names, n=count, cutoff=0.55)
     if near:
         return f"; did you mean {' or '.join(repr(name) for name in near)}?"
-    return f"; known: {', '.join(names)}" if names else ""
+    return f"; known: {', '.join(names)}" if names and listed else ""
 
 
 def divisors(number: int) -> list[int]:

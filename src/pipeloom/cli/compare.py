@@ -73,8 +73,8 @@ def command(
     cuts: SliceFlags,
     sending: SendFlags,
     limits: LimitFlags,
-    output: OutputFlags,
     tables: TableFlags,
+    output: OutputFlags,
 ) -> None:
     """Compare schedules that do the same work.
 

@@ -21,6 +21,7 @@ from pipeloom.errors import (
     ArgumentError,
     ConfigError,
     PipeloomError,
+    did_you_mean,
     folded,
     from_machine,
     printable,
@@ -160,6 +161,17 @@ def _usage(error: Any, as_json: bool) -> int:
         (problem, *_) = problems()
         text = text.replace(problem["msg"], _refused(problem))
     context = getattr(error, "ctx", None)
+    if context is not None and (option := getattr(error, "option_name", "")):
+        from pipeloom.config.settings import named_otherwise
+
+        known = [name.removeprefix("--") for each in context.command.params for name in each.opts]
+        other = named_otherwise(option.lstrip("-"), known)
+        near = (
+            f"; did you mean '--{other}'?"
+            if other
+            else did_you_mean(option, [f"--{name}" for name in known], listed=False)
+        )
+        text = f"there is no option {option}{near}"
     where = f" ({context.command_path} --help shows the options)" if context is not None else ""
     return _report(error, f"{text}{where}", int(error.exit_code), as_json)
 

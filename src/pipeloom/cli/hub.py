@@ -91,7 +91,7 @@ def import_(
     print(f"pipeloom train {checkpoint / 'model.toml'}")
 
 
-@with_options()
+@with_options(groups_from={"tokens": "Sampling", "pp": "Processes", "as_json": "Output"})
 def generate(
     context: typer.Context,
     *,

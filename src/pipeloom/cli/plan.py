@@ -129,7 +129,15 @@ class PlanFlags:
         return {"source" if ours is None else "weights": str(Path(self.model).absolute())}
 
 
-@with_options()
+@with_options(
+    groups_from={
+        "model": "Model",
+        "devices": "Devices and sequences",
+        "runtime": "Layouts",
+        "measured": "Times",
+        "as_json": "Output",
+    }
+)
 def command(options: PlanFlags) -> None:
     """Find the layout with which to train a model.
 

@@ -89,9 +89,7 @@ def timelines_of(path: Path) -> tuple[Timeline, ...]:
             near = f"; nearest: {path / runs[-1]}" if runs else "; a run writes it when it ends"
             raise UsageError(f"{path} has no {TIMELINES_FILE}{near}")
         names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise UsageError(
-            f"there is no {shortened(str(path))}{did_you_mean(path.name, names) if len(names) < 200 else ''}"
-        )
+        raise UsageError(f"there is no {shortened(str(path))}{did_you_mean(path.name, names, listed=False)}")
     timelines = timeline_files.load(file)
     if not timelines:
         raise UsageError(f"{file} contains no steps")
