@@ -166,12 +166,8 @@ def _usage(error: Any, as_json: bool) -> int:
 
         known = [name.removeprefix("--") for each in context.command.params for name in each.opts]
         other = named_otherwise(option.lstrip("-"), known)
-        near = (
-            f"; did you mean '--{other}'?"
-            if other
-            else did_you_mean(option, [f"--{name}" for name in known], listed=False)
-        )
-        text = f"there is no option {option}{near}"
+        names = [f"--{name}" for name in ([other] if other else known)]
+        text = f"there is no option {option}{did_you_mean(names[0] if other else option, names, listed=False)}"
     where = f" ({context.command_path} --help shows the options)" if context is not None else ""
     return _report(error, f"{text}{where}", int(error.exit_code), as_json)
 

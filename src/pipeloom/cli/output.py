@@ -18,7 +18,6 @@ from pipeloom.draw.svg import png as rendered
 from pipeloom.draw.svg import require_png
 from pipeloom.errors import UsageError, folded
 from pipeloom.schedule import Schedule, Timeline
-from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.json_form import to_dict
 from pipeloom.traces.timelines import costs_dict
 
@@ -136,12 +135,3 @@ def figures_and_costs(timeline: Timeline) -> dict[str, object]:
     """Return the JSON form of the costs of a stage and of the figures of the timeline."""
     bytes_ = {"peak_bytes": timeline.peak_bytes} if timeline.costs.bytes else {}
     return {"costs": costs_dict(timeline.costs, "a stage")} | figures(timeline) | bytes_
-
-
-def peak_lines(timeline: Timeline) -> list[str]:
-    """Return a line for each pool of bytes with the rank that needs the most; none without `Costs.bytes`."""
-    return [
-        f"memory of pool {pool}: at most {size_words(max(peaks))}, on rank {peaks.index(max(peaks))}; at least "
-        f"{size_words(min(peaks))}, on rank {peaks.index(min(peaks))}"
-        for pool, peaks in timeline.peak_bytes.items()
-    ]

@@ -129,15 +129,10 @@ class PlanFlags:
         return {"source" if ours is None else "weights": str(Path(self.model).absolute())}
 
 
-@with_options(
-    groups_from={
-        "model": "Model",
-        "devices": "Devices and sequences",
-        "runtime": "Layouts",
-        "measured": "Times",
-        "as_json": "Output",
-    }
-)
+_GROUPS = {"model": "Model", "devices": "Devices", "runtime": "Layouts", "measured": "Times", "as_json": "Output"}
+
+
+@with_options(groups_from=_GROUPS)
 def command(options: PlanFlags) -> None:
     """Find the layout with which to train a model.
 

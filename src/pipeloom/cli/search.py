@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from pipeloom.cli.options import CostFlags, SendFlags, Sizes, flag, memory_of, with_options
-from pipeloom.cli.output import OutputFlags, as_dict, peak_lines, write_csv
+from pipeloom.cli.output import OutputFlags, as_dict, write_csv
 from pipeloom.draw.figures import number
 from pipeloom.errors import INTERRUPTED, UsageError, folded
 from pipeloom.schedule import Costs
@@ -128,7 +128,6 @@ def _lines(result: SearchResult) -> list[str]:
     proof = "proved optimal" if result.proved else f"gap {100 * result.gap:.1f} %"
     ended = "interrupted, " if result.interrupted else ""
     return [
-        *peak_lines(result.timeline),
         f"makespan {number(result.timeline.makespan)}, largest span {number(max(result.timeline.spans))}",
         f"{result.objective} within this memory: lower bound {number(result.lower_bound)}, {proof}",
         *_places_lines("recomputed", result.recomputed),

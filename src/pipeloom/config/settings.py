@@ -631,35 +631,15 @@ def annotation_of(key: str) -> Any:
     return model_field.annotation if model_field is not None else None
 
 
-OTHER_NAMES = {
-    "ranks parallel.pp": "pp stages num-stages pipeline-parallel-size pipeline-model-parallel-size",
-    "microbatches schedule.microbatches": "m mb micro-batches num-microbatches n-microbatches gradient-accumulation-steps",
-    "chunks schedule.chunks": "vpp virtual-stages num-virtual-stages-per-pipeline-rank num-model-chunks",
-    "parallel.tp": "tensor-parallel-size tensor-model-parallel-size",
-    "parallel.cp": "context-parallel-size",
-    "parallel.ep": "expert-parallel-size expert-model-parallel-size",
-    "parallel.zero": "zero-stage fsdp",
-    "global-batch train.global_batch_size": "batch-size gbs train-batch-size",
-    "seq train.seq_len": "seq-length sequence-length context-length block-size max-seq-len",
-    "train.steps": "train-iters max-steps iterations num-steps",
-    "train.recompute": "gradient-checkpointing activation-checkpointing recompute-granularity",
-    "train.dtype": "bf16 fp16 precision",
-    "optimizer.lr": "learning-rate",
-    "data.source": "dataset dataset-path data-path train-data",
-    "checkpoint.resume": "load resume-from-checkpoint",
-    "checkpoint.dir": "save output-dir save-dir",
-    "checkpoint.every": "save-interval save-steps",
-    "model.source": "model-name model-name-or-path hf-model",
-    "all-to-all": "a2a", "input-grad": "backward", "html": "output-html", "memory": "mem memory-limit max-memory",
-    "time-limit": "timeout seconds", "devices": "gpus num-gpus world-size", "schedule.name": "schedule",
-}  # fmt: skip
-"""Options and keys, the first of which a command has is meant -> their names in other programs."""
+def other_names() -> dict[str, str]:
+    """Return options and keys, of which the first that a command has is meant -> their names in other programs."""
+    return tomllib.loads((resources.files("pipeloom.config") / "other_names.toml").read_text("utf-8"))
 
 
 def named_otherwise(flag: str, known: Collection[str]) -> str:
     """Return the one of `known`, options or keys, which other programs call `flag`; "" for none."""
     word = flag.lower().replace("_", "-")
-    means = (keys.split() for keys, names in OTHER_NAMES.items() if word in names.split())
+    means = (keys.split() for keys, names in other_names().items() if word in names.split())
     return next((key for keys in means for key in keys if key in known), "")
 
 

@@ -13,14 +13,12 @@ from pipeloom.schedule import Costs, Schedule, Timeline, lower_bound, period
 from pipeloom.schedule.channels import message_counts, message_sizes, size_words
 from pipeloom.schedule.timeline import CAUSES, plain, timelines_of
 
-BUBBLE_WORDS = {
+FIGURE_WORDS = {
+    "period": "from step to step without a barrier",
     "bubble_ratio": "Σ idle / Σ busy (Megatron's figure)",
     "bubble_rate": "Σ idle / (p · makespan)",
     "span_bubble_rate": "1 − busy / largest span (zero-bubble papers' figure)",
 }
-
-
-PERIOD_WORDS = "from step to step without a barrier"
 
 
 def figures(timeline: Timeline) -> dict[str, Any]:

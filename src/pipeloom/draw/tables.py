@@ -7,16 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from pipeloom.draw.figures import (
-    BUBBLE_WORDS,
-    PERIOD_WORDS,
-    cost_numbers,
-    figures,
-    full_rank,
-    in_blocks,
-    messages,
-    number,
-)
+from pipeloom.draw.figures import FIGURE_WORDS, cost_numbers, figures, full_rank, in_blocks, messages, number
 from pipeloom.errors import ArgumentError, UsageError, folded
 from pipeloom.schedule import Costs, Schedule, Timeline, period, simulate
 from pipeloom.schedule.channels import size_words
@@ -104,8 +95,7 @@ def figure_notes(costs: Costs, cells: Sequence[Mapping[tuple[str, str], str]]) -
     memory = "; mem.: peak memory in the same units" if ("mem.", "max") in cells[0] else ""
     return (
         f"costs of 1/p of the model: {cost_numbers(costs)} (a stage of a schedule with v chunks a rank costs 1/v of them)",
-        *(f"{key.replace('_', ' ')}: {words}" for key, words in BUBBLE_WORDS.items()),
-        f"period: {PERIOD_WORDS}",
+        *(f"{key.replace('_', ' ')}: {words}" for key, words in FIGURE_WORDS.items()),
         f"mes.: messages between ranks in a step{', and their size' * bool(costs.message)}; par: copies of the model",
         f"act.: peak activations in full-rank units (micro-batches of 1/p of the model){memory}",
     )

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from pipeloom.draw import palette
 from pipeloom.draw.boxes import EntryBox, boxes, byte_curves, nice_step, queue_names, segments
 from pipeloom.draw.figures import (
-    BUBBLE_WORDS,
-    PERIOD_WORDS,
+    FIGURE_WORDS,
     assumptions,
     figures,
     full_rank,
@@ -185,13 +184,12 @@ def _figures(timeline: Timeline, width: int, bound: bool) -> str:
         return number(plain(value * factor))
 
     lines = [f"makespan          {time(values['makespan'])}{f' {unit}' if unit else ''}"]
-    if timeline.source == "simulated":
-        if bound:
-            lines[0] += f"   lower bound {number(values['lower_bound'])}, gap {100 * values['gap']:.1f} %"
-        lines.append(f"period            {number(values['period'])}  {PERIOD_WORDS}")
-    for key, words in BUBBLE_WORDS.items():
+    if timeline.source == "simulated" and bound:
+        lines[0] += f"   lower bound {number(values['lower_bound'])}, gap {100 * values['gap']:.1f} %"
+    for key, words in FIGURE_WORDS.items():
         if key == "bubble_rate" or timeline.source == "simulated":
-            lines.append(f"{key.replace('_', ' '):<17} {values[key]:.4f}  {words}")
+            value = number(values[key]) if key == "period" else f"{values[key]:.4f}"
+            lines.append(f"{key.replace('_', ' '):<17} {value}  {words}")
     sent = values["messages"]
     if sent["count"]:
         most = max(channel["count"] for channel in sent["channels"])

@@ -10,7 +10,7 @@ import pytest
 
 from pipeloom.cli import COMMANDS
 from pipeloom.config.sections import SECTIONS
-from pipeloom.config.settings import OTHER_NAMES, named_otherwise, split_arguments
+from pipeloom.config.settings import named_otherwise, other_names, split_arguments
 from pipeloom.errors import UsageError
 
 Run = Callable[[str], Any]
@@ -68,9 +68,9 @@ def test_the_option_that_is_meant_is_named(pipeloom: Run, line: str, words: str)
 def test_a_name_of_others_stands_for_what_there_is(pipeloom: Run) -> None:
     keys = {f"{section}.{key}" for section, model in SECTIONS.items() for key in model.model_fields}
     options = {word for command in COMMANDS for word in re.findall(r"--([a-z-]+)", pipeloom(f"{command} --help").out)}
-    meant = [key for group in OTHER_NAMES for key in group.split()]
+    meant = [key for group in other_names() for key in group.split()]
     assert [key for key in meant if key not in keys | options] == []
-    names = [name for group in OTHER_NAMES.values() for name in group.split()]
+    names = [name for group in other_names().values() for name in group.split()]
     assert len(names) == len(set(names))
     assert [name for name in names if name in keys] == []
     assert named_otherwise("vpp", ["ranks"]) == ""
