@@ -6,6 +6,7 @@ import difflib
 import errno
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -132,17 +133,14 @@ def reason_of(error: BaseException) -> object:
     return getattr(error, "strerror", None) or error
 
 
-def did_you_mean(word: str, candidates: Iterable[str], count: int = 3) -> str:
-    """`"; did you mean 'x' or 'y'?"` for the nearest candidates, or the list of all when none is near.
-
-    Returns an empty string when there are no candidates.
-    """
+def did_you_mean(word: str, candidates: Iterable[str], count: int = 3, listed: bool = True) -> str:
+    """`"; did you mean 'x' or 'y'?"` for the nearest candidates; where none is near, the list of all, or if not `listed`: ""."""
     names = sorted(candidates)
     word = word[:LONGEST_ECHO]
     near = difflib.get_close_matches(word, names, n=count, cutoff=0.55)
     if near:
         return f"; did you mean {' or '.join(repr(name) for name in near)}?"
-    return f"; known: {', '.join(names)}" if names else ""
+    return f"; known: {', '.join(names)}" if names and listed else ""
 
 
 def divisors(number: int) -> list[int]:
@@ -198,6 +196,24 @@ def sentence(text: str) -> str:
     """Return a message as it is printed: words of more than `LONGEST_ECHO` characters, and very long lines, are shortened."""
     lines = (_LONG_WORD.sub(lambda word: shortened(word[0]), line) for line in text.split("\n"))
     return "\n".join(shortened(line, _LONGEST_PRINTED_LINE) for line in lines)
+
+
+COLUMNS = 80  # of a terminal, for all that is not drawn to its width
+
+
+def folded(text: str) -> str:
+    """`text` with lines of at most 80 columns, where its words allow.
+
+    What continues a line is indented by 4 more. Lines with colours stay as they are, and a label with a path.
+    """
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if len(line) <= COLUMNS or "\x1b" in line or len(line.split()) <= 2:
+            lines.append(line)
+            continue
+        margin = " " * (len(line) - len(line.lstrip()) + 4)
+        lines += textwrap.wrap(line, COLUMNS, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def printable(text: str) -> str:

@@ -27,8 +27,8 @@ from pipeloom.cli.options import (
 )
 from pipeloom.cli.output import OutputFlags, as_dict, emit
 from pipeloom.cli.sweep import Sweep
-from pipeloom.draw.figures import BUBBLE_WORDS, cost_numbers, in_columns, number
-from pipeloom.draw.tables import full_rank_peaks, shared_costs, shown_figures
+from pipeloom.draw.figures import cost_numbers, in_blocks, number
+from pipeloom.draw.tables import figure_notes, full_rank_peaks, shared_costs, shown_figures
 from pipeloom.errors import ConfigError, PipeloomError, UsageError
 from pipeloom.schedule import Costs, Timeline, simulate
 from pipeloom.schedule.channels import size_words
@@ -73,8 +73,8 @@ def command(
     cuts: SliceFlags,
     sending: SendFlags,
     limits: LimitFlags,
-    output: OutputFlags,
     tables: TableFlags,
+    output: OutputFlags,
 ) -> None:
     """Compare schedules that do the same work.
 
@@ -229,40 +229,14 @@ def table(
     """
     cells_of_rows = shown_figures([timeline for _, timeline in rows], costs)
     figures_of_rows = [line | _bytes(timeline, limit) for line, (_, timeline) in zip(cells_of_rows, rows, strict=True)]
-    columns, memory = list(figures_of_rows[0]), ("mem.", "max") in figures_of_rows[0]
-    heads = [[head[at] for head in columns] for at in (0, 1)]
-    cells = in_columns(
-        [["", *line] for line in [*heads, *([line[key] for key in columns] for line in figures_of_rows)]]
-    )
-    labels = ["", "schedule", *(label for label, _ in rows)]
-    first = max(len(label) for label in labels if len(label) <= max(width - len(cells[0]), len("schedule")))
-    lines = []
-    for label, line in zip(labels, cells, strict=True):
-        if len(label) > first:
-            lines.append(label)
-            label = ""
-        lines.append(f"{label:<{first}}{line}".rstrip())
-    lines.insert(2, "─" * (first + len(cells[0])))
-    notes = [
-        "",
-        f"costs of 1/p of the model: {cost_numbers(costs)}",
-        "  (a stage of a schedule with v chunks per rank costs 1/v of them)",
-        *(f"{key.replace('_', ' ')}: {words}" for key, words in BUBBLE_WORDS.items()),
-        "mes.: number of messages between ranks in a step" + (", and their total size" if costs.message else ""),
-        "par: parameters held, in copies of the model",
-        "act.: peak activations in full-rank units (micro-batches of 1/p of the model),",
-        "  the maximum and the mean over the ranks",
-    ]
-    if memory:
-        notes += [
-            "mem.: peak memory in the same units: less where W or an overlapped pair's segments free",
-            "  memory earlier",
-        ]
+    heads = [[word, *(head[at] for head in figures_of_rows[0])] for at, word in enumerate(("", "schedule"))]
+    cells = [[label, *line.values()] for (label, _), line in zip(rows, figures_of_rows, strict=True)]
+    notes = ["", *figure_notes(costs, cells_of_rows)]
     if costs.bytes:
         notes.append("GiB: the most bytes in each pool, on the rank that has the most")
     if refused:
         notes += ["", "skipped (sizes not supported):", *(f"  {name}: {why.splitlines()[0]}" for name, why in refused)]
-    return [*lines, *notes]
+    return [*in_blocks([*heads, *cells], width), *notes]
 
 
 def _bytes(timeline: Timeline, limit: float | None) -> dict[tuple[str, str], str]:
@@ -330,11 +304,11 @@ def volume_table(rows: dict[str, Any]) -> list[str]:
         lines.append([row["label"], str(row["workers"]), *cells, total])
     values = linear["values_per_token"]
     return [
-        *in_columns(lines),
+        *in_blocks(lines),
         "",
         "bytes that all workers send in a step, and the number of messages or collective operations",
-        f"a linear layer of {linear['inputs']} inputs and {linear['outputs']} outputs, whole on each of {linear['ranks']} ranks "
-        "before and after it,",
-        f"  sends {values['column']:,} values per token as columns with gathered output, {values['row']:,} as rows",
+        f"a linear layer of {linear['inputs']} inputs and {linear['outputs']} outputs, whole on each of {linear['ranks']} "
+        f"ranks before and after it, sends {values['column']:,} values per token as columns with gathered output, "
+        f"{values['row']:,} as rows",
         *(f"skipped: {row['label']}: {row['reason']}" for row in rows["refused"]),
     ]

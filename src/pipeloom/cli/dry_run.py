@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import fields
 from itertools import product
 
-from pipeloom.cli.output import wrapped
 from pipeloom.config import Config, Layout
 from pipeloom.config.layout import flop_costs, stage_words
 from pipeloom.config.rates import learning_rate
-from pipeloom.draw.figures import in_columns
+from pipeloom.draw.figures import in_blocks, in_columns
 from pipeloom.errors import UsageError
 from pipeloom.plan import OFFERED, Device, PlanRequest
 from pipeloom.plan.export import train_flags
@@ -41,28 +40,22 @@ def report(layout: Layout, device: Device | None, memory: float | None, *, compl
         prediction = predicted(layout, device)
         bytes_lines = _bytes_lines(prediction)
     except UsageError as error:
-        bytes_lines = wrapped(f"bytes at the peak: not predicted: {error}")
+        bytes_lines = [f"bytes at the peak: not predicted: {error}"]
     lines = [
         *rank_table(layout.mesh),
         *_rank_lines(layout, timeline),
-        *wrapped(
-            f"bubble rate, Σ idle / (p · makespan): {timeline.bubble_rate:.4f}, simulated with times proportional to each "
-            "stage's FLOPs, and free messages"
-        ),
+        f"bubble rate, Σ idle / (p · makespan): {timeline.bubble_rate:.4f}, simulated with times proportional to each stage's "
+        "FLOPs, and free messages",
         *_step_lines(layout, prediction, device),
         *bytes_lines,
-        *wrapped(
-            f"learning rate ({config.optimizer.lr_schedule}): "
-            + ", ".join(
-                f"step {step + 1} {rate:.3g}" for step, rate in _rates(config, config.train.steps, layout.mesh.dp)
-            )
-        ),
+        f"learning rate ({config.optimizer.lr_schedule}): "
+        + ", ".join(f"step {step + 1} {rate:.3g}" for step, rate in _rates(config, config.train.steps, layout.mesh.dp)),
         *(
             _observer_lines(layout)
             if complete
             else ["files were not checked, and observers are not listed: no torch here"]
         ),
-        *wrapped(f"checkpoints: {_checkpoints(config)}; log: a new folder in {config.log.dir}"),
+        f"checkpoints: {_checkpoints(config)}; log: a new folder in {config.log.dir}",
         f"dry run: {layout.world_size} worker{'s' * (layout.world_size > 1)} would start",
     ]
     limit = memory if memory is not None or device is None else device.memory
@@ -78,14 +71,14 @@ def _bytes_lines(prediction: RunPrediction) -> list[str]:
     rows = [["rank", *(MEMORY_HEADS.get(name, name) for name in names), "peak"]]
     for rank, memory in enumerate(prediction.ranks):
         rows.append([str(rank), *(size_words(getattr(memory, name)) for name in names), size_words(memory.total)])
-    return in_columns(rows)
+    return in_blocks(rows)
 
 
 def _step_lines(layout: Layout, prediction: RunPrediction | None, device: Device | None) -> list[str]:
     if prediction is None or prediction.step is None or device is None:
         return []
     tokens = prediction.layout.sequences * prediction.layout.seq / prediction.step.total / layout.world_size
-    return wrapped(step_words(prediction.step, tokens, device.name))
+    return [step_words(prediction.step, tokens, device.name)]
 
 
 def _missing(layout: Layout, prediction: RunPrediction, limit: float) -> str:

@@ -21,10 +21,13 @@ from pipeloom.errors import (
     ArgumentError,
     ConfigError,
     PipeloomError,
+    did_you_mean,
+    folded,
     from_machine,
     printable,
     sentence,
 )
+from pipeloom.train.workers.failures import FAILURES, claim_message
 
 # newer versions of typer contain their own copy of click, so the base class of its usage errors is looked up here
 _ClickError: Any = next(base for base in reversed(typer.BadParameter.__mro__) if base.__name__ == "ClickException")
@@ -50,8 +53,18 @@ class Output(io.FileIO):
             return len(data)
 
 
+class FoldedText(io.TextIOWrapper):
+    """Standard error, which holds messages alone: their long lines are folded."""
+
+    def write(self, text: str) -> int:
+        super().write(folded(text))
+        return len(text)
+
+
 def protect_streams() -> None:
     """Replace standard output and error by streams to which writing never fails; streams replaced by a test are left alone.
+
+    Standard error folds long lines, unless our launcher reads them, which does so with the rank in front.
 
     Open descriptors 0, 1 and 2 where they are closed: otherwise the next file to be opened could become standard output.
     """
@@ -68,7 +81,8 @@ def protect_streams() -> None:
             with contextlib.suppress(OSError):
                 stream.flush()
         raw = Output(descriptor, "w", closefd=False)
-        text = io.TextIOWrapper(
+        folds = descriptor == 2 and (FAILURES not in os.environ or os.environ.get("RANK") == "0")
+        text = (FoldedText if folds else io.TextIOWrapper)(
             io.BufferedWriter(raw),
             encoding=getattr(stream, "encoding", None) or "utf-8",
             errors="replace",
@@ -100,8 +114,6 @@ def exit_code_of(run: Callable[[], Any], as_json: bool, given: Sequence[str] = (
     failure = _output_failure()
     if failure is None or code:
         return code
-    from pipeloom.train.workers.failures import FAILURES
-
     if FAILURES in os.environ:  # a worker of our own launcher, which reports the failure
         return code
     trains = given[:1] == ["train"] and not {"-h", "--help"} & set(given)
@@ -149,6 +161,13 @@ def _usage(error: Any, as_json: bool) -> int:
         (problem, *_) = problems()
         text = text.replace(problem["msg"], _refused(problem))
     context = getattr(error, "ctx", None)
+    if context is not None and (option := getattr(error, "option_name", "")):
+        from pipeloom.config.settings import named_otherwise
+
+        known = [name.removeprefix("--") for each in context.command.params for name in each.opts]
+        other = named_otherwise(option.lstrip("-"), known)
+        names = [f"--{name}" for name in ([other] if other else known)]
+        text = f"there is no option {option}{did_you_mean(names[0] if other else option, names, listed=False)}"
     where = f" ({context.command_path} --help shows the options)" if context is not None else ""
     return _report(error, f"{text}{where}", int(error.exit_code), as_json)
 
@@ -174,8 +193,6 @@ def _report(error: Exception, message: str, code: int, as_json: bool, hint: bool
             report["problems"] = [sentence(problem) for problem in problems]
         print(json.dumps({"error": report}), flush=True)
         return code
-    from pipeloom.train.workers.failures import claim_message
-
     if not claim_message(message):
         return code
     print(f"pipeloom: {printable(message)}", file=sys.stderr)

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeloom.cli.output import emit, wrapped, write
+from pipeloom.cli.output import emit, write
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.interop.gain import RUNTIME_OF, Neighbourhood, Run, changed_flags, diff_lines, least_gain
 from pipeloom.interop.systems import SYSTEMS, translated
@@ -101,7 +101,7 @@ class JobGain:
     def lines(self) -> list[str]:
         """Return what is printed below the costs of the job: its neighbours, and the best run."""
         job, (least, source) = self.now.job, self.least
-        lines = [line for note in notes(job) for line in wrapped(note)]
+        lines = notes(job)
         fitting = [each for each in self.neighbours if each.prediction.peak <= self.space.memory]
         rows: dict[frozenset[str], Run] = {}  # of those that change the same flags the best
         for each in self.neighbours:
@@ -111,17 +111,17 @@ class JobGain:
         others = [each for each in rows.values() if each not in faster]
         lines += ["", f"one change away, as {job.system} takes it:"]
         for each in (*faster[:_FASTER], *others[:_SLOWER]):
-            lines += wrapped(f"  {_words(job, each.job)}: {self._reason(each)}", "    ")
+            lines.append(f"  {_words(job, each.job)}: {self._reason(each)}")
         lines.append("")
         if self.best is None:
             most = 100 * self.gain(self._found)
             words = (
                 f"the best run that changes lead to saves {most:.1f} % of the step" if most else "no change is faster"
             )
-            return [*lines, *wrapped(f"nothing worth changing: {words}, and {100 * least:.1f} % would be ({source})")]
+            return [*lines, f"nothing worth changing: {words}, and {100 * least:.1f} % would be ({source})"]
         words = f"change, which saves {100 * self.gain(self.best):.1f} % of the step and needs"
         room = f"{gib(self.best.prediction.peak)} of {gib(self.space.memory)} GiB"
-        lines += wrapped(f"{words} {room} ({self._reason(self.best)}):")
+        lines.append(f"{words} {room} ({self._reason(self.best)}):")
         return [*lines, *(f"  {line}" for line in diff_lines(job, self.best.job))]
 
 

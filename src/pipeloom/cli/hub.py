@@ -13,7 +13,7 @@ import typer
 from pipeloom.cli.options import argument, flag, with_options
 from pipeloom.cli.output import json_flag
 from pipeloom.cli.workers import be_worker, require_torch, start_workers, words_of
-from pipeloom.errors import UsageError
+from pipeloom.errors import UsageError, folded
 from pipeloom.shapes.hub import ADAPTER_CONFIG
 
 
@@ -40,9 +40,9 @@ def export(
 
         if merge:
             raise UsageError("--merge requires --format hf; dcp writes the checkpoint as it is")
+        source = export_dcp(checkpoint, out)
         print(
-            f"exported {export_dcp(checkpoint, out)} to {out}: torch.distributed.checkpoint.load(state, "
-            f"checkpoint_id={str(out)!r})"
+            folded(f"exported {source} to {out}: torch.distributed.checkpoint.load(state, checkpoint_id={str(out)!r})")
         )
         return
     from pipeloom.train.hub.conversion import export as write
@@ -53,7 +53,7 @@ def export(
         if (out / ADAPTER_CONFIG).is_file()
         else "AutoModelForCausalLM.from_pretrained("
     )
-    print(f"exported {source} to {out}: {how}{str(out)!r})")
+    print(folded(f"exported {source} to {out}: {how}{str(out)!r})"))
 
 
 @with_options()
@@ -91,7 +91,7 @@ def import_(
     print(f"pipeloom train {checkpoint / 'model.toml'}")
 
 
-@with_options()
+@with_options(groups_from={"tokens": "Sampling", "pp": "Processes", "as_json": "Output"})
 def generate(
     context: typer.Context,
     *,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -41,7 +42,7 @@ def argument(default: Any, metavar: str, help: str, **more: Any) -> Any:
 
 
 def with_options(
-    *, without: Collection[str] = (), **defaults: Any
+    *, without: Collection[str] = (), groups_from: Mapping[str, str] | None = None, **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator for a command whose parameters are declared by `flag` and `argument`, or are dataclasses of such fields.
 
@@ -49,6 +50,8 @@ def with_options(
 
     Args:
         without: fields that the command does not offer; they keep their defaults.
+        groups_from: option -> title of the group in the command's help that begins with it; besides these the fields of a
+            dataclass are a group, which has its name.
         defaults: defaults of this command that differ from the fields' own.
     """
 
@@ -56,9 +59,14 @@ def with_options(
         hints = get_type_hints(command, include_extras=True)
         groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
         parameters: list[inspect.Parameter] = []
+        title = ""
 
-        def add(name: str, kind: Any, declared: Any) -> None:
-            annotation: Any = Annotated[(kind, declared.metadata["option"])]
+        def add(name: str, kind: Any, declared: Any, group: str) -> None:
+            nonlocal title
+            title = (groups_from or {}).get(name, title)
+            option = copy(declared.metadata["option"])
+            option.rich_help_panel = title or group
+            annotation: Any = Annotated[(kind, option)]
             default = defaults.get(name, declared.default)
             parameters.append(
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
@@ -66,14 +74,15 @@ def with_options(
 
         for given in inspect.signature(command).parameters.values():
             if isinstance(given.default, Field):
-                add(given.name, hints[given.name], given.default)
+                add(given.name, hints[given.name], given.default, "Options")
             elif given.name not in groups:
                 parameters.append(given.replace(annotation=hints[given.name], kind=inspect.Parameter.KEYWORD_ONLY))
             else:
-                types = get_type_hints(groups[given.name])
+                types, title = get_type_hints(groups[given.name]), ""
+                group = re.sub(r"(Flags|s)?$", " options", groups[given.name].__name__, count=1)
                 for each in fields(groups[given.name]):
                     if each.name not in without:
-                        add(each.name, types[each.name], each)
+                        add(each.name, types[each.name], each, group)
 
         @wraps(command)
         def run(**values: Any) -> None:

@@ -10,16 +10,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 from pipeloom.cli.options import flag
 from pipeloom.draw import LEAST_WIDTH, USUAL_WIDTH, figures, terminal
 from pipeloom.draw.svg import png as rendered
 from pipeloom.draw.svg import require_png
-from pipeloom.errors import UsageError
+from pipeloom.errors import UsageError, folded
 from pipeloom.schedule import Schedule, Timeline
-from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.json_form import to_dict
 from pipeloom.traces.timelines import costs_dict
 
@@ -123,14 +121,9 @@ def write(path: Path, content: Callable[[], str | bytes]) -> None:
     print(f"wrote {path}", file=sys.stderr)
 
 
-def wrapped(sentence: str, indent: str = "") -> list[str]:
-    """Return a sentence as lines of a narrow terminal; `indent` is in front of all but the first."""
-    return wrap(sentence, 80, break_long_words=False, break_on_hyphens=False, subsequent_indent=indent)
-
-
 def emit(as_json: bool, values: Callable[[], Mapping[str, Any]], lines: Callable[[], Iterable[str]]) -> None:
-    """Print a result: its values as one JSON object, or its lines."""
-    print(json.dumps(values(), allow_nan=False) if as_json else "\n".join(lines()))
+    """Print a result: its values as one JSON object, or its lines, folded."""
+    print(json.dumps(values(), allow_nan=False) if as_json else folded("\n".join(lines())))
 
 
 def as_dict(timeline: Timeline) -> dict[str, object]:
@@ -142,12 +135,3 @@ def figures_and_costs(timeline: Timeline) -> dict[str, object]:
     """Return the JSON form of the costs of a stage and of the figures of the timeline."""
     bytes_ = {"peak_bytes": timeline.peak_bytes} if timeline.costs.bytes else {}
     return {"costs": costs_dict(timeline.costs, "a stage")} | figures(timeline) | bytes_
-
-
-def peak_lines(timeline: Timeline) -> list[str]:
-    """Return a line for each pool of bytes with the rank that needs the most; none without `Costs.bytes`."""
-    return [
-        f"memory of pool {pool}: at most {size_words(max(peaks))}, on rank {peaks.index(max(peaks))}; at least "
-        f"{size_words(min(peaks))}, on rank {peaks.index(min(peaks))}"
-        for pool, peaks in timeline.peak_bytes.items()
-    ]

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeloom.cli.options import flag, memory_of, with_options
-from pipeloom.cli.output import emit, json_flag, wrapped, write
+from pipeloom.cli.output import emit, json_flag, write
 from pipeloom.draw.chart import Panel, chart
-from pipeloom.draw.figures import in_columns
+from pipeloom.draw.figures import in_blocks
 from pipeloom.errors import CapacityError, UsageError, divisors, nearest
 from pipeloom.plan import (
     RUNTIMES,
@@ -129,7 +129,10 @@ class PlanFlags:
         return {"source" if ours is None else "weights": str(Path(self.model).absolute())}
 
 
-@with_options()
+_GROUPS = {"model": "Model", "devices": "Devices", "runtime": "Layouts", "measured": "Times", "as_json": "Output"}
+
+
+@with_options(groups_from=_GROUPS)
 def command(options: PlanFlags) -> None:
     """Find the layout with which to train a model.
 
@@ -339,30 +342,24 @@ def details(prediction: LayoutCosts, planner: Planner, measured: bool) -> list[s
     return [
         f"{prediction.text}:",
         f"{prediction.layout.world} devices, stages {layout_string(*layers)}",
-        *(in_columns(layers_by_rank(prediction.short, *layers)) if prediction.layout.pp > 1 else ()),
-        *wrapped(step_words(prediction.step, prediction.tokens, device.name, measured=measured)),
-        *in_columns(memory_rows(prediction.ranks)),
-        *wrapped(
-            f"rank {prediction.worst} needs the most, {gib(prediction.peak)} GiB, at {worst.peak_action}: "
-            + (f"{room:.1f} GiB are left" if room >= 0 else f"{-room:.1f} GiB more than there are")
-        ),
+        *(in_blocks(layers_by_rank(prediction.short, *layers)) if prediction.layout.pp > 1 else ()),
+        step_words(prediction.step, prediction.tokens, device.name, measured=measured),
+        *in_blocks(memory_rows(prediction.ranks)),
+        f"rank {prediction.worst} needs the most, {gib(prediction.peak)} GiB, at {worst.peak_action}: "
+        + (f"{room:.1f} GiB are left" if room >= 0 else f"{-room:.1f} GiB more than there are"),
     ]
 
 
 def _lines(plan: LayoutPlan, planner: Planner, request: PlanRequest) -> list[str]:
     best = plan.best
     lines = [
-        *wrapped(
-            f"{planner.shape.name} on {request.devices} {planner.device.name} with {gib(request.memory)} GiB, "
-            f"{request.sequences} sequences of {request.seq} tokens a step, run by {planner.runtime.name}"
-        ),
-        *wrapped(
-            f"{len(plan.estimates):,} layouts estimated: {plan.discarded:,} are too large, {plan.predicted} were predicted from "
-            "their schedules, and the others are slower. Below, with the tokens/s of one device, each is slower and smaller than "
-            "the one above:"
-        ),
-        *in_columns(table(plan.pareto[:_ROWS]), left=0, ragged=True),
-        *wrapped(advice(plan)),
+        f"{planner.shape.name} on {request.devices} {planner.device.name} with {gib(request.memory)} GiB, {request.sequences} "
+        f"sequences of {request.seq} tokens a step, run by {planner.runtime.name}",
+        f"{len(plan.estimates):,} layouts estimated: {plan.discarded:,} are too large, {plan.predicted} were predicted from "
+        "their schedules, and the others are slower. Below, with the tokens/s of one device, each is slower and smaller than the "
+        "one above:",
+        *in_blocks(table(plan.pareto[:_ROWS])),
+        advice(plan),
         "",
         *details(best, planner, planner.measured_layers is not None),
         "",

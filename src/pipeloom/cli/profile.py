@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from pipeloom.cli.options import flag, with_options
-from pipeloom.cli.output import json_flag, write
+from pipeloom.cli.output import emit, json_flag, write
 from pipeloom.cli.workers import layout_of_workers, require_torch, result_of_workers, words_of
 from pipeloom.draw.chart import Panel, chart
 from pipeloom.draw.figures import in_columns
@@ -56,7 +56,7 @@ def command(
         write(output, lambda: report + "\n")
     if svg is not None:
         write(svg, lambda: _chart(form))
-    print(report if as_json else "\n".join(_lines(form)))
+    emit(as_json, lambda: form, lambda: _lines(form))
 
 
 def _layout(arguments: Sequence[str]) -> Layout:

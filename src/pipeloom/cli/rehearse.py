@@ -18,7 +18,7 @@ from pipeloom.cli.output import OutputFlags
 from pipeloom.cli.show import Study
 from pipeloom.cli.workers import layout_of_workers, require_torch, result_of_workers, words_of
 from pipeloom.draw.figures import number, time_unit
-from pipeloom.errors import UsageError
+from pipeloom.errors import UsageError, folded
 from pipeloom.limits import MOST_SECONDS, usable_cores
 from pipeloom.schedule import Costs, Schedule, Timeline
 from pipeloom.schedule.check import TransportName
@@ -201,8 +201,8 @@ def report(rehearsal: Rehearsal, timelines: Sequence[Timeline], output: OutputFl
     output.print_timeline(study.typical)
     factor, unit = time_unit([study.typical])
     words = "without messages" if simulated.costs.sends == "free" else "with coupled sends"
-    print(
+    line = (
         f"\nmakespan: simulated {number(simulated.makespan * factor)} {unit} {words}, rehearsed "
         f"{number(rehearsed * factor)} {unit}: {100 * error:+.1f} %"
     )
-    print("\n".join(study.lines()))
+    print(folded("\n".join([line, *study.lines()])))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from functools import partial
 
@@ -19,7 +18,7 @@ from pipeloom.cli.options import (
     flag,
     with_options,
 )
-from pipeloom.cli.output import OutputFlags, figures_and_costs, write_csv
+from pipeloom.cli.output import OutputFlags, emit, figures_and_costs, write_csv
 from pipeloom.draw import largest_gain, segment_lanes, segment_table
 from pipeloom.draw.figures import in_columns
 from pipeloom.schedule import simulate
@@ -62,7 +61,7 @@ def command(
     output.require()
     if name is None:
         lines = family_lines()
-        print(json.dumps({"families": lines}) if output.as_json else "\n".join(lines))
+        emit(output.as_json, lambda: {"families": lines}, lambda: lines)
         return
     table, below = [], None
     if costs.segments is not None:

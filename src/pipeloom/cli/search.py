@@ -12,9 +12,9 @@ from typing import Any
 import typer
 
 from pipeloom.cli.options import CostFlags, SendFlags, Sizes, flag, memory_of, with_options
-from pipeloom.cli.output import OutputFlags, as_dict, peak_lines, write_csv
+from pipeloom.cli.output import OutputFlags, as_dict, write_csv
 from pipeloom.draw.figures import number
-from pipeloom.errors import INTERRUPTED, UsageError
+from pipeloom.errors import INTERRUPTED, UsageError, folded
 from pipeloom.schedule import Costs
 from pipeloom.solver import Progress, SearchResult, search
 from pipeloom.solver.in_bytes import search_in_bytes
@@ -76,7 +76,7 @@ def command(sizes: Sizes, options: SearchFlags, costs: CostFlags, sending: SendF
         print(json.dumps(_as_dict(result, options, memory), allow_nan=False))
     else:
         output.print_timeline(result.timeline, bound=False)
-        print("\n".join(_lines(result)))
+        print(folded("\n".join(_lines(result))))
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -128,7 +128,6 @@ def _lines(result: SearchResult) -> list[str]:
     proof = "proved optimal" if result.proved else f"gap {100 * result.gap:.1f} %"
     ended = "interrupted, " if result.interrupted else ""
     return [
-        *peak_lines(result.timeline),
         f"makespan {number(result.timeline.makespan)}, largest span {number(max(result.timeline.spans))}",
         f"{result.objective} within this memory: lower bound {number(result.lower_bound)}, {proof}",
         *_places_lines("recomputed", result.recomputed),

@@ -17,7 +17,7 @@ from pipeloom.cli.options import argument, flag, with_options
 from pipeloom.cli.output import OutputFlags, as_dict
 from pipeloom.draw.figures import in_columns, number, time_unit
 from pipeloom.draw.losses import loss_curve
-from pipeloom.errors import PipeloomError, UsageError, did_you_mean, shortened
+from pipeloom.errors import PipeloomError, UsageError, did_you_mean, folded, shortened
 from pipeloom.limits import newest_run
 from pipeloom.schedule import Timeline, simulate
 from pipeloom.traces import reader_of
@@ -70,7 +70,7 @@ def command(
         print(json.dumps(study.as_dict() | {"run": str(run)}, allow_nan=False))
         return
     output.print_timeline(study.typical)
-    print("\n" + "\n".join(study.lines()))
+    print(folded("\n".join(["", *study.lines()])))
 
 
 def steps_of(path: Path) -> tuple[tuple[Timeline, ...], tuple[float, ...], tuple[str, ...]]:
@@ -89,9 +89,7 @@ def timelines_of(path: Path) -> tuple[Timeline, ...]:
             near = f"; nearest: {path / runs[-1]}" if runs else "; a run writes it when it ends"
             raise UsageError(f"{path} has no {TIMELINES_FILE}{near}")
         names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise UsageError(
-            f"there is no {shortened(str(path))}{did_you_mean(path.name, names) if len(names) < 200 else ''}"
-        )
+        raise UsageError(f"there is no {shortened(str(path))}{did_you_mean(path.name, names, listed=False)}")
     timelines = timeline_files.load(file)
     if not timelines:
         raise UsageError(f"{file} contains no steps")

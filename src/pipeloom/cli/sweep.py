@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeloom.draw.chart import Panel, chart
-from pipeloom.draw.figures import in_columns, number
+from pipeloom.draw.figures import in_blocks, number
 from pipeloom.draw.tables import full_rank_peaks
 from pipeloom.errors import PipeloomError, UsageError
 from pipeloom.schedule import Timeline
@@ -94,7 +94,7 @@ def table(sweep: Sweep, series: Sequence[dict[str, Any]], costs: str) -> list[st
             peaks = [number(point["activations"]), number(point["memory"])]
             value = "any" if one["fixed"] else str(point["value"])
             rows.append([one["label"], value, *figures_of_point, *peaks])
-    lines = in_columns(rows)
+    lines = in_blocks(rows)
     lines += ["", f"costs of 1/p of the model: {costs}", "peaks in full-rank units (micro-batches of 1/p of the model)"]
     for one in series:
         if one["refused"]:

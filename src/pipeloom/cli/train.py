@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from pipeloom.cli.options import flag, with_options
-from pipeloom.cli.output import wrapped
 from pipeloom.cli.workers import (
     be_worker,
     describe_keys,
@@ -23,7 +22,7 @@ from pipeloom.cli.workers import (
     start_workers,
     words_of,
 )
-from pipeloom.errors import CapacityError, ConfigError, DistributedError, UsageError, printable
+from pipeloom.errors import CapacityError, ConfigError, DistributedError, UsageError, folded, printable
 from pipeloom.schedule.channels import count_words
 from pipeloom.schedule.functions import source_file
 from pipeloom.shapes.layers import parameter_count
@@ -101,7 +100,7 @@ def _describe(arguments: Sequence[str], name: str | None, memory: str | None) ->
     lines, missing = report(layout, device, None if memory is None else memory_of(memory)[0], complete=complete)
     if layout.config.data.source == NO_DATA:
         lines.append('data.source = "": it starts with data only: --data.source FILE')
-    print("\n".join(lines), flush=True)
+    print(folded("\n".join(lines)), flush=True)
     if missing:
         raise CapacityError(missing)
 
@@ -176,7 +175,7 @@ def announce(layout: Layout) -> None:
     from pipeloom.plan.volume import words as volume_words
 
     def say(sentence: str) -> None:
-        print("\n".join(wrapped(sentence, "    ")))
+        print(folded(sentence))
 
     config, schedule = layout.config, layout.schedule
     options = "".join(f", {key} {value}" for key, value in schedule.options if key != "chunks")

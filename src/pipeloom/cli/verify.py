@@ -16,7 +16,7 @@ import typer
 from pipeloom.cli.options import flag, with_options
 from pipeloom.cli.output import json_flag
 from pipeloom.cli.workers import require_torch, result_of_workers, words_of
-from pipeloom.errors import DistributedError, UsageError
+from pipeloom.errors import DistributedError, UsageError, folded
 from pipeloom.limits import expanded
 from pipeloom.schedule.functions import source_file
 from pipeloom.shapes.hub import content_of, is_verified
@@ -123,7 +123,7 @@ def _verdicts(request: Request, worker: Any) -> list[dict[str, Any]]:
         if result is not None:  # only rank 0 has it
             verdicts.append(verdict(name, result, request.tolerance))
             if not request.as_json:
-                print(row(verdicts[-1], width), flush=True)
+                print(folded(row(verdicts[-1], width)), flush=True)
     return verdicts
 
 
@@ -166,7 +166,7 @@ def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:
         for name, error in sorted(verdict["failing"].items(), key=lambda item: -item[1]):
             print(f"  {error:.1e}  {name}")
     if request.skipped:
-        print(f"skipped as invalid: {len(request.skipped)}, such as {request.skipped[0]}")
+        print(folded(f"skipped as invalid: {len(request.skipped)}, such as {request.skipped[0]}"))
     passed = len(verdicts) - len(failed)
     dtypes = sorted({"fp64" if layout.config.train.dtype == "float64" else "fp32" for layout in request.layouts})
     print(

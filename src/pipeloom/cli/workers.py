@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from pipeloom.cli.options import family_help
-from pipeloom.errors import TRAIN_PACKAGES, UsageError, missing_packages
+from pipeloom.errors import TRAIN_PACKAGES, UsageError, folded, missing_packages
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
@@ -34,10 +34,21 @@ class WordedCommand(TyperCommand):
         ctx.meta[_WORDS] = list(args)
         return super().parse_args(ctx, args)
 
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, then the options in the groups of `with_options`."""
+        groups: dict[str, list[Any]] = {}
+        for parameter in self.get_params(ctx):
+            title = getattr(parameter, "rich_help_panel", None) or "Options"
+            if (record := parameter.get_help_record(ctx)) is not None:
+                groups.setdefault("Arguments" if parameter.param_type_name == "argument" else title, []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the options of the families that the command line names, behind the command's own."""
         for text in map(family_help, words_of(ctx)):
-            formatter.write(f"\n{text}\n" if text else "")
+            formatter.write(f"\n{folded(text)}\n" if text else "")
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Complete the keys of the configuration too, where the command takes them."""

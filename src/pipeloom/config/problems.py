@@ -101,8 +101,8 @@ def _sentence(detail: Any, key: str, start: str) -> str:
         return f"{key} is missing"
     if kind == "literal_error":
         choices = [choice.strip("'") for choice in limits["expected"].replace(" or ", ", ").split(", ")]
-        near = did_you_mean(str(detail["input"]), choices)
-        return f"{start}: it must be {limits['expected']}{near if near.startswith('; did') else ''}"
+        near = did_you_mean(str(detail["input"]), choices, listed=False)
+        return f"{start}: it must be {limits['expected']}{near}"
     if kind in ("greater_than_equal", "less_than_equal"):
         side, limit = ("at least", limits["ge"]) if kind == "greater_than_equal" else ("at most", limits["le"])
         return f"{start}: it must be {side} {number(limit)}; nearest: {number(limit)}"

@@ -631,12 +631,26 @@ def annotation_of(key: str) -> Any:
     return model_field.annotation if model_field is not None else None
 
 
+def other_names() -> dict[str, str]:
+    """Return options and keys, of which the first that a command has is meant -> their names in other programs."""
+    return tomllib.loads((resources.files("pipeloom.config") / "other_names.toml").read_text("utf-8"))
+
+
+def named_otherwise(flag: str, known: Collection[str]) -> str:
+    """Return the one of `known`, options or keys, which other programs call `flag`; "" for none."""
+    word = flag.lower().replace("_", "-")
+    means = (keys.split() for keys, names in other_names().items() if word in names.split())
+    return next((key for keys in means for key in keys if key in known), "")
+
+
 def _near_flag(flag: str) -> str:
     known = [f"--{section}.{key}" for section, model in SECTIONS.items() for key in model.model_fields]
     if "." in flag:
         return did_you_mean(f"--{flag}", known)
     if flag in SECTIONS:
         return f"; it is a section: give one of its keys, such as --{flag}.{next(iter(SECTIONS[flag].model_fields))}"
+    if other := named_otherwise(flag, [name.removeprefix("--") for name in known]):
+        return f"; did you mean --{other}?"
     keys = {name.rpartition(".")[2]: name for name in known}
     near = difflib.get_close_matches(flag.replace("-", "_"), keys, n=1)
     return f"; did you mean {keys[near[0]]}?" if near else "; a key is given as --section.key value"

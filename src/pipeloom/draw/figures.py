@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from textwrap import wrap
 from typing import Any
 
-from pipeloom.errors import printable
+from pipeloom.errors import COLUMNS, printable
 from pipeloom.schedule import Costs, Schedule, Timeline, lower_bound, period
 from pipeloom.schedule.channels import message_counts, message_sizes, size_words
 from pipeloom.schedule.timeline import CAUSES, plain, timelines_of
 
-BUBBLE_WORDS = {
+FIGURE_WORDS = {
+    "period": "from step to step without a barrier",
     "bubble_ratio": "Σ idle / Σ busy (Megatron's figure)",
     "bubble_rate": "Σ idle / (p · makespan)",
     "span_bubble_rate": "1 − busy / largest span (zero-bubble papers' figure)",
@@ -196,3 +197,26 @@ def _in_lines(cell: str, room: int) -> list[str]:
     if len(cell) <= room or " " in cell:
         return wrap(cell, room, break_long_words=False)
     return [part.replace(", ", ",") for part in wrap(cell.replace(",", ", "), room, break_long_words=False)]
+
+
+def in_blocks(rows: Sequence[Sequence[str]], width: int = COLUMNS, left: int = 1) -> list[str]:
+    """`in_columns` within `width`.
+
+    Columns that do not fit stand below the others, behind the first one again, and a cell of the first column that leaves them no
+    room on a line of its own.
+    """
+    wide = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    room = max(width - sum(wide[1:]), width // 3)
+    first = max(len(row[0]) for row in rows if len(row[0]) <= room or row is rows[0])
+    blocks: list[list[int]] = [[]]
+    for at, needed in enumerate(wide[1:], 1):
+        if blocks[-1] and first + sum(wide[column] for column in blocks[-1]) + needed > width:
+            blocks.append([])
+        blocks[-1].append(at)
+    lines: list[str] = []
+    for block in blocks:
+        cells = in_columns([[row[0] if len(row[0]) <= first else "", *(row[at] for at in block)] for row in rows], left)
+        lines += [""] * bool(lines)
+        for row, line in zip(rows, cells, strict=True):
+            lines += [row[0]] * (len(row[0]) > first) + [line.rstrip()]
+    return lines

@@ -269,10 +269,11 @@ def _panel(sheet: _TimelineSheet, timeline: Timeline, top: float, tooltips: bool
 
 
 def _facts(sheet: _TimelineSheet, timeline: Timeline) -> str:
-    unit = f" {sheet.unit[1]}" if sheet.unit[1] else ""
+    # Of a run, whose times have a unit, the rate alone: a schedule's ratio beside it would be read as the rate of another.
+    unit = f" {sheet.unit[1]}" if sheet.unit[1] else f" · bubble ratio {timeline.bubble_ratio:.4f} (idle / busy)"
     return (
-        f"{assumptions(timeline, sheet.unit)} · makespan {sheet.time(timeline.makespan)}{unit} · bubble ratio "
-        f"{timeline.bubble_ratio:.4f} (idle / busy) · bubble rate {timeline.bubble_rate:.4f} (idle / p·makespan)"
+        f"{assumptions(timeline, sheet.unit)} · makespan {sheet.time(timeline.makespan)}{unit} · bubble rate "
+        f"{timeline.bubble_rate:.4f} (idle / p·makespan)"
     )
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from pipeloom.draw.figures import BUBBLE_WORDS, cost_numbers, figures, full_rank, in_columns, messages, number
-from pipeloom.errors import ArgumentError, UsageError
+from pipeloom.draw.figures import FIGURE_WORDS, cost_numbers, figures, full_rank, in_blocks, messages, number
+from pipeloom.errors import ArgumentError, UsageError, folded
 from pipeloom.schedule import Costs, Schedule, Timeline, period, simulate
 from pipeloom.schedule.channels import size_words
 
@@ -37,7 +37,7 @@ class Table:
         return self.rows[at]
 
     def __str__(self) -> str:
-        return "\n".join([*(line.rstrip() for line in in_columns(self.cells)), *self.notes])
+        return folded("\n".join([*in_blocks(self.cells), *self.notes]))
 
     __repr__ = __str__
 
@@ -86,12 +86,18 @@ def compare(
     return Table(
         tuple({"schedule": label, **figures(timeline)} for label, timeline in timelines),
         (*heads, *([label, *row.values()] for (label, _), row in zip(timelines, cells, strict=True))),
-        (
-            f"costs of 1/p of the model: {cost_numbers(costs)}",
-            *(f"{key.replace('_', ' ')}: {words}" for key, words in BUBBLE_WORDS.items()),
-            "mes.: messages between ranks; par: copies of the model",
-            "act., mem.: peaks in full-rank units (micro-batches of 1/p of the model)",
-        ),
+        figure_notes(costs, cells),
+    )
+
+
+def figure_notes(costs: Costs, cells: Sequence[Mapping[tuple[str, str], str]]) -> tuple[str, ...]:
+    """Return the lines below a table of `shown_figures`: the costs, and the meaning of its columns."""
+    memory = "; mem.: peak memory in the same units" if ("mem.", "max") in cells[0] else ""
+    return (
+        f"costs of 1/p of the model: {cost_numbers(costs)} (a stage of a schedule with v chunks a rank costs 1/v of them)",
+        *(f"{key.replace('_', ' ')}: {words}" for key, words in FIGURE_WORDS.items()),
+        f"mes.: messages between ranks in a step{', and their size' * bool(costs.message)}; par: copies of the model",
+        f"act.: peak activations in full-rank units (micro-batches of 1/p of the model){memory}",
     )
 
 

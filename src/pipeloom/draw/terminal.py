@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from pipeloom.draw import palette
 from pipeloom.draw.boxes import EntryBox, boxes, byte_curves, nice_step, queue_names, segments
 from pipeloom.draw.figures import (
-    BUBBLE_WORDS,
+    FIGURE_WORDS,
     assumptions,
     figures,
     full_rank,
     heading,
+    in_blocks,
     label_words,
     message_words,
     number,
@@ -183,11 +184,12 @@ def _figures(timeline: Timeline, width: int, bound: bool) -> str:
         return number(plain(value * factor))
 
     lines = [f"makespan          {time(values['makespan'])}{f' {unit}' if unit else ''}"]
-    if timeline.source == "simulated":
-        gap = f"   lower bound {number(values['lower_bound'])}, gap {100 * values['gap']:.1f} %" if bound else ""
-        lines[0] += f"{gap}   period {number(values['period'])}"
-    for key, words in BUBBLE_WORDS.items():
-        lines.append(f"{key.replace('_', ' '):<17} {values[key]:.4f}  {words}")
+    if timeline.source == "simulated" and bound:
+        lines[0] += f"   lower bound {number(values['lower_bound'])}, gap {100 * values['gap']:.1f} %"
+    for key, words in FIGURE_WORDS.items():
+        if key == "bubble_rate" or timeline.source == "simulated":
+            value = number(values[key]) if key == "period" else f"{values[key]:.4f}"
+            lines.append(f"{key.replace('_', ' '):<17} {value}  {words}")
     sent = values["messages"]
     if sent["count"]:
         most = max(channel["count"] for channel in sent["channels"])
@@ -208,15 +210,7 @@ def _figures(timeline: Timeline, width: int, bound: bool) -> str:
     for pool, peaks in timeline.peak_bytes.items():
         columns.append(f"bytes in {pool}")
         rows = [[*row, size_words(peak)] for row, peak in zip(rows, peaks, strict=True)]
-    wide = [max(len(row[at]) for row in [columns, *rows]) for at in range(len(columns))]
-    blocks = [[0]]  # columns that do not fit beside the others stand below them, behind the ranks again
-    for at in range(1, len(columns)):
-        if sum(wide[column] + 2 for column in (*blocks[-1], at)) - 2 > width and len(blocks[-1]) > 1:
-            blocks.append([0])
-        blocks[-1].append(at)
-    for block in blocks:
-        lines += ["", *("  ".join(f"{row[at]:>{wide[at]}}" for at in block)[:width] for row in [columns, *rows])]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *(line[:width] for line in in_blocks([columns, *rows], width, left=0))])
 
 
 # -- the grid: each rank's boxes on columns ---------------------------------------------------------------------------------

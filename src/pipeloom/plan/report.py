@@ -50,12 +50,12 @@ def step_words(step: StepTime, tokens: float, device: str, *, measured: bool = F
 
 
 def table(predictions: list[LayoutCosts]) -> list[list[str]]:
-    """Rows of a table, the head first. The layout, the longest cell, is the last, where a narrow window may wrap it."""
-    rows = [["tokens/s", "idle", "exchange", "GiB", "layout"]]
+    """Rows of a table, the head first."""
+    rows = [["layout", "tokens/s", "idle", "exchange", "GiB"]]
     for each in predictions:
         parts = each.step.parts()
         shares = [f"{100 * parts[name] / each.step.total:.0f} %" for name in ("idle", "exchange")]
-        rows.append([f"{each.tokens:,.0f}", *shares, gib(each.peak), each.layout.text()])
+        rows.append([each.layout.text(), f"{each.tokens:,.0f}", *shares, gib(each.peak)])
     return rows
 
 
@@ -146,7 +146,8 @@ def reason(layout: LayoutCosts | Estimate, best: LayoutCosts, memory: float) -> 
     parts, reference, sign = layout.step.parts(), best.step.parts(), 1 if slower > 0 else -1
     name = max(parts, key=lambda each: sign * (parts[each] - reference[each]))
     cause = _CAUSES[name] if slower > 0 else _SAVINGS[name]
-    return f"{pace}: {cause}, {reference[name]:.3g} → {parts[name]:.3g} s of {seconds:.3g}"
+    before, after = (round(each[name], 6) for each in (reference, parts))
+    return f"{pace}: {cause}, {before:.3g} → {after:.3g} s of {seconds:.3g}"
 
 
 def advice(plan: LayoutPlan) -> str:
@@ -204,5 +205,6 @@ def what_if(planner: Planner, request: PlanRequest, plan: LayoutPlan) -> list[st
             continue
         change = other.tokens / best.tokens - 1
         same = "the same layout" if other.layout == best.layout else other.layout.text()
-        lines.append(f"with {words}: {same}, {100 * change:+.1f} % tokens/s")
+        pace = f"{100 * change:+.1f} % tokens/s" if abs(change) >= 0.001 else "as fast"
+        lines.append(f"with {words}: {same}, {pace}")
     return lines

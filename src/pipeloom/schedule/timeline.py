@@ -673,7 +673,7 @@ class Timeline:
         return html_of(self, **beside)
 
     def __repr__(self) -> str:
-        return f"Timeline({self.schedule!r}, {self.source}, makespan={self.makespan:g}, bubble_ratio={self.bubble_ratio:.4f})"
+        return f"Timeline({self.schedule!r}, {self.source}, makespan={self.makespan:g}, bubble_rate={self.bubble_rate:.4f})"
 
 
 def _peak(begun: Mapping[str, float], moments: Sequence[_Moment]) -> Peak:

@@ -1,6 +1,7 @@
-"""A better schedule in place of one that runs: `python -m pipeloom.solver.replan` reads the request from stdin, as JSON.
+"""A better schedule in place of one that runs: `python -m pipeloom.solver.replan` reads the request, a line of JSON, from stdin.
 
-A process of its own at the lowest priority, so that the search takes no time from the step that is under way.
+A process of its own at the lowest priority, so that the search takes no time from the step that is under way. It ends where its
+stdin is closed, which is where the process that asks has ended, however it did.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,6 +61,14 @@ def answer(text: str) -> dict[str, Any]:
     return to_dict(better(schedule, costs, given["limits"], given["objective"], given["seconds"]))
 
 
+def _end_with_stdin() -> None:
+    while os.read(0, 4096):  # not sys.stdin, whose lock a thread must not hold when the interpreter ends
+        pass
+    os._exit(1)
+
+
 if __name__ == "__main__":
     os.nice(19)
-    print(json.dumps(answer(sys.stdin.read())))
+    line = sys.stdin.readline()
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    print(json.dumps(answer(line)))

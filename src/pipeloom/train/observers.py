@@ -205,8 +205,8 @@ class StepLog:
             mfu=model_flops_utilization(
                 self._config, self._flops / self._seconds, pipeline.device, pipeline.mesh.shape.world
             ),
-            bubble_measured=measured.bubble_rate,
-            bubble_simulated=simulated(measured).bubble_rate,
+            bubble_rate=measured.bubble_rate,
+            bubble_rate_simulated=simulated(measured).bubble_rate,
             expert_load=load,
             expert_drops=drops,
             all_to_all=exposed if waits else None,

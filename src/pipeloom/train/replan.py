@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from statistics import fmean, median
 from typing import Any, Literal
@@ -222,13 +223,25 @@ class BackgroundSearch:
             errors="replace",
         )
         # A thread of its own writes and reads, so that neither side waits for room in a pipe.
-        self._output = ThreadPoolExecutor(1, "pipeloom-replan").submit(self._process.communicate, text)
+        self._output = ThreadPoolExecutor(1, "pipeloom-replan").submit(self._ask, text)
+
+    def _ask(self, text: str) -> str:
+        """Write the request, and return the output at its end; stdin stays open meanwhile, or the search ends."""
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert answers is not None
+        with suppress(BrokenPipeError):
+            requests.write(f"{text}\n")
+            requests.flush()
+        output = answers.read()
+        self._process.wait()
+        return output
 
     def answer(self) -> dict[str, Any] | None:
         """Return the schedule, as JSON, or the last line of a failure under "failed"; None while it is searched."""
         if not self._output.done():
             return None
-        text, code = self._output.result()[0], self._process.returncode
+        text, code = self._output.result(), self._process.returncode
         if code:
             return {"failed": (text.strip().splitlines() or [f"exit code {code}"])[-1][:200]}
         answer: dict[str, Any] = json.loads(text)

@@ -541,12 +541,14 @@ def test_a_suspended_process_blames_nobody(clock: Clock) -> None:
     assert run.dogs[0].state().seconds == 5.0
 
 
-def test_a_search_is_no_stall(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
+@pytest.mark.parametrize("phase", ["search", "data"])
+def test_what_takes_long_is_no_stall(phase: str, capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
+    """A search, and a tokenizer, which may keep its process from answering."""
     run = Run(3, timeout=60.0)
     run.start(0, 2)
     for rank in (0, 2):
-        run.dogs[rank].status.phase = "search"
-        run.dogs[rank].status.wait_between("the schedule that rank 0 searches")
+        run.dogs[rank].status.phase = phase
+        run.dogs[rank].status.wait_between("what rank 0 does")
     for _ in range(25):
         clock.tick()
     assert "no progress" not in capsys.readouterr().err

@@ -101,6 +101,18 @@ def test_the_first_failure_decides_and_is_summarised(capfd: pytest.CaptureFixtur
     assert "failed first: exit code 3; the other 3 were stopped" in err
 
 
+def test_a_run_that_is_refused_has_no_rank_that_failed(capfd: pytest.CaptureFixture[str]) -> None:
+    """The refusal says all; who printed it is of no use."""
+    code = """
+    print('the folder belongs to a run that is under way', file=sys.stderr)
+    sys.exit(2)
+    """
+    assert launch(worker(code), 2, patience=LONG) == 2
+    err = capfd.readouterr().err
+    assert "the folder belongs to a run that is under way" in err
+    assert "failed first" not in err
+
+
 def test_a_worker_that_is_killed_is_named_and_ends_with_6(capfd: pytest.CaptureFixture[str]) -> None:
     code = """
     signal.signal(signal.SIGTERM, lambda number, frame: None)

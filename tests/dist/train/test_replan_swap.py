@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from pipeloom.schedule.transforms import split_cooldown
 from pipeloom.solver.replan import request
 from pipeloom.train import replan
 from pipeloom.train.replan import BackgroundSearch
-from processes import run_ranks
+from processes import run_ranks, wait_for
 
 STEPS = 9
 KEYS = {
@@ -89,6 +92,37 @@ def test_a_search_in_a_process_of_its_own_answers() -> None:
     schedule = pl.schedules.build("1f1b", 2, 3)
     answer = answer_of(request(schedule, {}, pl.simulate(schedule).peak_memory, "makespan", 3.0))
     assert pl.simulate(from_json(json.dumps(answer))).makespan < pl.simulate(schedule).makespan
+
+
+_ASKS = """
+import sys, time
+from pipeloom.train.replan import BackgroundSearch
+search = BackgroundSearch(sys.argv[1])
+print("asked", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_search_ends_with_the_trainer_however_that_ends() -> None:
+    """A search of ten minutes, whose trainer is killed."""
+    schedule = pl.schedules.build("1f1b", 8, 64)
+    text = request(schedule, {"forward": [1.0, 1.3] * 4}, pl.simulate(schedule).peak_memory, "makespan", 600.0)
+    trainer = subprocess.Popen([sys.executable, "-c", _ASKS, text], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == "asked\n"
+    (search,) = [number for number, row in processes().items() if row[1] == str(trainer.pid)]
+    trainer.kill()
+    trainer.wait()
+    assert wait_for(lambda: processes().get(search, "Z")[0] == "Z")
+
+
+def processes() -> dict[str, list[str]]:
+    """Number of each process -> its state, its parent, and what else /proc says of it."""
+    rows: dict[str, list[str]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            rows[path.parent.name] = path.read_text().rpartition(")")[2].split()
+    return rows
 
 
 def test_a_search_that_fails_says_why() -> None:

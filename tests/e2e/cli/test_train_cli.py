@@ -51,7 +51,8 @@ def test_three_errors_at_once_are_printed_and_nothing_starts() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert "did you mean 'steps'?" in done.stderr
     assert 'optimizer.lr = "fast": it must be a number' in done.stderr
-    assert "parallel.pp = 9: the model has 8 decoder layers, and each pipeline rank needs at least one" in done.stderr
+    words = "parallel.pp = 9: the model has 8 decoder layers, and each pipeline rank needs at least one"
+    assert words in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
 
 
@@ -68,7 +69,7 @@ sys.modules['torch'] = None
     for command in ("train", "verify"):
         done = pipeloom(command, code=without_torch)
         assert done.returncode == 2
-        assert 'pip install -e ".[train]"' in done.stderr
+        assert 'pip install -e ".[train]"' in " ".join(done.stderr.split())
         assert f"pipeloom {command} needs torch" in done.stderr
     shown = pipeloom("train", "--help", code=without_torch)
     assert shown.returncode == 0

@@ -17,7 +17,8 @@ import pipeloom
 from pipeloom.config import load_layout
 from pipeloom.errors import DistributedError
 from pipeloom.runtime.health import handshake
-from pipeloom.runtime.health.handshake import source_digests, source_facts
+from pipeloom.runtime.health.handshake import differences, source_digests, source_facts
+from pipeloom.schedule.csv_form import to_csv
 from pipeloom.train.workers.context import fingerprint, require_agreement
 from processes import free_port, run_ranks
 
@@ -84,6 +85,21 @@ def test_what_differs_is_named_by_key_rank_and_value() -> None:
     assert "layout 1, train.seed: " in zero["several"]
     assert len(zero["two at once"].splitlines()) == 3
     assert "source of pipeloom/train: def on rank 0, abc on rank 1" in zero["source"]
+
+
+def by_other_names(rank: int, folder: Path) -> str:
+    keys = {"schedule.name": str(folder / f"{rank}.csv"), "schedule.microbatches": 4, "schedule.chunks": 1}
+    return refusal([load_layout("tiny", SAME | keys)], rank, TEXT)
+
+
+def test_a_schedule_is_the_same_from_a_file_of_another_name(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"{rank}.csv").write_text(to_csv(pipeloom.schedules.build("1f1b", 2, 4)))
+    assert run_ranks(by_other_names, 2, tmp_path) == ["", ""]
+    first = {"schedule": "Schedule(0, ranks=2) abc"}
+    assert differences([first, {"schedule": "Schedule(1, ranks=2) abc"}]) == []
+    (line,) = differences([first, first, {"schedule": "Schedule(0, ranks=2) abd"}])
+    assert line == "schedule: Schedule(0, ranks=2) abc on rank 0, Schedule(0, ranks=2) abd on rank 2"
 
 
 def test_a_long_text_is_sampled_at_fixed_offsets() -> None:

@@ -188,7 +188,7 @@ def test_all_but_a_path_is_of_80_columns(tmp_path: Path, capsys: pytest.CaptureF
     assert run(tmp_path, "--parallel.tp", "2", "--parallel.dp", "2", "--schedule.microbatches", "3") == 0
     shown = capsys.readouterr().out.splitlines()
     assert [line for line in shown if len(line) > 80 and str(tmp_path) not in line] == []
-    assert any(line.startswith("to each stage's FLOPs") for line in shown)
+    assert any(line.startswith("    to each stage's FLOPs") for line in shown)
 
 
 @pytest.mark.parametrize("command", ["train", "verify", "rehearse"])

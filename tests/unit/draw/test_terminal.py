@@ -78,7 +78,7 @@ def test_no_line_is_wider_than_asked(
 
 def test_figures_say_which_they_are() -> None:
     text = "\n".join(_drawn("1f1b", 4, 8))
-    assert "makespan          33   lower bound 27, gap 22.2 %   period 33" in text
+    assert "makespan          33   lower bound 27, gap 22.2 %\nperiod            33  from step to step" in text
     assert "bubble ratio      0.3750  Σ idle / Σ busy (Megatron's figure)" in text
     assert "bubble rate       0.2727  Σ idle / (p · makespan)" in text
     assert "span bubble rate  0.2727  1 − busy / largest span" in text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -36,29 +35,32 @@ FIGURES = StepMetrics(
     tps=8192.0,
     memory=2**29,
     mfu=None,
-    bubble_measured=0.4,
-    bubble_simulated=0.25,
+    bubble_rate=0.4,
+    bubble_rate_simulated=0.25,
 )
 CPU = torch.device("cpu")
 
 
-def test_the_line_is_names_and_values_that_anybody_parses() -> None:
-    line = FIGURES.line(200)
-    found = dict(re.findall(r"(\w+): +(\S+)", line))
-    assert found == {
-        "step": "10/200",
-        "loss": "2.3457",
-        "norm": "0.500",
-        "lr": "1.00e-03",
-        "mem": "0.50GiB",
-        "tps": "8,192",
-        "bubble": "40%",
-    }
-    assert line.endswith(" (25%)")
-    assert len(line) <= 100
-    assert "mfu: 41.5%" in dataclasses.replace(FIGURES, mfu=0.415).line(200)
-    experts = dataclasses.replace(FIGURES, expert_load=1.254, expert_drops=0.031, all_to_all=0.0124).line(200)
-    assert experts == f"{line}  expert_load: 1.25x  expert_drops: 3.1%  all_to_all: 0.012s exposed"
+def test_a_step_is_a_row_of_a_narrow_table() -> None:
+    """Rows of different steps have the same columns; the bubble is one figure, by its name."""
+    head, row = FIGURES.lines(20000)
+    assert head.split("  ")[-1] == "bubble rate"
+    assert row.split() == ["10/20000", "2.3457", "0.5", "1.00e-03", "0.50", "GiB", "8,192", "40%"]
+    later = dataclasses.replace(FIGURES, step=20000, tps=123456.0, memory=71.3 * 2**30, grad_norm=12.3456, mfu=0.415)
+    assert [len(line) for line in (head, row, *later.lines(20000))] == [72, 72, 79, 79]
+    assert later.lines(20000)[1].endswith(" 41.5%")
+    experts = dataclasses.replace(FIGURES, expert_load=1.254, expert_drops=0.031)
+    assert experts.lines(20000)[2] == "  experts: the busiest has 1.25x the mean, 3.1% are dropped"
+    waits = dataclasses.replace(experts, all_to_all=0.0124).lines(20000)
+    assert waits[2] == f"{experts.lines(20000)[2]}; all-to-all: 0.012 s exposed"
+
+
+def test_the_head_is_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head, row = FIGURES.lines(4)
+    with Report(load("tiny", {"log.dir": str(tmp_path)})) as report:
+        for _ in range(22):
+            report.step(FIGURES)
+    assert capsys.readouterr().out.splitlines() == [head, *[row] * 20, head, *[row] * 2]
 
 
 def test_a_measured_step_is_simulated_with_its_own_costs() -> None:
@@ -113,8 +115,8 @@ def test_the_log_keeps_every_bit(tmp_path: Path, capsys: pytest.CaptureFixture[s
         report.draw(measured, [measured])
     first, second = map(json.loads, report.folder.log.read_text().splitlines())
     assert first == {"event": "step", "step": 1, "loss": loss}
-    assert second == {"event": "figures", **dataclasses.asdict(FIGURES)}
-    assert capsys.readouterr().out == FIGURES.line(4) + "\n"
+    old = {"bubble_measured": 0.4, "bubble_simulated": 0.25}
+    assert second == {"event": "figures", **dataclasses.asdict(FIGURES), **old}
     events = json.loads(report.folder.trace.read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == timeline.schedule.actions
     svg = ElementTree.fromstring(report.folder.svg.read_text())

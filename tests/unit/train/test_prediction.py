@@ -11,7 +11,8 @@ from pipeloom.config import load_layout
 from pipeloom.plan.run import predicted
 from pipeloom.schedule import Timeline, simulate
 from pipeloom.schedule.families import FAMILIES
-from pipeloom.train.report.prediction import Comparison, compared, known_device
+from pipeloom.train.report.metrics import simulated
+from pipeloom.train.report.prediction import Comparison, compared, known_device, step_lines
 
 LAYOUT = load_layout("tiny", {"schedule.name": "1f1b", "parallel.pp": 2, "schedule.microbatches": 4})
 NAMES = ("forward", "input_grad", "weight_grad")
@@ -54,7 +55,41 @@ def test_the_largest_cause_is_named(changes: dict[str, float], words: str) -> No
     assert other.largest.startswith(words)
     one, measured = other.figures["step, s"]
     assert sum(other.causes.values()) == pytest.approx(measured - one)
-    assert f"largest cause of error: {other.largest}, " in other.lines()[-1]
+    assert other.advice.startswith(f"largest cause of error: {other.largest}, ")
+    assert other.advice.endswith(", for plan --costs FILE")
+
+
+def test_a_cause_that_nobody_can_act_on_is_not_named() -> None:
+    """Waits, and a cause within the noise of a step."""
+    known = comparison("NVIDIA H100 80GB HBM3", slow=1.5)
+    stages, messages, waits = known.causes
+    step = known.figures["step, s"][1]
+    assert replace(known, causes={stages: 0.02 * step, messages: 0.0, waits: 0.1 * step}).advice == ""
+    assert replace(known, causes={stages: 0.009 * step, messages: 0.0, waits: 0.0}).advice == ""
+    assert "stage 1" in replace(known, causes={stages: -0.02 * step, messages: 0.0, waits: 0.0}).advice
+
+
+def test_a_step_is_one_table_of_a_narrow_terminal() -> None:
+    """A share, and what is close to 0, has no percentage; without a prediction there is no column for it."""
+    both = comparison(slow=1.5, hop=1e-4)
+    measured = replace(both.predicted, source="measured")
+    lines = step_lines(measured, both, "4 ranks on 2 cores")
+    assert lines[0].split() == ["measured", "simulated", "predicted"]
+    assert max(map(len, lines[:5])) <= 80
+    assert ["%" in line for line in lines[1:5]] == [True, False, False, True]
+    assert [line.split("  ")[0] for line in lines[1:5]] == [
+        "step, s", "bubble rate", "exposed communication, s", "bytes"
+    ]  # fmt: skip
+    assert (
+        lines[5]
+        == "bubble rate: Σ idle / (p · makespan) (4 ranks on 2 cores, so idle time includes waiting for a core)"
+    )
+    assert "predicted: times from FLOPs at the measured speed" in lines
+    assert [line.split() for line in step_lines(measured, None, "")[:3]] == [
+        ["measured", "simulated"],
+        ["step,", "s", *[f"{measured.makespan:.4g}", f"{simulated(measured).makespan:.4g}"]],
+        ["bubble", "rate", *[f"{measured.bubble_rate:.4g}", f"{simulated(measured).bubble_rate:.4g}"]],
+    ]
 
 
 def test_without_a_data_sheet_the_measured_speed_counts() -> None:
@@ -80,7 +115,9 @@ def test_every_family_is_predicted_at_the_measured_speed(name: str) -> None:
 
 def test_the_bytes_are_those_of_the_fullest_rank() -> None:
     assert comparison().record()["bytes"] == {"predicted": 3.0, "measured": 6.0}
-    assert comparison().lines()[-2].split() == ["bytes", "3", "B", "6", "B", "-50.0", "%"]
+    both = comparison()
+    (line,) = [line for line in step_lines(both.predicted, both, "") if line.startswith("bytes")]
+    assert line.split() == ["bytes", "6", "B", "3", "B", "-50.0", "%"]
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,13 @@ def differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for key in dict.fromkeys(key for facts in everyone for key in facts):
         (first, value), *others = [(rank, facts[key]) for rank, facts in enumerate(everyone) if key in facts]
-        rank, other = next(((rank, other) for rank, other in others if other != value), (first, value))
-        if other != value:
+        identity = _digest_of if key == "schedule" else lambda fact: fact
+        rank, other = next((each for each in others if identity(each[1]) != identity(value)), (first, value))
+        if rank != first:
             lines.append(f"{key}: {value} on rank {first}, {other} on rank {rank}")
     return lines
+
+
+def _digest_of(schedule: str) -> str:
+    """Return the digest behind a schedule's name, which is that of the file that a rank has it from."""
+    return schedule.split()[-1]

@@ -62,6 +62,7 @@ _SHORTEST_LIMIT = 30.0
 _LONGEST_LIMIT = 300.0
 _PHASES = {  # seconds; longer than any of them takes without a fault, also on a busy machine
     "start-up": 300.0,
+    "data": 7200.0,  # of a corpus that is tokenized
     "first step": 300.0,
     "evaluation": 300.0,
     "search": 330.0,

@@ -78,7 +78,7 @@ def open_data(config: Config, context: WorkerContext) -> Data:
     Raises ConfigError for data that cannot be read, or that does not suit the model.
     """
     plan = prepare(config) if context.local_rank == 0 else None
-    plans = from_every_worker(context, plan, "the first worker of this machine to tokenize", "start-up")
+    plans = from_every_worker(context, plan, "the first worker of this machine to tokenize", "data")
     return opened(config, plans[context.rank - context.local_rank])
 
 

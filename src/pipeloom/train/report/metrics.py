@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pipeloom.config import Config
+from pipeloom.draw.figures import in_columns
 from pipeloom.limits import usable_cores
 from pipeloom.schedule import Timeline, simulate
 
@@ -34,8 +35,8 @@ class StepMetrics:
         tps: tokens per second, over all ranks, since the last line.
         memory: bytes, the largest over the ranks: what torch allocated on a GPU, the process's peak on a CPU.
         mfu: model FLOP/s as a share of the devices' peak; None where the peak is not known.
-        bubble_measured, bubble_simulated: bubble rate, Σ idle / (p · makespan), of this step and of its simulation with
-            the stage costs measured in it.
+        bubble_rate, bubble_rate_simulated: Σ idle / (p · makespan) of this step and of its simulation with the stage costs
+            measured in it.
         expert_load: tokens of the busiest expert over the mean, the largest of all blocks; None without experts.
         expert_drops: share of the choices of experts that were dropped; None without experts.
         all_to_all: seconds of this step in which a rank was idle while it waited for an all-to-all of experts, the largest
@@ -50,34 +51,39 @@ class StepMetrics:
     tps: float
     memory: float
     mfu: float | None
-    bubble_measured: float
-    bubble_simulated: float
+    bubble_rate: float
+    bubble_rate_simulated: float
     expert_load: float | None = None
     expert_drops: float | None = None
     all_to_all: float | None = None
 
-    def line(self, steps: int) -> str:
-        """`step: 10/200  loss: 3.0000  …`: name, colon, value, two spaces. The bubble is the measured one, then the simulated."""
+    def lines(self, steps: int) -> list[str]:
+        """Return the head of a table and this step's row, as wide as those of other steps; with experts also a line on them."""
         figures = {
-            "step": f"{self.step:>{len(str(steps))}}/{steps}",
+            "step": f"{self.step}/{steps}",
             "loss": f"{self.loss:.4f}",
-            "norm": f"{self.grad_norm:.3f}",
+            "norm": f"{self.grad_norm:.4g}",
             "lr": f"{self.lr:.2e}",
-            "mem": f"{self.memory / 2**30:.2f}GiB",
-            "tps": f"{self.tps:,.0f}",
-            "bubble": f"{self.bubble_measured:.0%} ({self.bubble_simulated:.0%})",
+            "memory": f"{self.memory / 2**30:.2f} GiB",
+            "tokens/s": f"{self.tps:,.0f}",
+            "bubble rate": f"{self.bubble_rate:.0%}",
         }
         if self.mfu is not None:
             figures["mfu"] = f"{self.mfu:.1%}"
+        widest = f"{steps}/{steps}", "12.3456", "0.1234", "1.00e-03", "12.34 GiB", "123,456", "100%", "12.3%"
+        rows = in_columns([list(figures), list(figures.values()), list(widest[: len(figures)])], left=0)[:2]
         if self.expert_load is not None and self.expert_drops is not None:
-            figures["expert_load"] = f"{self.expert_load:.2f}x"
-            figures["expert_drops"] = f"{self.expert_drops:.1%}"
-        if self.all_to_all is not None:
-            figures["all_to_all"] = f"{self.all_to_all:.3f}s exposed"
-        return "  ".join(f"{name}: {value}" for name, value in figures.items())
+            rows.append(
+                f"  experts: the busiest has {self.expert_load:.2f}x the mean, {self.expert_drops:.1%} are dropped"
+            )
+            if self.all_to_all is not None:
+                rows[-1] += f"; all-to-all: {self.all_to_all:.3f} s exposed"
+        return rows
 
     def record(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return the figures for the log, the bubble rates also by the names that they had in 0.1."""
+        old = {"bubble_measured": self.bubble_rate, "bubble_simulated": self.bubble_rate_simulated}
+        return asdict(self) | old
 
 
 def simulated(measured: Timeline) -> Timeline:

@@ -8,12 +8,21 @@ from statistics import fmean
 from typing import Any
 
 from pipeloom.config import Layout
+from pipeloom.draw.figures import in_columns
 from pipeloom.plan import Device, load_device
 from pipeloom.plan.run import predicted
 from pipeloom.plan.time import devices
 from pipeloom.schedule import Costs, Timeline, simulate
 from pipeloom.schedule.channels import size_words
 from pipeloom.traces.measured import costs_of
+from pipeloom.train.report.metrics import simulated
+
+_LEAST_CAUSE = 0.01  # share of the measured step: less is within its noise
+_MEASURE = {
+    "times of the stages": "pipeloom profile measures the layers",
+    "messages": "pipeloom profile --processes 2 measures the links",
+}
+"""Cause of error -> what a reader can do about it."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +51,39 @@ class Comparison:
         pairs = {name: {"predicted": one, "measured": other} for name, (one, other) in self.figures.items()}
         return {"basis": self.basis, **pairs, "causes": dict(self.causes), "largest_cause": self.largest}
 
-    def lines(self) -> list[str]:
-        """Return a table, and a sentence on the largest cause of error."""
-        head = f"predicted (times from {self.basis}) beside measured:"
-        rows = []
-        for name, (one, other) in self.figures.items():
-            first, second = (size_words(each) if name == "bytes" else f"{each:.4g}" for each in (one, other))
-            error = f"  {100 * (one / other - 1):+.1f} %" if other else ""
-            rows.append(f"  {name:<28}{first:>10}{second:>12}{error}")
+    @property
+    def advice(self) -> str:
+        """A sentence on the largest cause of error; "" where nobody can act on it."""
         cause = self.causes[self.largest]
-        return [head, *rows, f"largest cause of error: {self.largest}, {cause:+.4g} s of the step"]
+        command = next((words for name, words in _MEASURE.items() if self.largest.startswith(name)), "")
+        if not command or abs(cause) < _LEAST_CAUSE * self.figures["step, s"][1]:
+            return ""
+        return f"largest cause of error: {self.largest}, {cause:+.2g} s of the step; {command}, for plan --costs FILE"
+
+
+def step_lines(measured: Timeline, comparison: Comparison | None, crowded: str) -> list[str]:
+    """Return a table of a step as measured, as simulated with its own times, and as predicted, and the meaning of its words.
+
+    Args:
+        crowded: how many ranks share how many cores; "" where each has its own.
+    """
+    free = simulated(measured)
+    known = {"step, s": (measured.makespan, free.makespan), "bubble rate": (measured.bubble_rate, free.bubble_rate)}
+    rows = [["", "measured", "simulated"], *([name, *map(_number, values)] for name, values in known.items())]
+    notes = ["simulated: with the measured times of the stages, and free messages"]
+    if comparison is not None:
+        rows = [["", "measured", "simulated", "predicted", ""]]
+        for name, (one, other) in comparison.figures.items():
+            write = size_words if name == "bytes" else _number
+            error = f"{100 * (one / other - 1):+.1f} %" if name in ("step, s", "bytes") and other else ""
+            rows.append([name, write(other), write(known[name][1]) if name in known else "", write(one), error])
+        notes += [f"predicted: times from {comparison.basis}", *filter(None, [comparison.advice])]
+    waits = f" ({crowded}, so idle time includes waiting for a core)" if crowded else ""
+    return [*(line.rstrip() for line in in_columns(rows)), f"bubble rate: Σ idle / (p · makespan){waits}", *notes]
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
 
 
 def compared(

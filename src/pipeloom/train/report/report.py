@@ -19,14 +19,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pipeloom import draw
 from pipeloom.config import Config, to_toml
 from pipeloom.draw.losses import loss_curve
-from pipeloom.errors import ConfigError, UsageError, printable
+from pipeloom.errors import ConfigError, UsageError, folded, printable
 from pipeloom.limits import expanded
 from pipeloom.schedule import Timeline
 from pipeloom.traces import timelines as timeline_files
 from pipeloom.train.report.metrics import StepMetrics, simulated
-from pipeloom.train.report.prediction import Comparison
+from pipeloom.train.report.prediction import Comparison, step_lines
 from pipeloom.train.workers.failures import DIGESTS_FILE, EXIT_FILE
 from pipeloom.train.workers.preflight import environment_lines
+
+_ROWS_BELOW_HEAD = 20  # that a terminal shows with their head
 
 
 class TensorBoardFigures:
@@ -140,6 +142,7 @@ class Report:
             self._writers.append(TensorBoardFigures(self.folder.root))
         if config.log.wandb:
             self._writers.append(WandbFigures(config, self.folder.root))
+        self._rows = 0  # of the table of steps
         self._torn = False  # whether only part of the last line was written
         self._unwritten: set[Path] = set()
         self._console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
@@ -181,7 +184,7 @@ class Report:
                 self.say(f"{type(writer).__name__}: {type(error).__name__}: {error}; training continues without it")
 
     def say(self, text: str) -> None:
-        self._console.print(printable(text))
+        self._console.print(folded(printable(text)))
         self._console.file.flush()
 
     def record(self, event: str, **figures: Any) -> None:
@@ -202,7 +205,10 @@ class Report:
             self.say(f"cannot write {path}: {error.strerror or error}; training continues without it")
 
     def step(self, metrics: StepMetrics) -> None:
-        self.say(metrics.line(self._steps))
+        """Report the figures of a step: a row of a table, whose head is repeated."""
+        head, *rows = metrics.lines(self._steps)
+        self.say("\n".join([*([head] if self._rows % _ROWS_BELOW_HEAD == 0 else []), *rows]))
+        self._rows += 1
         self.record("figures", **metrics.record())
         self.figures(metrics.step, metrics.record())
 
@@ -249,12 +255,13 @@ class Report:
         """
         page = expanded(self._html) if self._html else self.folder.page
         files = [
-            ("log:    ", self.folder.log, ""),
-            ("trace:  ", self.folder.trace, "  (open it in ui.perfetto.dev)"),
-            ("svg:    ", self.folder.svg, "  (measured above simulated)"),
-            ("page:   ", page, "  (the same, to look closer)"),
+            ("log:    ", self.folder.log),
+            ("trace:  ", self.folder.trace),
+            ("svg:    ", self.folder.svg),
+            ("page:   ", page),
         ]
-        for words, path, note in files if drawn else files[:1]:
+        for words, path in files if drawn else files[:1]:
+            note = ""
             if not path.exists():
                 note = "  (not written)" if path in self._unwritten and path.parent.exists() else "  (gone)"
             elif path in self._unwritten:
@@ -288,28 +295,17 @@ class Report:
             self.draw(typical(traces), traces, [comparison.predicted] if comparison is not None else ())
         self.say(f"\nheld-out loss: {after:.4f} nats per {unit} (before training {before:.4f}; {count:,} {unit}s)")
         if traces:
-            self._say_bubble(typical(traces), crowded)
+            self._record_step(typical(traces), crowded)
+            self.say("\n".join(step_lines(typical(traces), comparison, crowded)))
         if comparison is not None:
             self.record("prediction", **comparison.record())
-            self.say("\n".join(comparison.lines()))
         if written:
             self.record("sample", text=written)
             self.say("sample:\n" + "\n".join(f"  | {line}" for line in written.split("\n")))
         self.say_files(drawn=bool(traces))
 
-    def _say_bubble(self, measured: Timeline, crowded: str) -> None:
-        """Report bubble rate and step time, measured and simulated with the measured costs."""
+    def _record_step(self, measured: Timeline, crowded: str) -> None:
         prediction = simulated(measured)
-        self.say(
-            f"bubble rate, Σ idle / (p · makespan): measured {measured.bubble_rate:.4f}, simulated with the measured stage "
-            f"costs {prediction.bubble_rate:.4f}"
-            + (
-                f" ({crowded}: CPU cores are oversubscribed, so idle time includes waiting for a core)"
-                if crowded
-                else ""
-            )
-        )
-        self.say(f"step: measured {measured.makespan:.3f} s, simulated {prediction.makespan:.3f} s")
         self.record(
             "bubble",
             ranks=measured.schedule.ranks,

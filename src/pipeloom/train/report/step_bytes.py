@@ -103,8 +103,8 @@ class BytesCheck:
         except Exception as error:  # such as a user's class that needs more than shapes: it must not end a run
             self._report.say(f"bytes at the peak: not predicted: {error}")
         expected = [ranks[mesh.place(at).pp].total for at in range(mesh.world)] if ranks else []
-        beside = [f" (predicted {size_words(each)})" for each in expected] or [""] * mesh.world
-        rows = (f"rank {at} {size_words(each)}{beside[at]}" for at, each in enumerate(measured))
-        self._report.say(f"bytes at the peak: {', '.join(rows)}")
+        worst = max(range(mesh.world), key=measured.__getitem__)
+        beside = f" (predicted {size_words(expected[worst])})" if expected else ""
+        self._report.say(f"bytes at the peak: at most {size_words(measured[worst])}, on rank {worst}{beside}")
         self._report.record("bytes", measured=measured, predicted=expected)
         self.measured, self.predicted = measured, expected

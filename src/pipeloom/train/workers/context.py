@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pipeloom.config import Layout
 from pipeloom.errors import DistributedError
 from pipeloom.runtime.health.watchdog import Watchdog
+from pipeloom.schedule.files import names_a_file
 from pipeloom.schedule.functions import source_file
 from pipeloom.train.workers.failures import STORE, RankLog
 from pipeloom.train.workers.network import refuse_connections
@@ -170,6 +171,8 @@ def _settings(layout: Layout) -> dict[str, Any]:
     dumped = layout.config.model_dump(mode="json")
     settings = {f"{section}.{key}": value for section, table in dumped.items() for key, value in table.items()}
     settings = {key: value for key, value in settings.items() if key not in MAY_DIFFER}
+    if names_a_file(layout.config.schedule.name):
+        del settings["schedule.name"]  # the schedules are compared, which hosts may have from files of other names
     if layout.code is not None:
         settings["code of the schedule"] = fingerprint(Path(layout.code).read_bytes())
     for key in layout.classes:

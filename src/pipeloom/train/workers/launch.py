@@ -316,6 +316,8 @@ def _fail(workers: list[_Worker], signals: _Signals, patience: Patience, folder:
         print("pipeloom: no rank failed: the run stalled, and its workers were stopped", file=sys.stderr, flush=True)
         return DistributedError.exit_code
     code = codes.get(rank)
+    if code == UsageError.exit_code:  # a run that was refused: no rank has failed
+        return code
     others = len(workers) - 1
     stopped = f"; the other {others} were stopped" if others > 1 else "; the other one was stopped" if others else ""
     process = workers[rank].process.pid
