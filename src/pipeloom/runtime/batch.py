@@ -47,7 +47,7 @@ class Microbatches:
 
 @dataclass(frozen=True)
 class GivenBatch:
-    """What a method of a pipeline was passed: one batch that is cut into micro-batches, or its micro-batches.
+    """The batch that a method of a pipeline was passed, to be cut into micro-batches, or its micro-batches.
 
     Attributes:
         method: the method.

@@ -392,9 +392,9 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
     Args:
         microbatches: how many to run: of the first, or more, for which the order is repeated; None: as many as it has.
     """
-    own = schedule.microbatches
-    count = own if microbatches is None else microbatches
-    turns = [turn * own for turn in range(-(-count // own))]
+    period = schedule.microbatches
+    count = period if microbatches is None else microbatches
+    turns = [turn * period for turn in range(-(-count // period))]
     programs = [
         _forwards([_later(a, turn) for turn in turns for cell in program for a in parts(cell)], count)
         for program in schedule.programs
@@ -406,7 +406,7 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
         slices=schedule.slices,
         name=f"{schedule.name} (forward only)",
         routes=schedule.routes,
-        route_of=[schedule.route_of[mb % own] for mb in range(count)],
+        route_of=[schedule.route_of[mb % period] for mb in range(count)],
     ).with_tensors(schedule.tensors)
 
 
