@@ -24,7 +24,7 @@ from pipeloom.models import DecoderShape
 from pipeloom.ops.segments import Compute
 from pipeloom.parallel import tensor as linear
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.runtime import Pipeline
+from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.train.data import sources
 from pipeloom.train.workers import launch
 from processes import run_ranks
@@ -153,6 +153,14 @@ def parallel() -> dict[str, Any]:
     return vars(linear) | sizes | BATCH | {"tensor": tensor, "schedule": pl.schedules.one_f_one_b(2, 4)}
 
 
+def unequal() -> dict[str, Any]:
+    lengths, layers = [900, 80, 70, 60, 500, 400, 30, 20], [nn.Linear(4, 4) for _ in range(2)]
+    plan = pl.plan_step(lengths, ranks=2, tokens=1000, families=[("zb-h1", 1)])
+    pipeline = LocalPipeline(layers, pl.schedules.zb_h1(2, 4), loss=nn.functional.mse_loss)
+    pack = lambda sequences, batch: (torch.cat([sequences[at] for at in batch])[None],) * 2  # noqa: E731
+    return dict(plan=plan, pipeline=pipeline, pack=pack, sequences=[torch.rand(n, 4) for n in lengths])
+
+
 PYTHON: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
     "README.md": (2, dict),
     "checkpoints.md": (2, checkpoints),
@@ -164,7 +172,7 @@ PYTHON: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
     "page.md": (1, lambda: {"pl": pl, "schedules": [pl.schedules.zbv(ranks=4, microbatches=8)]}),
     "parallel.md": (8, parallel),
     "transforms.md": (2, dict),
-    "unequal.md": (1, dict),
+    "unequal.md": (1, unequal),
 }
 """Page -> the processes that run its Python blocks, and the names that its blocks use and do not define."""
 

@@ -277,7 +277,9 @@ class GradientSync:
         if self.shards is not None:
             self.shards.begin()
             self.shards.release_all()
-        self._open = {at: set(b.stages) for at, b in enumerate(self.buckets) if b not in self._by_actions}
+        # In the order in which they start, the same on all replicas, whose schedules may complete stages in different ones.
+        late = sorted(range(len(self.buckets)), key=lambda at: AFTER_TIES in self.buckets[at].stages)
+        self._open = {at: set(b.stages) for at in late if (b := self.buckets[at]) not in self._by_actions}
         for bucket in self.buckets:
             self._open_bucket(bucket)
         self.absent = set()
@@ -291,11 +293,11 @@ class GradientSync:
         (reentrant checkpointing). The buckets of such layers, and all later ones, wait for the end of the stage.
         """
         if self.syncing and not self._first:
-            for at, bucket in enumerate(self.buckets):
-                if self._open.get(at) == {stage}:
-                    if at in self._inner:
-                        return
-                    self._awaited[at] = set(bucket.parameters)
+            for at, stages in self._open.items():
+                if stages and (stages != {stage} or at in self._inner):
+                    return
+                if stages:
+                    self._awaited[at] = set(self.buckets[at].parameters)
 
     def stage_done(self, stage: int) -> None:
         """Start the reductions of a stage after its last backward (AFTER_TIES: after the sum over pipeline ranks)."""
@@ -304,8 +306,9 @@ class GradientSync:
         if self.syncing:
             with self._lock:
                 for at, stages in self._open.items():
-                    if not stages:
-                        self._start(at)
+                    if stages:
+                        break
+                    self._start(at)
 
     def complete(self, stage: int) -> None:
         """Wait for the reductions of a stage whose last backward is done, so that an action after it can read `.grad`.

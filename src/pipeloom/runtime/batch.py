@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,82 @@ class Microbatches:
     @property
     def count(self) -> int:
         return len(self.inputs)
+
+
+@dataclass(frozen=True)
+class GivenBatch:
+    """The batch that a method of a pipeline was passed, to be cut into micro-batches, or its micro-batches.
+
+    Attributes:
+        method: the method.
+        parts: (inputs, targets, keyword arguments) of the batch, or of each micro-batch.
+        cut: whether it is one batch.
+    """
+
+    method: str
+    parts: tuple[tuple[Any, Any, Mapping[str, Any]], ...]
+    cut: bool
+
+    @classmethod
+    def of(
+        cls, method: str, inputs: Any, targets: Any, keywords: Mapping[str, Any], microbatches: Sequence[Any] | None
+    ) -> GivenBatch:
+        """Return what was passed. Raises UsageError for both, for no micro-batch, and for one that is no such tuple."""
+        if microbatches is None:
+            return cls(method, ((inputs, targets, keywords),), True)
+        if inputs is not None or targets is not None or keywords or not microbatches:
+            raise UsageError(f"{method}: give inputs and targets, or one or more microbatches= and nothing else")
+        parts = []
+        for at, each in enumerate(microbatches):
+            part = tuple(each) if isinstance(each, (tuple, list)) else (each,)
+            part += (None, {})[len(part) - 1 :]
+            if len(part) != 3 or not isinstance(part[2], Mapping):
+                raise UsageError(f"{method}: micro-batch {at} is not (inputs, targets) or (inputs, targets, keywords)")
+            parts.append(part)
+        return cls(method, tuple(parts), False)
+
+    def with_inputs(self, change: Callable[[Any], Any]) -> GivenBatch:
+        """Return it with the inputs that `change` makes of these."""
+        return replace(self, parts=tuple((change(inputs), *others) for inputs, *others in self.parts))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Name -> value, for comparisons between ranks."""
+        if not self.cut:
+            return {f"micro-batch {at}": part for at, part in enumerate(self.parts)}
+        inputs, targets, keywords = self.parts[0]
+        return {"inputs": inputs, "targets": targets, **keywords}
+
+    def require_count(self, microbatches: int) -> None:
+        """Raise UsageError for another number of micro-batches than the schedule runs."""
+        if not self.cut and len(self.parts) != microbatches:
+            raise UsageError(
+                f"{self.method} got {len(self.parts)} micro-batches, and the schedule runs {microbatches}; pass "
+                f"schedule=, one of {len(self.parts)} on the same stages, as plan_step makes them"
+            )
+
+    def forwards(self, microbatches: int) -> int:
+        """Return the number of micro-batches of a forward pass where the schedule has so many."""
+        return evaluation_microbatches(microbatches, self.parts[0][0]) if self.cut else len(self.parts)
+
+
+class BatchUnit(NamedTuple):
+    """A micro-batch, or one slice of its sequences, before its weight is compared with the others'.
+
+    Attributes:
+        inputs, targets, keywords, signature: as of `Microbatches`.
+        weight: of its loss.
+        samples: rows of the micro-batch.
+        place: the slice of its sequences; None: they are not cut.
+    """
+
+    inputs: tuple[Any, ...]
+    targets: Any
+    keywords: dict[str, Any]
+    signature: tuple[Any, ...]
+    weight: float
+    samples: int
+    place: SlicePlace | None
 
 
 Weight = Callable[[Any], float | Tensor]
@@ -127,15 +203,49 @@ def split_sizes(rows: int, count: int) -> list[int]:
 
 
 def split_batch(
+    inputs: Any, targets: Any, keywords: Mapping[str, Any], sizes: Sequence[int], weighing: Weighing
+) -> Microbatches:
+    """Return a batch cut into micro-batches as `cut_batch` does, with their shares."""
+    return weighed(cut_batch(inputs, targets, keywords, sizes, weighing), weighing)
+
+
+def weighed(
+    units: Sequence[BatchUnit], weighing: Weighing, contexts: bool = True, first: tuple[int, int] | None = None
+) -> Microbatches:
+    """Return the micro-batches of a step with their shares of its loss.
+
+    Args:
+        contexts: whether a layer takes the micro-batch's context.
+        first: the numbers of the first micro-batch and the first sample over all replicas; None: each replica has as many.
+
+    Raises UsageError if all weights are 0.
+    """
+    total = weighing.total(sum(unit.weight for unit in units))
+    if total <= 0:
+        rule = f"ignore_index is {weighing.ignore_index}" if weighing.weight is None else "every weight is 0"
+        raise UsageError(f"none of the batch's targets counts ({rule}), so there is no mean loss")
+    shares = tuple([math.nan if math.isnan(total) else unit.weight / total for unit in units])
+    begins = [unit for unit in units if unit.place is None or unit.place.index == 0]
+    index, sample = first or (weighing.replica * len(begins), weighing.replica * sum(unit.samples for unit in begins))
+    for unit, share in zip(units, shares, strict=True):
+        if contexts:
+            known: Any = None if math.isnan(share) else share
+            unit.keywords[KEYWORD] = MicrobatchContext(weighing.step, index, known, sample, unit.samples, unit.place)
+        if unit.place is None or unit.place.end == unit.place.length:
+            index, sample = index + 1, sample + unit.samples
+    inputs, targets, keywords, signatures, *_ = zip(*units, strict=True)
+    return Microbatches(inputs, targets, keywords, shares, signatures)
+
+
+def cut_batch(
     inputs: Any,
     targets: Any,
     keywords: Mapping[str, Any],
     sizes: Sequence[int],
     weighing: Weighing,
-    contexts: bool = True,
     slices: SequenceSlices | None = None,
     context: ContextParallel | None = None,
-) -> Microbatches:
+) -> list[BatchUnit]:
     """Cut every tensor along its first dimension, also in tuples, lists and dicts. Other values, and tensors with another
     first dimension, are passed to all micro-batches.
 
@@ -143,13 +253,12 @@ def split_batch(
     sequences (of the first input with two dimensions), along the second. All slices get other values whole.
 
     Args:
-        contexts: whether a layer takes the micro-batch's context.
         slices: of the sequences; None: they are not cut.
         context: the ranks that share the tokens of the inputs and of the targets; keyword arguments stay those of all ranks.
 
     Raises UsageError if a micro-batch would be empty, for targets in a dict or, unless they are weighed or shared, with
     another number of rows, for targets without a dimension of the sequences that are cut, for a weight that is negative or not
-    finite, if all weights are 0, and, in training, for a tensor that requires a gradient.
+    finite, and, in training, for a tensor that requires a gradient.
     """
     if isinstance(targets, Mapping):
         raise UsageError(
@@ -192,23 +301,23 @@ def split_batch(
                 [_own_tokens(value, span, context) for value, span in zip(values, spans, strict=True)]
                 for values in (each_inputs, each_targets)
             )
-    keyword_parts = tuple([dict(zip(keywords, values, strict=True)) for values in each_keywords])
-    shares = _shares(targets, each_targets, [sizes[at] for at, _ in units], rows, weighing, cut)
-    starts = list(accumulate(sizes[:-1], initial=weighing.replica * rows))
-    for unit, ((at, place), keyword_part) in enumerate(zip(units, keyword_parts, strict=True)):
-        if contexts:
-            index = weighing.replica * len(sizes) + at
-            share: Any = None if math.isnan(shares[unit]) else shares[unit]
-            keyword_part[KEYWORD] = MicrobatchContext(weighing.step, index, share, starts[at], sizes[at], place)
-        if place is not None:
-            keyword_part[STATE] = place
+    weights = _weights(targets, each_targets, [sizes[at] for at, _ in units], rows, weighing, cut)
     # The parts of the same number of rows, and of the same slice, have the same shapes.
     keys = [(sizes[at], place) for at, place in units]
     examples = dict(zip(keys, zip(each_inputs, each_keywords, strict=True), strict=True))
     signatures = {key: signature((*i, *k)) for key, (i, k) in examples.items()}
-    return Microbatches(
-        tuple(each_inputs), tuple(each_targets), keyword_parts, shares, tuple([signatures[key] for key in keys])
-    )
+    parts_of = zip(keys, each_inputs, each_targets, each_keywords, weights, strict=True)
+    return [
+        BatchUnit(
+            part,
+            target,
+            dict(zip(keywords, values, strict=True)) | ({} if key[1] is None else {STATE: key[1]}),
+            signatures[key],
+            weight,
+            *key,
+        )
+        for key, part, target, values, weight in parts_of
+    ]
 
 
 @dataclass(frozen=True)
@@ -286,25 +395,17 @@ def _sequence_length(inputs: Sequence[Any]) -> int:
     )
 
 
-def _shares(
+def _weights(
     targets: Any, parts: Sequence[Any], sizes: Sequence[int], rows: int, weighing: Weighing, cut: bool
-) -> tuple[float, ...]:
-    """Return each micro-batch's weight over the sum of all replicas' weights."""
+) -> Sequence[float]:
+    """Return each micro-batch's weight."""
     if targets is None:  # outputs only: there is no mean
-        weights = [float(size) for size in sizes]
-    elif weighing.weight is None and cut:  # along the sequences
-        weights = [count_targets(part, weighing.ignore_index) for part in parts]
-    elif weighing.weight is None:
-        weights = _count_by_part(targets, sizes, rows, weighing.ignore_index)
-    else:
-        weights = [_given_weight(weighing.weight(part), at) for at, part in enumerate(parts)]
-    total = weighing.total(sum(weights))
-    if math.isnan(total):
-        return (math.nan,) * len(weights)
-    if total <= 0:
-        rule = f"ignore_index is {weighing.ignore_index}" if weighing.weight is None else "every weight is 0"
-        raise UsageError(f"none of the batch's targets counts ({rule}), so there is no mean loss")
-    return tuple(weight / total for weight in weights)
+        return [float(size) for size in sizes]
+    if weighing.weight is not None:
+        return [_given_weight(weighing.weight(part), at) for at, part in enumerate(parts)]
+    if cut:  # along the sequences
+        return [count_targets(part, weighing.ignore_index) for part in parts]
+    return _count_by_part(targets, sizes, rows, weighing.ignore_index)
 
 
 def _given_weight(weight: float | Tensor, microbatch: int) -> float:

@@ -30,17 +30,18 @@ from pipeloom.runtime.actions.signals import SignalsBetweenProcesses, SignalsInP
 from pipeloom.runtime.assembly import BuiltParameters, PipelineSpec, assemble, copy_state
 from pipeloom.runtime.batch import (
     IGNORE_INDEX,
+    GivenBatch,
     Microbatches,
     SequenceSlices,
     Weighing,
     Weight,
     chosen_sizes,
-    evaluation_microbatches,
+    cut_batch,
     join,
     require_gradients,
     require_targets,
-    split_batch,
     sum_over_replicas,
+    weighed,
 )
 from pipeloom.runtime.engine import RankEngine, RankStats, clock_offset, measured_rank, merged_timeline
 from pipeloom.runtime.executor import Executor
@@ -66,6 +67,8 @@ from pipeloom.schedule.actions import SAVED, Action, fraction_of
 from pipeloom.schedule.channels import Message
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
+
+_LOWERED = 64  # schedules whose programs are kept, for steps that run one of several
 
 
 class Pipeline:
@@ -201,7 +204,8 @@ class Pipeline:
         self._batches = replicas.BatchCheck(mesh, options.check_every)
         self._losses = LossBroadcast(mesh, spec.schedule, self.device, self._alarm, spec.terms)
         self.layouts: dict[str, ParameterSharding] = {each.name: each.sharding for each in assembly.held}
-        self._follow(spec.schedule)
+        self._lowered: dict[Schedule, ProgramsOfRanks] = {}
+        self._follow(self._programs(spec.schedule))
 
     def _spread_vocabulary(self, ranks_here: int) -> SpreadVocabulary:
         """Return this rank's shares of the vocabulary, with a process group of their own."""
@@ -260,10 +264,14 @@ class Pipeline:
                     stacklevel=3,
                 )
 
-    def _follow(self, schedule: Schedule) -> None:
-        """Run `schedule` from the next step on: pairs of stages without segments as a forward and a backward."""
+    def _programs(self, schedule: Schedule) -> ProgramsOfRanks:
+        """Return the programs of `schedule`: pairs of stages without segments as a forward and a backward."""
         schedule = as_executed(schedule, self._assembly.segmented)
-        programs = ProgramsOfRanks(schedule, [engine.rank for engine in self._engines], self.options)
+        return ProgramsOfRanks(schedule, [engine.rank for engine in self._engines], self.options)
+
+    def _follow(self, programs: ProgramsOfRanks) -> None:
+        """Run these programs from the next step on."""
+        schedule = programs.schedule
         for engine in self._engines:
             engine.follow(programs)
         if self._signals is None and self.group is not None and programs.of_rank(self.rank).has_signals:
@@ -275,7 +283,15 @@ class Pipeline:
 
     # -- running ---------------------------------------------------------------------------------------------------------
 
-    def step(self, inputs: Any, targets: Any = None, **keywords: Any) -> Tensor:
+    def step(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        microbatches: Any = None,
+        schedule: Any = None,
+        **keywords: Any,
+    ) -> Tensor:
         """Run forward and backward of the whole schedule; gradients are added to `.grad` of this rank's parameters.
 
         All ranks of a data-parallel replica pass the same batch, each replica its own (a rank with neither a first nor
@@ -286,6 +302,10 @@ class Pipeline:
         Args:
             inputs: a tensor, or a tuple of what the first layer takes.
             targets: a tensor or a tuple; `loss` gets each micro-batch's part.
+            microbatches: instead of a batch, (inputs, targets) of each micro-batch, or (inputs, targets, {keyword: value}):
+                each of any shape, and each replica and step with a number of its own (but with experts that other replicas
+                hold). Layers that draw random numbers get others than in a step of one batch.
+            schedule: runs from this step on, as of `adopt`; such as that of a `plan_step`'s replica. Default: the last one.
 
         Returns:
             the mean loss over all counted targets of all replicas' batches, a 0-dim fp32 tensor, the same on every rank.
@@ -299,20 +319,31 @@ class Pipeline:
                 `RuntimeOptions.shared_targets`).
             DistributedError: ranks of one replica passed different batches (see `RuntimeOptions.check_every`).
         """
-        return self._start_step("step", inputs, targets, keywords).wait()
+        return self._start_step(GivenBatch.of("step", inputs, targets, keywords, microbatches), schedule).wait()
 
-    def forward_backward(self, inputs: Any, targets: Any = None, **keywords: Any) -> PendingLoss:
+    def forward_backward(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        microbatches: Any = None,
+        schedule: Any = None,
+        **keywords: Any,
+    ) -> PendingLoss:
         """As `step`, but return when this rank is done: the loss may not have arrived from another rank yet."""
-        return self._start_step("forward_backward", inputs, targets, keywords)
+        given = GivenBatch.of("forward_backward", inputs, targets, keywords, microbatches)
+        return self._start_step(given, schedule)
 
-    def _start_step(self, method: str, inputs: Any, targets: Any, keywords: Mapping[str, Any]) -> PendingLoss:
+    def _start_step(self, given: GivenBatch, schedule: Schedule | None) -> PendingLoss:
         """Run a step until this rank is done."""
-        self._assembly.keywords.require(method, keywords)
-        require_targets(method, targets)
+        self._require(given)
+        given.require_count((schedule or self.schedule).microbatches)
+        if schedule is not None:
+            self.adopt(schedule)
         status, begun = self._status, time.monotonic()
         first = status.phase == "first step"
-        self._before_step({"inputs": inputs, "targets": targets, **keywords})
-        batch = self._split(inputs, targets, keywords, self.schedule.microbatches)
+        self._before_step(given.arguments)
+        batch = self._split(given, self.schedule.microbatches)
         buffers = self._checksums_of_replicas() if first else {}
         self._gradients.begin()
         executor = self._executor(None)
@@ -354,19 +385,27 @@ class Pipeline:
         """
         return self._losses.terms
 
+    def _require(self, given: GivenBatch, targets: bool = True) -> None:
+        """Raise UsageError for a keyword argument that no layer takes, and for no targets where they are needed."""
+        for part in given.parts:
+            self._assembly.keywords.require(given.method, part[2])
+            if targets:
+                require_targets(given.method, part[1])
+
     @torch.no_grad()
-    def evaluate(self, inputs: Any, targets: Any = None, **keywords: Any) -> Tensor:
+    def evaluate(self, inputs: Any = None, targets: Any = None, *, microbatches: Any = None, **keywords: Any) -> Tensor:
         """Return the mean loss, forward only. A batch with fewer rows than micro-batches is cut into one micro-batch per row.
+        Micro-batches are given as to `step`, any number of them.
 
         Where layers exchange tokens between replicas (experts), all replicas' batches must have the same number of micro-batches.
         """
         with self._status.during("evaluation"):
             if not self._compared:
                 self._compare_replicas()
-            count = evaluation_microbatches(self.schedule.microbatches, inputs)
-            self._assembly.keywords.require("evaluate", keywords)
-            require_targets("evaluate", targets)
-            batch = self._split(inputs, targets, keywords, count)
+            given = GivenBatch.of("evaluate", inputs, targets, keywords, microbatches)
+            count = given.forwards(self.schedule.microbatches)
+            self._require(given)
+            batch = self._split(given, count)
             self._gradients.publish()
             executor = self._executor(count)
             self._losses.expect()
@@ -375,8 +414,10 @@ class Pipeline:
             return self._losses.start(result.loss).wait()
 
     @torch.no_grad()
-    def predict(self, inputs: Any, **keywords: Any) -> Any:
+    def predict(self, inputs: Any = None, *, microbatches: Any = None, **keywords: Any) -> Any:
         """Return the outputs of the last stage for the whole batch, on the rank that holds it; None on the others.
+
+        Of `microbatches`, given as to `step`, a list with the output of each; their targets are not looked at.
 
         Where the vocabulary is spread over the ranks, all compute their share of the logits, and that rank gathers them.
         Context-parallel ranks compute the whole sequences each.
@@ -384,13 +425,14 @@ class Pipeline:
         spread = self._engines[0].vocabulary
         spread_layers = () if self._context is None else self._assembly.modules.values()
         with self._status.during("evaluation"), whole_sequences(spread_layers):
-            count = evaluation_microbatches(self.schedule.microbatches, inputs)
+            given = GivenBatch.of("predict", inputs, None, keywords, microbatches)
+            count = given.forwards(self.schedule.microbatches)
             self._gradients.publish()
             if spread is not None and spread.embedding is not None:
                 with self._alarm.waiting("the other ranks' embeddings"):
-                    inputs = spread.look_up(0, inputs, training=False)
-            self._assembly.keywords.require("predict", keywords)
-            batch = self._split(inputs, None, keywords, count, whole=True)
+                    given = given.with_inputs(lambda each: spread.look_up(0, each, training=False))
+            self._require(given, targets=False)
+            batch = self._split(given, count, whole=True)
             executor = self._executor(count, whole=True)
             with self._alarm.reporting():
                 outputs = executor.run(batch, keep_outputs=True).outputs
@@ -398,11 +440,14 @@ class Pipeline:
             with self._alarm.reporting():
                 gathered = all_gather_tree(list(outputs.items()), self.group, self.device)
             outputs = {mb: output for part in gathered for mb, output in part} if outputs else {}
-        result = join([outputs[mb] for mb in sorted(outputs)]) if len(outputs) == batch.count else None
+        results: list[Any] = [None] * (1 if given.cut else batch.count)
+        if len(outputs) == batch.count:
+            results = [outputs[mb] for mb in sorted(outputs)]
+            results = [join(results)] if given.cut else results
         if spread is not None:
             with self._alarm.waiting("the other ranks' logits"):
-                return spread.logits(result)
-        return result
+                results = [spread.logits(each) for each in results]
+        return results[0] if given.cut or results[0] is None else results
 
     def _compare_replicas(self) -> None:
         """Compare what several processes hold, before the first step or evaluation after construction or a load."""
@@ -577,14 +622,21 @@ class Pipeline:
     def adopt(self, schedule: Schedule) -> None:
         """Run `schedule` from the next step on, with the same stages, weights and connections; every rank must call it.
 
-        Raises ConfigError where it needs other stages (another placement, other routes or micro-batches, split backwards where
-        the first schedule had none), ScheduleError where it cannot run.
+        Raises ConfigError where it needs other stages (another placement, other routes, split backwards where the first schedule
+        had none), ScheduleError where it cannot run.
         """
-        if schedule.positions == self.schedule.positions:  # else it is refused below
-            schedule = self._spec.recomputing(carrying(schedule, self.schedule.tensors))
-        self.options.require_runnable(schedule)
-        require_same_stages(schedule, self.schedule, self._spec.schedule.splits_backward)
-        self._follow(schedule)
+        programs = self._lowered.pop(schedule, None)
+        if programs is None:
+            runs = schedule
+            if schedule.positions == self.schedule.positions:  # else it is refused below
+                runs = self._spec.recomputing(carrying(schedule, self.schedule.tensors))
+            self.options.require_runnable(runs)
+            require_same_stages(runs, self.schedule, self._spec.schedule.splits_backward)
+            programs = self._programs(runs)
+        self._follow(programs)
+        self._lowered[schedule] = programs  # the last one used is the last to be dropped
+        if len(self._lowered) > _LOWERED:
+            del self._lowered[next(iter(self._lowered))]
 
     def timeline(self) -> Timeline:
         """This pipeline's last step as measured, in seconds, with the ranks' clocks aligned; collective over its ranks."""
@@ -721,14 +773,13 @@ class Pipeline:
 
     # -- a batch -----------------------------------------------------------------------------------------------------------
 
-    def _split(self, inputs: Any, targets: Any, keywords: Any, count: int, whole: bool = False) -> Microbatches:
-        """Return a batch cut into so many micro-batches; `whole`: of whole sequences."""
-        sizes = chosen_sizes(inputs, count, self.options.microbatch_sizes)
+    def _split(self, given: GivenBatch, count: int, whole: bool = False) -> Microbatches:
+        """Return a batch cut into so many micro-batches, or those given; `whole`: of whole sequences, without targets."""
         total = partial(sum_over_replicas, mesh=self.mesh, device=self.device, alarm=self._alarm)
         weighing = Weighing(
             None if self._spec.weight is None else self._reported_weight,
             self._spec.ignore_index,
-            float if targets is None else total,
+            float if whole else total,
             self.mesh.place.dp,
             self.next_step,
             self.options.shared_targets,
@@ -736,8 +787,16 @@ class Pipeline:
         contexts = KEYWORD in self._assembly.keywords.names
         context = None if whole else self._context
         multiple = 1 if context is None else 2 * context.axis.size
-        slices = SequenceSlices.of(inputs, 1 if whole else self.schedule.slices, self.options.slice_tokens, multiple)
-        return split_batch(inputs, targets, keywords, sizes, weighing, contexts, slices, context)
+        units = []
+        for inputs, targets, keywords in given.parts:
+            sizes = chosen_sizes(inputs, count if given.cut else 1, self.options.microbatch_sizes)
+            slices = SequenceSlices.of(
+                inputs, 1 if whole else self.schedule.slices, self.options.slice_tokens, multiple
+            )
+            units += cut_batch(inputs, None if whole else targets, keywords, sizes, weighing, slices, context)
+        # Another replica may have any number of micro-batches: with gaps no two samples of a step draw the same numbers.
+        first = None if given.cut else (self.mesh.place.dp << 32,) * 2
+        return weighed(units, weighing, contexts, first)
 
     def _reported_weight(self, targets: Any) -> float | Tensor:
         """The caller's weight of a micro-batch's targets; the other ranks are told of what it raises."""

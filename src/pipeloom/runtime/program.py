@@ -239,15 +239,19 @@ def require_same_stages(schedule: Schedule, current: Schedule, splits_backward: 
     """
     for words, value, now in (
         ("placement", schedule.placement, current.placement),
-        ("micro-batches", schedule.microbatches, current.microbatches),
         ("slices", schedule.slices, current.slices),
         ("gathers and reductions by stage", schedule.stage_actions, current.stage_actions),
-        ("routes", (schedule.routes, schedule.route_of), (current.routes, current.route_of)),
+        ("routes", _routes(schedule), _routes(current)),
     ):
         if value != now:
             raise ConfigError(f"the pipeline cannot change its {words} from {now} to {value}")
     if schedule.splits_backward and not splits_backward:
         raise ConfigError("the pipeline was built for a schedule without split backwards, and this one has some")
+
+
+def _routes(schedule: Schedule) -> tuple[object, ...]:
+    """Return the routes, and where there are several the micro-batches of each: a step needs not take all of them."""
+    return schedule.routes, schedule.route_of if len(schedule.routes) > 1 else ()
 
 
 class Lowering:

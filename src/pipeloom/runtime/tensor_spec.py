@@ -18,6 +18,7 @@ from pipeloom.schedule.actions import OUTPUT
 from pipeloom.schedule.channels import Edge, Message
 
 HEADER_LENGTH = 256  # numbers: a receive is posted before the sender knows its shapes, so all headers have one length
+_MOST_SIGNATURES = 4096  # remembered: steps of unequal micro-batches always bring new ones
 _BOUNDARY_DTYPES = tuple(SENT_DTYPES.values())
 
 BoundaryValues = tuple[Tensor | None, ...]
@@ -185,12 +186,11 @@ class ShapeCache:
     def begin(self, signatures: Sequence[Hashable], slices: int = 1) -> None:
         """Start a step whose micro-batches have these input signatures; `slices` of each in turn."""
         self._slices = slices
+        if self.policy == "each" or len(self._numbers) > _MOST_SIGNATURES:  # on both ends of a channel in the same step
+            for held in (self._known, self._without, self._introduced, self._numbers):
+                held.clear()
         if self.policy == "once":
             self._signatures = [self._numbers.setdefault(each, len(self._numbers)) for each in signatures]
-        else:
-            self._known.clear()
-            self._without.clear()
-            self._introduced.clear()
 
     def _key(self, edge: Edge, microbatch: int) -> tuple[Edge, int]:
         return edge, (microbatch if self.policy == "each" else self._signatures[microbatch])

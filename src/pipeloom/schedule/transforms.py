@@ -390,10 +390,15 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
     A stage that gathers its parameters does so where a forward uses them before they are freed.
 
     Args:
-        microbatches: how many of the first micro-batches to run; None: all.
+        microbatches: how many to run: of the first, or more, for which the order is repeated; None: as many as it has.
     """
-    count = schedule.microbatches if microbatches is None else microbatches
-    programs = [_forwards([a for cell in program for a in parts(cell)], count) for program in schedule.programs]
+    period = schedule.microbatches
+    count = period if microbatches is None else microbatches
+    turns = [turn * period for turn in range(-(-count // period))]
+    programs = [
+        _forwards([_later(a, turn) for turn in turns for cell in program for a in parts(cell)], count)
+        for program in schedule.programs
+    ]
     return Schedule.of(
         programs,
         placement=schedule.placement,
@@ -401,8 +406,13 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
         slices=schedule.slices,
         name=f"{schedule.name} (forward only)",
         routes=schedule.routes,
-        route_of=schedule.route_of[:count],
+        route_of=[schedule.route_of[mb % period] for mb in range(count)],
     ).with_tensors(schedule.tensors)
+
+
+def _later(action: Action, microbatches: int) -> Action:
+    """Return the action of the micro-batch so many later; one of a whole stage stays."""
+    return action if kind_of(action.kind).of_stage else action._replace(microbatch=action.microbatch + microbatches)
 
 
 def _forwards(actions: Sequence[Action], microbatches: int) -> list[Action]:

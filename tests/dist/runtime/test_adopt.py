@@ -72,17 +72,10 @@ def test_gradients_are_those_of_one_process_under_each_schedule() -> None:
     assert SECOND.schedule.codes != FIRST.codes
 
 
-@pytest.mark.parametrize(
-    ("schedule", "words"),
-    [
-        (S.zb_h1(1, 3), "micro-batches from 4 to 3"),
-        (S.interleaved_zb(1, 4, 2), "placement"),
-    ],
-)
-def test_what_needs_other_stages_is_refused(schedule: pl.Schedule, words: str) -> None:
+def test_what_needs_other_stages_is_refused() -> None:
     pipeline = Pipeline(blocks(2), S.zb_h1(1, 4), loss=mse, mesh=PipelineMesh.of([0]))
-    with pytest.raises(ConfigError, match=words):
-        pipeline.adopt(schedule)
+    with pytest.raises(ConfigError, match="placement"):
+        pipeline.adopt(S.interleaved_zb(1, 4, 2))
     assert pipeline.schedule == S.zb_h1(1, 4)
 
 

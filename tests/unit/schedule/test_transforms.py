@@ -196,6 +196,10 @@ def test_forwards_alone(name: str) -> None:
             for rank, program in enumerate(alone.programs):
                 forwards = [a for c in schedule.programs[rank] for a in parts(c) if a.kind == "F"]
                 assert list(program) == [action for action in forwards if action.microbatch < count]
+        twice = forward_only(schedule, 2 * schedule.microbatches)
+        for first, both in zip(forward_only(schedule).programs, twice.programs, strict=True):
+            later = [a._replace(microbatch=a.microbatch + schedule.microbatches) for a in first]
+            assert list(both) == [*first, *later]
 
 
 def test_by_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -136,35 +137,43 @@ def tensors(values: BoundaryValues) -> list[Tensor]:
 
 
 class BufferPool:
-    """Buffers by shape and dtype. A buffer is returned after its micro-batch's backward.
+    """Buffers by dtype and number of dimensions, as large as the largest that was needed. One is returned after its micro-batch's
+    backward.
 
     It is reused only if no other tensor shares its storage: a module that keeps its input keeps it intact.
 
     Attributes:
-        made, nbytes: number and size of all buffers since the start.
+        made, nbytes: number of all buffers since the start, and size of those that have not been replaced by larger ones.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.made = self.nbytes = 0
-        self._free: dict[tuple[torch.dtype, tuple[int, ...]], list[Tensor]] = defaultdict(list)
+        self._free: dict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)  # flat ones
 
     def take(self, spec: TensorSpec) -> Tensor:
-        """Return an uninitialized tensor of this shape and dtype."""
-        free = self._free[spec.dtype, spec.shape]
-        for at, buffer in enumerate(free):
-            if _holders(buffer) == 1:
-                return free.pop(at)
-        self.made += 1
-        buffer = spec.empty(self.device)
-        self.nbytes += buffer.nbytes
-        return buffer
+        """Return an uninitialized tensor of this shape and dtype: in the smallest free buffer that has room, or in a new one that
+        takes the place of the largest that has not, so that there are never more than are needed at once.
+        """
+        free, count = self._free[spec.dtype, len(spec.shape)], math.prod(spec.shape)
+        unused = [at for at, buffer in enumerate(free) if _holders(buffer) == 1]
+        fitting = [at for at in unused if free[at].numel() >= count]
+        if fitting:
+            buffer = free.pop(min(fitting, key=lambda at: free[at].numel()))
+        else:
+            if unused:
+                self.nbytes -= free.pop(max(unused, key=lambda at: free[at].numel())).nbytes
+            self.made += 1
+            buffer = torch.empty(count, dtype=spec.dtype, device=self.device)
+            self.nbytes += buffer.nbytes
+        return buffer[:count].view(spec.shape)
 
     def give(self, buffer: Tensor) -> None:
         """Return a buffer to the pool."""
-        # A new tensor on the same storage: a queued weight gradient, for instance, may still hold the old tensor object, and
-        # only tensors are counted.
-        self._free[buffer.dtype, tuple(buffer.shape)].append(buffer.detach())
+        # A new tensor on the whole storage: a queued weight gradient, for instance, may still hold the old tensor object, and
+        # only tensors are counted. No view, which would hold another.
+        whole = torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(buffer.untyped_storage())
+        self._free[buffer.dtype, buffer.ndim].append(whole)
 
 
 def _holders(buffer: Tensor) -> int:
