@@ -6,7 +6,7 @@ Forward and backward only gather, so results do not depend on an order of additi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,16 @@ class TokenPermutation:
         """Return whether no choice was dropped."""
         return self.order.numel() == self.slot.numel()
 
+    def first(self, rows: int) -> TokenPermutation:
+        """Return it with the first rows alone: those of the choices that are kept, where `assign` got a mask."""
+        return replace(self, order=self.order[:rows], token=self.token[:rows])
+
+
+def count_keys(keys: Tensor, count: int) -> Tensor:
+    """Return how often each of 0..count-1 is in `keys`: [count] int64. Unlike `bincount` it waits for no GPU."""
+    flat = keys.flatten()
+    return torch.zeros(count, dtype=torch.int64, device=keys.device).scatter_add_(0, flat, torch.ones_like(flat))
+
 
 def assign(
     keys: Tensor,
@@ -48,8 +58,6 @@ def assign(
     mask: Tensor | None = None,
     sums: Tensor | None = None,
     parts: int = 1,
-    *,
-    rows: int | None = None,
 ) -> tuple[TokenPermutation, Tensor]:
     """Assign rows in order of their keys, rows of one key in order of tokens; count the rows of each key.
 
@@ -57,21 +65,21 @@ def assign(
         keys: [tokens, k] int64, 0..count-1, such as each choice's expert.
         mask: [tokens, k] bool; choices that are not kept get no row. None: all are kept.
         sums, parts: see TokenPermutation.
-        rows: number of choices that are kept, if known to the caller (counting waits for a GPU).
 
     Returns:
-        the assignment, and [count] int64 on the device of `keys`.
+        the assignment, with the choices that are not kept in its last rows (`TokenPermutation.first` leaves them out, once the
+        host knows the counts), and the counts, [count] int64 on the device of `keys`.
     """
     tokens, k = keys.shape
     flat = keys.flatten() if mask is None else torch.where(mask, keys, count).flatten()
     order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=count)
-    if mask is not None:
-        order = order[: int(counts[:count].sum()) if rows is None else rows]
-        counts = counts[:count]
-    slot = torch.full((tokens * k,), -1, dtype=torch.int64, device=keys.device)
+    counts = count_keys(flat, count + 1)[:count]
+    slot = torch.empty_like(order)
     slot[order] = torch.arange(order.numel(), device=keys.device)
-    return TokenPermutation(order, order // max(k, 1), slot.view(tokens, k), sums, parts), counts
+    slot = slot.view(tokens, k)
+    if mask is not None:
+        slot = torch.where(mask, slot, -1)
+    return TokenPermutation(order, order // max(k, 1), slot, sums, parts), counts
 
 
 def gather_rows(x: Tensor, permutation: TokenPermutation) -> Tensor:

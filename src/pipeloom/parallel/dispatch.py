@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from pipeloom.errors import ArgumentError, divisors, nearest
 from pipeloom.ops.segments import Compute, Done, Pending, Segment, Values, in_turns, standstill
-from pipeloom.ops.token_permute import TokenPermutation, assign, combine_rows, gather_rows, permute
+from pipeloom.ops.token_permute import TokenPermutation, assign, combine_rows, count_keys, gather_rows, permute
 from pipeloom.parallel.collectives import start_collective
 from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.router import Routing
@@ -123,8 +124,8 @@ class DispatchPlan:
         source = torch.repeat_interleave(torch.arange(nodes), torch.tensor(first.receive)).to(self.routes.device)
         keys = self.routes.clamp_min(0) * nodes + source.unsqueeze(1)
         experts = len(self.arrival.counts) * second.axis.size
-        fan, _ = assign(keys, experts * nodes, self.routes >= 0, rows=sum(second.send))
-        return replace(self, routes=None, fan=fan)
+        fan, _ = assign(keys, experts * nodes, self.routes >= 0)
+        return replace(self, routes=None, fan=fan.first(sum(second.send)))
 
 
 class Dispatch:
@@ -156,12 +157,23 @@ def begin_dispatch(routings: Sequence[Routing], parallel: ExpertParallel | None)
 def _at_home(routings: Sequence[Routing]) -> Dispatch:
     assigned = [assign(routing.experts, routing.tally.counts.numel(), routing.kept) for routing in routings]
 
+    @cache
+    def counts() -> list[list[int]]:
+        read: list[list[int]] = torch.stack([rows for _, rows in assigned]).tolist()
+        return read
+
+    leaving = [
+        assignment if routing.kept is None else assignment.first(sum(counts()[at]))
+        for at, ((assignment, _), routing) in enumerate(zip(assigned, routings, strict=True))
+    ]
+
     def finish() -> list[DispatchPlan]:
         return [
-            DispatchPlan(leaving, (), ExpertRows(None, None, tuple(counts.tolist()))) for leaving, counts in assigned
+            DispatchPlan(each, (), ExpertRows(None, None, tuple(rows)))
+            for each, rows in zip(leaving, counts(), strict=True)
         ]
 
-    return Dispatch([leaving for leaving, _ in assigned], finish)
+    return Dispatch(leaving, finish)
 
 
 def _flat(routings: Sequence[Routing], parallel: ExpertParallel) -> Dispatch:
@@ -175,9 +187,12 @@ def _flat(routings: Sequence[Routing], parallel: ExpertParallel) -> Dispatch:
         leaving.append(assignment)
         counts.append(rows.view(size, local_experts))
     exchange = _CountExchange(torch.stack(counts, dim=1), parallel.axis)  # rank, routing, expert of the rank
+    if any(routing.kept is not None for routing in routings):  # else all rows leave, and gathering them overlaps
+        sent_rows = exchange.tables[0].sum((0, 2)).tolist()
+        leaving = [assignment.first(rows) for assignment, rows in zip(leaving, sent_rows, strict=True)]
 
     def finish() -> list[DispatchPlan]:
-        sending, receiving = exchange.wait()
+        sending, receiving = exchange.tables
         # chunks arrive by rank, then by expert
         keys = torch.arange(local_experts) * size + torch.arange(size).unsqueeze(1)
         plans = []
@@ -207,26 +222,28 @@ def _two_level(routings: Sequence[Routing], parallel: ExpertParallel) -> Dispatc
         parallel.nodes,
         inside.size,
     )
-    leaving, routes, counts = [], [], []
+    assigned, counts = [], []
     for routing in routings:
         experts = routing.experts if routing.kept is None else torch.where(routing.kept, routing.experts, -per_node)
         node = torch.div(experts, per_node, rounding_mode="floor")
         every = torch.arange(nodes, device=experts.device)
         needed = (node.unsqueeze(-1) == every).any(1)
         assignment, rows = assign(every.expand(experts.shape[0], -1), nodes, needed)
-        leaving.append(assignment)
-        target = (assignment.order % nodes).unsqueeze(1)
-        choices = experts.index_select(0, assignment.token)
-        in_target = node.index_select(0, assignment.token) == target
-        routes.append(torch.where(in_target, choices % per_node, choices.new_tensor(-1)))
-        wanted = torch.bincount(torch.where(experts < 0, total, experts).flatten(), minlength=total + 1)[:total]
+        assigned.append((assignment, experts, node))
+        wanted = count_keys(torch.where(experts < 0, total, experts), total + 1)[:total]
         counts.append(torch.cat([rows.unsqueeze(1), wanted.view(nodes, per_node)], dim=1))
     # ranks are numbered node · places + place; every place of a node receives the same counts
     table = torch.stack(counts, dim=1).repeat_interleave(places, dim=0)
-    exchange = _CountExchange(table, parallel.axis)
+    tables = _CountExchange(table, parallel.axis).tables
+    sent_counts, received_counts = (x.view(nodes, places, len(routings), 1 + per_node) for x in tables)
+    leaving, routes = [], []
+    for (assignment, experts, node), rows in zip(assigned, sent_counts[:, 0, :, 0].sum(0).tolist(), strict=True):
+        leaving.append(assignment.first(rows))
+        token = leaving[-1].token
+        choices, target = experts.index_select(0, token), (leaving[-1].order % nodes).unsqueeze(1)
+        routes.append(torch.where(node.index_select(0, token) == target, choices % per_node, -1))
 
     def finish() -> list[DispatchPlan]:
-        sent_counts, received_counts = (x.view(nodes, places, len(routings), 1 + per_node) for x in exchange.wait())
         # chunks arrive by place, expert and node
         place = torch.arange(places).view(-1, 1, 1)
         keys = torch.arange(local_experts).view(-1, 1) * parallel.size + torch.arange(nodes) * places + place
@@ -260,15 +277,16 @@ def _arrival(keys: Tensor, received: Tensor, local_experts: int, device: torch.d
 
 
 class _CountExchange:
-    """Pending all-to-all of a table [rank, …] with one row per rank; only `wait` blocks."""
+    """Pending all-to-all of a table [rank, …] with one row per rank; only `tables` blocks."""
 
     def __init__(self, sending: Tensor, axis: Axis) -> None:
         self._sent = sending.contiguous()
         self._received = torch.empty_like(self._sent)
         self._work = start_collective(dist.all_to_all_single, self._received, self._sent, group=axis.group)
 
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """Return the table, and the rows from each rank, both on the CPU."""
+    @cached_property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """The table, and the rows from each rank, both on the CPU: the one thing of a layer that the host reads."""
         with standstill("count exchange"):
             self._work.wait()
             both: Any = torch.stack([self._sent, self._received]).cpu()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import ArgumentError, did_you_mean
-from pipeloom.ops.token_permute import accumulation_dtype
+from pipeloom.ops.token_permute import accumulation_dtype, count_keys
 from pipeloom.shapes.decoder import ROUTERS
 
 
@@ -201,7 +201,7 @@ def route(
         if gate.renormalise:
             weights = shares
     tally = RoutingStats(
-        torch.bincount(experts.flatten(), minlength=gate.experts),
+        count_keys(experts, gate.experts),
         probabilities.sum(0),
         logits.logsumexp(-1).square().sum(),
         logits.shape[0],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -120,6 +121,19 @@ def _zero(output: Any) -> Tensor:
     return torch.stack([each.float() for each in sums]).sum() if sums else torch.zeros(())
 
 
+class _GradientsAreThere:
+    """In place of `backward` of a step's loss."""
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise UsageError(
+            "backward() of a step's loss: step has run the backwards too, and gradients are in .grad of pipeline.parameters(); "
+            "leave the line out, and go on with the optimizer's step"
+        )
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()  # what torch.load takes with weights_only, so that a saved loss can be loaded
+
+
 class PendingLoss:
     """The loss of a step that this rank has finished, but another may not have."""
 
@@ -131,7 +145,9 @@ class PendingLoss:
     def wait(self) -> Tensor:
         """Return the mean loss over all targets of the batch, with layers' terms: a 0-dim fp32 tensor, the same on every rank."""
         sums = self._all()
-        return sums[0] if sums.ndim else sums
+        loss = sums[0] if sums.ndim else sums
+        loss.backward = _GradientsAreThere()  # type: ignore[method-assign]  # else torch says that it requires no gradient
+        return loss
 
     def terms(self) -> dict[str, Tensor]:
         """Return key of a layer's loss -> its unweighted mean over all targets: a 0-dim fp32 tensor, the same on every rank."""

@@ -15,17 +15,19 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from documents import run_python
+from host_reads import HostReads
 from layouts import worst
 from moe_steps import joined, mesh_of
 from paths import ROOT
+from pipeloom.config import MeshShape
 from pipeloom.errors import ArgumentError
 from pipeloom.models import GateShape, MoELayer, TopKGate
 from pipeloom.models.gate import take_loads
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.segments import Compute, Segment, in_order
 from pipeloom.parallel.dispatch import ExpertParallel
-from pipeloom.parallel.expert import ExpertLinear
-from pipeloom.parallel.mesh import Axis
+from pipeloom.parallel.expert import ExpertLinear, Experts
+from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.sharding import shardings_of
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline
@@ -225,3 +227,29 @@ def test_the_ported_model_trains_alike_in_a_loop_and_in_a_pipeline() -> None:
     assert len(losses) == 4
     assert losses == pytest.approx([losses[0]] * 4, rel=0.05)
     assert max(losses) < 0.36  # the variance of the targets
+
+
+def host_reads(rank: int, ep: int = 1, nodes: int = 1) -> dict[float, list[str]]:
+    """Capacity factor -> what the host reads of the device in a forward and a backward."""
+    mesh = Mesh.of(MeshShape(dp=ep, ep=ep, ep_nodes=nodes)) if ep > 1 else None
+    parallel = None if mesh is None else ExpertParallel(mesh.ep)
+    if mesh is not None and nodes > 1:
+        parallel = ExpertParallel(mesh.ep, nodes, mesh.inside, mesh.across)
+    found = {}
+    for capacity in (0.0, 0.5):
+        gate = TopKGate(GateShape(HIDDEN, EXPERTS, capacity_factor=capacity))
+        layer = MoELayer(gate, Experts(EXPERTS, HIDDEN, 8, parallel), parallel)
+        x = torch.randn(16 + rank, HIDDEN, requires_grad=True)
+        with HostReads() as counted:
+            out = layer(x)
+            (out.sum() + layer.aux_loss).backward()
+        assert x.grad is not None
+        found[capacity] = counted.reads
+    return found
+
+
+def test_the_host_reads_the_counts_of_rows_and_nothing_else() -> None:
+    """Without and with a capacity: one read a layer, of all ranks' counts where there are several."""
+    assert host_reads(0) == {0.0: ["tolist"], 0.5: ["tolist"]}
+    for ep, nodes in ((2, 1), (4, 2)):
+        assert run_ranks(host_reads, ep, ep, nodes) == [{0.0: ["cpu"], 0.5: ["cpu"]}] * ep

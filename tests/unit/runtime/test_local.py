@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -103,3 +105,12 @@ def test_a_batch_smaller_than_m_is_refused_for_training() -> None:
     for call in (lambda: pipeline.predict(x[:0]), lambda: pipeline.evaluate(x[:0], y[:0])):
         with pytest.raises(UsageError, match="the batch has 0 rows"):
             call()
+
+
+def test_backward_of_a_steps_loss_says_that_the_gradients_are_there(tmp_path: Path) -> None:
+    pipeline = LocalPipeline(blocks(2), pl.schedules.gpipe(2, 2), loss=mse)
+    loss = pipeline.step(*batch(2))
+    with pytest.raises(UsageError, match=r"step has run the backwards too.*go on with the optimizer's step"):
+        loss.backward()
+    torch.save({"loss": loss}, tmp_path / "loss.pt")
+    assert torch.load(tmp_path / "loss.pt")["loss"] == loss
