@@ -66,7 +66,7 @@ def hostile(tmp_path: Path) -> dict[str, str]:
     """Files that no schedule, configuration or text is read from."""
     files = {
         "empty lines.csv": "\n" * 5_000_000 + "0F0,0B0\n",
-        "commas.csv": "," * 9_000_000 + "0F0",
+        "commas.csv": "," * 9_000_000 + "0B0",
         "deep.json": '{"format": ' + "[" * 20_000 + "]" * 20_000 + "}",
         "digits.json": '{"format": "pipeloom.schedule/1", "ranks": ' + "9" * 6_000 + "}",
         "word.csv": "x" * 100_000,

@@ -23,7 +23,6 @@ from pipeloom.cli.options import (
     schedule_of,
     takes_chunks,
     with_options,
-    with_slowdown,
 )
 from pipeloom.cli.output import OutputFlags, as_dict, emit
 from pipeloom.cli.sweep import Sweep
@@ -53,13 +52,6 @@ class TableFlags:
         None,
         "CONFIG",
         "Compare the bytes that a step of this configuration sends, as a pipeline and as tensor parallelism.",
-    )
-    slowdown: float = flag(
-        1.0,
-        "X",
-        "Factor on the time of computation while a pair's all-to-all runs; needs --all-to-all.",
-        min=1,
-        max=100,
     )
     paper: str | None = flag(None, "NAME", "Recompute a published table: zero-bubble, moe or pipemorph.")
 
@@ -109,7 +101,7 @@ def command(
     for spec in names if len(names) > 1 else ():  # before others are simulated
         if spec != "all":
             require_schedule(*parse_spec(spec))
-    work = Work(sizes, costs.values(), costs.overlap_p2p, tables.slowdown, cuts, sending)
+    work = Work(sizes, costs.values(), costs.overlap_p2p, cuts, sending)
     if tables.sweep is not None:
         if output.html is not None:
             raise UsageError("--html draws timelines and --sweep compares figures; leave one of them out, or use --svg")
@@ -132,7 +124,6 @@ class Work:
     sizes: Sizes
     costs: Costs
     overlap_p2p: bool
-    slowdown: float = 1.0
     cuts: SliceFlags = SliceFlags()
     sending: SendFlags = SendFlags()
 
@@ -146,8 +137,6 @@ class Work:
             sizes = replace(sizes, chunks=None)
         schedule = schedule_of(name, sizes, options)
         costs = self.cuts.of(shared_costs(self.costs, schedule), schedule)
-        if self.slowdown > 1:
-            costs = with_slowdown(costs, schedule, self.slowdown)
         if name in FAMILIES and "costs" in inspect.signature(FAMILIES[name]).parameters:
             schedule = schedule_of(name, sizes, options, costs)
         return simulate(schedule, self.sending.costs(costs, schedule), overlap_p2p=self.overlap_p2p)

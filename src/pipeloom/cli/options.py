@@ -200,6 +200,13 @@ class CostFlags:
         "0", "X", "Share of F and of I spent in the experts' all-to-all, 0 to 1; overlapped pairs hide it."
     )
     pair: str | None = flag(None, "T", "Time of an overlapped pair F|B; default: computed from --all-to-all.")
+    slowdown: float = flag(
+        1.0,
+        "X",
+        "Factor on the time of computation while a pair's all-to-all runs; needs --all-to-all.",
+        min=1,
+        max=100,
+    )
     segments: str | None = flag(
         None,
         "FILE|X,…",
@@ -239,8 +246,13 @@ class CostFlags:
             numbers["message"] = bytes_of(self.message)
         if self.segments is not None:
             layers = next(iter(read_segments(self.segments).values()))
-            return SegmentCosts((layers,)).costs(**vars(base) | numbers)
-        return replace(base, **numbers)
+            base, numbers = SegmentCosts((layers,)).costs(**vars(base) | numbers), {}
+        costs = replace(base, **numbers)
+        if self.slowdown > 1 and self.pair is not None:
+            raise UsageError(
+                f"--slowdown {self.slowdown:g} computes the time of pairs, and --pair gives it; leave out one of them"
+            )
+        return with_slowdown(costs, self.slowdown) if self.slowdown > 1 else costs
 
 
 @dataclass(frozen=True)
@@ -437,22 +449,23 @@ def family_help(word: str) -> str:
     return f"Options of {name} (--option KEY=VALUE), with their defaults: {listed}\n\n{inspect.getdoc(known[name])}"
 
 
-def with_slowdown(costs: Costs, schedule: Schedule, factor: float) -> Costs:
+def with_slowdown(costs: Costs, factor: float) -> Costs:
     """Return costs with the time of each pair where computation takes `factor` times as long beside the pair's all-to-all.
 
     With K the computation and C the communication of both halves: max(C, K + C (1 - 1/factor)).
     """
-    forward, backward, weight, share_of = (
-        costs.per_stage(name, schedule.stages) for name in ("forward", "input_grad", "weight_grad", "all_to_all")
-    )
+    names = ("forward", "input_grad", "weight_grad", "all_to_all")
+    stages = max(len(values) if isinstance(values := getattr(costs, name), tuple) else 1 for name in names)
+    forward, backward, weight, share_of = (costs.per_stage(name, stages) for name in names)
     times: dict[str, list[tuple[float, ...]]] = {"pair": [], "pair_split": []}
     for f, x in zip(forward, share_of, strict=True):
         talks = [x * f + y * i for i, y in zip(backward, share_of, strict=True)]
         works = [(1 - x) * f + (1 - y) * i for i, y in zip(backward, share_of, strict=True)]
-        for name, more in (("pair", weight), ("pair_split", (0.0,) * schedule.stages)):
+        for name, more in (("pair", weight), ("pair_split", (0.0,) * stages)):
             rows = zip(talks, works, more, strict=True)
             times[name].append(tuple(max(talk, work + w + talk * (1 - 1 / factor)) for talk, work, w in rows))
-    return replace(costs, pair=tuple(times["pair"]), pair_split=tuple(times["pair_split"]))
+    pair, pair_split = (rows[0][0] if stages == 1 else tuple(rows) for rows in times.values())
+    return replace(costs, pair=pair, pair_split=pair_split)
 
 
 def takes_chunks(name: str) -> bool:

@@ -20,7 +20,7 @@ from pipeloom.cli.workers import layout_of_workers, require_torch, result_of_wor
 from pipeloom.draw.figures import number, time_unit
 from pipeloom.errors import UsageError, folded
 from pipeloom.limits import MOST_SECONDS, usable_cores
-from pipeloom.schedule import Costs, Schedule, Timeline
+from pipeloom.schedule import Costs, Schedule, Timeline, check
 from pipeloom.schedule.check import TransportName
 from pipeloom.traces import timelines as timeline_files
 from pipeloom.traces.measured import predict, settled
@@ -50,7 +50,7 @@ class Emulation:
     )
 
 
-@with_options(without=("pair", "overlap_p2p", "csv"), message="64KiB")
+@with_options(without=("pair", "slowdown", "overlap_p2p", "csv"), message="64KiB")
 def command(
     context: typer.Context,
     *,
@@ -73,6 +73,7 @@ def command(
     require_torch("rehearse")
     output.require()
     schedule, values = family.schedule(name, sizes, costs, cuts, sending)
+    check(schedule, training=True)
     if costs.p2p != "0" and values.sends == "free":
         raise UsageError(
             f"--p2p is {costs.p2p:.60}, and free sends take the time that they take here: add --sends coupled"

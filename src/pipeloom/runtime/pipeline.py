@@ -337,7 +337,12 @@ class Pipeline:
     def _start_step(self, given: GivenBatch, schedule: Schedule | None) -> PendingLoss:
         """Run a step until this rank is done."""
         self._require(given)
-        given.require_count((schedule or self.schedule).microbatches)
+        wanted = schedule or self.schedule
+        if wanted.forwards_alone:
+            raise UsageError(
+                f"{given.method}: the schedule {wanted.name!r} has no backward; call evaluate or predict with it"
+            )
+        given.require_count(wanted.microbatches)
         if schedule is not None:
             self.adopt(schedule)
         status, begun = self._status, time.monotonic()

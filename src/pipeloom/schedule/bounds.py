@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pipeloom.schedule.costs import Costs, PairTimes, StageCosts
 from pipeloom.schedule.model import Schedule, of_schedule
@@ -28,6 +29,8 @@ def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backwar
     slices' shares, stands for the one that a rank waits for. Memory does not enter. docs/bounds.md: work, head, tail.
     """
     cost_model = costs if costs is not None else Costs()
+    if schedule.forwards_alone:
+        cost_model = replace(cost_model, input_grad=0.0, weight_grad=0.0, backward=None, pair=None, pair_split=None)
     least_share = min(cost_model.slice_times or (1 / schedule.slices,)) if schedule.slices > 1 else 1.0
     least_size = min(cost_model.slice_sizes or (1 / schedule.slices,)) if schedule.slices > 1 else 1.0
     factors = cost_model.factors(schedule.microbatches)

@@ -49,11 +49,13 @@ def check(
     receive_depth: int | None = None,
     transport: CheckedTransport = "individual",
     sends: Sends = "free",
+    training: bool = False,
 ) -> None:
     """Raise ScheduleError, with the reason, unless every rank can run `schedule` to its end.
 
-    Checked: each (stage, micro-batch) of a route, or each of its slices, has F and either B or I and W, once, on the placed rank,
-    the slices of one micro-batch forward in order and backward in the reverse order; every value that an
+    Checked: each (stage, micro-batch) of a route, or each of its slices, has F and either B or I and W, once, on the placed rank
+    (a schedule of forwards alone, as evaluation runs them, has no backward, and is refused where `training` asks for one); the
+    slices of one micro-batch forward in order and backward in the reverse order; every value that an
     action needs of its own stage is there, none is made twice, and what an action can free is freed in the end (one sweep); no
     cycle among data dependencies, program order, the queues of all ranks, and calls of senders that wait, as `sends` says
     (`Costs.sends`). Our own sends do not wait, and each channel keeps at
@@ -64,6 +66,8 @@ def check(
 
     Time is linear in the number of actions.
     """
+    if training and schedule.forwards_alone:
+        raise ScheduleError(f"{schedule.name}, of forwards alone, has no backward, and a training step needs one")
     _check_actions(schedule)
     graph = Graph.of(schedule)
     if runnable_prefix(schedule, graph) != list(map(len, schedule.codes)):
@@ -113,7 +117,7 @@ def _check_actions(schedule: Schedule) -> None:
     complete = total == sum(seen) and not any(bits & ~due for bits, due in zip(done, due_of, strict=True))
     for rows in groups_of(schedule).values():
         complete = complete and len(rows) == schedule.ranks
-    for event in EVENTS:
+    for event in (OUTPUT,) if schedule.forwards_alone else EVENTS:
         producers = [bits for kind, bits in zip(schedule.kinds, done, strict=True) if event in kind.produces]
         both = any(a & b for a, b in combinations(producers, 2))
         complete = complete and not both and reduce(or_, producers) == due
@@ -171,7 +175,8 @@ def _diagnose_stage(schedule: Schedule, place: dict[Action, int], forward: Actio
         return str(forward._replace(kind=letter))
 
     if forward.stage in schedule.vocabulary:
-        for event, letter in ((OUTPUT, "S"), (WEIGHT_GRADIENT, "T"), (INPUT_GRADIENT, "REDUCE")):
+        due = ((OUTPUT, "S"), (WEIGHT_GRADIENT, "T"), (INPUT_GRADIENT, "REDUCE"))
+        for event, letter in due[: 1 if schedule.forwards_alone else 3]:
             count = sum(event in kind.produces for kind in there)
             if count != 1:
                 raise ScheduleError(
@@ -184,6 +189,8 @@ def _diagnose_stage(schedule: Schedule, place: dict[Action, int], forward: Actio
     if len(set(produced)) < len(produced):
         extra = " and ".join(cell(kind.letter) for kind in backward[1:])
         raise ScheduleError(f"{where} has its backward twice: {cell(backward[0].letter)} and {extra}")
+    if schedule.forwards_alone:
+        return
     if not backward:
         raise ScheduleError(f"{where} has no backward: {cell('B')} (or {cell('I')} and {cell('W')}) is missing")
     for event, letter in ((INPUT_GRADIENT, "I"), (WEIGHT_GRADIENT, "W")):
@@ -270,7 +277,7 @@ def _check_values(schedule: Schedule) -> None:
                         there.pop(key, None)
     for key in begun.difference(there):
         raise ScheduleError(f"the step ends without {_words(schedule, key)}, with which it begins")
-    for key, maker in there.items():
+    for key, maker in () if schedule.forwards_alone else there.items():
         if key not in begun and (whole_of(key[0]) in freed or (key[0] == GRADS and key[1] in reduced)):
             raise ScheduleError(
                 f"rank {schedule.placement[key[1]]}: nothing frees {_words(schedule, key)}, which {maker} leaves"

@@ -24,10 +24,12 @@ from pipeloom.schedule.actions import (
     BASIC_KINDS,
     COMPUTE,
     INPUT_GRADIENT,
+    KEPT,
     MOST_KINDS,
     PENDING,
     SAVED,
     STAGE_VALUES,
+    WEIGHT_GRADIENT,
     Action,
     Cell,
     Kind,
@@ -304,9 +306,19 @@ class Schedule:
         return tuple({queue: tuple(positions) for queue, positions in queues.items()} for queues in by_rank)
 
     @cached_property
+    def forwards_alone(self) -> bool:
+        """Return whether no action computes the gradients of weights, or of a stage's input: a step of evaluation."""
+        backward = {at for at, kind in enumerate(self.kinds) if kind.is_backward and not kind.vocabulary}
+        backward |= {at for at, kind in enumerate(self.kinds) if WEIGHT_GRADIENT in kind.produces}
+        codes = (code for rank in range(self.ranks) for code in self.action_codes(rank))
+        return self.actions > 0 and not any(code // self.kind_stride in backward for code in codes)
+
+    @cached_property
     def remade(self) -> dict[tuple[int, int], frozenset[str]]:
-        """(stage, unit) -> the values that its F leaves out, because another computation makes them."""
+        """(stage, unit) -> the values that its F leaves out: another computation makes them, or no backward needs them."""
         left = kinds()[0].makes
+        if self.forwards_alone:
+            return self._united([{KEPT, SAVED} if kind.letter == "F" else () for kind in self.kinds])
         return self._united(
             [
                 {v for v in kind.makes if whole_of(v) in left} if kind.queue == COMPUTE and not kind.is_forward else ()

@@ -385,7 +385,7 @@ def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
 
 @of_schedule
 def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedule:
-    """Return the forwards of `schedule` alone, in their order, for evaluation. `check` refuses it: it expects a training step.
+    """Return the forwards of `schedule` alone, in their order, for evaluation: itself where it has nothing else.
 
     A stage that gathers its parameters does so where a forward uses them before they are freed.
 
@@ -394,6 +394,8 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
     """
     period = schedule.microbatches
     count = period if microbatches is None else microbatches
+    if schedule.forwards_alone and count == period:
+        return schedule
     turns = [turn * period for turn in range(-(-count // period))]
     programs = [
         _forwards([_later(a, turn) for turn in turns for cell in program for a in parts(cell)], count)
@@ -489,6 +491,9 @@ TRANSFORMS: dict[str, NamedTransform] = {
         "every second micro-batch's backwards as I and W, the others as B",
         lambda schedule, number, costs: half_split(schedule, number or 0),
         "the first micro-batch that is split: 0 or 1",
+    ),
+    "forward-only": NamedTransform(
+        "the forwards alone, as evaluation runs them", lambda schedule, number, costs: forward_only(schedule)
     ),
     "merge-backward": NamedTransform(
         "every I and W as one B", lambda schedule, number, costs: merge_backward(schedule)

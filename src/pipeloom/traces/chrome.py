@@ -337,7 +337,7 @@ def _timelines(path: Path, rows: Sequence[_Row], notes: list[str]) -> MeasuredSt
                 microbatches=1 + max((a.microbatch for row in events for e in row for a in parts(e.cell)), default=0),
                 name=path.name.split(".")[0] or "trace",
             )
-            check(schedule)
+            check(schedule, training=True)
             starts = [[event.start for event in row] for row in events]
             ends = [[event.end for event in row] for row in events]
             timelines.append(aligned(schedule, starts, ends))

@@ -32,7 +32,7 @@ def read(path: Path) -> MeasuredSteps:
     text = read_text(path, SCHEDULE_BYTES, "a schedule")
     lines, times = _taken_apart(text, path)
     schedule = from_csv("\n".join(lines), name=printable(path.stem), source=str(path))
-    check(schedule)
+    check(schedule, training=True)
     rows = [row for row in times if row]
     codes = [code for program in schedule.codes for code in program]
     seconds = [[each / 1e3 for each in cell] for row in rows for cell in row]

@@ -73,6 +73,22 @@ def test_computation_beside_communication_is_slowed_down(pipeloom: Run) -> None:
     assert slow["dualpipe"] > plain["dualpipe"]
 
 
+def test_schedule_and_search_slow_computation_down_as_compare_does(pipeloom: Run) -> None:
+    work = "--ranks 4 --microbatches 8 --weight-grad 0.7 --all-to-all 0.3 --slowdown 1.2 --json"
+    compared = json.loads(pipeloom(f"compare 1f1b-overlap {work}").out)["schedules"][0]["makespan"]
+    assert json.loads(pipeloom(f"schedule 1f1b-overlap {work}").out)["makespan"] == compared
+    searched = json.loads(pipeloom(f"search --pairs --iterations 0 {work}").out)
+    assert searched["costs"]["pair"] == pytest.approx(2.1 + 0.6 * (1 - 1 / 1.2))
+    each = json.loads(pipeloom(f"schedule 1f1b-overlap --forward 1,1,1,2 {work}").out)["costs"]["pair"]
+    assert [row[0] for row in each] == pytest.approx([2.2, 2.2, 2.2, 2.95])  # 0.9 of communication, 2.8 of the rest
+
+
+def test_slowdown_and_the_time_of_a_pair_exclude_each_other(pipeloom: Run) -> None:
+    ended = pipeloom("schedule 1f1b-overlap --ranks 2 --microbatches 4 --pair 3 --slowdown 1.5")
+    assert ended.code == 2
+    assert "--slowdown 1.5 computes the time of pairs, and --pair gives it" in ended.err
+
+
 def test_families_that_refuse_are_listed_with_the_reason(pipeloom: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def even_only(ranks: int, microbatches: int) -> pl.Schedule:
         raise UsageError(f"even-only needs an even number of ranks; nearest to {ranks}: {ranks + 1}")

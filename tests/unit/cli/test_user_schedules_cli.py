@@ -34,6 +34,7 @@ def exits_with(ranks, microbatches):
 
 def incomplete(ranks, microbatches):
     rows = [[f"{stage}F{mb}" for mb in range(microbatches)] for stage in range(ranks)]
+    rows[0] += ["0B0"]
     return pl.Schedule.of(rows, placement=range(ranks), microbatches=microbatches, name="x")
 
 
