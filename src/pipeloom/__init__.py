@@ -1,4 +1,22 @@
-"""Pipeloom: pipeline-parallel training in which every schedule is data. Importing it does not import torch."""
+"""Pipeloom: pipeline-parallel training in which every schedule is data. Importing it does not import torch.
+
+>>> import pipeloom as pl
+>>> schedule = pl.schedules.interleaved(ranks=4, chunks=2, microbatches=9)
+>>> pl.check(schedule)  # raises ScheduleError with the reason
+>>> timeline = pl.simulate(schedule, pl.Costs(p2p=0.1))
+
+schedules                  the families, and transforms; `load` reads a file, `Schedule.save` writes one
+Schedule, Action, Pair     a schedule of your own: `Schedule.of`; also NamedTensor; Kind, Need, register_kind
+check, simulate            whether it can run, and its Timeline under Costs; lower_bound
+compare, draw              tables and drawings; `Timeline.save` writes one
+search                     a schedule within a memory limit, and its distance from the optimum
+best_layouts, plan_step    layouts of a model on devices; one step of sequences of different lengths
+verify, auto_layers        layers of yours under a schedule; a model cut into layers
+hf, checkpoint             models of Hugging Face as layers; checkpoints of a loop of your own
+PipeloomError              the base of all errors: ScheduleError, VerifyError
+
+`pipeloom.runtime.Pipeline` trains layers under a schedule. `pipeloom --help` lists the commands.
+"""
 
 import os
 import sys

@@ -15,6 +15,8 @@ EXCEPTIONS = {
     # A notebook asks the value itself for its drawing, and drawings read the value.
     ("pipeloom.schedule.model", "pipeloom.draw.html"),
     ("pipeloom.schedule.timeline", "pipeloom.draw.html"),
+    # `Timeline.save` is public and a method of the value, while the form of files of timelines reads and makes it.
+    ("pipeloom.schedule.timeline", "pipeloom.traces.timelines"),
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import pydoc
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -80,3 +82,14 @@ def test_a_missing_package_names_its_extra(
 def test_the_layers_of_transformers_are_imported_by_their_public_name() -> None:
     assert importlib.import_module("pipeloom.hf") is pipeloom.models.hf
     assert pipeloom.hf is pipeloom.models.hf
+
+
+@pytest.mark.parametrize("subject", [pl, pipeloom.runtime.Pipeline, pipeloom.runtime.LocalPipeline])
+def test_help_fits_two_screens_before_the_methods(subject: Any) -> None:
+    lines = pydoc.render_doc(subject, renderer=pydoc.plaintext).splitlines()
+    before = lines[: next(at for at, line in enumerate(lines) if "Methods defined here" in line)]
+    assert sum(-(-len(line) // 80) or 1 for line in before) <= 100  # of a terminal of 50 lines and 80 columns
+
+
+def test_help_names_all_that_is_public() -> None:
+    assert set(pl.__all__) <= set(re.findall(r"\w+", pl.__doc__ or ""))

@@ -1,7 +1,7 @@
 """Drawings of a timeline: in the terminal, as SVG, as a page, as a trace for Perfetto. Needs no torch."""
 
 from pipeloom.draw.figures import figures
-from pipeloom.draw.html import html
+from pipeloom.draw.html import SideBySide, html
 from pipeloom.draw.segments import largest_gain, segment_lanes, segment_table
 from pipeloom.draw.svg import LEAST_WIDTH, USUAL_WIDTH, svg
 from pipeloom.draw.tables import Table, compare
@@ -11,6 +11,7 @@ from pipeloom.draw.trace import trace
 __all__ = [
     "LEAST_WIDTH",
     "USUAL_WIDTH",
+    "SideBySide",
     "Table",
     "compare",
     "figures",

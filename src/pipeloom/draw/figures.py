@@ -101,7 +101,7 @@ def number(value: float, digits: int = 4) -> str:
 def heading(timeline: Timeline) -> str:
     """Return the heading of a drawing: "interleaved, 4 ranks, 2 chunks, 9 micro-batches, rounds=balanced"."""
     schedule = timeline.schedule
-    words = [schedule.name, _count(schedule.ranks, "rank")]
+    words = [timeline.name, _count(schedule.ranks, "rank")]
     if schedule.chunks > 1:
         words.append(_count(schedule.chunks, "chunk"))
     words.append(_count(schedule.microbatches, "micro-batch", "es"))

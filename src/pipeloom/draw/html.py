@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from html import escape
 from importlib import resources
@@ -19,7 +19,7 @@ from typing import Any
 from pipeloom.draw import palette
 from pipeloom.draw.boxes import byte_curves, queue_names
 from pipeloom.draw.figures import assumptions, full_rank, heading, messages, number, time_unit
-from pipeloom.draw.svg import svg
+from pipeloom.draw.svg import LEAST_WIDTH, svg
 from pipeloom.errors import PipeloomError, printable
 from pipeloom.schedule import Schedule, Timeline, lower_bound, simulate
 from pipeloom.schedule.actions import COMPUTE, EVENTS, KEPT, MOST_KINDS, PENDING, SAVED, Kind, kind_of, kinds
@@ -55,7 +55,7 @@ def html(
         rows: timelines that are compared with the others, and not drawn.
     """
     panels = timelines_of(timelines)
-    names = list(dict.fromkeys(timeline.schedule.name for timeline in panels))
+    names = list(dict.fromkeys(timeline.name for timeline in panels))
     given = title if title is not None else heading(panels[0]) if len(panels) == 1 else " · ".join(names)
     name = printable(given) or "Pipeloom"
     style, script = _resource("page.css"), _script()
@@ -286,6 +286,26 @@ def html_of(subject: Schedule | Timeline, bound: float | None = None, limit: flo
         f'<iframe sandbox="allow-scripts allow-downloads allow-modals" srcdoc="{page}" '
         f'style="width:100%;height:{height}px;border:0" title="{words}">{words}</iframe>'
     )
+
+
+def forms_of(timeline: Timeline) -> dict[str, Callable[[], str]]:
+    """Return extension of a file -> what draws it."""
+    return {".svg": lambda: svg(timeline), ".html": lambda: html(timeline)}
+
+
+class SideBySide:
+    """Timelines that a notebook shows beside one another, drawn at one width."""
+
+    def __init__(self, timelines: Sequence[Timeline]) -> None:
+        self._timelines = timelines_of(timelines)
+
+    def _repr_html_(self) -> str:
+        drawings = [
+            f'<img style="flex:1 1 24em;min-width:0" alt="{escape(heading(timeline))}" src="data:image/svg+xml;base64,'
+            f'{base64.b64encode(svg(timeline, LEAST_WIDTH, tooltips=False).encode()).decode()}">'
+            for timeline in self._timelines
+        ]
+        return f'<div style="display:flex;flex-wrap:wrap;gap:1em">{"".join(drawings)}</div>'
 
 
 def _timeline(subject: Schedule | Timeline) -> Timeline | PipeloomError:

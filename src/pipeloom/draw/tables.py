@@ -78,7 +78,7 @@ def compare(
             raise UsageError(
                 f"schedules: one is of type {type(each).__name__}; give pipeloom.Schedule or pipeloom.Timeline"
             )
-        timelines.append((label or each.schedule.name, each))
+        timelines.append((label or each.name, each))
     if not timelines:
         raise UsageError("schedules: there are none; give at least one pipeloom.Schedule")
     cells = shown_figures([timeline for _, timeline in timelines], costs)

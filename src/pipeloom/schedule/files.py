@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pipeloom.errors import UsageError, printable, shortened
@@ -41,14 +42,18 @@ def load(path: str | Path) -> Schedule:
 
 def save(schedule: Schedule, path: str | Path) -> None:
     """Write the schedule to a file that `load` reads, in the form that its extension names. Raises as `Schedule.save`."""
+    write_as(path, {".json": lambda: to_json(schedule), ".csv": lambda: to_csv(schedule)})
+
+
+def write_as(path: str | Path, forms: Mapping[str, Callable[[], str]]) -> None:
+    """Write a file in the form that its extension names. Raises UsageError for another one, and where it cannot be written."""
     where = Path(path)
-    forms = {".csv": to_csv, ".json": to_json}
     if where.suffix.lower() not in forms:
         raise UsageError(
-            f"{shortened(str(path))} has the extension {where.suffix!r:.200}; nearest: {where.with_suffix('.json').name} or "
-            f"{where.with_suffix('.csv').name}"
+            f"{shortened(str(path))} has the extension {where.suffix!r:.200}; nearest: "
+            + " or ".join(where.with_suffix(suffix).name for suffix in forms)
         )
-    text = forms[where.suffix.lower()](schedule)
+    text = forms[where.suffix.lower()]()
     try:
         where.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -18,13 +18,13 @@ from pipeloom.schedule.timeline import Timeline
 
 
 @of_schedule
-def simulate(schedule: Schedule, costs: Costs | None = None, *, overlap_p2p: bool = True) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs | None = None, *, overlap_p2p: bool = True, label: str = "") -> Timeline:
     """Return the timeline in which every action starts as early as its rank's order and its messages allow, from time 0.
 
     A message leaves when its action ends and arrives one hop later (`Costs.hop`). With `overlap_p2p` it travels while its
     receiver computes; without, the hop begins only when the receiver needs the message and is free. Senders wait as
     `Costs.sends` says: by default never.
-    A pair takes the time that `PairTimes` gives. Linear in the number of actions.
+    A pair takes the time that `PairTimes` gives. Linear in the number of actions. `label` is its name in tables and drawings.
 
     >>> from pipeloom import schedules
     >>> timeline = simulate(schedules.one_f_one_b(ranks=2, microbatches=3), Costs(forward=1, input_grad=1, weight_grad=1))
@@ -45,7 +45,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, overlap_p2p: boo
         check(schedule)
         raise ScheduleError(f"ranks {run.stuck} cannot finish")  # pragma: no cover - check has raised
     starts, ends = tuple(map(tuple, run.starts)), tuple(map(tuple, run.ends))
-    return Timeline(schedule, cost_model, starts, ends, overlap_p2p=overlap_p2p)
+    return Timeline(schedule, cost_model, starts, ends, overlap_p2p=overlap_p2p, label=label)
 
 
 @of_schedule

@@ -5,6 +5,7 @@ Among these are the gaps of each rank, cut by the cause of the wait, and the cri
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from functools import cached_property
 from itertools import accumulate, chain, product, starmap
 from math import ceil
 from operator import add, mul
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -157,6 +159,7 @@ class Timeline:
         overlap_p2p: whether messages were simulated as travelling while their receiver computes.
         exposed: rank -> communications other than messages, of a measured step; empty where they were not measured.
         messages: rank -> bytes of messages during each entry and at the end, besides the values of `costs.bytes`; empty: none.
+        label: its name in tables and drawings; empty: the schedule's.
     """
 
     schedule: Schedule
@@ -167,6 +170,12 @@ class Timeline:
     overlap_p2p: bool = True
     exposed: tuple[Exposed, ...] = ()
     messages: tuple[tuple[float, ...], ...] = ()
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """The label, or the name of the schedule."""
+        return self.label or self.schedule.name
 
     @classmethod
     def measured(
@@ -659,6 +668,17 @@ class Timeline:
         if finish > clock + dust:
             rank_gaps.append(Gap(clock, finish, "end of step", len(firsts)))
         return tuple(rank_gaps)
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file: `.svg`, `.html` (the page), or `.json`, which `pipeloom show` reads.
+
+        Raises UsageError for another ending or a file that cannot be written.
+        """
+        from pipeloom.draw.html import forms_of
+        from pipeloom.schedule.files import write_as
+        from pipeloom.traces.timelines import to_dict
+
+        write_as(path, {**forms_of(self), ".json": lambda: json.dumps(to_dict([self]))})
 
     def _repr_svg_(self) -> str | None:
         """For notebooks: the drawing."""

@@ -11,7 +11,9 @@ import pytest
 
 import pipeloom as pl
 from browser import browser
+from pipeloom.errors import UsageError
 from pipeloom.solver.in_bytes import search_in_bytes
+from pipeloom.traces import timelines
 
 
 def _values() -> list[Any]:
@@ -90,3 +92,38 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         schedule.save(tmp_path / "mine.csv")
     with pytest.raises(pl.PipeloomError, match=r"cannot write .*No such file"):
         schedule.save(tmp_path / "none" / "mine.json")
+
+
+@pytest.mark.parametrize("ending", ["svg", "html", "json"])
+def test_a_timeline_is_saved_as_its_ending_says(ending: str, tmp_path: Path) -> None:
+    timeline = pl.simulate(pl.schedules.zb_h1(ranks=3, microbatches=5), label="mine")
+    path = tmp_path / f"step.{ending}"
+    timeline.save(path)
+    text = path.read_text("utf-8")
+    if ending == "json":
+        assert timelines.load(path)[0].ends == timeline.ends
+    else:
+        assert text == {"svg": pl.draw.svg, "html": pl.draw.html}[ending](timeline)
+        assert "mine, 3 ranks" in text
+    with pytest.raises(UsageError, match=r"has the extension '\.png'; nearest: step\.svg or step\.html or step\.json"):
+        timeline.save(tmp_path / "step.png")
+
+
+def test_timelines_stand_side_by_side_with_their_labels() -> None:
+    schedules = [pl.schedules.one_f_one_b(2, 3), pl.schedules.one_f_one_b(2, 4)]
+    shown = pl.draw.SideBySide([pl.simulate(each, label=f"m = {each.microbatches}") for each in schedules])
+    with browser() as running:
+        page = running.new_page(viewport={"width": 1280, "height": 800})
+        page.set_content(f"<!doctype html><body>{shown._repr_html_()}")
+        boxes = [image.bounding_box() for image in page.locator("img").all()]
+        drawn = page.evaluate("() => [...document.images].map((image) => image.naturalWidth > 0 && image.alt)")
+    assert drawn == ["m = 3, 2 ranks, 3 micro-batches", "m = 4, 2 ranks, 4 micro-batches"]
+    assert boxes[0]["y"] == boxes[1]["y"]
+    assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
+
+
+def test_a_label_names_a_timeline_in_tables_and_drawings() -> None:
+    labelled = pl.simulate(pl.schedules.zb_h1(2, 4), label="mine")
+    assert [row["schedule"] for row in pl.compare([labelled, pl.schedules.zb_h1(2, 4)])] == ["mine", "zb-h1"]
+    assert "mine, 2 ranks" in pl.draw.terminal(labelled)
+    assert "<title>mine · zb-h1</title>" in pl.draw.html([labelled, pl.simulate(pl.schedules.zb_h1(2, 4))])
