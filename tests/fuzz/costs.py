@@ -341,7 +341,7 @@ def check_simulation(case: Case) -> None:
         check_path(schedule, costs, spans, path)
     bound = lower_bound(schedule, costs)
     assert at_most(bound, timeline.makespan), f"lower bound {bound} is above the makespan {timeline.makespan}"
-    if not schedule.has_split:
+    if not schedule._has_split:
         bound = lower_bound(schedule, costs, split_backward=False)
         assert at_most(bound, timeline.makespan), f"unsplit, lower bound {bound} is above {timeline.makespan}"
     if not case.again and len(schedule.routes) == 1 and schedule.routes[0] == tuple(range(schedule.stages)):

@@ -93,3 +93,12 @@ def test_help_fits_two_screens_before_the_methods(subject: Any) -> None:
 
 def test_help_names_all_that_is_public() -> None:
     assert set(pl.__all__) <= set(re.findall(r"\w+", pl.__doc__ or ""))
+
+
+def test_a_name_that_became_internal_works_and_warns() -> None:
+    with pytest.warns(
+        DeprecationWarning, match=r"^Schedule\.kind_stride is internal and goes in 0\.2; Schedule\.programs has"
+    ):
+        assert GPIPE.kind_stride == 4  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="'Schedule' object has no attribute 'kind_strid'"):
+        GPIPE.kind_strid  # type: ignore[attr-defined]  # noqa: B018

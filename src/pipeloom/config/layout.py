@@ -333,7 +333,7 @@ def _problems_of_parts(config: Config, schedule: Schedule, stage_layers: tuple[i
     """Return a sentence for each part that the schedule recomputes and that no layer names, or that no stage has a layer of."""
     named = () if config.model.source or config.train.compile != "none" else PARTS_OF_BLOCKS
     problems = []
-    for part in sorted(part for part in schedule.remade_parts.difference(named) if "+" not in part):
+    for part in sorted(part for part in schedule._remade_parts.difference(named) if "+" not in part):
         count = part.partition("/")[2]
         equal = [f"{number}/{count}" for number in range(1, int(count or 0) + 1)]
         there = [each for each in equal if any(equal_part(each, layers) for layers in stage_layers)]
@@ -415,7 +415,7 @@ def make_schedule(config: Config, folder: Path | None = None) -> Schedule:
         schedule = transformed(schedule, words[:beside], costs)
         if spread:
             schedule = _spread(schedule, costs)
-        elif schedule.vocabulary and not schedule.spreads_embedding:
+        elif schedule.vocabulary and not schedule._spreads_embedding:
             schedule = embedding(schedule, costs)
         return transformed(schedule, words[beside:], costs)
     except ConfigError:

@@ -121,7 +121,7 @@ def _phases(schedule: Schedule, rank: int) -> list[Phase]:
 
 def _share(schedule: Schedule, actions: tuple[Action, ...], duration: list[float]) -> float:
     forward, backward = (
-        duration[kind_number(a.kind) * schedule.kind_stride + a.stage * schedule.units + schedule.unit_of(a)]
+        duration[kind_number(a.kind) * schedule._kind_stride + a.stage * schedule.units + schedule.unit_of(a)]
         for a in actions
     )
     return forward / (forward + backward) if forward + backward > 0 else 0.5

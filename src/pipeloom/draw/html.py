@@ -186,7 +186,7 @@ def _pane(timeline: Timeline, unit: tuple[float, str]) -> dict[str, Any]:
             for pool in sorted({DEVICE, *dict(timeline.costs.pools).values()})
             for name, sizes in timeline.costs.bytes_in(pool, schedule.stages).items()
         },
-        "left": {stage * schedule.units + unit: sorted(values) for (stage, unit), values in schedule.remade.items()},
+        "left": {stage * schedule.units + unit: sorted(values) for (stage, unit), values in schedule._remade.items()},
         "source": timeline.source,
         "full": full_rank(schedule),
         "assumptions": assumptions(timeline, unit),
@@ -196,7 +196,7 @@ def _pane(timeline: Timeline, unit: tuple[float, str]) -> dict[str, Any]:
         "origin": _short(min((starts[0] for starts in timeline.starts if starts), default=0.0)),
         "codes": schedule.codes,
         "remade": [
-            stage * schedule.units + unit for (stage, unit), values in schedule.remade.items() if SAVED in values
+            stage * schedule.units + unit for (stage, unit), values in schedule._remade.items() if SAVED in values
         ],
         "starts": [list(map(_short, starts)) for starts in timeline.starts],
         "ends": [list(map(_short, ends)) for ends in timeline.ends],

@@ -314,7 +314,7 @@ class Rehearsal:
         stages = {self.schedule.position_of[stage]: stage for stage in reversed(self.schedule.stages_of[rank])}
         segments = self._segments()
         even = self.schedule.slices == 1 and not self.costs.microbatch
-        names, again = sorted(self.schedule.recomputed_parts), StageCosts(self.costs, self.schedule.stages)
+        names, again = sorted(self.schedule._recomputed_parts), StageCosts(self.costs, self.schedule.stages)
         factors = () if even else self.costs.time_factors(self.schedule)
         actions = {action for cell in self.schedule.programs[rank] for action in parts(cell)}
         copies = {action.kind for action in actions if kind_of(action.kind).queue == COPY_OUT}

@@ -43,7 +43,7 @@ def layers_by_rank(schedule: Schedule, stages: Sequence[int], ahead: int = 0) ->
         stages, ahead: layers of each stage by position, as for `layout_string`.
     """
     words = [*stage_words(stages, ahead), *[f"E/{schedule.ranks} L/{schedule.ranks}"] * len(schedule.vocabulary)]
-    if schedule.spreads_embedding:
+    if schedule._spreads_embedding:
         words[0] = words[0].removeprefix("E")
     by_rank = [[words[schedule.position_of[stage]] or "-" for stage in held] for held in schedule.stages_of]
     rows = [["rank", *(f"chunk {chunk}" for chunk in range(schedule.chunks)), *["share"] * bool(schedule.vocabulary)]]

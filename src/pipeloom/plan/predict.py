@@ -408,16 +408,18 @@ def _pipeline(
 def _round_times(run: Timeline, units: int) -> tuple[float, list[float]]:
     """Seconds that a round of so many units takes in the steady state, and rank -> those in which it computes."""
     schedule = run.schedule
-    stride, none, last = schedule.kind_stride, schedule.no_action, schedule.routes[0][-1]
+    stride, none, last = schedule._kind_stride, schedule._no_action, schedule.routes[0][-1]
     forwards = range(last * schedule.units, (last + 1) * schedule.units)
     rank = schedule.placement[last]
     begun = [
-        start for code, start in zip(schedule.split_entries(rank)[0], run.starts[rank], strict=True) if code in forwards
+        start
+        for code, start in zip(schedule._split_entries(rank)[0], run.starts[rank], strict=True)
+        if code in forwards
     ]
     half = schedule.units // units // 2 * units
     middle, work = range(half, half + units), [0.0] * schedule.ranks
     for rank, (starts, ends) in enumerate(zip(run.starts, run.ends, strict=True)):
-        firsts, seconds = schedule.split_entries(rank)
+        firsts, seconds = schedule._split_entries(rank)
         for at in schedule.queues[rank][COMPUTE]:
             codes = (firsts[at],) if seconds[at] == none else (firsts[at], seconds[at])
             for code in codes:

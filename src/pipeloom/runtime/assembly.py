@@ -141,7 +141,7 @@ class PipelineSpec:
         self.terms = declared.terms
         heads = tuple(f"{self.names[layer]}." for layer in self.ranges[-1]) if shares else ()
         separate = [names for names in self.tied if not any(name.startswith(heads) for name in names)]
-        if len(separate) < len(self.tied) and (len(heads) > 1 or not self.schedule.spreads_embedding):
+        if len(separate) < len(self.tied) and (len(heads) > 1 or not self.schedule._spreads_embedding):
             raise ConfigError(
                 "an output layer over the pipeline is tied to the embedding: tokens are looked up in its share, so the model has "
                 "one share with embeds=True, and the schedule has been through the transform embedding"

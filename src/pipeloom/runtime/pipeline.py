@@ -277,7 +277,7 @@ class Pipeline:
         if self._signals is None and self.group is not None and programs.of_rank(self.rank).has_signals:
             self._signals = SignalsBetweenProcesses(group_of_members(self._line.ranks, backend="gloo"))
         self.schedule = schedule
-        self._parts_unchecked = bool(schedule.recomputed_parts)
+        self._parts_unchecked = bool(schedule._recomputed_parts)
         # Of this process, and of each of its ranks.
         self._result, self._results = StepResult(), [StepResult() for _ in self._engines]
 
@@ -487,7 +487,7 @@ class Pipeline:
         """Raise UsageError, on every rank, for a recomputed part that no layer has called: only a forward shows the names."""
         ours = sorted(name for stage in self._assembly.stages.values() for name in stage.parts)
         names = {name for rank in self._exchange(ours) for name in rank if not fraction_of(f"{SAVED}:{name}")}
-        for part in sorted(self.schedule.recomputed_parts - names):
+        for part in sorted(self.schedule._recomputed_parts - names):
             raise UsageError(
                 f"the schedule recomputes part {part!r}, and no layer of these stages names a part so{did_you_mean(part, names)}"
             )

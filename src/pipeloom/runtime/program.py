@@ -462,7 +462,7 @@ def _neighbour_edges(schedule: Schedule) -> tuple[list[Edge | None], list[Edge |
     before, after = schedule.neighbours
     input_edges = [None if other is None else Edge(other, stage, OUTPUT) for stage, other in enumerate(before)]
     output_edges = [None if other is None else Edge(stage, other, OUTPUT) for stage, other in enumerate(after)]
-    if schedule.spreads_embedding:
+    if schedule._spreads_embedding:
         first = schedule.routes[0][0]
         input_edges[first] = Edge(schedule.vocabulary[schedule.placement[first]], first, OUTPUT)
     return input_edges, output_edges

@@ -118,7 +118,7 @@ class SpreadVocabulary:
         other way round.
         """
         share, embeds = shares[-1], shares[0].embeds
-        if embeds != schedule.spreads_embedding:
+        if embeds != schedule._spreads_embedding:
             raise ConfigError(
                 "the input embedding is spread over the pipeline, and the schedule does not look tokens up: it lacks the "
                 "transform embedding"

@@ -88,13 +88,13 @@ def check(
 
 def _check_actions(schedule: Schedule) -> None:
     """Raise unless each action is present once, on its placed rank. A fast test detects a fault; `_diagnose` finds which."""
-    stride, units, numbers = schedule.kind_stride, schedule.units, range(len(schedule.kinds))
-    seen = bytearray(schedule.no_action)
+    stride, units, numbers = schedule._kind_stride, schedule.units, range(len(schedule.kinds))
+    seen = bytearray(schedule._no_action)
     total = 0
     misplaced = False
     of_stage = {number for number, kind in enumerate(schedule.kinds) if kind.of_stage}
     for rank in range(schedule.ranks):
-        codes = schedule.action_codes(rank)
+        codes = schedule._action_codes(rank)
         held = {stage + number * schedule.stages for stage in schedule.stages_of[rank] for number in numbers}
         misplaced = misplaced or not held.issuperset({code // units for code in codes})
         if of_stage:
@@ -205,7 +205,7 @@ def _check_slices(schedule: Schedule) -> None:
     """
     for rank in range(schedule.ranks):
         due: dict[tuple[bool, int, int], int] = {}
-        for code in schedule.action_codes(rank):
+        for code in schedule._action_codes(rank):
             action = parts(schedule.decode(code))[0]
             kind = kind_of(action.kind)
             if action.slice is None or kind.vocabulary or not (kind.is_forward or INPUT_GRADIENT in kind.produces):
@@ -249,7 +249,7 @@ def _check_values(schedule: Schedule) -> None:
         for at, action in [(at, action) for at, cell in enumerate(program) for action in parts(cell)]:
             kind, stage, mb = kind_of(action.kind), action.stage, schedule.unit_of(action)
             where = f"rank {rank}, action {at}: {action}"
-            values = schedule.values_of(action)
+            values = schedule._values_of(action)
             results, needed = values.makes, _needed(kind, values.needs)
             if kind.part and KEPT in needed and (KEPT, stage, mb) not in there and (PENDING, stage, mb) in there:
                 needed, results = [PENDING], (f"{PENDING}:{kind.part}",)  # behind I: a part that only W needs
@@ -267,7 +267,7 @@ def _check_values(schedule: Schedule) -> None:
                 parts_of[value_key(whole_of(key[0]), stage, mb)].append(key)
             there |= {value_key(value, stage, mb): action for value in (*results, *kind.adds)}
             # A copy leaves the parts that R makes where they are.
-            again = schedule.remade.get((stage, mb), frozenset()) if kind.queue != COMPUTE else frozenset()
+            again = schedule._remade.get((stage, mb), frozenset()) if kind.queue != COMPUTE else frozenset()
             stays = {value for value in again if value != whole_of(value)}
             for whole in [value_key(value, stage, mb) for value in (*kind.frees, *kind.takes)]:
                 for key in (whole, *parts_of.pop(whole, ())):
@@ -305,7 +305,7 @@ Lane = tuple[int, str]  # rank and queue
 
 def _walk_of_order(schedule: Schedule, calls: Calls) -> WalkResult:
     """Walk the schedule without times."""
-    nothing = WalkCosts([0.0] * schedule.no_action, None, defaultdict(float), calls=calls)
+    nothing = WalkCosts([0.0] * schedule._no_action, None, defaultdict(float), calls=calls)
     return walk(schedule, Graph.of(schedule), nothing)
 
 

@@ -494,13 +494,13 @@ def copied_shares(schedule: Schedule, costs: Costs) -> dict[int, float]:
     shares = {}
     for (stage, unit), again in remade_shares(schedule, costs).items() if copies else ():
         for number in copies if again else ():
-            shares[number * schedule.kind_stride + stage * schedule.units + unit] = 1 - again
+            shares[number * schedule._kind_stride + stage * schedule.units + unit] = 1 - again
     return shares
 
 
 def remade_shares(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], float]:
     """(stage, unit) -> the share of what its forward saves that recomputed parts make again together."""
-    named = {place: {v for v in values if v.startswith(f"{SAVED}:")} for place, values in schedule.remade.items()}
+    named = {place: {v for v in values if v.startswith(f"{SAVED}:")} for place, values in schedule._remade.items()}
     names = {place: together(values) for place, values in named.items() if values}
     by_name = {name: costs.share_of(name, schedule.stages) for name in {*names.values()}}
     return {(stage, unit): by_name[name][stage] for (stage, unit), name in names.items()}

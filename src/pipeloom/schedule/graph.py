@@ -54,7 +54,7 @@ class Graph:
         needs: code -> the event that it waits for.
         named: dependencies of actions by name; None: there are none.
 
-    Tables of all kinds have one more entry, for `Schedule.no_action`: it needs `always` and produces `always + 1`.
+    Tables of all kinds have one more entry, for `Schedule._no_action`: it needs `always` and produces `always + 1`.
     """
 
     always: int
@@ -65,9 +65,9 @@ class Graph:
     @classmethod
     def of(cls, schedule: Schedule, full: bool = False) -> Graph:
         """Return the graph of `schedule`; `full`: with tables of all kinds, even those that it does not use."""
-        stride = schedule.kind_stride
+        stride = schedule._kind_stride
         always = len(EVENTS) * stride
-        every = schedule.has_split or full
+        every = schedule._has_split or full
         columns: dict[Need | None, list[int]] = {}  # kinds with the same need share one table
         needs: list[int] = []
         for kind in schedule.kinds if every else schedule.kinds[:2]:
@@ -111,7 +111,7 @@ class NamedNeeds:
 
     @classmethod
     def of(cls, schedule: Schedule) -> NamedNeeds:
-        m, stride, named = schedule.units, schedule.kind_stride, NamedEdges.of(schedule)
+        m, stride, named = schedule.units, schedule._kind_stride, NamedEdges.of(schedule)
         gradients = EVENTS.index(INPUT_GRADIENT) * stride
         forward = [tuple((edge.producer * m, edge) for edge in edges) for edges in named.reads]
         backward = [tuple((gradients + edge.consumer * m, edge) for edge in edges) for edges in named.writes]
@@ -128,7 +128,7 @@ class NamedNeeds:
 
 def _needs(schedule: Schedule, need: Need | None, always: int) -> list[int]:
     """stage * units + unit -> the event that an action with this need waits for."""
-    m, stride = schedule.units, schedule.kind_stride
+    m, stride = schedule.units, schedule._kind_stride
     before, after = schedule.neighbours
     indices: list[int] = []
     for stage in range(schedule.stages):
@@ -210,11 +210,11 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
                     beside = origin is not None and origin.rank == rank and queue_of[origin.at] != queue_of[at]
                     if origin is not None and (need != kind.waits_for or beside):
                         awaited.append(origin)
-                if kind.is_forward and stage == schedule.routes[0][0] and schedule.spreads_embedding:
+                if kind.is_forward and stage == schedule.routes[0][0] and schedule._spreads_embedding:
                     awaited += filter(None, [maker.get((EMBEDDED, schedule.vocabulary[rank], mb))])
                 members = groups.get((action.kind, mb), ()) if kind.group else ()
                 awaited += [EntryWait(*member, 0.0, together=True) for member in members if member != (rank, at)]
-                values = schedule.values_of(action)
+                values = schedule._values_of(action)
                 written = [each for each in (*values.makes, *values.frees, *kind.adds) if whole_of(each) in crossing]
                 changes = {value_key(value, stage, mb) for value in written}
                 reads = {value_key(value, stage, mb) for value in values.needs if whole_of(value) in crossing} - changes
@@ -241,8 +241,8 @@ def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ..
 
 
 def _used_kinds(schedule: Schedule) -> list[Kind]:
-    stride = schedule.kind_stride
-    numbers = {code // stride for rank in range(schedule.ranks) for code in schedule.action_codes(rank)}
+    stride = schedule._kind_stride
+    numbers = {code // stride for rank in range(schedule.ranks) for code in schedule._action_codes(rank)}
     return [schedule.kinds[number] for number in numbers]
 
 
@@ -266,7 +266,7 @@ def _makers(schedule: Schedule) -> dict[tuple[str, int, int], EntryWait]:
         for at, cell in enumerate(program)
         for action in parts(cell)
         if not sent.isdisjoint(kind_of(action.kind).makes)
-        for value in schedule.values_of(action).makes
+        for value in schedule._values_of(action).makes
         if value in sent
     }
 
@@ -274,7 +274,7 @@ def _makers(schedule: Schedule) -> dict[tuple[str, int, int], EntryWait]:
 def groups_of(schedule: Schedule) -> dict[tuple[str, int], list[tuple[int, int]]]:
     """(kind, unit) of a group -> the (rank, position) of its entries; of lookups one for each unit, if there are any."""
     groups: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
-    if schedule.spreads_embedding:
+    if schedule._spreads_embedding:
         groups |= {("EMBED", unit): [] for unit in range(schedule.units)}
     for rank, program in enumerate(schedule.programs if schedule.vocabulary else ()):
         for at, action in [(at, cell) for at, cell in enumerate(program) if isinstance(cell, Action)]:
@@ -315,7 +315,7 @@ def _changes_of(schedule: Schedule, program: Sequence[Cell], value: str) -> Iter
     added: set[int] = set()
     for at, action in actions:
         kind = kind_of(action.kind)
-        claim = _amount(schedule, action, value, schedule.values_of(action).makes)
+        claim = _amount(schedule, action, value, schedule._values_of(action).makes)
         release = _amount(schedule, action, value, kind.frees)
         if value in kind.adds and action.stage in taken_over - added:
             added.add(action.stage)
@@ -402,7 +402,7 @@ def runnable_prefix(schedule: Schedule, graph: Graph) -> list[int]:
     With several queues: up to the first one that cannot.
     """
     if schedule.has_pairs or schedule.has_queues:
-        nothing = WalkCosts([0.0] * schedule.no_action, None, defaultdict(float))
+        nothing = WalkCosts([0.0] * schedule._no_action, None, defaultdict(float))
         return [(*ends, NEVER).index(NEVER) for ends in walk(schedule, graph, nothing).ends]
     happened = bytearray(graph.always + 2)
     happened[graph.always] = 1
@@ -576,11 +576,11 @@ def _walk_hops(turns: _ReadyQueue, end_of: list[float], run: WalkResult, clocks:
 
 def _general_feed(schedule: Schedule, rank: int, graph: Graph, weights: WalkCosts) -> Iterator[Any]:
     """The duration of every entry, the events that it produces, and (event, hop) of each message that it waits for."""
-    limit, none, needs = schedule.pair_stride, schedule.no_action, graph.needs
+    limit, none, needs = schedule._pair_stride, schedule._no_action, graph.needs
     event = graph.event if graph.event is not None else range(none)
     named = weights.named if weights.named is not None else {}
     hop = weights.hop if weights.hop is not None else [0.0] * none
-    for code, first, second in zip(schedule.codes[rank], *schedule.split_entries(rank), strict=True):
+    for code, first, second in zip(schedule.codes[rank], *schedule._split_entries(rank), strict=True):
         codes = (first,) if second == none else (first, second)
         waits = [(needs[each], hop[each]) for each in codes]
         if named:

@@ -12,11 +12,12 @@ u = m * slices.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, wraps
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from pipeloom.errors import ScheduleError, UsageError, echo
 from pipeloom.limits import require_schedule
@@ -72,6 +73,15 @@ class ActionValues(NamedTuple):
     frees: tuple[str, ...]
 
 
+_MADE_INTERNAL = frozenset(
+    (
+        *("action_codes", "has_split", "kind_stride", "largest_code", "no_action", "pair_stride", "parted"),
+        *("recomputed_parts", "remade", "remade_parts", "split_entries", "spreads_embedding", "values_of"),
+    )
+)
+"""Names of `Schedule` that were public before 0.2; until then they warn."""
+
+
 @dataclass(frozen=True, repr=False)
 class Schedule:
     """A pipeline schedule as data. Create one with a family, with `Schedule.of`, or from CSV or JSON.
@@ -104,6 +114,16 @@ class Schedule:
     tensors: tuple[NamedTensor, ...] = ()
     slots: tuple[tuple[str, float], ...] = ()
     slices: int = 1
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return what has become internal, with a warning."""
+            if name not in _MADE_INTERNAL:
+                raise AttributeError(f"'Schedule' object has no attribute {name!r}")
+            words = f"Schedule.{name} is internal and goes in 0.2; Schedule.programs has the actions"
+            warnings.warn(words, DeprecationWarning, stacklevel=2)
+            return getattr(self, f"_{name}")
 
     def __post_init__(self) -> None:
         if not self.name.isprintable():
@@ -198,7 +218,7 @@ class Schedule:
         return action.microbatch * self.slices + (action.slice or 0)
 
     @property
-    def kind_stride(self) -> int:
+    def _kind_stride(self) -> int:
         """S * units: the distance between the codes of two kinds."""
         return len(self.placement) * self.microbatches * self.slices
 
@@ -230,10 +250,10 @@ class Schedule:
         return range(len(self.routes) * self.positions, self.stages)
 
     @cached_property
-    def spreads_embedding(self) -> bool:
+    def _spreads_embedding(self) -> bool:
         """Return whether the shares of the vocabulary look up the tokens that the first stage gets."""
         number = kind_number("EMBED")
-        return bool(self.vocabulary) and any(code // self.kind_stride == number for code in self.action_codes(0))
+        return bool(self.vocabulary) and any(code // self._kind_stride == number for code in self._action_codes(0))
 
     @cached_property
     def neighbours(self) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
@@ -260,25 +280,25 @@ class Schedule:
         return len(self.routes[0])
 
     @cached_property
-    def largest_code(self) -> int:
+    def _largest_code(self) -> int:
         return max((max(program) for program in self.codes if program), default=0)
 
     @property
-    def pair_stride(self) -> int:
+    def _pair_stride(self) -> int:
         """The smallest code of a pair less that of its backward, and the distance between two forwards' pairs."""
-        return MOST_KINDS * self.kind_stride
+        return MOST_KINDS * self._kind_stride
 
     @property
-    def no_action(self) -> int:
+    def _no_action(self) -> int:
         """The index just past the last action in tables by code; it marks an entry without a second action."""
-        return len(self.kinds) * self.kind_stride
+        return len(self.kinds) * self._kind_stride
 
     @cached_property
     def _kind_count(self) -> int:
-        if self.largest_code < BASIC_KINDS * self.kind_stride:
+        if self._largest_code < BASIC_KINDS * self._kind_stride:
             return BASIC_KINDS
-        last = max((max(codes) for codes in map(self.action_codes, range(self.ranks)) if codes), default=0)
-        return max(BASIC_KINDS, last // self.kind_stride + 1)
+        last = max((max(codes) for codes in map(self._action_codes, range(self.ranks)) if codes), default=0)
+        return max(BASIC_KINDS, last // self._kind_stride + 1)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -289,9 +309,9 @@ class Schedule:
     def has_queues(self) -> bool:
         """Return whether an action runs on another queue than that of computation, or waits for more than `Kind.waits_for`."""
         special = {number for number, kind in enumerate(self.kinds) if not kind.is_plain}
-        stride = self.kind_stride
+        stride = self._kind_stride
         return bool(special) and any(
-            code // stride in special for codes in map(self.action_codes, range(self.ranks)) for code in codes
+            code // stride in special for codes in map(self._action_codes, range(self.ranks)) for code in codes
         )
 
     @cached_property
@@ -310,11 +330,11 @@ class Schedule:
         """Return whether no action computes the gradients of weights, or of a stage's input: a step of evaluation."""
         backward = {at for at, kind in enumerate(self.kinds) if kind.is_backward and not kind.vocabulary}
         backward |= {at for at, kind in enumerate(self.kinds) if WEIGHT_GRADIENT in kind.produces}
-        codes = (code for rank in range(self.ranks) for code in self.action_codes(rank))
-        return self.actions > 0 and not any(code // self.kind_stride in backward for code in codes)
+        codes = (code for rank in range(self.ranks) for code in self._action_codes(rank))
+        return self.actions > 0 and not any(code // self._kind_stride in backward for code in codes)
 
     @cached_property
-    def remade(self) -> dict[tuple[int, int], frozenset[str]]:
+    def _remade(self) -> dict[tuple[int, int], frozenset[str]]:
         """(stage, unit) -> the values that its F leaves out: another computation makes them, or no backward needs them."""
         left = kinds()[0].makes
         if self.forwards_alone:
@@ -327,31 +347,31 @@ class Schedule:
         )
 
     @cached_property
-    def parted(self) -> dict[tuple[int, int], frozenset[str]]:
+    def _parted(self) -> dict[tuple[int, int], frozenset[str]]:
         """(stage, unit) -> the values that are parts of another, such as `saved:norms`, which its actions touch."""
         return self._united([{v for v in kind.touches if v != whole_of(v)} for kind in self.kinds])
 
-    def values_of(self, action: Action) -> ActionValues:
+    def _values_of(self, action: Action) -> ActionValues:
         """Return what an action of this schedule needs, makes and frees on its stage."""
         place = action.stage, self.unit_of(action)
-        return _values_of(action.kind, self.remade.get(place, frozenset()), self.parted.get(place, frozenset()))
+        return _values_of(action.kind, self._remade.get(place, frozenset()), self._parted.get(place, frozenset()))
 
     @cached_property
-    def recomputed_parts(self) -> frozenset[str]:
+    def _recomputed_parts(self) -> frozenset[str]:
         """The names of the parts of layers that an R of their own recomputes; equal parts, such as `1/4`, have none."""
-        values = {value for values in self.parted.values() for value in values}
+        values = {value for values in self._parted.values() for value in values}
         return frozenset(value.partition(":")[2] for value in values if "/" not in value)
 
     @cached_property
-    def remade_parts(self) -> frozenset[str]:
+    def _remade_parts(self) -> frozenset[str]:
         """The parts of what a forward saves that R of their own make, and those that are made together (`mlp+norms`)."""
-        values = [{v for v in each if v.startswith(f"{SAVED}:")} for each in {*self.remade.values()}]
+        values = [{v for v in each if v.startswith(f"{SAVED}:")} for each in {*self._remade.values()}]
         return frozenset(v.partition(":")[2] for each in values if each for v in (*each, together(each)))
 
     def _united(self, values: Sequence[Collection[str]]) -> dict[tuple[int, int], frozenset[str]]:
         """(stage, unit) -> all `values` of the kinds of its actions, given by the number of the kind."""
-        stride, united = self.kind_stride, dict[tuple[int, int], frozenset[str]]()
-        for codes in map(self.action_codes, range(self.ranks)) if any(values) else ():
+        stride, united = self._kind_stride, dict[tuple[int, int], frozenset[str]]()
+        for codes in map(self._action_codes, range(self.ranks)) if any(values) else ():
             for code in codes:
                 if values[code // stride]:
                     place = divmod(code % stride, self.units)
@@ -364,42 +384,44 @@ class Schedule:
         letters = {number: kind.letter for number, kind in enumerate(self.kinds) if kind.of_stage}
         stages: dict[str, set[int]] = {}
         for codes in self.codes if letters else ():
-            for kind, place in {divmod(code, self.kind_stride) for code in codes}:
+            for kind, place in {divmod(code, self._kind_stride) for code in codes}:
                 if kind in letters:
                     stages.setdefault(letters[kind], set()).add(place // self.units)
         return {letter: frozenset(held) for letter, held in stages.items()}
 
     @property
     def has_pairs(self) -> bool:
-        return self.largest_code >= self.pair_stride
+        return self._largest_code >= self._pair_stride
 
-    def split_entries(self, rank: int) -> tuple[Sequence[int], Sequence[int]]:
+    def _split_entries(self, rank: int) -> tuple[Sequence[int], Sequence[int]]:
         """The first code of every entry of a rank, and the second: a pair's backward, or `no_action`."""
-        program, limit, none = self.codes[rank], self.pair_stride, self.no_action
+        program, limit, none = self.codes[rank], self._pair_stride, self._no_action
         if not self.has_pairs:
             return program, [none] * len(program)
         firsts = [code if code < limit else code // limit - 1 for code in program]
         return firsts, [none if code < limit else code % limit for code in program]
 
-    def action_codes(self, rank: int) -> Sequence[int]:
+    def _action_codes(self, rank: int) -> Sequence[int]:
         """A rank's program with every pair written as its forward, then its backward."""
         if not self.has_pairs:
             return self.codes[rank]
-        limit = self.pair_stride
+        limit = self._pair_stride
         return [
             c for code in self.codes[rank] for c in ((code,) if code < limit else (code // limit - 1, code % limit))
         ]
 
     @property
-    def has_split(self) -> bool:
+    def _has_split(self) -> bool:
         """Return whether it has a pair, or an action that is neither F nor B."""
-        return self.largest_code >= 2 * self.kind_stride
+        return self._largest_code >= 2 * self._kind_stride
 
     @cached_property
     def splits_backward(self) -> bool:
         """Return whether any backward is written as I and W."""
         apart = {number for number, kind in enumerate(self.kinds) if PENDING in kind.frees}
-        return any(code // self.kind_stride in apart for rank in range(self.ranks) for code in self.action_codes(rank))
+        return any(
+            code // self._kind_stride in apart for rank in range(self.ranks) for code in self._action_codes(rank)
+        )
 
     @cached_property
     def actions(self) -> int:
@@ -413,7 +435,7 @@ class Schedule:
 
     def decode(self, code: int) -> Cell:
         """The action or pair that `code` stands for."""
-        limit = self.pair_stride
+        limit = self._pair_stride
         if code >= limit:
             forward, backward = divmod(code, limit)
             return Pair(self._decode_action(forward - 1), self._decode_action(backward))
@@ -436,7 +458,7 @@ class Schedule:
             object.__setattr__(self, name, value)
         numbers = list(map(kind_number, letters))
         if numbers != list(range(len(numbers))):
-            stride, limit = self.kind_stride, self.pair_stride
+            stride, limit = self._kind_stride, self._pair_stride
 
             def code(old: int) -> int:
                 first, second = divmod(old, limit)
@@ -532,7 +554,7 @@ def value_key(value: str, stage: int, unit: int) -> ValueKey:
 
 @lru_cache(maxsize=MOST_KINDS)  # a schedule asks for few of them, once per action
 def _values_of(letter: str, remade: frozenset[str], parted: frozenset[str]) -> ActionValues:
-    """Return the values of an action, whose stage and unit have these values of `Schedule.remade` and `Schedule.parted`.
+    """Return the values of an action, whose stage and unit have these values of `Schedule._remade` and `Schedule._parted`.
 
     Where actions name parts of a value, what is called by the name of the whole is the rest; a copy to the host or back is of
     that without the parts that a computation makes again, and a forward leaves out all that a later action makes again.

@@ -192,7 +192,7 @@ def _ends_of_use(
     for at, cell in enumerate(program):
         for action in parts(cell):
             place = action.stage, schedule.unit_of(action)
-            if kind_of(action.kind).is_forward and value in schedule.values_of(action).makes:
+            if kind_of(action.kind).is_forward and value in schedule._values_of(action).makes:
                 makes[place] = at
             elif any(need.value == value and not need.step for need in kind_of(action.kind).needs):
                 uses[place] = at

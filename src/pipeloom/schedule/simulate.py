@@ -106,7 +106,7 @@ def weights_of(schedule: Schedule, costs: Costs) -> WalkCosts:
     pairs: dict[int, float] = {}
     if schedule.has_pairs:
         times, stages, m = PairTimes.of(costs, schedule.stages), schedule.stages, schedule.units
-        limit, stride = schedule.pair_stride, schedule.kind_stride
+        limit, stride = schedule._pair_stride, schedule._kind_stride
         splits = [(WEIGHT_GRADIENT not in kind.produces, bool(kind.fuses)) for kind in schedule.kinds]
         table: dict[tuple[int, int, bool, tuple[float, float], bool], float] = {}
         factors = costs.time_factors(schedule)
@@ -171,6 +171,6 @@ def _hops(schedule: Schedule, costs: Costs) -> list[float] | None:
     forward, backward = column(before), column(after)
     if not any(forward) and not any(backward):
         return None
-    hops = {-1: forward, 0: [0.0] * schedule.kind_stride, 1: backward}
+    hops = {-1: forward, 0: [0.0] * schedule._kind_stride, 1: backward}
     steps = [kind.waits_for.step if kind.waits_for is not None else 0 for kind in schedule.kinds]
     return [*chain.from_iterable(hops[step] for step in steps), 0.0]

@@ -140,8 +140,8 @@ def cut_sequences(schedule: Schedule, slices: int) -> Schedule:
     ).with_tensors(schedule.tensors)
 
     def cells(code: int) -> Iterator[int]:
-        forward, other = divmod(code, schedule.pair_stride)
-        kind = schedule.kinds[other // schedule.kind_stride]
+        forward, other = divmod(code, schedule._pair_stride)
+        kind = schedule.kinds[other // schedule._kind_stride]
         if kind.of_stage:
             yield other * slices
             return
@@ -149,7 +149,7 @@ def cut_sequences(schedule: Schedule, slices: int) -> Schedule:
         ascending = kind.is_forward or kind.queue == COPY_OUT or (kind.vocabulary and not after_backward)
         for number in range(slices):
             second = other * slices + (number if ascending else slices - 1 - number)
-            yield second if not forward else ((forward - 1) * slices + number + 1) * cut.pair_stride + second
+            yield second if not forward else ((forward - 1) * slices + number + 1) * cut._pair_stride + second
 
     programs = [[cell for code in program for cell in cells(code)] for program in schedule.codes]
     return cut.with_programs(programs).with_slots({value: count * slices for value, count in schedule.slots})
@@ -182,7 +182,8 @@ def by_slices(schedule: Schedule, slices: int) -> Schedule:
         raise UsageError(f"schedule {schedule.name} cannot run in the order of {slices} slices: {problem}")
     cut = replace(schedule, microbatches=count, slices=slices, route_of=route_of, codes=((),) * schedule.ranks)
     forwards = [
-        [code for code in schedule.action_codes(rank) if code < schedule.kind_stride] for rank in range(schedule.ranks)
+        [code for code in schedule._action_codes(rank) if code < schedule._kind_stride]
+        for rank in range(schedule.ranks)
     ]
 
     def later(more: int) -> Schedule:
@@ -218,7 +219,7 @@ def _behind(schedule: Schedule, rank: int, slices: int, more: int, forwards: lis
     upcoming = iter(forwards)
     for _ in range(more):
         yield from (code for code in [next(upcoming, None)] if code is not None)
-    stride, limit = schedule.kind_stride, schedule.pair_stride
+    stride, limit = schedule._kind_stride, schedule._pair_stride
     for code in schedule.codes[rank]:
         paired = code >= limit
         forward = next(upcoming, None) if paired or code < stride else None

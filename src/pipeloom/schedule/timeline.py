@@ -321,7 +321,7 @@ class Timeline:
             return tuple(ceil(max((level for _, level in curve), default=0) - 1e-9) for curve in curves)
         peaks = []
         for rank in range(schedule.ranks):
-            codes = schedule.action_codes(rank)
+            codes = schedule._action_codes(rank)
             levels = list(accumulate(map(change.__getitem__, codes)))
             if passing:
                 levels += [level - change[c] + passing.get(c, 0) for level, c in zip(levels, codes, strict=True)]
@@ -452,7 +452,7 @@ class Timeline:
         for number, kind in enumerate(schedule.kinds):
             of_stage = sizes["input_grad" if PENDING in kind.makes else "backward"]
             if of_stage and kind.is_backward and not {SAVED, SCORES}.isdisjoint(kind.frees):
-                place = number * schedule.kind_stride
+                place = number * schedule._kind_stride
                 beside |= {place + at: size * factor for at, (size, factor) in enumerate(product(of_stage, factors))}
         return beside
 
@@ -478,7 +478,7 @@ class Timeline:
         of_entries: list[list[_Moment]] = [[] for _ in range(len(starts) + 1)]
         computed = frozenset(self._computations[rank]) if messages else ()
         if beside:
-            firsts, seconds = schedule.split_entries(rank)
+            firsts, seconds = schedule._split_entries(rank)
         for at, steps in enumerate(self._steps(rank, change, passing)):
             row, at_start = of_entries[at], len(steps) > 1 or steps[0] > 0
             if at in computed:
@@ -513,7 +513,7 @@ class Timeline:
         of an action that holds something while it runs.
         """
         schedule = self.schedule
-        limit, stride, m = schedule.pair_stride, schedule.kind_stride, schedule.units
+        limit, stride, m = schedule._pair_stride, schedule._kind_stride, schedule.units
         splits = [WEIGHT_GRADIENT not in kind.produces for kind in schedule.kinds]
         times = PairTimes.of(self.costs, schedule.stages) if schedule.has_pairs else None
         overlaps: dict[tuple[int, int, bool], bool] = {}
@@ -571,7 +571,7 @@ class Timeline:
 
     @cached_property
     def _columns(self) -> list[tuple[Sequence[int], Sequence[int]]]:
-        return [self.schedule.split_entries(rank) for rank in range(self.schedule.ranks)]
+        return [self.schedule._split_entries(rank) for rank in range(self.schedule.ranks)]
 
     @cached_property
     def _entry_waits(self) -> dict[tuple[int, int], tuple[EntryWait, ...]]:
@@ -603,7 +603,7 @@ class Timeline:
         assert graph.event is not None
         place: dict[int, tuple[int, int]] = {}
         for rank in range(self.schedule.ranks):
-            for codes in self.schedule.split_entries(rank):
+            for codes in self.schedule._split_entries(rank):
                 for at, code in enumerate(codes):
                     if graph.event[code] < graph.always:
                         place[graph.event[code]] = rank, at
@@ -611,7 +611,7 @@ class Timeline:
 
     def _inputs(self, rank: int, code: int) -> Iterator[tuple[float, float, int, int]]:
         """Yield (end, hop from there, rank, position) of each entry whose result the action `code` of `rank` waits for."""
-        if code == self.schedule.no_action:
+        if code == self.schedule._no_action:
             return
         graph, place, factors = self._makers
         for event, name in graph.waits_of(code):
@@ -635,9 +635,9 @@ class Timeline:
 
     def _gaps_of(self, rank: int) -> tuple[Gap, ...]:
         schedule, change = self.schedule, self.memory_changes
-        firsts, seconds = schedule.split_entries(rank)
+        firsts, seconds = schedule._split_entries(rank)
         forwards = [OUTPUT in kind.produces for kind in schedule.kinds]
-        none, stride = schedule.no_action, schedule.kind_stride
+        none, stride = schedule._no_action, schedule._kind_stride
         clock = min(starts[0] for starts in self.starts if starts)
         finish = max(map(max, filter(None, self.ends)))
         dust = 1e-9 * (finish - clock)
@@ -744,13 +744,13 @@ def _changes(
             changes += [change * factor for factor in factors]
     again = remade_shares(schedule, costs) if SAVED in sizes else {}
     makers = {v: n for n, kind in enumerate(schedule.kinds) if kind.part and kind.queue == COMPUTE for v in kind.makes}
-    for (stage, unit), values in schedule.remade.items():
+    for (stage, unit), values in schedule._remade.items():
         place = stage * schedule.units + unit
         left = sum(sizes[v][stage] for v in values if v in sizes)
         if (stage, unit) in again and left:  # parts together are less than their sum
             ratio, left = again[stage, unit] * sizes[SAVED][stage] / left, again[stage, unit] * sizes[SAVED][stage]
             for value in values & makers.keys():
-                changes[makers[value] * schedule.kind_stride + place] *= ratio
+                changes[makers[value] * schedule._kind_stride + place] *= ratio
         changes[place] -= factors[unit] * left
         if unsaved is not None:
             passing[place] = changes[place] + factors[unit] * min(left, unsaved[stage])
@@ -805,7 +805,7 @@ def _measured_costs(
         "forward",
         "input_grad",
         "weight_grad",
-        *(["recompute"] if schedule.remade and not schedule.forwards_alone else []),
+        *(["recompute"] if schedule._remade and not schedule.forwards_alone else []),
     ]
     names += [str(kind.time) for kind in schedule.kinds if kind.vocabulary and schedule.vocabulary]
     spread: dict[str, Any] = {name: means(name) for name in names}

@@ -44,7 +44,7 @@ def unpair(schedule: Schedule, stages: Collection[int] | None = None) -> Schedul
     """
     if not schedule.has_pairs:
         return schedule
-    limit, units = schedule.pair_stride, schedule.units
+    limit, units = schedule._pair_stride, schedule.units
     unpaired = frozenset(range(schedule.stages) if stages is None else stages)
 
     def cells(code: int) -> tuple[int, ...]:
@@ -172,7 +172,7 @@ class _Cooldown:
     @classmethod
     def split(cls, schedule: Schedule, rank: int, awaited: Sequence[bool]) -> _Cooldown:
         """Split every B of the cool-down whose stage is `awaited`: another rank waits for its input gradient."""
-        stride = schedule.kind_stride
+        stride = schedule._kind_stride
         backward, input_grad, weight_grad = (kind_number(letter) * stride for letter in "BIW")
         head, tail = _behind_last_forward(schedule, rank)
         rest: list[int] = []
@@ -192,7 +192,7 @@ class _Cooldown:
     @classmethod
     def deferred(cls, schedule: Schedule, rank: int, ends: Collection[int], last: int) -> _Cooldown:
         """Split every B of the stages `ends`, and leave the last `last` W (0: all) of them to be placed."""
-        stride, limit, units = schedule.kind_stride, schedule.pair_stride, schedule.units
+        stride, limit, units = schedule._kind_stride, schedule._pair_stride, schedule.units
         backward, input_grad, weight_grad = (kind_number(letter) * stride for letter in "BIW")
 
         def place_of(code: int) -> int | None:
@@ -247,8 +247,8 @@ class _Cooldown:
 
 def _behind_last_forward(schedule: Schedule, rank: int) -> tuple[Program, Program]:
     """A rank's program up to its last forward or pair, and the rest: its cool-down."""
-    program, stride = schedule.codes[rank], schedule.kind_stride
-    forwards = [at for at, code in enumerate(program) if code < stride or code >= schedule.pair_stride]
+    program, stride = schedule.codes[rank], schedule._kind_stride
+    forwards = [at for at, code in enumerate(program) if code < stride or code >= schedule._pair_stride]
     cut = forwards[-1] + 1 if forwards else 0
     return program[:cut], program[cut:]
 
@@ -298,7 +298,7 @@ def recompute(
     """
     if part:
         _require_part(part)
-    stride, limit = schedule.kind_stride, schedule.pair_stride
+    stride, limit = schedule._kind_stride, schedule._pair_stride
     block = {kind_number(letter): kind_number(f"R{letter}") for letter in "BI"}
     again = kind_number(f"R:{part}" if part else "R") * stride
 
@@ -321,7 +321,7 @@ def recompute_stages(schedule: Schedule, stages: Collection[int], part: str = ""
     """
     wanted = {(stage, unit) for stage in stages for unit in range(schedule.units)}
     if part:
-        again = {place for place, values in schedule.remade.items() if values & {SAVED, f"{SAVED}:{part}"}}
+        again = {place for place, values in schedule._remade.items() if values & {SAVED, f"{SAVED}:{part}"}}
         return recompute(schedule, actions=wanted - again, part=part)
     for action in (part for program in schedule.programs for cell in program for part in parts(cell)) if wanted else ():
         kind = kind_of(action.kind)

@@ -136,7 +136,7 @@ def embedding(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 
     Raises UsageError for a schedule whose vocabulary is not spread, or whose embedding is.
     """
-    if not schedule.vocabulary or schedule.spreads_embedding:
+    if not schedule.vocabulary or schedule._spreads_embedding:
         words = "is spread over the ranks already" if schedule.vocabulary else "has no shares of the vocabulary"
         raise UsageError(f"embedding: schedule {schedule.name} {words}")
     run = simulate(schedule, costs_of_all(costs if costs is not None else Costs(), schedule))
@@ -148,7 +148,7 @@ def _with_embedding(schedule: Schedule, started: Sequence[Sequence[float]], dura
     first, begun, moments = schedule.routes[0][0], list[tuple[float, int]](), list[tuple[float, str, int]]()
     rank = schedule.placement[first]
     for code, start in zip(schedule.codes[rank], started[rank], strict=True):
-        number, place = divmod(code, schedule.kind_stride)
+        number, place = divmod(code, schedule._kind_stride)
         if place // schedule.units == first and schedule.kinds[number].is_forward:
             begun.append((start, place % schedule.units))
         elif place // schedule.units == first and INPUT_GRADIENT in schedule.kinds[number].makes:
@@ -226,7 +226,7 @@ class _Entries:
         self.needs, self.duration, self.hop = graph.needs, weights.duration, weights.hop
         self.end_of = [NEVER] * graph.always + [0.0, 0.0]
         self.end = graph.event if graph.event is not None else range(len(graph.needs))
-        stride, first = spread.kind_stride, [stage * spread.units for stage in spread.vocabulary]
+        stride, first = spread._kind_stride, [stage * spread.units for stage in spread.vocabulary]
         self.shares = {letter: [kind_number(letter) * stride + stage for stage in first] for letter in letters}
         ahead = {at for at, kind in enumerate(spread.kinds) if kind.is_forward}
         self.forwards = {code for program in self.programs for code in program if code // stride in ahead}

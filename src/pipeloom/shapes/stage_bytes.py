@@ -133,7 +133,7 @@ def stage_bytes(
     first = {route[0] for route in schedule.routes}  # their inputs are views of the batch
     on_host = {action.stage for action in actions if action.kind == "OKEPT"}
     whole = {action.stage for action in actions if action.kind == "R"}
-    if schedule.spreads_embedding:
+    if schedule._spreads_embedding:
         first -= whole
     values = []
     for stage, layers in enumerate(spans):
@@ -146,7 +146,7 @@ def stage_bytes(
         shares = {name: sum(getattr(each, name) for each in layers) for name in _OF_SHARES if schedule.vocabulary}
         values.append(again | {SAVED: max(0.0, rest), "slice_grads": widening * state} | beside | shares)
     sizes = {name: tuple(value[name] for value in values) for name in values[0]}
-    divided = schedule.remade_parts.union(part for layers in spans for each in layers for part in each.parts)
+    divided = schedule._remade_parts.union(part for layers in spans for each in layers for part in each.parts)
     return sizes | {f"{SAVED}:{n}": tuple(_freed(layers, n.split("+")) for layers in spans) for n in sorted(divided)}
 
 

@@ -43,7 +43,7 @@ def needs(schedule: Schedule) -> Iterator[tuple[int, int, int, int]]:
     """Yield (rank, entry) of the producer and of the receiver of each message, four numbers in all; also within a rank."""
     graph = Graph.of(schedule, full=True)
     assert graph.event is not None
-    entries = [schedule.split_entries(rank) for rank in range(schedule.ranks)]
+    entries = [schedule._split_entries(rank) for rank in range(schedule.ranks)]
     maker = {
         graph.event[code]: (rank, at)
         for rank, both in enumerate(entries)
@@ -172,7 +172,7 @@ def _ratios(timeline: Timeline) -> dict[str, list[float]]:
     spent, due = {"": [*empty]}, {"": [*empty]}
     for codes, starts, ends in zip(schedule.codes, timeline.starts, timeline.ends, strict=True):
         for code, start, end in zip(codes, starts, ends, strict=True):
-            if code < schedule.no_action and expected[code] > 0:
+            if code < schedule._no_action and expected[code] > 0:
                 action = parts(schedule.decode(code))[0]
                 for name in ("", f"{action.kind} of stage {action.stage}"):
                     spent.setdefault(name, [*empty])[action.microbatch] += end - start
@@ -342,7 +342,7 @@ def _errors_by_kind(timelines: Sequence[Timeline], costs: Costs) -> dict[str, fl
     for timeline in timelines:
         for rank, codes in enumerate(schedule.codes):
             for code, start, end in zip(codes, timeline.starts[rank], timeline.ends[rank], strict=True):
-                if code < schedule.no_action:
+                if code < schedule._no_action:
                     kind = schedule.decode(code)
                     took.setdefault(parts(kind)[0].kind, []).append((end - start, expected[code]))
     return {

@@ -63,6 +63,6 @@ def _taken_apart(text: str, path: Path) -> tuple[list[str], list[list[tuple[floa
 
 def _timeline(schedule: Schedule, seconds: dict[int, float]) -> Timeline:
     """Return the timeline in which each entry, of code -> `seconds`, starts as soon as its rank is free and its inputs exist."""
-    actions = [seconds.get(code, 0.0) for code in range(schedule.no_action)]
+    actions = [seconds.get(code, 0.0) for code in range(schedule._no_action)]
     run = walk(schedule, Graph.of(schedule), WalkCosts(actions, None, seconds))
     return aligned(schedule, run.starts, run.ends)

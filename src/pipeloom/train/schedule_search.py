@@ -242,7 +242,7 @@ def _bytes_words(request: SearchRequest, outcome: SearchOutcome) -> str:
     }
     return (
         f"at most {size_words(peak)} of {size_words(request.memory)} per device ({request.family.name}: "
-        f"{size_words(of_family)}); of {schedule.stages * schedule.microbatches} stage-micro-batches {len(schedule.remade)} "
+        f"{size_words(of_family)}); of {schedule.stages * schedule.microbatches} stage-micro-batches {len(schedule._remade)} "
         f"are recomputed, {len(units)} copied to host memory"
     )
 

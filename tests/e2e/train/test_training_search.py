@@ -144,7 +144,7 @@ def test_a_search_within_bytes_trains_as_its_schedule_does(tmp_path: Path) -> No
     assert (event["memory"], again["codes"], named["codes"]) == (760 * 2**10, first["codes"], first["codes"])
     said = "\n".join(first["said"])
     assert "of 760 KiB per device (interleaved: " in said
-    assert f"of 20 stage-micro-batches {len(schedule.remade)} are recomputed" in said
+    assert f"of 20 stage-micro-batches {len(schedule._remade)} are recomputed" in said
     layers = iter("EttttL")
     text = "|".join("".join(next(layers) for _ in range(size)) for size in event["stage_layers"])
     assert f"and --parallel.stages '{text}'" in said

@@ -122,7 +122,7 @@ def test_parts_by_hand() -> None:
     check(both)
     assert simulate(both, costs).ends == ((2, 2.5, 4, 4.375, 8.375),)
     assert simulate(both, costs).bytes_curves["device"][0][0] == (0, 100 + 4 - 30 - 25)  # no size is known of `mlp`
-    assert both.remade == {(0, 0): frozenset({"saved:norms", "saved:mlp", "saved:1/4"})}
+    assert both._remade == {(0, 0): frozenset({"saved:norms", "saved:mlp", "saved:1/4"})}
     assert [str(cell) for cell in recompute(one("0F0", "0I0", "0W0"), part="mlp").programs[0]] == [
         "0F0",
         "0R0:mlp",
@@ -164,7 +164,7 @@ def test_a_recomputation_runs_while_the_gradient_is_on_its_way() -> None:
 def test_some_of_the_actions() -> None:
     schedule = recompute(pl.schedules.one_f_one_b(2, 2), actions=[(0, 1)])
     assert [str(cell) for cell in schedule.programs[0]] == ["0F0", "0F1", "0B0", "(0R1;0B1)"]
-    assert schedule.remade == {(0, 1): frozenset({"saved"})}
+    assert schedule._remade == {(0, 1): frozenset({"saved"})}
     check(schedule)
     assert simulate(schedule).peak_activations == (1, 1)
 

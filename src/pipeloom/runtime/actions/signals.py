@@ -52,7 +52,7 @@ def signals_of(schedule: Schedule) -> tuple[EntrySignals, EntrySignals]:
     makers = {
         (value, action.stage, schedule.unit_of(action)): (rank, at, action)
         for rank, at, action in entries
-        for value in schedule.values_of(action).makes
+        for value in schedule._values_of(action).makes
     }
     count = 0
     for rank, at, action in entries:

@@ -95,7 +95,7 @@ def _within(candidates: list[list[list[int]]], base: Schedule, memory: float | N
     """Return the candidates that fit `memory`. Raises CapacityError where none does."""
     if memory is None:
         return candidates
-    peaks = [max(_peak(program, base.kind_stride) for program in programs) for programs in candidates]
+    peaks = [max(_peak(program, base._kind_stride) for program in programs) for programs in candidates]
     if min(peaks) > memory:
         raise CapacityError(
             f"memory is {memory:g}; interleaved-zb needs at least {min(peaks)} stage-micro-batches here"
