@@ -801,12 +801,7 @@ def _measured_costs(
             samples = {s: [time / 2 for time in row] for s, row in times.get("backward", {}).items()} | samples
         return tuple(schedule.slices * fmean(samples.get(s, [0.0])) for s in range(schedule.stages))
 
-    names = [
-        "forward",
-        "input_grad",
-        "weight_grad",
-        *(["recompute"] if schedule._remade and not schedule.forwards_alone else []),
-    ]
+    names = ["forward", "input_grad", "weight_grad", *(["recompute"] if schedule._remade else [])]
     names += [str(kind.time) for kind in schedule.kinds if kind.vocabulary and schedule.vocabulary]
     spread: dict[str, Any] = {name: means(name) for name in names}
     for name in {name for name, _ in groups}:

@@ -61,6 +61,13 @@ def test_a_forward_that_is_missing_is_named_and_so_is_one_backward_alone() -> No
         pl.check(order)
 
 
+def test_a_share_of_the_vocabulary_that_is_missing_is_named() -> None:
+    schedule = alone("1f1b", "vocabulary")
+    short = schedule.with_programs([*schedule.programs[:-1], [*schedule.programs[-1][:-2], "7REDUCE7"]])
+    with pytest.raises(ScheduleError, match=r"7S7 is missing"):
+        pl.check(short)
+
+
 def test_a_training_step_needs_a_backward() -> None:
     with pytest.raises(ScheduleError, match=r"1f1b \(forward only\), of forwards alone, has no backward"):
         pl.check(alone("1f1b"), training=True)
