@@ -120,7 +120,7 @@ class Schedule:
         def __getattr__(self, name: str) -> Any:
             """Return what has become internal, with a warning."""
             if name not in _MADE_INTERNAL:
-                raise AttributeError(f"'Schedule' object has no attribute {name!r}")
+                raise AttributeError(f"'Schedule' object has no attribute {name!r:.200}")
             words = f"Schedule.{name} is internal and goes in 0.2; Schedule.programs has the actions"
             warnings.warn(words, DeprecationWarning, stacklevel=2)
             return getattr(self, f"_{name}")

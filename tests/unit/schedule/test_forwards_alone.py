@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import pipeloom as pl
+from pipeloom.config import load_layout
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.runtime import LocalPipeline
 from pipeloom.schedule.families import FAMILIES
 from pipeloom.schedule.transforms import forward_only, transformed
+from pipeloom.traces import timed_csv
 
 
 def alone(name: str, *words: str) -> pl.Schedule:
@@ -72,6 +76,24 @@ def test_a_training_step_needs_a_backward() -> None:
     with pytest.raises(ScheduleError, match=r"1f1b \(forward only\), of forwards alone, has no backward"):
         pl.check(alone("1f1b"), training=True)
     pl.check(pl.schedules.one_f_one_b(2, 4), training=True)
+
+
+def test_training_and_traces_of_it_refuse_it(pipeloom: Callable[[str], Any], tmp_path: Path) -> None:
+    alone("1f1b").save(tmp_path / "forward.csv")
+    with pytest.raises(ScheduleError, match="of forwards alone, has no backward"):
+        load_layout("tiny", {"schedule.name": str(tmp_path / "forward.csv")})
+    assert pipeloom(f"rehearse {tmp_path}/forward.csv").code == 3
+    (tmp_path / "timed.csv").write_text("0F0:1.5\n")
+    with pytest.raises(ScheduleError, match="of forwards alone, has no backward"):
+        timed_csv.read(tmp_path / "timed.csv")
+    nothing = pl.Schedule.of([[], []], placement=[0, 1], microbatches=2)
+    assert not nothing.forwards_alone
+
+
+def test_some_of_its_micro_batches_are_a_schedule_too() -> None:
+    few = forward_only(alone("zb-h1"), 3)
+    pl.check(few)
+    assert few.microbatches == 3
 
 
 def test_evaluation_runs_the_schedule_itself_and_a_step_is_refused() -> None:
