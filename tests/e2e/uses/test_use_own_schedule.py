@@ -16,7 +16,7 @@ def test_a_schedule_is_written_compared_and_trained_with(use: Use) -> None:
 
     table = use.run("tutorial.md", "pipeloom compare 1f1b my_schedule:eager")
     rows = re.findall(r"^(1f1b|my_schedule:eager\S*)\s+(\d+) ", table, re.MULTILINE)
-    assert rows == [("1f1b", "49"), ("my_schedule:eager", "47"), ("my_schedule:eager:extra=2", "45")]
+    assert rows[:3] == [("1f1b", "49"), ("my_schedule:eager", "47"), ("my_schedule:eager:extra=2", "45")]
 
     use.run("tutorial.md", "pipeloom train tiny --schedule.name my_schedule:eager", "--sample.tokens 2")
     shown = use.run("tutorial.md", "pipeloom show runs/*-my_schedule-eager --html step.html")
