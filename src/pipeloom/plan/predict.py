@@ -359,8 +359,9 @@ def distinct(layers: Sequence[LayerOps]) -> dict[int, LayerOps]:
 
 
 def balanced(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
-    """The number of layers of each stage, with the longest stage as short as possible."""
-    return tuple(balance([round(1e9 * each) for each in seconds], stages))
+    """The number of layers of each stage, with the longest stage as short as possible; seconds count to 1/4096 of a layer's."""
+    longest = max(seconds)
+    return tuple(balance([round(4096 * each / longest) for each in seconds], stages))
 
 
 SHORT_ROUNDS = 8  # of micro-batches, from which a longer step is extrapolated: in each round every rank gets one

@@ -203,13 +203,14 @@ def fastest(
     return min(fitting, key=lambda each: each.step.total, default=None)
 
 
-def fastest_with_less(planner: Planner, request: PlanRequest, plan: LayoutPlan) -> LayoutCosts | None:
-    """The layout that is estimated as the fastest with slower links or less memory than those of `plan`, predicted.
+def fastest_elsewhere(planner: Planner, request: PlanRequest, plan: LayoutPlan) -> LayoutCosts | None:
+    """The layout that is estimated as the fastest with the slower links of `planner`, predicted.
 
     No layout is faster than it was, so that all with a longer estimate in `plan` than the best takes now are out.
     """
-    most = planner.predict(plan.best.layout).step.total if plan.best.peak <= request.memory else math.inf
-    near = [estimate(planner, each.layout) for each in _close(plan.estimates, request) if each.seconds <= LONG * most]
+    most = LONG * planner.predict(plan.best.layout).step.total
+    of = _Estimator(planner).estimate
+    near = [of(each.layout) for each in _close(plan.estimates, request) if each.seconds <= most]
     return fastest(planner, request, sorted(near, key=lambda each: each.seconds), long=1.0)
 
 
@@ -418,40 +419,32 @@ def _spreads(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
 
 def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
     """Estimates of all layouts; where the mean rank of one has too many bytes, these alone, with the highest ZeRO level."""
-    known: dict[tuple[object, ...], _Sums] = {}
-    cuts: dict[tuple[object, ...], _Cut] = {}
+    estimator = _Estimator(planner)
     models: dict[tuple[object, ...], Sequence[float]] = {}
     for layout in _spreads(planner, request):
         links = AxisRates.of(layout, planner.device, planner.shape)
-        key = (layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.recompute, links)
         for name in request.schedules if layout.pp > 1 else request.schedules[:1]:
             for v in CHUNKS[name] if layout.pp > 1 else (1,):
                 for slices, vocabulary in product(_slices(request, layout, name), request.vocabulary):
-                    sized = replace(layout, v=v, schedule=name, slices=slices, vocabulary=vocabulary)
-                    if not _is_offered(planner, sized) or (vocabulary == "pp" and problems(planner.shape, sized)):
-                        continue
                     levels = request.zero[:1] if layout.dp * layout.cp == 1 else request.zero
-                    smallest = replace(sized, zero=max(levels))
-                    whole = (*key, layout.pp if vocabulary == "pp" else 0)
+                    fields = {"v": v, "schedule": name, "slices": slices, "vocabulary": vocabulary}
+                    smallest = replace(layout, zero=max(levels), **fields)
+                    spread = vocabulary == "pp"
+                    if not _is_offered(planner, smallest) or (spread and problems(planner.shape, smallest)):
+                        continue
+                    whole = (*_key_of_layers(layout, links), layout.pp if spread else 0)
                     if whole not in models:
-                        models[whole] = _Sums.of(planner, replace(sized, slices=1), links).totals[-1]
+                        models[whole] = estimator.sums(replace(smallest, zero=levels[0], slices=1), links).totals[-1]
                     least = _least_bytes(planner, smallest, models[whole])
                     if least > CLOSE * request.memory and request.allows(smallest):
                         yield Estimate(smallest, least, math.inf)
                         continue
-                    best = Estimate(sized, math.inf, math.inf)  # of the lower levels
+                    best = Estimate(smallest, math.inf, math.inf)  # of the lower levels
                     for zero in levels:
-                        candidate = replace(sized, zero=zero)
+                        candidate = smallest if zero == smallest.zero else replace(smallest, zero=zero)
                         if not request.allows(candidate):
                             continue
-                        gathers = layout.dp if gathers_by_microbatch(candidate, planner.runtime) else 0
-                        kind = (*key, gathers, slices, layout.pp if vocabulary == "pp" else 0)
-                        if kind not in known:
-                            known[kind] = _Sums.of(planner, candidate, links)
-                        place = (kind, layout.pp, v, name in BACK_AND_FORTH)
-                        if place not in cuts:
-                            cuts[place] = known[kind].cut(layout.pp, v, vee=name in BACK_AND_FORTH)
-                        estimate = _estimate(planner, candidate, links, cuts[place])
+                        estimate = estimator.estimate(candidate, links)
                         if estimate.seconds < best.seconds or best.memory > ROOM * request.memory:
                             best = estimate
                             yield estimate
@@ -519,6 +512,10 @@ class _Cut:
     largest: float
     share: float
 
+    @cached_property
+    def distinct(self) -> frozenset[_Rank]:
+        return frozenset(self.ranks)
+
 
 @dataclass(frozen=True)
 class _Sums:
@@ -566,9 +563,41 @@ class _Sums:
 
 def estimate(planner: Planner, layout: PlannedLayout) -> Estimate:
     """The estimate of one layout, without its schedule."""
-    links = AxisRates.of(layout, planner.device, planner.shape)
-    cut = _Sums.of(planner, layout, links).cut(layout.pp, layout.v, vee=layout.schedule in BACK_AND_FORTH)
-    return _estimate(planner, layout, links, cut)
+    return _Estimator(planner).estimate(layout)
+
+
+def _key_of_layers(layout: PlannedLayout, links: AxisRates) -> tuple[object, ...]:
+    """What the layers and their times depend on, of layouts of one request."""
+    return layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.recompute, links
+
+
+class _Estimator:
+    """Estimates of layouts of one request, which share the times of their layers and their cuts."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+        self._sums: dict[tuple[object, ...], _Sums] = {}
+        self._cuts: dict[tuple[object, ...], _Cut] = {}
+
+    def sums(self, layout: PlannedLayout, links: AxisRates) -> _Sums:
+        return self._known(layout, links)[1]
+
+    def _known(self, layout: PlannedLayout, links: AxisRates) -> tuple[tuple[object, ...], _Sums]:
+        gathers = layout.dp if gathers_by_microbatch(layout, self.planner.runtime) else 0
+        shares = layout.pp if layout.vocabulary == "pp" else 0
+        key = (*_key_of_layers(layout, links), gathers, layout.slices, shares)
+        if key not in self._sums:
+            self._sums[key] = _Sums.of(self.planner, layout, links)
+        return key, self._sums[key]
+
+    def estimate(self, layout: PlannedLayout, links: AxisRates | None = None) -> Estimate:
+        links = links or AxisRates.of(layout, self.planner.device, self.planner.shape)
+        key, sums = self._known(layout, links)
+        vee = layout.schedule in BACK_AND_FORTH
+        place = (key, layout.pp, layout.v, vee)
+        if place not in self._cuts:
+            self._cuts[place] = sums.cut(layout.pp, layout.v, vee=vee)
+        return _estimate(self.planner, layout, links, self._cuts[place])
 
 
 def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _Cut) -> Estimate:
@@ -593,7 +622,7 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
         before += mine
     memory, optimizer = 0.0, 0.0
     replicas, states, waits = layout.dp * layout.cp, {}, 0.0
-    for rank in set(cut.ranks):
+    for rank in cut.distinct:
         trained = rank.trained_shared, rank.trained_experts
         groups = list(zip((rank.shared, rank.experts), trained, (replicas, layout.expert_replicas), strict=True))
         states[rank] = sum(state_bytes(groups, cut.largest, layout, runtime))
@@ -603,9 +632,10 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
             hidden = rank.seconds * runtime.hides_state
             waits = max(0.0, sums - 2 / 3 * hidden) / v + max(0.0, gathers - hidden / 3) / v
     for at, rank in enumerate(cut.ranks):
-        alive = {"interleaved": p + (p - 1 - 2 * at) / v, "zbv": p}.get(
-            plain, (1 + paired) * (1 + (p - at - 1) / layout.slices)
-        )
+        if plain == "interleaved":
+            alive = p + (p - 1 - 2 * at) / v
+        else:
+            alive = p if plain == "zbv" else (1 + paired) * (1 + (p - at - 1) / layout.slices)
         alive -= paired * (v == 1)
         alive += (layout.vocabulary == "pp") / v / layout.slices
         held = rank.saved * min(m, alive) + rank.output + rank.extra / layout.slices
