@@ -126,7 +126,13 @@ class Planner:
             return layout.stages
         if layout.cut == "even":
             return even_stages(self.shape.num_hidden_layers, positions, self.shape.num_nextn_predict_layers)
-        return balanced([each.total for each in self.layer_seconds(layers, layout, links)], positions)
+        seconds = [each.total for each in self.layer_seconds(layers, layout, links)]
+        if layout.recompute_layers:  # the mean over blocks with and without, whose places depend on the cut
+            whole = replace(layout, recompute="none", recompute_layers=0)
+            bare = self.layer_seconds(self.timed_layers(whole)[: len(layers)], whole, links)
+            share = min(1.0, layout.recompute_layers * positions / self.shape.num_hidden_layers)
+            seconds = [(1 - share) * a.total + share * b for a, b in zip(bare, seconds, strict=True)]
+        return balanced(seconds, positions)
 
     def layer_seconds(self, layers: list[LayerOps], layout: PlannedLayout, links: AxisRates) -> list[StageSeconds]:
         """Layer -> seconds of one micro-batch; those of the same object are computed once."""

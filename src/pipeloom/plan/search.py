@@ -61,6 +61,7 @@ class PlanRequest:
         fixed: name of a field of `PlannedLayout` -> the value that it must have.
         limits: as `fixed`, values that the model's layers require (`limits_of_source`).
         recompute: what may be recomputed.
+        partial: whether only some blocks of a stage may be.
         slices: numbers of slices of a sequence that may be used, with schedules of one chunk.
         vocabulary: where the output layer may be: on the last rank, or spread over at most `MOST_SHARES` ranks of one or two
             chunks.
@@ -76,6 +77,7 @@ class PlanRequest:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, Any] = field(default_factory=dict)
     recompute: tuple[str, ...] = RECOMPUTED
+    partial: bool = False
     slices: tuple[int, ...] = (1,)
     vocabulary: tuple[str, ...] = ("last",)
 
@@ -88,6 +90,7 @@ class PlanRequest:
         zero = {"torchtitan": (3,), "pipeloom": (1, 2, 3)}.get(runtime, (1,))
         if "zero" in fields.get("fixed", {}):
             zero = (int(fields["fixed"]["zero"]),)
+        fields |= {"partial": runtime != "torchtitan"}
         request = cls(devices, memory, sequences, seq, OFFERED[runtime], zero, **fields)
         if runtime != "megatron":  # these parts are Megatron's
             request = replace(request, recompute=("none", "full"))
@@ -180,16 +183,14 @@ def search(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate]
     if not estimates:
         raise UsageError(_no_layout(planner, request))
     close = _close(estimates, request)
-    known = [
-        prediction
-        for pipelined in (False, True)
-        for prediction in _until_best(planner, request, [e for e in close if (e.layout.pp > 1) == pipelined])
-    ]
-    if any(each.peak <= request.memory for each in known):
+    known: list[LayoutCosts] = []
+    for pipelined in (False, True):
+        known += _all_but_slower(planner, request, [each for each in close if (each.layout.pp > 1) == pipelined])
+    if _fitting(known, request):
         known += _smaller(planner, request, close, known)
     else:
         known += _predictions(planner, _smallest(planner, estimates))
-    fitting = sorted((each for each in known if each.peak <= request.memory), key=lambda each: each.step.total)
+    fitting = sorted(_fitting(known, request), key=lambda each: each.step.total)
     smallest = min(known, key=lambda each: each.peak, default=None)
     return LayoutPlan(tuple(fitting), tuple(estimates), len(estimates) - len(close), len(known), smallest)
 
@@ -199,8 +200,8 @@ def fastest(
 ) -> LayoutCosts | None:
     """The first prediction of `search`, without the others; None where nothing fits. `long`: in place of `LONG`."""
     close = _close(estimates or _sorted_estimates(planner, request), request)
-    fitting = (each for each in _until_best(planner, request, close, long) if each.peak <= request.memory)
-    return min(fitting, key=lambda each: each.step.total, default=None)
+    known = _all_but_slower(planner, request, close, long)
+    return min(_fitting(known, request), key=lambda each: each.step.total, default=None)
 
 
 def fastest_elsewhere(planner: Planner, request: PlanRequest, plan: LayoutPlan) -> LayoutCosts | None:
@@ -222,14 +223,33 @@ def _close(estimates: Iterable[Estimate], request: PlanRequest) -> list[Estimate
     return [each for each in estimates if each.memory <= CLOSE * request.memory]
 
 
-def _until_best(
+def _all_but_slower(
     planner: Planner, request: PlanRequest, estimates: Sequence[Estimate], long: float = LONG
+) -> list[LayoutCosts]:
+    """Predictions of the layouts that may be the fastest that fits, those with some blocks recomputed among them."""
+    known = list(_until_best(planner, request, estimates, long))
+    return [*known, *_partial(planner, request, estimates, known, long)]
+
+
+def _fitting(predictions: Iterable[LayoutCosts], request: PlanRequest) -> list[LayoutCosts]:
+    return [each for each in predictions if each.peak <= request.memory]
+
+
+def _until_best(
+    planner: Planner,
+    request: PlanRequest,
+    estimates: Sequence[Estimate],
+    long: float = LONG,
+    best: float = math.inf,
 ) -> Iterator[LayoutCosts]:
     """Yield predictions, of the fastest estimate first, until no other layout can be faster than the best that fits.
 
     Estimates are too short by nearly the same share for layouts of one schedule, of which the least that was seen counts.
+
+    Args:
+        best: seconds of the fastest prediction before.
     """
-    best, short = math.inf, dict[tuple[object, ...], float]()
+    short: dict[tuple[object, ...], float] = {}
     for each in estimates:
         if each.seconds >= long * best:
             return
@@ -243,6 +263,33 @@ def _until_best(
             if prediction.peak <= request.memory:
                 best = min(best, seconds)
             yield prediction
+
+
+def _partial(
+    planner: Planner,
+    request: PlanRequest,
+    estimates: Iterable[Estimate],
+    known: Iterable[LayoutCosts],
+    long: float = LONG,
+) -> Iterator[LayoutCosts]:
+    """Yield predictions of layouts that recompute as few blocks of each stage as fit, as far as one can be faster than `known`.
+
+    Args:
+        estimates: those close to the memory; all blocks recomputed take at most 4/3 of the time of none.
+    """
+    best = min((each.step.total for each in _fitting(known, request)), default=math.inf)
+    estimator, near = _Estimator(planner), list[Estimate]()
+    for each in estimates if request.partial else ():
+        layout = each.layout
+        if layout.recompute != "full" or layout.recompute_layers or each.seconds > 4 / 3 * best:
+            continue
+        bare = estimator.estimate(replace(layout, recompute="none"))
+        blocks = -(-planner.shape.num_hidden_layers // (layout.pp * layout.v))
+        if bare.memory > request.memory and bare.seconds < long * best:
+            fewest = math.ceil(blocks * (bare.memory - request.memory) / (bare.memory - each.memory))
+            some = [replace(layout, recompute_layers=count) for count in range(fewest, min(fewest + 2, blocks))]
+            near += [estimator.estimate(other) for other in some if request.allows(other)]
+    yield from _until_best(planner, request, sorted(near, key=lambda each: each.seconds), long, best)
 
 
 def _smallest(planner: Planner, estimates: Iterable[Estimate]) -> list[Estimate]:
@@ -365,8 +412,8 @@ def steps(layout: PlannedLayout, request: PlanRequest) -> Iterator[tuple[str, Pl
             f"micro_batch {2 * layout.micro_batch}",
             replace(layout, micro_batch=2 * layout.micro_batch, m=layout.m // 2),
         )
-    for recompute in (each for each in request.recompute if each != layout.recompute):
-        yield f"recompute {recompute}", replace(layout, recompute=recompute)
+    for recompute in (each for each in request.recompute if each != layout.recompute or layout.recompute_layers):
+        yield f"recompute {recompute}", replace(layout, recompute=recompute, recompute_layers=0)
     if layout.vocabulary == "pp":
         yield "vocabulary last", replace(layout, vocabulary="last")
     for slices in request.slices if layout.pp > 1 else ():
@@ -427,8 +474,9 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
             for v in CHUNKS[name] if layout.pp > 1 else (1,):
                 for slices, vocabulary in product(_slices(request, layout, name), request.vocabulary):
                     levels = request.zero[:1] if layout.dp * layout.cp == 1 else request.zero
-                    fields = {"v": v, "schedule": name, "slices": slices, "vocabulary": vocabulary}
-                    smallest = replace(layout, zero=max(levels), **fields)
+                    smallest = replace(
+                        layout, v=v, schedule=name, slices=slices, vocabulary=vocabulary, zero=max(levels)
+                    )
                     spread = vocabulary == "pp"
                     if not _is_offered(planner, smallest) or (spread and problems(planner.shape, smallest)):
                         continue
@@ -567,7 +615,7 @@ def estimate(planner: Planner, layout: PlannedLayout) -> Estimate:
 
 
 def _key_of_layers(layout: PlannedLayout, links: AxisRates) -> tuple[object, ...]:
-    """What the layers and their times depend on, of layouts of one request."""
+    """Key of the layers and their times, among layouts of one request."""
     return layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.recompute, links
 
 
@@ -591,6 +639,15 @@ class _Estimator:
         return key, self._sums[key]
 
     def estimate(self, layout: PlannedLayout, links: AxisRates | None = None) -> Estimate:
+        if layout.recompute_layers:  # between none and all blocks of a stage
+            bare, full = (
+                self.estimate(replace(layout, recompute=each, recompute_layers=0)) for each in ("none", "full")
+            )
+            share = min(1.0, layout.recompute_layers * layout.pp * layout.v / self.planner.shape.num_hidden_layers)
+            memory, seconds = (
+                a + share * (b - a) for a, b in ((bare.memory, full.memory), (bare.seconds, full.seconds))
+            )
+            return Estimate(layout, memory, seconds)
         links = links or AxisRates.of(layout, self.planner.device, self.planner.shape)
         key, sums = self._known(layout, links)
         vee = layout.schedule in BACK_AND_FORTH
