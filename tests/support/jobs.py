@@ -99,8 +99,7 @@ UNHELD = {
 """System -> fields that its words do not hold; `stages` of models that predict further ahead, which it does not train."""
 UNHELD["automodel"] = UNHELD["torchtitan"]
 UNHELD["pipeloom"] = {
-    "options", "fp8", "grads", "dispatcher", "context", "etp", "recompute_layers", "recompute_span", "offload",
-    "offload_share", "group",
+    "options", "fp8", "grads", "dispatcher", "context", "etp", "recompute_span", "offload", "offload_share", "group",
 }  # fmt: skip
 _BREAKS: list[dict[str, Any]] = [
     {"schedule": "v-half", "v": 2, "pp": 4},

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from pipeloom.config.rates import suitable_rate
 from pipeloom.config.settings import load_layout
-from pipeloom.plan.export import layout_string
+from pipeloom.errors import UsageError
+from pipeloom.plan.export import layout_string, recomputed_blocks
 from pipeloom.plan.job import Job, normal
 from pipeloom.plan.layout import even_stages
 from pipeloom.plan.run import layout_of
@@ -23,7 +24,14 @@ _SECONDS_AT_RISK = 1800  # between two checkpoints: what a failure costs at most
 def read(path: Path) -> Job:
     """Return the run of a configuration. Raises ConfigError with every problem of every key."""
     layout = load_layout(path, world_size=0)
-    return Job(layout.config.model.shape(), layout_of(layout))
+    planned, recompute = layout_of(layout), layout.config.train.recompute
+    if isinstance(recompute, tuple) and not planned.recompute_layers:
+        near = recomputed_blocks(planned.stages, max(1, round(len(recompute) / len(planned.stages))))
+        raise UsageError(
+            f"train.recompute = {list(recompute)}: a plan recomputes the first blocks of every stage, as many of each; "
+            f"nearest: {near}"
+        )
+    return Job(layout.config.model.shape(), planned)
 
 
 def refusals(job: Job, source: Mapping[str, str] | None = None) -> list[str]:
@@ -63,11 +71,12 @@ def write(
     model: dict[str, object] = {**source} if source else dict(model_keys(shape, ours=True))
     model |= {"num_nextn_predict_layers": ahead} if ahead and not source else {}
     model |= {"capacity_factor": layout.capacity} if layout.capacity else {}
+    stages = layout.stages or even_stages(shape.num_hidden_layers, 1, ahead)
     sections: dict[str, dict[str, object]] = {
         "model": model,
         "parallel": {axis: getattr(layout, axis) for axis in ("pp", "dp", "tp", "cp", "zero", "ep")}
         | {"sp": layout.tp > 1, "ep_nodes": ep_nodes}
-        | {"stages": layout_string(layout.stages or even_stages(shape.num_hidden_layers, 1, ahead), ahead)}
+        | {"stages": layout_string(stages, ahead)}
         | ({"vocabulary": "pp"} if layout.vocabulary == "pp" else {}),
         "schedule": {"name": str(table) if table else layout.schedule, "microbatches": layout.m}
         | ({"chunks": layout.v} if layout.v > 1 and not table else {})
@@ -77,7 +86,9 @@ def write(
             "global_batch_size": layout.sequences,
             "dtype": "bfloat16",
             "device": "cuda",
-            "recompute": layout.recompute,
+            "recompute": recomputed_blocks(stages, layout.recompute_layers)
+            if layout.recompute_layers
+            else layout.recompute,
         },
         "optimizer": {"lr": suitable_rate(parameter_count(shape), source is not None, adapters is not None)},
         "data": {"source": data},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby, islice
+from itertools import accumulate, groupby, islice, pairwise
 
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.schedule import Schedule
@@ -51,6 +51,17 @@ def layers_by_rank(schedule: Schedule, stages: Sequence[int], ahead: int = 0) ->
         ranks = [rank for rank, _ in group]
         rows.append([str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}", *held])
     return rows
+
+
+def recomputed_blocks(stages: Sequence[int], count: int) -> list[int]:
+    """The numbers of the first `count` blocks of each stage, as `train.recompute` has them.
+
+    Args:
+        stages: layers of each stage by position, the embedding and the output layer among them.
+    """
+    ends = list(accumulate(stages, initial=-1))  # the embedding is before block 0
+    blocks = [range(max(0, start), min(end, ends[-1] - 1)) for start, end in pairwise(ends)]
+    return [number for each in blocks for number in each[:count]]
 
 
 _FLAGS = {key: f"parallel.{key}" for key in ("dp", "tp", "cp", "pp", "ep", "zero", "vocabulary")} | {

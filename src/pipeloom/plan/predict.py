@@ -126,7 +126,13 @@ class Planner:
             return layout.stages
         if layout.cut == "even":
             return even_stages(self.shape.num_hidden_layers, positions, self.shape.num_nextn_predict_layers)
-        return balanced([each.total for each in self.layer_seconds(layers, layout, links)], positions)
+        seconds = [each.total for each in self.layer_seconds(layers, layout, links)]
+        if layout.recompute_layers:  # the mean over blocks with and without, whose places depend on the cut
+            whole = replace(layout, recompute="none", recompute_layers=0)
+            bare = self.layer_seconds(self.timed_layers(whole)[: len(layers)], whole, links)
+            share = min(1.0, layout.recompute_layers * positions / self.shape.num_hidden_layers)
+            seconds = [(1 - share) * a.total + share * b for a, b in zip(bare, seconds, strict=True)]
+        return balanced(seconds, positions)
 
     def layer_seconds(self, layers: list[LayerOps], layout: PlannedLayout, links: AxisRates) -> list[StageSeconds]:
         """Layer -> seconds of one micro-batch; those of the same object are computed once."""
@@ -359,8 +365,9 @@ def distinct(layers: Sequence[LayerOps]) -> dict[int, LayerOps]:
 
 
 def balanced(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
-    """The number of layers of each stage, with the longest stage as short as possible."""
-    return tuple(balance([round(1e9 * each) for each in seconds], stages))
+    """The number of layers of each stage, with the longest stage as short as possible; seconds count to 1/4096 of a layer's."""
+    longest = max(seconds)
+    return tuple(balance([round(4096 * each / longest) for each in seconds], stages))
 
 
 SHORT_ROUNDS = 8  # of micro-batches, from which a longer step is extrapolated: in each round every rank gets one

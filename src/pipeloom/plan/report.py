@@ -10,7 +10,7 @@ from pipeloom.draw.tables import Table
 from pipeloom.errors import CapacityError, UsageError, did_you_mean
 from pipeloom.plan.memory import RankMemory
 from pipeloom.plan.predict import LayoutCosts, Planner
-from pipeloom.plan.search import Estimate, LayoutPlan, PlanRequest, fastest_with_less, search
+from pipeloom.plan.search import Estimate, LayoutPlan, PlanRequest, fastest, fastest_elsewhere, search
 from pipeloom.plan.time import StepTime
 from pipeloom.plan.time import device as device_named
 from pipeloom.shapes.hub import load as load_model
@@ -75,7 +75,7 @@ def best_layouts(
     >>> import pipeloom as pl
     >>> best = pl.best_layouts("llama3-8b", 2, sequences=32, fixed={"tp": 1})[0]
     >>> best["layout"], best["peak_bytes"] < 80 * 2**30
-    ('pp=2,m=32,recompute=full', True)
+    ('pp=2,m=32,recompute=full,recompute_layers=15', True)
 
     Args:
         model: a preset, such as llama3-8b, or a file or directory with a `config.json`.
@@ -195,10 +195,11 @@ def what_if(planner: Planner, request: PlanRequest, plan: LayoutPlan) -> list[st
     """Sentences: the best layout where links are half as fast, and where a tenth of the memory is missing."""
     best = plan.best
     slower = replace(planner, device=planner.device.with_links(0.5))
+    less = replace(request, memory=0.9 * request.memory)
     lines = []
     for words, other in (
-        ("links half as fast", fastest_with_less(slower, request, plan)),
-        ("a tenth less memory", fastest_with_less(planner, replace(request, memory=0.9 * request.memory), plan)),
+        ("links half as fast", fastest_elsewhere(slower, request, plan)),
+        ("a tenth less memory", fastest(planner, less, plan.estimates, long=1.0)),
     ):
         if other is None:
             lines.append(f"with {words}: nothing fits")

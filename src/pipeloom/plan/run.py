@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from pipeloom.config import Config, Layout
 from pipeloom.config.layout import stage_sizes
 from pipeloom.errors import UsageError
+from pipeloom.plan.export import recomputed_blocks
 from pipeloom.plan.layout import PlannedLayout, problems
 from pipeloom.plan.measured import MeasuredLayers
 from pipeloom.plan.memory import OfRanks, RankMemory, ranks_of, state_bytes
@@ -67,7 +68,9 @@ def has_sums(layout: Layout) -> bool:
 def layout_of(layout: Layout) -> PlannedLayout:
     """The layout as the planner has it. Its schedule is named, and need not be a family."""
     config, mesh = layout.config, layout.mesh
-    recompute = config.train.recompute
+    recompute, stages = config.train.recompute, layout.stage_layers
+    counts = range(1, max(stages)) if isinstance(recompute, tuple) else ()
+    first = next((count for count in counts if recomputed_blocks(stages, count) == sorted(recompute)), 0)
     return PlannedLayout(
         mesh.dp, mesh.tp, mesh.cp, mesh.pp, mesh.ep,
         v=layout.schedule.chunks,
@@ -75,12 +78,13 @@ def layout_of(layout: Layout) -> PlannedLayout:
         micro_batch=max(layout.microbatch_sizes),
         seq=config.train.seq_len,
         zero=config.parallel.zero or int(config.optimizer.zero1),
-        recompute=recompute if isinstance(recompute, str) else "none",
+        recompute=recompute if isinstance(recompute, str) else "full" if first else "none",
+        recompute_layers=first,
         schedule=layout.schedule.name,
         capacity=config.model.capacity_factor,
         slices=layout.schedule.slices,
         vocabulary="pp" if layout.schedule.vocabulary else "last",
-        stages=layout.stage_layers,
+        stages=stages,
     )  # fmt: skip
 
 
@@ -112,6 +116,12 @@ def predicted(
     of_stage = spans(layout.schedule, layout.stage_layers)
     groups = [layers[start:end] for start, end in of_stage]
     times = [planner.stage_seconds(timed[start:end], planned, links) for start, end in of_stage]
+    if planned.recompute == "full" and measured_layers is None:
+        # R computes the blocks that are recomputed, not the whole stage
+        again = [*_recomputed(layout), False]
+        blocks = [[timed[at] for at in range(*span) if again[at]] for span in of_stage]
+        redone = [planner.stage_seconds(each, planned, links).forward if each else 0.0 for each in blocks]
+        times = [replace(each, recompute=seconds) for each, seconds in zip(times, redone, strict=True)]
     run = planner.costs(times, planned, links, layout.schedule)
     run = replace(run, bytes=_bytes(layout, planned, layers, timed, planner.runtime))
     if layout.cuts is not None:  # which may be even in tokens instead

@@ -61,6 +61,7 @@ class PlanRequest:
         fixed: name of a field of `PlannedLayout` -> the value that it must have.
         limits: as `fixed`, values that the model's layers require (`limits_of_source`).
         recompute: what may be recomputed.
+        partial: whether only some blocks of a stage may be.
         slices: numbers of slices of a sequence that may be used, with schedules of one chunk.
         vocabulary: where the output layer may be: on the last rank, or spread over at most `MOST_SHARES` ranks of one or two
             chunks.
@@ -76,6 +77,7 @@ class PlanRequest:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, Any] = field(default_factory=dict)
     recompute: tuple[str, ...] = RECOMPUTED
+    partial: bool = False
     slices: tuple[int, ...] = (1,)
     vocabulary: tuple[str, ...] = ("last",)
 
@@ -88,6 +90,7 @@ class PlanRequest:
         zero = {"torchtitan": (3,), "pipeloom": (1, 2, 3)}.get(runtime, (1,))
         if "zero" in fields.get("fixed", {}):
             zero = (int(fields["fixed"]["zero"]),)
+        fields |= {"partial": runtime != "torchtitan"}
         request = cls(devices, memory, sequences, seq, OFFERED[runtime], zero, **fields)
         if runtime != "megatron":  # these parts are Megatron's
             request = replace(request, recompute=("none", "full"))
@@ -180,16 +183,14 @@ def search(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate]
     if not estimates:
         raise UsageError(_no_layout(planner, request))
     close = _close(estimates, request)
-    known = [
-        prediction
-        for pipelined in (False, True)
-        for prediction in _until_best(planner, request, [e for e in close if (e.layout.pp > 1) == pipelined])
-    ]
-    if any(each.peak <= request.memory for each in known):
+    known: list[LayoutCosts] = []
+    for pipelined in (False, True):
+        known += _all_but_slower(planner, request, [each for each in close if (each.layout.pp > 1) == pipelined])
+    if _fitting(known, request):
         known += _smaller(planner, request, close, known)
     else:
         known += _predictions(planner, _smallest(planner, estimates))
-    fitting = sorted((each for each in known if each.peak <= request.memory), key=lambda each: each.step.total)
+    fitting = sorted(_fitting(known, request), key=lambda each: each.step.total)
     smallest = min(known, key=lambda each: each.peak, default=None)
     return LayoutPlan(tuple(fitting), tuple(estimates), len(estimates) - len(close), len(known), smallest)
 
@@ -199,17 +200,18 @@ def fastest(
 ) -> LayoutCosts | None:
     """The first prediction of `search`, without the others; None where nothing fits. `long`: in place of `LONG`."""
     close = _close(estimates or _sorted_estimates(planner, request), request)
-    fitting = (each for each in _until_best(planner, request, close, long) if each.peak <= request.memory)
-    return min(fitting, key=lambda each: each.step.total, default=None)
+    known = _all_but_slower(planner, request, close, long)
+    return min(_fitting(known, request), key=lambda each: each.step.total, default=None)
 
 
-def fastest_with_less(planner: Planner, request: PlanRequest, plan: LayoutPlan) -> LayoutCosts | None:
-    """The layout that is estimated as the fastest with slower links or less memory than those of `plan`, predicted.
+def fastest_elsewhere(planner: Planner, request: PlanRequest, plan: LayoutPlan) -> LayoutCosts | None:
+    """The layout that is estimated as the fastest with the slower links of `planner`, predicted.
 
     No layout is faster than it was, so that all with a longer estimate in `plan` than the best takes now are out.
     """
-    most = planner.predict(plan.best.layout).step.total if plan.best.peak <= request.memory else math.inf
-    near = [estimate(planner, each.layout) for each in _close(plan.estimates, request) if each.seconds <= LONG * most]
+    most = LONG * planner.predict(plan.best.layout).step.total
+    of = _Estimator(planner).estimate
+    near = [of(each.layout) for each in _close(plan.estimates, request) if each.seconds <= most]
     return fastest(planner, request, sorted(near, key=lambda each: each.seconds), long=1.0)
 
 
@@ -221,14 +223,33 @@ def _close(estimates: Iterable[Estimate], request: PlanRequest) -> list[Estimate
     return [each for each in estimates if each.memory <= CLOSE * request.memory]
 
 
-def _until_best(
+def _all_but_slower(
     planner: Planner, request: PlanRequest, estimates: Sequence[Estimate], long: float = LONG
+) -> list[LayoutCosts]:
+    """Predictions of the layouts that may be the fastest that fits, those with some blocks recomputed among them."""
+    known = list(_until_best(planner, request, estimates, long))
+    return [*known, *_partial(planner, request, estimates, known, long)]
+
+
+def _fitting(predictions: Iterable[LayoutCosts], request: PlanRequest) -> list[LayoutCosts]:
+    return [each for each in predictions if each.peak <= request.memory]
+
+
+def _until_best(
+    planner: Planner,
+    request: PlanRequest,
+    estimates: Sequence[Estimate],
+    long: float = LONG,
+    best: float = math.inf,
 ) -> Iterator[LayoutCosts]:
     """Yield predictions, of the fastest estimate first, until no other layout can be faster than the best that fits.
 
     Estimates are too short by nearly the same share for layouts of one schedule, of which the least that was seen counts.
+
+    Args:
+        best: seconds of the fastest prediction before.
     """
-    best, short = math.inf, dict[tuple[object, ...], float]()
+    short: dict[tuple[object, ...], float] = {}
     for each in estimates:
         if each.seconds >= long * best:
             return
@@ -242,6 +263,33 @@ def _until_best(
             if prediction.peak <= request.memory:
                 best = min(best, seconds)
             yield prediction
+
+
+def _partial(
+    planner: Planner,
+    request: PlanRequest,
+    estimates: Iterable[Estimate],
+    known: Iterable[LayoutCosts],
+    long: float = LONG,
+) -> Iterator[LayoutCosts]:
+    """Yield predictions of layouts that recompute as few blocks of each stage as fit, as far as one can be faster than `known`.
+
+    Args:
+        estimates: those close to the memory; all blocks recomputed take at most 4/3 of the time of none.
+    """
+    best = min((each.step.total for each in _fitting(known, request)), default=math.inf)
+    estimator, near = _Estimator(planner), list[Estimate]()
+    for each in estimates if request.partial else ():
+        layout = each.layout
+        if layout.recompute != "full" or layout.recompute_layers or each.seconds > 4 / 3 * best:
+            continue
+        bare = estimator.estimate(replace(layout, recompute="none"))
+        blocks = -(-planner.shape.num_hidden_layers // (layout.pp * layout.v))
+        if bare.memory > request.memory and bare.seconds < long * best:
+            fewest = math.ceil(blocks * (bare.memory - request.memory) / (bare.memory - each.memory))
+            some = [replace(layout, recompute_layers=count) for count in range(fewest, min(fewest + 2, blocks))]
+            near += [estimator.estimate(other) for other in some if request.allows(other)]
+    yield from _until_best(planner, request, sorted(near, key=lambda each: each.seconds), long, best)
 
 
 def _smallest(planner: Planner, estimates: Iterable[Estimate]) -> list[Estimate]:
@@ -364,8 +412,8 @@ def steps(layout: PlannedLayout, request: PlanRequest) -> Iterator[tuple[str, Pl
             f"micro_batch {2 * layout.micro_batch}",
             replace(layout, micro_batch=2 * layout.micro_batch, m=layout.m // 2),
         )
-    for recompute in (each for each in request.recompute if each != layout.recompute):
-        yield f"recompute {recompute}", replace(layout, recompute=recompute)
+    for recompute in (each for each in request.recompute if each != layout.recompute or layout.recompute_layers):
+        yield f"recompute {recompute}", replace(layout, recompute=recompute, recompute_layers=0)
     if layout.vocabulary == "pp":
         yield "vocabulary last", replace(layout, vocabulary="last")
     for slices in request.slices if layout.pp > 1 else ():
@@ -418,40 +466,33 @@ def _spreads(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
 
 def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
     """Estimates of all layouts; where the mean rank of one has too many bytes, these alone, with the highest ZeRO level."""
-    known: dict[tuple[object, ...], _Sums] = {}
-    cuts: dict[tuple[object, ...], _Cut] = {}
+    estimator = _Estimator(planner)
     models: dict[tuple[object, ...], Sequence[float]] = {}
     for layout in _spreads(planner, request):
         links = AxisRates.of(layout, planner.device, planner.shape)
-        key = (layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.recompute, links)
         for name in request.schedules if layout.pp > 1 else request.schedules[:1]:
             for v in CHUNKS[name] if layout.pp > 1 else (1,):
                 for slices, vocabulary in product(_slices(request, layout, name), request.vocabulary):
-                    sized = replace(layout, v=v, schedule=name, slices=slices, vocabulary=vocabulary)
-                    if not _is_offered(planner, sized) or (vocabulary == "pp" and problems(planner.shape, sized)):
-                        continue
                     levels = request.zero[:1] if layout.dp * layout.cp == 1 else request.zero
-                    smallest = replace(sized, zero=max(levels))
-                    whole = (*key, layout.pp if vocabulary == "pp" else 0)
+                    smallest = replace(
+                        layout, v=v, schedule=name, slices=slices, vocabulary=vocabulary, zero=max(levels)
+                    )
+                    spread = vocabulary == "pp"
+                    if not _is_offered(planner, smallest) or (spread and problems(planner.shape, smallest)):
+                        continue
+                    whole = (*_key_of_layers(layout, links), layout.pp if spread else 0)
                     if whole not in models:
-                        models[whole] = _Sums.of(planner, replace(sized, slices=1), links).totals[-1]
+                        models[whole] = estimator.sums(replace(smallest, zero=levels[0], slices=1), links).totals[-1]
                     least = _least_bytes(planner, smallest, models[whole])
                     if least > CLOSE * request.memory and request.allows(smallest):
                         yield Estimate(smallest, least, math.inf)
                         continue
-                    best = Estimate(sized, math.inf, math.inf)  # of the lower levels
+                    best = Estimate(smallest, math.inf, math.inf)  # of the lower levels
                     for zero in levels:
-                        candidate = replace(sized, zero=zero)
+                        candidate = smallest if zero == smallest.zero else replace(smallest, zero=zero)
                         if not request.allows(candidate):
                             continue
-                        gathers = layout.dp if gathers_by_microbatch(candidate, planner.runtime) else 0
-                        kind = (*key, gathers, slices, layout.pp if vocabulary == "pp" else 0)
-                        if kind not in known:
-                            known[kind] = _Sums.of(planner, candidate, links)
-                        place = (kind, layout.pp, v, name in BACK_AND_FORTH)
-                        if place not in cuts:
-                            cuts[place] = known[kind].cut(layout.pp, v, vee=name in BACK_AND_FORTH)
-                        estimate = _estimate(planner, candidate, links, cuts[place])
+                        estimate = estimator.estimate(candidate, links)
                         if estimate.seconds < best.seconds or best.memory > ROOM * request.memory:
                             best = estimate
                             yield estimate
@@ -519,6 +560,10 @@ class _Cut:
     largest: float
     share: float
 
+    @cached_property
+    def distinct(self) -> frozenset[_Rank]:
+        return frozenset(self.ranks)
+
 
 @dataclass(frozen=True)
 class _Sums:
@@ -566,9 +611,50 @@ class _Sums:
 
 def estimate(planner: Planner, layout: PlannedLayout) -> Estimate:
     """The estimate of one layout, without its schedule."""
-    links = AxisRates.of(layout, planner.device, planner.shape)
-    cut = _Sums.of(planner, layout, links).cut(layout.pp, layout.v, vee=layout.schedule in BACK_AND_FORTH)
-    return _estimate(planner, layout, links, cut)
+    return _Estimator(planner).estimate(layout)
+
+
+def _key_of_layers(layout: PlannedLayout, links: AxisRates) -> tuple[object, ...]:
+    """Key of the layers and their times, among layouts of one request."""
+    return layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.recompute, links
+
+
+class _Estimator:
+    """Estimates of layouts of one request, which share the times of their layers and their cuts."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+        self._sums: dict[tuple[object, ...], _Sums] = {}
+        self._cuts: dict[tuple[object, ...], _Cut] = {}
+
+    def sums(self, layout: PlannedLayout, links: AxisRates) -> _Sums:
+        return self._known(layout, links)[1]
+
+    def _known(self, layout: PlannedLayout, links: AxisRates) -> tuple[tuple[object, ...], _Sums]:
+        gathers = layout.dp if gathers_by_microbatch(layout, self.planner.runtime) else 0
+        shares = layout.pp if layout.vocabulary == "pp" else 0
+        key = (*_key_of_layers(layout, links), gathers, layout.slices, shares)
+        if key not in self._sums:
+            self._sums[key] = _Sums.of(self.planner, layout, links)
+        return key, self._sums[key]
+
+    def estimate(self, layout: PlannedLayout, links: AxisRates | None = None) -> Estimate:
+        if layout.recompute_layers:  # between none and all blocks of a stage
+            bare, full = (
+                self.estimate(replace(layout, recompute=each, recompute_layers=0)) for each in ("none", "full")
+            )
+            share = min(1.0, layout.recompute_layers * layout.pp * layout.v / self.planner.shape.num_hidden_layers)
+            memory, seconds = (
+                a + share * (b - a) for a, b in ((bare.memory, full.memory), (bare.seconds, full.seconds))
+            )
+            return Estimate(layout, memory, seconds)
+        links = links or AxisRates.of(layout, self.planner.device, self.planner.shape)
+        key, sums = self._known(layout, links)
+        vee = layout.schedule in BACK_AND_FORTH
+        place = (key, layout.pp, layout.v, vee)
+        if place not in self._cuts:
+            self._cuts[place] = sums.cut(layout.pp, layout.v, vee=vee)
+        return _estimate(self.planner, layout, links, self._cuts[place])
 
 
 def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _Cut) -> Estimate:
@@ -593,7 +679,7 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
         before += mine
     memory, optimizer = 0.0, 0.0
     replicas, states, waits = layout.dp * layout.cp, {}, 0.0
-    for rank in set(cut.ranks):
+    for rank in cut.distinct:
         trained = rank.trained_shared, rank.trained_experts
         groups = list(zip((rank.shared, rank.experts), trained, (replicas, layout.expert_replicas), strict=True))
         states[rank] = sum(state_bytes(groups, cut.largest, layout, runtime))
@@ -603,9 +689,10 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
             hidden = rank.seconds * runtime.hides_state
             waits = max(0.0, sums - 2 / 3 * hidden) / v + max(0.0, gathers - hidden / 3) / v
     for at, rank in enumerate(cut.ranks):
-        alive = {"interleaved": p + (p - 1 - 2 * at) / v, "zbv": p}.get(
-            plain, (1 + paired) * (1 + (p - at - 1) / layout.slices)
-        )
+        if plain == "interleaved":
+            alive = p + (p - 1 - 2 * at) / v
+        else:
+            alive = p if plain == "zbv" else (1 + paired) * (1 + (p - at - 1) / layout.slices)
         alive -= paired * (v == 1)
         alive += (layout.vocabulary == "pp") / v / layout.slices
         held = rank.saved * min(m, alive) + rank.output + rank.extra / layout.slices

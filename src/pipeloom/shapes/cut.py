@@ -91,7 +91,9 @@ def _of_equal_blocks(costs: Sequence[int], stages: int) -> list[int]:
 
 def _smallest_largest(before: Sequence[int], stages: int) -> int:
     """Return the least possible cost of the largest stage; `before[i]` is the cost of the first i layers."""
-    low, high = max(b - a for a, b in pairwise(before)), before[-1]
+    largest = max(b - a for a, b in pairwise(before))
+    low = max(largest, -(-before[-1] // stages))
+    high = low + largest  # a stage that is filled up to its limit lacks less than one layer
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if _ends(before, stages, middle)[-1] == len(before) - 1 else (middle + 1, high)
