@@ -80,7 +80,13 @@ def auto_layers(model: nn.Module, example_batch: Any) -> AutoLayers:
             inner.training = modes.get(inner, model.training)
     tied = shared_names(nn.ModuleDict({part.name: part.module for part in parts}))
     layers = [
-        Layer(part.name, partial(copy.deepcopy, part.module), reads=tuple(part.reads), writes=tuple(part.writes))
+        Layer(
+            part.name,
+            partial(copy.deepcopy, part.module),
+            reads=tuple(part.reads),
+            writes=tuple(part.writes),
+            cost=1 + sum(parameter.numel() for parameter in part.module.parameters()),
+        )
         for part in parts
     ]
     lines = [f"{name}: {len(parts)} parts, which give its output on the example"]

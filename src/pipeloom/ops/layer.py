@@ -38,6 +38,8 @@ class Layer:
         writes: tensors for later layers: names, or {key in the dict: name}.
         losses: {key in the dict: LossTerm}; keys are unique in the whole model.
         spread: whether every rank of the pipeline has one, with its rows of a vocabulary's weight. Such layers are the last ones.
+        cost: its share of the model's work, in any unit, such as its number of parameters or measured seconds. Where all layers
+            have one, stages without given sizes are cut by it; 0: unknown.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Layer:
     writes: Sequence[str] | Mapping[str, str] = field(default=(), hash=False)
     losses: Mapping[str, LossTerm] = field(default_factory=dict, hash=False)
     spread: bool = False
+    cost: float = 0.0
 
     def __call__(self) -> nn.Module:
         return self.build()

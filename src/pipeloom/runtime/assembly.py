@@ -25,6 +25,7 @@ from pipeloom.runtime.overlap import CommStream
 from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.stage_modules import (
     KnownKeywords,
+    Layer,
     LayerNames,
     LayerSource,
     ModelNames,
@@ -132,7 +133,8 @@ class PipelineSpec:
         shares = len(self.schedule.vocabulary)  # of the last layers, one on each rank
         spread = sum(getattr(layer, "spread", False) for layer in self.layers)
         last = len(self.layers) - (max(spread, 1) if shares else 0)
-        self.ranges = split_layers(last, self.schedule.positions, self.stages)
+        costs = [layer.cost if isinstance(layer, Layer) else 0.0 for layer in self.layers[:last]]
+        self.ranges = split_layers(last, self.schedule.positions, self.stages, costs)
         self.ranges += [range(last, len(self.layers))] * shares
         declared = ModelNames.of(
             [LayerNames.of(layer, name) for layer, name in zip(self.layers, self.names, strict=True)],

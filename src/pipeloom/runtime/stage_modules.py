@@ -24,6 +24,7 @@ from pipeloom.ops.segments import is_segmented
 from pipeloom.ops.slices import STATE
 from pipeloom.runtime.batch import split_sizes
 from pipeloom.schedule.model import NamedTensor, Schedule, require_is_schedule
+from pipeloom.shapes.cut import balance
 
 LayerSource = Callable[[], nn.Module] | nn.Module
 
@@ -288,8 +289,14 @@ def require_arguments(layers: object, schedule: object, loss: object) -> None:
         raise UsageError(f"loss is of type {type(loss).__name__}; give a function loss(output, targets)")
 
 
-def split_layers(count: int, positions: int, stages: Sequence[int] | None) -> list[range]:
-    """Return position -> its layers; `stages`: number of layers of each; None: as even as possible, larger ones first.
+_COST_UNITS = 2**24  # whole numbers of which the costs of all layers are multiples, so that sums are exact
+
+
+def split_layers(count: int, positions: int, stages: Sequence[int] | None, costs: Sequence[float] = ()) -> list[range]:
+    """Return position -> its layers.
+
+    Args:
+        stages: number of layers of each; None: by `costs` where all layers have one, else even, larger ones first.
 
     Raises ConfigError if the numbers do not add up, or if a stage would be empty that `stages` does not make empty.
     """
@@ -297,6 +304,8 @@ def split_layers(count: int, positions: int, stages: Sequence[int] | None) -> li
         if count < positions:
             raise ConfigError(f"{count} layers cannot fill {positions} stages; use at most {count} stages")
         sizes = split_sizes(count, positions)
+        if costs and min(costs) > 0:
+            sizes = balance([max(1, round(cost * _COST_UNITS / sum(costs))) for cost in costs], positions)
     else:
         sizes = list(stages)
         if len(sizes) != positions or min(sizes) < 0 or sum(sizes) != count:

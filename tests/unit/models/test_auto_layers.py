@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from pipeloom.errors import ConfigError, UsageError
-from pipeloom.runtime import LocalPipeline
+from pipeloom.runtime import Layer, LocalPipeline, RuntimeOptions
+from pipeloom.runtime.assembly import PipelineSpec
 
 
 def block() -> nn.Module:
@@ -137,3 +138,20 @@ def test_refused(model: nn.Module, words: str) -> None:
 def test_an_example_that_is_no_tensor() -> None:
     with pytest.raises(UsageError, match="the example batch must be a tensor, or a tuple of tensors"):
         pl.auto_layers(Small(), {"tokens": torch.zeros(1, 6)})
+
+
+def test_layers_with_costs_are_cut_by_them() -> None:
+    """Those of auto_layers have their parameters; where a layer has no cost, each stage has as many."""
+
+    def sizes(layers: list[Layer], stages: list[int] | None = None) -> list[int]:
+        spec = PipelineSpec(layers, pl.schedules.gpipe(4, 4), F.mse_loss, None, None, stages, (), RuntimeOptions())
+        return [len(layers) for layers in spec.ranges]
+
+    layers = [
+        Layer(f"l{at}", block, cost=cost) for at, cost in enumerate((0.5, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.7))
+    ]
+    assert sizes(layers) == [1, 3, 3, 1]
+    assert sizes([*layers[:-1], Layer("head", block)]) == [2, 2, 2, 2]
+    assert sizes(layers, [1, 1, 1, 5]) == [1, 1, 1, 5]
+    model = nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 8), *(nn.Linear(8, 8) for _ in range(5)), nn.Linear(8, 900))
+    assert sizes(pl.auto_layers(model, torch.rand(2, 8)).layers) == [1, 1, 5, 1]

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeloom.models.hf.cut import Cut, cut
 from pipeloom.models.hf.library import RANGE, causal_model, read_config, transformers
-from pipeloom.models.hf.sizes import counted_shape
+from pipeloom.models.hf.sizes import counted_shape, parameters_by_layer
 from pipeloom.models.layers import VocabularyRanks, hub_name
 from pipeloom.ops.layer import Layer
 from pipeloom.parallel.context import ContextParallel
@@ -28,7 +28,11 @@ class ModelLayers(list[Layer]):
 
     def __init__(self, cut: Cut) -> None:
         shares = cut.share_names
-        super().__init__(Layer(name, cut.builder(name), spread=name in shares) for name in cut.layer_names)
+        sizes = map(sum, parameters_by_layer(cut))
+        super().__init__(
+            Layer(name, cut.builder(name), spread=name in shares, cost=0 if shares else 1 + size)
+            for name, size in zip(cut.layer_names, sizes, strict=True)
+        )
         self.cut = cut
         self.tied = cut.tied()
 

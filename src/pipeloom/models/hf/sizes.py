@@ -70,7 +70,7 @@ def _counted(content: str) -> DecoderShape:
     whole = cut(causal_model(config, torch.bfloat16))
     # Where some layers have other sizes, those of the others serve for operations.
     sizes.allow_global_per_layer_attribute_access = True
-    first, *blocks, last = _parameters(whole)
+    first, *blocks, last = parameters_by_layer(whole)
     sparse = tuple(int(of_experts > 0) for _, of_experts in blocks)
     heads = _number(sizes, "num_attention_heads", 1)
     hidden, shared = int(sizes.hidden_size), _number(sizes, "num_key_value_heads", heads)
@@ -108,7 +108,7 @@ def unread_keys(config: Any, values: Mapping[str, Any]) -> list[str]:
     return unread + [f"{part}.{key}" for part in parts for key in unread_keys(getattr(config, part), values[part])]
 
 
-def _parameters(whole: Cut) -> list[tuple[int, int]]:
+def parameters_by_layer(whole: Cut) -> list[tuple[int, int]]:
     """Return the parameters of each layer: without those of experts, and these."""
     layers: dict[str, dict[int, tuple[int, bool]]] = {name: {} for name in whole.layer_names}
     for name, parameter in whole.model.named_parameters(remove_duplicate=False):
