@@ -237,6 +237,7 @@ def test_files_of_users_are_read_in_one_way() -> None:
         "settings.py:built_in",
         "hub.py:presets",
         "settings.py:_text_of",
+        "settings.py:other_names",
         "chrome.py:_is_trace",
     }  # of the package; a regular file's beginning
     direct = []
