@@ -169,6 +169,27 @@ def plan_step(
     return step.improved(best, _TRIES if last is None else _WARM_TRIES)
 
 
+def simple_plans(
+    lengths: Sequence[int],
+    ranks: int,
+    replicas: int = 1,
+    *,
+    tokens: int,
+    time: SequenceTime = SequenceTime(),
+    costs: Costs = Costs(),
+) -> list[tuple[str, StepPlan]]:
+    """Return plans of two packings, "as they come" and "by tokens", with 1F1B and interleaving; arguments as of `plan_step`."""
+    _require(lengths, ranks, replicas, tokens)
+    step = _StepQuestion(tuple(lengths), ranks, replicas, tokens, time, costs, math.inf, 2)
+    packings = zip(("as they come", "by tokens"), step.simple_packings(), strict=True)
+    plans = [
+        (words, step.planned(family, [[each] for each in packing]))
+        for words, packing in packings
+        for family in (("1f1b", 1), ("interleaved", 2))
+    ]
+    return [(words, plan) for words, plan in plans if plan is not None]
+
+
 def _require(lengths: Sequence[int], ranks: int, replicas: int, tokens: int) -> None:
     if not lengths or min(lengths) < 1:
         raise UsageError("lengths: give the tokens of each sequence, at least 1 each")
