@@ -1,11 +1,17 @@
 """Steps of sequences of different lengths: the plan beside packing in the order given and balancing by tokens.
 
-    python benchmarks/unequal.py               40 settings (some minutes of a core)
-    python benchmarks/unequal.py 3 8           settings 3 to 7
+    python benchmarks/unequal.py                       40 settings (some minutes of a core)
+    python benchmarks/unequal.py 3 8                   settings 3 to 7
+    python benchmarks/unequal.py search 60 3 8         beside a search of 60 CPU seconds a setting
+    python benchmarks/unequal.py real                  measured steps of 2 processes
 
 For each setting it prints the makespan of the plan over the shorter of 1F1B and `interleaved` with (a) sequences dealt out in
 turn and packed as they come, (b) replicas and micro-batches balanced by tokens, the gap to the bound, and the CPU seconds of the
 first plan and of one that takes over its family and packing.
+
+search: the plan over the best that simulated annealing finds, which begins with the plan of each family and changes batches,
+their order and replicas. real: steps of the plan and of (b) in turn, with a transformer that attends within each sequence, each
+with other lengths; the plan's costs are fitted to measured times of single micro-batches, and its prediction is printed too.
 """
 
 from __future__ import annotations
@@ -14,9 +20,14 @@ import math
 import random
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 from itertools import product
+from statistics import median
+from typing import Any
 
-from pipeloom.plan.step import SequenceTime, plan_step
+from pipeloom.plan.step import FAMILIES_OF_STEPS, SequenceTime, plan_step
 from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.families import build
 
@@ -67,15 +78,22 @@ def packed(lengths: list[int], members: list[int], limit: int, *, by_tokens: boo
     return batches
 
 
+def dealt(lengths: list[int], replicas: int, *, by_tokens: bool) -> list[list[int]]:
+    """Sequences of each replica: in turn, or of nearly equal tokens."""
+    if not by_tokens:
+        return [list(range(at, len(lengths), replicas)) for at in range(replicas)]
+    members: list[list[int]] = [[] for _ in range(replicas)]
+    sums = [0] * replicas
+    for at in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
+        least = sums.index(min(sums))
+        members[least].append(at)
+        sums[least] += lengths[at]
+    return members
+
+
 def baseline(lengths: list[int], ranks: int, replicas: int, limit: int, *, by_tokens: bool) -> float:
     """The shorter step of 1F1B and `interleaved` with two chunks."""
-    members: list[list[int]] = [list(range(at, len(lengths), replicas)) for at in range(replicas)]
-    if by_tokens:
-        members, sums = [[] for _ in range(replicas)], [0] * replicas
-        for at in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
-            least = sums.index(min(sums))
-            members[least].append(at)
-            sums[least] += lengths[at]
+    members = dealt(lengths, replicas, by_tokens=by_tokens)
     steps = []
     for name, chunks in (("1f1b", None), ("interleaved", 2)):
         stage, spans = 1 / (chunks or 1), []
@@ -88,10 +106,219 @@ def baseline(lengths: list[int], ranks: int, replicas: int, limit: int, *, by_to
     return min(steps)
 
 
+# -- beside a search -------------------------------------------------------------------------------------------------------
+
+Batches = list[list[int]]
+
+
+class Annealing:
+    """Simulated annealing of one family over the division of sequences among replicas and ordered micro-batches."""
+
+    def __init__(self, lengths: list[int], ranks: int, limit: int, family: tuple[str, int], seed: int) -> None:
+        self.lengths, self.ranks, self.limit, (self.name, self.chunks) = lengths, ranks, limit, family
+        self.numbers = random.Random(seed)
+        self.times = [TIME.of(n) for n in lengths]
+
+    def span(self, batches: Batches) -> float:
+        """The makespan of one replica."""
+        schedule = _schedule(self.name, self.ranks, len(batches), self.chunks)
+        factors, stage = tuple(sum(self.times[at] for at in batch) for batch in batches), 1 / self.chunks
+        return simulate(schedule, Costs(stage, stage, stage, microbatch=factors)).makespan
+
+    def changed(self, state: list[Batches], slowest: int) -> dict[int, Batches]:
+        """Replica -> its micro-batches after a random change; {} for one that breaks the limit."""
+        draw, mine = self.numbers, [list(batch) for batch in state[slowest]]
+        kind = draw.randrange(4)
+        if kind == 0 and len(mine) > 1:
+            first, second = draw.sample(range(len(mine)), 2)
+            mine.insert(second, mine.pop(first))
+            return {slowest: mine}
+        if kind == 1:
+            first, second = draw.randrange(len(mine)), draw.randrange(len(mine))
+            mine[first], mine[second] = mine[second], mine[first]
+            return {slowest: mine}
+        other = draw.randrange(len(state)) if kind == 3 else slowest
+        theirs = mine if other == slowest else [list(batch) for batch in state[other]]
+        source = mine[draw.randrange(len(mine))]
+        sequence = source.pop(draw.randrange(len(source)))
+        to = draw.randrange(len(theirs) + 1)
+        if to == len(theirs):
+            theirs.insert(draw.randrange(len(theirs) + 1), [sequence])
+        else:
+            if draw.random() < 0.5 and theirs[to]:
+                source.append(theirs[to].pop(draw.randrange(len(theirs[to]))))
+            theirs[to].append(sequence)
+        after = {slowest: [batch for batch in mine if batch], other: [batch for batch in theirs if batch]}
+        too_long = any(sum(self.lengths[at] for at in batch) > self.limit for each in after.values() for batch in each)
+        return {} if too_long or not all(after.values()) else after
+
+    def shortest(self, state: list[Batches], seconds: float) -> float:
+        """The shortest step within so many seconds of this process."""
+        spans = [self.span(batches) for batches in state]
+        best, begin = max(spans), time.process_time()
+        while (spent := (time.process_time() - begin) / seconds) < 1:
+            slowest = max(range(len(spans)), key=spans.__getitem__)
+            after = self.changed(state, slowest)
+            found = {at: self.span(batches) for at, batches in after.items()}
+            rise = max(found.values(), default=math.inf) / spans[slowest] - 1
+            if rise <= 0 or self.numbers.random() < math.exp(-rise / (0.01 * (1 - spent))):
+                for at, batches in after.items():
+                    state[at], spans[at] = batches, found[at]
+                best = min(best, max(spans))
+        return best
+
+
+@lru_cache(maxsize=512)
+def _schedule(name: str, ranks: int, microbatches: int, chunks: int) -> Any:
+    return build(name, ranks, microbatches, chunks if chunks > 1 and name != "zbv" else None)
+
+
+def beside_search(seconds: float, first: int, last: int) -> int:
+    """Print the plan over the best of the search for each setting; 1 where it is longer by more than 5 %."""
+    found = []
+    for number, ((ranks, replicas, count), kind) in list(enumerate(product(SHAPES, KINDS)))[first:last]:
+        lengths = lengths_of(kind, count, 2 * number)
+        limit = max(LIMIT, *lengths)
+        plan = plan_step(lengths, ranks, replicas, tokens=limit, time=TIME)
+        best, by = plan.makespan, plan.family
+        for family in FAMILIES_OF_STEPS:
+            alone = plan_step(lengths, ranks, replicas, tokens=limit, time=TIME, families=[family])
+            start = [[list(batch) for batch in each.microbatches] for each in alone.replicas]
+            search = Annealing(lengths, ranks, limit, family, number)
+            best, by = min((best, by), (search.shortest(start, seconds / len(FAMILIES_OF_STEPS)), family))
+        found.append(plan.makespan / best)
+        print(
+            f"{number:2}  p {ranks}  dp {replicas}  {count:4} sequences  {kind:10}  {found[-1]:.3f}  {by[0]}",
+            flush=True,
+        )
+    print(f"at most 1.02: {sum(each <= 1.02 for each in found)} of {len(found)}; the largest {max(found):.3f}")
+    return int(max(found) > 1.05)
+
+
+# -- measured --------------------------------------------------------------------------------------------------------------
+
+REAL_RANKS, REAL_SEQUENCES, REAL_TOKENS, REAL_LAYERS = 2, 48, 512, 8
+
+
+def real_lengths(step: int) -> list[int]:
+    """Heavy-tailed lengths: those of answers over 16."""
+    return [max(4, n // 16) for n in lengths_of("answers", REAL_SEQUENCES, step)]
+
+
+def measured_costs() -> tuple[SequenceTime, Costs]:
+    """Seconds of a micro-batch on 1/p of the model by its length, fitted to single ones, and the shares of F, I and W."""
+    import torch
+
+    import layers as parts
+
+    model = torch.nn.Sequential(*(parts.Block() for _ in range(REAL_LAYERS // REAL_RANKS)))
+    rows, shares = [], []
+    for length in (8, 16, 32, 64, 128, 256, 384, 512):
+        spans = []
+        for _ in range(9):
+            x = torch.randn(1, length, 256, requires_grad=True)
+            begin = time.perf_counter()
+            out = model(x)
+            forward = time.perf_counter()
+            torch.autograd.grad(out.sum(), x, retain_graph=True)
+            inner = time.perf_counter()
+            out.sum().backward()
+            spans.append((forward - begin, inner - forward, time.perf_counter() - inner))
+        f, i, b = (median(each) for each in zip(*spans, strict=True))
+        rows.append((length, f + b))
+        shares.append((f / (f + b), min(i, b) / (f + b)))
+    x = torch.tensor([[1.0, n, n * n] for n, _ in rows], dtype=torch.float64)
+    y = torch.tensor([seconds for _, seconds in rows], dtype=torch.float64)
+    fixed, linear, square = torch.linalg.lstsq(x / y[:, None], torch.ones_like(y)).solution.clamp_min(0).tolist()
+    forward, inner = (median(each) for each in zip(*shares, strict=True))
+    return SequenceTime(fixed, linear, square), Costs(forward, inner, 1 - forward - inner)
+
+
+def real_steps(rank: int, time_of: SequenceTime, costs: Costs, turns: int) -> list[tuple[float, ...]]:
+    """(seconds of the plan, of (b) with 1F1B and with `interleaved`; seconds predicted of each) of the steps, in turn."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    import layers as parts
+    from pipeloom.runtime import Layer, Pipeline
+
+    class Packed(nn.Module):
+        """A block that attends within each of the packed sequences."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = parts.Block()
+
+        def forward(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+            return torch.cat([self.block(part) for part in torch.split(x, list(sizes), 1)], 1)
+
+    families = {"plan": ("zbv", 2), "1f1b": ("1f1b", 1), "interleaved": ("interleaved", 2)}
+    blocks = [Layer(f"block{at}", Packed) for at in range(REAL_LAYERS)]
+    pipelines = {
+        key: Pipeline(blocks, _schedule(name, REAL_RANKS, 4, chunks), loss=parts.mse)
+        for key, (name, chunks) in families.items()
+    }
+    found: list[tuple[float, ...]] = []
+    for step in range(turns + 2):
+        lengths = real_lengths(step)
+        sequences = [torch.randn(1, n, 256) for n in lengths]
+        plan = plan_step(
+            lengths, REAL_RANKS, tokens=REAL_TOKENS, time=time_of, costs=costs, families=[families["plan"]]
+        ).replicas[0]
+        by_tokens = packed(lengths, list(range(len(lengths))), REAL_TOKENS, by_tokens=True)
+        spans, predicted = [], []
+        for key, (name, chunks) in families.items():
+            chosen: Sequence[Sequence[int]] = plan.microbatches if key == "plan" else by_tokens
+            batches = []
+            for batch in chosen:
+                x = torch.cat([sequences[at] for at in batch], 1)
+                batches.append((x, torch.zeros_like(x), {"sizes": tuple(lengths[at] for at in batch)}))
+            schedule = plan.schedule if key == "plan" else _schedule(name, REAL_RANKS, len(batches), chunks)
+            factors = tuple(time_of.fixed + sum(time_of.of(lengths[at]) for at in batch) for batch in chosen)
+            run = simulate(schedule, replace(costs.resized(1 / chunks), microbatch=factors))
+            predicted.append(run.makespan)
+            dist.barrier()
+            begin = time.perf_counter()
+            pipelines[key].step(microbatches=batches, schedule=schedule)
+            spans.append(time.perf_counter() - begin)
+            pipelines[key].zero_grad()
+        if step >= 2:
+            found.append((*spans, *predicted))
+    for pipeline in pipelines.values():
+        pipeline.close()
+    return found
+
+
+def real(turns: int) -> int:
+    """Print the measured steps, their ratios and the error of the prediction."""
+    from processes import run_ranks
+
+    time_of, costs = measured_costs()
+    print(f"fitted: {time_of}, F {costs.forward} I {costs.input_grad} W {costs.weight_grad}")
+    steps = run_ranks(real_steps, REAL_RANKS, time_of, costs, turns)[0]
+    plan, flat, looped, *predicted = (list(each) for each in zip(*steps, strict=True))
+    ratios = [a / min(b, c) for a, b, c in zip(plan, flat, looped, strict=True)]
+    said = [p / min(q, r) for p, q, r in zip(*predicted, strict=True)]
+    print(
+        f"seconds, medians of {turns}: plan {median(plan):.3f}, (b) 1f1b {median(flat):.3f}, interleaved {median(looped):.3f}"
+    )
+    print(f"plan over the shorter of (b): {median(ratios):.3f}, predicted {median(said):.3f}")
+    for name, took, foreseen in zip(("plan", "1f1b", "interleaved"), (plan, flat, looped), predicted, strict=True):
+        print(f"{name}: predicted over measured {median(p / t for p, t in zip(foreseen, took, strict=True)):.3f}")
+    return 0
+
+
 def main() -> int:
     """Print a row for each setting; 1 where a plan is longer than a baseline."""
     settings = list(product(SHAPES, KINDS))
-    first, last = (int(word) for word in sys.argv[1:3]) if len(sys.argv) > 2 else (0, len(settings))
+    part, *words = sys.argv[1:] if sys.argv[1:2] in (["real"], ["search"]) else ["", *sys.argv[1:]]
+    if part == "real":
+        return real(int(words[0]) if words else 20)
+    seconds = float(words.pop(0)) if part else 0.0
+    first, last = map(int, words) if words else (0, len(settings))
+    if part:
+        return beside_search(seconds, first, last)
     longer = False
     for number, ((ranks, replicas, count), kind) in list(enumerate(settings))[first:last]:
         lengths, following = (lengths_of(kind, count, 2 * number + seed) for seed in (0, 1))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pipeloom.cli import papers
+from pipeloom.cli import lengths, papers
 from pipeloom.cli import sweep as sweeps
 from pipeloom.cli.options import (
     CostFlags,
@@ -53,6 +53,14 @@ class TableFlags:
         "CONFIG",
         "Compare the bytes that a step of this configuration sends, as a pipeline and as tensor parallelism.",
     )
+    lengths: str | None = flag(
+        None, "FILE", "Plan a step of sequences of these lengths, beside simple packings; costs are of 1,000 tokens."
+    )
+    replicas: int = flag(1, "N", "Data-parallel replicas of --lengths.", min=1)
+    tokens: int | None = flag(None, "N", "The most tokens of a micro-batch of --lengths; default: the longest.", min=1)
+    attention_tokens: int | None = flag(
+        None, "N", "Tokens of a sequence of --lengths at which attention takes as long as all else.", min=1
+    )
     paper: str | None = flag(None, "NAME", "Recompute a published table: zero-bubble, moe or pipemorph.")
 
 
@@ -78,11 +86,13 @@ def command(
 
     pipeloom compare --volume my.toml --ranks 4
 
+    pipeloom compare --lengths lengths.txt --ranks 4 --replicas 2 --attention-tokens 8192
+
     pipeloom compare --paper moe
     """
     output.require()
     for table_of, value in vars(tables).items():
-        if table_of in ("volume", "paper") and value is not None and names:
+        if table_of in ("volume", "paper", "lengths") and value is not None and names:
             raise UsageError(f"--{table_of} compares schedules of its own; leave out {' '.join(names)}")
     if tables.paper is not None:
         rows = papers.recompute(tables.paper)
@@ -95,6 +105,13 @@ def command(
     if tables.volume is not None:
         layouts = volumes_of(tables.volume, sizes)
         emit(output.as_json, lambda: layouts, lambda: volume_table(layouts))
+        return
+    if tables.lengths is not None:
+        if sizes.ranks is None:
+            raise UsageError("--lengths needs --ranks, such as --ranks 2")
+        numbers, most = lengths.lengths_in(tables.lengths), (tables.replicas, tables.tokens, tables.attention_tokens)
+        plans = lengths.plans_of(numbers, sizes.ranks, *most, costs.values())
+        emit(output.as_json, lambda: lengths.as_dict(plans), lambda: lengths.table(plans))
         return
     if not names:
         raise UsageError("name the schedules to compare, or give all")

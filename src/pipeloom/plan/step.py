@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import product, zip_longest
+from itertools import combinations, product, zip_longest
 
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
@@ -167,6 +167,27 @@ def plan_step(
             f"no plan of {len(lengths)} sequences keeps {memory:g} tokens on a rank; the longest has {max(lengths)}"
         )
     return step.improved(best, _TRIES if last is None else _WARM_TRIES)
+
+
+def simple_plans(
+    lengths: Sequence[int],
+    ranks: int,
+    replicas: int = 1,
+    *,
+    tokens: int,
+    time: SequenceTime = SequenceTime(),
+    costs: Costs = Costs(),
+) -> list[tuple[str, StepPlan]]:
+    """Return plans of two packings, "as they come" and "by tokens", with 1F1B and interleaving; arguments as of `plan_step`."""
+    _require(lengths, ranks, replicas, tokens)
+    step = _StepQuestion(tuple(lengths), ranks, replicas, tokens, time, costs, math.inf, 2)
+    packings = zip(("as they come", "by tokens"), step.simple_packings(), strict=True)
+    plans = [
+        (words, step.planned(family, [[each] for each in packing]))
+        for words, packing in packings
+        for family in (("1f1b", 1), ("interleaved", 2))
+    ]
+    return [(words, plan) for words, plan in plans if plan is not None]
 
 
 def _require(lengths: Sequence[int], ranks: int, replicas: int, tokens: int) -> None:
@@ -333,41 +354,35 @@ class _StepQuestion:
         """Yield replica -> its micro-batches: two exchange their places, a sequence moves to another micro-batch or one of its
         own, or to another replica, or replicas exchange two."""
         order = plans[slowest].microbatches
-        count = len(order)
-        for distance in range(1, count):
-            for first in range(count - distance):
-                second = first + distance
-                moved = list(order)
-                moved[first], moved[second] = moved[second], moved[first]
-                yield {slowest: tuple(moved)}
-        for source, batch in enumerate(order):
-            for sequence in batch:
-                without = tuple(tuple(each for each in one if each != sequence) for one in order)
-                for to in range(count + 1):
-                    yield {slowest: _kept((*without[:to], (sequence,), *without[to:]))}
-                    if to < count and to != source and self.fits((*without[to], sequence)):
-                        yield {slowest: _kept((*without[:to], (*without[to], sequence), *without[to + 1 :]))}
+        for first, second in sorted(combinations(range(len(order)), 2), key=lambda pair: pair[1] - pair[0]):
+            moved = list(order)
+            moved[first], moved[second] = moved[second], moved[first]
+            yield {slowest: tuple(moved)}
+        members = [(source, sequence) for source, batch in enumerate(order) for sequence in batch]
+        for source, sequence in members:
+            for after in self.placed(_without(order, sequence), sequence, source):
+                yield {slowest: after}
         quickest = min(range(len(plans)), key=lambda at: plans[at].timeline.makespan)
         other = plans[quickest].microbatches
-        for source, batch in enumerate(order if quickest != slowest else ()):
-            for sequence in batch if len(order) > 1 or len(batch) > 1 else ():
-                left = _kept(tuple(tuple(each for each in one if each != sequence) for one in order))
-                for to in range(len(other) + 1):
-                    yield {slowest: left, quickest: (*other[:to], (sequence,), *other[to:])}
-                    if to < len(other) and self.fits((*other[to], sequence)):
-                        yield {slowest: left, quickest: (*other[:to], (*other[to], sequence), *other[to + 1 :])}
-            for to, theirs in enumerate(other):
-                for mine, their in product(batch, theirs):
-                    my_batch = tuple(their if each == mine else each for each in batch)
-                    their_batch = tuple(mine if each == their else each for each in theirs)
-                    if self.fits(my_batch) and self.fits(their_batch):
-                        yield {
-                            slowest: (*order[:source], my_batch, *order[source + 1 :]),
-                            quickest: (*other[:to], their_batch, *other[to + 1 :]),
-                        }
+        for source, sequence in members if quickest != slowest else ():
+            left = _kept(_without(order, sequence))
+            for after in self.placed(other, sequence) if left else ():
+                yield {slowest: left, quickest: after}
+            for theirs, their in ((batch, each) for batch in other for each in batch):
+                longer = self.lengths[their] - self.lengths[sequence]
+                if self.fits(order[source], longer) and self.fits(theirs, -longer):
+                    yield {slowest: _renamed(order, sequence, their), quickest: _renamed(other, their, sequence)}
 
-    def fits(self, batch: Iterable[int]) -> bool:
-        return sum(self.lengths[at] for at in batch) <= self.tokens
+    def placed(self, order: _Batches, sequence: int, source: int | None = None) -> Iterator[_Batches]:
+        """Yield these micro-batches with the sequence in one of its own, or in any other than `source` that has room."""
+        for to in range(len(order) + 1):
+            yield _kept((*order[:to], (sequence,), *order[to:]))
+            if to < len(order) and to != source and self.fits(order[to], self.lengths[sequence]):
+                yield _kept((*order[:to], (*order[to], sequence), *order[to + 1 :]))
+
+    def fits(self, batch: Iterable[int], more: int) -> bool:
+        """Return whether a micro-batch has room for so many tokens more."""
+        return sum(self.lengths[at] for at in batch) + more <= self.tokens
 
     @cached_property
     def bound(self) -> float:
@@ -387,6 +402,14 @@ class _StepQuestion:
 
 def _kept(batches: _Batches) -> _Batches:
     return tuple(batch for batch in batches if batch)
+
+
+def _without(batches: _Batches, sequence: int) -> _Batches:
+    return tuple(tuple(each for each in batch if each != sequence) for batch in batches)
+
+
+def _renamed(batches: _Batches, sequence: int, other: int) -> _Batches:
+    return tuple(tuple(other if each == sequence else each for each in batch) for batch in batches)
 
 
 def _orders(batches: list[tuple[int, ...]], times: Sequence[float]) -> list[list[tuple[int, ...]]]:

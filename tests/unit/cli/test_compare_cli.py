@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,3 +163,41 @@ def test_a_model_sends_more_as_tensor_parallel_ranks_than_as_a_pipeline(pipeloom
     assert "sends 1,200 values per token as columns with gathered output, 1,632 as rows" in text  # 2(o + 2i), 2(2o + i)
     assert "skipped: tensor parallel: parallel.tp = 3: it must divide" in text
     assert "pipeline, interleaved" in text
+
+
+def test_a_plan_of_lengths_stands_beside_simple_packings(pipeloom: Run, tmp_path: Path) -> None:
+    file, lengths = tmp_path / "lengths.txt", [900, 80, 70, 60, 500, 400, 30, 20, 310, 95]
+    file.write_text(", ".join(map(str, lengths)) + "\n", "utf-8")
+    line = f"compare --lengths {file} --ranks 2 --replicas 2 --tokens 1000 --attention-tokens 8192"
+    whole = json.loads(pipeloom(f"{line} --json").out)
+    found = whole["plans"]
+    assert [(row["label"], row["schedule"]) for row in found[1:]] == [
+        (label, name) for label in ("as they come", "by tokens") for name in ("1f1b", "interleaved")
+    ]
+    for row in found:
+        assert sum(sum(each["tokens"]) for each in row["replicas"]) == sum(lengths)
+        assert max(max(each["tokens"]) for each in row["replicas"]) <= 1000
+        assert whole["bound"] <= found[0]["makespan"] <= row["makespan"] == max(r["makespan"] for r in row["replicas"])
+    assert found[1]["replicas"][0]["tokens"] == [900 + 70, 500 + 30 + 310]  # the even ones in turn
+    text = pipeloom(line).out
+    assert max(map(len, text.splitlines())) <= 80
+    assert " ".join(map(str, found[0]["replicas"][1]["tokens"])) in text
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "words"),
+    [
+        ("900 long", "--ranks 2", "'long' is no number of tokens; give whole numbers"),
+        ("", "--ranks 2", "'nothing' is no number of tokens"),
+        ("900", "", "--lengths needs --ranks"),
+        ("900 80", "--ranks 2 --tokens 500", "sequence 0 has 900; nearest: tokens=900"),
+    ],
+)
+def test_lengths_that_cannot_be_planned_are_refused(
+    pipeloom: Run, tmp_path: Path, content: str, flags: str, words: str
+) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text(content, "utf-8")
+    ended = pipeloom(f"compare --lengths {file} {flags}")
+    assert ended.code == 2
+    assert words in " ".join(ended.err.split())

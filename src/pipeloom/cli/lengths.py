@@ -1,0 +1,73 @@
+"""`pipeloom compare --lengths FILE`: the plan of a step of sequences of these lengths beside simple packings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeloom.draw.figures import in_columns, number
+from pipeloom.errors import UsageError
+from pipeloom.limits import read_file
+from pipeloom.plan.step import SequenceTime, StepPlan, plan_step, simple_plans
+from pipeloom.schedule import Costs
+
+_MOST_BYTES = 10_000_000
+
+
+def lengths_in(path: str) -> list[int]:
+    """Return the whole numbers in a file, apart by spaces, commas or lines. Raises UsageError for anything else in it."""
+    words = read_file(path, _MOST_BYTES, "lengths").decode("utf-8", "replace").replace(",", " ").split()
+    wrong = [word for word in words if not word.isdecimal()]
+    if wrong or not words:
+        found = wrong[0] if wrong else "nothing"
+        raise UsageError(
+            f"--lengths {path}: {found!r:.40} is no number of tokens; give whole numbers, such as 900 80 70"
+        )
+    return [int(word) for word in words]
+
+
+def plans_of(
+    lengths: list[int], ranks: int, replicas: int, tokens: int | None, attention: int | None, costs: Costs
+) -> list[tuple[str, StepPlan]]:
+    """Return the plan, then simple packings with 1F1B and interleaving.
+
+    Args:
+        tokens: the most of a micro-batch; None: of the longest sequence.
+        attention: tokens of a sequence at which attention takes as long as all else; None: it takes no time.
+        costs: of 1/p of the model, for 1,000 tokens.
+    """
+    most = max(lengths) if tokens is None else tokens
+    time = SequenceTime(linear=1e-3, square=0.0 if attention is None else 1e-3 / attention)
+    plan = plan_step(lengths, ranks, replicas, tokens=most, time=time, costs=costs)
+    return [("plan", plan), *simple_plans(lengths, ranks, replicas, tokens=most, time=time, costs=costs)]
+
+
+def as_dict(plans: list[tuple[str, StepPlan]]) -> dict[str, Any]:
+    """Return the plans as JSON values."""
+    rows = [
+        {
+            "label": label,
+            "schedule": plan.family[0],
+            "chunks": plan.family[1],
+            "makespan": plan.makespan,
+            "replicas": [{"makespan": each.timeline.makespan, "tokens": list(each.tokens)} for each in plan.replicas],
+        }
+        for label, plan in plans
+    ]
+    return {"bound": plans[0][1].bound, "plans": rows}
+
+
+def table(plans: list[tuple[str, StepPlan]]) -> list[str]:
+    """Return a line for each plan, and the tokens of each replica's micro-batches, replicas under each other."""
+    shortest = plans[0][1].makespan
+    lines = [["micro-batches", "schedule", "makespan", "over plan"]]
+    for label, plan in plans:
+        name, chunks = plan.family
+        schedule = f"{name}:chunks={chunks}" if chunks > 1 else name
+        lines.append([label, schedule, number(plan.makespan), f"{plan.makespan / shortest:.3f}"])
+    tokens = [
+        ["" if at else label, str(at), " ".join(map(str, each.tokens))]
+        for label, plan in dict(plans).items()
+        for at, each in enumerate(plan.replicas)
+    ]
+    heading = ["micro-batches", "replica", "tokens of each in order"]
+    return [*in_columns(lines, 2), "", *in_columns([heading, *tokens], 3, ragged=True)]
