@@ -20,14 +20,12 @@ class Use:
     Attributes:
         pages: those that had to be opened, in order.
         commands: as they are printed there, without their comments.
-        wide: lines of more than 80 columns that a command printed for a person to read.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.pages: list[str] = []
         self.commands: list[str] = []
-        self.wide: list[str] = []
         shutil.copytree(ROOT / "examples", folder / "examples")
 
     def text(self, page: str) -> str:
@@ -47,11 +45,11 @@ class Use:
         return self.printed(page, words, "python")
 
     def run(self, page: str, beginning: str, more: str = "", *, wide: bool = False) -> str:
-        """Run the command of a page that begins so, to its end, and return what it prints.
+        """Run the command of a page that begins so, to its end, and return what it prints; no line is wider than 80 columns.
 
-            Args:
-        more: words added so that it ends soon, such as a smaller number of steps.
-        wide: whether it prints text of a model, or a file, which is as wide as it is.
+        Args:
+            more: words added so that it ends soon, such as a smaller number of steps.
+            wide: whether it prints text of a model, or a file, which is as wide as it is.
         """
         (line,) = [
             line
@@ -75,7 +73,8 @@ class Use:
         if target:
             (self.folder / target).write_text(ended.stdout, "utf-8")
         lines = ended.stderr.splitlines() + ended.stdout.splitlines() * (not target and not wide)
-        self.wide += [line for line in lines if len(line) > COLUMNS]
+        wider = [line for line in lines if len(line) > COLUMNS]
+        assert not wider, "\n".join([shlex.join(words), *wider])
         return ended.stdout
 
 

