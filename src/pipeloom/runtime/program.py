@@ -336,7 +336,8 @@ class ProgramsOfRanks:
                 where it spreads the vocabulary.
         """
         if (forwards, whole) not in self._programs:
-            schedule = self.schedule if forwards is None else forward_only(self.schedule, forwards)
+            given = forwards is None or (self.schedule.forwards_alone and forwards == self.schedule.microbatches)
+            schedule = self.schedule if given else forward_only(self.schedule, forwards)
             schedule = whole_forwards(layers_alone(schedule)) if whole else schedule
             lowering = Lowering(schedule, self.options)
             self._programs[forwards, whole] = {each: lowering.of_rank(each) for each in self.ranks}

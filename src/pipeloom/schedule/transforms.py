@@ -385,7 +385,7 @@ def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
 
 @of_schedule
 def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedule:
-    """Return the forwards of `schedule` alone, in their order, for evaluation: itself where it has nothing else.
+    """Return the forwards of `schedule` alone, in their order, for evaluation.
 
     A stage that gathers its parameters does so where a forward uses them before they are freed.
 
@@ -394,8 +394,6 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
     """
     period = schedule.microbatches
     count = period if microbatches is None else microbatches
-    if schedule.forwards_alone and count == period:
-        return schedule
     turns = [turn * period for turn in range(-(-count // period))]
     programs = [
         _forwards([_later(a, turn) for turn in turns for cell in program for a in parts(cell)], count)
