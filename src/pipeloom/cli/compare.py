@@ -41,7 +41,7 @@ Row = tuple[str, "Timeline"]
 
 @dataclass(frozen=True)
 class TableFlags:
-    """Tables of another kind than one comparison, and the contention in pairs."""
+    """Tables of another kind than one comparison."""
 
     sweep: str | None = flag(
         None,

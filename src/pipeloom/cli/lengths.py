@@ -18,9 +18,9 @@ def lengths_in(path: str) -> list[int]:
     words = read_file(path, _MOST_BYTES, "lengths").decode("utf-8", "replace").replace(",", " ").split()
     wrong = [word for word in words if not word.isdecimal()]
     if wrong or not words:
-        found = wrong[0] if wrong else "nothing"
+        word = wrong[0] if wrong else "nothing"
         raise UsageError(
-            f"--lengths {path}: {found!r:.40} is no number of tokens; give whole numbers, such as 900 80 70"
+            f"--lengths {path}: {word!r:.40} is no number of tokens; give whole numbers, such as 900 80 70"
         )
     return [int(word) for word in words]
 
