@@ -3,7 +3,8 @@
     python benchmarks/unequal.py                       40 settings (some minutes of a core)
     python benchmarks/unequal.py 3 8                   settings 3 to 7
     python benchmarks/unequal.py search 60 3 8         beside a search of 60 CPU seconds a setting
-    python benchmarks/unequal.py real                  measured steps of 2 processes
+    python benchmarks/unequal.py emulated              measured steps of 2 and 4 processes whose layers sleep
+    python benchmarks/unequal.py real                  measured steps of 2 processes that compute
 
 For each setting it prints the makespan of the plan over the shorter of 1F1B and `interleaved` with (a) sequences dealt out in
 turn and packed as they come, (b) replicas and micro-batches balanced by tokens, the gap to the bound, and the CPU seconds of the
@@ -12,6 +13,8 @@ first plan and of one that takes over its family and packing.
 search: the plan over the best that simulated annealing finds, which begins with the plan of each family and changes batches,
 their order and replicas. real: steps of the plan and of (b) in turn, with a transformer that attends within each sequence, each
 with other lengths; the plan's costs are fitted to measured times of single micro-batches, and its prediction is printed too.
+emulated: the same runtime, processes and messages with layers that sleep for the time of their sequences, whatever others
+compute on the machine.
 """
 
 from __future__ import annotations
@@ -195,9 +198,56 @@ def beside_search(seconds: float, first: int, last: int) -> int:
     return int(max(found) > 1.05)
 
 
+# -- layers that sleep -----------------------------------------------------------------------------------------------------
+
+EMULATED_SECONDS, EMULATED_STEPS = 2.0, 3
+
+
+def emulated_steps(rank: int, schedules: Sequence[tuple[Any, Costs]], unit: float) -> list[float]:
+    """The median seconds of a step of each schedule."""
+    import torch
+
+    from pipeloom.measure.rehearse import Rehearsal, run
+
+    took = []
+    for schedule, costs in schedules:
+        rehearsal = Rehearsal(schedule, replace(costs, message=65536), unit, EMULATED_STEPS)
+        timelines = run(rehearsal, torch.device("cpu"), None, lambda: None)
+        took.append(median(timeline.makespan for timeline in timelines))
+    return took
+
+
+def emulated() -> int:
+    """Print measured steps of plans and of (b), their ratio, and the prediction over the measured step."""
+    from processes import run_ranks
+
+    for ranks, seed in product((2, 4), range(3)):
+        lengths = lengths_of("answers", 32 * ranks, seed)
+        plan = plan_step(lengths, ranks, tokens=8192, time=TIME)
+        mine, chunks = plan.replicas[0], plan.family[1]
+        runs: list[tuple[Any, Any, int]] = [(mine.schedule, mine.microbatches, chunks)]
+        batches = packed(lengths, list(range(len(lengths))), 8192, by_tokens=True)
+        runs += [(_schedule(name, ranks, len(batches), v), batches, v) for name, v in (("1f1b", 1), ("interleaved", 2))]
+        schedules = []
+        for schedule, chosen, v in runs:
+            factors = tuple(sum(TIME.of(lengths[at]) for at in batch) for batch in chosen)
+            schedules.append((schedule, Costs(1 / v, 1 / v, 1 / v, microbatch=factors)))
+        unit = EMULATED_SECONDS / plan.makespan
+        took = run_ranks(emulated_steps, ranks, schedules, unit)[0]
+        said = [simulate(schedule, costs).makespan * unit for schedule, costs in schedules]
+        errors = ", ".join(f"{p / t:.3f}" for p, t in zip(said, took, strict=True))
+        print(
+            f"p {ranks}, {len(lengths)} answers, seed {seed}: {plan.family[0]} {took[0]:.2f} s, "
+            f"{took[0] / min(took[1:]):.3f} of (b), foreseen {said[0] / min(said[1:]):.3f}; "
+            f"foreseen over measured of the plan, 1f1b, interleaved: {errors}",
+            flush=True,
+        )
+    return 0
+
+
 # -- measured --------------------------------------------------------------------------------------------------------------
 
-REAL_RANKS, REAL_SEQUENCES, REAL_TOKENS, REAL_LAYERS = 2, 48, 512, 8
+REAL_RANKS, REAL_SEQUENCES, REAL_TOKENS, REAL_LAYERS = 2, 32, 512, 8
 
 
 def real_lengths(step: int) -> list[int]:
@@ -312,7 +362,9 @@ def real(turns: int) -> int:
 def main() -> int:
     """Print a row for each setting; 1 where a plan is longer than a baseline."""
     settings = list(product(SHAPES, KINDS))
-    part, *words = sys.argv[1:] if sys.argv[1:2] in (["real"], ["search"]) else ["", *sys.argv[1:]]
+    part, *words = sys.argv[1:] if sys.argv[1:2] in (["real"], ["search"], ["emulated"]) else ["", *sys.argv[1:]]
+    if part == "emulated":
+        return emulated()
     if part == "real":
         return real(int(words[0]) if words else 20)
     seconds = float(words.pop(0)) if part else 0.0

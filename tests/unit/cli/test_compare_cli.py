@@ -178,6 +178,7 @@ def test_a_plan_of_lengths_stands_beside_simple_packings(pipeloom: Run, tmp_path
         assert sum(sum(each["tokens"]) for each in row["replicas"]) == sum(lengths)
         assert max(max(each["tokens"]) for each in row["replicas"]) <= 1000
         assert whole["bound"] <= found[0]["makespan"] <= row["makespan"] == max(r["makespan"] for r in row["replicas"])
+    assert json.loads(pipeloom(f"{line.partition(' --att')[0]} --json").out)["bound"] < whole["bound"]
     assert found[1]["replicas"][0]["tokens"] == [900 + 70, 500 + 30 + 310]  # the even ones in turn
     text = pipeloom(line).out
     assert max(map(len, text.splitlines())) <= 80
