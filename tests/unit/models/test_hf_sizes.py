@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from hf_families import MODEL_FAMILIES
 from paths import DATA
 from pipeloom.cli import app
 from pipeloom.errors import ConfigError, UsageError
+from pipeloom.models import hf
 from pipeloom.models.hf.sizes import counted_shape
 from pipeloom.shapes import hub
 from pipeloom.shapes.decoder import DecoderShape
@@ -274,3 +276,9 @@ def test_what_plan_writes_of_a_directory_train_accepts(
                 UsageError, match=rf"^{option}: [te]p=2: the layers of transformers.*; nearest: [te]p=1$"
             ):
                 run_command(capsys, *plan, option, words, *devices)
+
+
+def test_layers_cost_their_parameters() -> None:
+    """So that stages are cut by them."""
+    layers = hf.layers(MODEL_FAMILIES["mixtral"].build())
+    assert [layer.cost - 1 for layer in layers] == [sum(p.numel() for p in layer().parameters()) for layer in layers]
