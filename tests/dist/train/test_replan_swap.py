@@ -106,7 +106,9 @@ time.sleep(600)
 def test_a_search_ends_with_the_trainer_however_that_ends() -> None:
     """A search of ten minutes, whose trainer is killed."""
     schedule = pl.schedules.build("1f1b", 8, 64)
-    text = request(schedule, {"forward": [1.0, 1.3] * 4}, pl.simulate(schedule).peak_memory, "makespan", 600.0)
+    text = request(
+        schedule, {"forward": [1, 2, 1, 3, 1, 2, 1, 1.5]}, pl.simulate(schedule).peak_memory, "makespan", 600.0
+    )
     trainer = subprocess.Popen([sys.executable, "-c", _ASKS, text], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
     assert trainer.stdout.readline() == "asked\n"

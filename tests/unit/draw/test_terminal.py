@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 import pipeloom as pl
 from paths import DATA
-from pipeloom.draw import terminal
+from pipeloom.draw import svg, terminal
 from pipeloom.schedule.files import load
 
 GOLDEN = DATA / "torch"
@@ -144,3 +145,16 @@ def test_bytes_are_a_line_of_blocks_for_each_pool() -> None:
     narrow = terminal(pl.simulate(pl.schedules.one_f_one_b(2, 2), costs), width=60, color=False).splitlines()
     assert narrow[-3] == "rank  peak activations  bytes in device  bytes in host"
     assert narrow[-2].split()[-4:] == ["10", "B", "8", "B"]
+
+
+def test_a_run_has_one_figure_for_its_bubble() -> None:
+    """The rate, in the terminal and in the SVG; a schedule has all of them, by name."""
+    simulated = pl.simulate(pl.schedules.one_f_one_b(4, 8))
+    measured = replace(simulated, source="measured")
+    for text in (terminal(measured, 80, color=False), svg([measured])):
+        assert "bubble rate" in text
+        assert "bubble ratio" not in text
+        assert "span bubble" not in text
+    for text in (terminal(simulated, 80, color=False), svg([simulated])):
+        assert "bubble ratio" in text
+    assert "bubble_rate=0.2727" in repr(measured)
