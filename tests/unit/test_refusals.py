@@ -41,7 +41,7 @@ def test_commands(
     pipeloom: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, line: str, code: int, words: str
 ) -> None:
     """One message, and no worker starts."""
-    for module in ("train", "workers", "hub"):
+    for module in ("train", "hub", "workers"):  # the others import from the last
         monkeypatch.setattr(f"pipeloom.cli.{module}.start_workers", lambda *_: pytest.fail("a worker was started"))
     monkeypatch.setattr("pipeloom.train.workers.preflight.memory_of_machine", lambda: 64 * 2**30)
     ended = pipeloom(line)
