@@ -11,7 +11,8 @@ check, simulate            whether it can run, and its Timeline under Costs; low
 compare, draw              tables and drawings; `Timeline.save` writes one
 search                     a schedule within a memory limit, and its distance from the optimum
 best_layouts, plan_step    layouts of a model on devices; one step of sequences of different lengths
-verify, auto_layers        layers of yours under a schedule; a model cut into layers
+verify, profile            layers of yours under a schedule; what each of them takes
+auto_layers                a model cut into layers
 hf, checkpoint             models of Hugging Face as layers; checkpoints of a loop of your own
 PipeloomError              the base of all errors: ScheduleError, VerifyError
 
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from pipeloom import draw as draw
     from pipeloom import schedules as schedules
     from pipeloom.draw import compare as compare
+    from pipeloom.measure.own_layers import profile as profile
     from pipeloom.models import hf as hf
     from pipeloom.models.auto_layers import auto_layers as auto_layers
     from pipeloom.plan.report import best_layouts as best_layouts
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
     from pipeloom.runtime.verify import verify as verify
     from pipeloom.solver import search as search
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Action",
@@ -83,6 +85,7 @@ __all__ = [
     "load",
     "lower_bound",
     "plan_step",
+    "profile",
     "register_kind",
     "schedules",
     "search",
@@ -96,6 +99,7 @@ _LAZY = {
     "best_layouts": "pipeloom.plan.report",
     "compare": "pipeloom.draw",
     "plan_step": "pipeloom.plan.step",
+    "profile": "pipeloom.measure.own_layers",
     "search": "pipeloom.solver",
     "verify": "pipeloom.runtime.verify",
 }

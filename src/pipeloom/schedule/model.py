@@ -79,7 +79,7 @@ _MADE_INTERNAL = frozenset(
         *("recomputed_parts", "remade", "remade_parts", "split_entries", "spreads_embedding", "values_of"),
     )
 )
-"""Names of `Schedule` that were public before 0.2; until then they warn."""
+"""Names of `Schedule` that were public before 0.2; until 0.3 they warn."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,7 +121,7 @@ class Schedule:
             """Return what has become internal, with a warning."""
             if name not in _MADE_INTERNAL:
                 raise AttributeError(f"'Schedule' object has no attribute {name!r:.200}")
-            words = f"Schedule.{name} is internal and goes in 0.2; Schedule.programs has the actions"
+            words = f"Schedule.{name} is internal and goes in 0.3; Schedule.programs has the actions"
             warnings.warn(words, DeprecationWarning, stacklevel=2)
             return getattr(self, f"_{name}")
 
