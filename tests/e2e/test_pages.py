@@ -75,8 +75,8 @@ PRINTED = {
         "   0    36    12        0       8          4  11 = 5.5 full-rank\n",
         "   0    36    11        0       8          3  12 = 6 full-rank\n",
         "   0    36     6        0       2          4  12 = 6 full-rank\n",
-        "rounds=paper\n                24  0.3333",
-        "rounds=tail\n                21  0.1667",
+        "rounds=paper        24  0.3333",
+        "rounds=tail         21  0.1667",
         "v = 9 for p = 4, v = 7 for p = 8, v = 6.429 for p = 16",
         "GPT-175B       8   8             dualpipe       3       1            9     2 x",
         "interleaved-overlap   2.625   0.875        8.875     1 x",
@@ -154,7 +154,7 @@ def parallel() -> dict[str, Any]:
 
 
 def unequal() -> dict[str, Any]:
-    lengths, layers = [900, 80, 70, 60, 500, 400, 30, 20], [nn.Linear(4, 4) for _ in range(2)]
+    lengths, layers = [600, 80, 70, 60, 500, 400, 30, 20], [nn.Linear(4, 4) for _ in range(2)]
     plan = pl.plan_step(lengths, ranks=2, tokens=1000, families=[("zb-h1", 1)])
     pipeline = LocalPipeline(layers, pl.schedules.zb_h1(2, 4), loss=nn.functional.mse_loss)
     pack = lambda sequences, batch: (torch.cat([sequences[at] for at in batch])[None],) * 2  # noqa: E731

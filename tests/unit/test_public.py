@@ -97,7 +97,7 @@ def test_help_names_all_that_is_public() -> None:
 
 def test_a_name_that_became_internal_works_and_warns() -> None:
     with pytest.warns(
-        DeprecationWarning, match=r"^Schedule\.kind_stride is internal and goes in 0\.2; Schedule\.programs has"
+        DeprecationWarning, match=r"^Schedule\.kind_stride is internal and goes in 0\.3; Schedule\.programs has"
     ):
         assert GPIPE.kind_stride == 4  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="'Schedule' object has no attribute 'kind_strid'"):

@@ -28,7 +28,7 @@ from pipeloom.cli.output import OutputFlags, as_dict, emit
 from pipeloom.cli.sweep import Sweep
 from pipeloom.draw.figures import cost_numbers, in_blocks, number
 from pipeloom.draw.tables import figure_notes, full_rank_peaks, shared_costs, shown_figures
-from pipeloom.errors import ConfigError, PipeloomError, UsageError
+from pipeloom.errors import COLUMNS, ConfigError, PipeloomError, UsageError
 from pipeloom.schedule import Costs, Timeline, simulate
 from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.costs import DEVICE
@@ -94,6 +94,10 @@ def command(
     for table_of, value in vars(tables).items():
         if table_of in ("volume", "paper", "lengths") and value is not None and names:
             raise UsageError(f"--{table_of} compares schedules of its own; leave out {' '.join(names)}")
+        if table_of in ("volume", "paper", "lengths") and value is not None and output.drawn:
+            raise UsageError(f"--{table_of} prints a table and draws nothing; leave out --{output.drawn[0]}")
+    if tables.lengths is None and (tables.replicas, tables.tokens, tables.attention_tokens) != (1, None, None):
+        raise UsageError("--replicas, --tokens and --attention-tokens are of --lengths FILE, which is not given")
     if tables.paper is not None:
         rows = papers.recompute(tables.paper)
         emit(
@@ -242,7 +246,7 @@ def table(
         notes.append("GiB: the most bytes in each pool, on the rank that has the most")
     if refused:
         notes += ["", "skipped (sizes not supported):", *(f"  {name}: {why.splitlines()[0]}" for name, why in refused)]
-    return [*in_blocks([*heads, *cells], width), *notes]
+    return [*in_blocks([*heads, *cells], min(width, COLUMNS)), *notes]
 
 
 def _bytes(timeline: Timeline, limit: float | None) -> dict[tuple[str, str], str]:

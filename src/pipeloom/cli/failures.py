@@ -81,7 +81,8 @@ def protect_streams() -> None:
             with contextlib.suppress(OSError):
                 stream.flush()
         raw = Output(descriptor, "w", closefd=False)
-        folds = descriptor == 2 and (FAILURES not in os.environ or os.environ.get("RANK") == "0")
+        traced = os.environ.get("PIPELOOM_DEBUG") == "1"  # tracebacks keep their lines
+        folds = descriptor == 2 and not traced and (FAILURES not in os.environ or os.environ.get("RANK") == "0")
         text = (FoldedText if folds else io.TextIOWrapper)(
             io.BufferedWriter(raw),
             encoding=getattr(stream, "encoding", None) or "utf-8",

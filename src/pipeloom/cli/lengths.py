@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeloom.draw.figures import in_columns, number
 from pipeloom.errors import UsageError
-from pipeloom.limits import read_file
+from pipeloom.limits import read_text
 from pipeloom.plan.step import SequenceTime, StepPlan, plan_step, simple_plans
 from pipeloom.schedule import Costs
 
@@ -15,13 +15,11 @@ _MOST_BYTES = 10_000_000
 
 def lengths_in(path: str) -> list[int]:
     """Return the whole numbers in a file, apart by spaces, commas or lines. Raises UsageError for anything else in it."""
-    words = read_file(path, _MOST_BYTES, "lengths").decode("utf-8", "replace").replace(",", " ").split()
+    words = read_text(path, _MOST_BYTES, "lengths").replace(",", " ").split()
     wrong = [word for word in words if not word.isdecimal()]
     if wrong or not words:
-        word = wrong[0] if wrong else "nothing"
-        raise UsageError(
-            f"--lengths {path}: {word!r:.40} is no number of tokens; give whole numbers, such as 900 80 70"
-        )
+        what = f"{wrong[0]!r:.40} is no number of tokens" if wrong else "the file is empty"
+        raise UsageError(f"--lengths {path}: {what}; give whole numbers, such as 900 80 70")
     return [int(word) for word in words]
 
 

@@ -252,6 +252,8 @@ class CostFlags:
             raise UsageError(
                 f"--slowdown {self.slowdown:g} computes the time of pairs, and --pair gives it; leave out one of them"
             )
+        if self.slowdown > 1 and costs.all_to_all == 0:
+            raise UsageError(f"--slowdown {self.slowdown:g} is of pairs that hide an all-to-all; give --all-to-all too")
         return with_slowdown(costs, self.slowdown) if self.slowdown > 1 else costs
 
 
@@ -429,11 +431,10 @@ def families(incomplete: str) -> list[str]:
     return [name for name in (*FAMILIES, *SLICED) if name.startswith(incomplete)]
 
 
-def family_lines() -> list[str]:
-    """Return a line for each family: its name, and the first paragraph of its description."""
-    wide = max(map(len, FAMILIES))
+def family_rows() -> list[tuple[str, str]]:
+    """Return (name, first paragraph of its description) of each family."""
     firsts = {name: (inspect.getdoc(family) or "").partition("\n\n")[0] for name, family in FAMILIES.items()}
-    return [f"{name:<{wide}}  {' '.join(text.split())}" for name, text in firsts.items()]
+    return [(name, " ".join(text.split())) for name, text in firsts.items()]
 
 
 def family_help(word: str) -> str:

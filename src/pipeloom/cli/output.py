@@ -48,6 +48,11 @@ class OutputFlags:
         """The width of text in the terminal."""
         return self.width or shutil.get_terminal_size().columns
 
+    @property
+    def drawn(self) -> list[str]:
+        """The options that ask for a drawing."""
+        return [name for name in ("svg", "png", "html") if getattr(self, name) is not None]
+
     def require(self) -> None:
         """Raise UsageError for files that cannot be written, before the work whose result they are to hold."""
         if self.as_json and self.csv:

@@ -14,7 +14,7 @@ from pipeloom.cli.options import (
     SliceFlags,
     argument,
     families,
-    family_lines,
+    family_rows,
     flag,
     with_options,
 )
@@ -60,8 +60,12 @@ def command(
     """
     output.require()
     if name is None:
-        lines = family_lines()
-        emit(output.as_json, lambda: {"families": lines}, lambda: lines)
+        rows = family_rows()
+        emit(
+            output.as_json,
+            lambda: {"families": [f"{name}  {text}" for name, text in rows]},
+            lambda: in_columns(rows, ragged=True),
+        )
         return
     table, below = [], None
     if costs.segments is not None:

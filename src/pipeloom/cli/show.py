@@ -187,7 +187,7 @@ class Study:
         """Return the lines below the drawing in the terminal."""
         factor, unit = time_unit([self.typical])
         prediction = self.prediction
-        took = f"{number(prediction.measured * factor)} {unit}"
+        took = f"{number(prediction.measured * factor)} {unit}".rstrip()
         lines = [*self.notes]
         if not prediction.tested:
             lines.append(f"one step, of {took}: there is no other one to predict from its costs")
@@ -220,7 +220,11 @@ class Study:
             [str(rank), *(number(row[name] * factor) for name in columns), number(sum(row.values()) * factor)]
             for rank, row in enumerate(spent)
         ]
-        lines += ["", f"where the time went, {unit} per step, mean over the steps", *in_columns(table)]
+        lines += [
+            "",
+            f"where the time went, {unit or 'in units of the costs,'} per step, mean over the steps",
+            *in_columns(table),
+        ]
         if self.better is not None:
             lines += ["", *self.better.lines(factor, unit)]
         for slow in slow_stages(self.steps, self.layers):

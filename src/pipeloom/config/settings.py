@@ -649,8 +649,10 @@ def _near_flag(flag: str) -> str:
         return did_you_mean(f"--{flag}", known)
     if flag in SECTIONS:
         return f"; it is a section: give one of its keys, such as --{flag}.{next(iter(SECTIONS[flag].model_fields))}"
+    keys = {name.rpartition(".")[2]: name for name in known}
+    if (word := flag.replace("-", "_")) in keys:
+        return f"; did you mean {keys[word]}?"
     if other := named_otherwise(flag, [name.removeprefix("--") for name in known]):
         return f"; did you mean --{other}?"
-    keys = {name.rpartition(".")[2]: name for name in known}
-    near = difflib.get_close_matches(flag.replace("-", "_"), keys, n=1)
+    near = difflib.get_close_matches(word, keys, n=1)
     return f"; did you mean {keys[near[0]]}?" if near else "; a key is given as --section.key value"

@@ -175,7 +175,7 @@ def in_columns(rows: Sequence[Sequence[str]], left: int = 1, *, ragged: bool = F
     as it is, broken at words or commas where it is wider than the terminal."""
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if ragged:
-        room = max(20, shutil.get_terminal_size().columns - sum(wide[:-1]) - 2 * len(wide[:-1]))
+        room = max(20, min(COLUMNS, shutil.get_terminal_size().columns) - sum(wide[:-1]) - 2 * len(wide[:-1]))
         parts = [_in_lines(row[-1], room) or [""] for row in rows]
         blank = [""] * (len(wide) - 1)
         rows = [
@@ -218,5 +218,5 @@ def in_blocks(rows: Sequence[Sequence[str]], width: int = COLUMNS, left: int = 1
         cells = in_columns([[row[0] if len(row[0]) <= first else "", *(row[at] for at in block)] for row in rows], left)
         lines += [""] * bool(lines)
         for row, line in zip(rows, cells, strict=True):
-            lines += [row[0]] * (len(row[0]) > first) + [line.rstrip()]
+            lines += (_in_lines(row[0], width) if len(row[0]) > first else []) + [line.rstrip()]
     return lines

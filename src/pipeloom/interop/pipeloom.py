@@ -25,8 +25,9 @@ def read(path: Path) -> Job:
     """Return the run of a configuration. Raises ConfigError with every problem of every key."""
     layout = load_layout(path, world_size=0)
     planned, recompute = layout_of(layout), layout.config.train.recompute
-    if isinstance(recompute, tuple) and not planned.recompute_layers:
-        near = recomputed_blocks(planned.stages, max(1, round(len(recompute) / len(planned.stages))))
+    if isinstance(recompute, tuple) and recompute and not planned.recompute_layers:
+        ahead = layout.config.model.num_nextn_predict_layers
+        near = recomputed_blocks(planned.stages, max(1, round(len(recompute) / len(planned.stages))), ahead)
         raise UsageError(
             f"train.recompute = {list(recompute)}: a plan recomputes the first blocks of every stage, as many of each; "
             f"nearest: {near}"
@@ -86,7 +87,7 @@ def write(
             "global_batch_size": layout.sequences,
             "dtype": "bfloat16",
             "device": "cuda",
-            "recompute": recomputed_blocks(stages, layout.recompute_layers)
+            "recompute": recomputed_blocks(stages, layout.recompute_layers, ahead)
             if layout.recompute_layers
             else layout.recompute,
         },

@@ -53,14 +53,15 @@ def layers_by_rank(schedule: Schedule, stages: Sequence[int], ahead: int = 0) ->
     return rows
 
 
-def recomputed_blocks(stages: Sequence[int], count: int) -> list[int]:
+def recomputed_blocks(stages: Sequence[int], count: int, ahead: int = 0) -> list[int]:
     """The numbers of the first `count` blocks of each stage, as `train.recompute` has them.
 
     Args:
-        stages: layers of each stage by position, the embedding and the output layer among them.
+        stages, ahead: layers of each stage by position, as for `layout_string`; those that predict further ahead are not among
+            the blocks.
     """
     ends = list(accumulate(stages, initial=-1))  # the embedding is before block 0
-    blocks = [range(max(0, start), min(end, ends[-1] - 1)) for start, end in pairwise(ends)]
+    blocks = [range(max(0, start), min(end, ends[-1] - 1 - ahead)) for start, end in pairwise(ends)]
     return [number for each in blocks for number in each[:count]]
 
 
@@ -73,4 +74,6 @@ _FLAGS = {key: f"parallel.{key}" for key in ("dp", "tp", "cp", "pp", "ep", "zero
 def train_flags(layout: PlannedLayout, now: PlannedLayout) -> list[str]:
     """The flags with which `pipeloom train` runs `layout` instead of `now`."""
     changed = [key for key in _FLAGS if getattr(layout, key) != getattr(now, key)]
+    if now.recompute_layers and layout.recompute == "full":
+        changed.append("recompute")
     return [f"--{_FLAGS[key]} {getattr(layout, key)}" for key in changed]

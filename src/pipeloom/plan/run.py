@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 
 from pipeloom.config import Config, Layout
 from pipeloom.config.layout import stage_sizes
+from pipeloom.config.sections import PARTS_OF_BLOCKS
 from pipeloom.errors import UsageError
 from pipeloom.plan.export import recomputed_blocks
 from pipeloom.plan.layout import PlannedLayout, problems
@@ -69,8 +70,9 @@ def layout_of(layout: Layout) -> PlannedLayout:
     """The layout as the planner has it. Its schedule is named, and need not be a family."""
     config, mesh = layout.config, layout.mesh
     recompute, stages = config.train.recompute, layout.stage_layers
-    counts = range(1, max(stages)) if isinstance(recompute, tuple) else ()
-    first = next((count for count in counts if recomputed_blocks(stages, count) == sorted(recompute)), 0)
+    counts = range(1, max(stages) + 1) if isinstance(recompute, tuple) else ()
+    ahead = config.model.num_nextn_predict_layers
+    first = next((count for count in counts if recomputed_blocks(stages, count, ahead) == sorted(recompute)), 0)
     return PlannedLayout(
         mesh.dp, mesh.tp, mesh.cp, mesh.pp, mesh.ep,
         v=layout.schedule.chunks,
@@ -116,7 +118,7 @@ def predicted(
     of_stage = spans(layout.schedule, layout.stage_layers)
     groups = [layers[start:end] for start, end in of_stage]
     times = [planner.stage_seconds(timed[start:end], planned, links) for start, end in of_stage]
-    if planned.recompute == "full" and measured_layers is None:
+    if layout.config.train.recompute not in ("none", *PARTS_OF_BLOCKS) and measured_layers is None:
         # R computes the blocks that are recomputed, not the whole stage
         again = [*_recomputed(layout), False]
         blocks = [[timed[at] for at in range(*span) if again[at]] for span in of_stage]

@@ -212,6 +212,7 @@ def fastest_elsewhere(planner: Planner, request: PlanRequest, plan: LayoutPlan) 
     most = LONG * planner.predict(plan.best.layout).step.total
     of = _Estimator(planner).estimate
     near = [of(each.layout) for each in _close(plan.estimates, request) if each.seconds <= most]
+    near.append(of(plan.best.layout))  # which is not among them where it recomputes some blocks
     return fastest(planner, request, sorted(near, key=lambda each: each.seconds), long=1.0)
 
 
@@ -285,7 +286,7 @@ def _partial(
             continue
         bare = estimator.estimate(replace(layout, recompute="none"))
         blocks = -(-planner.shape.num_hidden_layers // (layout.pp * layout.v))
-        if bare.memory > request.memory and bare.seconds < long * best:
+        if bare.memory > max(request.memory, each.memory) and bare.seconds < long * best:
             fewest = math.ceil(blocks * (bare.memory - request.memory) / (bare.memory - each.memory))
             some = [replace(layout, recompute_layers=count) for count in range(fewest, min(fewest + 2, blocks))]
             near += [estimator.estimate(other) for other in some if request.allows(other)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -71,6 +71,7 @@ class RankEngine:
         hooks: called while a step runs.
         specs: shapes of messages, remembered from step to step.
         vocabulary: the rank's share of a vocabulary that is spread over the pipeline.
+        programs: of the next step.
     """
 
     rank: int
@@ -81,13 +82,13 @@ class RankEngine:
     hooks: StepHooks
     specs: ShapeCache
     vocabulary: SpreadVocabulary | None = None
+    programs: ProgramsOfRanks = field(init=False)
 
-    def follow(self, programs: ProgramsOfRanks) -> None:
-        """Run these programs from the next step on. Raises ConfigError if a layer's statistics depend on their order."""
+    def require_order(self, programs: ProgramsOfRanks) -> None:
+        """Raise ConfigError if a layer's statistics depend on the order of these programs."""
         step = programs.of_rank(self.rank)
         for index, stage in self.stages.items():
             stage.require_order(programs.schedule.name, step.stages[index])
-        self.programs = programs
 
     def executor(
         self, forwards: int | None, traced: bool, whole: bool = False, signals: Signals | None = None

@@ -273,7 +273,9 @@ class Pipeline:
         """Run these programs from the next step on."""
         schedule = programs.schedule
         for engine in self._engines:
-            engine.follow(programs)
+            engine.require_order(programs)
+        for engine in self._engines:
+            engine.programs = programs
         if self._signals is None and self.group is not None and programs.of_rank(self.rank).has_signals:
             self._signals = SignalsBetweenProcesses(group_of_members(self._line.ranks, backend="gloo"))
         self.schedule = schedule

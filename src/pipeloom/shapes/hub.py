@@ -440,7 +440,7 @@ def download(source: str) -> str:
     name = re.fullmatch(r"\w[\w.-]*/([\w.-]+)", source)
     if name is None or expanded(source).exists():
         return ""
-    return f"there is no such directory, and nothing is downloaded; first: hf download {source} --local-dir {name[1]}"
+    return f"there is no such directory, and nothing is downloaded; first:\nhf download {source} --local-dir {name[1]}"
 
 
 def _nearest_folder(source: str) -> str:

@@ -74,7 +74,13 @@ def halted(rank: int, kind: str, pp: int, how: Halt, victim: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["stop", "loop"])
 @pytest.mark.parametrize(
-    ("kind", "pp", "victim"), [("UNSHARD", 1, 1), ("UNSHARD", 2, 3), ("EMBED", 2, 0), ("BROADCAST", 2, 1)]
+    ("kind", "pp", "victim"),
+    [
+        ("UNSHARD", 1, 1),
+        pytest.param("UNSHARD", 2, 3, marks=pytest.mark.full),
+        ("EMBED", 2, 0),
+        pytest.param("BROADCAST", 2, 1, marks=pytest.mark.full),
+    ],
 )
 def test_an_action_that_does_not_end_is_named(kind: str, pp: int, victim: int, how: Halt, tmp_path: Path) -> None:
     world = 2 * pp if kind == "UNSHARD" else 2

@@ -36,8 +36,8 @@ def evaluate(rank: int, transport: Any, group_seconds: float, timeout: float, mo
     ("transport", "group_seconds", "timeout", "monitor"),
     [
         ("individual", 6.0, 300.0, True),
-        ("individual", 6.0, 300.0, False),
-        ("individual", 300.0, 6.0, True),
+        pytest.param("individual", 6.0, 300.0, False, marks=pytest.mark.full),
+        pytest.param("individual", 300.0, 6.0, True, marks=pytest.mark.full),
         ("shared", 300.0, 6.0, True),
     ],
 )

@@ -85,7 +85,15 @@ def _both_ways(rank: int, world: int, levels: bool, chunks: int) -> list[str]:
     return differences
 
 
-@pytest.mark.parametrize(("world", "levels", "chunks"), [(2, False, 1), (4, True, 1), (2, False, 3), (4, True, 4)])
+@pytest.mark.parametrize(
+    ("world", "levels", "chunks"),
+    [
+        (2, False, 1),
+        pytest.param(4, True, 1, marks=pytest.mark.full),
+        pytest.param(2, False, 3, marks=pytest.mark.full),
+        (4, True, 4),
+    ],
+)
 def test_pairs_are_bitwise_one_after_the_other(world: int, levels: bool, chunks: int) -> None:
     for differences in run_ranks(_both_ways, world, world, levels, chunks):
         assert differences == []

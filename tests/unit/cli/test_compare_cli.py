@@ -189,7 +189,7 @@ def test_a_plan_of_lengths_stands_beside_simple_packings(pipeloom: Run, tmp_path
     ("content", "flags", "words"),
     [
         ("900 long", "--ranks 2", "'long' is no number of tokens; give whole numbers"),
-        ("", "--ranks 2", "'nothing' is no number of tokens"),
+        ("", "--ranks 2", "the file is empty"),
         ("900", "", "--lengths needs --ranks"),
         ("900 80", "--ranks 2 --tokens 500", "sequence 0 has 900; nearest: tokens=900"),
     ],

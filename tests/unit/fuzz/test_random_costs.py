@@ -16,7 +16,7 @@ CHEAP_B = Costs(27, 9, 25, 1, backward=(31, 23))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_sample(seed: int) -> None:
     assert main(seed, 300, None) == 0
 

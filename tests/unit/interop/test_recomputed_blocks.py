@@ -41,3 +41,12 @@ def test_other_blocks_are_refused(tmp_path: Path) -> None:
 
 def test_the_embedding_and_the_output_layer_are_no_blocks() -> None:
     assert recomputed_blocks([4, 2, 3], 3) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_blocks_that_predict_further_ahead_are_none_of_them() -> None:
+    assert recomputed_blocks([3, 4], 3, ahead=1) == [0, 1, 2, 3]
+
+
+def test_all_blocks_of_stages_without_other_layers_are_read(tmp_path: Path) -> None:
+    assert read_with(tmp_path, [0, 1, 2, 3, 4, 5]) == ("full", 3)
+    assert read_with(tmp_path, []) == ("none", 0)

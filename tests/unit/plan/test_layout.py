@@ -31,7 +31,17 @@ from pipeloom.plan.layout import CHUNKS, problems
 from pipeloom.plan.predict import shortened
 from pipeloom.plan.report import advice, reason, what_if
 from pipeloom.plan.run import predicted
-from pipeloom.plan.search import CLOSE, Estimate, LayoutPlan, _estimates, _Sums, estimate, fastest, neighbouring
+from pipeloom.plan.search import (
+    CLOSE,
+    Estimate,
+    LayoutPlan,
+    _estimates,
+    _Sums,
+    estimate,
+    fastest,
+    fastest_elsewhere,
+    neighbouring,
+)
 from pipeloom.plan.time import AxisRates
 from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.csv_form import from_csv
@@ -598,6 +608,24 @@ def test_no_more_blocks_are_recomputed_than_memory_asks_for(runtime):
     assert fastest(planned, asked).layout == best.layout
     assert search(planned, replace(asked, partial=False)).best.layout.recompute_layers == 0
     assert not PlanRequest.of("torchtitan", 2, H100.memory, 64, 4096).partial
+
+
+def test_nothing_is_recomputed_in_part_where_that_saves_no_bytes():
+    """A stage of one block, whose recomputation needs as much as it frees."""
+    asked = replace(PlanRequest.of("pipeloom", 32, 70 * 2**30, 32, 4096), slices=(1,), vocabulary=("last",))
+    found = search(planner(runtime="pipeloom"), replace(asked, fixed={"pp": 32, "micro_batch": 4}))
+    assert all(each.layout.recompute_layers >= 0 for each in found.predictions)
+
+
+def test_slower_links_are_asked_of_the_best_layout_too_where_it_recomputes_some_blocks():
+    asked = PlanRequest.of("pipeloom", 2, H100.memory, 64, 4096)
+    planned = planner(runtime="pipeloom")
+    plan = search(planned, asked)
+    slower = replace(planned, device=H100.with_links(0.5))
+    found = fastest_elsewhere(slower, asked, plan)
+    assert found is not None
+    assert plan.best.layout.recompute_layers > 0
+    assert found.tokens >= slower.predict(plan.best.layout).tokens
 
 
 @pytest.mark.parametrize("v", [1, 2])

@@ -42,7 +42,7 @@ def facts(spec: PipelineSpec, mesh: Mesh) -> dict[str, Any]:
         "placement": list(schedule.placement),
         "schedule": f"{schedule!r} {digest((schedule.codes, schedule.routes, schedule.route_of, schedule.tensors))}",
         "layers": f"{len(spec.names)} {digest(spec.names)}",
-        "layers of each stage": None if spec.stages is None else list(spec.stages),
+        "layers of each stage": [len(layers) for layers in spec.ranges],
         "tied weights": [list(names) for names in spec.tied],
         "losses of layers": terms,
         "ignore_index": spec.ignore_index,

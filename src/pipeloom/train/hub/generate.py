@@ -189,6 +189,8 @@ def _keeping(
             caches = [attention.cache for attention in attentions if attention.cache is not None]
             yield "own" if keep and not count else "", caches
     finally:
+        if past is not None:
+            past.begin(None)  # who still holds it holds no keys and values
         for part in parts:
             part.past = None
         for attention in attentions:

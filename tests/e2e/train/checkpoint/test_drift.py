@@ -64,6 +64,7 @@ def test_a_run_continues_from_before_the_difference(tmp_path: Path) -> None:
     (folder,) = runs(tmp_path / "a")
     assert [step for step, _ in complete(folder)] == [2]
     again = run_ranks(drifting, 2, tmp_path, "a", {**settings, "checkpoint.resume": "auto"}, 0)[0][0]
+    again = " ".join(again.split())
     assert re.search(r"continues the run that failed: after step 4 (model|head)\.", again)
     assert "start again from the newest checkpoint, which is from before the difference" in again
     assert f"resumed after step 2 from {folder / 'step-000002'}" in again
