@@ -199,12 +199,14 @@ def sentence(text: str) -> str:
 
 
 COLUMNS = 80  # of a terminal, for all that is not drawn to its width
+_LAYOUT = re.compile(r"(?:\w+=[^\s,/]+,){3,}\S+")
 
 
 def folded(text: str) -> str:
     """`text` with lines of at most 80 columns, where its words allow.
 
-    What continues a line is indented by 4 more. Lines with colours stay as they are, and a label with a path.
+    What continues a line is indented by 4 more, and a long layout may be broken behind its commas. Lines with colours stay as
+    they are, and a label with a path.
     """
     lines: list[str] = []
     for line in text.split("\n"):
@@ -212,6 +214,7 @@ def folded(text: str) -> str:
             lines.append(line)
             continue
         margin = " " * (len(line) - len(line.lstrip()) + 4)
+        line = _LAYOUT.sub(lambda word: word[0].replace(",", ", ") if len(word[0]) > COLUMNS - 8 else word[0], line)
         lines += textwrap.wrap(line, COLUMNS, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines)
 

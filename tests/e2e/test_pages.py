@@ -93,7 +93,7 @@ PRINTED = {
         "no layout of llama3-70b fits into 79.1 GiB on 8 devices; the smallest needs 151.8 GiB",
         "  576 KiB in 90 ",
         "  720 KiB in 225 ",
-        "sends 128 values per token as columns with gathered output, 160 as rows",
+        "sends 128 values per token as columns with gathered output, 160 as\n    rows",
     ],
     "README.md": ["63.0 0.16666666666666666 (12, 10, 8, 6)", "step 19 loss"],
     "search.md": ["(5, 5, 5, 2) 130.0 130.0"],

@@ -20,9 +20,8 @@ def test_a_run_whose_steps_are_done_evaluates(
     run_here(tmp_path, "a", {"train.steps": 2, "checkpoint.resume": "auto"})
     said, (folder,) = capsys.readouterr().out, runs(tmp_path / "a")
     auto, log = 'checkpoint.resume = "auto":', f"log: {folder / 'log.jsonl'}"
-    assert f"{auto} no checkpoint of this model and data in {tmp_path / 'a'}, so a new run begins; {log}" in " ".join(
-        said.split()
-    )
+    begins = f"{auto} no checkpoint of this model and data in {tmp_path / 'a'}, so a new run begins; {log}"
+    assert begins in " ".join(said.split())
     (first,) = [line for line in said.splitlines() if line.startswith("held-out loss: ")]
     monkeypatch.setattr(import_module("pipeloom.models.layers"), "draw", None)
     run_here(tmp_path, "a", {"train.steps": steps, "checkpoint.resume": "auto"})
