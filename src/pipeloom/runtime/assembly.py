@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from typing import Any, Literal
@@ -134,6 +135,8 @@ class PipelineSpec:
         spread = sum(getattr(layer, "spread", False) for layer in self.layers)
         last = len(self.layers) - (max(spread, 1) if shares else 0)
         costs = [layer.cost if isinstance(layer, Layer) else 0.0 for layer in self.layers[:last]]
+        if wrong := [name for name, cost in zip(self.names, costs, strict=False) if not 0 <= cost < math.inf]:
+            raise ConfigError(f"layer {wrong[0]!r}: its cost must be a finite number of at least 0")
         self.ranges = split_layers(last, self.schedule.positions, self.stages, costs)
         self.ranges += [range(last, len(self.layers))] * shares
         declared = ModelNames.of(

@@ -126,8 +126,8 @@ class _GradientsAreThere:
 
     def __call__(self, *_: Any, **__: Any) -> None:
         raise UsageError(
-            "backward() of a step's loss: step has run the backwards too, and gradients are in .grad of pipeline.parameters(); "
-            "leave the line out, and go on with the optimizer's step"
+            "backward() of a pipeline's loss: step has run the backwards too, and gradients are in .grad of "
+            "pipeline.parameters(); leave the line out, and go on with the optimizer's step (evaluate runs none: call step)"
         )
 
     def __reduce__(self) -> Any:

@@ -339,6 +339,10 @@ class Pipeline:
     def _start_step(self, given: GivenBatch, schedule: Schedule | None) -> PendingLoss:
         """Run a step until this rank is done."""
         self._require(given)
+        if not isinstance(schedule, Schedule | None):
+            raise UsageError(
+                f"{given.method}: schedule={schedule!r:.100} is no Schedule; pl.schedules.build makes one of a name"
+            )
         wanted = schedule or self.schedule
         if wanted.forwards_alone:
             raise UsageError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,13 @@ def handshakes(rank: int) -> dict[str, str]:
         layers = [*blocks(5), Layer("term", lambda: Block(5), losses={"own": LossTerm(mse, own)} if own else {})]
         return refusal(lambda: Pipeline(layers, schedule, loss=mse, options=options, **more))
 
+    def cut_by(costs: list[float]) -> str:
+        layers = [Layer(f"layer{at}", partial(Block, 5), cost=cost) for at, cost in enumerate(costs)]
+        return refusal(lambda: Pipeline(layers, S.gpipe(3, 4), loss=mse, options=plain))
+
     odd = rank == 2
     found = {
+        "costs": cut_by([4.0, 1.0, 1.0, 1.0, 1.0] if odd else [1.0, 1.0, 1.0, 1.0, 4.0]),
         "nothing": pipeline(),
         "m": pipeline(S.interleaved(3, 8 if odd else 7, 2)),
         "schedule": pipeline(S.looped_bfs(3, 7, 2) if odd else LOOPED),
@@ -181,6 +187,7 @@ def test_the_handshake_names_every_difference_on_every_rank() -> None:
             "rounds": "rounds='tail'",
             "order of stages": "placement: [0, 1, 2] on rank 0, [2, 1, 0] on rank 2",
             "stages": "layers of each stage: [1, 1, 1, 1, 1, 1] on rank 0, [2, 1, 1, 1, 1, 0] on rank 2",
+            "costs": "layers of each stage: [2, 2, 1] on rank 0, [1, 2, 2] on rank 2",
             "transport": "options.transport: shared on rank 0, individual on rank 2",
             "overlap": "options.overlap_p2p: True on rank 0, False on rank 2",
             "main gradients": "options.main_gradients: False on rank 0, True on rank 2",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import pipeloom as pl
 from models import batch, blocks, gradients, mse, serial, worst
-from pipeloom.errors import UsageError
+from pipeloom.errors import ConfigError, UsageError
+from pipeloom.ops.layer import Layer
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.runtime.batch import split_sizes
 
@@ -114,3 +117,16 @@ def test_backward_of_a_steps_loss_says_that_the_gradients_are_there(tmp_path: Pa
         loss.backward()
     torch.save({"loss": loss}, tmp_path / "loss.pt")
     assert torch.load(tmp_path / "loss.pt")["loss"] == loss
+
+
+def test_a_schedule_by_its_name_is_refused_before_the_step() -> None:
+    pipeline = LocalPipeline(blocks(2), pl.schedules.gpipe(2, 2), loss=mse)
+    with pytest.raises(UsageError, match=r"step: schedule='1f1b' is no Schedule; pl\.schedules\.build makes one"):
+        pipeline.step(*batch(2), schedule="1f1b")
+
+
+@pytest.mark.parametrize("cost", [math.nan, math.inf, -1.0])
+def test_a_cost_that_is_no_size_is_refused(cost: float) -> None:
+    layers = [Layer(f"layer{at}", nn.Identity, cost=cost if at else 1.0) for at in range(2)]
+    with pytest.raises(ConfigError, match="'layer1': its cost must be a finite number of at least 0"):
+        LocalPipeline(layers, pl.schedules.gpipe(2, 2), loss=mse)
