@@ -222,6 +222,6 @@ def test_a_pipeline_that_does_not_fit_the_layers_is_refused_by_its_flags(tmp_pat
 @pytest.mark.parametrize("key", ["source", "weights"])
 def test_the_name_of_a_model_on_the_hub_is_not_downloaded(key: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"nothing is downloaded; first: hf download org/a-model --local-dir a-model$"
+        ConfigError, match=r"nothing is downloaded; first:\nhf download org/a-model --local-dir a-model$"
     ):
         load_layout(None, {f"model.{key}": "org/a-model"})
