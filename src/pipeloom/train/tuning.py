@@ -73,6 +73,7 @@ class GarbageCollection:
 
     def __init__(self, trim: Callable[[], None] | None = None) -> None:
         self._frozen = False
+        self._of_others = gc.get_freeze_count() > 0
         self._trim = trim
 
     def __enter__(self) -> GarbageCollection:
@@ -81,7 +82,7 @@ class GarbageCollection:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._frozen:
+        if self._frozen and not self._of_others:  # a fork that froze what it inherited must never collect it
             gc.unfreeze()
 
     def collect(self) -> None:

@@ -56,6 +56,7 @@ def test_the_heap_is_trimmed_with_each_but_the_first() -> None:
 
 
 def test_what_is_there_after_the_first_step_is_set_aside_until_the_end() -> None:
+    gc.unfreeze()
     before, frozen = old_cycle(), gc.get_freeze_count()
     with contextlib.suppress(ValueError), GarbageCollection() as garbage:
         garbage.collect()
@@ -68,9 +69,21 @@ def test_what_is_there_after_the_first_step_is_set_aside_until_the_end() -> None
 def test_a_trainer_does_so() -> None:
     layout = load_layout("tiny", {"parallel.pp": 1, "parallel.dp": 1, "train.steps": 2})
     context: Any = SimpleNamespace(rank=0, device=CPU, flags=0, waiting=None)
+    gc.unfreeze()
     frozen: list[int] = []
     row = StepObserver("count", lambda step: frozen.append(gc.get_freeze_count()))
     trainer = Trainer(layout.config, build_pipeline(layout, CPU), context, None, observers=[row])
     trainer.train(torch.randint(0, 256, (20_000,)))
     assert frozen[0] < frozen[1]
     assert gc.get_freeze_count() == 0
+
+
+def test_what_another_froze_stays_frozen() -> None:
+    """A fork must not collect what it inherited: its end may wait for a thread that the fork does not have."""
+    gc.freeze()
+    try:
+        with GarbageCollection() as garbage:
+            garbage.collect()
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
