@@ -98,6 +98,10 @@ class PlannedLayout:
         """Tokens of which every slice has a multiple: ranks of cp take mirrored pieces, those of tp equal parts of these."""
         return 2 * self.cp * self.tp if self.cp * self.tp > 1 else 1
 
+    def recomputed_share(self, blocks: int, stages: int) -> float:
+        """The share of the model's blocks that are recomputed, where `recompute_layers` of each stage are."""
+        return min(1.0, self.recompute_layers * stages / blocks)
+
     def built(self, placed: Costs | None = None) -> Schedule:
         """The schedule, with S and T placed by these costs. Raises UsageError when the family refuses these sizes."""
         options = {"slices": self.slices} | ({"group_size": self.group} if self.group else {})

@@ -130,7 +130,7 @@ class Planner:
         if layout.recompute_layers:  # the mean over blocks with and without, whose places depend on the cut
             whole = replace(layout, recompute="none", recompute_layers=0)
             bare = self.layer_seconds(self.timed_layers(whole)[: len(layers)], whole, links)
-            share = min(1.0, layout.recompute_layers * positions / self.shape.num_hidden_layers)
+            share = layout.recomputed_share(self.shape.num_hidden_layers, positions)
             seconds = [(1 - share) * a.total + share * b for a, b in zip(bare, seconds, strict=True)]
         return balanced(seconds, positions)
 

@@ -483,7 +483,7 @@ def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
                         continue
                     whole = (*_key_of_layers(layout, links), layout.pp if spread else 0)
                     if whole not in models:
-                        models[whole] = estimator.sums(replace(smallest, zero=levels[0], slices=1), links).totals[-1]
+                        models[whole] = estimator.sums(replace(smallest, zero=levels[0], slices=1), links)[1].totals[-1]
                     least = _least_bytes(planner, smallest, models[whole])
                     if least > CLOSE * request.memory and request.allows(smallest):
                         yield Estimate(smallest, least, math.inf)
@@ -628,10 +628,8 @@ class _Estimator:
         self._sums: dict[tuple[object, ...], _Sums] = {}
         self._cuts: dict[tuple[object, ...], _Cut] = {}
 
-    def sums(self, layout: PlannedLayout, links: AxisRates) -> _Sums:
-        return self._known(layout, links)[1]
-
-    def _known(self, layout: PlannedLayout, links: AxisRates) -> tuple[tuple[object, ...], _Sums]:
+    def sums(self, layout: PlannedLayout, links: AxisRates) -> tuple[tuple[object, ...], _Sums]:
+        """The key of a layout's layers and their times, and their sums."""
         gathers = layout.dp if gathers_by_microbatch(layout, self.planner.runtime) else 0
         shares = layout.pp if layout.vocabulary == "pp" else 0
         key = (*_key_of_layers(layout, links), gathers, layout.slices, shares)
@@ -644,13 +642,13 @@ class _Estimator:
             bare, full = (
                 self.estimate(replace(layout, recompute=each, recompute_layers=0)) for each in ("none", "full")
             )
-            share = min(1.0, layout.recompute_layers * layout.pp * layout.v / self.planner.shape.num_hidden_layers)
+            share = layout.recomputed_share(self.planner.shape.num_hidden_layers, layout.pp * layout.v)
             memory, seconds = (
                 a + share * (b - a) for a, b in ((bare.memory, full.memory), (bare.seconds, full.seconds))
             )
             return Estimate(layout, memory, seconds)
         links = links or AxisRates.of(layout, self.planner.device, self.planner.shape)
-        key, sums = self._known(layout, links)
+        key, sums = self.sums(layout, links)
         vee = layout.schedule in BACK_AND_FORTH
         place = (key, layout.pp, layout.v, vee)
         if place not in self._cuts:
