@@ -44,8 +44,11 @@ TESTS = {
         "unit/runtime/test_completed_stages.py",
         "unit/runtime/test_sliced_steps.py",
         "unit/runtime/test_families.py",
+        "unit/runtime/test_recompute_actions.py",
+        "unit/runtime/test_offload_actions.py",
         "dist/runtime/test_executed_order.py",
         "dist/runtime/test_receives_ahead.py",
+        "dist/runtime/test_stage_shards.py",
     ),
     "runtime.executor": (
         "unit/runtime/test_families.py",
