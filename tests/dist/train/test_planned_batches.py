@@ -16,8 +16,8 @@ from pipeloom.config import Config, load_layout
 from pipeloom.measure.build import build_pipeline, model_layers, training_loss
 from pipeloom.runtime import LocalPipeline
 from pipeloom.schedule.families import build
-from pipeloom.train.data.batches import Batches, PackedRows
-from pipeloom.train.data.planned import documents_of, most_tokens
+from pipeloom.train.data.batches import Batches
+from pipeloom.train.data.planned import most_tokens
 from pipeloom.train.data.prepare import Data, opened, prepare
 from pipeloom.train.loop import Trainer
 from pipeloom.train.observers import StepObserver
@@ -148,10 +148,3 @@ def test_training_learns_as_in_one_process(more: dict[str, Any], tmp_path: Path)
     for found in run_ranks(losses, 4, {**keys, "parallel.pp": 2, "parallel.dp": 2}):
         assert found == pytest.approx(one, rel=1e-4)
 
-
-def test_documents_of_packed_rows_are_planned_too(tmp_path: Path) -> None:
-    """`StepPlanner` cuts rows where positions begin again, and leaves out what fills a row up."""
-    pieces, starts = torch.tensor([[0, 3], [10, 2], [20, 4]]).numpy(), torch.tensor([0, 2, 3]).numpy()
-    rows = PackedRows(torch.arange(40).numpy(), None, pieces, starts, 6)
-    found = documents_of(rows.rows_at(torch.arange(2)))
-    assert found == [(0, slice(0, 3)), (0, slice(3, 5)), (1, slice(0, 4))]

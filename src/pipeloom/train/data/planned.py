@@ -103,15 +103,12 @@ def most_tokens(config: Config) -> int:
 def documents_of(batch: Batch) -> list[tuple[int, slice]]:
     """Return (row, places) of each document of packed rows that has targets."""
     assert batch.positions is not None
-    found = []
+    documents = []
     for row, (positions, targets) in enumerate(zip(batch.positions, batch.targets, strict=True)):
         edges = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
-        found += [
-            (row, slice(start, end))
-            for start, end in pairwise(edges)
-            if bool((targets[start:end] != IGNORE_INDEX).any())
-        ]
-    return found
+        places = [slice(start, end) for start, end in pairwise(edges)]
+        documents += [(row, each) for each in places if bool((targets[each] != IGNORE_INDEX).any())]
+    return documents
 
 
 def lengths_of(documents: list[tuple[int, slice]]) -> list[int]:
