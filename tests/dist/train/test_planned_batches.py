@@ -147,4 +147,3 @@ def test_training_learns_as_in_one_process(more: dict[str, Any], tmp_path: Path)
     assert max(one) > 1.1 * min(one)
     for found in run_ranks(losses, 4, {**keys, "parallel.pp": 2, "parallel.dp": 2}):
         assert found == pytest.approx(one, rel=1e-4)
-
