@@ -57,8 +57,8 @@ class TopKGate(OfMicrobatch, SharesTokens, DeferringLayer):
         source: source of random numbers; set by the code that builds the layer, such as a `Pipeline`. None: torch's generator.
         aux_loss: the auxiliary losses of the last forward without a micro-batch's context, which `MoELayer.aux_loss` returns.
         context: the ranks that share the micro-batch's tokens; the auxiliary losses cover those of all of them.
-        loads: (step, micro-batch, slice) -> choices of each expert in the last step, then those beyond their expert's capacity (not
-            those dropped at random): [experts + 1] int64. A recomputed forward writes the same values again.
+        loads: (step, micro-batch, slice) -> choices of each expert in the last step, then those beyond their capacity (not those
+            dropped at random): [experts + 1] int64. A recomputed forward writes the same values again.
     """
 
     e_score_correction_bias: Tensor

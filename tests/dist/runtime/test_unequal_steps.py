@@ -14,9 +14,9 @@ from torch import Tensor
 import pipeloom as pl
 from models import WIDTH, Block, gradients, worst
 from pipeloom.config import MeshShape, load_layout
-from pipeloom.parallel.mesh import Mesh
 from pipeloom.errors import UsageError
 from pipeloom.measure.build import build_pipeline, model_layers, training_loss
+from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.runtime.p2p import shared_memory
 from pipeloom.schedule.families import build
