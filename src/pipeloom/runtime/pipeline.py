@@ -799,7 +799,9 @@ class Pipeline:
 
     def _split(self, given: GivenBatch, count: int, whole: bool = False) -> Microbatches:
         """Return a batch cut into so many micro-batches, or those given; `whole`: of whole sequences, without targets."""
-        total = partial(sum_over_replicas, mesh=self.mesh, device=self.device, alarm=self._alarm)
+        program = self._engines[0].programs.of_rank(self.rank, None if torch.is_grad_enabled() else count, whole)
+        order = program.order if self.mesh.ep.size > 1 else program.order_of_stages
+        total = partial(sum_over_replicas, mesh=self.mesh, device=self.device, alarm=self._alarm, order=order)
         weighing = Weighing(
             None if self._spec.weight is None else self._reported_weight,
             self._spec.ignore_index,
@@ -812,12 +814,12 @@ class Pipeline:
         context = None if whole else self._context
         multiple = 1 if context is None else 2 * context.axis.size
         units = []
-        for inputs, targets, keywords in given.parts:
+        for number, (inputs, targets, keywords) in enumerate(given.parts):
             sizes = chosen_sizes(inputs, count if given.cut else 1, self.options.microbatch_sizes)
             slices = SequenceSlices.of(
                 inputs, 1 if whole else self.schedule.slices, self.options.slice_tokens, multiple
             )
-            units += cut_batch(inputs, None if whole else targets, keywords, sizes, weighing, slices, context)
+            units += cut_batch(inputs, None if whole else targets, keywords, sizes, weighing, slices, context, number)
         # Another replica may have any number of micro-batches: with gaps no two samples of a step draw the same numbers.
         first = None if given.cut else (self.mesh.place.dp << 32,) * 2
         return weighed(units, weighing, contexts, first)
