@@ -14,7 +14,7 @@ from pipeloom.errors import UsageError
 from pipeloom.plan import OFFERED, Device, PlanRequest
 from pipeloom.plan.export import train_flags
 from pipeloom.plan.memory import RankMemory
-from pipeloom.plan.report import MEMORY_HEADS, gib, step_words
+from pipeloom.plan.report import MEMORY_HEADS, MEMORY_WORDS, gib, step_words
 from pipeloom.plan.run import RunPrediction, predicted, rank_parameters
 from pipeloom.plan.search import closest, limits_of_source
 from pipeloom.schedule import Timeline, simulate
@@ -71,7 +71,7 @@ def _bytes_lines(prediction: RunPrediction) -> list[str]:
     rows = [["rank", *(MEMORY_HEADS.get(name, name) for name in names), "peak"]]
     for rank, memory in enumerate(prediction.ranks):
         rows.append([str(rank), *(size_words(getattr(memory, name)) for name in names), size_words(memory.total)])
-    return in_blocks(rows)
+    return [*in_blocks(rows), MEMORY_WORDS]
 
 
 def _step_lines(layout: Layout, prediction: RunPrediction | None, device: Device | None) -> list[str]:

@@ -33,6 +33,7 @@ from pipeloom.plan.layout import values_of
 from pipeloom.plan.measured import read
 from pipeloom.plan.refine import refine
 from pipeloom.plan.report import (
+    MEMORY_WORDS,
     advice,
     as_dict,
     gib,
@@ -345,6 +346,7 @@ def details(prediction: LayoutCosts, planner: Planner, measured: bool) -> list[s
         *(in_blocks(layers_by_rank(prediction.short, *layers)) if prediction.layout.pp > 1 else ()),
         step_words(prediction.step, prediction.tokens, device.name, measured=measured),
         *in_blocks(memory_rows(prediction.ranks)),
+        MEMORY_WORDS,
         f"rank {prediction.worst} needs the most, {gib(prediction.peak)} GiB, at {worst.peak_action}: "
         + (f"{room:.1f} GiB are left" if room >= 0 else f"{-room:.1f} GiB more than there are"),
     ]

@@ -30,6 +30,10 @@ MEMORY_HEADS = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim", "gathered": "gath", "activations": "activ",
     "temporaries": "temp",
 }  # fmt: skip
+MEMORY_WORDS = (
+    "params, grads, optim: parameters, gradients, the optimizer's state; gath: gathered copies of these; activ: activations; "
+    "temp: what the action at the peak needs besides; reserve: what the allocator holds beyond its peak; overhead: CUDA and NCCL"
+)
 
 
 def gib(size: float) -> str:
@@ -39,7 +43,7 @@ def gib(size: float) -> str:
 
 def step_words(step: StepTime, tokens: float, device: str, *, measured: bool = False) -> str:
     """A sentence with the seconds of a step, a range where nothing was `measured`, and `tokens` per second on each device."""
-    parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in step.parts().items() if seconds > 1e-6)
+    parts = ", ".join(f"{name} {part:.3g} s" for name, part in step.parts().items() if part >= 0.001 * step.total)
     speed = f"{tokens:,.0f} tokens/s on each device ({parts})"
     if measured:
         return f"step: {step.total:.4g} s, {speed}"
