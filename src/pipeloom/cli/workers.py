@@ -40,7 +40,8 @@ class WordedCommand(TyperCommand):
         """Write the help, with examples that can be copied where they take several lines."""
 
         def example(command: re.Match[str]) -> str:
-            return "\b\n" + " \\\n".join(textwrap.wrap(command[0], formatter.width - 8, break_on_hyphens=False))
+            lines = textwrap.wrap(command[0], formatter.width - 8, subsequent_indent="    ", break_on_hyphens=False)
+            return "\b\n" + " \\\n".join(lines)
 
         self.help = re.sub(r"(?m)(?<=\n\n)pipeloom .*$", example, inspect.cleandoc(self.help or ""))
         super().format_help_text(ctx, formatter)
