@@ -33,11 +33,10 @@ from pipeloom.plan.layout import values_of
 from pipeloom.plan.measured import read
 from pipeloom.plan.refine import refine
 from pipeloom.plan.report import (
-    MEMORY_WORDS,
     advice,
     as_dict,
     gib,
-    memory_rows,
+    memory_lines,
     none_fits,
     reason,
     refined_lines,
@@ -345,8 +344,7 @@ def details(prediction: LayoutCosts, planner: Planner, measured: bool) -> list[s
         f"{prediction.layout.world} devices, stages {layout_string(*layers)}",
         *(in_blocks(layers_by_rank(prediction.short, *layers)) if prediction.layout.pp > 1 else ()),
         step_words(prediction.step, prediction.tokens, device.name, measured=measured),
-        *in_blocks(memory_rows(prediction.ranks)),
-        MEMORY_WORDS,
+        *memory_lines(prediction.ranks),
         f"rank {prediction.worst} needs the most, {gib(prediction.peak)} GiB, at {worst.peak_action}: "
         + (f"{room:.1f} GiB are left" if room >= 0 else f"{-room:.1f} GiB more than there are"),
     ]

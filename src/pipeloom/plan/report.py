@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from pipeloom.draw.figures import in_blocks
 from pipeloom.draw.tables import Table
 from pipeloom.errors import CapacityError, UsageError, did_you_mean
 from pipeloom.plan.memory import RankMemory
@@ -26,11 +27,11 @@ _SAVINGS = {
     "compute": "less computation", "exchange": "less exchange", "idle": "a smaller bubble",
     "reduction": "a shorter sum of gradients", "optimizer": "a faster optimizer", "host": "less waiting for hosts",
 }  # fmt: skip
-MEMORY_HEADS = {
+_HEADS = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim", "gathered": "gath", "activations": "activ",
     "temporaries": "temp",
 }  # fmt: skip
-MEMORY_WORDS = (
+_HEADS_IN_WORDS = (
     "params, grads, optim: parameters, gradients, the optimizer's state; gath: gathered copies of these; activ: activations; "
     "temp: what the action at the peak needs besides; reserve: what the allocator holds beyond its peak; overhead: CUDA and NCCL"
 )
@@ -112,13 +113,17 @@ def none_fits(plan: LayoutPlan, model: str, request: PlanRequest) -> str:
     return f"{words}; the smallest needs {gib(least)} GiB, {gib(least - request.memory)} more: {plan.smallest.text}"
 
 
-def memory_rows(ranks: tuple[RankMemory, ...]) -> list[list[str]]:
-    """A row for each of the (at most eight) ranks, a column for each line of memory in GiB that is not 0, the head first."""
-    numbers = list(range(len(ranks))) if len(ranks) <= 8 else [0, 1, 2, len(ranks) // 2, len(ranks) - 2, len(ranks) - 1]
+def memory_lines(
+    ranks: Sequence[RankMemory], size: Callable[[float], str] = gib, total: str = "total GiB", most: int = 8
+) -> list[str]:
+    """A table of ranks (of more than `most` some), without columns of zeros, and what its heads mean."""
+    last = len(ranks) - 1
+    numbers = [*range(last + 1)] if last < most else [0, 1, 2, len(ranks) // 2, last - 1, last]
     names = [spec.name for spec in fields(RankMemory) if spec.name != "peak_action"]
-    names = [name for name in names if any(gib(getattr(each, name)) != "0.0" for each in ranks)]
-    rows = [["rank", *(MEMORY_HEADS.get(name, name) for name in names), "total GiB"]]
-    return rows + [[str(at), *(gib(getattr(ranks[at], name)) for name in (*names, "total"))] for at in numbers]
+    names = [name for name in names if any(size(getattr(each, name)) != size(0.0) for each in ranks)]
+    rows = [["rank", *(_HEADS.get(name, name) for name in names), total]]
+    rows += [[str(at), *(size(getattr(ranks[at], name)) for name in (*names, "total"))] for at in numbers]
+    return [*in_blocks(rows), _HEADS_IN_WORDS]
 
 
 def refined_lines(before: Sequence[LayoutCosts], after: Sequence[LayoutCosts]) -> list[str]:
