@@ -341,7 +341,7 @@ def details(prediction: LayoutCosts, planner: Planner, measured: bool) -> list[s
     room = (device.memory - prediction.peak) / 2**30
     return [
         f"{prediction.text}:",
-        f"{prediction.layout.world} devices, stages {layout_string(*layers)}",
+        f"{prediction.layout.world} devices, stages {layout_string(*layers)} (E: embedding, t: block, L: output layer)",
         *(in_blocks(layers_by_rank(prediction.short, *layers)) if prediction.layout.pp > 1 else ()),
         step_words(prediction.step, prediction.tokens, device.name, measured=measured),
         *memory_lines(prediction.ranks),

@@ -32,8 +32,8 @@ _HEADS = {
     "temporaries": "temp",
 }  # fmt: skip
 _HEADS_IN_WORDS = (
-    "params, grads, optim: parameters, gradients, the optimizer's state; gath: gathered copies of these; activ: activations; "
-    "temp: what the action at the peak needs besides; reserve: what the allocator holds beyond its peak; overhead: CUDA and NCCL"
+    "params, grads, optim: parameters, gradients, the optimizer's state; gath: gathered copies; activ: activations; temp: used "
+    "by the action at the peak; reserve: of the allocator; overhead: CUDA, NCCL"
 )
 
 

@@ -63,7 +63,7 @@ def test_a_plan_without_data_is_described_and_not_started(
 ) -> None:
     monkeypatch.setattr(train, "start_workers", lambda *_: pytest.fail("a worker was started"))
     assert run(tmp_path, "--data.source", "") == 0
-    assert 'data.source = "": it starts with data only: --data.source FILE' in capsys.readouterr().out
+    assert 'data.source = "": a run needs data: --data.source FILE' in capsys.readouterr().out
     with pytest.raises(
         ConfigError, match=r'data\.source = "": a plan does not know your data; nearest: --data\.source FILE'
     ):
@@ -182,7 +182,7 @@ def test_columns_without_bytes_on_any_rank_are_left_out() -> None:
         replace(RankMemory(*[0.0] * 9, "0F0"), buffers=2048.0),
     ]
     head, *_, last = memory_lines(ranks, size_words, "peak")
-    assert "temp: what the action at the peak needs besides" in last
+    assert "temp: used by the action at the peak" in last
     assert head.split() == ["rank", "params", "buffers", "peak"]
 
 
