@@ -154,12 +154,12 @@ def _ruler(picture: Grid, factor: float) -> str:
 
 
 def _legend(text: Text, timeline: Timeline, picture: Grid, colored: bool, width: int) -> None:
-    chunks, column = timeline.schedule.chunks, 0
+    chunks, at = timeline.schedule.chunks, 0
     for kind in (kind for kind in kinds() if kind.letter in picture.kinds):
-        column += (size := len(kind.letter) + len(kind.words) + 3 + chunks * colored)
-        if size < column > width:
+        at += (size := len(kind.letter) + len(kind.words) + 3 + chunks * colored)
+        if size < at > width:
             text.append("\n")
-            column = size
+            at = size
         if colored:
             for chunk in range(chunks):
                 text.append(f" {kind.letter} " if chunk == 0 else " ", style=_style(Paint(kind.letter, chunk, chunks)))
