@@ -188,7 +188,11 @@ def _lines(form: dict[str, Any]) -> list[str]:
         line = [f"{link['axis']} {between}".strip(), link["operation"]]
         line += [f"{1e6 * link['latency']:.3g}", f"{link['bandwidth'] / 1e6:,.0f}"]
         rows.append(line + [f"{1e3 * median:.3g} ms" for median, _ in link["seconds"][1::2]])
-    return [*lines, *in_columns(rows)]
+    words = (
+        "F forward, I input gradient, W weight gradient, B both at once, R the forward again; kept: the layer's input; saved: "
+        "what a backward needs besides; pending: what W needs after I; latency and MB/s: time = latency + bytes / MB/s, fitted"
+    )
+    return [*lines, *in_columns(rows), words]
 
 
 def _chart(form: dict[str, Any]) -> str:

@@ -29,6 +29,10 @@ from pipeloom.traces.timelines import costs_dict
 if TYPE_CHECKING:
     from pipeloom.config import Layout
 TIMELINES_FILE = "timelines.json"
+_USES = (
+    "p2p: messages on their way (tp, cp, dp and all-to-all: communication inside layers); dependency: another rank has not yet "
+    "computed what is needed; memory: for room, or a copy; overhead: the host; end of step: the rank has nothing left to do"
+)
 
 
 @with_options(without=("csv",))
@@ -224,6 +228,7 @@ class Study:
             "",
             f"where the time went, {unit or 'in units of the costs,'} per step, mean over the steps",
             *in_columns(table),
+            _USES,
         ]
         if self.better is not None:
             lines += ["", *self.better.lines(factor, unit)]

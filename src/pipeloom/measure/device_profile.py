@@ -60,7 +60,7 @@ def profiled(
         with waiting("the other processes to measure links", "evaluation"):
             mesh = Mesh.of(layout.mesh) if layout.world_size == processes else None
             links += link_times(mesh, device, repeats)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, threads: {torch.get_num_threads()}"
     with waiting("the other processes to measure layers", "evaluation"):
         sizes = split_layer_bytes(layout)
         parts = (part for each in sizes for part in each.parts if "+" not in part)

@@ -76,3 +76,11 @@ def test_a_name_of_others_stands_for_what_there_is(pipeloom: Run) -> None:
     assert named_otherwise("vpp", ["ranks"]) == ""
     with pytest.raises(UsageError, match=r"--parallel\.pp\?"):
         split_arguments(["--num-stages", "4"])
+
+
+def test_examples_can_be_copied(pipeloom: Run) -> None:
+    """What does not fit a line goes on behind a backslash, and no option is broken at its hyphen."""
+    text = pipeloom("compare --help").out.replace("\\\n", "")
+    assert re.search(
+        r"^ *pipeloom compare --lengths lengths.txt --ranks 4 --replicas 2 +--attention-tokens 8192$", text, re.M
+    )

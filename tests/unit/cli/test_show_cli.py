@@ -49,6 +49,7 @@ def test_a_run_is_drawn_with_its_unit_and_its_prediction(folder: Path, tmp_path:
     assert f"error {100 * (1.015 / 1.04 - 1):+.1f} %" in text
     assert "actions ran 2 % slower in them; with costs at that speed: error +0.0 %" in text
     assert "steps became 4 % longer" in text
+    assert "dependency: another rank has not yet" in text
     assert "time, ms" in (tmp_path / "x.svg").read_text()
     assert '"unit":{"factor":1000.0,"name":"ms"}' in (tmp_path / "x.html").read_text()
     assert "of each step: " not in (tmp_path / "x.html").read_text()

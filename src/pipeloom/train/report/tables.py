@@ -13,6 +13,8 @@ from pipeloom.train.optimizer import Optimizer
 
 MOST_ROWS = 16
 
+LEGEND = "in flight: most micro-batches of stages at once; E: embedding, L: output layer"
+
 
 def what_ranks_hold(layout: Layout, pipeline: Pipeline, optimizer: Optimizer) -> list[str]:
     """Return one line per rank: place, parameters, bytes of optimizer state, stage-micro-batches in flight, layers; collective.
@@ -36,4 +38,4 @@ def what_ranks_hold(layout: Layout, pipeline: Pipeline, optimizer: Optimizer) ->
     if left_out := len(everyone) - len(rows) + 1:
         others = " and ".join(axis for axis in axes if axis in ("dp", "cp", "tp"))
         lines.append(f"and {left_out} more ranks, which differ in {others}")
-    return lines
+    return [*lines, LEGEND]
