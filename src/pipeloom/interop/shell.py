@@ -203,7 +203,7 @@ class _Script:
     negative: bool = False
     unsure: bool = False  # whether what is assigned is not known
     missing: list[str] = field(default_factory=list)
-    own: dict[str, str | list[str]] = field(default_factory=dict)  # variables of the command that is being read
+    prefix: dict[str, str | list[str]] = field(default_factory=dict)  # variables of the command that is being read
 
     @property
     def here(self) -> str:
@@ -211,7 +211,7 @@ class _Script:
 
     @property
     def runs(self) -> Truth:
-        """Whether what is being read runs."""
+        """Truth of whether what is being read runs."""
         status = True if self.status is None and not self.tested and self.joint == "&&" else self.status
         chained = {"&&": status, "||": _negated(status)}.get(self.joint, True)
         return reduce(_both, (block.runs for block in self.blocks), chained)
@@ -229,9 +229,9 @@ class _Script:
                 pass
             elif words[0] in self.functions:
                 called.add(words[0])
-                own = {name: value for name, value in self.own.items() if self.values.get(name) != value}
-                before = {name: self.values.get(name) for name in ("@", *own)}
-                self.values |= {"@": words[1:], **own}
+                prefix = {name: value for name, value in self.prefix.items() if self.values.get(name) != value}
+                before = {name: self.values.get(name) for name in ("@", *prefix)}
+                self.values |= {"@": words[1:], **prefix}
                 yield from self._inside(self.functions[words[0]], runs, missing)
                 self.values |= {name: value for name, value in before.items() if value is not None}
                 for name in [name for name, value in before.items() if value is None]:
@@ -243,7 +243,7 @@ class _Script:
             elif words[0] == "shift" and isinstance(given := self.values.get("@"), list):
                 self.values["@"] = given[int("".join(words[1:2]) or 1) if "".join(words[1:2]).isdigit() else 1 :]
             elif words[0] not in _SILENT:
-                yield Command(tuple(words), missing, {**self.values, **self.own})
+                yield Command(tuple(words), missing, {**self.values, **self.prefix})
             self._finish(words, assigned, ends)
         for name in [] if self.nested else [name for name in self.functions if name not in called]:
             yield from self._inside(self.functions[name], None, ())  # another shell may call it
@@ -299,7 +299,7 @@ class _Script:
         """Return (the words of the next simple command, whether something is assigned, what ends it); keywords are taken over."""
         words, heredocs = list[str](), list[str]()
         before: tuple[dict[str, str | list[str]], dict[str, str]] | None = None
-        self.missing, self.own, self.negative, self.unsure, ends = [], {}, False, False, ""
+        self.missing, self.prefix, self.negative, self.unsure, ends = [], {}, False, False, ""
         while self.at < len(self.text):
             if self._clause() or self._blank():
                 continue
@@ -331,7 +331,7 @@ class _Script:
                 self._assign(assigns)
             else:
                 if before and not words:  # `X=1 command`: it is the command's alone
-                    self.own = dict(self.values)
+                    self.prefix = dict(self.values)
                     (self.values, self.doubts), before = before, None
                 plain = self.here not in "\"'$\\"
                 words += self._word()
