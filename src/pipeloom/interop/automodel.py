@@ -6,11 +6,19 @@ Names and defaults are those of nemo-automodel 0.7.0's recipes and distributed c
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean
-from pipeloom.interop.torch_runtime import job_of, known_model, names_of_stages, schedule_words, without_predictions
+from pipeloom.interop.torch_runtime import (
+    job_of,
+    known_model,
+    names_of_stages,
+    not_known,
+    schedule_words,
+    without_predictions,
+)
 from pipeloom.plan.job import Job
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.hub import presets
@@ -19,9 +27,10 @@ _STRATEGIES = ("fsdp2", "megatron_fsdp", "ddp")
 # Table -> the keys that are used, and behind | those that change nothing here.
 _KNOWN = {
     "": """
-        distributed step_scheduler model packed_sequence dataset | recipe seed dist_env rng checkpoint loss_fn dataloader
+        distributed step_scheduler model packed_sequence dataset slurm autopipeline parallelizer | recipe seed dist_env rng
+        checkpoint loss_fn dataloader autocast ci
         validation_dataset validation_dataloader optimizer lr_scheduler wandb mlflow comet logger tokenizer processor compile
-        slurm benchmark moe_metrics clip_grad_norm mfu prewarm
+        benchmark moe_metrics clip_grad_norm mfu prewarm
     """,
     "distributed": """
         strategy tp_size pp_size cp_size ep_size dp_size dp_replicate_size activation_checkpointing pipeline
@@ -51,10 +60,11 @@ def read(text: str, shape: DecoderShape | None = None) -> Job:
     """
     tables = _parsed(text)
     parallel = _table(tables, "distributed")
-    pipeline = _table(parallel, "pipeline")
+    pipeline = _table(parallel, "pipeline") or _table(tables, "autopipeline")
+    older = _table(tables, "parallelizer")
     model, batch = _table(tables, "model"), _table(tables, "step_scheduler")
     unknown = [
-        f"{f'{name}.{key}'.lstrip('.')} is not known{did_you_mean(str(key), known.split())}"
+        not_known(f"{name}.{key}".lstrip("."), str(key), known.replace("|", "").split())
         for (name, known), table in zip(_KNOWN.items(), (tables, parallel, pipeline, batch), strict=True)
         for key in table
         if key not in known.split()
@@ -66,20 +76,26 @@ def read(text: str, shape: DecoderShape | None = None) -> Job:
         unknown.append(f"the sizes of {name!s:.80} are not known here: give --model")
     replicas, dp = _size(parallel, "dp_replicate_size", 1), _size(parallel, "dp_size", 0)
     local = _size(batch, "local_batch_size", _size(pipeline, "pp_batch_size", 1))
-    checkpointing = str(parallel.get("activation_checkpointing", False)).lower()
+    given = parallel.get("activation_checkpointing", older.get("activation_checkpointing", False))
+    checkpointing = str(given).lower()
+    reshard = parallel.get("reshard_after_forward", older.get("reshard_after_forward"))
     if checkpointing == "selective":
         unknown.append("selective activation checkpointing keeps the outputs of chosen operations: it is read as none")
     strategy = str(parallel.get("strategy", "fsdp2")).lower()
     if strategy not in _STRATEGIES:
         raise UsageError(f"automodel: there is no strategy {strategy!r:.60}{did_you_mean(strategy, _STRATEGIES)}")
     ddp = strategy == "ddp"
-    data = _table(tables, "dataset")
+    data, slurm = _table(tables, "dataset"), _table(tables, "slurm")
+    seq = _size(_table(tables, "packed_sequence"), "packed_sequence_size", 0)
+    seq = seq or _size(data, "seq_length", _size(data, "seq_len", 0))
+    unknown += ["the tokens of a sequence are not in the text: 4,096 are assumed"] * (not seq)
     words = {
         **{f"{axis}p": _size(parallel, f"{axis}p_size", 1) for axis in "tcpe"},
-        "etp": 1, "devices": 0, "first": 0, "last": 0,
+        "etp": 1, "first": 0, "last": 0,
+        "devices": _size(slurm, "nodes", 0) * _size(slurm, "ntasks_per_node", 0),
         "replicas": max(1, dp) if ddp else replicas,
         "shards": 1 if ddp else max(1, dp // replicas) if dp else 0,
-        "seq": _size(_table(tables, "packed_sequence"), "packed_sequence_size", _size(data, "seq_length", 4096)),
+        "seq": seq or 4096,
         "local": local,
         "total": _size(batch, "global_batch_size", 0),
         "micro": _size(pipeline, "pp_microbatch_size", 1),
@@ -88,7 +104,7 @@ def read(text: str, shape: DecoderShape | None = None) -> Job:
         "parts": pipeline.get("module_fqns_per_model_part"),
         "per_stage": _size(pipeline, "layers_per_stage", 0),
         "rounds": str(pipeline.get("round_virtual_stages_to_pp_multiple") or ""),
-        "reshard": {"true": "always", "false": "never"}.get(str(parallel.get("reshard_after_forward")).lower(), ""),
+        "reshard": {"true": "always", "false": "never"}.get(str(reshard).lower(), ""),
         "recompute": "full" if checkpointing in ("true", "full", "on", "yes", "enabled") else "none",
     }  # fmt: skip
     return job_of("automodel", words, shape, unknown)
@@ -100,7 +116,7 @@ def _parsed(text: str) -> Mapping[str, Any]:
     except ImportError:
         raise UsageError('automodel: reading YAML needs PyYAML: pip install -e ".[hf]"') from None
     try:
-        tables = yaml.safe_load(text)
+        tables = yaml.safe_load(re.sub(r"\$\{(?:oc\.env:)?[\w.]+,\s*([^}]*)\}", r"\1", text))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"automodel: this is no YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(tables, Mapping) or not isinstance(tables.get("distributed"), Mapping):

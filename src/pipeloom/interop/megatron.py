@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
-from pipeloom.errors import UsageError, did_you_mean
-from pipeloom.interop.shell import Command, best_command, flags_of, launches
+from pipeloom.errors import UsageError, did_you_mean, divisors, nearest
+from pipeloom.interop.shell import Command, best_command, flags_of
+from pipeloom.interop.torch_runtime import not_known
 from pipeloom.limits import MOST_LAYERS
 from pipeloom.plan.export import layout_string
 from pipeloom.plan.job import Job
@@ -55,39 +57,45 @@ _KINDS: dict[str, type] = {flag: int for group in (*_GROUPS, _AXES) for flag, _ 
         int: """expert-tensor-parallel-size global-batch-size padded-vocab-size make-vocab-size-divisible-by num-query-groups
             moe-shared-expert-intermediate-size max-position-embeddings num-layers-per-virtual-pipeline-stage
             num-virtual-stages-per-pipeline-rank decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers
-            microbatch-group-size-per-virtual-pipeline-stage recompute-num-layers nproc-per-node nnodes world-size""",
+            microbatch-group-size-per-virtual-pipeline-stage recompute-num-layers zero-stage world-size""",
         float: """rotary-base norm-epsilon moe-aux-loss-coeff moe-z-loss-coeff mtp-loss-scaling-factor hidden-dropout
             moe-expert-capacity-factor activation-offload-fraction""",
         str: """pipeline-model-parallel-layout recompute-granularity recompute-method fp8-format fp8-recipe normalization
             position-embedding-type moe-layer-freq moe-router-score-function moe-token-dispatcher-type tokenizer-type
-            data-parallel-sharding-strategy moe-flex-dispatcher-backend""",
+            data-parallel-sharding-strategy moe-flex-dispatcher-backend optimizer""",
         bool: """bf16 fp16 group-query-attention swiglu disable-bias-linear add-qkv-bias qk-layernorm moe-shared-expert-gate
             untie-embeddings-and-output-weights moe-router-pre-softmax multi-latent-attention use-distributed-optimizer
             account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split no-overlap-p2p-communication
             overlap-p2p-communication-warmup-flush overlap-grad-reduce overlap-param-gather
             overlap-moe-expert-parallel-comm delay-wgrad-compute fine-grained-activation-offloading grad-reduce-in-bf16
-            moe-enable-deepep use-megatron-fsdp use-custom-fsdp recompute-activations use-rotary-position-embeddings""",
+            moe-enable-deepep use-megatron-fsdp use-custom-fsdp recompute-activations use-rotary-position-embeddings
+            checkpoint-activations use-checkpoint-args""",
         list: "recompute-modules offload-modules cp-comm-type",
     }.items()
     for name in names.split()
 }
+_OLDER = {
+    "activations-checkpoint-method": "recompute-method", "activations-checkpoint-num-layers": "recompute-num-layers",
+    "checkpoint-num-layers": "recompute-num-layers",
+}  # fmt: skip
 # Flags that change neither sizes nor time nor memory by more than their own small tensors.
 _HARMLESS = """
-    *-ckpt* *-data-args-path *-data-path *-random-seed *-straggler* *checkpoint* accumulate-allreduce-grads-in-fp32 adam-*
-    apply-layernorm-1p async-save attention-backend attention-dropout attention-softmax-in-fp32 auto-detect-ckpt-format bert-*
-    beta-* bias-* calculate-per-token-loss clip-grad cross-entropy-* data-* dataloader-type ddp-* decoupled-* dist-*
-    distributed-* empty-unused-memory-level enable-experimental end-weight-decay eod-* eval-* exit-* finetune fp8-amax-*
-    fp8-interval fp8-margin fp8-param-gather gradient-accumulation-fusion high-priority-* init-* initial-* load load-* log-*
-    lr lr-* manual-gc* merge-file min-lr mock-data moe-grouped-gemm moe-per-layer-logging moe-permute-fusion
-    moe-router-bias-update-rate moe-router-dtype moe-router-enable-expert-bias moe-router-force-load-balancing
-    moe-router-fusion moe-router-load-balancing-type moe-router-topk-scaling-factor mscale* nccl-* no-async-* no-bias-*
-    no-check-for-nan* no-create-attention-mask-in-dataloader no-gradient-accumulation-fusion no-initialization no-load-*
+    *-ckpt* *-data-args-path *-data-path *-random-seed *-straggler* accumulate-allreduce-grads-in-fp32 adam-*
+    apply-layernorm-1p async-save attention-backend attention-dropout attention-softmax-in-fp32 bert-* beta-* bias-*
+    calculate-per-token-loss clip-grad cross-entropy-* data-* dataloader-type ddp-* decoupled-*
+    deepspeed-activation-checkpointing dist-* distributed-* empty-unused-memory-level enable-experimental end-weight-decay
+    eod-* eval-* exit-* exit-on-missing-checkpoint finetune fp8-amax-* fp8-interval fp8-margin fp8-param-gather
+    gradient-accumulation-fusion high-priority-* init-* initial-* load load-* log-* logging-level lr lr-* manual-gc*
+    merge-file min-lr mock-data moe-grouped-gemm moe-per-layer-logging moe-permute-fusion moe-router-bias-update-rate
+    moe-router-dtype moe-router-enable-expert-bias moe-router-force-load-balancing moe-router-fusion
+    moe-router-load-balancing-type moe-router-topk-scaling-factor mscale* nccl-* no-async-* no-bias-* no-check-for-nan*
+    no-create-attention-mask-in-dataloader no-gradient-accumulation-fusion no-initialization no-load-*
     no-masked-softmax-fusion no-mmap-bin-files no-persist-layer-norm no-position-embedding no-rope-fusion no-save-*
-    num-dataset-builder-threads num-workers openai-gelu optimizer override-opt* per-split-data-args-path profile* rerun-*
-    reset-* rotary-percent rotary-scal* rotary-seq-len-interpolation-factor save save-* seed sequence-parallel sft spec split
-    start-weight-decay te-rng-tracker tensorboard-* test-mode tiktoken-* timing-* tokenizer-* tp-comm-overlap* train-iters
-    train-samples transformer-impl use-flash-attn use-mcore-models use-precision-aware-optimizer use-pytorch-profiler
-    use-rope-scaling use-tp-pp-dp-mapping vocab-file wandb-* weight-decay*
+    num-dataset-builder-threads num-workers openai-gelu override-opt* per-split-data-args-path profile* rerun-* reset-*
+    rope-scal* rotary-percent rotary-scal* rotary-seq-len-interpolation-factor save save-* seed sequence-parallel sft spec
+    split start-weight-decay te-rng-tracker tensorboard-* test-mode tiktoken-* timing-* tokenizer-* tp-comm-overlap*
+    train-iters train-samples transformer-impl use-checkpoint-opt* use-flash-attn use-mcore-models
+    use-precision-aware-optimizer use-pytorch-profiler use-rope-scaling use-tp-pp-dp-mapping vocab-file wandb-* weight-decay*
 """
 PART_MODULES = {
     "norms": "layernorm", "attention": "core_attn", "activation": "moe_act", "mlp": "mlp", "experts": "moe",
@@ -112,27 +120,42 @@ def read(text: str, shape: DecoderShape | None = None) -> Job:
 
     Raises UsageError where it starts none, or for a bad value.
     """
-    values, unknown = _values(best_command(text, "megatron"))
+    table = re.search(r"^MODEL_ARGS:.*", text, re.MULTILINE | re.DOTALL)
+    values, unknown = _values(_of_table(table[0]) if table else best_command(text, "megatron"))
     described = _shape(values, unknown)
     return _job(values, described or shape, unknown)
 
 
+def _of_table(text: str) -> Command:
+    """Return the flags of a table `MODEL_ARGS` of YAML, as the tests of Megatron-LM have them."""
+    words = list[str]()
+    for flag, value in re.findall(r"^[ ]+(--[\w-]+):[ ]*(.*?)[ ]*(?:[ ]#.*)?$", text, re.MULTILINE):
+        value = re.sub(r"\\+", "", value.strip("\"'"))
+        if value.lower() not in ("true", "false"):
+            words += [flag, *(value.strip("[]").replace(",", " ").split() if _KINDS.get(flag[2:]) is list else [value])]
+        elif value.lower() == "true":
+            words.append(flag)
+    return Command(tuple(words), ())
+
+
 def _values(command: Command) -> tuple[dict[str, Any], list[str]]:
     """Return flag -> value, and sentences on what is not known; a value that only a run would tell is None."""
-    values: dict[str, Any] = {}
-    unknown = list(command.unresolved)
-    for flag, given in flags_of(command.words):
+    values: dict[str, Any] = {"processes": command.processes}
+    unknown = [*command.unresolved, *(f"--{flag} is not known" for flag in command.strange)]
+    for flag, given in flags_of(command.words[command.program :]):
         name = flag.replace("_", "-")
+        name = _OLDER.get(name, name)
         kind = _KINDS.get(name)
         if kind is None:
-            if not launches(name) and not any(fnmatch(name, pattern) for pattern in _HARMLESS.split()):
-                unknown.append(f"--{flag} is not known{did_you_mean(name, _KINDS)}".partition("; known: ")[0])
+            if not any(fnmatch(name, pattern) for pattern in _HARMLESS.split()):
+                unknown.append(not_known(f"--{flag}", name, _KINDS))
         elif kind is bool:
             values[name] = True
         elif not given:
             raise UsageError(f"megatron: --{flag} has no value")
         elif any("$" in word for word in (given if kind is list else given[:1])):
             values[name] = None
+            unknown.append(f"--{flag} {' '.join(given):.60}: its value is not in the text")
         else:
             values[name] = given if kind is list else _converted(flag, kind, given[0])
     return values, unknown
@@ -226,8 +249,11 @@ def _pattern(node: ast.expr) -> list[int]:
 def _job(values: Mapping[str, Any], shape: DecoderShape | None, unknown: list[str]) -> Job:
     get = values.get
     axes: dict[str, Any] = {field: get(flag) or 1 for flag, field in _AXES}
+    if not get("seq-length"):
+        axes["seq"] = get("max-position-embeddings") or 4096
+        unknown.append(f"--seq-length is not in the text: {axes['seq']:,} tokens are assumed")
     tp, pp, cp, ep = (axes[name] for name in ("tp", "pp", "cp", "ep"))
-    devices = get("world-size") or (get("nproc-per-node") or 0) * (get("nnodes", 1) or 0)
+    devices = get("world-size") or get("processes")
     if not devices:
         unknown.append("the number of devices is not in the text: one replica is assumed")
         devices = math.lcm(tp * cp, (get("expert-tensor-parallel-size") or tp) * ep) * pp
@@ -239,13 +265,19 @@ def _job(values: Mapping[str, Any], shape: DecoderShape | None, unknown: list[st
     dp, micro = devices // (tp * pp * cp), axes["micro_batch"]
     total = get("global-batch-size") or micro * dp
     if micro < 1 or total % (micro * dp):
-        nearest = max(1, total // max(1, micro * dp)) * micro * dp
+        near = max(1, total // max(1, micro * dp)) * micro * dp
         raise UsageError(
             f"megatron: --global-batch-size {total} is no multiple of micro-batch x dp = {micro * dp} "
-            f"(num_microbatches_calculator.py); nearest: {nearest}"
+            f"(num_microbatches_calculator.py); nearest: {near}"
         )
     gated = get("swiglu") and get("normalization") != "RMSNorm"
     unknown += ["LayerNorm beside --swiglu is read as RMSNorm, without its bias"] * bool(gated)
+    unknown += ["--use-checkpoint-args: sizes of the checkpoint would replace these"] * bool(get("use-checkpoint-args"))
+    unknown += [
+        f"--optimizer {name}: the state of adam is read" for name in [get("optimizer")] if name not in (None, "adam")
+    ]
+    position = get("position-embedding-type") or "rope"
+    unknown += [f"--position-embedding-type {position}: rope is read"] * (position not in ("rope", "learned_absolute"))
     unknown += ["neither --bf16 nor --fp16 is given: 16 bits are read"] * (not get("bf16") and not get("fp16"))
     options = [name for name, flag in _SWITCHES.items() if get(flag)]
     stages, v = _stages(values, get("num-layers") or (shape.num_hidden_layers if shape else 0), pp)
@@ -282,14 +314,16 @@ def _job(values: Mapping[str, Any], shape: DecoderShape | None, unknown: list[st
 def _zero(values: Mapping[str, Any]) -> int:
     if values.get("use-megatron-fsdp") or values.get("use-custom-fsdp"):
         return _SHARDED.get(values.get("data-parallel-sharding-strategy") or "", 0)
-    return int(bool(values.get("use-distributed-optimizer")))
+    return values.get("zero-stage") or int(bool(values.get("use-distributed-optimizer")))
 
 
 def _recomputing(values: Mapping[str, Any]) -> tuple[str, int, int]:
     """Return what is recomputed, of how many blocks of a stage, and how many blocks together."""
     granularity = "selective" if values.get("recompute-activations") else values.get("recompute-granularity")
     count = values.get("recompute-num-layers") or 1
-    if granularity == "full":
+    if granularity == "full" or (
+        not granularity and (values.get("checkpoint-activations") or values.get("recompute-method"))
+    ):
         return ("full", count, 1) if values.get("recompute-method") == "block" else ("full", 0, count)
     if granularity != "selective":
         return "none", 0, 1
@@ -309,7 +343,10 @@ def _stages(values: Mapping[str, Any], layers: int, pp: int) -> tuple[tuple[int,
     if text := get("pipeline-model-parallel-layout"):
         count = len(expand(text).removesuffix("|").split("|"))
         if count % pp:
-            raise UsageError(f"megatron: the layout {text!r:.200} has {count} stages, no multiple of {pp} ranks")
+            whole = max(1, count // pp) * pp
+            raise UsageError(
+                f"megatron: the layout {text!r:.200} has {count} stages, no multiple of {pp} ranks; nearest: {whole}"
+            )
         try:
             return tuple(parse_stages(text, layers, count, ahead)), count // pp
         except UsageError as error:
@@ -321,7 +358,8 @@ def _stages(values: Mapping[str, Any], layers: int, pp: int) -> tuple[tuple[int,
     middle, rest = pp - sum(end is not None for end in ends), layers - sum(end or 0 for end in ends) + sum(extra)
     if rest % max(1, middle) or rest < 0 or (not middle and rest):
         raise UsageError(
-            f"megatron: {rest} layers are no multiple of the {middle} pipeline ranks that divide them (transformer_config.py)"
+            f"megatron: {rest} layers are no multiple of the {middle} pipeline ranks that divide them (transformer_config.py); "
+            f"{nearest(middle, divisors(max(1, rest)))}, or a --pipeline-model-parallel-layout"
         )
     ranks = [rest // max(1, middle)] * pp
     ranks[0], ranks[-1] = (ranks[at] if end is None else end for at, end in zip((0, -1), ends, strict=True))
@@ -329,7 +367,10 @@ def _stages(values: Mapping[str, Any], layers: int, pp: int) -> tuple[tuple[int,
     if per_stage := get("num-layers-per-virtual-pipeline-stage"):
         v = max(1, ranks[0] // per_stage) if ranks[0] % per_stage == 0 else 0
     if v < 1 or any(count % v for count in ranks):
-        raise UsageError(f"megatron: the chunks do not divide the {ranks[0]} layers of a rank (arguments.py)")
+        near = nearest(v or ranks[0] // (per_stage or 1), divisors(math.gcd(*ranks)))
+        raise UsageError(
+            f"megatron: the chunks do not divide the {ranks[0]} layers of a rank (arguments.py); {near} chunks"
+        )
     sizes = [ranks[at % pp] // v for at in range(pp * v)]
     sizes[0] += 1 - extra[0]
     sizes[-1] += 1 - extra[1] + ahead

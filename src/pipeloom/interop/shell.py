@@ -1,17 +1,21 @@
 """The commands of a launch script, read without running anything.
 
-Variables, arrays, defaults (`${X:-4}`), `+=`, arithmetic and continued lines are resolved; what only a run would tell (a variable
-of the environment, the output of a command, a value set under a condition) is listed, and stays in the word as it was written.
+Variables, arrays, defaults (`${X:-4}`), `+=`, arithmetic, continued lines, functions, conditions on values that are known and the
+sizes of `#SBATCH` lines are resolved; what only a run would tell (a variable of the environment, the output of a command, a value
+set under another condition) is listed, and stays in the word as it was written.
 """
 
 from __future__ import annotations
 
 import ast
+import math
 import operator
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import reduce
+from itertools import pairwise
 
 from pipeloom.errors import UsageError
 
@@ -19,30 +23,43 @@ _ASSIGNS = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _BRACED = re.compile(r"(#?)([A-Za-z_]\w*|\d+)(?:\[([@*]|\d+)\])?(?:(:?[-=?+])(.*))?", re.DOTALL)
 _OPERATOR = re.compile(r"(?:\d*(?=[<>]))?(&&|\|\||;;|<<<|<<-?|&>>?|[<>]&|>>|[<>;&|()\n])")
+_FUNCTION = re.compile(r"(?:function\s+)?([A-Za-z_][\w-]*)\s*\(\s*\)\s*\{|function\s+([\w-]+)\s*\{")
 _REDIRECTS = ("<<<", "&>", "&>>", "<&", ">&", ">>", "<", ">")
-_OPENS, _CLOSES = ("if", "while", "until", "for", "case", "select"), ("fi", "done", "esac")
-_KEYWORDS = (*_OPENS, *_CLOSES, "then", "else", "elif", "do", "{", "}", "!", "time")
+_OPENS, _CLOSES = ("if", "while", "until", "for", "case", "select", "{"), ("fi", "done", "esac", "}")
+_KEYWORDS = (*_OPENS, *_CLOSES, "then", "else", "elif", "do", "!", "time")
 _DECLARES = ("export", "declare", "local", "readonly", "typeset")
-_TESTS = ("[", "[[", "test")
-_SILENT = (*_TESTS, *_DECLARES, "echo", "printf", "set", "shift", "function")
+_TESTS = ("[", "[[", "test", "((")
+_SILENT = (*_TESTS, *_DECLARES, "echo", "printf", "set", "shift")
 _ENDS = " \t\n;&|()<>"
-_LONGEST = 4_000_000  # characters: a script of assignments that double a text ends in time
-_ARITHMETIC = {
+_LONGEST = 4_000_000  # characters: a script of assignments that double a text, or of functions that call each other, ends in time
+_ARITHMETIC: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod, ast.FloorDiv: operator.floordiv,
+    ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
 }  # fmt: skip
+_COMPARED = {"-eq": ast.Eq, "-ne": ast.NotEq, "-lt": ast.Lt, "-le": ast.LtE, "-gt": ast.Gt, "-ge": ast.GtE}
+# What says how many processes a launcher starts: of torchrun, DeepSpeed, mpirun and srun.
+_PROCESSES = (
+    ("nproc-per-node", "nnodes"), ("num-gpus", "num-nodes"), ("np",), ("ntasks",), ("ntasks-per-node", "nodes"),
+)  # fmt: skip
+# What a `#SBATCH` line says -> the variables in which slurm repeats it.
+_SLURM = {
+    "nodes": "SLURM_NNODES SLURM_JOB_NUM_NODES", "ntasks-per-node": "SLURM_NTASKS_PER_NODE",
+    "ntasks": "SLURM_NTASKS SLURM_NPROCS", "gpus-per-node": "SLURM_GPUS_PER_NODE SLURM_GPUS_ON_NODE",
+    "cpus-per-task": "SLURM_CPUS_PER_TASK",
+}  # fmt: skip
+_SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "gres": "gpus-per-node"}
 
-
-# Flags of torchrun, torch.distributed.launch and srun that do not say how many processes there are.
+# Flags of launchers that do not say how many processes there are.
 _LAUNCHERS = """
-    container-* cpu-bind* cpus-per-* export gpus-per-* job-name kill-on-bad-exit label local-addr local-rank* log-dir logs-specs
-    master-* max-restarts monitor-interval mpi module no-python node-rank ntasks* output partition rank rdzv-* redirects role
-    run-path standalone start-method tee time use-env virtual-local-rank
+    *-per-* allow-run-as-root bind-to container-* cpu* export hostfile job-name kill-on-bad-exit label local-addr local-rank*
+    log-dir logs-specs map-by master-* max-restarts mem* module monitor-interval mpi nnodes no-python node* np ntasks*
+    num-gpus num-nodes output partition rank rdzv-* redirects role run-path standalone start-method tee time use-env
+    virtual-local-rank wait
 """.split()  # noqa: SIM905
 
-
-def launches(flag: str) -> bool:
-    """Return whether a flag, with hyphens, is one of a launcher that changes nothing here."""
-    return any(fnmatch(flag, pattern) for pattern in _LAUNCHERS)
+Truth = bool | None
+"""Of a condition; None: only a run would tell."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +69,62 @@ class Command:
     Attributes:
         words: with variables resolved.
         unresolved: a sentence for each expansion in it that only a run would tell.
+        values: variable -> value where the command starts, its own assignments among them.
     """
 
     words: tuple[str, ...]
     unresolved: tuple[str, ...]
+    values: Mapping[str, str | list[str]] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def program(self) -> int:
+        """Number of words before the program's own, so of launchers."""
+        for at, word in enumerate(self.words):
+            module = word == "-m" and not "".join(self.words[at + 1 : at + 2]).startswith("torch.distributed")
+            if module or word.endswith((".py", ".sh")):
+                return at + 1
+        return 0
+
+    @property
+    def strange(self) -> list[str]:
+        """Flags of launchers that are not known."""
+        flags = [flag for flag, _ in flags_of(self.words[: self.program])]
+        return [flag for flag in flags if not any(fnmatchcase(flag.replace("_", "-"), known) for known in _LAUNCHERS)]
+
+    @property
+    def processes(self) -> int:
+        """Number of processes that the launchers start; 0: the text does not say it."""
+        launchers = self.words[: self.program] or self.words
+        given = dict[str, str]()
+        if "srun" in launchers and not {"torchrun", "-m"} & {*launchers}:
+            given = {key: str(self.values.get(names.split()[0], "")) for key, names in _SLURM.items()}
+        for word, value in pairwise([part for each in launchers for part in each.split("=", 1)]):
+            if word.startswith("-"):
+                name = word.lstrip("-").replace("_", "-")
+                given[_SHORT.get(name, name)] = value
+        given.setdefault("nnodes", "1")
+        for names in _PROCESSES:
+            counts = [given.get(name, "") for name in names]
+            if all(re.fullmatch(r"\d{1,7}", count) for count in counts):
+                return math.prod(map(int, counts))
+        return 0
 
 
 def commands_of(text: str) -> list[Command]:
     """Return the commands of a script, or of a command line, in their order."""
-    return list(_Script(text.replace("\r\n", "\n")).commands())
+    text = text.replace("\r\n", "\n")
+    return list(_Script(text, _slurm(text)).commands())
+
+
+def _slurm(text: str) -> dict[str, str | list[str]]:
+    """Return the variables that slurm sets for a script with these `#SBATCH` lines."""
+    sizes = dict[str, str]()
+    for line in re.findall(r"^#SBATCH[ \t]+(.*)$", text, re.MULTILINE):
+        for name, count in re.findall(r"--?([A-Za-z-]+)[ =]+(?:[A-Za-z]\w*:)*(\d{1,7})(?=\s|$)", line):
+            sizes[_SHORT.get(name, name)] = count
+    if "ntasks-per-node" in sizes:
+        sizes.setdefault("ntasks", str(int(sizes["ntasks-per-node"]) * int(sizes.get("nodes", "1"))))
+    return {name: sizes[key] for key, names in _SLURM.items() if key in sizes for name in names.split()}
 
 
 def best_command(text: str, system: str) -> Command:
@@ -87,6 +151,38 @@ def flags_of(words: Sequence[str], ends: tuple[str, ...] = ()) -> Iterator[tuple
         given = [value] if equals else []
 
 
+def _both(left: Truth, right: Truth) -> Truth:
+    return False if left is False or right is False else None if left is None or right is None else True
+
+
+def _negated(value: Truth) -> Truth:
+    return None if value is None else not value
+
+
+def _either(left: Truth, right: Truth) -> Truth:
+    return _negated(_both(_negated(left), _negated(right)))
+
+
+@dataclass
+class _Block:
+    """A compound command that is being read.
+
+    Attributes:
+        runs: whether the part that is being read runs.
+        over: whether a part before it did.
+        subject: of `case`; None: only a run would tell.
+        waits: whether the pattern of a clause of `case` is next.
+        function: the name of a function, and where its body begins.
+    """
+
+    word: str
+    runs: Truth = True
+    over: Truth = False
+    subject: str | None = None
+    waits: bool = False
+    function: tuple[str, int] | None = None
+
+
 @dataclass
 class _Script:
     """A text that is read from its begin to its end, and the variables so far with what is not known of them."""
@@ -94,42 +190,127 @@ class _Script:
     text: str
     values: dict[str, str | list[str]] = field(default_factory=dict)
     doubts: dict[str, str] = field(default_factory=dict)
+    functions: dict[str, str] = field(default_factory=dict)
+    blocks: list[_Block] = field(default_factory=list)
+    spent: list[int] = field(default_factory=lambda: [0])
+    nested: int = 0
     at: int = 0
     begin: int = 0
-    depth: int = 0
-    written: int = 0
-    tested: bool = False
+    status: Truth = True  # of the list of commands so far
+    joint: str = ""  # of the list with what follows: "&&", "||" or nothing
+    tested: bool = False  # whether a test says the status
+    bracket: bool = False  # whether a test in [[ ]] goes on
+    negative: bool = False
+    unsure: bool = False  # whether what is assigned is not known
     missing: list[str] = field(default_factory=list)
+    prefix: dict[str, str | list[str]] = field(default_factory=dict)  # variables of the command that is being read
 
     @property
     def here(self) -> str:
         return self.text[self.at : self.at + 1]
 
+    @property
+    def runs(self) -> Truth:
+        """Truth of whether what is being read runs."""
+        status = True if self.status is None and not self.tested and self.joint == "&&" else self.status
+        chained = {"&&": status, "||": _negated(status)}.get(self.joint, True)
+        return reduce(_both, (block.runs for block in self.blocks), chained)
+
     def commands(self) -> Iterator[Command]:
         """Yield the commands, and take over what the script assigns."""
+        called = set[str]()
         while self.at < len(self.text):
-            words = self._statement()
-            missing = tuple(dict.fromkeys(self.missing))
-            self.tested = self.tested and bool(words) and words[0] in _TESTS
+            words, assigned, ends = self._statement()
+            runs, missing = self.runs, tuple(dict.fromkeys(self.missing))
             inner = words[words.index("-c") + 1 :][:1] if "-c" in words and not words[0].startswith("python") else []
             if words[:1] == ["eval"]:
                 inner = [" ".join(words[1:])]
-            if inner and " " in inner[0] and self.depth < 50:
-                for command in _Script(inner[0], self.values, self.doubts, depth=self.depth + 1).commands():
-                    yield Command(command.words, tuple(dict.fromkeys((*missing, *command.unresolved))))
-            elif words and words[0] not in _SILENT:
-                yield Command(tuple(words), missing)
+            if runs is False or not words:
+                pass
+            elif words[0] in self.functions:
+                called.add(words[0])
+                prefix = {name: value for name, value in self.prefix.items() if self.values.get(name) != value}
+                before = {name: self.values.get(name) for name in ("@", *prefix)}
+                self.values |= {"@": words[1:], **prefix}
+                yield from self._inside(self.functions[words[0]], runs, missing)
+                self.values |= {name: value for name, value in before.items() if value is not None}
+                for name in [name for name, value in before.items() if value is None]:
+                    self.values.pop(name, None)
+            elif inner and " " in inner[0]:
+                launchers = words[: words.index("-c") - 1] if "-c" in words else []
+                for command in self._inside(inner[0], runs, missing):
+                    yield replace(command, words=(*launchers, *command.words))
+            elif words[0] == "shift" and isinstance(given := self.values.get("@"), list):
+                self.values["@"] = given[int("".join(words[1:2]) or 1) if "".join(words[1:2]).isdigit() else 1 :]
+            elif words[0] not in _SILENT:
+                yield Command(tuple(words), missing, {**self.values, **self.prefix})
+            self._finish(words, assigned, ends)
+        for name in [] if self.nested else [name for name in self.functions if name not in called]:
+            yield from self._inside(self.functions[name], None, ())  # another shell may call it
 
-    def _statement(self) -> list[str]:
-        """Return the words of the next simple command; keywords and assignments before it are taken over."""
+    def _inside(self, text: str, runs: Truth, missing: tuple[str, ...]) -> Iterator[Command]:
+        """Yield the commands of a text that is run at this place, as a function or by another shell."""
+        self.spent[0] += len(text) + 1000
+        if self.nested >= 50 or self.spent[0] > _LONGEST:
+            return
+        inner = _Script(text, self.values, self.doubts, self.functions, [_Block("", runs)], self.spent, self.nested + 1)
+        for command in inner.commands():
+            yield replace(command, unresolved=tuple(dict.fromkeys((*missing, *command.unresolved))))
+
+    def _finish(self, words: list[str], assigned: bool, ends: str) -> None:
+        """Take over what a statement, and what ends it, say about those that follow."""
+        if not words and not assigned:
+            if ends not in ("\n", "("):
+                self.joint = ""
+        else:
+            tests = bool(words) and (words[0] in _TESTS or self.bracket)
+            result = self._test(words) if tests else {"true": True, ":": True, "false": False}.get(" ".join(words))
+            result = True if not words and not self.unsure else result
+            result = _negated(result) if self.negative else result
+            join = {"&&": _both, "||": _either}.get(self.joint)
+            self.status = join(self.status, result) if join else result
+            self.tested = tests or (self.tested and join is not None)
+            self.bracket = (self.bracket or words[:1] == ["[["]) and "]]" not in words
+            self.joint = ends if ends in ("&&", "||") else ""
+        if ends == ";;" and self.blocks:
+            block = self.blocks[-1]
+            block.over, block.waits = _either(block.over, block.runs), block.word == "case"
+
+    def _test(self, words: Sequence[str]) -> Truth:
+        """Return what a test says."""
+        operands = [word for word in words if word not in ("[", "[[", "]", "]]", "((")]
+        operands = operands[words[0] == "test" :]
+        negative = operands[:1] == ["!"]
+        operands = operands[negative:]
+        result: Truth = None
+        if len(operands) == 2 and operands[0] in ("-z", "-n"):
+            result = (operands[1] == "") == (operands[0] == "-z")
+        elif len(operands) == 1:
+            result = operands[0] != "0" if words[0] == "((" else operands[0] != "-n"
+        elif len(operands) == 3 and operands[1] in ("=", "==", "!="):
+            left, sign, right = operands
+            same = fnmatchcase(left, right) if words[0] == "[[" or self.bracket else left == right
+            result = same != (sign == "!=")
+        elif len(operands) == 3 and operands[1] in _COMPARED and operands[0].isdigit() and operands[2].isdigit():
+            result = bool(_ARITHMETIC[_COMPARED[operands[1]]](int(operands[0]), int(operands[2])))
+        return None if self.missing else _negated(result) if negative else result
+
+    def _statement(self) -> tuple[list[str], bool, str]:
+        """Return (the words of the next simple command, whether something is assigned, what ends it); keywords are taken over."""
         words, heredocs = list[str](), list[str]()
         before: tuple[dict[str, str | list[str]], dict[str, str]] | None = None
-        self.missing = []
+        self.missing, self.prefix, self.negative, self.unsure, ends = [], {}, False, False, ""
         while self.at < len(self.text):
-            if self._blank():
+            if self._clause() or self._blank():
                 continue
             assigns = _ASSIGNS.match(self.text, self.at)
-            if match := _OPERATOR.match(self.text, self.at):
+            if not words and (function := _FUNCTION.match(self.text, self.at)):
+                self.at = function.end()
+                self.blocks.append(_Block("{", False, function=(function[1] or function[2], self.at)))
+            elif not words and self.text.startswith("((", self.at):
+                self.begin = self.at
+                words = ["((", self._computed(self._nested("(", ")"))]
+            elif match := _OPERATOR.match(self.text, self.at):
                 self.at = match.end()
                 if match[1] in ("<<", "<<-"):
                     self._blank()
@@ -138,22 +319,25 @@ class _Script:
                     while self._blank():
                         pass
                     self._word()
+                    if words and words[0] == "[[":
+                        self.missing.append("an order of texts")
                 else:
                     if match[1] == "\n":
                         self._skip(heredocs)
-                    self.tested = match[1] in ("&&", "||")
+                    ends = match[1]
                     break
             elif assigns and (not words or words[0] in _DECLARES):
                 before = before or (dict(self.values), dict(self.doubts))
                 self._assign(assigns)
             else:
                 if before and not words:  # `X=1 command`: it is the command's alone
+                    self.prefix = dict(self.values)
                     (self.values, self.doubts), before = before, None
                 plain = self.here not in "\"'$\\"
                 words += self._word()
                 if len(words) == 1 and plain and words[0] in _KEYWORDS:
                     self._keyword(words.pop())
-        return words
+        return words, before is not None, ends
 
     def _blank(self) -> bool:
         """Pass what separates words; return whether there was any."""
@@ -166,14 +350,60 @@ class _Script:
             match = re.compile(rf"^\t*{re.escape(end)}$", re.MULTILINE).search(self.text, self.at)
             self.at = match.end() if match else len(self.text)
 
+    def _clause(self) -> bool:
+        """Pass the pattern of a clause of `case`, where one is next; return whether there was any."""
+        block = self.blocks[-1] if self.blocks else None
+        if block is None or not block.waits:
+            return False
+        passed = re.compile(r"(?:\s|#[^\n]*\n)*\(?[ \t]*").match(self.text, self.at)
+        self.at, block.waits = passed.end() if passed else self.at, False
+        if re.compile(r"esac\b").match(self.text, self.at):
+            return True
+        matches: Truth = False
+        for pattern in self._until(")").split("|"):
+            known = block.subject is not None and "$" not in pattern
+            same = fnmatchcase(block.subject or "", pattern.strip().strip("\"'")) if known else None
+            matches = _either(matches, same)
+        block.runs = _both(matches, _negated(block.over))
+        self.status, self.joint = True, ""
+        return True
+
     def _keyword(self, word: str) -> None:
-        self.depth += (word in _OPENS) - (word in _CLOSES)
-        if word in ("for", "case", "select"):
+        block = self.blocks[-1] if self.blocks else None
+        if word == "!":
+            self.negative = not self.negative
+        elif word == "case":
             self._blank()
-            name = _NAME.match(self.text, self.at)
-            if word != "case" and name:
+            self.missing = []
+            subject = " ".join(self._word(split=False))
+            self.blocks.append(_Block(word, False, subject=None if self.missing else subject, waits=True))
+            self.missing = []
+            passed = re.compile(r"\s*in\b").match(self.text, self.at)
+            self.at = passed.end() if passed else self.at
+        elif word in ("for", "select"):
+            self._blank()
+            if name := _NAME.match(self.text, self.at):
                 self.doubts[name[0]] = f"line {self._line()}: ${name[0]} is that of a loop"
-            self._until("\n" if word == "case" else ";", "\n")
+            self._until(";", "\n")
+            self.blocks.append(_Block(word, None))
+        elif word in _OPENS:
+            self.blocks.append(_Block(word, self.runs if word == "{" else True))
+        elif block is None:
+            return
+        elif word == "then":
+            block.runs = _both(self.status, _negated(block.over))
+        elif word == "do" and block.word in ("while", "until"):
+            goes = self.status if block.word == "while" else _negated(self.status)
+            block.runs = None if goes else goes
+        elif word in ("elif", "else"):
+            block.over = _either(block.over, block.runs)
+            block.runs = _negated(block.over)
+        elif word in _CLOSES:
+            self.blocks.pop()
+            if block.function:
+                self.functions[block.function[0]] = self.text[block.function[1] : self.at - 1]
+        if word not in ("!", "time"):
+            self.status, self.joint, self.tested = True, "", False
 
     def _line(self) -> int:
         return self.text.count("\n", 0, self.at) + 1
@@ -188,25 +418,27 @@ class _Script:
         name, adds, line, self.at = match[1], bool(match[2]), self._line(), match.end()
         before, self.missing = self.missing, []
         value = self._array() if self.here == "(" else " ".join(self._word(split=False))
+        missing, self.missing = self.missing, before
+        self.unsure, runs = bool(missing), self.runs
+        if runs is False:
+            return
         earlier = self.values.get(name)
         if adds and isinstance(earlier, list):
             value = [*earlier, *([value] if isinstance(value, str) else value)]
         elif adds and isinstance(earlier, str) and isinstance(value, str):
             value = earlier + value
-        self.written += len(value) + sum(map(len, value))
-        if self.written > _LONGEST:
-            self.missing.append(f"line {line}: {name} is longer than {_LONGEST:,} characters")
+        self.spent[0] += len(value) + sum(map(len, value))
+        if self.spent[0] > _LONGEST:
+            missing.append(f"line {line}: {name} is longer than {_LONGEST:,} characters")
             value = ""
-        conditional = self.depth or self.tested
-        if conditional:
+        if runs is None:
             self.doubts[name] = f"line {line}: {name} is set under a condition, which is not evaluated"
-        elif self.missing:
-            self.doubts[name] = self.missing[0]
-        else:
+        elif missing:
+            self.doubts[name] = missing[0]
+        elif not adds:
             self.doubts.pop(name, None)
-        if not conditional or name not in self.values or adds:
+        if runs or name not in self.values or adds:
             self.values[name] = value
-        self.missing = before
 
     def _array(self) -> str | list[str]:
         items = list[str]()
@@ -245,9 +477,9 @@ class _Script:
                     add(texts)
             elif self.here in "$`":
                 text = " ".join(self._expansion())
-                joins = joins and (not split or text[:1] not in " \t\n")
+                joins = joins and not (split and text[:1].isspace())
                 add(text.split() if split else [text])
-                joins = joins and (not split or text[-1:] not in " \t\n")
+                joins = joins and not (split and text[-1:].isspace())
             else:
                 add([self._run(ends + "\\'\"$`")])
         return fields
@@ -282,15 +514,17 @@ class _Script:
         if self.here not in ("{", "("):
             name = _NAME.match(self.text, self.at)
             self.at = name.end() if name else self.at
+            if name and name[0] in "@*" and isinstance(items := self.values.get("@"), list):
+                return list(items)
             return [self._variable(name[0]) if name else "$"]
         text = self._nested(self.here, "}" if self.here == "{" else ")")
         if text.startswith("(("):
             return [self._computed(text)]
         if text.startswith("("):
             return [self._unknown(f"the output of a command, $({text[1:-1]:.60})")]
-        array = re.fullmatch(r"([A-Za-z_]\w*)\[@\]", text[1:-1])
-        if array and isinstance(items := self.values.get(array[1]), list):
-            self._note(array[1])
+        array = re.fullmatch(r"([A-Za-z_]\w*)\[@\]|(@)", text[1:-1])
+        if array and isinstance(items := self.values.get(array[1] or array[2]), list):
+            self._note(array[1] or array[2])
             return list(items)
         return [self._variable(text[1:-1])]
 
@@ -305,10 +539,16 @@ class _Script:
 
     def _variable(self, text: str) -> str:
         match = _BRACED.fullmatch(text)
+        given = self.values.get("@")
+        if text == "#":  # a script is read as if it had no arguments, which is what their defaults are for
+            return str(len(given or ()))
         if match is None:
-            return self._unknown(f"${{{text:.60}}}")
+            words = "the arguments of the script, $@" if text in ("@", "*") else f"${{{text:.60}}}"
+            return self._unknown(words)
         counts, name, index, default, other = match.groups()
         value = self.values.get(name)
+        if name.isdigit() and isinstance(given, list):
+            value = "".join(given[int(name) - 1 : int(name)])
         if isinstance(value, list):
             if counts:
                 return str(len(value))
@@ -328,13 +568,17 @@ class _Script:
 
     def _text(self, text: str) -> str:
         """Return a text behind `:-` with its own expansions in their place."""
-        inner = _Script(text, self.values, self.doubts, missing=self.missing)
+        inner = _Script(text, self.values, self.doubts, self.functions, missing=self.missing)
         return " ".join(inner._word("", split=False))
 
     def _computed(self, text: str) -> str:
-        inside = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda match: self._variable(match[1]), text[2:-2])
+        inside = re.sub(
+            r"\$?\{?([A-Za-z_]\w*)\}?|\$\{?(\d+)\}?", lambda name: self._variable(name[1] or name[2]), text[2:-2]
+        )
+        inside = inside.replace("/", "//").replace("&&", " and ").replace("||", " or ")
+        inside = re.sub(r"^(.*)\?(.*):(.*)$", r"(\2) if (\1) else (\3)", inside.strip())
         try:
-            return str(_number(ast.parse(inside.strip().replace("/", "//"), mode="eval").body))
+            return str(_number(ast.parse(inside.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             return self._unknown(f"$({text:.60})")
 
@@ -351,7 +595,14 @@ def _number(node: ast.expr) -> int:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        result: int = _ARITHMETIC[type(node.op)](_number(node.left), _number(node.right))
+        result = _ARITHMETIC[type(node.op)](_number(node.left), _number(node.right))
         if abs(result) < 2**63:
             return result
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _ARITHMETIC:
+        return int(_ARITHMETIC[type(node.ops[0])](_number(node.left), _number(node.comparators[0])))
+    if isinstance(node, ast.BoolOp):
+        values = [bool(_number(value)) for value in node.values]
+        return int(all(values) if isinstance(node.op, ast.And) else any(values))
+    if isinstance(node, ast.IfExp):
+        return _number(node.body if _number(node.test) else node.orelse)
     raise ValueError

@@ -45,8 +45,8 @@ SYSTEMS = {
     "automodel": System("^distributed:", automodel.read, partial(torch_runtime.refusals, system="automodel"), automodel.write),
     "torchtitan": System(r"--parallelism\.|--training\.|torchtitan|^\[(parallelism|training)\]", torchtitan.read,
                          partial(torch_runtime.refusals, system="torchtitan"), torchtitan.write),
-    "megatron": System("model-parallel-size|--num-layers|pretrain_gpt|--micro-batch-size", megatron.read, megatron.refusals,
-                       megatron.write),
+    "megatron": System("model[-_]parallel[-_]size|--num[-_]layers|pretrain_gpt|--micro[-_]batch[-_]size", megatron.read,
+                       megatron.refusals, megatron.write),
 }  # fmt: skip
 
 

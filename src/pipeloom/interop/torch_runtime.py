@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,11 @@ _PLACED = {"linear": "1F1B", "loop": "Interleaved1F1B", "vee": "ZBVZeroBubble"}
 _SINGLE, _VEE = ("1f1b", "gpipe"), ("zbv", "dualpipev")
 _BLOCK = re.compile(r"(?:model\.)?layers\.(\d{1,6})")
 _ZERO_OF_RESHARD = {"never": 2, "always": 3}
+
+
+def not_known(key: str, name: str, known: Iterable[str]) -> str:
+    """Return the sentence on a word that is not known, with those that are nearly spelled like it."""
+    return f"{key} is not known{did_you_mean(name, known)}".partition("; known: ")[0]
 
 
 def csv_of(schedule: Schedule, *, messages: bool = False) -> tuple[str, list[str]]:
@@ -70,9 +76,12 @@ def job_of(where: str, words: Mapping[str, Any], shape: DecoderShape | None, unk
     Raises UsageError.
     """
     notes, pp, dp = list(unknown), words["pp"], words["replicas"]
-    if not words["shards"] and not words["devices"]:
-        notes.append("the number of devices is not in the text: one shard is assumed")
-    shards = words["shards"] or max(1, words["devices"] // (words["tp"] * words["cp"] * pp * dp))
+    each = words["tp"] * words["cp"] * dp
+    devices = words["devices"]
+    if not words["shards"] and not devices:
+        devices = math.lcm(each, words["ep"]) * pp
+        notes.append(f"the number of devices is not in the text: as few as the axes need are assumed, {devices}")
+    shards = words["shards"] or max(1, devices // (each * pp))
     if shards > 1 and dp > 1:
         notes.append(f"{dp} replicas of {shards} shards are read as {dp * shards} shards")
     dp, local = dp * shards, words["local"]
@@ -224,4 +233,6 @@ def known_model(*names: str) -> DecoderShape | None:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[\s_.-]", "", name.rpartition("/")[2]).lower()
+    """Return a name without its publisher, how the model was tuned, and Llama 3's minor version, which change no size."""
+    name = re.sub(r"-(instruct|base|chat|hf|it)\b|-\d{4}$|^meta-", "", name.rpartition("/")[2].lower())
+    return re.sub(r"[\s_.-]", "", re.sub(r"(llama-?3)\.\d", r"\1", name))

@@ -8,12 +8,19 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeloom.errors import UsageError, did_you_mean
-from pipeloom.interop.shell import best_command, flags_of, launches
-from pipeloom.interop.torch_runtime import job_of, known_model, names_of_stages, schedule_words, without_predictions
+from pipeloom.errors import UsageError
+from pipeloom.interop.shell import Command, best_command, flags_of
+from pipeloom.interop.torch_runtime import (
+    job_of,
+    known_model,
+    names_of_stages,
+    not_known,
+    schedule_words,
+    without_predictions,
+)
 from pipeloom.plan.job import Job
 from pipeloom.shapes.decoder import DecoderShape
 
@@ -35,8 +42,8 @@ _WORDS = """
 """
 _SECTIONS = ("training", "parallelism", "activation_checkpoint", "model", "experimental")
 _HARMLESS_SECTIONS = """
-    job profiler profiling metrics tokenizer dataloader optimizer lr_scheduler checkpoint compile comm validator validation debug
-    override loss memory_estimation fault_tolerance
+    job profiler profiling metrics float8 mx quantize tokenizer dataloader optimizer lr_scheduler checkpoint compile comm
+    validator validation debug override loss memory_estimation fault_tolerance
 """
 _HARMLESS = """
     hf_assets_path dump_folder
@@ -66,15 +73,14 @@ def read(text: str, shape: DecoderShape | None = None) -> Job:
         pairs = _of_toml(text)
     else:
         command = best_command(text, "torchtitan")
-        unknown += command.unresolved
-        pairs = list(_of_words(command.words))
+        unknown += [*command.unresolved, *(f"--{flag} is not known" for flag in command.strange)]
+        pairs = list(_of_command(command))
     for key, value in pairs:
         _take(key, value, words, keys, unknown)
     shape = known_model(f"{words['model']}-{words['flavor']}", words["config"]) or shape
     if shape is None:
-        unknown.append(
-            f"the sizes of the model {words['config'] or words['flavor']} are in torchtitan's code: give the model"
-        )
+        name = words["config"] or words["flavor"] or "which the text does not name"
+        unknown.append(f"the sizes of the model, {name}, are in torchtitan's code: give the model")
     words |= {"recompute": "full" if words["mode"] == "full" else "none", "shards": max(0, words["shards"])}
     words["local"] = words["batch"] or words["local"]
     if words["mode"] not in ("full", "none"):
@@ -94,19 +100,23 @@ def _of_toml(text: str) -> list[tuple[str, Any]]:
     return [(f"{section}.{key}", value) for section in sections for key, value in tables[section].items()]
 
 
-def _of_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of a command line; nodes times their processes are the key `devices`."""
-    devices = 1
+def _of_command(command: Command) -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of a command line; the number of processes is the key `devices`, variables are those of run_train.sh."""
+    words = command.words[command.program :]
+    devices = command.processes
+    if any(word.endswith("run_train.sh") for word in command.words):
+        devices = int(count) if (count := str(command.values.get("NGPU", 8))).isdigit() else 0
+        for variable, key in (("MODULE", "module"), ("CONFIG", "config"), ("CONFIG_FILE", "job.config_file")):
+            if value := command.values.get(variable):
+                yield key, value
+    yield "devices", devices
     modes = [word.partition(":")[2] for word in words if word.startswith(_SUBCOMMAND)]
     yield from (("activation_checkpoint.mode", mode) for mode in modes)
     for flag, given in flags_of(words, (_SUBCOMMAND,)):
         key = flag.replace("-", "_")
         if any("$" in word for word in given[:1]):
             continue
-        if key in ("nproc_per_node", "nnodes") and given and given[0].isdigit():
-            devices *= int(given[0])
-            yield "devices", devices
-        elif key.endswith("module_fqns_per_model_part"):
+        if key.endswith("module_fqns_per_model_part"):
             yield key, [part.split(",") for part in given]
         else:
             yield key, _value(given[0] if given else "True", key)
@@ -124,17 +134,19 @@ def _take(key: str, value: Any, words: dict[str, Any], keys: Mapping[str, tuple[
     if key in ("devices", "module", "config"):
         words[key] = value
         return
+    if key == "job.config_file":
+        unknown.append(f"what the file {value} says is not read: give the file itself as the job")
+    if key.endswith("converters") and value:
+        unknown.append(f"{key} = {value!s:.80}: converted layers are not priced")
     if name in _HARMLESS.split() or section.partition(".")[0] in _HARMLESS_SECTIONS.split():
-        return
-    if not section and launches(name.replace("_", "-")):
         return
     if isinstance(keys.get(name.removeprefix("no_"), ("", None))[1], bool) and name.startswith("no_"):
         name, value = name.removeprefix("no_"), False
     word, default = keys.get(name, ("", None))
     if section not in _SECTIONS:
-        unknown.append(f"{key} is not known{did_you_mean(section or name, _SECTIONS if section else keys)}")
+        unknown.append(not_known(key, section or name, _SECTIONS if section else keys))
     elif not word:
-        unknown.append(f"{key} is not known{did_you_mean(name, keys)}")
+        unknown.append(not_known(key, name, keys))
     elif type(default) is int and (type(value) is not int or value < min(default, 1)):
         raise UsageError(f"torchtitan: {key} = {value!r:.60}: it must be a whole number of at least {min(default, 1)}")
     else:

@@ -11,6 +11,7 @@ import pytest
 
 from pipeloom.errors import PipeloomError
 from pipeloom.interop.systems import read_job, translated
+from pipeloom.interop.torch_runtime import known_model
 from pipeloom.plan import load_model
 from pipeloom.plan.job import Job
 
@@ -30,6 +31,11 @@ SAID = {
     "torchtitan_2025.toml": "dp=2,pp=4,m=8,seq=8192,zero=2",
     "automodel_llama.yaml": "tp=2,pp=2,v=4,m=8,seq=4096,recompute=full,schedule=interleaved",
     "automodel_moe.yaml": "dp=8,pp=2,ep=8,m=4,seq=2048,zero=2",
+    "slurm_sizes.sh": "dp=4,tp=4,pp=4,m=16,micro_batch=2,seq=4096,zero=1,recompute=none",
+    "deepspeed_older.sh": "dp=4,tp=2,pp=4,m=16,micro_batch=4,seq=2048,zero=1,recompute=full",
+    "megatron_table.yaml": "dp=2,tp=2,pp=2,ep=4,etp=1,v=4,m=8,recompute=norms+activation,schedule=interleaved",
+    "torchtitan_variables.sh": "dp=8,pp=2,m=4,seq=8192,zero=2,recompute=full",
+    "automodel_older.yaml": "dp=4,tp=2,pp=4,ep=8,v=2,m=4,seq=8192,zero=3,recompute=full,schedule=interleaved",
     "pipeloom.toml": "dp=2,pp=2,v=2,m=4,seq=1024,zero=1,schedule=interleaved",
 }
 STAGES = {
@@ -38,15 +44,23 @@ STAGES = {
     "torchtitan_llama3.sh": (11, 11, 10, 10, 10, 10, 10, 10),
     "torchtitan_2025.toml": (9, 9, 8, 8),
     "automodel_llama.yaml": (5, 4, 4, 4, 4, 4, 4, 5),
+    "slurm_sizes.sh": (11, 10, 10, 11),
+    "megatron_table.yaml": (4, *(2,) * 7),
+    "torchtitan_variables.sh": (17, 17),
+    "automodel_older.yaml": (7, *(6,) * 6, 7),
 }
 UNKNOWN = {
     "deepseek_v3.sh": {"$SLURM_JOB_ID"},
     "mixtral_srun.sh": {"$HOSTNAME", "$TOKENIZER_MODEL", "ARGS is set under a condition"},
     "gpt3_175b.sh": {"$1", "$2"},
-    "torchtitan_llama3.sh": {"${@}"},
+    "torchtitan_llama3.sh": {"the arguments of the script, $@"},
     "torchtitan_2025.toml": {"a TOML of before February 2026", "'selective' keeps the outputs of chosen operations"},
     "automodel_llama.yaml": {"the number of devices is not in the text", "gradients of 4 passes"},
     "automodel_moe.yaml": {"gradients of 2 passes"},
+    "slurm_sizes.sh": {"--optimizer lion: the state of adam is read"},
+    "deepspeed_older.sh": {"$(pwd)", "--deepspeed_config is not known", "alibi: rope is read"},
+    "megatron_table.yaml": {"one replica is assumed"},
+    "automodel_older.yaml": {"common is not known", "tokens is not known", "gradients of 4 passes"},
 }
 
 
@@ -71,6 +85,8 @@ def with_an_unknown_word(path: Path, draw: random.Random) -> str:
     text = path.read_text()
     if path.suffix == ".toml":
         return re.sub(r"(\[parallel(ism)?\]\n)", r"\1invented_word = 7\n", text)
+    if path.name == "megatron_table.yaml":
+        return text.replace("MODEL_ARGS:\n", "MODEL_ARGS:\n  --invented-word: 7\n")
     if path.suffix == ".yaml":
         return text.replace("\ndistributed:\n", "\ndistributed:\n  invented_word: 7\n")
     flag = "--parallelism.invented_word 7 " if "torchtitan" in text else "--invented-word 7 "
@@ -152,3 +168,68 @@ def test_every_way_to_divide_layers_in_megatron_is_read(flags: str, stages: tupl
     job = read(tmp_path / "run.sh")
     assert job.layout.stages == stages
     assert job.unknown == ()
+
+
+def read_text(text: str, tmp_path: Path) -> Job:
+    (tmp_path / "run.sh").write_text(text)
+    return read(tmp_path / "run.sh")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--position-embedding-type alibi", "--position-embedding-type alibi: rope is read"),
+        ("--optimizer sgd", "--optimizer sgd: the state of adam is read"),
+        ("--use-checkpoint-args", "sizes of the checkpoint would replace these"),
+        ("--mtp-num-layers $AHEAD", "--mtp-num-layers $AHEAD: its value is not in the text"),
+    ],
+)
+def test_a_value_that_is_read_as_another_is_listed(flags: str, sentence: str, tmp_path: Path) -> None:
+    job = read_text((FOLDER / "flags.txt").read_text().strip() + f" {flags}\n", tmp_path)
+    assert any(sentence in each for each in job.unknown)
+
+
+def test_a_length_that_is_not_in_the_text_is_that_of_the_positions(tmp_path: Path) -> None:
+    text = (FOLDER / "flags.txt").read_text()
+    text = text.replace("--seq-length 4096 --max-position-embeddings 4096", "--max-position-embeddings 1024")
+    job = read_text(text, tmp_path)
+    assert job.layout.seq == 1024
+    assert "--seq-length is not in the text: 1,024 tokens are assumed" in job.unknown
+
+
+@pytest.mark.parametrize(
+    ("flags", "nearest"),
+    [
+        ("--pipeline-model-parallel-size 3", "nearest: 2 or 4, or a --pipeline-model-parallel-layout"),
+        ("--num-layers-per-virtual-pipeline-stage 3", "nearest: 4 or 8 chunks"),
+        ("--pipeline-model-parallel-layout 'Et*16|t*8|t*8L'", "3 stages, no multiple of 2 ranks; nearest: 2"),
+    ],
+)
+def test_a_division_that_megatron_refuses_names_the_nearest(flags: str, nearest: str, tmp_path: Path) -> None:
+    with pytest.raises(PipeloomError, match=re.escape(nearest)):
+        read_text(
+            (FOLDER / "flags.txt").read_text().strip() + f" {flags} --world-size 24 --global-batch-size 96", tmp_path
+        )
+
+
+def test_a_file_that_a_script_of_torchtitan_names_is_not_read_and_named(tmp_path: Path) -> None:
+    job = read_text("CONFIG_FILE=a/b.toml NGPU=4 ./run_train.sh --parallelism.tensor_parallel_degree 2", tmp_path)
+    assert job.layout.world == 4
+    assert any("what the file a/b.toml says is not read" in each for each in job.unknown)
+
+
+def test_converted_layers_of_torchtitan_are_listed(tmp_path: Path) -> None:
+    text = (FOLDER / "torchtitan_2025.toml").read_text().replace("[model]\n", '[model]\nconverters = ["float8"]\n')
+    assert "model.converters = ['float8']: converted layers are not priced" in read_text(text, tmp_path).unknown
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama3-70b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("meta-llama/Llama-3.2-1B", None),
+    ],
+)
+def test_tuned_versions_of_a_model_have_its_sizes(name: str, preset: str | None) -> None:
+    assert known_model(name) == (None if preset is None else known_model(preset))

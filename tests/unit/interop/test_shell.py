@@ -13,6 +13,7 @@ from pipeloom.interop.shell import commands_of
 CASES = {
     "quotes": """launch 'a b' "c  d" e\\ f "" '' "x\\"y" 'x"y' pre"mid \\$H dle"post""",
     "variables": "X=4; Y=${X}0\nlaunch $X ${Y} \"$X $Y\" a$X'b'$Y",
+    "empty values": 'X=\nlaunch [$X] a$X $X "$X"',
     "unquoted values are split": 'ARGS=" --tp 2   --pp 4 "\nlaunch x$ARGS y "$ARGS" $ARGS',
     "defaults": 'E=\nlaunch ${NOPE:-4} ${NOPE:-a b} "${NOPE:-a b}" ${E:-5} ${E-5} ${F:=6} $F ${E:+x} ${F:+y} ${G:-${F}0}',
     "arrays": 'A=(1 "2 3"  # why\n 4)\nA+=(5)\nlaunch ${A[@]} "${A[@]}" "x${A[@]}y" "${A[*]}" ${#A[@]} ${A[1]} "${A[0]}"',
@@ -28,6 +29,36 @@ CASES = {
     "exported": "export TP=2 PP=4\nreadonly V=2\nlaunch $TP $PP $V",
     "run by another shell": 'C="launch --a 1 --b 2"\neval $C --c "3"\nbash -c "$C"',
     "expressions in brackets": 'launch "Et*3|(tt|)*29L" x=y --z=1',
+    "conditions": """N=8; M=llama
+if [ $N -gt 8 ] || [ "$M" = gpt ]; then X=1
+elif [[ $N -ge 8 && $M == ll* ]]   # why
+then
+    X=2; if [ ! "$M" != llama ]; then Y=3; else Y=4; fi
+else X=5
+fi
+[ $N -eq 8 ] && Z=6 || Z=7
+if ((N > 8)); then launch no; else launch $X $Y $Z; fi
+[ $N = 9 ] && { launch no; X=8; }
+if [ -z "$M" ] || ! [ -n "$M" ]; then launch no; fi 2> /dev/null
+while [ $N -lt 8 ]; do launch no; X=9; done
+launch $X $((N > 4 ? 1 : 2)) $((N > 4 && 0))""",
+    "cases": """M=13b
+case "$M" in
+  7b|small) L=32 ;;   # small
+  "13b" )
+    L=40; case x in y) L=1;; *) K=2;; esac
+    ;;
+  (*) L=80; launch no
+esac
+case $M in 1*) launch $L $K;; 13b) launch no;; esac""",
+    "functions": """one() { launch "$1" ${2:-4} $# "$@"; X=${1}; }
+function two {
+    local a=$1; shift
+    one x"$a" $@ "$*"
+}
+two a "b c"; one; launch [$X]
+function three() { launch "${@}"; }
+three "" p""",
     "windows line ends": "X=1\r\nlaunch $X \\\r\n  y\r\n",
 }
 
@@ -42,7 +73,7 @@ def test_words_are_those_of_bash(name: str) -> None:
     assert done.returncode == 0, done.stderr
     expected = [part.split("\0")[:-1] for part in done.stdout.split("\n\0")[:-1]]
     mine = [list(each.words[1:]) for each in commands_of(CASES[name]) if each.words[0] == "launch"]
-    if "||" in CASES[name]:  # which of them run depends on how others end
+    if name == "lists of commands":  # which of them run depends on how others end
         mine.remove(["c"])
     assert sorted(mine) == sorted(expected)
     assert not any(each.unresolved for each in commands_of(CASES[name]))
@@ -61,13 +92,18 @@ def test_words_are_those_of_bash(name: str) -> None:
             "line 2: TP is set under a condition, which is not evaluated",
         ),
         (
-            "TP=4\nif true\nthen TP=2; fi\nlaunch $TP",
+            "TP=4\nif grep x y\nthen TP=2; fi\nlaunch $TP",
             "4",
             "line 3: TP is set under a condition, which is not evaluated",
         ),
         ("for N in 1 2; do launch $N; done", "$N", "line 1: $N is that of a loop"),
         ("X=$((A*2))\nlaunch $X", "$((A*2))", "$A, which the script does not set"),
         ("launch ${A%x}", "${A%x}", "${A%x}"),
+        ("launch $@", "$@", "the arguments of the script, $@"),
+        ("case $1 in 7) L=32;; *) L=40;; esac\nlaunch $L", "32", "line 1: L is set under a condition"),
+        ('if [ -n "$A" ]; then P=4; fi\nlaunch $P', "4", "line 1: P is set under a condition"),
+        ("A=$1\n[ $A = 2 ] && P=4\nlaunch $P", "4", "line 2: P is set under a condition"),
+        ("N=$(nproc) || N=8\nlaunch $N", "$(nproc)", "line 1: N is set under a condition"),
     ],
 )
 def test_what_only_a_run_tells_is_named(script: str, word: str, sentence: str) -> None:
@@ -77,7 +113,22 @@ def test_what_only_a_run_tells_is_named(script: str, word: str, sentence: str) -
 
 
 @pytest.mark.parametrize(
-    "text", ["launch 'a", 'launch "a$(b', "A=(1 2", "launch ${A", "<<EOF", "$((", "X=$X$X\n" * 90, "("]
+    "text",
+    [
+        "case x in",
+        "case x in y",
+        "f() { f; f; }; f",
+        "fi; done; }",
+        "if [",
+        "launch 'a",
+        'launch "a$(b',
+        "A=(1 2",
+        "launch ${A",
+        "<<EOF",
+        "$((",
+        "X=$X$X\n" * 90,
+        "(",
+    ],
 )
 def test_a_broken_script_ends(text: str) -> None:
     commands_of(text)
@@ -93,3 +144,29 @@ def test_an_assignment_before_a_command_is_that_command_s_alone() -> None:
     (command,) = [each for each in commands_of("X=1\nX=2 Y=3 true\nlaunch $X ${Y:-4}") if each.words[0] == "launch"]
     assert command.words == ("launch", "1", "4")
     assert commands_of("X=1 Y=2\nlaunch $X $Y")[-1].words == ("launch", "1", "2")
+
+
+@pytest.mark.parametrize(
+    ("script", "processes"),
+    [
+        ("torchrun --nproc-per-node=8 --nnodes 4 train.py", 32),
+        ("python -m torch.distributed.launch --nproc_per_node 4 train.py --nnodes 9", 4),
+        ("torchrun --nproc-per-node gpu train.py", 0),
+        ("deepspeed --num_nodes 2 --num_gpus 8 train.py", 16),
+        ("mpirun -np 64 -x A=1 python train.py", 64),
+        ("srun -N 4 --ntasks-per-node=8 python train.py", 32),
+        ("#SBATCH --nodes=4 --ntasks-per-node=8\nsrun --mpi=pmix python train.py --n 3", 32),
+        (
+            "#SBATCH -N 4\n#SBATCH --gres=gpu:h100:2\ntorchrun --nproc-per-node $SLURM_GPUS_PER_NODE --nnodes $SLURM_NNODES x.py",
+            8,
+        ),
+        ("#SBATCH --nodes=4\npython train.py", 0),
+        ("#SBATCH -n 16\nsrun -l sh -c 'python train.py --x'", 16),
+    ],
+)
+def test_launchers_say_how_many_processes_there_are(script: str, processes: int) -> None:
+    assert commands_of(script)[-1].processes == processes
+
+
+def test_variables_before_a_command_are_among_its_values() -> None:
+    assert commands_of("N=1 M=2\nN=8 ./run.sh --x")[-1].values == {"N": "8", "M": "2"}
