@@ -26,21 +26,23 @@ _Batches = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class SequenceTime:
-    """Time of a micro-batch on 1/p of the model: fixed + the sum over its sequences of (linear n + square n^2), n tokens each.
+    """Time of a micro-batch on 1/p of the model: fixed + the sum over its sequences of (each + linear n + square n^2), n tokens.
 
     Attributes:
         fixed: of a micro-batch, whatever it holds.
         linear: of a token.
         square: of a pair of tokens, of attention.
+        each: of a sequence, whatever its length: where layers compute packed sequences one by one.
     """
 
     fixed: float = 0.0
     linear: float = 1.0
     square: float = 0.0
+    each: float = 0.0
 
     def of(self, length: int) -> float:
         """The time of one sequence."""
-        return self.linear * length + self.square * length**2
+        return self.each + self.linear * length + self.square * length**2
 
 
 @dataclass(frozen=True)

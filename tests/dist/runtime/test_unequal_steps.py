@@ -19,11 +19,13 @@ from pipeloom.measure.build import build_pipeline, model_layers, training_loss
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.runtime.p2p import shared_memory
+from pipeloom.runtime.tensor_spec import to_numbers
 from pipeloom.schedule.families import build
 from pipeloom.schedule.transforms import transformed
 from processes import run_ranks
 
 TOKENS = 24  # the most of a micro-batch
+INTRODUCED: list[Any] = []  # shapes that this process has told its peer, where that is noted
 Sequences = list[tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
@@ -116,8 +118,7 @@ def steps(rank: int, family: tuple[str, int], dp: int, transport: Any, count: in
         report["alive"].append(sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()))
         report["groups"].append(dist.distributed_c10d._world.group_count)
     report["segments"] = pipeline.stats.send_segments
-    links = pipeline._connections.shared
-    report["known"] = 0 if links is None else max(len(each.boundaries) for each in links.outboxes.values())
+    report["introduced"] = list(INTRODUCED)
     pipeline.close()
     return report
 
@@ -141,10 +142,19 @@ def test_two_ranks_compute_what_one_process_does_in_every_step(family: tuple[str
 
 
 def test_a_peer_remembers_a_limited_number_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "_MOST_BOUNDARIES", 3)
-    reports = run_ranks(steps, 2, ("1f1b", 1), 1, "shared", 8)
-    require_as_one_process(reports)
-    assert 0 < max(report["known"] for report in reports) <= 3
+    """Shapes beyond it replace all earlier ones, which are sent again where they return."""
+
+    def noted(boundary: Any) -> list[int]:
+        INTRODUCED.append(boundary)
+        return to_numbers(boundary)
+
+    monkeypatch.setattr(shared_memory, "to_numbers", noted)
+    for most, again in ((3, True), (4096, False)):
+        monkeypatch.setattr(shared_memory, "_MOST_BOUNDARIES", most)
+        reports = run_ranks(steps, 2, ("1f1b", 1), 1, "shared", 8)
+        require_as_one_process(reports)
+        for sent in (report["introduced"] for report in reports):
+            assert (len(sent) > len(set(sent)) > 3) == again
 
 
 @pytest.mark.slow
