@@ -54,6 +54,9 @@ def as_dict(plans: list[tuple[str, StepPlan]]) -> dict[str, Any]:
     return {"bound": plans[0][1].bound, "plans": rows}
 
 
+_TIMES = "makespan: in the times of the costs (default: F, I and W of 1,000 tokens on 1/p of the model take 1 each)"
+
+
 def table(plans: list[tuple[str, StepPlan]]) -> list[str]:
     """Return a line for each plan, and the tokens of each replica's micro-batches, replicas under each other."""
     shortest = plans[0][1].makespan
@@ -68,4 +71,4 @@ def table(plans: list[tuple[str, StepPlan]]) -> list[str]:
         for at, each in enumerate(plan.replicas)
     ]
     heading = ["micro-batches", "replica", "tokens of each in order"]
-    return [*in_columns(lines, 2), "", *in_columns([heading, *tokens], 3, ragged=True)]
+    return [*in_columns(lines, 2), "", *in_columns([heading, *tokens], 3, ragged=True), "", _TIMES]
