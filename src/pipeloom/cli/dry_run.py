@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from pipeloom.config import Config, Layout
-from pipeloom.config.layout import flop_costs, stage_words
+from pipeloom.config.layout import STAGE_WORDS, flop_costs, stage_words
 from pipeloom.config.rates import learning_rate
 from pipeloom.draw.figures import in_columns
 from pipeloom.errors import UsageError
@@ -135,7 +135,7 @@ def _rank_lines(layout: Layout, timeline: Timeline) -> list[str]:
     divided = [f"{axis} {size}" for axis, size in (("tp", layout.mesh.tp), ("ep", layout.mesh.ep)) if size > 1]
     if divided:
         lines.append(f"      totals of each pipeline rank, which {' and '.join(divided)} divide")
-    return lines
+    return [*lines, STAGE_WORDS]
 
 
 def _rates(config: Config, steps: int, replicas: int) -> Sequence[tuple[int, float]]:

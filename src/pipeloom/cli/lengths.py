@@ -75,6 +75,9 @@ def token_lines(plan: StepPlan, width: float) -> str:
     return svg_document((width, y + 14), title, svg_style(), sheet.out)
 
 
+_TIMES = "makespan: in the times of the costs (default: F, I and W of 1,000 tokens on 1/p of the model take 1 each)"
+
+
 def table(plans: list[tuple[str, StepPlan]]) -> list[str]:
     """Return a line for each plan, and the tokens of each replica's micro-batches, replicas under each other."""
     shortest = plans[0][1].makespan
@@ -89,4 +92,4 @@ def table(plans: list[tuple[str, StepPlan]]) -> list[str]:
         for at, each in enumerate(plan.replicas)
     ]
     heading = ["micro-batches", "replica", "tokens of each in order"]
-    return [*in_columns(lines, 2), "", *in_columns([heading, *tokens], 3, ragged=True)]
+    return [*in_columns(lines, 2), "", *in_columns([heading, *tokens], 3, ragged=True), "", _TIMES]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pipeloom.cli.changes import Alternatives, compare
 from pipeloom.cli.options import argument, flag, with_options
 from pipeloom.cli.output import OutputFlags, as_dict
-from pipeloom.draw.figures import in_columns, number, time_unit
+from pipeloom.draw.figures import in_blocks, number, time_unit
 from pipeloom.draw.losses import loss_curve
 from pipeloom.errors import PipeloomError, UsageError, did_you_mean, folded, shortened
 from pipeloom.limits import newest_run
@@ -227,7 +227,7 @@ class Study:
         lines += [
             "",
             f"where the time went, {unit or 'in units of the costs,'} per step, mean over the steps",
-            *in_columns(table),
+            *in_blocks(table),
             _USES,
         ]
         if self.better is not None:

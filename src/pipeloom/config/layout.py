@@ -227,6 +227,9 @@ def flop_costs(config: Config, schedule: Schedule, stage_layers: tuple[int, ...]
     return Costs(layers, layers, layers, scores=scores, scores_grad=gradients)
 
 
+STAGE_WORDS = "in flight: most micro-batches of stages at once; E: embedding, L: output layer"
+
+
 def stage_words(layout: Layout) -> list[str]:
     """Return stage -> its layers in words, such as `E 0-1` or `2-3 L`; E/4 and L/4 are one of 4 shares of the two."""
     shares = layout.schedule.vocabulary

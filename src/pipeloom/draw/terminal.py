@@ -100,7 +100,7 @@ def terminal(timeline: Timeline, width: int = 80, color: bool | None = None, bou
     label = max(map(len, names)) + 2
     picture = grid(timeline, max(width, label + 12) - label, filled=not colored)
     text = Text()
-    text.append(heading(timeline), style="bold")
+    text.append(textwrap.fill(heading(timeline), max(width, 20)), style="bold")
     text.append(f"\n{textwrap.fill(assumptions(timeline), max(width, 20))}\n\n")
     for rank, lines in enumerate(picture.bands):
         heads = [f"rank {rank}", *[""] * (len(lines) - 1)]

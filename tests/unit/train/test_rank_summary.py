@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipeloom.config import Layout, load_layout
+from pipeloom.config.layout import STAGE_WORDS
 from pipeloom.measure.build import build_pipeline
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.report import tables
@@ -50,7 +51,7 @@ def test_axes_of_one_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_of_many_ranks_one_pipeline_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = lines_of(layout_of((2, 8, 2)), monkeypatch)
     assert [line.split()[0] for line in lines[1:3]] == ["0", "16"]
-    assert lines[3:] == ["and 30 more ranks, which differ in dp and tp", tables.LEGEND]
+    assert lines[3:] == ["and 30 more ranks, which differ in dp and tp", STAGE_WORDS]
 
 
 def test_a_real_rank() -> None:
