@@ -13,8 +13,8 @@ from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.check import check
 from pipeloom.schedule.families import ONE_ROUTE, build
 from pipeloom.schedule.placement import name_of
-from pipeloom.schedule.transforms import merge_backward, split_cooldown
-from pipeloom.solver import search
+from pipeloom.schedule.transforms import split_cooldown
+from pipeloom.solver.order import search_order
 from pipeloom.traces.measured import Prediction, settled, with_overhead
 
 LEAST_SAVED = 0.01  # of a measured step: less is within the noise of its actions
@@ -145,24 +145,14 @@ def compare(
             run = simulate(other, costs)
             if fits(run):
                 (splits if whole and other.splits_backward else changes).append(Change.of(words, run))
-    place = list(schedule.placement)
     turns = (True, False) if whole and not split else (False,)
     for wholly in turns:
-        known = with_whole_backwards(costs, schedule.stages) if wholly else costs
-        sizes = schedule.ranks, schedule.microbatches
-        best = search(*sizes, known, limits, placement=place, time_limit=seconds / len(turns)).schedule
-        best = merge_backward(best) if wholly else best
+        share = seconds / len(turns)
+        best = search_order(schedule.microbatches, costs, limits, schedule.placement, share, whole=wholly)
         (splits if whole and not wholly else changes).append(Change.of("searched", simulate(best, costs)))
     if split:
         return Alternatives(now, [*changes, *splits], None, bool(costs.bytes))
     return Alternatives(now, changes, min(splits, key=lambda each: each.makespan, default=None), bool(costs.bytes))
-
-
-def with_whole_backwards(costs: Costs, stages: int) -> Costs:
-    """Return costs whose I takes as long as a B and frees as much, and whose W takes no time."""
-    return replace(
-        costs, input_grad=tuple(costs.per_stage("backward", stages)), weight_grad=0.0, backward=None, held=0.0
-    )
 
 
 def _others(schedule: Schedule, costs: Costs) -> Iterator[tuple[str, Schedule]]:

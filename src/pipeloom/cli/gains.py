@@ -10,18 +10,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeloom.cli.output import emit, write
+from pipeloom.cli.output import emit, write, write_csv
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.interop.gain import RUNTIME_OF, Neighbourhood, Run, changed_flags, diff_lines, least_gain
 from pipeloom.interop.systems import SYSTEMS, translated
 from pipeloom.plan import RUNTIMES, Device, LayoutCosts, Planner
 from pipeloom.plan.export import layout_string
 from pipeloom.plan.job import Job
+from pipeloom.plan.refine import refine
 from pipeloom.plan.report import as_dict, gib, reason
 
 Measured = Sequence[tuple[Sequence[int], float, float]]
 LEAST_MEASURED = 0.01, "stage times are measured"
 _FASTER, _SLOWER = 8, 6  # rows of neighbours
+READS_ORDERS = ("torchtitan", "automodel")
+"""Systems that run the order of a CSV file."""
 _SAME = 1e-3  # share of a step: a change of less is no row
 
 
@@ -32,11 +35,39 @@ class JobGain:
     Attributes:
         now: the job.
         least: the least share of the step that is worth a change, and how large the errors of predictions are.
+        ordered: the best run with an order that was searched for it.
+        note: what the search for an order says where it found none.
     """
 
     space: Neighbourhood
     now: Run
     least: tuple[float, str]
+    ordered: Run | None = None
+    note: str = ""
+
+    def in_order(self, table: Path, seconds: float, split: bool) -> JobGain:
+        """Return the gain with an order searched for the best run, which its system reads from the file `table`.
+
+        Args:
+            seconds: of the search.
+            split: whether backwards may be split into I and W.
+
+        Raises UsageError for a system that reads no order.
+        """
+        job = self._found.job
+        if job.system not in READS_ORDERS:
+            system = f"{job.system} runs its own orders alone" if job.system != "pipeloom" else "train searches itself"
+            raise UsageError(f"--csv: {system}; nearest: --output FILE, the best job")
+        planner = self.space.planner_of(job)
+        before = self._found.prediction
+        whole = not (split or before.schedule.splits_backward)
+        (best,) = refine(planner, [before], self.space.memory, seconds, whole)
+        if best.searched is None:
+            return replace(
+                self, note=f"no order is faster than that of {before.layout.schedule}: {table} is not written"
+            )
+        job = replace(job, layout=replace(job.layout, schedule=str(table)))
+        return replace(self, ordered=Run(job, best))
 
     def report(
         self, output: Path | None, as_json: bool, details: Callable[[LayoutCosts, Planner, bool], list[str]]
@@ -45,6 +76,9 @@ class JobGain:
 
         Raises CapacityError where neither the job nor a run near it fits.
         """
+        best = self.best
+        if best is not None and best.prediction.searched is not None:
+            write_csv(best.prediction.searched, Path(best.job.layout.schedule))
         if output is not None and self.best is not None:
             text, losses = translated(self.best.job, self.best.job.system)
             write(output, lambda: text)
@@ -66,7 +100,7 @@ class JobGain:
 
     @cached_property
     def _found(self) -> Run:
-        return self.space.best(self.now)
+        return self.ordered or self.space.best(self.now)
 
     @cached_property
     def best(self) -> Run | None:
@@ -101,7 +135,7 @@ class JobGain:
     def lines(self) -> list[str]:
         """Return what is printed below the costs of the job: its neighbours, and the best run."""
         job, (least, source) = self.now.job, self.least
-        lines = notes(job)
+        lines = [*notes(job), *([self.note] if self.note else [])]
         fitting = [each for each in self.neighbours if each.prediction.peak <= self.space.memory]
         rows: dict[frozenset[str], Run] = {}  # of those that change the same flags the best
         for each in self.neighbours:
@@ -170,7 +204,7 @@ def _changes(job: Job, other: Job) -> list[tuple[str, str | None, str | None]]:
         for key, pair in changed_flags(job, other).items()
         if not re.search("module.fqns|^- ", key)
     ]
-    if job.system != "megatron" and job.layout.stages != other.layout.stages:
+    if len(changes) < len(changed_flags(job, other)) and job.layout.stages != other.layout.stages:
         before, after = (layout_string(each.layout.stages) if each.layout.stages else None for each in (job, other))
         changes.append(("layers", before, after))
     return changes

@@ -61,7 +61,7 @@ def command(
 
     Reads schedule and costs from the trace, and compares every family and transform that fits the placement and the memory, and
     the best schedule that a search finds. A trace of another program will do. With --job, the job's layers, chunks, micro-batch,
-    recomputation and offload change, as far as its system lets them; its schedule's order does not.
+    recomputation and offload change, as far as its system lets them; with --csv also the order, where the system reads one.
     """
     if options.job is not None:
         _of_job(trace, options, options.job)
@@ -98,15 +98,18 @@ def _of_job(trace: Path | None, options: ImproveFlags, source: str) -> None:
     from pipeloom.interop.systems import read_job
     from pipeloom.plan import load_device, load_model
 
-    if options.csv is not None or options.split:
-        raise UsageError("--csv and --split are about the order of a trace's schedule; leave them out beside --job")
+    if options.split and options.csv is None:
+        raise UsageError("--split is about the order of the actions, which --csv FILE searches beside --job")
     device = load_device(options.device)
     if options.memory is not None:
         device = replace(device, memory=memory_of(options.memory)[0])
     job = read_job(source, None if options.model is None else load_model(options.model))
     path = trace and (newest_run(trace) or trace)
     times = None if path is None else lambda job: _stage_times(path, job)
-    gain_of(job, device, axes=False, times=times).report(options.output, options.as_json, details)
+    gain = gain_of(job, device, axes=False, times=times)
+    if options.csv is not None:
+        gain = gain.in_order(options.csv, options.time_limit, options.split)
+    gain.report(options.output, options.as_json, details)
 
 
 def _stage_times(trace: Path, job: Job) -> list[tuple[tuple[int, ...], float, float]]:

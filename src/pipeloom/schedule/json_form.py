@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeloom.errors import ScheduleError, UsageError
+from pipeloom.errors import ScheduleError, UsageError, shortened
+from pipeloom.foreign import unknown_keys
 from pipeloom.limits import MOST_NESTED, depth
 from pipeloom.schedule.model import Schedule
 
@@ -27,6 +29,12 @@ _SHAPES: dict[str, tuple[Any, str]] = {
     "slots": (dict, "an object"),
     "slices": (int, "a whole number"),
 }
+
+# What commands write beside a schedule.
+_FIGURES = """
+    costs makespan busy idle idle_by_cause spans bubble_ratio bubble_rate span_bubble_rate period peak_activations peak_memory
+    peak_bytes messages lower_bound gap search segments
+"""
 
 
 def to_dict(schedule: Schedule) -> dict[str, Any]:
@@ -80,7 +88,7 @@ def _more_of(schedule: Schedule) -> dict[str, Any]:
 
 
 def from_json(text: str, source: str = "json") -> Schedule:
-    """The schedule written in `text`; unknown keys are ignored. Does not run `check`.
+    """The schedule written in `text`; a key that is not known is named in the log. Does not run `check`.
 
     Args:
         source: the file, for messages.
@@ -106,6 +114,8 @@ def from_json(text: str, source: str = "json") -> Schedule:
             f"{source}: format is {form.get('format')!r:.200}; this version reads {SCHEDULE_FORMAT!r:.200}"
         )
     _require_shapes(form, source)
+    if unread := unknown_keys(form, {"format", *_SHAPES, *_FIGURES.split()}):
+        logging.getLogger("pipeloom").warning("%s: nothing reads %s", source, shortened(", ".join(unread), 200))
     programs, microbatches, placement = form["programs"], form["microbatches"], form["placement"]
     ranks = form.get("ranks", len(programs))
     if ranks != len(programs):

@@ -11,8 +11,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from pipeloom.cli import app
+from pipeloom.cli.gains import gain_of
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.interop.systems import read_job
+from pipeloom.plan import load_device
 
 TORCHTITAN = """\
 torchrun --nnodes 1 --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b --training.seq-len 4096 \\
@@ -107,3 +109,9 @@ def test_a_job_without_its_model_names_the_flag(tmp_path: Path) -> None:
     path.write_text(TORCHTITAN.replace("llama3_8b", "mine"))
     assert str(run(str(path)).exception) == "the job does not describe its model; give it with --model"
     assert values_of(str(path), "--model", "llama3-8b")["system"] == "torchtitan"
+
+
+@pytest.mark.parametrize(("name", "there"), [("pipeloom.toml", False), ("torchtitan_zbv.sh", True)])
+def test_layers_stand_in_for_names_of_modules_alone(name: str, there: bool) -> None:
+    gain = gain_of(read_job(str(Path(__file__).parents[2] / "data/interop" / name)), load_device("h100"), axes=False)
+    assert ("layers E" in "\n".join(gain.lines())) == there

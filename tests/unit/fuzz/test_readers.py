@@ -11,12 +11,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from typer.testing import CliRunner
 
 import pipeloom as pl
 from corpora import tokenizer_directory
 from fuzz import files
 from fuzz._answers import answer_of, inside
 from paths import ROOT
+from pipeloom.cli import app
 from pipeloom.cli.options import _costs_in
 from pipeloom.config import load
 from pipeloom.draw import trace
@@ -24,7 +26,7 @@ from pipeloom.errors import PipeloomError
 from pipeloom.models.hf.sizes import counted_shape, unread_keys
 from pipeloom.schedule import files as schedule_files
 from pipeloom.schedule.csv_form import to_csv
-from pipeloom.schedule.json_form import to_json
+from pipeloom.schedule.json_form import from_json, to_json
 from pipeloom.shapes import hub
 from pipeloom.traces import chrome, timed_csv, timelines
 from pipeloom.traces.segment_times import read_segments
@@ -160,7 +162,13 @@ def test_a_changed_file_is_read_or_refused(kind: str, tmp_path: Path, monkeypatc
 
 # kind of a file -> an object in it to which a key is added
 INSIDE: dict[str, list[Callable[[Any], Any]]] = {
-    "chats": [lambda record: record, lambda record: record["messages"][0]],
+    "chats": [
+        lambda record: record,
+        lambda record: record["messages"][0],
+        lambda record: record["messages"][1]["tool_calls"][0],
+        lambda record: record["messages"][1]["tool_calls"][0]["function"],
+    ],
+    "schedules": [lambda schedule: schedule],
     "adapters": [lambda adapter: adapter],
     "costs": [lambda costs: costs],
     "segments": [lambda segments: segments],
@@ -176,19 +184,33 @@ def test_an_invented_key_is_named(
     """In the refusal, or once in the log."""
     monkeypatch.setattr(hub, "_counters", [counted_shape])
     file, sound, read = prepared(kind, tmp_path)
-    text = next(text for text in sound if kind != "chats" or "messages" in text)
+    text = next(text for text in sound if kind != "chats" or '"tool_calls"' in text)
     for inside_of in INSIDE[kind]:
         value = json.loads(text)
         inside_of(value)["invented"] = 3
         file.write_text(json.dumps(value))
         said = []
-        for _ in range(2):
+        for _ in range(1 if kind == "schedules" else 2):
             try:
                 said.append(str(read(file)))
             except (PipeloomError, BadConversation) as error:
                 said.append(str(error))
         logged = [record.getMessage() for record in caplog.records]
         assert "invented" in said[0] or ["invented" in line for line in logged] == [True]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("schedule", "1f1b", "--ranks", "2", "--microbatches", "2", "--json"),
+        ("search", "--ranks", "2", "--microbatches", "2", "--memory", "2", "--time-limit", "0.1", "--json"),
+    ],
+)
+def test_what_commands_write_beside_a_schedule_is_known(
+    words: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    from_json(CliRunner().invoke(app, [*words]).stdout)
+    assert caplog.records == []
 
 
 @pytest.mark.slow

@@ -108,10 +108,7 @@ def _message(number: int, given: Any) -> tuple[dict[str, Any], bool]:
         message |= {"role": speaker, "content": message.pop("value", None)}
         if speaker == "function_call":
             message |= {"tool_calls": [_parsed(message["content"], f"{what}: its call")], "content": ""}
-    try:
-        refuse_unknown(what, message, (*_USED, *REASONING), HARMLESS)
-    except ConfigError as error:
-        raise BadConversation(str(error)) from None
+    _require_known(what, message, (*_USED, *REASONING))
     message = {key: value for key, value in message.items() if key not in HARMLESS and value is not None}
     if call := message.pop("function_call", None):
         message["tool_calls"] = [call]
@@ -136,6 +133,13 @@ def _message(number: int, given: Any) -> tuple[dict[str, Any], bool]:
     return message, learned
 
 
+def _require_known(what: str, values: Mapping[str, Any], used: Sequence[str]) -> None:
+    try:
+        refuse_unknown(what, values, used, HARMLESS)
+    except ConfigError as error:
+        raise BadConversation(str(error)) from None
+
+
 def _text_of(part: Any, what: str) -> str:
     text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
     if not isinstance(text, str):
@@ -147,6 +151,9 @@ def _text_of(part: Any, what: str) -> str:
 def _call(given: Any, what: str) -> dict[str, Any]:
     """Return a call of a function, {"type": "function", "function": {"name": …, "arguments": {…}}}, with its id."""
     function = given.get("function", given) if isinstance(given, dict) else None
+    for keys in (given, function):
+        if isinstance(keys, dict):
+            _require_known(f"{what}: its call", keys, ("id", "type", "function", "name", "arguments"))
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str):
         raise BadConversation(f"{what} has a call without the name of a function: {as_json(given)}")
