@@ -183,6 +183,8 @@ def test_columns_without_bytes_on_any_rank_are_left_out() -> None:
     ]
     head, *_, last = memory_lines(ranks, size_words, "peak")
     assert "temp: used by the action at the peak" in last
+    rows = [line.split()[0] for line in memory_lines(ranks * 10)[1:-1]]
+    assert rows == ["0", "1", "2", "10", "18", "19"]
     assert head.split() == ["rank", "params", "buffers", "peak"]
 
 
