@@ -37,6 +37,7 @@ then
 else X=5
 fi
 [ $N -eq 8 ] && Z=6 || Z=7
+if [ $N = 8 ]; then launch first; elif [ $N -ge 8 ]; then launch no; else launch no; fi
 if ((N > 8)); then launch no; else launch $X $Y $Z; fi
 [ $N = 9 ] && { launch no; X=8; }
 if [ -z "$M" ] || ! [ -n "$M" ]; then launch no; fi 2> /dev/null
@@ -99,6 +100,7 @@ def test_words_are_those_of_bash(name: str) -> None:
         ("for N in 1 2; do launch $N; done", "$N", "line 1: $N is that of a loop"),
         ("X=$((A*2))\nlaunch $X", "$((A*2))", "$A, which the script does not set"),
         ("launch ${A%x}", "${A%x}", "${A%x}"),
+        ("A=$1\nA+=b\nlaunch $A", "$1b", "$1, which the script does not set"),
         ("launch $@", "$@", "the arguments of the script, $@"),
         ("case $1 in 7) L=32;; *) L=40;; esac\nlaunch $L", "32", "line 1: L is set under a condition"),
         ('if [ -n "$A" ]; then P=4; fi\nlaunch $P', "4", "line 1: P is set under a condition"),
@@ -166,6 +168,10 @@ def test_an_assignment_before_a_command_is_that_command_s_alone() -> None:
 )
 def test_launchers_say_how_many_processes_there_are(script: str, processes: int) -> None:
     assert commands_of(script)[-1].processes == processes
+
+
+def test_what_is_set_again_is_known() -> None:
+    assert commands_of("A=$1\nA=2\nlaunch $A")[-1].unresolved == ()
 
 
 def test_variables_before_a_command_are_among_its_values() -> None:
