@@ -23,6 +23,7 @@ CASES = {
     "continued lines": 'launch --a 1 \\\n  --b 2 \\\n  --c "x \\\ny"\nlaunch z',
     "redirections": "launch --a 1 2>&1 --b 2 2> /dev/null 2>>/dev/null < /dev/null --c 22",
     "documents": "cat > /dev/null <<EOF\nlaunch no\nEOF\nlaunch yes",
+    "documents that are scripts": "X=1\nbash -s <<EOF 2> /dev/null\nlaunch $X a\nEOF\nlaunch b",
     "comments": "launch a#b c # d\n# launch no\nlaunch x",
     "lists of commands": "true && launch a; launch b || launch c & wait",
     "environment of one command": "OMP_NUM_THREADS=1 NCCL_DEBUG=INFO launch --threads 1 x",
@@ -154,6 +155,7 @@ def test_an_assignment_before_a_command_is_that_command_s_alone() -> None:
         ("torchrun --nproc-per-node=8 --nnodes 4 train.py", 32),
         ("python -m torch.distributed.launch --nproc_per_node 4 train.py --nnodes 9", 4),
         ("torchrun --nproc-per-node gpu train.py", 0),
+        ("torchrun --nproc-per-node 8 --nnodes=2 $SCRIPT --nnodes 9", 16),
         ("deepspeed --num_nodes 2 --num_gpus 8 train.py", 16),
         ("mpirun -np 64 -x A=1 python train.py", 64),
         ("srun -N 4 --ntasks-per-node=8 python train.py", 32),
@@ -163,6 +165,10 @@ def test_an_assignment_before_a_command_is_that_command_s_alone() -> None:
             8,
         ),
         ("#SBATCH --nodes=4\npython train.py", 0),
+        (
+            "N=3\nsbatch -A me <<EOF\n#SBATCH --nodes=${N} --ntasks-per-node=8\nsrun python train.py --t \\$SLURM_NTASKS\nEOF",
+            24,
+        ),
         ("#SBATCH -n 16\nsrun -l sh -c 'python train.py --x'", 16),
     ],
 )
