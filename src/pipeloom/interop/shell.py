@@ -29,6 +29,7 @@ _OPENS, _CLOSES = ("if", "while", "until", "for", "case", "select", "{"), ("fi",
 _KEYWORDS = (*_OPENS, *_CLOSES, "then", "else", "elif", "do", "!", "time")
 _DECLARES = ("export", "declare", "local", "readonly", "typeset")
 _TESTS = ("[", "[[", "test", "((")
+_SHELLS = ("sbatch", "bash", "sh")
 _SILENT = (*_TESTS, *_DECLARES, "echo", "printf", "set", "shift")
 _ENDS = " \t\n;&|()<>"
 _LONGEST = 4_000_000  # characters: a script of assignments that double a text, or of functions that call each other, ends in time
@@ -83,6 +84,10 @@ class Command:
             module = word == "-m" and not "".join(self.words[at + 1 : at + 2]).startswith("torch.distributed")
             if module or word.endswith((".py", ".sh")):
                 return at + 1
+        for at, (before, word) in enumerate(pairwise(self.words), 1):
+            takes = before.startswith("-") and "=" not in before
+            if word[:1] == "$" and not takes and "torchrun" in self.words[:at]:
+                return at + 1
         return 0
 
     @property
@@ -113,13 +118,14 @@ class Command:
 def commands_of(text: str) -> list[Command]:
     """Return the commands of a script, or of a command line, in their order."""
     text = text.replace("\r\n", "\n")
-    return list(_Script(text, _slurm(text)).commands())
+    return list(_Script(text, _slurm(text, {})).commands())
 
 
-def _slurm(text: str) -> dict[str, str | list[str]]:
-    """Return the variables that slurm sets for a script with these `#SBATCH` lines."""
+def _slurm(text: str, values: Mapping[str, str | list[str]]) -> dict[str, str | list[str]]:
+    """Return the variables that slurm sets for a script with these `#SBATCH` lines, which in a document name variables."""
     sizes = dict[str, str]()
-    for line in re.findall(r"^#SBATCH[ \t]+(.*)$", text, re.MULTILINE):
+    for written in re.findall(r"^#SBATCH[ \t]+(.*)$", text, re.MULTILINE):
+        line = re.sub(r"\$\{?(\w+)\}?", lambda name: str(values.get(name[1], name[0])), written)
         for name, count in re.findall(r"--?([A-Za-z-]+)[ =]+(?:[A-Za-z]\w*:)*(\d{1,7})(?=\s|$)", line):
             sizes[_SHORT.get(name, name)] = count
     if "ntasks-per-node" in sizes:
@@ -202,6 +208,7 @@ class _Script:
     bracket: bool = False  # whether a test in [[ ]] goes on
     negative: bool = False
     unsure: bool = False  # whether what is assigned is not known
+    document: str = ""  # what is given to the command that was read
     missing: list[str] = field(default_factory=list)
     prefix: dict[str, str | list[str]] = field(default_factory=dict)  # variables of the command that is being read
 
@@ -240,6 +247,9 @@ class _Script:
                 launchers = words[: words.index("-c") - 1] if "-c" in words else []
                 for command in self._inside(inner[0], runs, missing):
                     yield replace(command, words=(*launchers, *command.words))
+            elif words[0] in _SHELLS and self.document:
+                self.values |= _slurm(self.document, self.values)
+                yield from self._inside(self.document.replace("\\$", "$"), runs, missing)
             elif words[0] == "shift" and isinstance(given := self.values.get("@"), list):
                 self.values["@"] = given[int("".join(words[1:2]) or 1) if "".join(words[1:2]).isdigit() else 1 :]
             elif words[0] not in _SILENT:
@@ -300,6 +310,7 @@ class _Script:
         words, heredocs = list[str](), list[str]()
         before: tuple[dict[str, str | list[str]], dict[str, str]] | None = None
         self.missing, self.prefix, self.negative, self.unsure, ends = [], {}, False, False, ""
+        self.document = ""
         while self.at < len(self.text):
             if self._clause() or self._blank():
                 continue
@@ -348,6 +359,7 @@ class _Script:
     def _skip(self, heredocs: Sequence[str]) -> None:
         for end in heredocs:
             match = re.compile(rf"^\t*{re.escape(end)}$", re.MULTILINE).search(self.text, self.at)
+            self.document = self.text[self.at : match.start() if match else None]
             self.at = match.end() if match else len(self.text)
 
     def _clause(self) -> bool:

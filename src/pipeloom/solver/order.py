@@ -33,5 +33,5 @@ def search_order(
         input_grad = tuple(StageCosts(costs, len(placement)).backward)
         costs = replace(costs, input_grad=input_grad, weight_grad=0.0, backward=None, held=0.0)
     ranks, place = max(placement) + 1, list(placement)
-    found = search(ranks, microbatches, costs, limits, placement=place, start=start, time_limit=seconds).schedule
-    return merge_backward(found) if whole else found
+    order = search(ranks, microbatches, costs, limits, placement=place, start=start, time_limit=seconds).schedule
+    return merge_backward(order) if whole else order

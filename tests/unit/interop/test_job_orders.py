@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import pipeloom as pl
 from pipeloom.cli import app
+from pipeloom.cli.gains import gain_of
 from pipeloom.interop.systems import read_job
 from pipeloom.plan import RUNTIMES, Planner, load_device
 from pipeloom.schedule.files import load
@@ -66,3 +67,15 @@ def test_a_search_with_whole_backwards_splits_none_and_is_faster() -> None:
     assert not order.splits_backward
     assert pl.simulate(order, costs).makespan < pl.simulate(start, costs).makespan
     assert search_order(8, costs, (8,) * 4, start.placement, 0.2).splits_backward
+
+
+def test_backwards_stay_whole_without_being_asked(tmp_path: Path) -> None:
+    (tmp_path / "job.sh").write_text(TITAN)
+    gain = gain_of(read_job(str(tmp_path / "job.sh")), load_device("h100"), axes=False)
+    as_it_is = replace(gain, ordered=gain.now)
+    whole, split = (as_it_is.in_order(tmp_path / "order.csv", 0.5, each).ordered for each in (False, True))
+    assert whole is not None
+    assert not whole.prediction.schedule.splits_backward
+    assert split is not None
+    assert split.prediction.schedule.splits_backward
+    assert split.seconds < whole.seconds

@@ -212,6 +212,20 @@ def test_a_division_that_megatron_refuses_names_the_nearest(flags: str, nearest:
         )
 
 
+def test_older_names_of_recomputation_are_read(tmp_path: Path) -> None:
+    text = (FOLDER / "flags.txt").read_text()
+    older = "--activations-checkpoint-method block --activations-checkpoint-num-layers 3"
+    layout = read_text(text.replace("--recompute-activations", older), tmp_path).layout
+    assert (layout.recompute, layout.recompute_layers) == ("full", 3)
+
+
+def test_devices_that_are_not_in_the_text_are_as_few_as_the_axes_need(tmp_path: Path) -> None:
+    text = re.sub(r"slurm:\n.*\n.*\n", "", (FOLDER / "automodel_older.yaml").read_text())
+    job = read_text(text, tmp_path)
+    assert job.layout.world == 32  # 4 pipeline ranks of 8 for the experts, of which tp takes 2
+    assert any("as few as the axes need are assumed, 32" in each for each in job.unknown)
+
+
 def test_a_file_that_a_script_of_torchtitan_names_is_not_read_and_named(tmp_path: Path) -> None:
     job = read_text("CONFIG_FILE=a/b.toml NGPU=4 ./run_train.sh --parallelism.tensor_parallel_degree 2", tmp_path)
     assert job.layout.world == 4

@@ -23,6 +23,7 @@ CASES = {
     "continued lines": 'launch --a 1 \\\n  --b 2 \\\n  --c "x \\\ny"\nlaunch z',
     "redirections": "launch --a 1 2>&1 --b 2 2> /dev/null 2>>/dev/null < /dev/null --c 22",
     "documents": "cat > /dev/null <<EOF\nlaunch no\nEOF\nlaunch yes",
+    "documents that are scripts": "X=1\nbash -s <<EOF 2> /dev/null\nlaunch $X a\nEOF\nlaunch b",
     "comments": "launch a#b c # d\n# launch no\nlaunch x",
     "lists of commands": "true && launch a; launch b || launch c & wait",
     "environment of one command": "OMP_NUM_THREADS=1 NCCL_DEBUG=INFO launch --threads 1 x",
@@ -37,6 +38,7 @@ then
 else X=5
 fi
 [ $N -eq 8 ] && Z=6 || Z=7
+if [ $N = 8 ]; then launch first; elif [ $N -ge 8 ]; then launch no; else launch no; fi
 if ((N > 8)); then launch no; else launch $X $Y $Z; fi
 [ $N = 9 ] && { launch no; X=8; }
 if [ -z "$M" ] || ! [ -n "$M" ]; then launch no; fi 2> /dev/null
@@ -99,6 +101,7 @@ def test_words_are_those_of_bash(name: str) -> None:
         ("for N in 1 2; do launch $N; done", "$N", "line 1: $N is that of a loop"),
         ("X=$((A*2))\nlaunch $X", "$((A*2))", "$A, which the script does not set"),
         ("launch ${A%x}", "${A%x}", "${A%x}"),
+        ("A=$1\nA+=b\nlaunch $A", "$1b", "$1, which the script does not set"),
         ("launch $@", "$@", "the arguments of the script, $@"),
         ("case $1 in 7) L=32;; *) L=40;; esac\nlaunch $L", "32", "line 1: L is set under a condition"),
         ('if [ -n "$A" ]; then P=4; fi\nlaunch $P', "4", "line 1: P is set under a condition"),
@@ -152,6 +155,7 @@ def test_an_assignment_before_a_command_is_that_command_s_alone() -> None:
         ("torchrun --nproc-per-node=8 --nnodes 4 train.py", 32),
         ("python -m torch.distributed.launch --nproc_per_node 4 train.py --nnodes 9", 4),
         ("torchrun --nproc-per-node gpu train.py", 0),
+        ("torchrun --nproc-per-node 8 --nnodes=2 $SCRIPT --nnodes 9", 16),
         ("deepspeed --num_nodes 2 --num_gpus 8 train.py", 16),
         ("mpirun -np 64 -x A=1 python train.py", 64),
         ("srun -N 4 --ntasks-per-node=8 python train.py", 32),
@@ -161,11 +165,19 @@ def test_an_assignment_before_a_command_is_that_command_s_alone() -> None:
             8,
         ),
         ("#SBATCH --nodes=4\npython train.py", 0),
+        (
+            "N=3\nsbatch -A me <<EOF\n#SBATCH --nodes=${N} --ntasks-per-node=8\nsrun python train.py --t \\$SLURM_NTASKS\nEOF",
+            24,
+        ),
         ("#SBATCH -n 16\nsrun -l sh -c 'python train.py --x'", 16),
     ],
 )
 def test_launchers_say_how_many_processes_there_are(script: str, processes: int) -> None:
     assert commands_of(script)[-1].processes == processes
+
+
+def test_what_is_set_again_is_known() -> None:
+    assert commands_of("A=$1\nA=2\nlaunch $A")[-1].unresolved == ()
 
 
 def test_variables_before_a_command_are_among_its_values() -> None:
