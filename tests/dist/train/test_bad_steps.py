@@ -87,7 +87,7 @@ def stopped(rank: int, what: str) -> str:
             loss = plain(*arguments, **keywords)
             handle.remove()
             return loss
-        return plain(*arguments)
+        return plain(*arguments, **keywords)
 
     trainer.pipeline.step = spoilt  # type: ignore[method-assign]
     try:
