@@ -68,8 +68,8 @@ _KINDS: dict[str, type] = {flag: int for group in (*_GROUPS, _AXES) for flag, _ 
             account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split no-overlap-p2p-communication
             overlap-p2p-communication-warmup-flush overlap-grad-reduce overlap-param-gather
             overlap-moe-expert-parallel-comm delay-wgrad-compute tp-comm-overlap fine-grained-activation-offloading
-            grad-reduce-in-bf16 moe-enable-deepep use-megatron-fsdp use-custom-fsdp recompute-activations use-rotary-position-embeddings
-            checkpoint-activations use-checkpoint-args""",
+            grad-reduce-in-bf16 moe-enable-deepep use-megatron-fsdp use-custom-fsdp recompute-activations
+            use-rotary-position-embeddings checkpoint-activations use-checkpoint-args""",
         list: "recompute-modules offload-modules cp-comm-type",
     }.items()
     for name in names.split()
