@@ -94,7 +94,12 @@ def job_of(where: str, words: Mapping[str, Any], shape: DecoderShape | None, unk
         raise UsageError(
             f"{where}: a batch of {local} is no multiple of {micro}; nearest: {micro * max(1, local // micro)}"
         )
-    steps = max(1, words["total"] // (local * dp))
+    if (total := words["total"]) > 0 and total % (local * dp):
+        raise UsageError(
+            f"{where}: a global batch of {total} is no multiple of local batch x replicas = {local * dp}; "
+            f"nearest: {max(1, total // (local * dp)) * local * dp}"
+        )
+    steps = max(1, total // (local * dp))
     if pp > 1 and steps > 1:
         notes.append(f"gradients of {steps} passes of the pipeline are accumulated: one pass is read")
     stages, v = _stages(where, words, shape, 1 if family in _SINGLE else 2) if pp > 1 else ((), 1)

@@ -226,6 +226,17 @@ def test_devices_that_are_not_in_the_text_are_as_few_as_the_axes_need(tmp_path: 
     assert any("as few as the axes need are assumed, 32" in each for each in job.unknown)
 
 
+def test_a_global_batch_that_replicas_do_not_share_is_refused(tmp_path: Path) -> None:
+    text = (FOLDER / "torchtitan_variables.sh").read_text()
+    text = text.replace(
+        "--training.local_batch_size 4", "--training.local_batch_size 4 --training.global_batch_size 48"
+    )
+    with pytest.raises(
+        PipeloomError, match="a global batch of 48 is no multiple of local batch x replicas = 32; nearest: 32"
+    ):
+        read_text(text, tmp_path)
+
+
 def test_a_file_that_a_script_of_torchtitan_names_is_not_read_and_named(tmp_path: Path) -> None:
     job = read_text("CONFIG_FILE=a/b.toml NGPU=4 ./run_train.sh --parallelism.tensor_parallel_degree 2", tmp_path)
     assert job.layout.world == 4
