@@ -102,7 +102,7 @@ def test_help_names_all_that_is_public() -> None:
 def test_a_name_that_became_internal_works_and_warns(subject: Any, name: str, goes: str) -> None:
     if subject == "pipeline":
         subject = pipeloom.runtime.LocalPipeline([nn.Linear(2, 2)] * 4, GPIPE, loss=nn.functional.mse_loss)
-    with pytest.warns(DeprecationWarning, match=rf"\.{name} is internal and goes in {re.escape(goes)}; \w+\.\w+ has"):
+    with pytest.warns(DeprecationWarning, match=rf"\.{name} is internal and goes in {re.escape(goes)}"):
         assert getattr(subject, name) == getattr(subject, f"_{name}")
     with pytest.raises(AttributeError, match=f"'{type(subject).__name__}' object has no attribute '{name[:-1]}'"):
         getattr(subject, name[:-1])

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipeloom.config.sections import COMPUTED, PARTS_OF_BLOCKS, Config
 from pipeloom.limits import memory_amount
+from pipeloom.schedule.families import canonical_name
 from pipeloom.schedule.files import names_a_file
 from pipeloom.schedule.functions import is_function
 from pipeloom.shapes import rules
@@ -45,7 +46,9 @@ no momentum | nesterov | optimizer.nesterov = true needs momentum; set it above 
 muon | no barrier | ranks gather whole matrices in each step, which is a barrier; set optimizer.barrier = true
 planned | concatenated documents, sorted documents | it packs whole documents; set data.documents = "pack"
 planned | search, own schedule, schedule options, own transforms, replan | it builds schedules by the name alone; nearest: "equal"
+planned | dualpipev | a step may have fewer micro-batches than it needs; set schedule.name = "zbv" or "1f1b"
 planned | sharded gradients | replicas run different micro-batches, and zero {zero} gathers in each; set parallel.zero = 1
+sampling | planned | the replicas divide every batch anew; nearest: "shuffle-then-split"
 planned | ep | replicas run different micro-batches, and parallel.ep {ep} exchanges tokens in each; set parallel.ep = 1
 planned | cp, sp | its micro-batches have any number of tokens, which nothing need divide; nearest: "equal"
 planned | capacity_factor | a capacity would count choices over sequences of other lengths; set model.capacity_factor = 0
@@ -61,7 +64,8 @@ replan | two routes | the schedule has two routes, and a search in mid-run order
 replan | pairs | the schedule has pairs, and a search in mid-run orders single actions; nearest: 0
 replan | slices | the schedule has slices, and a search in mid-run orders whole micro-batches; nearest: 0
 replan | other kinds | the schedule has {other kinds}, and a search in mid-run orders F, B, I and W; nearest: 0
-planned | two routes, slices | it plans whole sequences on one route; set schedule.name = "zbv" or "1f1b"
+planned | two routes | it plans steps on one route; set schedule.name = "zbv" or "1f1b"
+planned | slices | it plans whole sequences; set schedule.slices = 1
 """
 EXCLUSIONS = (*rules.RULES, *rules.read(_ROWS))
 EXCLUSIONS_OF_SCHEDULES = tuple(rules.read(_OF_SCHEDULES))
@@ -116,6 +120,7 @@ FEATURES: dict[str, tuple[str, Callable[[Config, Any], object]]] = {
     "compile": ("train.compile", _unless("none")),
     "reproducible": ("train.reproducible", _unless(False)),
     "search": ("schedule.name", lambda c, v: v == "search"),
+    "dualpipev": ("schedule.name", lambda c, v: canonical_name(v) == "dualpipev"),
     "own schedule": ("schedule.name", lambda c, v: names_a_file(v) or is_function(v)),
     "schedule options": ("schedule.options", _unless({})),
     "search in bytes": ("schedule.options schedule.name", _searches_in_bytes),

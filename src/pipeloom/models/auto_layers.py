@@ -17,6 +17,7 @@ from torch.fx.passes.shape_prop import ShapeProp
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.models.layers import shared_names
 from pipeloom.ops.layer import Layer
+from pipeloom.runtime.stage_modules import layer_cost
 
 _TRUNK_SHARE = 0.5  # share of the parameters; with a smaller trunk, the rest would burden one or two stages
 
@@ -85,7 +86,7 @@ def auto_layers(model: nn.Module, example_batch: Any) -> AutoLayers:
             partial(copy.deepcopy, part.module),
             reads=tuple(part.reads),
             writes=tuple(part.writes),
-            cost=1 + sum(parameter.numel() for parameter in part.module.parameters()),
+            cost=layer_cost(part.module),
         )
         for part in parts
     ]

@@ -128,7 +128,8 @@ def plan_step(
         costs: of 1/p of the model, for a micro-batch whose time is 1; default: 1 for F, I and W.
         memory: the most tokens whose activations a rank may hold, of 1/p of the model.
         families: (name, chunks of a rank) of the schedules to try.
-        last: the plan of an earlier step of the same kind, whose family and number of micro-batches are tried alone.
+        last: the plan of an earlier step of the same kind, whose family and ways of packing are tried alone, as far as they
+            serve.
 
     Raises:
         UsageError: no sequences, fewer than replicas, one that is longer than `tokens`; no time, or no known family.
@@ -166,6 +167,10 @@ def plan_step(
             alike = (step.planned(family, [[pack] for pack in way]) for way in different)
             plans += [step.improved(each, _TRIES) for each in alike if each is not None]
         best = min((each for each in (best, *plans) if each is not None), key=lambda each: each.makespan, default=None)
+    if best is None and last is not None:  # its ways of packing serve none of these
+        return plan_step(
+            lengths, ranks, replicas, tokens=tokens, time=time, costs=costs, memory=memory, families=families
+        )
     if best is None:
         raise CapacityError(
             f"no plan of {len(lengths)} sequences keeps {memory:g} tokens on a rank; the longest has {max(lengths)}"

@@ -102,7 +102,7 @@ class Pipeline:
         ignore_index: the target that the loss skips, as in torch's cross entropy; None: every target counts. Only the
             default weight uses it.
         stages: number of layers of each stage position; default: by the layers' costs (`Layer.cost`, of modules their
-            parameters), evenly if one has none.
+            parameters without embeddings), evenly if one has none.
         tied: groups of names of parameters that share one weight.
         options: see RuntimeOptions.
 
@@ -126,7 +126,7 @@ class Pipeline:
             """Return what has become internal, with a warning."""
             if name not in _INTERNAL:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r:.200}")
-            words = f"Pipeline.{name} is internal and goes in 0.4; Pipeline.mesh has the processes and their groups"
+            words = f"Pipeline.{name} is internal and goes in 0.4"
             warnings.warn(words, DeprecationWarning, stacklevel=2)
             return getattr(self, f"_{name}")
 

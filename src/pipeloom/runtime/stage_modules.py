@@ -369,11 +369,15 @@ def layer_name(source: LayerSource, index: int) -> str:
 
 
 def layer_cost(source: LayerSource) -> float:
-    """Return the layer's `cost`, of a module its number of parameters plus 1; 0 where it is unknown before the layer runs."""
-    if isinstance(source, nn.Module):
-        parameters = list(source.parameters())
-        return 0.0 if any(map(is_lazy, parameters)) else 1.0 + sum(parameter.numel() for parameter in parameters)
-    return source.cost if isinstance(source, Layer) else 0.0
+    """Return the layer's `cost`; of a module the number of its parameters that it computes with, and 1.
+
+    Those are all but tables of embeddings, of which rows are looked up. 0: unknown before the layer runs.
+    """
+    if not isinstance(source, nn.Module):
+        return source.cost if isinstance(source, Layer) else 0.0
+    computing = [module for module in source.modules() if not isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    parameters = {parameter for module in computing for parameter in module.parameters(recurse=False)}
+    return 0.0 if any(map(is_lazy, parameters)) else 1.0 + sum(parameter.numel() for parameter in parameters)
 
 
 def _build(source: LayerSource, index: int) -> nn.Module:

@@ -47,6 +47,7 @@ USED: dict[str, dict[str, Any]] = {
     "search": {"schedule.name": "search"},
     "search in bytes": {"schedule.name": "search", "schedule.options.memory": "1GiB"},
     "replan": {"schedule.replan": 5},
+    "dualpipev": {"schedule.name": "dualpipev", "schedule.microbatches": 8},
     "own schedule": {"schedule.name": "own.csv"},
     "schedule options": {"schedule.name": "interleaved", "schedule.options.rounds": "tail"},
     "own transforms": {"schedule.transforms": ["recompute"]},
@@ -87,7 +88,8 @@ def problems(keys: dict[str, Any]) -> list[str]:
 )
 def test_two_features_that_do_not_go_together_are_refused(rule: Exclusion, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
-        '{"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 512}'
+        '{"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 512, "num_attention_heads": 4, '
+        '"intermediate_size": 128}'
     )
     key, end = FEATURES[rule.feature][0].split()[0], rule.reason.rpartition("}")[2]
     both = problems(

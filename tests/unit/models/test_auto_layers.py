@@ -157,6 +157,7 @@ def test_layers_with_costs_are_cut_by_them() -> None:
     assert sizes(layers, [1, 1, 1, 5]) == [1, 1, 1, 5]
     model = nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 8), *(nn.Linear(8, 8) for _ in range(5)), nn.Linear(8, 900))
     assert sizes(pl.auto_layers(model, torch.rand(2, 8)).layers) == sizes([*model]) == [1, 1, 5, 1]
+    assert sizes([nn.Embedding(900, 8), *(nn.Linear(8, 8) for _ in range(7))]) == [2, 2, 2, 2]
     assert sizes([*model[:-1], nn.Identity]) == [2, 2, 2, 2]
     assert sizes([nn.Linear(8, 8), *(nn.Identity() for _ in range(5)), nn.Linear(8, 8), nn.Linear(8, 8)]) == [
         1,

@@ -201,3 +201,12 @@ def test_a_sequence_costs_more_than_its_tokens_where_it_is_computed_alone() -> N
         for name in ("fixed", "each")
     }
     assert times == {"fixed": 3 * (20 + 5), "each": 3 * (20 + 2 * 5)}
+
+
+def test_a_plan_whose_packings_do_not_serve_is_made_anew() -> None:
+    """`dualpipev` on 1 rank needs 2 micro-batches, and the packing of a step with one sequence makes 1."""
+    family = [("dualpipev", 2)]
+    last = replace(plan_step([90, 10, 80], 1, tokens=100, families=family), packings=((1.0, 0),))
+    plan = plan_step([10, 20, 30], 1, tokens=100, families=family, last=last)
+    assert len(plan.replicas[0].microbatches) >= 2
+    assert plan.packings != last.packings
