@@ -390,8 +390,8 @@ class _StepQuestion:
         return max(work + first, longest)
 
 
-def _kept(batches: Iterable[Iterable[int]]) -> _Batches:
-    return tuple(kept for batch in batches if (kept := tuple(batch)))
+def _kept(batches: Iterable[Sequence[int]]) -> _Batches:
+    return tuple(tuple(batch) for batch in batches if batch)
 
 
 def _orders(batches: list[tuple[int, ...]], times: Sequence[float]) -> list[list[tuple[int, ...]]]:
