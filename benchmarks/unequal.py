@@ -4,6 +4,7 @@
     python benchmarks/unequal.py 3 8                   settings 3 to 7
     python benchmarks/unequal.py search 60 3 8         beside a search of 60 CPU seconds a setting
     python benchmarks/unequal.py emulated              measured steps of 2 and 4 processes whose layers sleep
+    python benchmarks/unequal.py single                predicted and measured CPU seconds of packed micro-batches
     python benchmarks/unequal.py real                  measured steps of 2 processes that compute
 
 For each setting it prints the makespan of the plan over the shorter of 1F1B and `interleaved` with (a) sequences dealt out in
@@ -255,6 +256,13 @@ def real_lengths(step: int) -> list[int]:
     return [max(4, n // 16) for n in lengths_of("answers", REAL_SEQUENCES, step)]
 
 
+def of_each(block: Any, x: Any, sizes: Sequence[int]) -> Any:
+    """A block that attends within each of the packed sequences: it computes one after the other."""
+    import torch
+
+    return torch.cat([block(part) for part in torch.split(x, list(sizes), 1)], 1)
+
+
 def measured_costs() -> tuple[SequenceTime, Costs]:
     """Seconds of a sequence on 1/p of the model by its length, which the layers compute one by one, and the shares of F, I, W."""
     import torch
@@ -267,13 +275,15 @@ def measured_costs() -> tuple[SequenceTime, Costs]:
         spans = []
         for _ in range(9):
             x = torch.randn(1, length, 256, requires_grad=True)
-            begin = time.perf_counter()
-            out = model(x)
-            forward = time.perf_counter()
+            begin = time.process_time()
+            out = x
+            for block in model:
+                out = of_each(block, out, [length])
+            forward = time.process_time()
             torch.autograd.grad(out.sum(), x, retain_graph=True)
-            inner = time.perf_counter()
+            inner = time.process_time()
             out.sum().backward()
-            spans.append((forward - begin, inner - forward, time.perf_counter() - inner))
+            spans.append((forward - begin, inner - forward, time.process_time() - inner))
         f, i, b = (median(each) for each in zip(*spans, strict=True))
         rows.append((length, f + b))
         shares.append((f / (f + b), min(i, b) / (f + b)))
@@ -282,6 +292,37 @@ def measured_costs() -> tuple[SequenceTime, Costs]:
     fixed, linear, square = torch.linalg.lstsq(x / y[:, None], torch.ones_like(y)).solution.clamp_min(0).tolist()
     forward, inner = (median(each) for each in zip(*shares, strict=True))
     return SequenceTime(0.0, linear, square, fixed), Costs(forward, inner, 1 - forward - inner)
+
+
+def single() -> int:
+    """Print CPU seconds of single packed micro-batches as predicted over as measured; times of sequences are fitted first."""
+    import torch
+
+    import layers as parts
+
+    torch.set_num_threads(1)
+    time_of, _ = measured_costs()
+    model = torch.nn.Sequential(*(parts.Block() for _ in range(REAL_LAYERS // REAL_RANKS)))
+    ratios, once = [], []
+    for batch in packed(real_lengths(0), list(range(REAL_SEQUENCES)), REAL_TOKENS, by_tokens=True):
+        lengths = [real_lengths(0)[at] for at in batch]
+        spans = []
+        for _ in range(9):
+            x = torch.randn(1, sum(lengths), 256, requires_grad=True)
+            begin = time.process_time()
+            for block in model:
+                x = of_each(block, x, lengths)
+            x.sum().backward()
+            spans.append(time.process_time() - begin)
+        predicted = sum(map(time_of.of, lengths))
+        ratios.append(predicted / median(spans))
+        once.append((predicted - time_of.each * (len(lengths) - 1)) / median(spans))
+    print(f"fitted: {time_of}")
+    for words, found in (("sequence", ratios), ("micro-batch", once)):
+        print(
+            f"fixed time for each {words}: predicted over measured {median(found):.3f} ({min(found):.3f} to {max(found):.3f})"
+        )
+    return 0
 
 
 def real_steps(rank: int, time_of: SequenceTime, costs: Costs, turns: int) -> list[tuple[float, ...]]:
@@ -294,14 +335,14 @@ def real_steps(rank: int, time_of: SequenceTime, costs: Costs, turns: int) -> li
     from pipeloom.runtime import Layer, Pipeline
 
     class Packed(nn.Module):
-        """A block that attends within each of the packed sequences."""
+        """As `of_each`."""
 
         def __init__(self) -> None:
             super().__init__()
             self.block = parts.Block()
 
         def forward(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-            return torch.cat([self.block(part) for part in torch.split(x, list(sizes), 1)], 1)
+            return of_each(self.block, x, sizes)
 
     families = {"plan": ("zbv", 2), "1f1b": ("1f1b", 1), "interleaved": ("interleaved", 2)}
     blocks = [Layer(f"block{at}", Packed) for at in range(REAL_LAYERS)]
@@ -362,9 +403,13 @@ def real(turns: int) -> int:
 def main() -> int:
     """Print a row for each setting; 1 where a plan is longer than a baseline."""
     settings = list(product(SHAPES, KINDS))
-    part, *words = sys.argv[1:] if sys.argv[1:2] in (["real"], ["search"], ["emulated"]) else ["", *sys.argv[1:]]
+    part, *words = (
+        sys.argv[1:] if sys.argv[1:2] in (["real"], ["search"], ["emulated"], ["single"]) else ["", *sys.argv[1:]]
+    )
     if part == "emulated":
         return emulated()
+    if part == "single":
+        return single()
     if part == "real":
         return real(int(words[0]) if words else 20)
     seconds = float(words.pop(0)) if part else 0.0

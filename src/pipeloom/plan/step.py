@@ -395,8 +395,8 @@ class _StepQuestion:
         return max(work + first, longest)
 
 
-def _kept(batches: Iterable[Iterable[int]]) -> _Batches:
-    return tuple(filter(None, map(tuple, batches)))
+def _kept(batches: Iterable[Sequence[int]]) -> _Batches:
+    return tuple(tuple(batch) for batch in batches if batch)
 
 
 def _orders(batches: list[tuple[int, ...]], times: Sequence[float]) -> list[list[tuple[int, ...]]]:

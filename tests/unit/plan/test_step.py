@@ -210,3 +210,14 @@ def test_a_plan_whose_packings_do_not_serve_is_made_anew() -> None:
     plan = plan_step([10, 20, 30], 1, tokens=100, families=family, last=last)
     assert len(plan.replicas[0].microbatches) >= 2
     assert plan.packings != last.packings
+
+
+def test_improvements_keep_the_limit_of_tokens() -> None:
+    plan = plan_step([10] * 8, 1, tokens=20, time=SequenceTime(fixed=1000.0), families=[("1f1b", 1)])
+    assert plan.replicas[0].tokens == (20,) * 4
+
+
+def test_replicas_exchange_sequences() -> None:
+    """The longest first, each to the replica with the least, would make 7 and 5 tokens of these."""
+    plan = plan_step([3, 3, 2, 2, 2], 1, 2, tokens=10, families=[("1f1b", 1)])
+    assert plan.makespan == 3 * 6
