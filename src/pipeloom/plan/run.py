@@ -131,7 +131,9 @@ def predicted(
     rows = layout.microbatch_sizes
     if len(set(rows)) > 1:
         run = replace(run, microbatch=tuple(each / max(rows) for each in rows))
-    if device is None and measured_layers is None:
+    if device is not None:
+        run = replace(run, host_bandwidth=device.host_link)
+    elif measured_layers is None:
         run = replace(run, p2p=0.0, broadcast=0.0, combine=0.0)
     timeline = with_messages(layout, simulate(layout.schedule, run))
     step = None

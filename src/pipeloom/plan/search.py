@@ -220,7 +220,7 @@ def fastest_elsewhere(planner: Planner, request: PlanRequest, plan: LayoutPlan) 
     No layout is faster than it was, so that all with a longer estimate in `plan` than the best takes now are out.
     """
     most = LONG * planner.predict(plan.best.layout).step.total
-    of = _Estimator(planner).estimate
+    of = _Estimator.of(planner, request).estimate
     close = [each for each in _close(plan.estimates, request) if each.layout not in plan.too_large]
     longest = {True: REPEATED * most, False: most}  # where all blocks are recomputed, fewer may be
     near = [of(each.layout) for each in close if each.seconds <= longest[each.layout.recompute == "full"]]
@@ -297,7 +297,7 @@ def _partial(
         estimates: those close to the memory; all blocks recomputed take at most `REPEATED` times as long as none.
     """
     best = min((each.step.total for each in _fitting(known, request)), default=math.inf)
-    estimator, tried = _Estimator(planner), set[PlannedLayout]()
+    estimator, tried = _Estimator.of(planner, request), set[PlannedLayout]()
     # a layout that recomputes all blocks -> a number of them, and the bytes with so many
     peaks: dict[PlannedLayout, tuple[int, float]] = {}
     for each in estimates if request.partial else ():
@@ -501,7 +501,7 @@ def _spreads(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
 
 def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
     """Estimates of all layouts; where the mean rank of one has too many bytes, these alone, with the highest ZeRO level."""
-    estimator = _Estimator(planner)
+    estimator = _Estimator.of(planner, request)
     for layout in _spreads(planner, request):
         links = AxisRates.of(layout, planner.device, planner.shape)
         levels = request.zero[:1] if layout.dp * layout.cp == 1 else request.zero
@@ -682,6 +682,11 @@ class _Estimator:
         self.planner = planner
         self._sums: dict[tuple[object, ...], _Sums] = {}
         self._cuts: dict[tuple[object, ...], _Cut] = {}
+
+    @classmethod
+    def of(cls, planner: Planner, request: PlanRequest) -> _Estimator:
+        """The estimator of all requests to the planner for such sequences."""
+        return planner._estimators.setdefault((request.seq, request.capacity), cls(planner))  # type: ignore[no-any-return]
 
     def estimate(self, layout: PlannedLayout, links: AxisRates | None = None) -> Estimate:
         if layout.recompute_layers:  # between none and all blocks of a stage

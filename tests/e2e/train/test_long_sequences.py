@@ -21,7 +21,7 @@ def test_the_table_is_what_its_command_predicts() -> None:
     command = re.search(r"^pipeloom train tiny (.*) --dry-run --parallel", text, re.MULTILINE)
     rows = re.findall(r"^\| `(--parallel[^`]*)` \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
     assert command is not None
-    assert len(rows) == 10
+    assert len(rows) == 11
     for flags, seconds, gib in rows:
         words = shlex.split(f"{command[1]} {flags}")
         values = {key.removeprefix("--"): _value(word) for key, word in zip(words[::2], words[1::2], strict=True)}

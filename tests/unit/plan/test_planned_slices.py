@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from pipeloom.config import load_layout
 from pipeloom.errors import UsageError
 from pipeloom.interop.systems import written
 from pipeloom.plan import OFFERED, RUNTIMES, PlannedLayout, Planner, PlanRequest, load_device, load_model, search
 from pipeloom.plan.layout import problems
 from pipeloom.plan.predict import built
+from pipeloom.plan.run import predicted
 from pipeloom.schedule import simulate
 
 LAYOUT = PlannedLayout(pp=4, tp=2, m=4, seq=32768)
@@ -77,3 +79,20 @@ def test_only_our_trainer_runs_them(planner):
     for system in ("megatron", "torchtitan", "automodel", "torch-csv"):
         with pytest.raises(UsageError, match="slices=2: sequences are not cut into slices; nearest: slices=1"):
             written(prediction, planner, system)
+
+
+def test_copies_to_the_host_take_the_time_of_the_devices_link():
+    """Of a dry run; on a CPU, whose link is not known, they are free."""
+    model = {"hidden_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 32, "intermediate_size": 11008}
+    keys = {f"model.{key}": value for key, value in model.items()} | {
+        "train.seq_len": 8192, "train.global_batch_size": 16, "train.dtype": "bfloat16", "parallel.pp": 4,
+        "schedule.microbatches": 16, "schedule.name": "1f1b",
+    }  # fmt: skip
+    plain, copied = (load_layout("tiny", keys | {"schedule.transforms": words}) for words in ([], ["offload"]))
+    h100 = load_device("h100")
+    quick, slow = (predicted(copied, replace(h100, host_link=rate)).step for rate in (1e15, 1e10))
+    assert quick.total == pytest.approx(predicted(plain, h100).step.total, rel=0.02)
+    assert predicted(plain, replace(h100, host_link=1e10)).step == predicted(plain, h100).step
+    assert slow.total > 2 * quick.total
+    assert slow.compute == pytest.approx(quick.compute)
+    assert predicted(copied).timeline.makespan == pytest.approx(predicted(plain).timeline.makespan, rel=0.02)
