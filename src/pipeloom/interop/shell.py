@@ -237,8 +237,9 @@ class _Script:
             elif words[0] in self.functions:
                 called.add(words[0])
                 prefix = {name: value for name, value in self.prefix.items() if self.values.get(name) != value}
-                before = {name: self.values.get(name) for name in ("@", *prefix)}
-                self.values |= {"@": words[1:], **prefix}
+                prefix |= {} if {"$@", "${@}", "$*"} & {*words} else {"@": words[1:]}
+                before = {name: self.values.get(name) for name in prefix}
+                self.values |= prefix
                 yield from self._inside(self.functions[words[0]], runs, missing)
                 self.values |= {name: value for name, value in before.items() if value is not None}
                 for name in [name for name, value in before.items() if value is None]:

@@ -102,6 +102,7 @@ def test_words_are_those_of_bash(name: str) -> None:
         ("X=$((A*2))\nlaunch $X", "$((A*2))", "$A, which the script does not set"),
         ("launch ${A%x}", "${A%x}", "${A%x}"),
         ("A=$1\nA+=b\nlaunch $A", "$1b", "$1, which the script does not set"),
+        ('main() { launch ${1:-4} $# "$@"; }\nmain "$@"', "$@", "the arguments of the script, $@"),
         ("launch $@", "$@", "the arguments of the script, $@"),
         ("case $1 in 7) L=32;; *) L=40;; esac\nlaunch $L", "32", "line 1: L is set under a condition"),
         ('if [ -n "$A" ]; then P=4; fi\nlaunch $P', "4", "line 1: P is set under a condition"),
